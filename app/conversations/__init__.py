@@ -1,0 +1,1 @@
+"""Conversations on disk: SQLite, branches, full-text search, export. No Textual here."""

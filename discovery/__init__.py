@@ -1,0 +1,1 @@
+"""Peers on the network: identity, announcing, browsing, pairing. Knows nothing of models."""

@@ -1,0 +1,1 @@
+"""The routed experts: what turns hidden states and routes into the experts' weighted sum."""

@@ -1,0 +1,112 @@
+"""A model's weights on disk as the runtimes see them: memory-mapped tensors, and the routed experts in one shape.
+
+This module is the contract; :mod:`engine.models.checkpoint` opens plain Hugging Face folders and
+:mod:`engine.models.bank` prepared ones. No torch, no mlx: a tensor is raw words in a numpy array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as it lies in a file.
+
+    ``dtype`` is safetensors' name (``BF16``, ``F32``, ``F16``, ...). ``words`` has the tensor's logical shape and may
+    be strided; its numpy dtype is the unsigned integer of the same width (so BF16 is uint16). It is a copy-on-write
+    view of a file mapping: reading it costs file-backed pages only.
+    """
+
+    dtype: str
+    words: NDArray[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.words.shape
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.words.nbytes)
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One routed expert, in one shape whatever the family: gate, up [ffn, hidden]; down [hidden, ffn]; biases or None.
+
+    ``y = down @ (activation(gate @ x + gate_bias) * (up @ x + up_bias)) + down_bias``; what ``activation`` and the
+    product are exactly is the family's business (gpt-oss clamps).
+    In a bank, gate, up and down (and biases) lie one after the other in one 64-byte-aligned slab, and ``gate_up`` is
+    gate and up as one view [2*ffn, hidden]; in a plain checkpoint ``gate_up`` is None unless contiguous.
+    """
+
+    gate: StoredTensor
+    up: StoredTensor
+    down: StoredTensor
+    gate_up: StoredTensor | None = None
+    gate_bias: StoredTensor | None = None
+    up_bias: StoredTensor | None = None
+    down_bias: StoredTensor | None = None
+
+
+class Experts(Protocol):
+    """All routed experts of a model."""
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Indices of the decoder layers that have routed experts, ascending."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Experts per layer."""
+        ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all routed experts."""
+        ...
+
+    def expert(self, layer: int, expert: int) -> ExpertWeights: ...
+
+    def check_unchanged(self) -> None:
+        """Raises ModelError if a file was changed or shortened since it was opened."""
+        ...
+
+
+class ModelFiles(Protocol):
+    """A model folder, opened."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """``config.json``; ``config["model_type"]`` is the family's name in transformers."""
+        ...
+
+    @property
+    def prepared(self) -> bool: ...
+
+    @property
+    def trunk_bytes(self) -> int: ...
+
+    def trunk(self) -> Iterator[tuple[str, StoredTensor]]:
+        """Every tensor that is not a routed expert, under the name it has in the Hugging Face checkpoint."""
+        ...
+
+    @property
+    def experts(self) -> Experts | None:
+        """None for a dense model."""
+        ...
+
+
+# engine.models.opening.open_model(folder) -> ModelFiles opens either kind.

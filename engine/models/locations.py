@@ -1,0 +1,33 @@
+"""Where things are on this machine. ``PRIVATELLM_HOME`` moves all of it under one folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import platformdirs
+
+Kind = Literal["config", "data", "models", "logs"]
+KINDS: tuple[Kind, ...] = ("config", "data", "models", "logs")
+
+
+def locate(kind: Kind) -> Path:
+    """The folder for ``kind``; it may not exist yet."""
+    home = os.environ.get("PRIVATELLM_HOME")
+    if home:
+        return Path(home).expanduser().absolute() / kind
+    directories = platformdirs.PlatformDirs("privatellm", appauthor=False)
+    return {
+        "config": directories.user_config_path,
+        "data": directories.user_data_path,
+        "models": directories.user_data_path / "models",
+        "logs": directories.user_log_path,
+    }[kind]
+
+
+def ensure(kind: Kind) -> Path:
+    """The folder for ``kind``, made if it is missing, readable by its owner only."""
+    folder = locate(kind)
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder

@@ -1,0 +1,1 @@
+"""What runs the trunk and owns the key/value cache: torch and mlx behind one protocol."""

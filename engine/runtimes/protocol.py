@@ -1,0 +1,102 @@
+"""What a runtime is: it runs the trunk, owns the key/value cache, and asks the executor for the experts' weighted sum.
+
+Everything above (session, sampling, beam search) is written against these protocols only, so both runtimes share it.
+Token ids are Python ints; logits are float32 numpy arrays on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.messages import Load, ModelFacts
+from engine.timing import Recorder
+
+Logits = NDArray[np.float32]
+
+ProgressCallback = Callable[[str, int, int, str], None]
+"""``(stage, done, total, unit)`` as in :class:`engine.messages.Progress`."""
+
+
+class TokenRows(Protocol):
+    """Rows of tokens of equal length in the key/value cache: one row for sampling, W rows for a beam search."""
+
+    @property
+    def rows(self) -> int: ...
+
+    @property
+    def length(self) -> int:
+        """Tokens per row in the cache."""
+        ...
+
+    @property
+    def can_truncate(self) -> bool:
+        """Whether :meth:`truncate` works: not for recurrent state such as linear attention."""
+        ...
+
+    def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
+        """Prefill one chunk (``rows`` must be 1). Returns the logits after the last token, [vocabulary], or None."""
+        ...
+
+    def step(self, tokens: Sequence[int]) -> Logits:
+        """Decode one token per row. Returns logits [rows, vocabulary]."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Keep the first ``length`` tokens of the (only) row."""
+        ...
+
+    def fan_out(self, rows: int) -> TokenRows:
+        """A new object with ``rows`` copies of this single row's cache. This one is unchanged and stays usable."""
+        ...
+
+    def reorder(self, parents: Sequence[int]) -> int:
+        """Row i becomes a copy of row ``parents[i]``. Moves key/values only for rows whose parent changed, and only
+        positions after the shared prompt. Returns the bytes moved."""
+        ...
+
+    def take_row(self, row: int) -> TokenRows:
+        """A new single-row object holding row ``row``; used to keep the winner of a beam search."""
+        ...
+
+
+class LoadedModel(Protocol):
+    """A model ready to run."""
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    @property
+    def recorder(self) -> Recorder:
+        """Filled by the runtime while ``recorder.enabled``; hooks that cost time are off otherwise."""
+        ...
+
+    def start(self) -> TokenRows:
+        """An empty cache of one row."""
+        ...
+
+    def close(self) -> None:
+        """Free the memory."""
+        ...
+
+
+class Runtime(Protocol):
+    """A way to run models: ``torch`` or ``mlx``."""
+
+    @property
+    def name(self) -> str: ...
+
+    def load(self, folder: Path, request: Load, progress: ProgressCallback) -> LoadedModel:
+        """Load the model in ``folder`` (prepared, or plain Hugging Face safetensors).
+
+        Raises :class:`engine.errors.ModelError` if the family is not supported, files are damaged, or it does not fit.
+        """
+        ...
+
+
+Config = dict[str, Any]
+"""A model's ``config.json`` as parsed."""

@@ -1,0 +1,101 @@
+"""Spans per layer: where each token's time goes. Measured only while somebody looks.
+
+A runtime calls :meth:`Recorder.begin_step`, :meth:`Recorder.add` and :meth:`Recorder.end_step` around what it does, and
+only if :attr:`Recorder.enabled` is true; the recorder turns that into the frames of :mod:`engine.messages`.
+Seconds go in, milliseconds per token come out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from engine.messages import LayerTimes, PhaseTimes, Timing
+
+Part = Literal["attention", "router", "experts", "exchange", "wait", "other"]
+PARTS: tuple[Part, ...] = ("attention", "router", "experts", "exchange", "wait", "other")
+Phase = Literal["prefill", "decode"]
+
+
+class _PhaseSums:
+    def __init__(self, layers: int) -> None:
+        self.parts = [dict.fromkeys(PARTS, 0.0) for _ in range(layers)]
+        self.total = 0.0
+        self.steps = 0
+        self.tokens = 0
+
+    def frame(self) -> PhaseTimes:
+        """Per-token milliseconds; empty if nothing was measured."""
+        if not self.tokens:
+            return PhaseTimes()
+        scale = 1000.0 / self.tokens
+        layers = [LayerTimes(**{part: seconds * scale for part, seconds in parts.items()}) for parts in self.parts]
+        inside = sum(sum(parts.values()) for parts in self.parts)
+        return PhaseTimes(
+            layers=layers,
+            outside_layers=max(0.0, self.total - inside) * scale,
+            per_token=self.total * scale,
+            steps=self.steps,
+            tokens=self.tokens,
+        )
+
+
+class Recorder:
+    """Adds up spans per layer and phase, and how often each expert was used.
+
+    One thread at a time. ``layers`` is the number of decoder layers, ``moe_layers`` which of them have routed experts,
+    ``experts`` how many each of those has.
+    """
+
+    def __init__(
+        self, layers: int, moe_layers: Iterable[int], experts: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.enabled = False
+        self.clock = clock
+        self._layers = layers
+        self._moe_layers = list(moe_layers)
+        self._experts = experts
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything measured (at the start of a turn)."""
+        self._phases: dict[Phase, _PhaseSums] = {
+            "prefill": _PhaseSums(self._layers),
+            "decode": _PhaseSums(self._layers),
+        }
+        self._current: _PhaseSums | None = None
+        self._step_start = 0.0
+        self._use = {layer: [0] * self._experts for layer in self._moe_layers}
+
+    def begin_step(self, phase: Phase, tokens: int) -> None:
+        """A forward pass over ``tokens`` token positions begins."""
+        self._current = self._phases[phase]
+        self._current.tokens += tokens
+        self._step_start = self.clock()
+
+    def end_step(self) -> None:
+        if self._current is not None:
+            self._current.total += self.clock() - self._step_start
+            self._current.steps += 1
+            self._current = None
+
+    def add(self, layer: int, part: Part, seconds: float) -> None:
+        """``part`` of ``layer`` took ``seconds`` in the current step; ignored outside a step."""
+        if self._current is not None:
+            self._current.parts[layer][part] += seconds
+
+    def add_routes(self, layer: int, counts: Iterable[int]) -> None:
+        """``counts[e]`` tokens were sent to expert e of ``layer`` in the current step."""
+        use = self._use[layer]
+        for expert, count in enumerate(counts):
+            use[expert] += count
+
+    def frame(self, request_id: int) -> Timing:
+        return Timing(
+            id=request_id,
+            prefill=self._phases["prefill"].frame(),
+            decode=self._phases["decode"].frame(),
+            moe_layers=self._moe_layers,
+            expert_use=[list(self._use[layer]) for layer in self._moe_layers],
+        )
