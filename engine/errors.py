@@ -14,3 +14,7 @@ class ModelError(Exception):
     def __init__(self, text: str, kind: ErrorKind = "model") -> None:
         super().__init__(text)
         self.kind: ErrorKind = kind
+
+
+class Cancelled(ModelError):
+    """Somebody asked to stop something long; what was done so far is kept where that is of use."""

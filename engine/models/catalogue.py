@@ -1,0 +1,70 @@
+"""The models known by a short name: ``assets/catalogue.toml``, read once and validated."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import tomllib
+from typing import Any, Literal
+
+import msgspec
+
+from engine.errors import ModelError
+
+STARTER = "starter"
+"""Catalogue name of the model that is built on this machine instead of downloaded as it is."""
+
+Origin = Literal["hub", "starter"]
+
+
+class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One known model. Sizes are decimal gigabytes; parameters are in billions."""
+
+    name: str
+    origin: Origin = "hub"
+    repo: str = ""
+    """Hugging Face repo id ``owner/name``; empty for the starter."""
+    family: str
+    """``model_type`` in transformers."""
+    gigabytes: float
+    """What the download takes on disk."""
+    parameters_billion: float
+    active_billion: float
+    """Parameters a token passes through."""
+    experts: int
+    experts_per_token: int
+    licence: str
+    """SPDX identifier."""
+    description: str
+
+
+class _CatalogueFile(msgspec.Struct, forbid_unknown_fields=True):
+    model: list[CatalogueEntry]
+
+
+@functools.cache
+def catalogue() -> tuple[CatalogueEntry, ...]:
+    """All known models, in the order in which they are worth showing (small ones first)."""
+    text = importlib.resources.files("assets").joinpath("catalogue.toml").read_text(encoding="utf-8")
+    return parse_catalogue(tomllib.loads(text))
+
+
+def parse_catalogue(data: dict[str, Any]) -> tuple[CatalogueEntry, ...]:
+    """Validate the parsed TOML. Raises ModelError naming what is wrong."""
+    try:
+        entries = tuple(msgspec.convert(data, _CatalogueFile).model)
+    except msgspec.ValidationError as error:
+        raise ModelError(f"The model catalogue is damaged ({error}); reinstall privatellm.", "internal") from error
+    names = [entry.name for entry in entries]
+    if len(set(names)) != len(names):
+        raise ModelError("The model catalogue names a model twice; reinstall privatellm.", "internal")
+    return entries
+
+
+def find(name: str) -> CatalogueEntry | None:
+    """The entry called ``name`` or whose repo is ``name``, whatever the case; None if there is none."""
+    wanted = name.casefold()
+    for entry in catalogue():
+        if wanted == entry.name.casefold() or (entry.repo and wanted == entry.repo.casefold()):
+            return entry
+    return None

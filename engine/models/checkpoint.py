@@ -1,0 +1,331 @@
+"""A plain Hugging Face folder, opened: safetensors files as they were published, experts as views of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelError
+from engine.models.families import (
+    ExpertShape,
+    ExpertTensor,
+    Family,
+    Part,
+    expert_shape,
+    layer_count,
+    layer_of,
+    match_tensor,
+    part_views,
+    stored_shape,
+)
+from engine.models.files import Experts, ExpertWeights, StoredTensor
+from engine.models.safetensors_files import MappedFile, TensorEntry, read_header
+from engine.models.wording import shown
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+EXPERT_DTYPES = ("BF16", "F16", "F32")
+
+_SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.safetensors")
+_INDEX_LIMIT = 200_000_000
+
+
+class Checkpoint:
+    """See :class:`engine.models.files.ModelFiles`."""
+
+    def __init__(self, folder: Path, config: dict[str, Any], family: Family) -> None:
+        """Opens and checks every file. Raises ModelError naming the file and what is wrong with it."""
+        self._folder = folder
+        self._config = config
+        self.family = family
+        headers = _read_headers(folder)
+        self._files = {name: MappedFile(folder / name) for name in headers}
+        self._trunk: dict[str, tuple[str, TensorEntry]] = {}
+        shape = expert_shape(config, family)
+        collected = _Collected(family, shape, layer_count(config, family))
+        for file_name, header in headers.items():
+            for name, entry in header.items():
+                if collected.is_trunk(file_name, name, entry):
+                    self._trunk[name] = (file_name, entry)
+        self._experts = None if shape is None else PlainExperts(collected.finish(folder), shape, self._files)
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self._config
+
+    @property
+    def prepared(self) -> bool:
+        return False
+
+    @property
+    def trunk_bytes(self) -> int:
+        return sum(entry.nbytes for _, entry in self._trunk.values())
+
+    def trunk(self) -> Iterator[tuple[str, StoredTensor]]:
+        for name, (file_name, entry) in self._trunk.items():
+            yield name, self._files[file_name].tensor(entry.dtype, entry.shape, entry.start)
+
+    @property
+    def experts(self) -> Experts | None:
+        return self._experts
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files with tensors, in order."""
+        return tuple(mapped.path for mapped in self._files.values())
+
+    def check_unchanged(self) -> None:
+        """Raises ModelError if a file was changed since it was opened."""
+        for mapped in self._files.values():
+            mapped.check_unchanged()
+
+
+class _Source:
+    """The checkpoint tensor that holds a part of an expert."""
+
+    __slots__ = ("entry", "file_name", "tensor")
+
+    def __init__(self, tensor: ExpertTensor, file_name: str, entry: TensorEntry) -> None:
+        self.tensor = tensor
+        self.file_name = file_name
+        self.entry = entry
+
+
+_Key = tuple[int, int | None, Part]
+_Sources = dict[_Key, _Source]
+"""(layer, expert or None for all of them, first part) -> where it is."""
+
+
+class PlainExperts:
+    """The routed experts of a plain checkpoint. See :class:`engine.models.files.Experts`."""
+
+    def __init__(self, sources: _Sources, shape: ExpertShape, files: Mapping[str, MappedFile]) -> None:
+        self._sources = sources
+        self.shape = shape
+        self._files = files
+        per_layer: dict[int, list[tuple[int | None, Part]]] = {}
+        for layer, expert, part in sources:
+            per_layer.setdefault(layer, []).append((expert, part))
+        self._tensors = {
+            layer: tuple(part for expert, part in keys if expert in (None, 0)) for layer, keys in per_layer.items()
+        }
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self.shape.layers
+
+    @property
+    def count(self) -> int:
+        return self.shape.count
+
+    @property
+    def dtype(self) -> str:
+        return next(iter(self._sources.values())).entry.dtype if self._sources else "F32"
+
+    @property
+    def nbytes(self) -> int:
+        return sum(source.entry.nbytes for source in self._sources.values())
+
+    @property
+    def strided(self) -> bool:
+        """Whether experts are stored transposed or interleaved, so that their matrices are strided views."""
+        return any(source.tensor.strided for source in self._sources.values())
+
+    def expert(self, layer: int, expert: int) -> ExpertWeights:
+        if layer not in self._tensors or not 0 <= expert < self.count:
+            raise IndexError(f"no expert {expert} in layer {layer}")
+        parts: dict[str, StoredTensor] = {}
+        gate_up = None
+        for first in self._tensors[layer]:
+            source = self._sources.get((layer, None, first)) or self._sources[(layer, expert, first)]
+            entry = source.entry
+            whole = self._files[source.file_name].tensor(entry.dtype, entry.shape, entry.start)
+            for part, words in part_views(source.tensor, whole.words, expert, self.shape):
+                parts[part] = StoredTensor(entry.dtype, words)
+            if source.tensor.parts == ("gate", "up") and not source.tensor.strided:
+                gate_up = StoredTensor(entry.dtype, whole.words[expert])
+        return ExpertWeights(gate_up=gate_up, **parts)
+
+    def check_unchanged(self) -> None:
+        for mapped in self._files.values():
+            mapped.check_unchanged()
+
+
+class _Collected:
+    """Sorts a checkpoint's tensors into trunk and experts, and checks that the experts are all there."""
+
+    def __init__(self, family: Family, shape: ExpertShape | None, layers: int) -> None:
+        self._family = family
+        self._shape = shape
+        self._layers = layers
+        self._sources: _Sources = {}
+        self._dtypes: dict[str, str] = {}
+
+    def is_trunk(self, file_name: str, name: str, entry: TensorEntry) -> bool:
+        """Whether the tensor belongs to the trunk; an expert's is noted. Raises ModelError if it cannot be right."""
+        layer = layer_of(self._family, name)
+        if layer is not None and layer >= self._layers:
+            if self._family.extra_layers:
+                return False
+            raise ModelError(
+                f"{file_name} has the tensor {name}, but config.json gives the model {self._layers} layers; "
+                "the files do not belong together: fetch the model again."
+            )
+        match = match_tensor(self._family, name)
+        if match is None:
+            # Rotary frequencies are computed; old versions of transformers stored them.
+            return not name.endswith("rotary_emb.inv_freq")
+        self._note(match.tensor, (match.layer, match.expert, match.tensor.parts[0]), file_name, name, entry)
+        return False
+
+    def _note(self, tensor: ExpertTensor, key: _Key, file_name: str, name: str, entry: TensorEntry) -> None:
+        shape = self._shape
+        assert shape is not None
+        layer, expert, _ = key
+        if layer not in shape.layers or (expert is not None and expert >= shape.count):
+            raise ModelError(
+                f"{file_name} has the tensor {name}, but config.json asks for {shape.count} experts in the layers "
+                f"{_ranges(shape.layers)}; the files do not belong together: fetch the model again."
+            )
+        wanted = stored_shape(tensor, shape)
+        if entry.shape != wanted:
+            raise ModelError(
+                f"{file_name}: tensor {name} has shape {list(entry.shape)}, but config.json asks for {list(wanted)}; "
+                "the files do not belong together: fetch the model again."
+            )
+        if entry.dtype not in EXPERT_DTYPES:
+            raise ModelError(
+                f"{file_name}: tensor {name} is stored as {entry.dtype}, which cannot be run; "
+                f"use a checkpoint in {', '.join(EXPERT_DTYPES)}."
+            )
+        if key in self._sources:
+            raise ModelError(f"{file_name}: tensor {name} holds weights that another tensor holds too.")
+        self._sources[key] = _Source(tensor, file_name, entry)
+        self._dtypes.setdefault(entry.dtype, name)
+
+    def finish(self, folder: Path) -> _Sources:
+        """Everything noted. Raises ModelError naming the first tensor that is missing, or experts of several types."""
+        assert self._shape is not None
+        if len(self._dtypes) > 1:
+            (first, name), (second, other) = list(self._dtypes.items())[:2]
+            raise ModelError(f"{folder}: experts have several types: {name} is {first} and {other} is {second}.")
+        per_layer = Counter(layer for layer, _, _ in self._sources)
+        for layer in self._shape.layers:
+            layout = max(self._family.layouts, key=lambda layout: self._present(layout, layer))
+            missing = self._missing(layout, layer)
+            if missing is not None:
+                raise ModelError(f"{folder}: tensor {missing} is missing; fetch the model again.")
+            if per_layer[layer] != self._present(layout, layer):
+                raise ModelError(f"{folder}: layer {layer} has its experts more than once; fetch the model again.")
+        return self._sources
+
+    def _missing(self, layout: tuple[ExpertTensor, ...], layer: int) -> str | None:
+        """Name of the first tensor of ``layer`` that ``layout`` wants and that is not there."""
+        return next((name for name, there in self._wanted(layout, layer) if not there), None)
+
+    def _present(self, layout: tuple[ExpertTensor, ...], layer: int) -> int:
+        return sum(there for _, there in self._wanted(layout, layer))
+
+    def _wanted(self, layout: tuple[ExpertTensor, ...], layer: int) -> Iterator[tuple[str, bool]]:
+        assert self._shape is not None
+        for tensor in layout:
+            experts = range(self._shape.count) if tensor.stacking == "separate" else (None,)
+            for expert in experts:
+                source = self._sources.get((layer, expert, tensor.parts[0]))
+                there = source is not None and source.tensor is tensor
+                yield tensor.template.format(layer=layer, expert=expert), there
+
+
+# --- which files --------------------------------------------------------------------------------------------------
+
+
+def _read_headers(folder: Path) -> dict[str, dict[str, TensorEntry]]:
+    """The headers of the folder's safetensors files, by file name; no tensor is in two of them."""
+    index = folder / INDEX
+    if index.is_file():
+        return _indexed_headers(folder, index)
+    if (folder / SINGLE).is_file():
+        return {SINGLE: read_header(folder / SINGLE)}
+    present = sorted(path.name for path in folder.glob("*.safetensors") if path.is_file())
+    shards = [name for name in present if _SHARD.fullmatch(name)]
+    if shards:
+        raise ModelError(f"{folder} has {shards[0]} but no {INDEX}; fetch the model again.")
+    if len(present) == 1:
+        return {present[0]: read_header(folder / present[0])}
+    if present:
+        raise ModelError(f"{folder} has several safetensors files but no {INDEX}; fetch the model again.")
+    raise ModelError(_why_no_weights(folder))
+
+
+def _indexed_headers(folder: Path, index: Path) -> dict[str, dict[str, TensorEntry]]:
+    weight_map = _read_index(index)
+    headers: dict[str, dict[str, TensorEntry]] = {}
+    owner: dict[str, str] = {}
+    for file_name in sorted(set(weight_map.values())):
+        path = folder / file_name
+        if Path(file_name).name != file_name or not file_name.endswith(".safetensors"):
+            raise ModelError(f"{INDEX} names the file {shown(file_name)}, which is no safetensors file of this folder.")
+        if not path.is_file():
+            raise ModelError(f"{path} is missing, though {INDEX} names it; fetch the model again.")
+        headers[file_name] = read_header(path)
+        for name in headers[file_name]:
+            if name in owner:
+                raise ModelError(f"Tensor {name} is both in {owner[name]} and in {file_name}; fetch the model again.")
+            owner[name] = file_name
+    for name, file_name in weight_map.items():
+        if owner.get(name) != file_name:
+            raise ModelError(f"Tensor {name} is not in {file_name}, though {INDEX} says so; fetch the model again.")
+    return headers
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    try:
+        if index.stat().st_size > _INDEX_LIMIT:
+            raise ModelError(f"{index} is damaged: it is over {_INDEX_LIMIT} bytes; fetch the model again.")
+        table = json.loads(index.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{index} is damaged: it is not JSON; fetch the model again.") from error
+    except OSError as error:
+        raise ModelError(f"{index} cannot be read ({error.strerror or error}); check the file.") from error
+    weight_map = table.get("weight_map") if isinstance(table, dict) else None
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(name, str) and name.isprintable() for item in weight_map.items() for name in item)
+    ):
+        raise ModelError(f"{index} is damaged: it has no weight_map of tensors to files; fetch the model again.")
+    return weight_map
+
+
+def _why_no_weights(folder: Path) -> str:
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    pickled = [name for name in names if name.lower().endswith(PICKLED_SUFFIXES)]
+    if pickled:
+        return (
+            f"{folder} has only pickled weights ({pickled[0]}), which can run code when they are read and are never "
+            "opened; convert the model to safetensors or use a repository that has them."
+        )
+    gguf = [name for name in names if name.lower().endswith(".gguf")]
+    if gguf:
+        return f"{folder} has no safetensors files; to use the GGUF file in it, name that: {folder / gguf[0]}."
+    return f"{folder} has no safetensors files; fetch the model again."
+
+
+def _ranges(layers: tuple[int, ...]) -> str:
+    """``0-3, 5`` for (0, 1, 2, 3, 5)."""
+    parts: list[list[int]] = []
+    for layer in layers:
+        if parts and parts[-1][-1] == layer - 1:
+            parts[-1] = [parts[-1][0], layer]
+        else:
+            parts.append([layer])
+    return ", ".join("-".join(str(end) for end in part) for part in parts)

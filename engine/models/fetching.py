@@ -1,0 +1,258 @@
+"""Getting a model onto this machine: from the hub, resumed where it broke off and checked; or made here.
+
+A download lies in ``owner--name.partial`` until every file has the digest that the hub states; then it gets its name.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.errors import Cancelled, ModelError
+from engine.models import store
+from engine.models.durable_files import flush, flush_folder, new_file
+from engine.models.locations import ensure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import httpx2
+
+    from engine.models.hub import RemoteFile, Repository
+    from engine.runtimes.protocol import ProgressCallback
+
+    StopCheck = Callable[[], bool] | None
+
+RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Pauses after failures without a byte of progress in between; then the download gives up (and can be resumed)."""
+
+_CHUNK = 1 << 20
+_JOURNAL = "verified.json"
+_ORIGIN = "origin.json"
+
+
+def pull(model: str, progress: ProgressCallback, should_stop: StopCheck = None) -> Path:
+    """Get ``model`` onto this machine; returns its folder. What is here already is not fetched again.
+
+    The starter is built, a GGUF file converted, a hub repo downloaded; a local folder is returned as it is.
+    Raises ModelError (network, disk, bad-input, model), or Cancelled; a partial download is kept for the next time.
+    """
+    resolved = store.resolve(model)
+    if resolved.folder is not None:
+        return resolved.folder
+    if resolved.kind == "starter":
+        from engine.models.starter import build_starter
+
+        return build_starter(progress, should_stop)
+    if resolved.kind == "gguf":
+        from engine.models.gguf_model import convert_gguf
+
+        return convert_gguf(resolved.source, progress, should_stop)
+    if resolved.kind == "folder" or resolved.repo is None:
+        raise ModelError(
+            f"{resolved.source} has no config.json, so it is not a model; name another folder.", "bad-input"
+        )
+    return download(resolved.repo, resolved.plain_folder, progress, should_stop)
+
+
+def download(repo: str, folder: Path, progress: ProgressCallback, should_stop: StopCheck = None) -> Path:
+    """Download the hub repo ``repo`` (config, tokenizer, safetensors; nothing else) to ``folder``."""
+    from engine.models import hub
+
+    ensure("models")
+    with store.exclusive(folder), hub.new_client() as client:
+        if store.is_complete(folder):
+            return folder
+        store.check_name_is_free(folder)
+        progress("asking the hub", 0, 0, "")
+        repository = hub.list_repository(client, repo)
+        partial = folder.with_name(folder.name + store.PARTIAL)
+        task = _Download(client, repository, partial, progress, should_stop)
+        try:
+            partial.mkdir(exist_ok=True)
+            small = hub.small_files(repository)
+            task.fetch(small, hub.total_bytes(small))
+            _refuse_unusable(partial)
+            index = partial / hub.WEIGHT_INDEX
+            weights = hub.weight_files(repository, index if index.is_file() else None)
+            task.fetch([*small, *weights], hub.total_bytes([*small, *weights]))
+            _finish(partial, folder, repository, {file.name for file in [*small, *weights]})
+        except OSError as error:
+            raise _disk_error(error, partial) from error
+    return folder
+
+
+@dataclass
+class _Download:
+    client: httpx2.Client
+    repository: Repository
+    folder: Path
+    progress: ProgressCallback
+    should_stop: StopCheck
+    done: int = 0
+    total: int = 0
+
+    def fetch(self, files: list[RemoteFile], total: int) -> None:
+        """Bring all ``files`` into the folder, verified. Raises ModelError, Cancelled, OSError."""
+        verified = _read_journal(self.folder)
+        missing = [file for file in files if not _is_there(self.folder, file, verified)]
+        have = sum(_part(self.folder, file).stat().st_size for file in missing if _part(self.folder, file).exists())
+        self.total, self.done = total, total - sum(file.size for file in missing)
+        store.check_space(self.folder, sum(file.size for file in missing) - have, f"Downloading {self.repository.repo}")
+        for file in missing:
+            self._fetch_one(file)
+            verified[file.name] = file.digest
+            _write_json(self.folder / _JOURNAL, verified)
+
+    def _fetch_one(self, file: RemoteFile) -> None:
+        from engine.models import hub
+
+        part = _part(self.folder, file)
+        if part.exists() and part.stat().st_size > file.size:
+            part.unlink()
+        part.touch()
+        self._receive_all(part, file)
+        if file.size >= 64 << 20:
+            self.progress(f"checking {file.name}", self.done + file.size, self.total, "bytes")
+        found = hub.digest_of(part, file.digest)
+        if found != file.digest:
+            part.unlink()
+            raise ModelError(
+                f"{file.name} of {self.repository.repo} arrived damaged ({found[:19]}… instead of {file.digest[:19]}…) "
+                f"and was deleted; run the download again.",
+                "network",
+            )
+        part.replace(self.folder / file.name)
+        self.done += file.size
+
+    def _receive_all(self, part: Path, file: RemoteFile) -> None:
+        import httpx2
+
+        failures = 0
+        while (before := part.stat().st_size) < file.size:
+            reason = "the connection was closed"
+            try:
+                self._receive(part, file, before)
+            except (httpx2.HTTPError, httpx2.StreamError) as error:
+                reason = " ".join(str(error).split()) or type(error).__name__
+            except _Busy as error:
+                reason = str(error)
+            if part.stat().st_size >= file.size:
+                return
+            failures = 0 if part.stat().st_size > before else failures + 1
+            if failures > len(RETRY_DELAYS_S):
+                raise ModelError(
+                    f"The download of {self.repository.repo} broke off ({reason[:120]}); "
+                    f"{store.size_text(self.done + part.stat().st_size)} are kept: run it again to go on.",
+                    "network",
+                )
+            self._pause(RETRY_DELAYS_S[max(0, failures - 1)])
+
+    def _receive(self, part: Path, file: RemoteFile, start: int) -> None:
+        """One request for the bytes from ``start`` on, appended to ``part``."""
+        from engine.models import hub
+
+        headers = {"Range": f"bytes={start}-"} if start else {}
+        url = hub.file_url(self.repository, file.name)
+        with self.client.stream("GET", url, headers=headers) as response:
+            if response.status_code >= 500 or response.status_code == 429:
+                raise _Busy(f"HTTP {response.status_code}")
+            if response.status_code == 416:  # what we have is not the beginning of what the server has
+                part.write_bytes(b"")
+                return
+            hub.raise_for_status(response, self.repository.repo)
+            resumes = response.status_code == 206
+            if resumes and not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+                part.write_bytes(b"")
+                return
+            with part.open("ab" if resumes else "wb") as out:
+                self._copy(response, out.write, file, start if resumes else 0)
+                flush(out)
+
+    def _copy(self, response: httpx2.Response, write: Callable[[bytes], int], file: RemoteFile, have: int) -> None:
+        self._report(file, have)
+        for chunk in response.iter_raw(_CHUNK):
+            have += len(chunk)
+            if have > file.size:
+                raise ModelError(
+                    f"The server sends more of {file.name} than the {file.size} bytes the hub states; the download was "
+                    f"stopped.",
+                    "network",
+                )
+            write(chunk)
+            self._report(file, have)
+
+    def _report(self, file: RemoteFile, have: int) -> None:
+        self.progress("downloading", self.done + have, self.total, "bytes")
+        self._check_stop()
+
+    def _check_stop(self) -> None:
+        if self.should_stop is not None and self.should_stop():
+            raise Cancelled(f"Stopped the download of {self.repository.repo}; pull it again to go on.")
+
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self._check_stop()
+            time.sleep(min(0.05, left))
+
+
+class _Busy(Exception):
+    """The server cannot answer now."""
+
+
+def _refuse_unusable(folder: Path) -> None:
+    """Say before gigabytes are fetched, not after, that a model cannot run."""
+    from engine.models.families import check_supported
+    from engine.models.opening import read_config, refuse_quantized
+
+    config = read_config(folder)
+    check_supported(config)
+    if "quant_method" in (config.get("quantization_config") or {}):
+        refuse_quantized(config)
+
+
+def _finish(partial: Path, folder: Path, repository: Repository, wanted: set[str]) -> None:
+    for path in partial.iterdir():
+        if path.name not in wanted:  # journal, parts of an earlier revision
+            path.unlink()
+    _write_json(partial / _ORIGIN, {"repo": repository.repo, "revision": repository.revision})
+    partial.rename(folder)
+    flush_folder(folder.parent)
+
+
+def _part(folder: Path, file: RemoteFile) -> Path:
+    """The digest in the name keeps a newer revision of a file from being glued to an older beginning."""
+    return folder / f"{file.name}.{file.digest.partition(':')[2][:12]}.part"
+
+
+def _is_there(folder: Path, file: RemoteFile, verified: dict[str, str]) -> bool:
+    path = folder / file.name
+    return verified.get(file.name) == file.digest and path.is_file() and path.stat().st_size == file.size
+
+
+def _read_journal(folder: Path) -> dict[str, str]:
+    try:
+        journal = json.loads((folder / _JOURNAL).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return {str(name): str(digest) for name, digest in journal.items()} if isinstance(journal, dict) else {}
+
+
+def _write_json(path: Path, value: object) -> None:
+    with new_file(path) as file:
+        file.write(json.dumps(value, indent=2).encode())
+
+
+def _disk_error(error: OSError, folder: Path) -> ModelError:
+    if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+        free = store.size_text(shutil.disk_usage(folder.parent).free)
+        return ModelError(
+            f"The disk of {folder.parent} is full ({free} free); make room and run it again to go on.", "disk"
+        )
+    return ModelError(f"Writing to {folder} failed: {error.strerror or error}.", "disk")

@@ -1,0 +1,191 @@
+"""The tokenizer inside a GGUF file, written as ``tokenizer.json`` and ``tokenizer_config.json``.
+
+A GGUF names how its byte-level BPE splits text before merging (``tokenizer.ggml.pre``) but does not hold the rule, so
+the rules of the models known here are in a table; another one is refused by name, since a wrong rule gives
+subtly wrong prompts.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelError
+from engine.models.wording import shown
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
+_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+_SPLITS = {
+    "llama-bpe": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
+}
+_DIGITS_FIRST = frozenset({"smollm", "starcoder", "refact"})
+_WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama-v3", "llama3", "tekken"})
+"""Words that are in the vocabulary are taken as they are, without merging."""
+
+KNOWN_SPLITS = tuple(sorted({*_SPLITS, *_DIGITS_FIRST, "gpt-2"}))
+
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+
+
+def write_tokenizer(folder: Path, metadata: dict[str, Any]) -> list[int]:
+    """Write the tokenizer of a GGUF with ``metadata`` into ``folder``; returns the ids that end a turn.
+
+    Raises ModelError if the tokenizer is of a kind that is not known, or damaged.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    try:
+        if kind == "gpt2":
+            tokenizer = _byte_level(metadata)
+        elif kind == "llama":
+            tokenizer = _sentencepiece(metadata)
+        else:
+            raise ModelError(f"The GGUF's tokenizer is of the kind {shown(kind)!r}; supported are gpt2 and llama.")
+        _add_special(tokenizer, metadata)
+        (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=False), encoding="utf-8")
+    except (ModelError, OSError):
+        raise
+    except Exception as error:  # the tokenizers library raises bare Exception for parts that do not fit together
+        raise ModelError(
+            f"The GGUF's tokenizer is damaged ({shown(repr(error), 200)}); download the file again."
+        ) from error
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": int(1e30),
+    }
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        token = _token(metadata, key)
+        if token is not None:
+            config[f"{name}_token"] = token
+    if isinstance(metadata.get("tokenizer.chat_template"), str):
+        config["chat_template"] = metadata["tokenizer.chat_template"]
+    text = json.dumps(config, indent=2, ensure_ascii=False)
+    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+    ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    return sorted({end for end in ends if isinstance(end, int)})
+
+
+def _byte_level(metadata: dict[str, Any]) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = metadata.get("tokenizer.ggml.pre", "(none)")
+    if name not in KNOWN_SPLITS:
+        raise ModelError(
+            f"The GGUF's tokenizer splits text by the rule {shown(name)!r}, which is not known here; known are "
+            f"{', '.join(KNOWN_SPLITS)}. Use the model's safetensors folder."
+        )
+    vocabulary = _vocabulary(metadata)
+    merges = [_merge(line) for line in metadata["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS_FIRST))
+    if name in _DIGITS_FIRST:
+        before = [pre_tokenizers.Digits(individual_digits=True), _bytes(split=True)]
+    elif name in _SPLITS:
+        before = [pre_tokenizers.Split(Regex(_SPLITS[name]), "isolated"), _bytes(split=False)]
+    else:
+        before = [_bytes(split=True)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(before)
+    if _SPLITS.get(name) is _QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _bytes(*, split: bool) -> Any:
+    from tokenizers import pre_tokenizers
+
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
+
+
+def _merge(line: str) -> tuple[str, str]:
+    left, _, right = line.partition(" ")
+    if not left or not right:
+        raise ValueError(f"merge {line!r}")
+    return left, right
+
+
+def _sentencepiece(metadata: dict[str, Any]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    vocabulary = _vocabulary(metadata)
+    scores, types = metadata["tokenizer.ggml.scores"], metadata["tokenizer.ggml.token_type"]
+    merges: list[tuple[float, int, str, str]] = []
+    for piece, identity in vocabulary.items():
+        if types[identity] in {_UNKNOWN, _CONTROL, _BYTE}:
+            continue
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in vocabulary and right in vocabulary:
+                merges.append((-scores[identity], identity, left, right))
+    merges.sort()
+    unknown = _token(metadata, "unknown")
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocabulary,
+            [(left, right) for _, _, left, right in merges],
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    steps: list[Any] = [normalizers.Replace(" ", "▁")]
+    undo: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+        steps.insert(0, normalizers.Prepend("▁"))
+        undo.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(steps)
+    tokenizer.decoder = decoders.Sequence(undo)
+    return tokenizer
+
+
+def _vocabulary(metadata: dict[str, Any]) -> dict[str, int]:
+    tokens = metadata["tokenizer.ggml.tokens"]
+    vocabulary = {token: identity for identity, token in enumerate(tokens)}
+    if not vocabulary or len(vocabulary) != len(tokens):
+        raise ValueError(f"{len(tokens)} tokens, {len(vocabulary)} of them different")
+    return vocabulary
+
+
+def _add_special(tokenizer: Any, metadata: dict[str, Any]) -> None:
+    from tokenizers import AddedToken, processors
+
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    for token, kind in zip(tokens, types, strict=True):
+        if kind in {_UNKNOWN, _CONTROL, _USER_DEFINED}:
+            tokenizer.add_tokens([AddedToken(token, special=kind != _USER_DEFINED, normalized=False)])
+    before = (
+        _token(metadata, "bos") if metadata.get("tokenizer.ggml.add_bos_token", _bos_by_default(metadata)) else None
+    )
+    after = _token(metadata, "eos") if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    if before or after:
+        names = [*([before] if before else []), "$A", *([after] if after else [])]
+        special = [(token, tokenizer.token_to_id(token)) for token in (before, after) if token]
+        tokenizer.post_processor = processors.TemplateProcessing(single=names, special_tokens=special)
+
+
+def _bos_by_default(metadata: dict[str, Any]) -> bool:
+    return metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in {
+        "llama-bpe",
+        "llama-v3",
+        "llama3",
+        "tekken",
+    }
+
+
+def _token(metadata: dict[str, Any], name: str) -> str | None:
+    identity = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    tokens = metadata["tokenizer.ggml.tokens"]
+    return tokens[identity] if isinstance(identity, int) and 0 <= identity < len(tokens) else None

@@ -1,0 +1,212 @@
+"""What a model repository holds, as the Hugging Face hub tells it, and which of its files are wanted.
+
+Two plain HTTP requests with ``httpx2`` (which huggingface-hub stands on) instead of huggingface-hub's own downloader:
+that one reports no bytes, and it is switched off for the whole process where the engine promises to open no socket.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx2
+import msgspec
+
+from engine.errors import ModelError
+
+ENDPOINT = "https://huggingface.co"
+WEIGHT_INDEX = "model.safetensors.index.json"
+_ANSWER_LIMIT = 64 << 20
+_WANTED = re.compile(
+    r"config\.json|generation_config\.json|tokenizer\.json|tokenizer_config\.json|tokenizer\.model|spiece\.model|"
+    r"special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.(jinja|json)|"
+    r"LICEN[CS]E(\.(txt|md))?|model\.safetensors\.index\.json"
+)
+_SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """A file of a repository. ``digest``: ``sha256:…`` of large files, git's ``sha1:…`` of the blob of others."""
+
+    name: str
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository at one commit."""
+
+    repo: str
+    revision: str
+    files: dict[str, RemoteFile]
+
+
+class _LargeFile(msgspec.Struct):
+    sha256: str
+    size: int
+
+
+class _Sibling(msgspec.Struct):
+    rfilename: str
+    size: int | None = None
+    blobId: str | None = None
+    lfs: _LargeFile | None = None
+
+
+class _ModelInfo(msgspec.Struct):
+    sha: str
+    siblings: list[_Sibling] = []
+
+
+def endpoint() -> str:
+    """The hub's address; ``HF_ENDPOINT`` names a mirror."""
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or ENDPOINT
+
+
+def stored_token() -> str | None:
+    """The person's hub token: ``HF_TOKEN``, or what ``hf auth login`` stored."""
+    token = os.environ.get("HF_TOKEN", "").strip()
+    if token:
+        return token
+    from huggingface_hub import constants
+
+    try:
+        return Path(constants.HF_TOKEN_PATH).read_text(encoding="utf-8").strip() or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def new_client() -> httpx2.Client:
+    """A client with the person's token. A redirect to another host (the file store) does not carry the token along."""
+    headers = {"User-Agent": "privatellm", "Accept-Encoding": "identity"}
+    token = stored_token()
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    return httpx2.Client(headers=headers, follow_redirects=True, timeout=httpx2.Timeout(20.0, connect=10.0))
+
+
+def file_url(repository: Repository, name: str) -> str:
+    return f"{endpoint()}/{repository.repo}/resolve/{repository.revision}/{name}"
+
+
+def list_repository(client: httpx2.Client, repo: str) -> Repository:
+    """What is in ``repo`` now. Raises ModelError (network; bad-input for a repo that is not there or not open)."""
+    try:
+        response = client.get(f"{endpoint()}/api/models/{repo}/revision/main", params={"blobs": "true"})
+    except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+        raise no_connection(error) from error
+    raise_for_status(response, repo)
+    if len(response.content) > _ANSWER_LIMIT:
+        raise ModelError(f"The hub's answer about {repo} is too large; it was not used.", "network")
+    try:
+        info = msgspec.json.decode(response.content, type=_ModelInfo)
+    except msgspec.DecodeError as error:
+        raise ModelError(
+            f"{endpoint()} does not answer like a model hub ({error}); check HF_ENDPOINT.", "network"
+        ) from error
+    if not re.fullmatch(r"[0-9a-zA-Z]{1,64}", info.sha):
+        raise ModelError(f"The hub names an impossible revision of {repo}; nothing was downloaded.", "network")
+    files = {}
+    for sibling in info.siblings:
+        size = sibling.lfs.size if sibling.lfs else sibling.size
+        digest = f"sha256:{sibling.lfs.sha256}" if sibling.lfs else f"sha1:{sibling.blobId}"
+        if size is not None and size >= 0 and (sibling.lfs or sibling.blobId):
+            files[sibling.rfilename] = RemoteFile(sibling.rfilename, size, digest.lower())
+    return Repository(repo, info.sha, files)
+
+
+def small_files(repository: Repository) -> list[RemoteFile]:
+    """Config, tokenizer, licence and weight index. Raises ModelError if the repo cannot be a usable model."""
+    names = repository.files
+    if "config.json" not in names:
+        raise ModelError(
+            f"{repository.repo} has no config.json, so it is not a model in Hugging Face format (a GGUF file can be "
+            f"downloaded and named as a file).",
+            "bad-input",
+        )
+    if not any(_SHARD.fullmatch(name) for name in names):
+        pickled = any(name.endswith(_PICKLED) for name in names)
+        what = "only pickled weights, which can run code" if pickled else "no weights"
+        raise ModelError(f"{repository.repo} holds {what}; use a repository with *.safetensors.", "bad-input")
+    return [names[name] for name in sorted(names) if _WANTED.fullmatch(name)]
+
+
+def weight_files(repository: Repository, index: Path | None) -> list[RemoteFile]:
+    """The safetensors files that make up the model: those of the index where there is one (some repositories hold the
+    weights a second time in another layout). Raises ModelError if the index names a file that is not there or not safe.
+    """
+    if index is None:
+        whole = repository.files.get("model.safetensors")
+        if whole is not None:
+            return [whole]
+        shards = [name for name in sorted(repository.files) if _SHARD.fullmatch(name)]
+        return [repository.files[name] for name in shards if not name.startswith("consolidated")]
+    try:
+        names = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"The weight index of {repository.repo} is damaged; tell its owner.") from error
+    for name in sorted(map(str, names)):
+        if not _SHARD.fullmatch(name):
+            raise ModelError(
+                f"The weight index of {repository.repo} names the unsafe file {name!r}; it was not fetched."
+            )
+        if name not in repository.files:
+            raise ModelError(f"The weight index of {repository.repo} names {name}, which the repository does not hold.")
+    return [repository.files[str(name)] for name in sorted(names)]
+
+
+def digest_of(path: Path, like: str) -> str:
+    """The digest of a file, of the same kind as ``like``."""
+    kind = like.partition(":")[0]
+    if kind == "sha256":
+        with path.open("rb") as file:
+            return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+    data = path.read_bytes()
+    # git's own identity of a small file, not a signature; its integrity rests on HTTPS as well.
+    return f"sha1:{hashlib.sha1(b'blob %d' % len(data) + bytes(1) + data, usedforsecurity=False).hexdigest()}"
+
+
+def total_bytes(files: Iterable[RemoteFile]) -> int:
+    return sum(file.size for file in files)
+
+
+def no_connection(error: Exception) -> ModelError:
+    reason = " ".join(str(error).split())[:120] or type(error).__name__
+    return ModelError(
+        f"There is no connection to {endpoint()} ({reason}); check the network and try again. "
+        f"Models that are already on this machine work without it.",
+        "network",
+    )
+
+
+def raise_for_status(response: httpx2.Response, repo: str) -> None:
+    """Raises ModelError with one line for a status that is not a success."""
+    status = response.status_code
+    if status < 400:
+        return
+    code = response.headers.get("X-Error-Code", "")
+    page = f"{endpoint()}/{repo}"
+    gated = code == "GatedRepo"
+    if gated or (status == 403 and code != "RepoNotFound"):
+        raise ModelError(
+            f"{repo} is only for people who accepted its terms: accept them at {page}, then set HF_TOKEN.",
+            "bad-input",
+        )
+    if status == 401 and "Authorization" in response.request.headers:
+        raise ModelError(f"The hub knows no {repo}, or refuses your token; check the name, and HF_TOKEN.", "bad-input")
+    if status in {401, 404}:
+        raise ModelError(
+            f"The hub knows no model {repo} that is open to everybody; check the name (a private one needs HF_TOKEN).",
+            "bad-input",
+        )
+    if status == 429:
+        raise ModelError("The hub asks to wait (too many requests); try again in a few minutes.", "network")
+    raise ModelError(f"The hub answers with an error (HTTP {status}) for {repo}; try again later.", "network")

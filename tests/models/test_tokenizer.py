@@ -1,0 +1,164 @@
+"""Tokenizer and chat template of a model's folder, and what happens where there is none or it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.errors import ModelError
+from engine.messages import Message
+from engine.models.tokenizer import load_tokenizer
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|end|>", "<|return|>")
+QUESTION = [Message("user", "Hi!")]
+
+
+def write_tokenizer_folder(folder: Path, template: str | None = CHATML, special: tuple[str, ...] = SPECIAL[:3]) -> Path:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    library = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *alphabet])}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(token, special=True) for token in special])
+    folder.mkdir(exist_ok=True)
+    library.save(str(folder / "tokenizer.json"))
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    if template is not None:
+        config["chat_template"] = template
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def rendered(tokenizer: Any, ids: list[int]) -> str:
+    return str(tokenizer._inner.decode(ids))
+
+
+def test_the_models_own_template_is_used_as_it_stands(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer_folder(tmp_path))
+    assert tokenizer is not None and tokenizer.has_chat_template
+    messages = [Message("system", "Be brief."), Message("user", "Hi 🎉"), Message("assistant", "Yo"), *QUESTION]
+    assert rendered(tokenizer, tokenizer.encode_chat(messages)) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi 🎉<|im_end|>\n"
+        "<|im_start|>assistant\nYo<|im_end|>\n<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_an_answer_that_was_begun_stays_open(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer_folder(tmp_path))
+    assert tokenizer is not None
+    begun = [*QUESTION, Message("assistant", "Well, I")]
+    assert rendered(tokenizer, tokenizer.encode_chat(begun, continue_last=True)).endswith(
+        "<|im_start|>assistant\nWell, I"
+    )
+    empty = [*QUESTION, Message("assistant", "")]
+    assert tokenizer.encode_chat(empty, continue_last=True) == tokenizer.encode_chat(QUESTION)
+
+
+@pytest.mark.parametrize(
+    ("messages", "continue_last"), [([], False), (QUESTION, True), ([Message("assistant", " ")], True)]
+)
+def test_nothing_to_answer_is_an_error(tmp_path: Path, messages: list[Message], continue_last: bool) -> None:
+    tokenizer = load_tokenizer(write_tokenizer_folder(tmp_path))
+    assert tokenizer is not None
+    with pytest.raises(ModelError) as raised:
+        tokenizer.encode_chat(messages, continue_last)
+    assert raised.value.kind == "bad-input"
+
+
+def test_a_template_that_refuses_says_why(tmp_path: Path) -> None:
+    template = "{{ raise_exception('Only user and assistant roles are supported!') }}"
+    tokenizer = load_tokenizer(write_tokenizer_folder(tmp_path, template))
+    assert tokenizer is not None
+    with pytest.raises(ModelError, match="Only user and assistant roles are supported!"):
+        tokenizer.encode_chat(QUESTION)
+
+
+@pytest.mark.parametrize("template", ["{% for %}", "{{ messages.nothing.there }}", "{{ ''.__class__.__mro__ }}"])
+def test_a_broken_or_prying_template_is_an_error(tmp_path: Path, template: str) -> None:
+    tokenizer = load_tokenizer(write_tokenizer_folder(tmp_path, template))
+    assert tokenizer is not None
+    with pytest.raises(ModelError, match="chat template refuses"):
+        tokenizer.encode_chat(QUESTION)
+
+
+def test_without_a_template_roles_are_written_out(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer_folder(tmp_path, None))
+    assert tokenizer is not None and not tokenizer.has_chat_template
+    begun = [*QUESTION, Message("assistant", "Well")]
+    assert tokenizer.decode(tokenizer.encode_chat(QUESTION)) == "user: Hi!\n\nassistant:"
+    assert tokenizer.decode(tokenizer.encode_chat(begun, continue_last=True)) == "user: Hi!\n\nassistant: Well"
+
+
+def test_special_tokens_are_not_shown(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer_folder(tmp_path))
+    assert tokenizer is not None
+    assert tokenizer.decode(tokenizer.encode("a b<|im_end|>")) == "a b"
+    assert tokenizer.decode(tokenizer.encode("é")[:1]) == "\ufffd"
+    assert tokenizer.decode(tokenizer.encode(" , don 't !")) == " , don 't !"
+
+
+def test_all_that_ends_a_turn(tmp_path: Path) -> None:
+    write_tokenizer_folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 77}}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [78, 79]}))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None
+    assert tokenizer.end_of_turn_ids == {0, 2, 77, 78, 79}
+
+
+def test_a_message_end_within_a_turn_is_not_the_turns_end(tmp_path: Path) -> None:
+    both = load_tokenizer(write_tokenizer_folder(tmp_path / "both", special=SPECIAL))
+    only = load_tokenizer(write_tokenizer_folder(tmp_path / "only", special=SPECIAL[:4]))
+    assert both is not None and only is not None
+    assert both.end_of_turn_ids == {0, 2, 4}
+    assert only.end_of_turn_ids == {0, 2, 3}
+
+
+def test_a_folder_without_tokenizer(tmp_path: Path) -> None:
+    assert load_tokenizer(tmp_path) is None
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"version": "1.0"}', b"\xff\xfe"])
+def test_a_damaged_tokenizer_is_said(tmp_path: Path, damage: bytes) -> None:
+    write_tokenizer_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes(damage)
+    with pytest.raises(ModelError, match="cannot be read"):
+        load_tokenizer(tmp_path)
+
+
+def test_code_in_the_folder_is_never_run(tmp_path: Path) -> None:
+    write_tokenizer_folder(tmp_path)
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config["auto_map"] = {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}
+    config["tokenizer_class"] = "Evil"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="asks for code from its repository, which is never run"):
+        load_tokenizer(tmp_path)
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer is not None and tokenizer.decode(tokenizer.encode("a")) == "a"
+
+
+def test_loading_opens_no_socket(tmp_path: Path) -> None:
+    write_tokenizer_folder(tmp_path)
+    program = (
+        "import sys, socket\nfrom pathlib import Path\n"
+        "def no(*a, **k): raise AssertionError('a socket')\n"
+        "socket.socket.connect = no\nsocket.getaddrinfo = no\n"
+        "from engine.models.tokenizer import load_tokenizer\nassert load_tokenizer(Path(sys.argv[1])).encode('a')"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=True)

@@ -1,0 +1,214 @@
+"""Tiny random models of every family, written by transformers' own ``save_pretrained``: the oracles of the tests.
+
+Every model has four decoder layers or fewer, odd feed-forward sizes, grouped-query attention where the family has it,
+and what else the family knows: dense first layers, shared experts, sliding windows, norms of queries and keys, biases.
+Routers and heads are scaled so that tokens go to different experts and the logits are far from uniform.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any
+
+TINY_MOE_FAMILIES: tuple[str, ...] = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "gpt_oss",
+    "deepseek_v3",
+    "granitemoe",
+    "phimoe",
+    "glm4_moe",
+    "minimax",
+    "dbrx",
+    "llama4_text",
+)
+TINY_DENSE_FAMILIES: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3")
+TINY_FAMILIES: tuple[str, ...] = TINY_DENSE_FAMILIES + TINY_MOE_FAMILIES
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": 16, "head_dim": 16},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+        "mlp_only_layers": [1],
+    },
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+        "head_dim": 16,
+        "mlp_only_layers": [0],
+    },
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 4.0},
+    "gpt_oss": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "sliding_window": 16,
+        # The family's own yarn scaling is kept; only the lengths are made small.
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 6,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "num_mtp_layers": 0,
+    },
+    "granitemoe": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "embedding_multiplier": 1.5,
+        "logits_scaling": 0.8,
+        "residual_multiplier": 0.9,
+        "attention_multiplier": 0.3,
+    },
+    "phimoe": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "sliding_window": 16,
+    },
+    "glm4_moe": {
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "n_shared_experts": 1,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "routed_scaling_factor": 1.5,
+        "num_mtp_layers": 0,
+    },
+    "minimax": {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "head_dim": 16,
+        "block_size": 8,
+        "num_hidden_layers": 4,
+        "full_attn_alpha_factor": 1.2,
+        "linear_attn_alpha_factor": 1.1,
+        "mlp_alpha_factor": 1.3,
+    },
+    "dbrx": {
+        "attn_config": {"clip_qkv": 4.0, "kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 56, "moe_num_experts": 6, "moe_top_k": 2},
+    },
+    "llama4_text": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 72,
+        "head_dim": 16,
+        "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 16,
+        "num_hidden_layers": 4,
+        "floor_scale": 16,
+    },
+}
+_DBRX_NAMES = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "n_heads",
+    "num_hidden_layers": "n_layers",
+    "max_position_embeddings": "max_seq_len",
+    "intermediate_size": None,
+    "num_key_value_heads": None,
+}
+
+
+def tiny_config(family: str, **overrides: Any) -> Any:
+    """The transformers configuration of the tiny model of ``family``, with ``overrides``."""
+    from transformers import AutoConfig
+
+    values = _COMMON | _FAMILIES[family] | overrides
+    if family == "dbrx":
+        values = {_DBRX_NAMES.get(name, name) or "": value for name, value in values.items()}
+        values.pop("", None)
+    return AutoConfig.for_model(family, **values)
+
+
+def write_tiny_model(
+    folder: Path, family: str, *, dtype: str = "float32", seed: int = 0, shards: bool = False, **config_overrides: Any
+) -> Path:
+    """Write a random model of ``family`` (one of TINY_FAMILIES) into ``folder`` and return ``folder``.
+
+    ``dtype`` is torch's name of the stored type; ``shards`` splits the weights over several files with an index.
+    The same arguments give the same weights. There is no tokenizer.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    config = tiny_config(family, **config_overrides)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(zlib.crc32(family.encode()) + seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _fill(name, parameter, generator, tied=model.config.tie_word_embeddings)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.1, generator=generator)
+    model.to(getattr(torch, dtype))
+    model.config.dtype = getattr(torch, dtype)
+    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    model.save_pretrained(folder, max_shard_size=max(1024, total // 4) if shards else "5GB")
+    return folder
+
+
+def _fill(name: str, parameter: Any, generator: Any, *, tied: bool) -> None:
+    """Random values of a scale that keeps signals of every layer near one."""
+    if name.endswith(("bias", "sinks")):
+        parameter.normal_(0.0, 0.3, generator=generator)
+    elif "norm" in name.rsplit(".", 2)[-2]:
+        parameter.normal_(1.0, 0.2, generator=generator)
+    elif "embed" in name or name.endswith("wte.weight"):
+        parameter.normal_(0.0, 0.4 if tied else 1.0, generator=generator)
+    else:
+        is_router = name.endswith(("gate.weight", "router.weight", "router.layer.weight"))
+        is_head = name.endswith("lm_head.weight")
+        gain = 3.0 if is_router or is_head else 1.3
+        inputs = parameter.shape[-1] if parameter.dim() < 3 else min(parameter.shape[-2:])
+        parameter.normal_(0.0, gain / inputs**0.5, generator=generator)
