@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,6 +82,18 @@ class LoadedModel(Protocol):
     def close(self) -> None:
         """Free the memory."""
         ...
+
+
+class Interrupted(Exception):
+    """Raised by :attr:`Interruptible.between_layers` to abandon a forward pass; the rows stay as they were."""
+
+
+@runtime_checkable
+class Interruptible(Protocol):
+    """A loaded model whose prefill can be stopped within a chunk, which takes long for a large model."""
+
+    between_layers: Callable[[], None] | None
+    """If set, called before each decoder layer of an :meth:`TokenRows.extend`; may raise :class:`Interrupted`."""
 
 
 class Runtime(Protocol):

@@ -1,0 +1,206 @@
+"""The local executor of the torch runtime: every expert runs on this machine, straight from the mapped file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import linear
+
+from engine.experts.popularity import Popularity
+from engine.experts.torch_kernels import kernels_for
+from engine.experts.torch_tensors import NAMES, stored_dtype, view
+from engine.models.files import Experts, StoredTensor
+from engine.timing import Recorder
+
+Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""``gate(gate_out, up_out)``, both [tokens, ffn]: what goes into the down projection. The family's business."""
+
+FEW_TOKENS = 32
+"""Up to here routes are grouped in Python lists, above by sorting: the lists win while there are few of them."""
+
+
+@dataclass(frozen=True)
+class ExpertTensors:
+    """One expert as tensors: gate, up [ffn, hidden] or both in one ``gate_up`` [2*ffn, hidden]; down [hidden, ffn]."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    gate_up: torch.Tensor | None
+    gate_bias: torch.Tensor | None
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+def run_expert(weights: ExpertTensors, gate: Gate, hidden: torch.Tensor) -> torch.Tensor:
+    """One expert on its tokens: [tokens, hidden] to [tokens, hidden]. Each matrix is read once, whatever the tokens.
+
+    Biases are added after the product is rounded, as transformers does. A faster kernel takes the place of this.
+    """
+    if weights.gate_up is not None:
+        gate_out, up_out = linear(hidden, weights.gate_up).chunk(2, dim=-1)
+    else:
+        gate_out, up_out = linear(hidden, weights.gate), linear(hidden, weights.up)
+    if weights.gate_bias is not None and weights.up_bias is not None:
+        gate_out, up_out = gate_out + weights.gate_bias, up_out + weights.up_bias
+    out = linear(gate(gate_out, up_out), weights.down)
+    return out if weights.down_bias is None else out + weights.down_bias
+
+
+class TorchLocalExecutor:
+    """Runs experts with torch on ``device``.
+
+    The weights stay views of the mapped file. Where the stored dtype or the device differ from what is computed with,
+    an expert is converted or copied each time it is used and dropped afterwards, so memory stays bounded by one expert.
+    ``gates[layer]`` is the family's activation, taken from the module of the library that this executor stands in for.
+    """
+
+    def __init__(
+        self,
+        experts: Experts,
+        gates: dict[int, Gate],
+        dtype: torch.dtype,
+        device: torch.device,
+        recorder: Recorder,
+    ) -> None:
+        self._experts = experts
+        self._gates = gates
+        self._dtype = dtype
+        self._device = device
+        self._recorder = recorder
+        self._count = experts.count
+        self._popularity = Popularity(experts.layers, experts.count)
+        self._views: dict[tuple[int, int], ExpertTensors] = {}
+        self._in_place = device.type == "cpu" and stored_dtype(experts.dtype) == dtype
+
+    @property
+    def description(self) -> str:
+        where = self._device.type if self._device.type == "cpu" else f"{self._device.type}, weights copied on demand"
+        converted = "" if stored_dtype(self._experts.dtype) == self._dtype else f", converted to {NAMES[self._dtype]}"
+        return f"local (torch, {where}{converted})"
+
+    @property
+    def popularity(self) -> Popularity:
+        return self._popularity
+
+    def run(self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See :class:`engine.experts.executor.Executor`. The sum is made in float32 and rounded once, as in the
+        library's own grouped and batched implementations."""
+        return self._measured(layer, hidden, indices, weights, scale_input=False)
+
+    def run_scaled_input(
+        self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        return self._measured(layer, hidden, indices, weights, scale_input=True)
+
+    def _measured(
+        self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, scale_input: bool
+    ) -> torch.Tensor:
+        recorder = self._recorder
+        if not recorder.enabled:
+            return self._run(layer, hidden, indices, weights, scale_input)
+        before = self._popularity.counts(layer)
+        self._wait()
+        start = recorder.clock()
+        out = self._run(layer, hidden, indices, weights, scale_input)
+        self._wait()
+        recorder.add(layer, "experts", recorder.clock() - start)
+        after = self._popularity.counts(layer)
+        recorder.add_routes(layer, [new - old for new, old in zip(after, before, strict=True)])
+        return out
+
+    def _run(
+        self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, scale_input: bool
+    ) -> torch.Tensor:
+        gate = self._gates[layer]
+        out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+        if hidden.shape[0] == 1:
+            for expert, position in sorted((e, k) for k, e in enumerate(indices[0].tolist())):
+                out += self._expert(layer, expert, gate, hidden, weights[:, position, None], scale_input)
+            return out.to(hidden.dtype)
+        for expert, token, position in self._groups(indices):
+            rows, weight = hidden.index_select(0, token), weights[token, position, None]
+            out.index_add_(0, token, self._expert(layer, expert, gate, rows, weight, scale_input).float())
+        return out.to(hidden.dtype)
+
+    def _expert(
+        self, layer: int, expert: int, gate: Gate, hidden: torch.Tensor, weight: torch.Tensor, scale_input: bool
+    ) -> torch.Tensor:
+        """One expert's share of the sum, [tokens, hidden], the route weights applied."""
+        self._popularity.add(layer, expert, hidden.shape[0])
+        tensors = self._tensors(layer, expert)
+        with kernels_for(hidden.shape[0]):
+            if scale_input:
+                return run_expert(tensors, gate, hidden * weight)
+            return run_expert(tensors, gate, hidden) * weight
+
+    def _groups(self, indices: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Routes by expert, ascending: (expert, token of each route, position of each route among the token's k)."""
+        tokens, k = indices.shape
+        if tokens <= FEW_TOKENS:
+            by_expert: dict[int, tuple[list[int], list[int]]] = {}
+            for token, chosen in enumerate(indices.tolist()):
+                for position, expert in enumerate(chosen):
+                    rows, positions = by_expert.setdefault(expert, ([], []))
+                    rows.append(token)
+                    positions.append(position)
+            device = indices.device
+            return [
+                (expert, torch.tensor(rows, device=device), torch.tensor(positions, device=device))
+                for expert, (rows, positions) in sorted(by_expert.items())
+            ]
+        flat = indices.reshape(-1)
+        order = flat.argsort(stable=True)
+        sizes = flat.bincount(minlength=self._count).tolist()
+        groups = order.split(sizes)
+        return [(expert, routes // k, routes % k) for expert, routes in enumerate(groups) if sizes[expert]]
+
+    def _tensors(self, layer: int, expert: int) -> ExpertTensors:
+        found = self._views.get((layer, expert))
+        if found is None:
+            found = self._views[layer, expert] = self._open(layer, expert)
+        return found if self._in_place else self._moved(found)
+
+    def _open(self, layer: int, expert: int) -> ExpertTensors:
+        stored = self._experts.expert(layer, expert)
+
+        def optional(tensor: StoredTensor | None) -> torch.Tensor | None:
+            return None if tensor is None else view(tensor)
+
+        return ExpertTensors(
+            gate=view(stored.gate),
+            up=view(stored.up),
+            down=view(stored.down),
+            gate_up=optional(stored.gate_up),
+            gate_bias=optional(stored.gate_bias),
+            up_bias=optional(stored.up_bias),
+            down_bias=optional(stored.down_bias),
+        )
+
+    def _moved(self, tensors: ExpertTensors) -> ExpertTensors:
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device=self._device, dtype=self._dtype)
+
+        def optional(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else moved(tensor)
+
+        if tensors.gate_up is not None:
+            gate_up = moved(tensors.gate_up)
+            gate, up = gate_up.chunk(2)
+        else:
+            gate_up, gate, up = None, moved(tensors.gate), moved(tensors.up)
+        return ExpertTensors(
+            gate=gate,
+            up=up,
+            down=moved(tensors.down),
+            gate_up=gate_up,
+            gate_bias=optional(tensors.gate_bias),
+            up_bias=optional(tensors.up_bias),
+            down_bias=optional(tensors.down_bias),
+        )
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,34 @@
+"""How often each expert is used: what a placement is seeded with, and what the heat map shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+class Popularity:
+    """Counts of routes per (layer, expert). ``layers`` are the decoder layers that have routed experts."""
+
+    def __init__(self, layers: Iterable[int], experts: int) -> None:
+        self._counts = {layer: [0] * experts for layer in layers}
+
+    def add(self, layer: int, expert: int, routes: int) -> None:
+        """``routes`` tokens were sent to ``expert`` of ``layer``."""
+        self._counts[layer][expert] += routes
+
+    def counts(self, layer: int) -> Sequence[int]:
+        """Routes per expert of ``layer``."""
+        return tuple(self._counts[layer])
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(self._counts)
+
+    def hottest(self, count: int) -> list[tuple[int, int]]:
+        """The ``count`` most used (layer, expert) pairs, most used first; ties go to the lower layer and expert."""
+        pairs = [(-routes, layer, expert) for layer, row in self._counts.items() for expert, routes in enumerate(row)]
+        return [(layer, expert) for _, layer, expert in sorted(pairs)[:count]]
+
+    def share(self, pairs: Iterable[tuple[int, int]]) -> float:
+        """The share of all routes that went to ``pairs``, 0.0 to 1.0; 0.0 if nothing was counted."""
+        total = sum(map(sum, self._counts.values()))
+        return sum(self._counts[layer][expert] for layer, expert in pairs) / total if total else 0.0

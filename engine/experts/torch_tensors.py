@@ -1,0 +1,38 @@
+"""Stored tensors as torch tensors, without copying."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.errors import ModelError
+from engine.models.files import StoredTensor
+
+DTYPES: dict[str, torch.dtype] = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""safetensors' names of the dtypes a trunk or an expert may have."""
+
+NAMES: dict[torch.dtype, str] = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+def stored_dtype(name: str) -> torch.dtype:
+    """torch's dtype for safetensors' ``name``. Raises ModelError if this runtime has no use for it."""
+    if name not in DTYPES:
+        raise ModelError(
+            f"The model's weights are stored as {name}, which the torch runtime cannot run; "
+            "use a checkpoint in bfloat16, float16 or float32."
+        )
+    return DTYPES[name]
+
+
+def view(stored: StoredTensor) -> torch.Tensor:
+    """``stored`` as a tensor that shares its file-backed memory; same shape, possibly strided."""
+    dtype = stored_dtype(stored.dtype)
+    return torch.from_numpy(stored.words).view(dtype)

@@ -1,0 +1,5 @@
+"""The mlx runtime: mlx-lm's model definitions, with our blocks where the routed experts are.
+
+Only :mod:`engine.runtimes.mlx.runtime`, :mod:`~engine.runtimes.mlx.families` and
+:mod:`~engine.runtimes.mlx.configuration` can be imported on a machine without mlx.
+"""

@@ -1,0 +1,91 @@
+"""From a model's config.json to the one mlx-lm's classes read.
+
+transformers 5 writes ``rope_theta`` and the rotary scaling inside ``rope_parameters`` and renames some keys; mlx-lm
+reads the older names at the top level and falls back to its own defaults when they are missing. And where a key is
+left out, the defaults of the two differ (``tie_word_embeddings`` of llama). So the configuration is completed by
+transformers first, and translated then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import ModelError
+from engine.runtimes.mlx.families import MlxFamily
+from engine.runtimes.protocol import Config
+
+
+def complete_config(folder: Path, config: Config) -> Config:
+    """``config`` with transformers' defaults for what it leaves out, rotary settings under ``rope_parameters``.
+
+    Raises ModelError if transformers finds a value of the wrong type.
+    """
+    from transformers import CONFIG_MAPPING
+
+    try:
+        standard = CONFIG_MAPPING[config["model_type"]].from_dict(config).to_dict()
+    except Exception as error:
+        raise ModelError(f"{folder / 'config.json'} has a setting that cannot be used: {_first_line(error)}") from error
+    return {**config, **standard}
+
+
+def translate_config(config: Config) -> Config:
+    """The configuration as mlx-lm's ``ModelArgs`` of the family read it; ``config`` is complete.
+
+    Pure. Unknown keys are kept: mlx-lm ignores them.
+    """
+    translated = dict(config)
+    rope = dict(config.get("rope_parameters") or {})
+    theta = rope.pop("rope_theta", config.get("rope_theta"))
+    rope_type = rope.get("rope_type", "default")
+    if theta is not None:
+        translated["rope_theta"] = theta
+    translated["rope_scaling"] = None if rope_type == "default" else {**rope, "type": rope_type}
+    # qwen3 reads rope_parameters by itself, and would take its type from there.
+    translated.pop("rope_parameters", None)
+    if "num_local_experts" in config:
+        translated.setdefault("num_experts", config["num_local_experts"])
+    if config.get("head_dim") is None and config.get("hidden_size"):
+        translated["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+    if config["model_type"] == "dbrx":
+        attention = dict(config["attn_config"])
+        # The original checkpoints have it here, where mlx-lm looks and transformers 5.23 does not.
+        attention.setdefault("rope_theta", theta)
+        # mlx-lm always clips; transformers does not when the bound is None.
+        attention["clip_qkv"] = float("inf") if attention.get("clip_qkv") is None else attention["clip_qkv"]
+        translated["attn_config"] = attention
+    return translated
+
+
+@dataclass(frozen=True)
+class Context:
+    """How far back a model sees: ``limit`` tokens in all; ``window`` of them in every layer that the definition takes
+    for full attention (None: all). ``notice`` says if the limit had to be lowered."""
+
+    limit: int
+    window: int | None = None
+    notice: str | None = None
+
+
+def context_of(config: Config, family: MlxFamily) -> Context:
+    """The context of a model; ``config`` is complete.
+
+    mlx-lm's definitions of most families attend to everything. A window that is the same in all layers is kept by our
+    cache; where only some layers slide, the context ends with the window, within which both are the same.
+    """
+    limit = int(config.get("max_position_embeddings") or config.get("max_seq_len") or 2048)
+    window = int(config.get("sliding_window") or 0)
+    layer_types = set(config.get("layer_types") or ["sliding_attention"])
+    slides = window > 0 and config.get("use_sliding_window", True) and "sliding_attention" in layer_types
+    if family.windowed or not slides or window >= limit:
+        return Context(limit)
+    if layer_types == {"sliding_attention"}:
+        return Context(limit, window)
+    notice = f"context limited to {window} of {limit} tokens: mlx-lm has no sliding window for {config['model_type']}"
+    return Context(window, notice=notice)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

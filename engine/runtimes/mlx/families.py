@@ -1,0 +1,136 @@
+"""Which families the mlx runtime runs, and the settings of each that mlx-lm does not honour.
+
+mlx-lm reads a model's configuration leniently: a setting that its class does not know is ignored, and the answers are
+quietly wrong. What it is known to ignore is listed here, so that such a model is refused by name instead.
+Pure data and pure functions: no mlx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.errors import ModelError
+from engine.runtimes.protocol import Config
+
+Check = Callable[[Config], str | None]
+"""Says what is wrong with a configuration, or None."""
+
+
+@dataclass(frozen=True)
+class MlxFamily:
+    """One family: ``module`` of mlx_lm.models defines it, ``backbone`` is the decoder without the head.
+
+    ``rope_types`` are the rotary position types that the definition honours; ``checks`` find settings it ignores.
+    ``windowed``: it honours sliding windows (otherwise the context is limited to the window).
+    """
+
+    module: str
+    backbone: str = "model"
+    rope_types: frozenset[str] = frozenset({"default"})
+    checks: tuple[Check, ...] = ()
+    windowed: bool = False
+
+
+def _must_be(key: str, *allowed: object) -> Check:
+    def check(config: Config) -> str | None:
+        value = config.get(key, allowed[0])
+        return None if value in allowed else f"{key} {value!r}"
+
+    return check
+
+
+def _dbrx_feed_forward(config: Config) -> str | None:
+    feed_forward = config.get("ffn_config") or {}
+    activation = (feed_forward.get("ffn_act_fn") or {"name": "silu"}).get("name")
+    if activation != "silu":
+        return f"ffn_act_fn {activation!r}"
+    norm = feed_forward.get("moe_normalize_expert_weights", 1.0)
+    return None if norm == 1 else f"moe_normalize_expert_weights {norm!r}"
+
+
+def _gpt_oss_activation(config: Config) -> str | None:
+    return _must_be("swiglu_limit", 7.0)(config) or _must_be("swiglu_alpha", 1.702)(config)
+
+
+_SILU = _must_be("hidden_act", "silu")
+_SCALED = frozenset({"default", "linear", "llama3", "yarn"})
+
+FAMILIES: dict[str, MlxFamily] = {
+    "llama": MlxFamily("llama", rope_types=_SCALED, checks=(_SILU,)),
+    "mistral": MlxFamily("llama", rope_types=_SCALED, checks=(_SILU,)),
+    "qwen2": MlxFamily("qwen2", rope_types=_SCALED, checks=(_SILU,)),
+    "qwen3": MlxFamily("qwen3", rope_types=_SCALED, checks=(_SILU, _must_be("attention_bias", False))),
+    "mixtral": MlxFamily("mixtral", checks=(_SILU,)),
+    "qwen2_moe": MlxFamily(
+        "qwen2_moe",
+        checks=(
+            _SILU,
+            _must_be("norm_topk_prob", False),
+            _must_be("decoder_sparse_step", 1),
+            _must_be("mlp_only_layers", [], None),
+            _must_be("qkv_bias", True),
+            _must_be("tie_word_embeddings", False),
+        ),
+    ),
+    "qwen3_moe": MlxFamily("qwen3_moe", checks=(_SILU, _must_be("attention_bias", False))),
+    "olmoe": MlxFamily("olmoe", rope_types=_SCALED, checks=(_SILU, _must_be("clip_qkv", None))),
+    "gpt_oss": MlxFamily(
+        "gpt_oss",
+        rope_types=_SCALED,
+        checks=(_gpt_oss_activation, _must_be("attention_bias", True), _must_be("tie_word_embeddings", False)),
+        windowed=True,
+    ),
+    "deepseek_v3": MlxFamily(
+        "deepseek_v3",
+        rope_types=_SCALED,
+        checks=(
+            _SILU,
+            _must_be("rope_interleave", True),
+            _must_be("tie_word_embeddings", False),
+            _must_be("topk_method", "noaux_tc"),
+            _must_be("scoring_func", "sigmoid"),
+            _must_be("moe_layer_freq", 1),
+        ),
+    ),
+    "dbrx": MlxFamily(
+        "dbrx", backbone="transformer", checks=(_dbrx_feed_forward, _must_be("tie_word_embeddings", False))
+    ),
+}
+"""By the family's name in transformers (``model_type``)."""
+
+SUPPORTED: tuple[str, ...] = tuple(sorted(FAMILIES))
+
+
+def family_of(config: Config) -> MlxFamily:
+    """The family of ``config``. Raises ModelError if it is not one that mlx runs, naming it and those that are, or
+    if the model brings its own code, as mlx-lm's checkpoints can."""
+    if config.get("model_file"):
+        raise ModelError(f"the model asks to run its own code ({config['model_file']}): that is never done")
+    name = config.get("model_type")
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        raise ModelError(
+            f"the mlx runtime does not run the family {name!r}; it runs {', '.join(SUPPORTED)} "
+            "(the torch runtime may run it: --runtime torch)"
+        )
+    return family
+
+
+def check_settings(config: Config, family: MlxFamily) -> None:
+    """Refuses a configuration with a setting that mlx-lm would ignore. Raises ModelError.
+
+    ``config`` is complete: what transformers reads from config.json, defaults filled in.
+    """
+    problems = [problem for check in family.checks if (problem := check(config))]
+    rope = config.get("rope_parameters") or {}
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in family.rope_types:
+        problems.append(f"rope_type {rope_type!r}")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        problems.append(f"partial_rotary_factor {rope['partial_rotary_factor']!r}")
+    if problems:
+        raise ModelError(
+            f"mlx-lm does not honour this {config['model_type']} model's setting {problems[0]}: "
+            "choose the torch runtime (--runtime torch)"
+        )

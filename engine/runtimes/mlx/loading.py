@@ -1,0 +1,212 @@
+"""From a folder to a loaded model: what is checked, decided and said before and after the weights are read."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+import psutil
+from mlx.utils import tree_flatten
+from mlx_lm.utils import get_total_parameters
+
+from engine.errors import ModelError
+from engine.messages import Load, ModelFacts
+from engine.models.opening import open_model, read_config
+from engine.models.safetensors_files import WIDTHS
+from engine.runtimes.mlx import weights
+from engine.runtimes.mlx.cache import layer_windows
+from engine.runtimes.mlx.configuration import complete_config, context_of, translate_config
+from engine.runtimes.mlx.experts import LocalExecutor, RoutedBlock
+from engine.runtimes.mlx.families import MlxFamily, check_settings, family_of
+from engine.runtimes.mlx.model import MlxModel, memory_named
+from engine.runtimes.mlx.rotary import correct_rotary
+from engine.runtimes.mlx.routing import LAYOUTS
+from engine.runtimes.mlx.spans import Spans
+from engine.runtimes.protocol import Config, ProgressCallback
+from engine.timing import Recorder
+
+_DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
+
+
+@dataclass
+class _Plan:
+    """What will be loaded, and how."""
+
+    folder: Path
+    config: Config
+    """Complete, before translation."""
+    family: MlxFamily
+    quantised: Config | None
+    device: str
+    notices: list[str]
+
+
+def load(folder: Path, request: Load, progress: ProgressCallback) -> MlxModel:
+    """Loads ``folder``. Raises ModelError if it cannot be run, is damaged, or does not fit."""
+    started = time.perf_counter()
+    plan = _plan(folder, request)
+    with memory_named():
+        dtype, loaded = _read(plan, request, progress)
+    model = _assemble(plan, request, loaded, dtype)
+    # One token: compiles the kernels, proves that the model runs, and shows the size of its keys and values.
+    probe = model.start()
+    try:
+        probe.extend([0])
+    except RuntimeError as error:
+        raise ModelError(f"mlx cannot run this model here ({error}): choose the torch runtime") from error
+    model.facts = msgspec.structs.replace(
+        model.facts,
+        key_value_bytes_per_token=probe.bytes_per_position(),
+        load_s=time.perf_counter() - started,
+    )
+    return model
+
+
+def _plan(folder: Path, request: Load) -> _Plan:
+    config = read_config(folder)
+    family = family_of(config)
+    device = "gpu" if mx.default_device() == mx.gpu else "cpu"
+    _check_partitioning(request, device)
+    complete = complete_config(folder, config)
+    check_settings(complete, family)
+    notices = []
+    if request.cpu_threads is not None:
+        notices.append(f"mlx chooses its own threads: the setting of {request.cpu_threads} is not used")
+    return _Plan(folder, complete, family, _quantisation(config), device, notices)
+
+
+def _check_partitioning(request: Load, device: str) -> None:
+    if request.partitioning == "ring":
+        raise ModelError("partitioning 'ring' is not available in this version: choose auto", kind="bad-input")
+    if request.partitioning == "hybrid":
+        raise ModelError(
+            "partitioning 'hybrid' is not for the mlx runtime, where GPU and CPU share one memory: choose auto",
+            kind="bad-input",
+        )
+    if request.partitioning == "cpu" and device == "gpu":
+        raise ModelError(
+            "the mlx runtime runs on this Mac's GPU: for the CPU alone choose the torch runtime", kind="bad-input"
+        )
+
+
+def _quantisation(config: Config) -> Config | None:
+    """The quantisation of a checkpoint that mlx-lm reads. Raises ModelError for one that was never tested."""
+    found = config.get("quantization") or config.get("quantization_config")
+    if not found:
+        return None
+    method = found.get("quant_method")
+    if method not in (None, "mxfp4"):
+        raise ModelError(
+            f"the mlx runtime does not read checkpoints quantised with {method!r}: "
+            "choose the bfloat16 checkpoint or one quantised by mlx-lm"
+        )
+    return dict(found)
+
+
+def _read(plan: _Plan, request: Load, progress: ProgressCallback) -> tuple[str, weights.Loaded]:
+    """The weights, and their type in words."""
+    translated = translate_config(plan.config)
+    entries = weights.library_entries(plan.folder)
+    if plan.quantised is None and not weights.in_library_layout(entries):
+        files = open_model(plan.folder)
+        stored = files.experts.dtype if files.experts else next(tensor.dtype for _, tensor in files.trunk())
+        wanted = _wanted_dtype(plan, request, stored)
+        size = files.trunk_bytes + (files.experts.nbytes if files.experts else 0)
+        _check_fits(int(size * _growth(stored, wanted)), plan.device)
+        return _name(stored, wanted), weights.from_files(files, translated, plan.family, wanted, progress)
+    stored = next((entry.dtype for name, entry in entries.items() if name.endswith("norm.weight")), "F32")
+    size = sum(entry.nbytes for entry in entries.values())
+    if plan.quantised is not None:
+        wanted = _DTYPES.get(request.dtype)
+        growth, words = 1.0, f"{plan.quantised.get('bits', 4)}-bit, "
+    else:
+        wanted = _wanted_dtype(plan, request, stored)
+        growth, words = _growth(stored, wanted), ""
+    _check_fits(int(size * growth), plan.device)
+    return words + _name(stored, wanted), weights.from_library(plan.folder, translated, plan.family, wanted, progress)
+
+
+def _wanted_dtype(plan: _Plan, request: Load, stored: str) -> Any:
+    """The type to convert weights of the type ``stored`` to, None to keep it."""
+    if plan.device != "cpu":
+        return _DTYPES.get(request.dtype)
+    # On a CPU, mlx multiplies by gathered matrices in float32 only.
+    if request.dtype == "bfloat16":
+        plan.notices.append("dtype bfloat16 is not used: mlx on a CPU computes in float32")
+    elif request.dtype == "auto" and stored != "F32":
+        plan.notices.append(f"weights converted from {_name(stored)} to float32: mlx on a CPU computes in float32")
+    return None if stored == "F32" else mx.float32
+
+
+def _assemble(plan: _Plan, request: Load, loaded: weights.Loaded, dtype: str) -> MlxModel:
+    layout = LAYOUTS.get(plan.config["model_type"])
+    spans = Spans(Recorder(len(loaded.layers), loaded.experts, loaded.count))
+    context = context_of(plan.config, plan.family)
+    windows = [window or context.window for window in layer_windows(loaded.model)]
+    rotary = correct_rotary(loaded.layers, plan.config.get("rope_parameters") or {})
+    executor = LocalExecutor(loaded.experts, plan.device, spans)
+    trunk = _bytes(loaded.model)
+    parameters = get_total_parameters(loaded.model) + sum(map(get_total_parameters, loaded.experts.values()))
+    if layout is not None:
+        for index in loaded.experts:
+            block = loaded.layers[index][layout.block]
+            loaded.layers[index][layout.block] = RoutedBlock(block, index, loaded.count, layout, executor, spans)
+    notices = [*plan.notices, *(each for each in (context.notice, rotary) if each)]
+    facts = ModelFacts(
+        name=plan.folder.name,
+        family=plan.config["model_type"],
+        runtime="mlx",
+        executor=executor.description if loaded.experts else "none (dense)",
+        device=plan.device,
+        dtype=dtype,
+        layers=len(loaded.layers),
+        experts=loaded.count,
+        experts_per_token=_experts_per_token(plan.config) if loaded.experts else 0,
+        moe_layers=list(loaded.experts),
+        vocabulary=int(plan.config["vocab_size"]),
+        hidden=int(plan.config.get("hidden_size") or plan.config["d_model"]),
+        context_limit=min(context.limit, request.context_limit or context.limit),
+        trunk_bytes=trunk,
+        expert_bytes=sum(map(_bytes, loaded.experts.values())),
+        key_value_bytes_per_token=0,
+        parameters=int(parameters),
+        notices=notices,
+    )
+    attention = "norm_attn_norm" if "norm_attn_norm" in loaded.layers[0] else "self_attn"
+    return MlxModel(loaded.model, plan.family.backbone, attention, windows, spans, facts)
+
+
+def _experts_per_token(config: Config) -> int:
+    found = config.get("num_experts_per_tok") or config.get("ffn_config", {}).get("moe_top_k", 0)
+    return int(found)
+
+
+def _check_fits(needed: int, device: str) -> None:
+    """Raises ModelError if ``needed`` bytes of weights are more than there is memory for."""
+    limit = mx.device_info().get("max_recommended_working_set_size") if device == "gpu" else None
+    free = int(limit) - mx.get_active_memory() if limit else psutil.virtual_memory().available
+    if needed > free:
+        raise ModelError(
+            f"the weights need {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free, "
+            f"{(needed - free) / 1e9:.1f} GB too little: choose a smaller or a 4-bit model",
+            kind="memory",
+        )
+
+
+def _bytes(module: Any) -> int:
+    return sum(int(array.nbytes) for _, array in tree_flatten(module.parameters()))
+
+
+def _growth(stored: str, wanted: Any) -> float:
+    """How much larger weights become by the conversion from ``stored`` to ``wanted``."""
+    return wanted.size / WIDTHS[stored] if wanted else 1.0
+
+
+def _name(stored: str, wanted: Any = None) -> str:
+    if wanted is not None:
+        return str(wanted).rsplit(".", 1)[-1]
+    return {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}.get(stored, stored)

@@ -1,0 +1,210 @@
+"""A loaded model and its rows of tokens: the runtime protocol on an mlx-lm model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from engine.errors import ModelError
+from engine.messages import ModelFacts
+from engine.runtimes.mlx import spans as timed
+from engine.runtimes.mlx.cache import RowCache, evaluate, move_rows
+from engine.runtimes.mlx.spans import Spans
+from engine.runtimes.protocol import Logits
+from engine.timing import Phase, Recorder
+
+Array = Any
+
+
+@contextmanager
+def memory_named() -> Iterator[None]:
+    """Turns what mlx says when memory runs out into a ModelError."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        text = str(error)
+        if isinstance(error, MemoryError) or "allocat" in text.lower() or "insufficient memory" in text.lower():
+            raise ModelError(
+                f"there is not enough memory for this step ({text or 'out of memory'}): "
+                "use fewer beams, a shorter conversation or a smaller model",
+                kind="memory",
+            ) from error
+        raise
+
+
+class MlxModel:
+    """An mlx-lm model whose MoE blocks are ours. One step at a time.
+
+    ``backbone`` is the attribute that holds the decoder without the head, ``attention`` a layer's attention,
+    ``windows`` each layer's sliding window.
+    """
+
+    def __init__(
+        self, model: Any, backbone: str, attention: str, windows: list[int | None], spans: Spans, facts: ModelFacts
+    ) -> None:
+        self._model = model
+        self._backbone = backbone
+        self._attention = attention
+        self._windows = windows
+        self._spans = spans
+        self._timed = False
+        self.facts = facts
+
+    @property
+    def recorder(self) -> Recorder:
+        return self._spans.recorder
+
+    def start(self) -> MlxRows:
+        return MlxRows(self, [RowCache(window) for window in self._windows], rows=1, length=0)
+
+    def close(self) -> None:
+        self._model = None
+        mx.clear_cache()
+
+    def hidden(self, tokens: list[list[int]], caches: list[RowCache]) -> Array:
+        """The hidden states [rows, n, hidden] after the backbone for ``tokens`` [rows, n], appended to ``caches``.
+
+        Raises ModelError for a token id outside the vocabulary (mlx would read past the embedding).
+        """
+        if self._model is None:
+            raise ModelError("the model is closed: load it again", kind="internal")
+        size = self.facts.vocabulary
+        wrong = next((token for row in tokens for token in row if not 0 <= token < size), None)
+        if wrong is not None:
+            raise ModelError(f"token id {wrong} is outside the vocabulary of {size}", kind="bad-input")
+        return self._model[self._backbone](mx.array(tokens, dtype=mx.int32), caches)
+
+    def logits(self, hidden: Array) -> Logits:
+        """The logits [rows, vocabulary] of the last position of ``hidden`` [rows, n, hidden].
+
+        The head runs for that position only: over a prompt it would cost more than a layer.
+        """
+        last = hidden[:, -1:, :]
+        if "lm_head" in self._model:
+            logits = self._model.lm_head(last)
+        else:
+            logits = self._model[self._backbone].embed_tokens.as_linear(last)
+        return np.array(logits[:, -1, :].astype(mx.float32))
+
+    @contextmanager
+    def step(self, phase: Phase, tokens: int) -> Iterator[None]:
+        """One forward pass; measured if somebody looks."""
+        recorder = self.recorder
+        self._watch(recorder.enabled)
+        if not self._timed:
+            yield
+            return
+        recorder.begin_step(phase, tokens)
+        try:
+            yield
+        finally:
+            recorder.end_step()
+
+    def _watch(self, wanted: bool) -> None:
+        if wanted == self._timed or self._model is None:
+            return
+        layers = self._model[self._backbone]["layers" if "layers" in self._model[self._backbone] else "blocks"]
+        if wanted:
+            timed.install(layers, self._attention, self._spans)
+        else:
+            timed.remove(layers, self._attention)
+        self._timed = self._spans.active = wanted
+
+
+class MlxRows:
+    """Rows of tokens in the caches of one model; see :class:`engine.runtimes.protocol.TokenRows`.
+
+    ``shared`` positions at the beginning are the same in all rows.
+    """
+
+    can_truncate = True
+
+    def __init__(self, model: MlxModel, caches: list[RowCache], rows: int, length: int, shared: int = 0) -> None:
+        self._model = model
+        self._caches = caches
+        self._rows = rows
+        self._length = length
+        self._shared = shared
+
+    @property
+    def rows(self) -> int:
+        return self._rows
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
+        self._needs_one_row("extend")
+        if not tokens:
+            raise ValueError("extend needs at least one token")
+        with self._model.step("prefill", len(tokens)), self._all_or_nothing():
+            hidden = self._model.hidden([list(tokens)], self._caches)
+            logits = self._model.logits(hidden)[0] if want_logits else None
+            evaluate(self._caches)
+        self._length += len(tokens)
+        # The buffers of a long chunk fit no later step: keeping them would double the memory of a conversation.
+        mx.clear_cache()
+        return logits
+
+    def step(self, tokens: Sequence[int]) -> Logits:
+        if len(tokens) != self._rows:
+            raise ValueError(f"{len(tokens)} tokens for {self._rows} rows")
+        with self._model.step("decode", 1), self._all_or_nothing():
+            logits = self._model.logits(self._model.hidden([[token] for token in tokens], self._caches))
+        self._length += 1
+        return logits
+
+    def truncate(self, length: int) -> None:
+        self._needs_one_row("truncate")
+        if not 0 <= length <= self._length:
+            raise ValueError(f"cannot keep {length} of {self._length} tokens")
+        self._length = length
+        self._set_offsets(length)
+
+    def fan_out(self, rows: int) -> MlxRows:
+        self._needs_one_row("fan_out")
+        caches = [cache.copy_rows(slice(0, 1), rows) for cache in self._caches]
+        evaluate(caches)
+        return MlxRows(self._model, caches, rows, self._length, shared=self._length)
+
+    def reorder(self, parents: Sequence[int]) -> int:
+        if len(parents) != self._rows or any(not 0 <= parent < self._rows for parent in parents):
+            raise ValueError(f"parents {list(parents)} do not fit {self._rows} rows")
+        return move_rows(self._caches, parents, self._shared)
+
+    def take_row(self, row: int) -> MlxRows:
+        if not 0 <= row < self._rows:
+            raise ValueError(f"no row {row} among {self._rows}")
+        caches = [cache.copy_rows(slice(row, row + 1), 1) for cache in self._caches]
+        evaluate(caches)
+        return MlxRows(self._model, caches, 1, self._length)
+
+    def bytes_per_position(self) -> int:
+        """Bytes of keys and values that one token of one row takes; 0 while empty."""
+        return sum(cache.bytes_per_position() for cache in self._caches)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """A pass that fails half-way leaves every layer at the old length, not some of them ahead.
+
+        Raises ModelError if memory ran out.
+        """
+        try:
+            with memory_named():
+                yield
+        except BaseException:
+            self._set_offsets(self._length)
+            raise
+
+    def _set_offsets(self, length: int) -> None:
+        for cache in self._caches:
+            cache.offset = length
+
+    def _needs_one_row(self, what: str) -> None:
+        if self._rows != 1:
+            raise ValueError(f"{what} works on one row, not {self._rows}")

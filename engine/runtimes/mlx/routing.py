@@ -1,0 +1,110 @@
+"""How each family turns hidden states into routes, and what it adds to the experts' weighted sum.
+
+The arithmetic follows mlx-lm's blocks operation by operation, in their order, so that the sums are the same to the
+bit; only the product with the weights and the sum over the k routes, the same everywhere, is the executor's.
+A family is one entry of ``LAYOUTS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+Array = Any
+Block = Any
+"""An mlx-lm module: the MoE block of a decoder layer."""
+
+Routes = tuple[Array, Array]
+"""(indices [..., k], weights [..., k]) for hidden states [..., hidden]."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a family's MoE block lies in a decoder layer (``block``), where its routed experts lie in that block
+    (``experts``), how it routes, and how it completes the routed sum (shared experts)."""
+
+    block: str
+    experts: str
+    route: Callable[[Block, Array], Routes]
+    complete: Callable[[Block, Array, Array], Array]
+
+
+def _top(scores: Array, k: int) -> Array:
+    return mx.argpartition(-scores, kth=k - 1, axis=-1)[..., :k]
+
+
+def _last(scores: Array, k: int) -> Array:
+    # The same set as _top in another order: the order of a floating-point sum.
+    return mx.argpartition(scores, kth=-k, axis=-1)[..., -k:]
+
+
+def _mixtral(block: Block, hidden: Array) -> Routes:
+    gates = block.gate(hidden)
+    indices = _top(gates, block.num_experts_per_tok)
+    return indices, mx.softmax(mx.take_along_axis(gates, indices, axis=-1), axis=-1, precise=True)
+
+
+def _qwen2_moe(block: Block, hidden: Array) -> Routes:
+    gates = mx.softmax(block.gate(hidden), axis=-1, precise=True)
+    indices = _top(gates, block.top_k)
+    return indices, mx.take_along_axis(gates, indices, axis=-1)
+
+
+def _qwen3_moe(block: Block, hidden: Array) -> Routes:
+    gates = mx.softmax(block.gate(hidden), axis=-1, precise=True)
+    indices = _last(gates, block.top_k)
+    weights = mx.take_along_axis(gates, indices, axis=-1)
+    return indices, weights / mx.sum(weights, axis=-1, keepdims=True) if block.norm_topk_prob else weights
+
+
+def _olmoe(block: Block, hidden: Array) -> Routes:
+    gates = mx.softmax(block.gate(hidden), axis=-1, precise=True)
+    indices = _top(gates, block.top_k)
+    weights = mx.take_along_axis(gates, indices, axis=-1)
+    return indices, weights / weights.sum(axis=-1, keepdims=True) if block.norm_topk_prob else weights
+
+
+def _gpt_oss(block: Block, hidden: Array) -> Routes:
+    gates = block.router(hidden)
+    indices = _last(gates, block.num_experts_per_tok)
+    return indices, mx.softmax(mx.take_along_axis(gates, indices, axis=-1), axis=-1, precise=True)
+
+
+def _deepseek_v3(block: Block, hidden: Array) -> Routes:
+    indices, weights = block.gate(hidden)
+    return indices, weights
+
+
+def _dbrx(block: Block, hidden: Array) -> Routes:
+    gates = mx.softmax(block.router(hidden).astype(mx.float32), axis=-1)
+    indices = _top(gates, block.num_experts_per_tok)
+    weights = mx.take_along_axis(gates, indices, axis=-1)
+    weights = weights / mx.linalg.norm(weights, ord=1, axis=-1, keepdims=True)
+    return indices, weights.astype(hidden.dtype)
+
+
+def _nothing(block: Block, hidden: Array, routed: Array) -> Array:
+    return routed
+
+
+def _gated_shared_expert(block: Block, hidden: Array, routed: Array) -> Array:
+    return routed + mx.sigmoid(block.shared_expert_gate(hidden)) * block.shared_expert(hidden)
+
+
+def _shared_experts(block: Block, hidden: Array, routed: Array) -> Array:
+    return routed + block.shared_experts(hidden) if "shared_experts" in block else routed
+
+
+LAYOUTS: dict[str, Layout] = {
+    "mixtral": Layout("block_sparse_moe", "switch_mlp", _mixtral, _nothing),
+    "qwen2_moe": Layout("mlp", "switch_mlp", _qwen2_moe, _gated_shared_expert),
+    "qwen3_moe": Layout("mlp", "switch_mlp", _qwen3_moe, _nothing),
+    "olmoe": Layout("mlp", "switch_mlp", _olmoe, _nothing),
+    "gpt_oss": Layout("mlp", "experts", _gpt_oss, _nothing),
+    "deepseek_v3": Layout("mlp", "switch_mlp", _deepseek_v3, _shared_experts),
+    "dbrx": Layout("ffn", "experts", _dbrx, _nothing),
+}
+"""By the family's name; a family that is not here has no routed experts."""

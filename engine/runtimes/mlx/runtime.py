@@ -1,0 +1,42 @@
+"""The mlx runtime, importable anywhere: mlx itself is imported when a model is loaded."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from engine.errors import ModelError
+from engine.messages import Load
+from engine.runtimes.protocol import LoadedModel, ProgressCallback
+
+
+def available() -> str | None:
+    """None if mlx and mlx-lm are installed, otherwise one sentence saying what is missing and what to do."""
+    missing = [name for name, module in (("mlx", "mlx"), ("mlx-lm", "mlx_lm")) if not importlib.util.find_spec(module)]
+    if not missing:
+        return None
+    return (
+        f"the mlx runtime needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
+        "on a Mac with Apple Silicon run pip install 'mlx>=0.32,<0.33' 'mlx-lm>=0.32,<0.33', "
+        "elsewhere choose the torch runtime"
+    )
+
+
+class MlxRuntime:
+    """See :class:`engine.runtimes.protocol.Runtime`."""
+
+    name = "mlx"
+
+    def load(self, folder: Path, request: Load, progress: ProgressCallback) -> LoadedModel:
+        """Loads the model in ``folder``: prepared, plain Hugging Face safetensors, or quantised by mlx-lm.
+
+        Raises ModelError if mlx is missing, the family is not one it runs, files are damaged, or it does not fit.
+        """
+        problem = available()
+        if problem is not None:
+            raise ModelError(problem)
+        try:
+            from engine.runtimes.mlx.loading import load
+        except Exception as error:  # native libraries and mlx-lm's own set-up fail in more ways than ImportError
+            raise ModelError(f"mlx is installed and cannot be used here ({error}): choose the torch runtime") from error
+        return load(folder, request, progress)

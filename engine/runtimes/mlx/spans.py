@@ -1,0 +1,102 @@
+"""Times inside a step: mx.eval barriers around attention, router and experts, there only while somebody looks.
+
+mlx is lazy: without a barrier a span would time the building of a graph. The barriers cost time themselves, which is
+why the timed modules are put in place for a measured step and taken out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+
+from engine.timing import Part, Recorder
+
+Array = Any
+
+
+class Spans:
+    """The spans of one model's steps. ``active``: the current step is measured."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.active = False
+        self.inside = 0.0
+        """Seconds recorded since the current layer began."""
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        return self.recorder.clock
+
+    def run(self, layer: int, part: Part, compute: Callable[[], Any]) -> Any:
+        """``compute()``; while active, evaluated and timed as ``part`` of ``layer`` (its inputs must be evaluated)."""
+        if not self.active:
+            return compute()
+        start = self.clock()
+        result = compute()
+        mx.eval(result)
+        seconds = self.clock() - start
+        self.recorder.add(layer, part, seconds)
+        self.inside += seconds
+        return result
+
+    def routes(self, layer: int, indices: Array, experts: int) -> None:
+        """Counts the routes of a step; ``indices`` [..., k]."""
+        if self.active:
+            counts = np.bincount(np.array(indices.astype(mx.int32)).ravel(), minlength=experts)
+            self.recorder.add_routes(layer, counts.tolist())
+
+
+class _Timed(nn.Module):  # type: ignore[misc]
+    """Stands in for ``inner`` and looks like it."""
+
+    def __init__(self, inner: Any, layer: int, spans: Spans) -> None:
+        super().__init__()
+        self.inner = inner
+        self._layer = layer
+        self._spans = spans
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        if "inner" not in self:
+            raise AttributeError(name)
+        return getattr(self["inner"], name)
+
+
+class TimedAttention(_Timed):
+    def __call__(self, hidden: Array, *args: Any, **options: Any) -> Any:
+        mx.eval(hidden)
+        return self._spans.run(self._layer, "attention", lambda: self.inner(hidden, *args, **options))
+
+
+class TimedLayer(_Timed):
+    """``other`` is what a layer takes beyond its named parts."""
+
+    def __call__(self, hidden: Array, *args: Any, **options: Any) -> Any:
+        spans = self._spans
+        mx.eval(hidden)
+        spans.inside = 0.0
+        start = spans.clock()
+        result = self.inner(hidden, *args, **options)
+        mx.eval(result)
+        spans.recorder.add(self._layer, "other", max(0.0, spans.clock() - start - spans.inside))
+        return result
+
+
+def install(layers: list[Any], attention: str, spans: Spans) -> None:
+    """Puts timed modules into ``layers`` (a backbone's own list); ``attention`` is the attribute that holds it."""
+    for index, layer in enumerate(layers):
+        setattr(layer, attention, TimedAttention(getattr(layer, attention), index, spans))
+        layers[index] = TimedLayer(layer, index, spans)
+
+
+def remove(layers: list[Any], attention: str) -> None:
+    """Takes out what :func:`install` put in."""
+    for index, timed in enumerate(layers):
+        layer = timed["inner"]
+        setattr(layer, attention, getattr(layer, attention)["inner"])
+        layers[index] = layer

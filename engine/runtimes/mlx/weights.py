@@ -1,0 +1,251 @@
+"""Weights from a model folder into an mlx-lm model, layer by layer: never two copies of all of them.
+
+Two ways in: folders opened by :mod:`engine.models` (plain Hugging Face checkpoints and prepared banks), whose experts
+come one by one in one shape whatever the family; and folders written by mlx-lm, quantised or not (and MXFP4 as gpt-oss
+is published), which mlx-lm's own loader reads.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
+
+from engine.errors import ModelError
+from engine.models.files import ExpertWeights, ModelFiles, StoredTensor
+from engine.models.safetensors_files import TensorEntry, read_header
+from engine.runtimes.mlx.families import MlxFamily
+from engine.runtimes.mlx.routing import LAYOUTS, Layout
+from engine.runtimes.protocol import Config, ProgressCallback
+
+Array = Any
+
+_DTYPES = {"BF16": mx.bfloat16, "F16": mx.float16, "F32": mx.float32}
+_PROJECTIONS = ("gate", "up", "down")
+_DBRX_PROJECTIONS = {"gate_proj": "w1", "up_proj": "v1", "down_proj": "w2"}
+_LIBRARY_NAMES = (".switch_mlp.", ".experts.gate_proj.weight", ".embed_q.weight", ".ffn.experts.0.w1.weight")
+"""Parts of names that only checkpoints written by mlx-lm have."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """An mlx-lm model without its routed experts, and those: ``experts[layer]`` is a ``SwitchGLU``, evaluated."""
+
+    model: Any
+    layers: list[Any]
+    """The backbone's own list of decoder layers."""
+    experts: dict[int, Any]
+    count: int
+    """Routed experts per layer."""
+
+
+def decoder_layers(model: Any, family: MlxFamily) -> list[Any]:
+    """The backbone's own list of decoder layers (mutable)."""
+    backbone = model[family.backbone]
+    layers: list[Any] = backbone["layers"] if "layers" in backbone else backbone["blocks"]
+    return layers
+
+
+def library_entries(folder: Path) -> dict[str, TensorEntry]:
+    """The tensors of the files that mlx-lm's loader would read. Raises ModelError if one of them is damaged."""
+    entries: dict[str, TensorEntry] = {}
+    for path in sorted(folder.glob("model*.safetensors")):
+        entries |= read_header(path)
+    return entries
+
+
+def in_library_layout(names: Iterable[str]) -> bool:
+    """Whether a checkpoint with these tensors was written by mlx-lm, experts already stacked."""
+    return any(mark in name for name in names for mark in _LIBRARY_NAMES)
+
+
+def from_files(files: ModelFiles, config: Config, family: MlxFamily, dtype: Any, progress: ProgressCallback) -> Loaded:
+    """Builds the model of ``files`` in ``dtype`` (None: as stored). ``config`` is translated for mlx-lm.
+
+    Raises ModelError if a tensor is missing, not expected, or of the wrong shape.
+    """
+    model = _build(config, family)
+    layers = decoder_layers(model, family)
+    experts = _take_experts(layers, LAYOUTS.get(config["model_type"]))
+    total = files.trunk_bytes + (files.experts.nbytes if files.experts else 0)
+    done = 0
+
+    def read(tensor: StoredTensor) -> Array:
+        nonlocal done
+        array = to_array(tensor, dtype)
+        done += tensor.nbytes
+        return array
+
+    trunk = {}
+    for name, tensor in files.trunk():
+        trunk[name] = read(tensor)
+        progress("loading weights", done, total, "bytes")
+    _assign(model, _keep_precision(model, trunk, files), files.folder)
+    trunk.clear()
+    # Now, so that no unconverted copy waits while the experts are read.
+    mx.eval(model.parameters())
+    expected = files.experts.layers if files.experts else ()
+    if tuple(expected) != tuple(experts):
+        raise ModelError(
+            f"{files.folder} has routed experts in layers {list(expected)}, "
+            f"the configuration asks for {list(experts)}: fetch the model again"
+        )
+    for layer, module in experts.items():
+        assert files.experts is not None
+        stack_experts(module, [files.experts.expert(layer, e) for e in range(files.experts.count)], read)
+        progress("loading weights", done, total, "bytes")
+    return Loaded(model, layers, experts, files.experts.count if files.experts else 0)
+
+
+def from_library(folder: Path, config: Config, family: MlxFamily, dtype: Any, progress: ProgressCallback) -> Loaded:
+    """Loads a folder written by mlx-lm with mlx-lm's own loader, and evaluates it layer by layer.
+
+    ``config`` is translated for mlx-lm. ``dtype`` is for what is not quantised (None: as stored).
+    """
+    from mlx_lm.utils import load_model
+
+    try:
+        model, _ = load_model(folder, lazy=True, strict=True, model_config=config)
+    except (ValueError, RuntimeError, TypeError, KeyError, OSError) as error:
+        raise ModelError(f"mlx-lm cannot load {folder}: {_first_line(error)}") from error
+    if dtype is not None:
+        keep = getattr(model, "cast_predicate", lambda name: True)
+        parameters = tree_flatten(model.parameters())
+        model.load_weights([(name, _cast(array, dtype) if keep(name) else array) for name, array in parameters])
+        del parameters
+    layers = decoder_layers(model, family)
+    experts = _take_experts(layers, LAYOUTS.get(config["model_type"]))
+    for index, layer in enumerate(layers):
+        mx.eval(layer.parameters(), experts[index].parameters() if index in experts else [])
+        progress("loading weights", index + 1, len(layers), "layers")
+    mx.eval(model.parameters())
+    count = next((int(module.gate_proj.num_experts) for module in experts.values()), 0)
+    return Loaded(model, layers, experts, count)
+
+
+def to_array(tensor: StoredTensor, dtype: Any = None) -> Array:
+    """``tensor`` as an mlx array of its own type, or converted to ``dtype`` if it is floating point.
+
+    Raises ModelError for a type that mlx has no use for here.
+    """
+    stored = _DTYPES.get(tensor.dtype)
+    if stored is None:
+        raise ModelError(f"the mlx runtime cannot use weights of type {tensor.dtype}")
+    array = mx.array(np.ascontiguousarray(tensor.words)).view(stored)
+    return array if dtype is None else array.astype(dtype)
+
+
+def stack_experts(module: Any, experts: Iterable[ExpertWeights], read: Callable[[StoredTensor], Array]) -> None:
+    """Fills a ``SwitchGLU`` with one layer's experts, one of its matrices at a time.
+
+    Raises ModelError if a matrix has another shape than the configuration says.
+    """
+    experts = list(experts)
+    for part in _PROJECTIONS:
+        linear = getattr(module, f"{part}_proj")
+        for kind, name in (("weight", part), ("bias", f"{part}_bias")):
+            tensors = [getattr(expert, name) for expert in experts]
+            if kind not in linear:
+                if any(tensor is not None for tensor in tensors):
+                    raise ModelError(f"the experts have {name}es and the configuration says they have none")
+                continue
+            expected = tuple(linear[kind].shape)
+            for index, tensor in enumerate(tensors):
+                if tensor is None or tensor.shape != expected[1:]:
+                    shape = None if tensor is None else tensor.shape
+                    raise ModelError(f"{name} of expert {index} has the shape {shape} instead of {expected[1:]}")
+            stacked = mx.stack([read(tensor) for tensor in tensors])
+            mx.eval(stacked)
+            linear[kind] = stacked
+
+
+def _build(config: Config, family: MlxFamily) -> Any:
+    module = importlib.import_module(f"mlx_lm.models.{family.module}")
+    try:
+        model = module.Model(module.ModelArgs.from_dict(config))
+    except (TypeError, ValueError, KeyError, AssertionError, ZeroDivisionError) as error:
+        raise ModelError(
+            f"mlx-lm cannot build this {config['model_type']} model from its configuration: {_first_line(error)}"
+        ) from error
+    model.eval()
+    return model
+
+
+def _take_experts(layers: list[Any], layout: Layout | None) -> dict[int, Any]:
+    """Takes the modules that hold routed experts out of their blocks, as ``SwitchGLU``s by layer."""
+    experts: dict[int, Any] = {}
+    if layout is None:
+        return experts
+    for index, layer in enumerate(layers):
+        block = layer[layout.block]
+        if layout.experts in block:
+            taken = block.pop(layout.experts)
+            experts[index] = stack_modules(taken) if isinstance(taken, list) else taken
+    return experts
+
+
+def stack_modules(experts: list[Any]) -> Any:
+    """dbrx's list of experts as one ``SwitchGLU``: plain or quantised, lazily stacked."""
+    ffn, hidden = _logical_shape(experts[0].w1)
+    stacked = SwitchGLU(hidden, ffn, len(experts))
+    for target, source in _DBRX_PROJECTIONS.items():
+        linears = [expert[source] for expert in experts]
+        first = linears[0]
+        if isinstance(first, nn.QuantizedLinear):
+            linear = QuantizedSwitchLinear(
+                32, 8, 1, bias=False, group_size=first.group_size, bits=first.bits, mode=first.mode
+            )
+        else:
+            linear = stacked[target]
+        for name in ("weight", "scales", "biases"):
+            if first.get(name) is not None:
+                linear[name] = mx.stack([each[name] for each in linears])
+        stacked[target] = linear
+    return stacked
+
+
+def _logical_shape(linear: Any) -> tuple[int, int]:
+    rows, columns = linear.weight.shape
+    return int(rows), int(columns * 32 // linear.bits if isinstance(linear, nn.QuantizedLinear) else columns)
+
+
+def _keep_precision(model: Any, trunk: dict[str, Array], files: ModelFiles) -> dict[str, Array]:
+    """``trunk`` with what the family keeps in its stored type (deepseek's router bias) read again as stored."""
+    keep = getattr(model, "cast_predicate", None)
+    if keep is None:
+        return trunk
+    exact = {name: to_array(tensor) for name, tensor in files.trunk() if not keep(name)}
+    return trunk | exact
+
+
+def _assign(model: Any, trunk: dict[str, Array], folder: Path) -> None:
+    weights = model.sanitize(trunk) if hasattr(model, "sanitize") else trunk
+    expected = {name: array.shape for name, array in tree_flatten(model.parameters())}
+    problems = [f"{name} is missing" for name in expected if name not in weights]
+    problems += [f"{name} is not expected" for name in weights if name not in expected]
+    problems += [
+        f"{name} has the shape {tuple(weights[name].shape)} instead of {tuple(shape)}"
+        for name, shape in expected.items()
+        if name in weights and tuple(weights[name].shape) != tuple(shape)
+    ]
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ModelError(f"the weights in {folder} do not fit the configuration: {problems[0]}{more}")
+    model.load_weights(list(weights.items()), strict=True)
+
+
+def _cast(array: Array, dtype: Any) -> Array:
+    return array.astype(dtype) if mx.issubdtype(array.dtype, mx.floating) else array
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,1 @@
+"""The torch runtime: transformers' model definitions with our own module in place of theirs for the routed experts."""

@@ -1,0 +1,194 @@
+"""The key/value cache: transformers' cache interface on buffers that grow in blocks and can be cut back at no cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kwargs
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+BLOCK = 128
+"""Positions a buffer grows by, at least."""
+
+
+class Position:
+    """How many tokens per row are in the cache: one number, shared by all layers.
+
+    It moves only after a whole forward pass, so a pass that fails half-way leaves nothing behind.
+    """
+
+    def __init__(self, length: int = 0) -> None:
+        self.length = length
+
+
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of one layer in buffers [rows, heads, capacity, width]; the first ``position.length`` count.
+
+    A layer with a sliding window keeps all positions, so that cutting back stays correct at any length, but shows
+    attention only those the window can reach.
+    """
+
+    def __init__(self, position: Position, window: int | None = None) -> None:
+        super().__init__()
+        self.position = position
+        self.window = window
+        self.is_sliding = window is not None
+        self.key_buffer: torch.Tensor | None = None
+        self.value_buffer: torch.Tensor | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append [rows, heads, tokens, width]; returns the keys and values in reach, as views."""
+        start = self.position.length
+        end = start + key_states.shape[2]
+        keys = self.key_buffer = _with_room(self.key_buffer, key_states, start, end)
+        values = self.value_buffer = _with_room(self.value_buffer, value_states, start, end)
+        keys[:, :, start:end] = key_states
+        values[:, :, start:end] = value_states
+        first = self._first_in_reach()
+        return keys[:, :, first:end], values[:, :, first:end]
+
+    def _first_in_reach(self) -> int:
+        """The first position that the next token can attend to."""
+        return 0 if self.window is None else max(0, self.position.length - self.window + 1)
+
+    def get_seq_length(self) -> int:
+        return self.position.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        first = self._first_in_reach()
+        return self.position.length + query_length - first, first
+
+    def rows_copied(self, position: Position, row: int, rows: int) -> GrowingLayer:
+        """A new layer of ``rows`` rows, each a copy of ``row``."""
+        copy = GrowingLayer(position, self.window)
+        if self.key_buffer is not None and self.value_buffer is not None:
+            copy.key_buffer = _repeated(self.key_buffer, row, rows, position.length)
+            copy.value_buffer = _repeated(self.value_buffer, row, rows, position.length)
+        return copy
+
+    def move(self, rows: torch.Tensor, parents: torch.Tensor, start: int) -> int:
+        """Row ``rows[i]`` gets what ``parents[i]`` has from position ``start`` on. Returns the bytes moved."""
+        moved = 0
+        for buffer in (self.key_buffer, self.value_buffer):
+            if buffer is not None:
+                part = buffer[:, :, start : self.position.length]
+                taken = part.index_select(0, parents)
+                part.index_copy_(0, rows, taken)
+                moved += taken.nbytes
+        return moved
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(buffer.nbytes for buffer in (self.key_buffer, self.value_buffer) if buffer is not None)
+
+
+def _with_room(buffer: torch.Tensor | None, states: torch.Tensor, length: int, needed: int) -> torch.Tensor:
+    """``buffer`` if ``needed`` positions fit, else a larger one with its first ``length`` positions."""
+    if buffer is not None and needed <= buffer.shape[2]:
+        return buffer
+    rows, heads, _, width = states.shape
+    grown = states.new_empty((rows, heads, _capacity(needed), width))
+    if buffer is not None:
+        grown[:, :, :length] = buffer[:, :, :length]
+    return grown
+
+
+def _repeated(buffer: torch.Tensor, row: int, rows: int, length: int) -> torch.Tensor:
+    _, heads, _, width = buffer.shape
+    repeated = buffer.new_empty((rows, heads, _capacity(length), width))
+    repeated[:, :, :length] = buffer[row : row + 1, :, :length]
+    return repeated
+
+
+def _capacity(needed: int) -> int:
+    """A quarter more than needed, in whole blocks: growing copies each position a few times, whatever the length."""
+    return -(-(needed + max(BLOCK, needed // 4)) // BLOCK) * BLOCK
+
+
+class KeyValueCache(Cache):  # type: ignore[misc]
+    """The cache of every family without recurrent state."""
+
+    can_truncate = True
+
+    def __init__(self, layers: list[GrowingLayer], position: Position) -> None:
+        super().__init__(layers=layers)
+        self.position = position
+
+    def commit(self, tokens: int) -> None:
+        """A forward pass over ``tokens`` positions has succeeded."""
+        self.position.length += tokens
+
+    def rows_copied(self, row: int, rows: int) -> KeyValueCache:
+        """A new cache of ``rows`` rows, each a copy of ``row``."""
+        position = Position(self.position.length)
+        return KeyValueCache([layer.rows_copied(position, row, rows) for layer in self.layers], position)
+
+    def move(self, rows: torch.Tensor, parents: torch.Tensor, start: int) -> int:
+        """See :meth:`GrowingLayer.move`; for all layers."""
+        return sum(layer.move(rows, parents, start) for layer in self.layers)
+
+
+class RecurrentCache(MiniMaxCache):  # type: ignore[misc]
+    """minimax: some layers keep one state [rows, heads, width, width] instead of keys and values.
+
+    A state cannot be taken back, so this cache cannot be cut. New states count only once the pass has succeeded.
+    """
+
+    can_truncate = False
+
+    def __init__(self, layers: list[GrowingLayer], position: Position) -> None:
+        super().__init__()
+        self.layer_class_to_replicate = None
+        self.layers = layers
+        self.states: dict[int, torch.Tensor] = {}
+        self.pending: dict[int, torch.Tensor] = {}
+        self.position = position
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        return self.states.get(layer_idx)
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        self.pending[layer_idx] = linear_cache
+
+    def commit(self, tokens: int) -> None:
+        """A forward pass over ``tokens`` positions has succeeded."""
+        self.position.length += tokens
+        self.states, self.pending = self.pending, {}
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.position.length
+
+    def rows_copied(self, row: int, rows: int) -> RecurrentCache:
+        """A new cache of ``rows`` rows, each a copy of ``row``."""
+        position = Position(self.position.length)
+        copy = RecurrentCache([layer.rows_copied(position, row, rows) for layer in self.layers], position)
+        copy.states = {layer: state[row : row + 1].repeat_interleave(rows, 0) for layer, state in self.states.items()}
+        return copy
+
+    def move(self, rows: torch.Tensor, parents: torch.Tensor, start: int) -> int:
+        """See :meth:`GrowingLayer.move`; a recurrent state moves whole."""
+        moved = sum(layer.move(rows, parents, start) for layer in self.layers)
+        for state in self.states.values():
+            taken = state.index_select(0, parents)
+            state.index_copy_(0, rows, taken)
+            moved += taken.nbytes
+        return moved
+
+
+AnyCache = KeyValueCache | RecurrentCache
+
+
+def empty_cache(config: Any) -> AnyCache:
+    """The cache a model of ``config`` needs, with nothing in it."""
+    position = Position()
+    if config.model_type == "minimax":
+        return RecurrentCache([GrowingLayer(position) for _ in range(config.num_hidden_layers)], position)
+    _, options = get_layer_types_and_kwargs(config)
+    return KeyValueCache([GrowingLayer(position, option.get("sliding_window")) for option in options], position)

@@ -1,0 +1,128 @@
+"""The modules that stand where transformers keeps the routed experts; they hold no weights and ask the executor."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.moe import _default_apply_gate
+
+from engine.errors import ModelError
+from engine.experts.executor import Executor
+from engine.experts.local_torch import Gate
+
+_LAYER_AND_PLACE = re.compile(r"\.(?:layers|blocks)\.(\d+)\.(.+)\.experts$")
+
+
+@dataclass(frozen=True)
+class ExpertsPlace:
+    """Where layer ``layer`` keeps its routed experts: ``block`` is the MoE block, ``experts`` its child."""
+
+    layer: int
+    block_name: str
+    block: nn.Module
+    experts: nn.Module
+
+
+class RoutedExperts(nn.Module):  # type: ignore[misc]
+    """In place of a family's ``experts`` module: ``(hidden [..., hidden], indices [tokens, k], weights [tokens, k])``
+    gives the weighted sum in hidden's shape."""
+
+    def __init__(self, layer: int, executor: Executor) -> None:
+        super().__init__()
+        self.layer = layer
+        self.executor = executor
+
+    def forward(self, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.executor.run(self.layer, hidden.reshape(-1, hidden.shape[-1]), indices, weights)
+        return out.view(hidden.shape)
+
+
+class ScaledInputBlock(nn.Module):  # type: ignore[misc]
+    """In place of llama4's MoE block, which scales what goes into an expert and repeats every token for every expert.
+
+    Here only the chosen experts run. The names of the children are the library's, so that the trunk's names fit.
+    """
+
+    def __init__(self, layer: int, executor: Executor, block: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.executor = executor
+        self.top_k: int = block.top_k
+        self.router = block.router
+        self.shared_expert = block.shared_expert
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        scores, logits = self.router(hidden)
+        indices = torch.topk(logits, self.top_k, dim=1).indices
+        out: torch.Tensor = self.shared_expert(hidden)
+        out.add_(self.executor.run_scaled_input(self.layer, hidden, indices, scores.gather(1, indices)))
+        return out, logits
+
+
+def find_experts(model: nn.Module) -> list[ExpertsPlace]:
+    """Every module of ``model`` that holds routed experts, by layer."""
+    places = []
+    for name, module in model.named_modules():
+        found = _LAYER_AND_PLACE.search(f".{name}")
+        if found:
+            block_name = name.removesuffix(".experts")
+            places.append(ExpertsPlace(int(found[1]), block_name, model.get_submodule(block_name), module))
+    return places
+
+
+def gate_of(experts: nn.Module) -> Gate:
+    """The family's own activation, as ``gate(gate_out, up_out)``.
+
+    A family's ``_apply_gate`` is called, never derived again; it gets gate and up in the order it expects.
+    Raises ModelError if the module's experts are not gated feed-forward networks.
+    """
+    apply_gate = getattr(type(experts), "_apply_gate", None)
+    if apply_gate is not None and apply_gate is not _default_apply_gate:
+        if not getattr(experts, "has_gate", True) or getattr(experts, "has_post_expert_norm", False):
+            raise ModelError(f"The experts of {type(experts).__name__} are of a kind that this version cannot run.")
+        return _CalledGate(experts, interleaved=not getattr(experts, "is_concatenated", True))
+    # dbrx keeps its activation one module further down.
+    activation = getattr(experts, "act_fn", None) or getattr(getattr(experts, "mlp", None), "activation_fn", None)
+    if activation is None:
+        raise ModelError(f"The experts of {type(experts).__name__} are of a kind that this version cannot run.")
+
+    def gate(gate_out: torch.Tensor, up_out: torch.Tensor) -> torch.Tensor:
+        product: torch.Tensor = activation(gate_out) * up_out
+        return product
+
+    return gate
+
+
+class _CalledGate:
+    """Joins gate and up again and calls the library's ``_apply_gate`` on them."""
+
+    def __init__(self, experts: Any, interleaved: bool) -> None:
+        self._experts = experts
+        self._interleaved = interleaved
+
+    def __call__(self, gate_out: torch.Tensor, up_out: torch.Tensor) -> torch.Tensor:
+        if self._interleaved:
+            joined = torch.stack((gate_out, up_out), dim=-1).flatten(-2)
+        else:
+            joined = torch.cat((gate_out, up_out), dim=-1)
+        out: torch.Tensor = self._experts._apply_gate(joined)
+        return out
+
+
+def replace_experts(model: nn.Module, places: list[ExpertsPlace], executor: Executor) -> None:
+    """Put our modules where ``places`` says; the library's own, never filled with weights, are dropped."""
+    for place in places:
+        if _scales_input(place.block):
+            parent, _, child = place.block_name.rpartition(".")
+            setattr(model.get_submodule(parent), child, ScaledInputBlock(place.layer, executor, place.block))
+        else:
+            setattr(place.block, "experts", RoutedExperts(place.layer, executor))  # noqa: B010
+
+
+def _scales_input(block: nn.Module) -> bool:
+    return type(block).__name__ == "Llama4TextMoe"

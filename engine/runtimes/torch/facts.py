@@ -1,0 +1,95 @@
+"""What a loaded torch model tells about itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.experts.local_torch import TorchLocalExecutor
+from engine.experts.torch_tensors import NAMES, stored_dtype
+from engine.messages import Load, ModelFacts
+from engine.models.files import Experts, ModelFiles
+
+
+def describe(
+    module: nn.Module,
+    config: Any,
+    files: ModelFiles,
+    request: Load,
+    device: torch.device,
+    dtype: torch.dtype,
+    executor: TorchLocalExecutor | None,
+    top_k: int,
+    load_s: float,
+) -> ModelFacts:
+    """The facts of ``module``, filled from ``files``; ``top_k`` is how many experts each token is sent to."""
+    experts = files.experts
+    stored = {tensor.data_ptr(): tensor for tensor in module.state_dict().values()}.values()
+    expert_parameters = 0 if experts is None else experts.nbytes // stored_dtype(experts.dtype).itemsize
+    return ModelFacts(
+        name=request.model,
+        family=str(files.config["model_type"]),
+        runtime="torch",
+        executor="none (dense)" if executor is None else executor.description,
+        device=device.type,
+        dtype=NAMES[dtype],
+        layers=config.num_hidden_layers,
+        experts=0 if experts is None else experts.count,
+        experts_per_token=top_k,
+        moe_layers=[] if experts is None else list(experts.layers),
+        vocabulary=config.vocab_size,
+        hidden=config.hidden_size,
+        context_limit=context_limit(config, request.context_limit),
+        trunk_bytes=sum(tensor.nbytes for tensor in stored),
+        expert_bytes=0 if experts is None else experts.nbytes,
+        key_value_bytes_per_token=key_value_numbers(config) * dtype.itemsize,
+        parameters=sum(p.numel() for p in module.parameters()) + expert_parameters,
+        load_s=load_s,
+        notices=notices(experts, dtype, device, request),
+    )
+
+
+def context_limit(config: Any, wanted: int | None) -> int:
+    """Tokens the model was made for, or ``wanted`` if that is fewer."""
+    limit = int(config.max_position_embeddings)
+    return limit if wanted is None else min(limit, wanted)
+
+
+def key_value_numbers(config: Any) -> int:
+    """Numbers one token adds to the cache: keys and values of every layer that keeps them.
+
+    Latent attention (deepseek) caches the latents and the rotated part. Recurrent layers keep a state of fixed size.
+    """
+    if getattr(config, "kv_lora_rank", None):
+        per_layer = config.kv_lora_rank + config.qk_rope_head_dim
+    else:
+        heads = getattr(config, "num_key_value_heads", None)
+        if heads is None:
+            # dbrx keeps it one level further down.
+            heads = config.attn_config.kv_n_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        per_layer = 2 * heads * width
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return int(per_layer * sum(kind != "linear_attention" for kind in kinds))
+
+
+def notices(experts: Experts | None, dtype: torch.dtype, device: torch.device, request: Load) -> list[str]:
+    """Each fallback in one line."""
+    lines = []
+    if experts is not None and stored_dtype(experts.dtype) != dtype:
+        lines.append(
+            f"The experts are stored as {NAMES[stored_dtype(experts.dtype)]} and converted to {NAMES[dtype]} each time "
+            "they are used, which is slow; choose dtype auto to run them as they are."
+        )
+    if experts is not None and not experts.expert(experts.layers[0], 0).down.words.flags.c_contiguous:
+        lines.append(
+            "The experts are stored transposed, which is several times slower on a CPU; "
+            "`privatellm models prepare` writes them the other way round."
+        )
+    if request.partitioning == "hybrid" and device.type == "cpu":
+        lines.append("No GPU that torch can use was found, so everything runs on the CPU.")
+    if device.type == "cuda" and experts is not None:
+        lines.append("The experts stay in main memory and are copied to the GPU each time they are used.")
+    return lines

@@ -1,0 +1,180 @@
+"""Building a model of transformers around the trunk's tensors, without its routed experts.
+
+The module tree is made on the ``meta`` device, where tensors have no memory; each trunk tensor is then put in its
+place. So nothing is initialized in vain, and the experts' parameters never exist.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.errors import ModelError
+from engine.experts.torch_tensors import view
+from engine.models.files import ModelFiles
+from engine.runtimes.protocol import ProgressCallback
+
+COMPOSITE_PREFIX = "language_model."
+"""Prefix of the text model's tensors in a checkpoint that also sees pictures."""
+
+_LAYER = re.compile(r"\.(?:layers|blocks)\.(\d+)\.")
+
+_OTHER_MODALITIES = ("vision_model.", "multi_modal_projector.", "vision_tower.")
+
+
+def read_config(folder: Path) -> Any:
+    """transformers' configuration of the text model in ``folder``."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever transformers raises for settings it did not expect
+        raise ModelError(f"{folder / 'config.json'} cannot be used: {_in_one_line(error)}") from error
+    text = config.get_text_config(decoder=True)
+    if hasattr(text, "output_router_logits"):
+        text.output_router_logits = False
+    return text
+
+
+def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
+    """The model of ``config`` on the meta device. Raises ModelError if its numbers do not fit together."""
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    options: dict[str, Any] = {"dtype": dtype}
+    if hasattr(config, "_experts_implementation"):
+        options["experts_implementation"] = "eager"
+    try:
+        with torch.device("meta"), no_init_weights():
+            model: nn.Module = AutoModelForCausalLM.from_config(config, **options)
+    except Exception as error:  # as above: the numbers of a damaged config.json fail anywhere
+        what = f"config.json does not describe a {config.model_type} model that can be built"
+        raise ModelError(f"{what}: {_in_one_line(error)}") from error
+    return model.eval().requires_grad_(False)
+
+
+def _in_one_line(error: Exception) -> str:
+    """The last line of the error's text, where libraries that wrap errors put the cause."""
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__
+
+
+def fill_trunk(
+    model: Any, files: ModelFiles, dtype: torch.dtype, device: torch.device, progress: ProgressCallback
+) -> None:
+    """Copy every trunk tensor of ``files`` into ``model`` (a skeleton whose experts have been replaced).
+
+    Raises ModelError naming the first tensor that is missing, unexpected, of the wrong shape or there twice.
+    """
+    expected: dict[str, torch.Tensor] = model.state_dict()
+    keep_float32 = _keep_float32(model, dtype)
+    filled: set[str] = set()
+    done = 0
+    for stored_name, name, tensor in _renamed(model, files, expected):
+        if name in filled:
+            raise ModelError(f"Tensor {stored_name} is in the model's files twice; fetch or prepare the model again.")
+        place = expected[name]
+        if tensor.shape != place.shape:
+            raise ModelError(
+                f"Tensor {stored_name} has shape {list(tensor.shape)}, but config.json asks for {list(place.shape)}; "
+                "the files do not belong together: fetch the model again."
+            )
+        wanted = torch.float32 if keep_float32 is not None and keep_float32.search(name) else place.dtype
+        _place(model, name, tensor.to(device=device, dtype=wanted, copy=True))
+        filled.add(name)
+        done += tensor.nbytes
+        progress("reading the trunk", min(done, files.trunk_bytes), files.trunk_bytes, "bytes")
+    _tie(model, expected.keys() - filled)
+    _fill_buffers(model, device)
+
+
+def _renamed(
+    model: Any, files: ModelFiles, expected: dict[str, torch.Tensor]
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(name in the checkpoint, name in the model, tensor) of every trunk tensor the model wants.
+
+    transformers' own rules for old checkpoint names are used. Raises ModelError on a tensor nobody asked for.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+    for stored_name, stored in files.trunk():
+        plain = stored_name.removeprefix(COMPOSITE_PREFIX)
+        name, pattern = rename_source_key(plain, renamings, converters, model.base_model_prefix, expected)
+        if name not in expected and plain in expected:
+            name = plain
+        if name in expected and pattern is None:
+            yield stored_name, name, view(stored)
+        elif not _may_be_ignored(stored_name, name, ignored, model.config.num_hidden_layers):
+            raise ModelError(
+                f"Tensor {stored_name} has no place in a {model.config.model_type} model as config.json describes it; "
+                "the files do not belong together: fetch the model again."
+            )
+
+
+def _may_be_ignored(stored_name: str, name: str, ignored: list[re.Pattern[str]], layers: int) -> bool:
+    """Other modalities, layers after the last (for predicting several tokens), buffers that old versions stored, and
+    what transformers itself ignores."""
+    layer = _LAYER.search(name)
+    return (
+        (layer is not None and int(layer[1]) >= layers)
+        or stored_name.startswith(_OTHER_MODALITIES)
+        or name.endswith("rotary_emb.inv_freq")
+        or any(pattern.search(name) for pattern in ignored)
+    )
+
+
+def _keep_float32(model: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """Names of the tensors transformers keeps in float32 whatever the model's dtype."""
+    kept = [pattern for pattern, wanted in model._get_dtype_plan(dtype).items() if wanted == torch.float32]
+    if not kept:
+        return None
+    return re.compile("|".join(rf"(?:^|\.){pattern}(?:\.|$)" for pattern in kept))
+
+
+def _place(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    parent_name, _, child = name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    if child in parent._buffers:
+        parent._buffers[child] = tensor
+    else:
+        parent._parameters[child] = nn.Parameter(tensor, requires_grad=False)
+
+
+def _tie(model: Any, missing: set[str]) -> None:
+    """Share the tensors that the family shares (head and embedding). Raises ModelError if one is still missing."""
+    for target, source in model.all_tied_weights_keys.items():
+        if target in missing and source not in missing:
+            model.get_submodule(target.rpartition(".")[0])._parameters[target.rpartition(".")[2]] = model.get_parameter(
+                source
+            )
+            missing = missing - {target}
+    if missing:
+        first, others = min(missing), len(missing) - 1
+        raise ModelError(
+            f"Tensor {first} is missing from the model's files"
+            + (f", and {others} more" if others else "")
+            + "; fetch the model again."
+        )
+
+
+def _fill_buffers(model: Any, device: torch.device) -> None:
+    """Buffers that no checkpoint holds (rotary frequencies) are computed by the module that owns them."""
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        if buffer.device.type == "meta":
+            _place(model, name, torch.full_like(buffer, float("nan"), device=device))
+    for module in model.modules():
+        if module._non_persistent_buffers_set:
+            model._init_weights(module)
+    for name, buffer in model.named_buffers():
+        if buffer.device.type == "meta" or (buffer.is_floating_point() and buffer.isnan().any()):
+            raise ModelError(f"Buffer {name} cannot be computed by this version of transformers.", kind="internal")

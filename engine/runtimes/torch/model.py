@@ -1,0 +1,143 @@
+"""A loaded model of the torch runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.errors import ModelError
+from engine.experts.executor import Executor
+from engine.experts.torch_kernels import kernels_for
+from engine.messages import ModelFacts
+from engine.models.files import ModelFiles
+from engine.runtimes.protocol import Logits
+from engine.runtimes.torch.cache import AnyCache, empty_cache
+from engine.runtimes.torch.hooks import TimingHooks, layer_parts
+from engine.runtimes.torch.rows import TorchTokenRows
+from engine.timing import Phase, Recorder
+
+
+class TorchModel:
+    """See :class:`engine.runtimes.protocol.LoadedModel`. One thread at a time."""
+
+    def __init__(
+        self,
+        module: Any,
+        config: Any,
+        facts: ModelFacts,
+        recorder: Recorder,
+        device: torch.device,
+        files: ModelFiles,
+        executor: Executor | None,
+    ) -> None:
+        self._module = module
+        self._config = config
+        self._facts = facts
+        self._recorder = recorder
+        self._files: ModelFiles | None = files
+        self._hooks = TimingHooks(layer_parts(decoder_layers(module)), recorder, device)
+        self.device = device
+        self.executor = executor
+        self.between_layers: Callable[[], None] | None = None
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    @property
+    def recorder(self) -> Recorder:
+        return self._recorder
+
+    def start(self) -> TorchTokenRows:
+        """An empty cache of one row. Raises ModelError if the model's files were changed since it was loaded."""
+        if self._files is None:
+            raise ModelError(f"The model {self._facts.name} is closed; load it again.", kind="internal")
+        if self._files.experts is not None:
+            self._files.experts.check_unchanged()
+        return TorchTokenRows(self, empty_cache(self._config))
+
+    def close(self) -> None:
+        """Drop the weights and the mappings of the files. The model cannot run afterwards."""
+        self._recorder.enabled = False
+        self._hooks.match()
+        self._module = None
+        self._files = None
+        self.executor = None
+
+    def run(self, phase: Phase, tokens: list[list[int]], cache: AnyCache, want_logits: bool) -> Logits | None:
+        """One forward pass over ``tokens`` [rows][positions] after what is in ``cache``.
+
+        Returns the logits after the last position, float32 [rows, vocabulary], or None. A pass that raises leaves
+        the cache as it was.
+        """
+        if self._module is None:
+            raise ModelError(f"The model {self._facts.name} is closed; load it again.", kind="internal")
+        self._check_ids(tokens)
+        self._hooks.match()
+        measured = self._recorder.enabled
+        count = len(tokens[0])
+        if measured:
+            self._recorder.begin_step(phase, len(tokens) * count if phase == "prefill" else 1)
+        check = self.between_layers if phase == "prefill" else None
+        try:
+            with checked(decoder_layers(self._module), check):
+                logits = self._forward(tokens, cache, want_logits)
+        finally:
+            if measured:
+                self._recorder.end_step()
+        cache.commit(count)
+        return logits
+
+    def _forward(self, tokens: list[list[int]], cache: AnyCache, want_logits: bool) -> Logits | None:
+        start = cache.position.length
+        with torch.inference_mode(), kernels_for(len(tokens) * len(tokens[0])):
+            inputs = {
+                "input_ids": torch.tensor(tokens, device=self.device),
+                "position_ids": torch.arange(start, start + len(tokens[0]), device=self.device)[None],
+                "past_key_values": cache,
+                "use_cache": True,
+            }
+            if not want_logits:
+                # The head is left out: for a large vocabulary it costs as much as several layers.
+                base_of(self._module)(**inputs)
+                return None
+            logits = self._module(**inputs, logits_to_keep=1).logits[:, -1]
+            array: Logits = logits.float().cpu().numpy()
+            return array
+
+    def _check_ids(self, tokens: list[list[int]]) -> None:
+        vocabulary = self._facts.vocabulary
+        for row in tokens:
+            if min(row) < 0 or max(row) >= vocabulary:
+                wrong = next(token for token in row if not 0 <= token < vocabulary)
+                raise ModelError(
+                    f"Token id {wrong} is outside the model's vocabulary of {vocabulary}.", kind="bad-input"
+                )
+
+
+@contextmanager
+def checked(layers: nn.ModuleList, check: Callable[[], None] | None) -> Iterator[None]:
+    """Call ``check`` before each layer; what it raises passes through the forward pass."""
+    hooks = [layer.register_forward_pre_hook(lambda *_: check()) for layer in layers] if check is not None else []
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def base_of(module: Any) -> Any:
+    """The model without its head. llama4's text model names another prefix than the attribute it uses."""
+    return module.model if module.base_model is module else module.base_model
+
+
+def decoder_layers(module: Any) -> nn.ModuleList:
+    """The decoder layers of a model of transformers, whatever the family calls them."""
+    base = base_of(module)
+    layers = getattr(base, "layers", None)
+    found: nn.ModuleList = base.blocks if layers is None else layers
+    return found

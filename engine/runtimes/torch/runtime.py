@@ -1,0 +1,118 @@
+"""Loading a model with torch."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.errors import ModelError
+from engine.experts.local_torch import TorchLocalExecutor
+from engine.experts.torch_tensors import NAMES, stored_dtype
+from engine.messages import Load
+from engine.models.files import Experts, ModelFiles
+from engine.models.opening import open_model
+from engine.runtimes.protocol import ProgressCallback
+from engine.runtimes.torch.experts_module import ExpertsPlace, find_experts, gate_of, replace_experts
+from engine.runtimes.torch.facts import describe
+from engine.runtimes.torch.loading import build_skeleton, fill_trunk, read_config
+from engine.runtimes.torch.model import TorchModel
+from engine.timing import Recorder
+
+
+class TorchRuntime:
+    """See :class:`engine.runtimes.protocol.Runtime`."""
+
+    @property
+    def name(self) -> str:
+        return "torch"
+
+    def load(self, folder: Path, request: Load, progress: ProgressCallback) -> TorchModel:
+        """Load the model in ``folder``; its routed experts stay in the mapped files.
+
+        Raises ModelError if the family is not supported, the files are damaged, or the request cannot be met here.
+        """
+        started = time.perf_counter()
+        device = pick_device(request)
+        if request.cpu_threads is not None:
+            set_threads(request.cpu_threads)
+        progress("opening the model", 0, 0, "")
+        files = open_model(folder)
+        config = read_config(folder)
+        dtype = pick_dtype(files, request)
+        module: Any = build_skeleton(config, dtype)
+        places = find_experts(module)
+        check_layers(places, files.experts)
+        recorder = Recorder(config.num_hidden_layers, [place.layer for place in places], count_of(files.experts))
+        executor = None
+        if files.experts is not None:
+            gates = {place.layer: gate_of(place.experts) for place in places}
+            executor = TorchLocalExecutor(files.experts, gates, dtype, device, recorder)
+            replace_experts(module, places, executor)
+        fill_trunk(module, files, dtype, device, progress)
+        top_k = experts_per_token(places)
+        load_s = time.perf_counter() - started
+        facts = describe(module, config, files, request, device, dtype, executor, top_k, load_s)
+        return TorchModel(module, config, facts, recorder, device, files, executor)
+
+
+def pick_device(request: Load) -> torch.device:
+    """Where the trunk runs. Raises ModelError for a partitioning that this version does not have."""
+    if request.partitioning == "ring":
+        raise ModelError(
+            "Partitioning 'ring' is not available in this version; choose auto, cpu or hybrid.", kind="bad-input"
+        )
+    if request.partitioning != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("cpu")
+
+
+def set_threads(threads: int) -> None:
+    """Let torch use ``threads`` CPU threads."""
+    if threads < 1:
+        raise ModelError(f"{threads} CPU threads cannot run a model; choose 1 or more.", kind="bad-input")
+    torch.set_num_threads(threads)
+
+
+def pick_dtype(files: ModelFiles, request: Load) -> torch.dtype:
+    """What is computed in: as the request says, or as the bulk of the checkpoint is stored."""
+    if request.dtype != "auto":
+        return {name: dtype for dtype, name in NAMES.items()}[request.dtype]
+    if files.experts is not None:
+        dtype = stored_dtype(files.experts.dtype)
+    else:
+        sizes: dict[torch.dtype, int] = {}
+        for _, tensor in files.trunk():
+            stored = stored_dtype(tensor.dtype)
+            sizes[stored] = sizes.get(stored, 0) + tensor.nbytes
+        dtype = max(sizes, key=lambda stored: sizes[stored])
+    if dtype not in NAMES:
+        raise ModelError(f"The model's weights are stored as {dtype}, which cannot be computed with; choose a dtype.")
+    return dtype
+
+
+def check_layers(places: list[ExpertsPlace], experts: Experts | None) -> None:
+    """Raises ModelError if the files hold experts for other layers than the model has them in."""
+    wanted = sorted(place.layer for place in places)
+    found = [] if experts is None else list(experts.layers)
+    if wanted != found:
+        raise ModelError(
+            f"config.json says that layers {wanted} have routed experts, but the files hold them for layers {found}; "
+            "the files do not belong together: fetch or prepare the model again."
+        )
+
+
+def count_of(experts: Experts | None) -> int:
+    return 0 if experts is None else experts.count
+
+
+def experts_per_token(places: list[ExpertsPlace]) -> int:
+    """How many experts the routers choose; families keep it in the block or in its router. 0 for a dense model."""
+    for place in places:
+        for module in place.block.modules():
+            top_k = getattr(module, "top_k", None)
+            if isinstance(top_k, int):
+                return top_k
+    return 0

@@ -1,0 +1,122 @@
+"""The mlx runtime against mlx-lm's own generation and against transformers, on tiny random models of every family."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mlx.core", reason="mlx is not installed")
+
+import torch
+from mlx_oracle import (
+    FAMILIES,
+    QUANTISABLE,
+    generate,
+    library_generate,
+    library_model,
+    load,
+    prompt_of,
+    relative_error,
+    write_comparable,
+    write_model,
+    write_quantised,
+)
+
+PROMPT = prompt_of(37)
+TOKENS = 24
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_mlx_lm_in_float32(family: str, tmp_path: Path) -> None:
+    folder = write_comparable(tmp_path / family, family)
+    expected_tokens, expected = library_generate(library_model(folder), PROMPT, TOKENS)
+    model = load(folder)
+    assert len(set(expected_tokens)) > 3, "a degenerate model would prove nothing"
+    for chunks in ([37], [5, 20, 12], [36, 1]):
+        tokens, found = generate(model.start(), PROMPT, TOKENS, chunks)
+        assert tokens == expected_tokens
+        assert relative_error(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("family", QUANTISABLE)
+def test_equals_mlx_lm_in_four_bits(family: str, tmp_path: Path) -> None:
+    folder = write_quantised(tmp_path, family)
+    expected_tokens, expected = library_generate(library_model(folder), PROMPT, TOKENS)
+    model = load(folder)
+    assert model.facts.dtype == "4-bit, float32"
+    for chunks in ([37], [5, 20, 12]):
+        tokens, found = generate(model.start(), PROMPT, TOKENS, chunks)
+        assert tokens == expected_tokens
+        assert relative_error(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_transformers(family: str, tmp_path: Path) -> None:
+    """mlx-lm falls back to its own defaults where it does not find a setting; transformers, which wrote it, does not.
+
+    The prompt is longer than the sliding windows of the tiny models, and gpt-oss has its yarn without rounding.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = write_model(tmp_path / family, family)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([PROMPT])).logits[0].float().numpy()
+    rows = load(folder).start()
+    first, last = rows.extend(PROMPT[:20]), rows.extend(PROMPT[20:])
+    assert first is not None
+    assert last is not None
+    assert relative_error(first, expected[19]) < 1e-3
+    assert relative_error(last, expected[-1]) < 1e-3
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "llama"])
+def test_rotary_base_is_honoured(family: str, tmp_path: Path) -> None:
+    """Another rope_theta gives other logits: transformers 5 writes it where mlx-lm does not look."""
+    logits = []
+    for theta in (10_000.0, 200.0):
+        rope = {"rope_type": "default", "rope_theta": theta}
+        folder = write_model(tmp_path / str(theta), family, rope_parameters=rope)
+        logits.append(load(folder).start().extend(PROMPT))
+    assert relative_error(logits[0], logits[1]) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        ("llama", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+        ("llama", {"rope_type": "linear", "factor": 4.0}),
+        ("qwen2", {"rope_type": "yarn", "factor": 4.0}),
+        ("qwen3", {"rope_type": "yarn", "factor": 4.0}),
+        ("olmoe", {"rope_type": "linear", "factor": 2.0}),
+        ("deepseek_v3", {"rope_type": "yarn", "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 1.0}),
+        ("deepseek_v3", {"rope_type": "yarn", "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 1.0}),
+        ("gpt_oss", {"rope_type": "yarn", "factor": 8.0, "truncate": True}),
+    ],
+)
+def test_scaled_rotary_equals_transformers(family: str, rope: dict[str, float], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    if rope["rope_type"] != "linear":
+        rope = rope | {"original_max_position_embeddings": 64}
+    folder = write_model(tmp_path, family, rope_parameters=rope | {"rope_theta": 10_000.0})
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        expected = reference(torch.tensor([PROMPT])).logits[0, -1].float().numpy()
+    found = load(folder).start().extend(PROMPT)
+    assert found is not None
+    assert relative_error(found, expected) < 1e-3
+
+
+def test_a_mixed_up_expert_shows(tmp_path: Path) -> None:
+    """The tolerance is tight enough: exchanging one matrix of two experts in one layer is seen."""
+    model = load(write_model(tmp_path, "mixtral"))
+    before = model.start().extend(PROMPT)
+    assert before is not None
+    experts = model._model.model.layers[1].block_sparse_moe._executor._experts[1]
+    experts.down_proj.weight = experts.down_proj.weight[np.array([1, 0, 2, 3, 4, 5, 6, 7]).tolist()]
+    after = model.start().extend(PROMPT)
+    assert after is not None
+    assert relative_error(after, before) > 1e-2

@@ -1,0 +1,195 @@
+"""What cannot be loaded is refused in one sentence that names it; which runtime runs is never a guess."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import write_tiny_model
+from torch_oracle import load, prompt
+
+from engine import runtimes
+from engine.errors import ModelError
+
+Tensors = dict[str, torch.Tensor]
+
+
+def damaged(folder: Path, change: Callable[[Tensors], None], family: str = "mixtral") -> Path:
+    """A tiny model whose tensors went through ``change``."""
+    write_tiny_model(folder, family)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def reconfigured(folder: Path, family: str = "mixtral", **changes: object) -> Path:
+    write_tiny_model(folder, family)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def test_a_missing_trunk_tensor_is_named(tmp_path: Path) -> None:
+    folder = damaged(tmp_path, lambda tensors: tensors.pop("model.layers.1.self_attn.q_proj.weight"))
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.self_attn\.q_proj\.weight is missing"):
+        load(folder)
+
+
+def test_an_unexpected_trunk_tensor_is_named(tmp_path: Path) -> None:
+    def add(tensors: Tensors) -> None:
+        tensors["model.layers.1.self_attn.surprise.weight"] = torch.zeros(3)
+
+    with pytest.raises(ModelError, match=r"self_attn\.surprise\.weight has no place in a mixtral model"):
+        load(damaged(tmp_path, add))
+
+
+def test_a_wrong_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
+    def shorten(tensors: Tensors) -> None:
+        tensors["model.norm.weight"] = torch.ones(47)
+
+    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[47\], but config\.json asks for \[48\]"):
+        load(damaged(tmp_path, shorten))
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    def add(tensors: Tensors) -> None:
+        tensors["model.layers.3.embed_tokens.weight"] = torch.zeros(4, 4)
+        tensors["model.layers.3.shared_head.norm.weight"] = torch.zeros(4)
+
+    plain = load(write_tiny_model(tmp_path / "plain", "deepseek_v3"))
+    more = load(damaged(tmp_path / "more", add, "deepseek_v3"))
+    tokens = prompt(plain, 12)
+    np.testing.assert_allclose(more.start().extend(tokens), plain.start().extend(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_an_untied_head_is_missed_and_a_tied_one_is_not(tmp_path: Path) -> None:
+    tied = load(write_tiny_model(tmp_path / "tied", "llama", tie_word_embeddings=True))
+    module = tied._module
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+    folder = reconfigured(tmp_path / "untied", "llama", tie_word_embeddings=False)
+    with pytest.raises(ModelError, match=r"lm_head\.weight is missing"):
+        load(folder)
+
+
+def test_numbers_that_do_not_fit_together(tmp_path: Path) -> None:
+    folder = reconfigured(tmp_path, "llama", num_attention_heads=7)
+    with pytest.raises(
+        ModelError, match=r"config\.json cannot be used: .*not a multiple of the number of attention heads"
+    ):
+        load(folder)
+
+
+def test_an_unsupported_family_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"'switch_transformers' are not supported; supported are .*mixtral"):
+        load(reconfigured(tmp_path, model_type="switch_transformers"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"partitioning": "ring"}, "not available in this version"), ({"cpu_threads": 0}, "0 CPU threads")],
+)
+def test_requests_that_cannot_be_met(tmp_path: Path, options: dict[str, object], words: str) -> None:
+    write_tiny_model(tmp_path, "llama")
+    with pytest.raises(ModelError, match=words) as error:
+        load(tmp_path, **options)
+    assert error.value.kind == "bad-input"
+
+
+def test_hybrid_without_a_gpu_runs_on_the_cpu_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model = load(write_tiny_model(tmp_path, "mixtral"), partitioning="hybrid")
+    assert model.facts.device == "cpu"
+    assert any("No GPU" in notice for notice in model.facts.notices)
+    assert load(tmp_path, partitioning="cpu").facts.notices == []
+
+
+def test_context_limit_is_the_smaller_one(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "llama")
+    assert load(tmp_path).facts.context_limit == 512
+    assert load(tmp_path, context_limit=100).facts.context_limit == 100
+    assert load(tmp_path, context_limit=10**6).facts.context_limit == 512
+
+
+def test_progress_reaches_the_whole_trunk(tmp_path: Path) -> None:
+    from engine.messages import Load
+
+    seen: list[tuple[str, int, int, str]] = []
+    folder = write_tiny_model(tmp_path, "mixtral")
+    model = runtimes.runtime_named("torch").load(folder, Load(id=1, model="m"), lambda *step: seen.append(step))
+    trunk = [(done, total) for stage, done, total, unit in seen if unit == "bytes"]
+    assert trunk[-1] == (model.facts.trunk_bytes, model.facts.trunk_bytes)
+    assert [done for done, _ in trunk] == sorted(done for done, _ in trunk)
+
+
+def test_a_closed_model_says_so(tmp_path: Path) -> None:
+    model = load(write_tiny_model(tmp_path, "mixtral"))
+    rows = model.start()
+    model.close()
+    with pytest.raises(ModelError, match="is closed"):
+        model.start()
+    with pytest.raises(ModelError, match="is closed"):
+        rows.extend([3])
+
+
+def test_a_changed_file_is_noticed_before_it_is_read(tmp_path: Path) -> None:
+    model = load(write_tiny_model(tmp_path, "mixtral"))
+    model.start().extend([3, 4])
+    with (tmp_path / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(ModelError, match="changed"):
+        model.start()
+
+
+def test_one_row_uses_other_kernels_and_puts_them_back(tmp_path: Path) -> None:
+    model = load(write_tiny_model(tmp_path, "llama"))
+    enabled = torch.backends.mkldnn.enabled
+    seen = []
+    handle = model._module.lm_head.register_forward_hook(lambda *_: seen.append(torch.backends.mkldnn.enabled))
+    rows = model.start()
+    rows.extend([3, 4, 5])
+    rows.step([6])
+    handle.remove()
+    assert seen == [enabled, False]
+    assert torch.backends.mkldnn.enabled == enabled
+
+
+@pytest.mark.parametrize(
+    ("apple", "installed", "name", "why"),
+    [
+        (False, True, "torch", "the default off Apple Silicon"),
+        (True, True, "mlx", "the default on Apple Silicon"),
+        (True, False, "torch", "pip install mlx-lm"),
+    ],
+)
+def test_auto_picks_by_machine_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, apple: bool, installed: bool, name: str, why: str
+) -> None:
+    find_spec = runtimes.importlib.util.find_spec
+    monkeypatch.setattr(runtimes, "_on_apple_silicon", lambda: apple)
+    monkeypatch.setattr(
+        runtimes.importlib.util,
+        "find_spec",
+        lambda module: None if module == "mlx_lm" and not installed else find_spec(module),
+    )
+    monkeypatch.setattr(runtimes, "runtime_named", lambda chosen: chosen)
+    picked, reason = runtimes.pick_runtime("auto")
+    assert picked == name
+    assert why in reason
+    assert runtimes.pick_runtime("torch") == ("torch", "chosen by the settings")
+
+
+def test_a_runtime_that_is_not_there() -> None:
+    with pytest.raises(ModelError, match="no runtime named 'jax'"):
+        runtimes.runtime_named("jax")
+
+
+def test_a_runtime_whose_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtimes.importlib.util, "find_spec", lambda module: None)
+    with pytest.raises(ModelError, match="mlx-lm"):
+        runtimes.runtime_named("mlx")

@@ -1,0 +1,104 @@
+"""Experts never become anonymous memory: a model of 600 MB of experts runs in its own process, which is measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.models.prepare import prepare
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status"),
+]
+
+MARGIN = 400 * 10**6
+"""What the process may hold besides the trunk: Python, torch and transformers themselves, and the cache."""
+
+_MEASURE = """
+import json, sys
+from pathlib import Path
+from engine.messages import Load
+from engine.runtimes import runtime_named
+
+def resident():
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {name: int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile")}
+
+peak, after = 0, {}
+def look():
+    global peak, after
+    after = resident()
+    peak = max(peak, after["RssAnon"])
+
+model = runtime_named("torch").load(Path(sys.argv[1]), Load(id=1, model="m", cpu_threads=1), lambda *_: look())
+look()
+rows = model.start()
+rows.extend(list(range(3, 131)))
+look()
+beams = rows.fan_out(4)
+for step in range(4):
+    beams.step([5 + step, 6 + step, 7 + step, 8 + step])
+    rows.step([9 + step])
+    look()
+used = [sum(count > 0 for count in model.executor.popularity.counts(layer)) for layer in model.facts.moe_layers]
+print(json.dumps({
+    "peak": peak, "file": after["RssFile"], "used": used,
+    "trunk": model.facts.trunk_bytes, "experts": model.facts.expert_bytes,
+}))
+"""
+
+
+def write_big_model(folder: Path) -> Path:
+    """A mixtral of 604 MB of bfloat16 experts in three layers; the numbers only need to send tokens everywhere."""
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
+    config = MixtralConfig(
+        vocab_size=512,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "experts" in name:
+                parameter.fill_(0.001)
+            else:
+                parameter.normal_(0.0, 1.0 if "gate" in name or "embed" in name else 0.02)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def big_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_big_model(tmp_path_factory.mktemp("big") / "plain")
+
+
+@pytest.mark.parametrize("kind", ["plain", "prepared"])
+def test_experts_stay_file_backed(big_model: Path, kind: str) -> None:
+    folder = big_model
+    if kind == "prepared":
+        folder = big_model.parent / "prepared"
+        prepare(big_model, folder, lambda *_: None)
+    run = subprocess.run(
+        [sys.executable, "-c", _MEASURE, str(folder)], capture_output=True, text=True, check=False, timeout=240
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["experts"] > 600 * 10**6
+    assert found["used"] == [8, 8, 8]
+    assert found["peak"] <= found["trunk"] + MARGIN
+    # All experts were read, and are there as pages of the file.
+    assert found["file"] >= 0.9 * found["experts"]

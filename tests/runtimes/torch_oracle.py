@@ -1,0 +1,77 @@
+"""What the tests of the torch runtime share: loading with ours, running transformers' own, comparing the two."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.messages import Load
+from engine.runtimes import runtime_named
+from engine.runtimes.protocol import Logits
+from engine.runtimes.torch.model import TorchModel
+
+STEPS = 24
+
+
+def no_progress(stage: str, done: int, total: int, unit: str) -> None:
+    """A progress callback that nobody watches."""
+
+
+def load(folder: Path, **options: Any) -> TorchModel:
+    """``folder`` loaded by our runtime."""
+    loaded = runtime_named("torch").load(folder, Load(id=1, model=folder.name, **options), no_progress)
+    assert isinstance(loaded, TorchModel)
+    return loaded
+
+
+def prompt(model: TorchModel, length: int, seed: int = 3) -> list[int]:
+    """Random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, model.facts.vocabulary, (length,), generator=generator).tolist()
+
+
+def chunks_of(tokens: list[int], chunks: int) -> list[list[int]]:
+    size = -(-len(tokens) // chunks)
+    return [tokens[start : start + size] for start in range(0, len(tokens), size)]
+
+
+def library_run(folder: Path, tokens: list[int], chunks: int, dtype: str = "auto") -> tuple[list[int], list[Logits]]:
+    """transformers' own model and cache: greedy tokens of STEPS steps, and the logits each was chosen from."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    answer: list[int] = []
+    logits: list[Logits] = []
+    past = None
+    with torch.inference_mode():
+        for chunk in chunks_of(tokens, chunks):
+            out = model(torch.tensor([chunk]), past_key_values=past, use_cache=True)
+            past = out.past_key_values
+        for _ in range(STEPS):
+            logits.append(out.logits[0, -1].float().numpy())
+            answer.append(int(logits[-1].argmax()))
+            out = model(torch.tensor([[answer[-1]]]), past_key_values=past, use_cache=True)
+    return answer, logits
+
+
+def our_run(model: TorchModel, tokens: list[int], chunks: int, answer: list[int]) -> list[Logits]:
+    """Our logits where the library chose ``answer``."""
+    rows = model.start()
+    *first, last = chunks_of(tokens, chunks)
+    for chunk in first:
+        assert rows.extend(chunk, want_logits=False) is None
+    logits = [rows.extend(last)]
+    logits += [rows.step([token])[0] for token in answer[:-1]]
+    assert rows.length == len(tokens) + len(answer) - 1
+    return logits
+
+
+def worst(ours: list[Logits], theirs: list[Logits]) -> float:
+    """The largest difference of any logit, relative to the largest logit of its step."""
+    assert len(ours) == len(theirs)
+    return max(
+        float(np.abs(a - b).max() / np.abs(b).max()) if np.isfinite(a).all() else float("inf")
+        for a, b in zip(ours, theirs, strict=True)
+    )
