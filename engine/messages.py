@@ -8,7 +8,8 @@ Times are in milliseconds unless a name says otherwise; memory is in bytes.
 from __future__ import annotations
 
 import struct
-from typing import Generic, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -25,7 +26,14 @@ ErrorKind = Literal["bad-input", "model", "memory", "disk", "network", "context"
 
 
 class ProtocolError(Exception):
-    """A frame was too large, truncated, or not a known message."""
+    """A frame was too large, truncated, or not a known message.
+
+    ``before`` holds the messages that arrived whole in the same piece of the stream, before that frame.
+    """
+
+    def __init__(self, text: str, before: Sequence[Any] = ()) -> None:
+        super().__init__(text)
+        self.before = tuple(before)
 
 
 # --- shared parts -------------------------------------------------------------------------------------------------
@@ -108,6 +116,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     notices: list[str] = []
     """Each fallback in one line (no silent fallback)."""
     has_chat_template: bool = True
+    has_tokenizer: bool = True
+    """False: the model takes and gives token ids only, and answers have no text."""
 
 
 # --- requests: app -> engine --------------------------------------------------------------------------------------
@@ -357,7 +367,7 @@ class FrameReader(Generic[T]):
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length > FRAME_LIMIT:
-                raise ProtocolError(f"frame of {length} bytes is over the limit of {FRAME_LIMIT}")
+                raise ProtocolError(f"frame of {length} bytes is over the limit of {FRAME_LIMIT}", messages)
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 break
@@ -366,7 +376,7 @@ class FrameReader(Generic[T]):
             try:
                 messages.append(self._decoder.decode(body))
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise ProtocolError(f"not a message of protocol {PROTOCOL_VERSION}: {error}") from error
+                raise ProtocolError(f"not a message of protocol {PROTOCOL_VERSION}: {error}", messages) from error
         return messages
 
 

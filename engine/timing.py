@@ -85,6 +85,10 @@ class Recorder:
         if self._current is not None:
             self._current.parts[layer][part] += seconds
 
+    def measured(self, layer: int) -> float:
+        """Seconds added to ``layer`` so far, in the phase of the current step; 0 outside a step."""
+        return sum(self._current.parts[layer].values()) if self._current is not None else 0.0
+
     def add_routes(self, layer: int, counts: Iterable[int]) -> None:
         """``counts[e]`` tokens were sent to expert e of ``layer`` in the current step."""
         use = self._use[layer]

@@ -1,0 +1,281 @@
+"""Beam search over any runtime: all beams step together, and keys and values move only when a beam changes parent.
+
+Sequences and scores equal ``transformers.generate(num_beams=W, do_sample=False)``: the same candidates are kept, the
+same ones count as finished, and the search ends at the same step. The selection (:class:`BeamState`) is pure; the
+cache is moved by :func:`beam_search`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.errors import ModelError
+from engine.generation.sampling import greedy_token, largest
+from engine.runtimes.protocol import Logits, TokenRows
+
+MAX_BEAMS = 16
+
+IMPOSSIBLE = np.float32(-1.0e9)
+"""The score of what cannot be chosen, as transformers has it (its sums are float32 too, which matters for ties)."""
+
+_HOPELESS = IMPOSSIBLE / 2
+"""No sum of real log-probabilities is as low: such a beam runs on after its own end, for want of others."""
+
+
+@dataclass(frozen=True)
+class BeamRule:
+    """``width`` beams; a score is the sum of log-probabilities / generated length ** ``length_penalty``.
+
+    ``early_stopping``: end as soon as ``width`` sequences are finished, whatever the others might still reach.
+    ``ends`` are the token ids that finish a sequence; ``hits_stop`` may finish one by its generated tokens.
+    """
+
+    width: int
+    max_tokens: int
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    ends: Collection[int] = ()
+    hits_stop: Callable[[Sequence[int]], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A sequence of generated tokens (no prompt) and its score: ended, or as it stands."""
+
+    tokens: tuple[int, ...]
+    score: float
+    finished: bool
+
+
+@dataclass(frozen=True)
+class _Running:
+    tokens: tuple[int, ...]
+    total: np.float32
+    row: int
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    total: np.float32
+    parent: int
+    token: int
+    ends: bool
+
+
+@dataclass(frozen=True)
+class Move:
+    """What the cache has to do before the next step: row i becomes a copy of row ``parents[i]``, then takes
+    ``tokens[i]``."""
+
+    parents: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+def check_beams(width: int, length_penalty: float) -> None:
+    """Raises ModelError (bad-input) for a width or penalty that means nothing."""
+    if not 1 <= width <= MAX_BEAMS:
+        raise ModelError(f"Beam width is {width}, which is not between 1 and {MAX_BEAMS}.", kind="bad-input")
+    if not np.isfinite(length_penalty) or abs(length_penalty) > 100:
+        raise ModelError(f"Length penalty is {length_penalty}, which is not between -100 and 100.", kind="bad-input")
+
+
+def assign_rows(parents: Sequence[int]) -> list[int]:
+    """A row for each survivor so that as few rows as possible change.
+
+    ``parents[i]`` is the row survivor i comes from. The first child of each parent keeps its row; the others take the
+    rows of parents without children. The result is a permutation of the rows.
+    """
+    rows = [-1] * len(parents)
+    taken: set[int] = set()
+    for index, parent in enumerate(parents):
+        if parent not in taken:
+            rows[index] = parent
+            taken.add(parent)
+    free = iter(row for row in range(len(parents)) if row not in taken)
+    return [next(free) if row < 0 else row for row in rows]
+
+
+def _top(scores: Sequence[np.float32], count: int) -> list[int]:
+    """Indices of the ``count`` largest, largest first, the first of equals first."""
+    order = np.argsort(-np.asarray(scores, dtype=np.float32), kind="stable")
+    return [int(index) for index in order[:count]]
+
+
+@dataclass
+class BeamState:
+    """Where a search stands. ``running`` and ``finished`` are ordered best first."""
+
+    rule: BeamRule
+    step: int = 0
+    running: list[_Running] = field(default_factory=lambda: [_Running((), np.float32(0.0), 0)])
+    finished: list[Hypothesis] = field(default_factory=list)
+    _done: bool = False
+
+    @property
+    def done(self) -> bool:
+        return self._done
+
+    def advance(self, logits: Logits) -> Move:
+        """One step of selection. ``logits`` is [rows, vocabulary], by cache row; the first step has one row.
+
+        Afterwards :attr:`done` says whether the search is over; if not, the cache makes the returned move.
+        """
+        candidates = self._candidates(logits)
+        width = self.rule.width
+        self.step += 1
+        # Those that end here may not run on; if too few others are left they may, but with a hopeless score.
+        totals = [entry.total + IMPOSSIBLE if entry.ends else entry.total for entry in candidates]
+        chosen = _top(totals, width)
+        parents = [self.running[candidates[index].parent].row for index in chosen]
+        rows = assign_rows(parents) if len(self.running) == width else list(range(len(chosen)))
+        survivors = [
+            _Running(self._tokens(candidates[index]), totals[index], row)
+            for index, row in zip(chosen, rows, strict=True)
+        ]
+        self._finish(candidates)
+        self.running = survivors
+        self._done = all(entry.ends for entry in candidates) or not self._may_go_on()
+        by_row = sorted(range(len(rows)), key=rows.__getitem__)
+        return Move(
+            parents=tuple(parents[index] for index in by_row),
+            tokens=tuple(survivors[index].tokens[-1] for index in by_row),
+        )
+
+    def hypotheses(self) -> list[Hypothesis]:
+        """The candidates as they stand, best first, at most ``width``: finished ones and, while the search goes on,
+        running ones with the score they would have if they ended here."""
+        if self._done:
+            return list(self.finished)
+        length = np.float32(float(max(1, self.step)) ** self.rule.length_penalty)
+        running = [
+            Hypothesis(beam.tokens, float(beam.total / length), False)
+            for beam in self.running
+            if beam.tokens and beam.total > _HOPELESS
+        ]
+        return sorted([*self.finished, *running], key=lambda entry: -entry.score)[: self.rule.width]
+
+    def _tokens(self, candidate: _Candidate) -> tuple[int, ...]:
+        return (*self.running[candidate.parent].tokens, candidate.token)
+
+    def _candidates(self, logits: Logits) -> list[_Candidate]:
+        """The best continuations over all beams, best first: enough that ``width`` of them do not end."""
+        rule = self.rule
+        keep = max(2, 1 + len(set(rule.ends))) * rule.width
+        if keep > logits.shape[-1]:
+            raise ModelError(
+                f"{rule.width} beams need {keep} candidates, but the model knows {logits.shape[-1]} tokens; "
+                "use fewer beams.",
+                kind="bad-input",
+            )
+        totals: list[np.float32] = []
+        origins: list[tuple[int, int]] = []
+        for index, beam in enumerate(self.running):
+            tokens, log_probabilities = _continuations(logits[beam.row], keep)
+            totals.extend(value + beam.total for value in log_probabilities)
+            origins.extend((index, token) for token in tokens)
+        last = self.step + 1 >= rule.max_tokens
+        found = []
+        for place in _top(totals, keep):
+            parent, token = origins[place]
+            ends = last or token in rule.ends
+            if not ends and rule.hits_stop is not None:
+                ends = rule.hits_stop((*self.running[parent].tokens, token))
+            found.append(_Candidate(totals[place], parent, token, ends))
+        return found
+
+    def _finish(self, candidates: Sequence[_Candidate]) -> None:
+        """Sequences that end here, among the ``width`` best candidates, compete with those finished before."""
+        length = np.float32(float(self.step) ** self.rule.length_penalty)
+        ended = [
+            Hypothesis(self._tokens(entry), float(entry.total / length), True)
+            for entry in candidates[: self.rule.width]
+            if entry.ends and entry.total > _HOPELESS
+        ]
+        merged = [*self.finished, *ended]
+        self.finished = [merged[index] for index in _top([np.float32(h.score) for h in merged], self.rule.width)]
+
+    def _may_go_on(self) -> bool:
+        """Whether a running beam may still enter the finished ones (by the estimate transformers makes)."""
+        if self.running[0].total < _HOPELESS:
+            return False
+        if len(self.finished) < self.rule.width:
+            return True
+        if self.rule.early_stopping:
+            return False
+        length = np.float32(float(self.step) ** self.rule.length_penalty)
+        return bool(self.running[0].total / length > np.float32(self.finished[-1].score))
+
+
+def _continuations(row: Logits, count: int) -> tuple[list[int], list[np.float32]]:
+    """The ``count`` likeliest tokens of [vocabulary] with their log-probabilities, likeliest first, the lowest id
+    first among equals."""
+    tokens = largest(row, count)
+    tokens = tokens[np.argsort(-row[tokens], kind="stable")[:count]]
+    top = row[greedy_token(row)]
+    log_sum = np.log(np.exp(row - top).sum(dtype=np.float32))
+    return [int(token) for token in tokens], list(row[tokens] - top - log_sum)
+
+
+@dataclass
+class BeamRun:
+    """A search over a cache. Iterate :meth:`steps`; stop iterating to cancel. :meth:`keep` gives the winner's cache."""
+
+    state: BeamState
+    _rows: TokenRows
+    _wide: TokenRows | None = None
+    _sequences: tuple[tuple[int, ...], ...] = ()
+    bytes_moved: int = 0
+
+    def steps(self, logits: Logits) -> Iterator[BeamState]:
+        """Runs the search from the logits after the prompt, [vocabulary]; yields the state after each step."""
+        move = self.state.advance(logits[None, :])
+        yield self.state
+        while not self.state.done:
+            if self._wide is None:
+                self._wide = self._rows.fan_out(len(move.tokens))
+                self._sequences = ((),) * len(move.tokens)
+            elif any(parent != row for row, parent in enumerate(move.parents)):
+                self.bytes_moved += self._wide.reorder(move.parents)
+                self._sequences = tuple(self._sequences[parent] for parent in move.parents)
+            stepped = self._wide.step(move.tokens)
+            self._sequences = tuple(
+                (*tokens, token) for tokens, token in zip(self._sequences, move.tokens, strict=True)
+            )
+            move = self.state.advance(stepped)
+            yield self.state
+
+    def keep(self, tokens: Sequence[int]) -> tuple[TokenRows, list[int]]:
+        """The cache that holds most of ``tokens`` (generated, without the prompt), and which of them it holds.
+
+        A finished beam's row may have been taken over by another beam since; then what both share is kept. If the
+        cache cannot be shortened, that is the prompt alone.
+        """
+        best, shared = -1, 0
+        for row, sequence in enumerate(self._sequences):
+            length = _shared(sequence, tokens)
+            usable = length if self._rows.can_truncate or length == len(sequence) else 0
+            if usable > shared:
+                best, shared = row, usable
+        if best < 0 or self._wide is None:
+            return self._rows, []
+        prompt_length = self._rows.length
+        kept = self._wide.take_row(best)
+        if kept.length > prompt_length + shared:
+            kept.truncate(prompt_length + shared)
+        return kept, list(tokens[:shared])
+
+
+def _shared(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the longest common beginning."""
+    for index, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return index
+    return min(len(left), len(right))
+
+
+def beam_run(rows: TokenRows, rule: BeamRule) -> BeamRun:
+    """A search from ``rows``: one row that holds the prompt, which stays as it is."""
+    return BeamRun(BeamState(rule), rows)

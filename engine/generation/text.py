@@ -1,0 +1,110 @@
+"""From token ids to text as it comes: pieces never split a character, and stop strings never leak.
+
+Both classes hold text back for as long as what follows could change it, and no longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from engine.errors import ModelError
+
+REPLACEMENT = "\ufffd"
+"""What a decoder puts in place of bytes that are not (yet) a character."""
+
+_PATIENCE = 8
+"""Tokens that may end in an unfinished character before its bytes count as garbage; a character has at most four."""
+
+_UNFINISHED = 3
+"""Replacement characters at the end that the next token may still turn into one character."""
+
+
+class IncrementalDecoder:
+    """Text of a growing list of tokens, in pieces.
+
+    ``decode`` gives the text of a list of ids. Only a window of the last few tokens is decoded each time: it starts at
+    a token after which the text was whole, because tokenizers treat the first token of a list specially (many drop
+    its space). ``context`` are tokens before the list, if its text goes on from theirs.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], context: Sequence[int] = ()) -> None:
+        self._decode = decode
+        self._window = list(context)
+        self._settled = len(self._window)
+        self._emitted = len(decode(self._window)) if context else 0
+
+    def push(self, token: int) -> str:
+        """The new whole characters after ``token``, often none."""
+        self._window.append(token)
+        text = self._decode(self._window)
+        if not text.endswith(REPLACEMENT):
+            piece = text[self._emitted :]
+            if piece:
+                # The tokens decoded just now become the context of the next ones.
+                del self._window[: self._settled]
+                self._settled = len(self._window)
+                self._emitted = len(self._decode(self._window))
+            return piece
+        if len(self._window) - self._settled < _PATIENCE:
+            return ""
+        unfinished = min(_UNFINISHED, len(text) - len(text.rstrip(REPLACEMENT)))
+        return self._take(text[: len(text) - unfinished])
+
+    def flush(self) -> str:
+        """What was held back; an unfinished character becomes U+FFFD. Call it once, at the end."""
+        return self._take(self._decode(self._window)) if self._window else ""
+
+    def _take(self, text: str) -> str:
+        piece = text[self._emitted :]
+        self._emitted = max(self._emitted, len(text))
+        return piece
+
+
+class StopStrings:
+    """Cuts a stream of text at the first stop string, also when it comes in pieces.
+
+    The stop string whose last character comes first counts (of several, the longest), however the text is cut.
+    Raises ModelError (bad-input) for an empty stop string.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if "" in stops:
+            raise ModelError("A stop string is empty, so every answer would be; leave it out.", kind="bad-input")
+        self._stops = tuple(dict.fromkeys(stops))
+        self._held = ""
+        self.stopped = False
+
+    def push(self, piece: str) -> str:
+        """The text that is certain not to belong to a stop string. After a stop string, always empty."""
+        if self.stopped:
+            return ""
+        if not self._stops:
+            return piece
+        text = self._held + piece
+        cut = first_stop(text, self._stops)
+        if cut is not None:
+            self.stopped = True
+            self._held = ""
+            return text[:cut]
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """What was held back, at the end of the stream."""
+        held, self._held = self._held, ""
+        return held
+
+
+def first_stop(text: str, stops: Sequence[str]) -> int | None:
+    """Where the first stop string to be complete begins in ``text``, or None."""
+    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(found)[1] if found else None
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` that is a beginning of ``stop``, but not all of it."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,323 @@
+"""The engine process: ``python -m engine.host`` reads requests from its stdin and writes events to its stdout.
+
+The main thread only reads, so that cancelling and the end of the screen are noticed whatever the model does; one
+thread loads and generates, in order; another one fetches and prepares models, so that a chat goes on meanwhile. The
+process ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from engine.errors import Cancelled, ModelError
+from engine.messages import (
+    PROTOCOL_VERSION,
+    AnyEvent,
+    AnyRequest,
+    Cancel,
+    Done,
+    ErrorKind,
+    EstimateBeams,
+    Failed,
+    Finished,
+    Generate,
+    Hello,
+    Load,
+    Loaded,
+    Notice,
+    Prepare,
+    Progress,
+    ProtocolError,
+    Pull,
+    Shutdown,
+    Watch,
+    request_reader,
+)
+from engine.models.locations import locate
+from engine.pipes import EventWriter, Pipes, claim_standard_streams
+
+if TYPE_CHECKING:
+    from engine.session import Session
+
+READ_BYTES = 1 << 16
+PROGRESS_INTERVAL_S = 0.1
+
+EXIT_BAD_FRAME = 3
+"""Exit status after a frame that is no request."""
+
+
+class Task:
+    """A request on its way, and whether somebody asked to stop it."""
+
+    def __init__(self, request: AnyRequest, host: Host) -> None:
+        self.request = request
+        self._host = host
+        self._stop = threading.Event()
+        self._next_report = 0.0
+        self._stage = ""
+
+    def cancel(self) -> None:
+        self._stop.set()
+
+    def cancelled(self) -> bool:
+        return self._stop.is_set()
+
+    def watching(self) -> bool:
+        return self._host.watching
+
+    def report(self, stage: str, done: int, total: int, unit: str) -> None:
+        """Progress, at most ten times a second beside new stages and their ends. Raises Cancelled if told to stop."""
+        if self.cancelled():
+            raise Cancelled(f"Stopped while {stage}.")
+        now = time.monotonic()
+        if stage == self._stage and now < self._next_report and (total == 0 or done < total):
+            return
+        self._stage, self._next_report = stage, now + PROGRESS_INTERVAL_S
+        known = unit if unit in ("bytes", "tensors", "layers") else ""
+        self._host.send(Progress(id=self.request.id, stage=stage, done=done, total=total, unit=known))  # type: ignore[arg-type]
+
+
+class Host:
+    """Takes requests, answers with events. ``send`` must be callable from any thread."""
+
+    def __init__(self, send: Callable[[AnyEvent], None], between_tasks: Callable[[], None] = lambda: None) -> None:
+        self.send = send
+        self.watching = False
+        self._between_tasks = between_tasks
+        self._session: Session | None = None
+        self._tasks: dict[int, Task] = {}
+        self._lock = threading.Lock()
+        self._answering: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._fetching: queue.SimpleQueue[Task] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Start the two working threads."""
+        for name, tasks in (("answering", self._answering), ("fetching", self._fetching)):
+            threading.Thread(target=self._work, args=(tasks,), name=name, daemon=True).start()
+
+    def take(self, request: AnyRequest) -> bool:
+        """Accept a request, from the reading thread; false if it asks to end the process."""
+        match request:
+            case Shutdown():
+                return False
+            case Watch(timing=timing):
+                self.watching = timing
+            case Cancel(target=target):
+                with self._lock:
+                    task = self._tasks.get(target)
+                if task is not None:
+                    task.cancel()
+            case Pull() | Prepare():
+                self._fetching.put(self._accept(request))
+            case EstimateBeams() if self._session is not None:
+                # A panel asks this while an answer is running.
+                threading.Thread(target=self._finish, args=(self._accept(request),), daemon=True).start()
+            case _:
+                self._answering.put(self._accept(request))
+        return True
+
+    def _accept(self, request: AnyRequest) -> Task:
+        task = Task(request, self)
+        with self._lock:
+            self._tasks[request.id] = task
+        return task
+
+    def _work(self, tasks: queue.SimpleQueue[Task]) -> None:
+        while True:
+            self._finish(tasks.get())
+            self._between_tasks()
+
+    def _finish(self, task: Task) -> None:
+        event = self._answer(task)
+        with self._lock:
+            if self._tasks.get(task.request.id) is task:
+                del self._tasks[task.request.id]
+        try:
+            self.send(event)
+        except ProtocolError as error:
+            self.send(Failed(id=task.request.id, error=f"The answer could not be sent: {error}."))
+
+    def _answer(self, task: Task) -> AnyEvent:
+        """Run a request to its last event; whatever goes wrong becomes one."""
+        try:
+            return self._run(task)
+        except ModelError as error:
+            return Failed(id=task.request.id, error=str(error), kind=error.kind)
+        except BaseException as error:
+            traceback.print_exc()
+            return Failed(id=task.request.id, error=_sentence(error), kind=_kind(error))
+
+    def _run(self, task: Task) -> AnyEvent:
+        request = task.request
+        match request:
+            case Load():
+                return self._load(task, request)
+            case Generate():
+                return self._generate(task, request)
+            case EstimateBeams():
+                return self._loaded().estimate_beams(request)
+            case Pull():
+                return _pull(task, request)
+            case Prepare():
+                return _prepare(task, request)
+            case _:
+                raise ProtocolError(f"{type(request).__name__} is not answered")
+
+    def _load(self, task: Task, request: Load) -> AnyEvent:
+        from engine.loading import load_session
+
+        task.report("loading", 0, 0, "")
+        self._session = load_session(request, task.report, task.cancelled, self._release)
+        return Loaded(id=request.id, facts=self._session.facts)
+
+    def _release(self) -> None:
+        """Free the loaded model, so that two never have to fit at once."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+
+    def _generate(self, task: Task, request: Generate) -> AnyEvent:
+        session = self._loaded()
+        if task.cancelled():
+            return Finished(
+                id=request.id,
+                text="",
+                token_ids=[],
+                finish_reason="cancelled",
+                prompt_tokens=0,
+                prefilled_tokens=0,
+                completion_tokens=0,
+                ttft_s=0.0,
+                tokens_per_s=0.0,
+            )
+        return session.generate(request, self.send, task)
+
+    def _loaded(self) -> Session:
+        if self._session is None:
+            raise ModelError("No model is loaded; choose one first.", kind="bad-input")
+        return self._session
+
+
+def _pull(task: Task, request: Pull) -> AnyEvent:
+    from engine.models import store
+
+    resolved = store.resolve(request.model)
+    if resolved.kind == "starter":
+        from engine.models.starter import build_starter
+
+        path = build_starter(task.report, task.cancelled)
+    else:
+        from engine.models.fetching import pull
+
+        path = pull(request.model, task.report, task.cancelled)
+    return Done(id=request.id, path=str(path))
+
+
+def _prepare(task: Task, request: Prepare) -> AnyEvent:
+    from engine.models import store
+    from engine.models.gguf_model import convert_gguf
+    from engine.models.prepare import needs_preparing, prepare
+
+    resolved = store.resolve(request.model)
+    if resolved.kind == "gguf":
+        convert_gguf(resolved.source, task.report, task.cancelled)
+    folder = resolved.require_folder()
+    worth_it, why = needs_preparing(folder)
+    if not worth_it:
+        return Done(id=request.id, path=str(folder), detail=why)
+    prepare(folder, resolved.prepared_folder, task.report, task.cancelled)
+    return Done(id=request.id, path=str(resolved.prepared_folder), detail=why)
+
+
+def _sentence(error: BaseException) -> str:
+    what = str(error).strip().splitlines()[0][:300] if str(error).strip() else "no further word"
+    return f"The engine failed with {type(error).__name__}: {what} (more in {locate('logs') / 'engine.log'})."
+
+
+def _kind(error: BaseException) -> ErrorKind:
+    from engine.session import ran_out_of_memory
+
+    return "memory" if ran_out_of_memory(error) else "internal"
+
+
+def environment(threads: int) -> dict[str, str]:
+    """What libraries are told before they are imported: nothing goes to the network by itself, nothing spins.
+
+    Spinning OpenMP threads collapse when another process, such as the screen, wants the cores.
+    """
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+    }
+
+
+def physical_cores() -> int:
+    """Cores this process may use, not counting hyper-threads: these share the bandwidth that decoding is bound by."""
+    import psutil
+
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
+
+
+def end_process(status: int) -> NoReturn:
+    """End at once, whatever the threads do, and the children with it."""
+    with contextlib.suppress(Exception):
+        import psutil
+
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                child.kill()
+    with contextlib.suppress(Exception):
+        sys.stderr.flush()
+    os._exit(status)
+
+
+def serve(pipes: Pipes) -> NoReturn:
+    """Answer requests until the stream of them ends."""
+    writer = EventWriter(pipes.events, on_closed=lambda: end_process(0))
+    host = Host(writer.send, between_tasks=pipes.log.roll_if_large)
+    reader = request_reader()
+    writer.send(Hello(protocol=PROTOCOL_VERSION, pid=os.getpid()))
+    if pipes.log.problem is not None:
+        writer.send(Notice(text=pipes.log.problem))
+    host.start()
+    while data := os.read(pipes.requests, READ_BYTES):
+        try:
+            requests = reader.feed(data)
+        except ProtocolError as error:
+            # What follows a bad frame cannot be trusted to begin where a frame begins.
+            writer.send(Notice(text=f"The engine got something that is no request and ends: {error}."))
+            end_process(EXIT_BAD_FRAME)
+        for request in requests:
+            if not host.take(request):
+                end_process(0)
+    end_process(0)
+
+
+def main() -> NoReturn:
+    # Ctrl-c belongs to the screen, which decides what to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pipes = claim_standard_streams(locate("logs") / "engine.log")
+    faulthandler.enable(file=2)
+    os.environ.update(environment(physical_cores()))
+    serve(pipes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""From a model's name to a session: resolve, convert if need be, pick the runtime, load, read what ends an answer."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from engine.errors import ModelError
+from engine.messages import Load
+from engine.runtimes.protocol import LoadedModel, ProgressCallback, Runtime
+
+if TYPE_CHECKING:
+    from engine.session import Session
+
+
+def load_session(
+    request: Load,
+    progress: ProgressCallback,
+    should_stop: Callable[[], bool] | None = None,
+    release: Callable[[], None] = lambda: None,
+) -> Session:
+    """Load ``request.model`` and make a session of it. Opens no socket; a GGUF file is converted once.
+
+    ``release`` is called before memory is taken: it frees the model that was loaded before, which is not given up for
+    a name that is mistyped. Raises ModelError: unknown model (bad-input), not on this machine, damaged, unsupported,
+    or too large (memory).
+    """
+    from engine.models import tokenizer
+    from engine.runtimes import pick_runtime
+    from engine.session import Session
+
+    started = time.perf_counter()
+    check_request(request)
+    name, folder = find_folder(request.model, progress, should_stop)
+    runtime, why = pick_runtime(request.runtime)
+    # "the default ..." is no news; anything else said about an automatic choice is a fallback.
+    fallback = request.runtime == "auto" and not why.startswith("the default")
+    release()
+    model = load_model(runtime, name, folder, request, progress)
+    progress("reading the tokenizer", 0, 0, "")
+    words = tokenizer.load_tokenizer(folder)
+    defaults = read_settings(folder / "generation_config.json")
+    ends = stop_ids(defaults) or stop_ids(read_settings(folder / "config.json"))
+    facts = msgspec.structs.replace(
+        model.facts,
+        name=name,
+        has_chat_template=words is not None and words.has_chat_template,
+        has_tokenizer=words is not None,
+        load_s=time.perf_counter() - started,
+        notices=[*([f"Running on {runtime.name}: {why}."] if fallback else []), *model.facts.notices],
+        context_limit=min(model.facts.context_limit, request.context_limit or model.facts.context_limit),
+    )
+    return Session(
+        model,
+        words,
+        ends=ends | (words.end_of_turn_ids if words is not None else frozenset()),
+        defaults=defaults,
+        facts=facts,
+        prefill_chunk=request.prefill_chunk,
+    )
+
+
+def check_request(request: Load) -> None:
+    """Raises ModelError (bad-input) for numbers that mean nothing."""
+    if request.prefill_chunk < 1:
+        raise ModelError(f"The prefill chunk is {request.prefill_chunk} tokens; it takes at least 1.", kind="bad-input")
+    if request.context_limit is not None and request.context_limit < 2:
+        raise ModelError(f"A context limit of {request.context_limit} leaves no room for an answer.", kind="bad-input")
+
+
+def find_folder(name: str, progress: ProgressCallback, should_stop: Callable[[], bool] | None) -> tuple[str, Path]:
+    """The model's name for the screen and the folder to open; a GGUF file is converted if it has not been yet.
+
+    Raises ModelError: unknown (bad-input), or known but not on this machine (saying how to get it).
+    """
+    from engine.models import store
+
+    resolved = store.resolve(name)
+    if resolved.kind == "gguf" and resolved.folder is None:
+        from engine.models.gguf_model import convert_gguf
+
+        convert_gguf(resolved.source, progress, should_stop)
+    # A person's own folder without a config is opened all the same: that says best what is wrong with it.
+    own = resolved.kind == "folder" and resolved.source.is_dir()
+    return resolved.name, resolved.folder or (resolved.source if own else resolved.require_folder())
+
+
+def load_model(runtime: Runtime, name: str, folder: Path, request: Load, progress: ProgressCallback) -> LoadedModel:
+    """As ``runtime.load``, with running out of memory said as such."""
+    from engine.session import ran_out_of_memory
+
+    try:
+        return runtime.load(folder, request, progress)
+    except Exception as error:
+        if isinstance(error, ModelError) or not ran_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"{name} does not fit in the memory that is free; choose a smaller model.", kind="memory"
+        ) from error
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A JSON object of the model's folder; empty if there is no such file. Raises ModelError if it is damaged."""
+    if not path.is_file():
+        return {}
+    try:
+        settings = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({error}); fetch the model again, or repair the file.") from error
+    if not isinstance(settings, dict):
+        raise ModelError(f"{path} holds no JSON object; fetch the model again, or repair the file.")
+    return settings
+
+
+def stop_ids(settings: dict[str, Any]) -> frozenset[int]:
+    """``eos_token_id`` of a configuration, which is a number, a list of them, or absent."""
+    value = settings.get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    return frozenset(int(token) for token in ids if isinstance(token, int))

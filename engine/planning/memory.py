@@ -1,0 +1,105 @@
+"""What beams cost: memory of keys and values, and time of one step, predicted before anything runs.
+
+Decoding is bound by the bytes read per step, so the time of a step is taken as proportional to them:
+
+    bytes(W) = trunk + experts(W) * bytes per expert + W * context * key/value bytes per token
+
+where experts(W) is the expected number of distinct experts that W beams use, summed over the MoE layers, if each
+beam's ``k`` experts were drawn evenly: per layer E * (1 - (1 - k/E)**W). Beams that resemble one another use fewer, so
+this errs on the side of saying too much. All memory is in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelCosts:
+    """The sizes of a model that the predictions need. ``expert_bytes`` is all routed experts of all MoE layers."""
+
+    trunk_bytes: int
+    expert_bytes: int
+    moe_layers: int
+    experts: int
+    experts_per_token: int
+    key_value_bytes_per_token: int
+
+
+@dataclass(frozen=True)
+class BeamCost:
+    """``relative_step_time`` is the predicted time of one step, with one beam as 1.0."""
+
+    width: int
+    memory_bytes: int
+    fits: bool
+    relative_step_time: float
+
+
+def beam_memory(width: int, prompt_tokens: int, new_tokens: int, key_value_bytes_per_token: int) -> int:
+    """Bytes of keys and values while ``width`` beams grow to ``new_tokens`` each.
+
+    Beams are rows of their own, and the prompt's row stays beside them so that the next question can start from it;
+    at the end the winner's row is copied out, which takes that row's place and its answer's.
+    """
+    rows = 1 if width == 1 else width + 1
+    return rows * (prompt_tokens + new_tokens) * key_value_bytes_per_token
+
+
+def extra_beam_memory(
+    width: int, prompt_tokens: int, new_tokens: int, key_value_bytes_per_token: int, cached_tokens: int
+) -> int:
+    """Bytes still to be taken when ``cached_tokens`` of the prompt are in the cache already."""
+    whole = beam_memory(width, prompt_tokens, new_tokens, key_value_bytes_per_token)
+    return max(0, whole - cached_tokens * key_value_bytes_per_token)
+
+
+def longest_answer(
+    width: int, prompt_tokens: int, available_bytes: int, key_value_bytes_per_token: int, cached_tokens: int
+) -> int:
+    """The largest number of new tokens per beam for which :func:`extra_beam_memory` is within ``available_bytes``.
+
+    -1 if not even the prompt's copies fit.
+    """
+    if key_value_bytes_per_token <= 0:
+        return 2**62
+    rows = 1 if width == 1 else width + 1
+    tokens = available_bytes // key_value_bytes_per_token + cached_tokens
+    return max(-1, tokens // rows - prompt_tokens)
+
+
+def expected_distinct_experts(experts: int, per_token: int, rows: int) -> float:
+    """How many of ``experts`` are used, on average, by ``rows`` tokens of ``per_token`` different experts each."""
+    if experts == 0:
+        return 0.0
+    share = min(per_token, experts) / experts
+    return experts * (1.0 - (1.0 - share) ** rows)
+
+
+def step_bytes(costs: ModelCosts, width: int, context_tokens: int) -> float:
+    """Bytes read in one step of ``width`` beams, each with ``context_tokens`` tokens in the cache."""
+    per_expert = costs.expert_bytes / (costs.experts * costs.moe_layers) if costs.experts and costs.moe_layers else 0.0
+    distinct = expected_distinct_experts(costs.experts, costs.experts_per_token, width)
+    cache = width * context_tokens * costs.key_value_bytes_per_token
+    return costs.trunk_bytes + costs.moe_layers * distinct * per_expert + cache
+
+
+def estimate_beams(
+    costs: ModelCosts, widths: Iterable[int], context_tokens: int, cached_tokens: int, available_bytes: int
+) -> list[BeamCost]:
+    """The cost of each width for beams of ``context_tokens`` tokens, the conversation's included, of which
+    ``cached_tokens`` are in memory now."""
+    one = step_bytes(costs, 1, context_tokens)
+    found = []
+    for width in widths:
+        extra = extra_beam_memory(width, context_tokens, 0, costs.key_value_bytes_per_token, cached_tokens)
+        found.append(
+            BeamCost(
+                width=width,
+                memory_bytes=beam_memory(width, context_tokens, 0, costs.key_value_bytes_per_token),
+                fits=extra <= available_bytes,
+                relative_step_time=step_bytes(costs, width, context_tokens) / one if one else 1.0,
+            )
+        )
+    return found

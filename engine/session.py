@@ -1,0 +1,403 @@
+"""A loaded model and the conversation's prefix in its cache: one question at a time, only what is new is run."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from engine.errors import ModelError
+from engine.free_memory import available_bytes
+from engine.generation.beams import BeamRule, BeamState, Hypothesis, beam_run, check_beams
+from engine.generation.sampling import Sampler, sampling_rule
+from engine.generation.text import IncrementalDecoder, StopStrings, first_stop
+from engine.messages import (
+    AnyEvent,
+    Beam,
+    BeamEstimate,
+    BeamEstimates,
+    EstimateBeams,
+    Finished,
+    FinishReason,
+    Generate,
+    Message,
+    ModelFacts,
+    Prefill,
+)
+from engine.planning.memory import ModelCosts, estimate_beams, extra_beam_memory, longest_answer
+from engine.runtimes.protocol import Interrupted, Interruptible, LoadedModel, Logits, TokenRows
+from engine.turn import Answer, Turn
+
+SHORTEST_BEAM_ANSWER = 64
+"""Tokens an answer may at least have when nobody said how long it may get and memory is what limits it."""
+
+STOP_MARGIN = 8
+"""Tokens decoded beyond the longest stop string's characters when looking whether a beam has reached it."""
+
+CONTEXT_TOKENS = 8
+"""Tokens of a prompt that an answer continues which are decoded with the answer's first ones."""
+
+
+class TextTokenizer(Protocol):
+    """What a session needs of :class:`engine.models.tokenizer.Tokenizer`."""
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def encode_chat(self, messages: Sequence[Message], continue_last: bool = False) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Control(Protocol):
+    """What may be said from outside while a turn runs; asked at least once per step, from the turn's thread."""
+
+    def cancelled(self) -> bool: ...
+
+    def watching(self) -> bool:
+        """Whether somebody looks at the timing panel."""
+        ...
+
+
+Emit = Callable[[AnyEvent], None]
+
+
+class Session:
+    """See the module. Not thread-safe: one question at a time; :meth:`estimate_beams` alone may run beside one.
+
+    ``ends`` are the token ids that end an answer, ``defaults`` the model's ``generation_config.json``.
+    ``memory`` gives the bytes that are free for keys and values.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        tokenizer: TextTokenizer | None,
+        *,
+        ends: Collection[int],
+        defaults: Mapping[str, Any],
+        facts: ModelFacts | None = None,
+        prefill_chunk: int = 512,
+        memory: Callable[[], int] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.facts = facts or model.facts
+        self._model = model
+        self._tokenizer = tokenizer
+        self._ends = frozenset(ends)
+        self._defaults = defaults
+        self._chunk = prefill_chunk
+        self._memory = memory or (lambda: available_bytes(self.facts.device))
+        self._clock = clock
+        self._rows: TokenRows | None = None
+        self._tokens: list[int] = []
+        self._context: list[int] = []
+
+    @property
+    def cached_tokens(self) -> tuple[int, ...]:
+        """The tokens whose keys and values are in the cache: the prefix the next question may share."""
+        return tuple(self._tokens)
+
+    def close(self) -> None:
+        """Free the memory; the session cannot be used afterwards."""
+        self._forget()
+        self._model.close()
+
+    def generate(self, request: Generate, emit: Emit, control: Control) -> Finished:
+        """Answer ``request``: Prefill, Piece, BeamProgress and Timing go to ``emit``, the rest is returned.
+
+        If ``control`` says so, the answer ends with what there is; what was computed stays in the cache.
+        Raises ModelError (bad-input, context, memory, model); what was emitted before it remains true.
+        """
+        prompt = self._prompt(request)
+        # Text that goes on from the prompt's is decoded after it: a word's space may be part of its first token.
+        self._context = prompt[-CONTEXT_TOKENS:] if request.continue_last else []
+        check_beams(request.beams, request.length_penalty)
+        if request.beams > 1 and (request.sampling.temperature or 0.0) > 0.0:
+            raise ModelError(
+                f"Beam search does not sample, but the temperature is {request.sampling.temperature}; "
+                "use 1 beam, or leave the temperature out.",
+                kind="bad-input",
+            )
+        rule = sampling_rule(request.sampling, self._defaults)
+        stops = StopStrings(request.stop)
+        most = self._most_tokens(request, len(prompt))
+        turn = Turn(request, self._model.recorder, emit, control, self._clock, len(prompt))
+        try:
+            with self._consistent_cache():
+                logits = self._prefill(prompt, turn)
+                if logits is None:
+                    return turn.finished(Answer("", [], "cancelled"))
+                if request.beams > 1:
+                    return self._search(request, turn, logits, most)
+                return self._sample(turn, logits, Sampler(rule), stops, most)
+        finally:
+            turn.close()
+
+    def estimate_beams(self, request: EstimateBeams) -> BeamEstimates:
+        """What beams would cost. Raises ModelError (bad-input) for a width or context that means nothing."""
+        for width in request.widths:
+            check_beams(width, 1.0)
+        if request.context_tokens < 0:
+            raise ModelError(f"A context of {request.context_tokens} tokens means nothing.", kind="bad-input")
+        available = self._memory()
+        costs = ModelCosts(
+            trunk_bytes=self.facts.trunk_bytes,
+            expert_bytes=self.facts.expert_bytes,
+            moe_layers=len(self.facts.moe_layers),
+            experts=self.facts.experts,
+            experts_per_token=self.facts.experts_per_token,
+            key_value_bytes_per_token=self.facts.key_value_bytes_per_token,
+        )
+        found = estimate_beams(costs, request.widths, request.context_tokens, len(self._tokens), available)
+        return BeamEstimates(
+            id=request.id,
+            estimates=[BeamEstimate(c.width, c.memory_bytes, c.fits, c.relative_step_time) for c in found],
+            available_bytes=available,
+        )
+
+    # --- before the first token -----------------------------------------------------------------------------------
+
+    def _prompt(self, request: Generate) -> list[int]:
+        if (request.messages is None) == (request.prompt_ids is None):
+            raise ModelError("A question is either messages or token ids, exactly one of them.", kind="bad-input")
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise ModelError(f"Max tokens is {request.max_tokens}; an answer takes at least 1.", kind="bad-input")
+        if request.prompt_ids is not None:
+            prompt = list(request.prompt_ids)
+            wrong = next((token for token in prompt if not 0 <= token < self.facts.vocabulary), None)
+            if wrong is not None:
+                raise ModelError(
+                    f"Token id {wrong} is not in the model's vocabulary of {self.facts.vocabulary}.", kind="bad-input"
+                )
+        elif self._tokenizer is None:
+            raise ModelError(
+                f"{self.facts.name} has no tokenizer, so it takes token ids only (--prompt-ids); "
+                "add its tokenizer.json to the folder to ask in words.",
+                kind="bad-input",
+            )
+        elif not request.messages:
+            raise ModelError("There is no message to answer.", kind="bad-input")
+        else:
+            prompt = self._tokenizer.encode_chat(request.messages, continue_last=request.continue_last)
+        if not prompt:
+            raise ModelError("The prompt is empty: the model needs at least one token to go on from.", kind="bad-input")
+        return prompt
+
+    def _most_tokens(self, request: Generate, prompt_tokens: int) -> int:
+        """How long the answer may get. Raises ModelError if there is no room for one."""
+        limit = self.facts.context_limit
+        room = limit - prompt_tokens
+        if room < 1:
+            raise ModelError(
+                f"The prompt has {prompt_tokens} tokens, {1 - room} more than fit in the context of {limit} with an "
+                "answer; shorten it, start a new conversation, or load the model with a larger context limit.",
+                kind="context",
+            )
+        most = room if request.max_tokens is None else min(room, request.max_tokens)
+        if request.beams == 1:
+            return most
+        per_token = self.facts.key_value_bytes_per_token
+        available = self._memory()
+        fits = longest_answer(request.beams, prompt_tokens, available, per_token, len(self._tokens))
+        if fits >= most:
+            return most
+        if request.max_tokens is None and fits >= SHORTEST_BEAM_ANSWER:
+            return fits
+        asked = most if request.max_tokens is not None else min(most, SHORTEST_BEAM_ANSWER)
+        if fits >= asked:
+            return asked
+        needed = extra_beam_memory(request.beams, prompt_tokens, asked, per_token, len(self._tokens))
+        raise ModelError(
+            f"{request.beams} beams of {asked} tokens after a prompt of {prompt_tokens} need {_size(needed)} more "
+            f"memory for keys and values, but {_size(available)} is free; use fewer beams or fewer tokens.",
+            kind="memory",
+        )
+
+    def _prefill(self, prompt: list[int], turn: Turn) -> Logits | None:
+        """Bring ``prompt`` into the cache; the logits after it, or None if cancelled before the end."""
+        rows = self._share_prefix(prompt)
+        reused = position = len(self._tokens)
+        turn.emit(Prefill(id=turn.id, done=position, total=len(prompt), reused=reused))
+        logits: Logits | None = None
+        while position < len(prompt):
+            if turn.cancelled():
+                return None
+            chunk = prompt[position : position + self._chunk]
+            position += len(chunk)
+            turn.watch()
+            try:
+                with self._interruptible(turn):
+                    logits = rows.extend(chunk, want_logits=position == len(prompt))
+            except Interrupted:
+                return None
+            self._tokens += chunk
+            turn.prefilled += len(chunk)
+            turn.emit(Prefill(id=turn.id, done=position, total=len(prompt), reused=reused))
+            turn.show_timing()
+        return logits
+
+    @contextlib.contextmanager
+    def _interruptible(self, turn: Turn) -> Iterator[None]:
+        """Within it, a forward pass ends early if the turn is cancelled and the runtime can do that."""
+
+        def check() -> None:
+            if turn.cancelled():
+                raise Interrupted
+
+        model = self._model
+        if not isinstance(model, Interruptible):
+            yield
+            return
+        model.between_layers = check
+        try:
+            yield
+        finally:
+            model.between_layers = None
+
+    def _share_prefix(self, prompt: list[int]) -> TokenRows:
+        """The cache cut back to what it has in common with ``prompt``, the last prompt token always left out: its
+        logits are needed."""
+        shared = 0
+        for cached, token in zip(self._tokens, prompt[:-1], strict=False):
+            if cached != token:
+                break
+            shared += 1
+        rows = self._rows
+        if rows is not None and shared == len(self._tokens):
+            return rows
+        if rows is None or shared == 0 or not rows.can_truncate:
+            self._forget()
+            self._rows = rows = self._model.start()
+        else:
+            rows.truncate(shared)
+            del self._tokens[shared:]
+        return rows
+
+    # --- the answer -----------------------------------------------------------------------------------------------
+
+    def _sample(self, turn: Turn, logits: Logits, sampler: Sampler, stops: StopStrings, most: int) -> Finished:
+        rows = self._rows
+        assert rows is not None
+        decoder = IncrementalDecoder(self._tokenizer.decode, self._context) if self._tokenizer else None
+        stream = turn.stream(decoder, stops)
+        tokens: list[int] = []
+        reason: FinishReason | None = None
+        while reason is None:
+            token = sampler.choose(logits)
+            tokens.append(token)
+            turn.count_token()
+            if token in self._ends:
+                reason = "stop"
+            else:
+                stream.push(token)
+                if stops.stopped:
+                    reason = "stop"
+                elif len(tokens) >= most:
+                    reason = "length"
+                elif turn.cancelled():
+                    reason = "cancelled"
+            if reason is None:
+                turn.watch()
+                logits = rows.step([token])[0]
+                self._tokens.append(token)
+                turn.show_timing()
+        return turn.finished(Answer(stream.finish(), tokens, reason))
+
+    def _search(self, request: Generate, turn: Turn, logits: Logits, most: int) -> Finished:
+        assert self._rows is not None
+        rule = BeamRule(
+            width=request.beams,
+            max_tokens=most,
+            length_penalty=request.length_penalty,
+            early_stopping=request.early_stopping,
+            ends=self._ends,
+            hits_stop=self._stop_check(request.stop),
+        )
+        prompt = list(self._tokens)
+        run = beam_run(self._rows, rule)
+        cancelled = False
+        turn.watch()
+        for state in run.steps(logits):
+            turn.count_token()
+            turn.show_beams(state.step, lambda state=state: self._beams(state, request.stop))  # type: ignore[misc]
+            turn.show_timing()
+            if not state.done and turn.cancelled():
+                cancelled = True
+                break
+            turn.watch()
+        hypotheses = run.state.hypotheses()
+        best = hypotheses[0]
+        rows, kept = run.keep(best.tokens)
+        self._rows, self._tokens = rows, prompt + kept
+        beams = self._beams(run.state, request.stop)
+        reason: FinishReason = "cancelled" if cancelled else "stop" if self._ended(best, request.stop) else "length"
+        return turn.finished(Answer(beams[0].text, beams[0].token_ids, reason, beams))
+
+    def _beams(self, state: BeamState, stops: Sequence[str]) -> list[Beam]:
+        return [
+            Beam(self._cut_text(entry.tokens, stops), list(entry.tokens), entry.score, entry.finished)
+            for entry in state.hypotheses()
+        ]
+
+    def _ended(self, best: Hypothesis, stops: Sequence[str]) -> bool:
+        """Whether a finished hypothesis ended by itself, rather than for want of room."""
+        check = self._stop_check(stops)
+        return best.tokens[-1] in self._ends or (check is not None and check(best.tokens))
+
+    def _stop_check(self, stops: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
+        if not stops or self._tokenizer is None:
+            return None
+        window = max(len(stop) for stop in stops) + STOP_MARGIN
+
+        def reached(tokens: Sequence[int]) -> bool:
+            return first_stop(self._decode(tokens[-window:]), stops) is not None
+
+        return reached
+
+    def _cut_text(self, tokens: Sequence[int], stops: Sequence[str]) -> str:
+        if self._tokenizer is None:
+            return ""
+        whole = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens
+        text = self._decode(whole)
+        return text[: first_stop(text, stops)] if stops else text
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        assert self._tokenizer is not None
+        before = len(self._tokenizer.decode(self._context)) if self._context else 0
+        return self._tokenizer.decode([*self._context, *tokens])[before:]
+
+    # --- keeping the cache honest ---------------------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self._rows = None
+        self._tokens = []
+
+    @contextlib.contextmanager
+    def _consistent_cache(self) -> Iterator[None]:
+        """If anything goes wrong in a forward pass, nobody knows what the cache holds: start over next time."""
+        try:
+            yield
+        except BaseException as error:
+            self._forget()
+            if not isinstance(error, ModelError) and ran_out_of_memory(error):
+                raise ModelError(
+                    f"Memory ran out while {self.facts.name} was answering, with {_size(self._memory())} free; "
+                    "use fewer beams, a shorter conversation, or a smaller model.",
+                    kind="memory",
+                ) from error
+            raise
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is how Python, torch or mlx say that memory ran out."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    text = str(error).lower()
+    signs = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc", "[metal::malloc]")
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"

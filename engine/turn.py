@@ -1,0 +1,169 @@
+"""One question and its answer as it runs: what is measured, and what is sent to the screen how often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.generation.text import IncrementalDecoder, StopStrings
+from engine.messages import AnyEvent, Beam, BeamProgress, Finished, FinishReason, Generate, Piece
+from engine.timing import Recorder
+
+PIECE_INTERVAL_S = 1 / 30
+BEAM_INTERVAL_S = 1 / 10
+TIMING_INTERVAL_S = 1 / 4
+
+
+class TurnControl(Protocol):
+    def cancelled(self) -> bool: ...
+
+    def watching(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a turn came to; ``beams`` best first, empty without a beam search."""
+
+    text: str
+    tokens: list[int]
+    reason: FinishReason
+    beams: list[Beam] = field(default_factory=list)
+
+
+class Turn:
+    """Clocks and senders of one turn. ``prefilled`` counts the prompt tokens that were run."""
+
+    def __init__(
+        self,
+        request: Generate,
+        recorder: Recorder,
+        emit: Callable[[AnyEvent], None],
+        control: TurnControl,
+        clock: Callable[[], float],
+        prompt_tokens: int,
+    ) -> None:
+        self.id = request.id
+        self.emit = emit
+        self.cancelled = control.cancelled
+        self.prefilled = 0
+        self._always = request.with_timing
+        self._control = control
+        self._recorder = recorder
+        self._clock = clock
+        self._prompt_tokens = prompt_tokens
+        self._start = clock()
+        self._first = self._last = 0.0
+        self._count = 0
+        self._measured = False
+        self._due: dict[str, float] = {}
+        self._stream: TextStream | None = None
+        recorder.reset()
+
+    # --- clocks ---------------------------------------------------------------------------------------------------
+
+    def count_token(self) -> None:
+        """One more token of the answer is decided."""
+        self._last = self._clock()
+        self._first = self._first if self._count else self._last
+        self._count += 1
+
+    @property
+    def tokens(self) -> int:
+        return self._count
+
+    def tokens_per_s(self) -> float:
+        """Rate after the first token: its time is the prefill's."""
+        elapsed = self._last - self._first
+        return (self._count - 1) / elapsed if elapsed > 0 else 0.0
+
+    def due(self, what: str, interval: float) -> bool:
+        """Whether ``interval`` seconds have passed since this last said yes for ``what``."""
+        now = self._clock()
+        if now < self._due.get(what, now):
+            return False
+        self._due[what] = now + interval
+        return True
+
+    # --- timing panel ---------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Measure the coming step if somebody looks."""
+        self._recorder.enabled = self._always or self._control.watching()
+        self._measured = self._measured or self._recorder.enabled
+
+    def show_timing(self) -> None:
+        if self._recorder.enabled and self.due("timing", TIMING_INTERVAL_S):
+            self.emit(self._recorder.frame(self.id))
+
+    # --- the answer -----------------------------------------------------------------------------------------------
+
+    def stream(self, decoder: IncrementalDecoder | None, stops: StopStrings) -> TextStream:
+        """Where the answer's tokens go; without ``decoder`` only their number is told."""
+        self._stream = TextStream(self, decoder, stops)
+        return self._stream
+
+    def show_beams(self, step: int, beams: Callable[[], list[Beam]]) -> None:
+        """Send the candidates, at most ten times a second; ``beams`` is called only then."""
+        if self.due("beams", BEAM_INTERVAL_S):
+            self.emit(BeamProgress(id=self.id, step=step, beams=beams(), tokens_per_s=self.tokens_per_s()))
+
+    def finished(self, answer: Answer) -> Finished:
+        """The turn's last event; pieces still held are sent before it."""
+        self.close()
+        return Finished(
+            id=self.id,
+            text=answer.text,
+            token_ids=answer.tokens,
+            finish_reason=answer.reason,
+            prompt_tokens=self._prompt_tokens,
+            prefilled_tokens=self.prefilled,
+            completion_tokens=len(answer.tokens),
+            ttft_s=self._first - self._start if self._count else 0.0,
+            tokens_per_s=self.tokens_per_s(),
+            beams=answer.beams,
+            timing=self._recorder.frame(self.id) if self._measured else None,
+        )
+
+    def close(self) -> None:
+        """Send what is held and stop measuring; may be called twice."""
+        if self._stream is not None:
+            self._stream.send()
+        self._recorder.enabled = False
+
+
+class TextStream:
+    """An answer's tokens on their way to the screen, in pieces at most thirty a second, the first one at once."""
+
+    def __init__(self, turn: Turn, decoder: IncrementalDecoder | None, stops: StopStrings) -> None:
+        self._turn = turn
+        self._decoder = decoder
+        self._stops = stops
+        self._sent: list[str] = []
+        self._waiting = ""
+        self._counted = 0
+
+    def push(self, token: int) -> None:
+        if self._decoder is not None:
+            self._waiting += self._stops.push(self._decoder.push(token))
+        if self._turn.due("piece", PIECE_INTERVAL_S):
+            self.send()
+
+    def finish(self) -> str:
+        """All of the answer's text; what stop strings or unfinished characters held back is let go."""
+        if self._decoder is not None:
+            self._waiting += self._stops.push(self._decoder.flush())
+            self._waiting += self._stops.flush()
+        self.send()
+        return "".join(self._sent)
+
+    def send(self) -> None:
+        """Send the piece that waits, if there is anything new."""
+        if not self._waiting and (self._decoder is not None or self._counted == self._turn.tokens):
+            return
+        piece, self._waiting = self._waiting, ""
+        self._counted = self._turn.tokens
+        self._sent.append(piece)
+        self._turn.emit(
+            Piece(id=self._turn.id, text=piece, tokens=self._turn.tokens, tokens_per_s=self._turn.tokens_per_s())
+        )

@@ -1,0 +1,170 @@
+"""Sampling against transformers' logits processors, and its distribution against the probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.generation import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from engine.errors import ModelError
+from engine.generation.sampling import (
+    Sampler,
+    SamplingRule,
+    greedy_token,
+    largest,
+    sampling_rule,
+    surviving_tokens,
+)
+from engine.messages import Sampling
+from engine.runtimes.protocol import Logits
+
+
+def random_logits(seed: int, vocabulary: int, scale: float = 3.0) -> Logits:
+    return (np.random.default_rng(seed).standard_normal(vocabulary) * scale).astype(np.float32)
+
+
+def processed(logits: Logits, rule: SamplingRule) -> np.ndarray[Any, Any]:
+    """Probabilities [vocabulary] after transformers' processors."""
+    processors = LogitsProcessorList([TemperatureLogitsWarper(rule.temperature)])
+    if rule.top_k:
+        processors.append(TopKLogitsWarper(rule.top_k))
+    if rule.top_p < 1.0:
+        processors.append(TopPLogitsWarper(rule.top_p))
+    if rule.min_p > 0.0:
+        processors.append(MinPLogitsWarper(rule.min_p))
+    scores = processors(torch.zeros(1, 1, dtype=torch.int64), torch.from_numpy(logits)[None].double())
+    return scores.softmax(-1)[0].numpy()
+
+
+@pytest.mark.parametrize("vocabulary", [7, 160, 3001, 50_000])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        SamplingRule(temperature=0.7),
+        SamplingRule(temperature=1.3, top_k=1),
+        SamplingRule(temperature=0.2, top_k=40),
+        SamplingRule(temperature=1.0, top_p=0.9),
+        SamplingRule(temperature=2.0, top_p=0.999),
+        SamplingRule(temperature=1.0, top_p=0.0),
+        SamplingRule(temperature=0.9, min_p=0.05),
+        SamplingRule(temperature=1.5, top_k=30, top_p=0.8, min_p=0.1),
+        SamplingRule(temperature=0.6, top_k=500, top_p=0.95, min_p=0.01),
+    ],
+    ids=str,
+)
+def test_equals_the_processors_of_transformers(rule: SamplingRule, vocabulary: int) -> None:
+    for seed in range(5):
+        logits = random_logits(seed, vocabulary)
+        tokens, probabilities = surviving_tokens(logits, rule)
+        found = np.zeros(vocabulary)
+        found[tokens] = probabilities
+        expected = processed(logits, rule)
+        assert set(tokens) == set(np.flatnonzero(expected))
+        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-9)
+
+
+@given(
+    st.lists(st.integers(-4, 4), min_size=1, max_size=60),
+    st.floats(0.1, 5.0),
+    st.integers(0, 70),
+    st.floats(0.0, 1.0),
+    st.floats(0.0, 1.0),
+)
+@settings(deadline=None)
+def test_something_always_survives(
+    values: list[int], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits = np.array(values, dtype=np.float32)
+    tokens, probabilities = surviving_tokens(logits, SamplingRule(temperature, top_k, top_p, min_p))
+    assert len(tokens) == len(set(tokens)) >= 1
+    assert greedy_token(logits) in tokens or logits[tokens].max() == logits.max()
+    assert probabilities.min() > 0
+    assert probabilities.sum() == pytest.approx(1.0)
+    if top_k:
+        assert len(tokens) <= max(top_k, (logits >= np.sort(logits)[-min(top_k, len(values))]).sum())
+
+
+@given(st.lists(st.integers(-50, 50), min_size=1, max_size=2000), st.integers(1, 40))
+@settings(deadline=None)
+def test_largest(values: list[int], count: int) -> None:
+    array = np.array(values, dtype=np.float32)
+    smallest = np.sort(array)[::-1][min(count, len(values)) - 1]
+    assert largest(array, count).tolist() == [i for i, value in enumerate(values) if value >= smallest]
+
+
+def test_draws_follow_the_probabilities() -> None:
+    logits = np.log(np.array([0.5, 0.1, 0.3, 0.1], dtype=np.float32))
+    sampler = Sampler(SamplingRule(temperature=1.0, seed=3))
+    counts = np.bincount([sampler.choose(logits) for _ in range(20_000)], minlength=4) / 20_000
+    np.testing.assert_allclose(counts, [0.5, 0.1, 0.3, 0.1], atol=0.02)
+
+
+def test_a_seed_repeats_itself_and_another_does_not() -> None:
+    def draw(seed: int | None) -> list[int]:
+        sampler = Sampler(SamplingRule(temperature=2.0, seed=seed))
+        return [sampler.choose(random_logits(step, 500)) for step in range(30)]
+
+    assert draw(7) == draw(7)
+    assert draw(7) != draw(8)
+    assert draw(None) != draw(None)
+
+
+def test_greedy_takes_the_first_of_equals() -> None:
+    assert Sampler(SamplingRule()).choose(np.array([1, 3, 3, 2], dtype=np.float32)) == 1
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_logits_that_are_no_numbers_are_an_error(bad: float) -> None:
+    logits = np.full(5, bad, dtype=np.float32)
+    with pytest.raises(ModelError, match="float32"):
+        Sampler(SamplingRule(temperature=1.0)).choose(logits)
+
+
+MODEL = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("asked", "defaults", "expected"),
+    [
+        (Sampling(), {}, SamplingRule()),
+        (Sampling(), {"temperature": 0.6, "top_k": 20}, SamplingRule()),
+        (Sampling(), {"do_sample": True}, SamplingRule(temperature=1.0)),
+        (Sampling(seed=4), MODEL, SamplingRule(temperature=0.2, top_p=0.9, seed=4)),
+        (Sampling(temperature=0.0), MODEL, SamplingRule(top_p=0.9)),
+        (Sampling(temperature=0.8, top_p=1.0), MODEL, SamplingRule(temperature=0.8)),
+        (Sampling(top_k=5), {}, SamplingRule(temperature=1.0, top_k=5)),
+        (Sampling(min_p=0.1), {"do_sample": True, "min_p": None}, SamplingRule(temperature=1.0, min_p=0.1)),
+    ],
+)
+def test_what_was_not_asked_is_the_models(asked: Sampling, defaults: dict[str, Any], expected: SamplingRule) -> None:
+    assert sampling_rule(asked, defaults) == expected
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        (Sampling(temperature=-0.1), "Temperature is -0.1"),
+        (Sampling(temperature=float("nan")), "Temperature is nan"),
+        (Sampling(temperature=float("inf")), "Temperature is inf"),
+        (Sampling(top_p=1.5), "Top-p is 1.5"),
+        (Sampling(min_p=-1.0), "Min-p is -1"),
+        (Sampling(top_k=-2), "Top-k is -2"),
+        (Sampling(seed=-1), "seed is -1"),
+        (Sampling(seed=2**64), "seed is"),
+    ],
+)
+def test_nonsense_is_refused(asked: Sampling, text: str) -> None:
+    with pytest.raises(ModelError, match=text) as caught:
+        sampling_rule(asked, {})
+    assert caught.value.kind == "bad-input"
