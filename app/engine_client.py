@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from typing import Protocol
+import asyncio
+import itertools
+import math
+import os
+import signal
+import sys
+import sysconfig
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Protocol
 
-from engine.messages import AnyEvent, AnyRequest, Notice
+import msgspec
+
+from engine.messages import (
+    PROTOCOL_VERSION,
+    TERMINAL_EVENTS,
+    AnyEvent,
+    AnyRequest,
+    BeamProgress,
+    Cancel,
+    Hello,
+    Notice,
+    Piece,
+    Prefill,
+    Progress,
+    ProtocolError,
+    Shutdown,
+    Timing,
+    event_reader,
+    pack,
+)
+from engine.models.locations import ensure, locate
 
 
 class EngineDied(Exception):
@@ -43,3 +73,343 @@ class Engine(Protocol):
 
     on_notice: Callable[[Notice], None] | None
     """Called with events that belong to no request."""
+
+
+_READ_BYTES = 256 * 1024
+_HELLO_WAIT_S = 120.0
+_END_WAIT_S = 2.0
+_LOOK_S = 0.5
+_QUEUED_BEFORE_MERGING = 256
+
+
+class EngineClient:
+    """The :class:`Engine` of the product: ``python -m engine.host`` as a child in a session of its own.
+
+    In its own session, ctrl-c in the terminal does not reach it. It lives exactly as long as its standard input stays
+    open, so it ends with this process however that ends; what it prints goes to the log. Use it from one event loop.
+    """
+
+    def __init__(self, command: Sequence[str] | None = None) -> None:
+        self.on_notice: Callable[[Notice], None] | None = None
+        self._command = tuple(command) if command is not None else host_command()
+        self._ids = itertools.count(1)
+        self._starting = asyncio.Lock()
+        self._writing = asyncio.Lock()
+        self._child: _Child | None = None
+
+    def new_id(self) -> int:
+        return next(self._ids)
+
+    @property
+    def running(self) -> bool:
+        return self._child is not None and self._child.alive
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process id; None while there is none."""
+        return self._child.process.pid if self._child is not None and self._child.alive else None
+
+    async def start(self) -> None:
+        async with self._starting:
+            if self.running:
+                return
+            if self._child is not None:
+                await self._child.end()
+            self._child = await _Child.start(self._command, self._notice)
+
+    async def send(self, request: AnyRequest) -> None:
+        child = self._running_child()
+        async with self._writing:
+            await child.write(request)
+
+    async def stream(self, request: AnyRequest) -> AsyncGenerator[AnyEvent, None]:
+        """As :meth:`Engine.stream`. Closing it early cancels the request."""
+        child = self._running_child()
+        inbox = child.inboxes[request.id] = _Inbox()
+        ended = False
+        try:
+            async with self._writing:
+                await child.write(request)
+            while not ended:
+                event = await inbox.get()
+                ended = isinstance(event, TERMINAL_EVENTS)
+                yield event
+        finally:
+            child.inboxes.pop(request.id, None)
+            if not ended and child.alive:
+                child.write_soon(Cancel(id=self.new_id(), target=request.id))
+
+    async def close(self) -> None:
+        async with self._starting:
+            child, self._child = self._child, None
+            if child is not None:
+                await child.end()
+
+    def kill(self) -> None:
+        """Kill the process at once, without waiting; for a program that must end now."""
+        if self._child is not None:
+            self._child.kill()
+
+    def _running_child(self) -> _Child:
+        if self._child is None:
+            raise EngineDied("The engine is not running.")
+        if not self._child.alive:
+            raise EngineDied(self._child.reason)
+        return self._child
+
+    def _notice(self, notice: Notice) -> None:
+        if self.on_notice is not None:
+            self.on_notice(notice)
+
+
+def host_command() -> tuple[str, ...]:
+    """How the engine process is started.
+
+    ``-P`` keeps the current folder out of the module search: somebody's folder named ``engine`` is not our engine.
+    """
+    return (sys.executable, "-P", "-m", "engine.host")
+
+
+class _Inbox:
+    """Events of one request, waiting to be taken.
+
+    A reader that falls far behind is given fewer, larger events rather than stopping the engine or filling the memory:
+    neighbouring pieces of text are joined, and of progress only the latest is kept. No text is lost.
+    """
+
+    def __init__(self) -> None:
+        self._events: deque[AnyEvent] = deque()
+        self._arrived = asyncio.Event()
+        self._death: str | None = None
+
+    def put(self, event: AnyEvent) -> None:
+        if len(self._events) >= _QUEUED_BEFORE_MERGING:
+            merged = merge(self._events[-1], event)
+            if merged is not None:
+                self._events[-1] = merged
+                return
+        self._events.append(event)
+        self._arrived.set()
+
+    def die(self, reason: str) -> None:
+        self._death = reason
+        self._arrived.set()
+
+    async def get(self) -> AnyEvent:
+        """The next event; raises EngineDied once all that came before the death are taken."""
+        while not self._events:
+            if self._death is not None:
+                raise EngineDied(self._death)
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._events.popleft()
+
+
+def merge(earlier: AnyEvent, later: AnyEvent) -> AnyEvent | None:
+    """One event that says what both said; None if there is no such event."""
+    if isinstance(earlier, Piece) and isinstance(later, Piece):
+        return msgspec.structs.replace(later, text=earlier.text + later.text)
+    if isinstance(later, Prefill | Progress | BeamProgress | Timing) and type(earlier) is type(later):
+        return later
+    return None
+
+
+class _Child:
+    """One engine process from its start to its end."""
+
+    def __init__(self, process: asyncio.subprocess.Process, on_notice: Callable[[Notice], None]) -> None:
+        self.process = process
+        self.inboxes: dict[int, _Inbox] = {}
+        self.reason = "The engine is not running."
+        self._on_notice = on_notice
+        self._hello: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
+        self._ended = False
+        self._ending = False
+        self._reader = asyncio.create_task(self._read(), name="engine events")
+        self._watcher = asyncio.create_task(self._watch_end(), name="engine end")
+
+    @classmethod
+    async def start(cls, command: Sequence[str], on_notice: Callable[[Notice], None]) -> _Child:
+        """Raises EngineDied if the process does not come up."""
+        log = _open_log()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=log if log is not None else asyncio.subprocess.DEVNULL,
+                env=_environment(),
+                limit=_READ_BYTES,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EngineDied(f"The engine could not be started: {error.strerror or error}.") from error
+        finally:
+            if log is not None:
+                log.close()
+        child = cls(process, on_notice)
+        try:
+            hello = await asyncio.wait_for(asyncio.shield(child._hello), _HELLO_WAIT_S)
+            if hello.protocol != PROTOCOL_VERSION:
+                raise EngineDied(
+                    f"The engine speaks protocol {hello.protocol} and this program {PROTOCOL_VERSION}: "
+                    "install privatellm anew."
+                )
+        except TimeoutError:
+            child.kill()
+            await child.end()
+            raise EngineDied(
+                f"The engine did not answer within {_HELLO_WAIT_S:.0f} seconds of its start{_see_log()}."
+            ) from None
+        except BaseException:
+            child.kill()
+            await child.end()
+            raise
+        return child
+
+    @property
+    def alive(self) -> bool:
+        return not self._ended and self.process.returncode is None
+
+    async def write(self, request: AnyRequest) -> None:
+        """Raises EngineDied."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(pack(request))
+            await self.process.stdin.drain()
+        except (ConnectionError, RuntimeError) as error:
+            await asyncio.wait({self._reader}, timeout=_END_WAIT_S)
+            raise EngineDied(self.reason) from error
+
+    def write_soon(self, request: AnyRequest) -> None:
+        """Hand a small request to the pipe without waiting; it does not matter if it never arrives."""
+        assert self.process.stdin is not None
+        with suppress(ConnectionError, RuntimeError):
+            self.process.stdin.write(pack(request))
+
+    def kill(self) -> None:
+        """Kill the process and whatever it started (it leads a process group)."""
+        if self.process.returncode is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    async def end(self) -> None:
+        """Ask the process to end; kill it if it does not soon. Afterwards no process is left."""
+        self._ending = True
+        try:
+            if self.process.returncode is None:
+                self.write_soon(Shutdown(id=0))
+                if self.process.stdin is not None:
+                    self.process.stdin.close()
+                await self._exit(_END_WAIT_S)
+        finally:
+            # Also when this wait itself is cancelled: nobody will ask a second time.
+            self.kill()
+        await self._exit(math.inf)
+        self._watcher.cancel()
+        await self._stop_reading()
+        # asyncio keeps the pipes of a process until the other side closes them, and offers no public way to let go.
+        transport = getattr(self.process, "_transport", None)
+        if transport is not None:
+            transport.close()
+
+    async def _exit(self, wait_s: float, every_s: float = 0.01) -> None:
+        """Wait until the process has ended, at most ``wait_s`` seconds.
+
+        ``Process.wait`` would wait for the pipes as well, which something the engine started may hold.
+        """
+        end = asyncio.get_running_loop().time() + wait_s
+        while self.process.returncode is None and asyncio.get_running_loop().time() < end:  # noqa: ASYNC110 (see above)
+            await asyncio.sleep(min(every_s, wait_s))
+
+    async def _watch_end(self) -> None:
+        await self._exit(math.inf, every_s=_LOOK_S)
+        await self._stop_reading()
+
+    async def _stop_reading(self) -> None:
+        """The pipe may outlive the engine, if something it started holds it: nothing more will come then either."""
+        await asyncio.wait({self._reader}, timeout=_END_WAIT_S)
+        if not self._reader.done() and self.process.stdout is not None:
+            self.process.stdout.feed_eof()
+            await asyncio.wait({self._reader})
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None
+        frames = event_reader()
+        problem = ""
+        try:
+            while data := await self.process.stdout.read(_READ_BYTES):
+                for event in frames.feed(data):
+                    self._dispatch(event)
+        except ProtocolError as error:
+            for event in error.before:
+                self._dispatch(event)
+            problem = str(error)
+        except ConnectionError as error:
+            problem = str(error)
+        # A process that has closed its pipe cannot be talked to any more, whatever else it still does.
+        if not problem:
+            await self._exit(_END_WAIT_S)
+        self.kill()
+        await self._exit(math.inf)
+        code = self.process.returncode or 0
+        self.reason = "The engine was closed." if self._ending else how_it_ended(code, problem)
+        self._ended = True
+        if not self._hello.done():
+            self._hello.set_exception(EngineDied(self.reason))
+            self._hello.exception()  # seen, also if nobody waits any more
+        for inbox in self.inboxes.values():
+            inbox.die(self.reason)
+
+    def _dispatch(self, event: AnyEvent) -> None:
+        inbox = self.inboxes.get(event.id)
+        if isinstance(event, Hello):
+            if not self._hello.done():
+                self._hello.set_result(event)
+        elif inbox is not None:
+            inbox.put(event)
+        elif isinstance(event, Notice):
+            self._on_notice(event)
+
+
+def how_it_ended(code: int, problem: str = "") -> str:
+    """One sentence for the exit status ``code`` as Python gives it: negative for a signal."""
+    if problem:
+        return f"The engine sent what could not be understood ({problem}) and was stopped{_see_log()}."
+    if code >= 0:
+        return f"The engine ended unexpectedly (exit status {code}){_see_log()}."
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    if -code == signal.SIGKILL:
+        return (
+            f"The engine was killed ({name}), most likely because memory ran out: try a smaller model, fewer beams or "
+            "a shorter context."
+        )
+    if -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):
+        return f"The engine crashed ({name}){_see_log()}."
+    return f"The engine was ended by {name}."
+
+
+def _see_log() -> str:
+    return f"; see {locate('logs') / 'engine.log'}"
+
+
+def _open_log() -> IO[bytes] | None:
+    """Where the engine's stray output goes until the engine sees to it itself; None if there is no such place."""
+    try:
+        return (ensure("logs") / "engine.log").open("ab")
+    except OSError:
+        return None
+
+
+def _environment() -> dict[str, str]:
+    """The environment of the engine process: run from the source tree, it must find the same source tree."""
+    environment = dict(os.environ)
+    root = Path(__file__).resolve().parent.parent
+    installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
+    if root not in installed and not (root / "typing.py").exists():
+        before = environment.get("PYTHONPATH")
+        environment["PYTHONPATH"] = f"{root}{os.pathsep}{before}" if before else str(root)
+    return environment

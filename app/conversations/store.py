@@ -75,9 +75,11 @@ class ConversationStore(Protocol):
 
 
 def open_store(path: Path) -> ConversationStore:
-    """Open or make the database: WAL, migrations, ``writing`` messages become ``stopped``.
+    """Open or make the database: WAL, migrations, ``writing`` messages of programs that died become ``stopped``.
 
     A damaged file is put aside (``conversations.damaged-<time>.sqlite``) after what can be read is recovered, and said
-    in ``notices``. Raises StoreError (locked by another writer, disk full).
+    in ``notices``. Raises StoreError (locked by another writer, disk full, written by a later version).
     """
-    raise NotImplementedError
+    from app.conversations.opening import open_database
+
+    return open_database(path)

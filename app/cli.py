@@ -1,0 +1,58 @@
+"""The command ``privatellm``. Lean: what a command needs is imported when it runs."""
+
+from __future__ import annotations
+
+import sys
+
+_INTERRUPTED = 130
+
+
+def main() -> int:
+    """Run the command line; the exit status."""
+    try:
+        # Ctrl-c may come at any moment: the one import before there is an answer to it stands inside the try.
+        from app.interrupts import leave_on_interrupt
+
+        leave_on_interrupt()
+        if len(sys.argv) > 1:
+            from app.commands.root import run
+
+            return run(sys.argv[1:])
+        return _chat()
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    finally:
+        _flush()
+
+
+def _chat() -> int:
+    streams = (sys.stdin, sys.stdout)
+    if not all(stream is not None and not stream.closed and stream.isatty() for stream in streams):
+        print(  # noqa: T201
+            'privatellm: the chat needs a terminal; in a script use: privatellm ask "..."', file=sys.stderr
+        )
+        return 2
+    from app.interrupts import leave_on_interrupt, raise_on_interrupt
+    from app.tui.application import run_chat
+
+    # From here on the screen owns the terminal and must be able to give it back.
+    raise_on_interrupt()
+    try:
+        return run_chat() or 0
+    finally:
+        leave_on_interrupt()
+
+
+def _flush() -> None:
+    """Now, while a reader that is gone can still be dealt with."""
+    try:
+        if sys.stdout is not None and not sys.stdout.closed:
+            sys.stdout.flush()
+    except OSError:
+        from app.commands.output import forget_stdout
+
+        forget_stdout()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""``privatellm ask``: one question, one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from app.commands.engine_work import Interruption, do, run_with_engine
+from app.commands.output import ProgressLine, ReaderGoneError, WorkFailed, answer, as_json, say
+from app.engine_client import EngineClient, EngineDied
+from app.interrupts import INTERRUPTED
+from app.text_safety import Sanitizer, sanitize
+from engine.errors import ModelError
+from engine.messages import (
+    Cancel,
+    Failed,
+    Finished,
+    Generate,
+    Load,
+    Loaded,
+    ModelFacts,
+    Notice,
+    PhaseTimes,
+    Piece,
+    Pull,
+)
+from engine.models.store import resolve
+
+
+@dataclass(frozen=True)
+class Question:
+    """What was asked on the command line, checked. The requests' ids are set when they are sent."""
+
+    load: Load
+    generate: Generate
+    as_json: bool
+
+
+def ask(question: Question) -> int:
+    """Answer on stdout; the exit status. Raises WorkFailed."""
+    if sys.stdout is None or sys.stdout.closed:
+        raise WorkFailed("the answer has nowhere to go: stdout is closed")
+    try:
+        model = resolve(question.load.model)
+        build_starter = model.kind == "starter" and model.folder is None
+        if model.kind == "hub":
+            model.require_folder()
+    except ModelError as error:
+        raise WorkFailed(str(error)) from error
+
+    async def work(engine: EngineClient, interruption: Interruption) -> int:
+        if build_starter:
+            say("The starter model is not on this machine yet; it is made once.")
+            await do(engine, Pull(id=engine.new_id(), model=question.load.model), ProgressLine())
+        loading = ProgressLine(quiet_elsewhere=True)
+        loaded = await do(engine, msgspec.structs.replace(question.load, id=engine.new_id()), loading)
+        assert isinstance(loaded, Loaded)
+        for notice in loaded.facts.notices:
+            say(f"note: {notice}")
+        return await _answer(engine, interruption, question, loaded.facts)
+
+    return run_with_engine(work)
+
+
+async def _answer(engine: EngineClient, interruption: Interruption, question: Question, facts: ModelFacts) -> int:
+    request = msgspec.structs.replace(question.generate, id=engine.new_id())
+    cancelling: set[asyncio.Task[None]] = set()
+
+    def cancel() -> None:
+        cancelling.add(asyncio.ensure_future(_cancel(engine, request.id)))
+
+    interruption.ask_first(cancel)
+    shown = _Shown(stream=not question.as_json)
+    try:
+        async with aclosing(engine.stream(request)) as events:
+            async for event in events:
+                match event:
+                    case Piece():
+                        shown.piece(event.text)
+                    case Notice():
+                        say(f"note: {event.text}")
+                    case Failed():
+                        raise WorkFailed(event.error, status=2 if event.kind == "bad-input" else 1)
+                    case Finished():
+                        if question.as_json:
+                            answer(as_json(result_object(event, facts)))
+                        else:
+                            shown.finish(event.text if facts.has_tokenizer else as_ids(event.token_ids))
+                    case _:
+                        continue
+    except ReaderGoneError:
+        raise
+    except BaseException:
+        with suppress(ReaderGoneError, WorkFailed):
+            shown.end_line()
+        raise
+    interruption.ask_first(None)
+    return INTERRUPTED if interruption.happened else 0
+
+
+async def _cancel(engine: EngineClient, target: int) -> None:
+    with suppress(EngineDied):
+        await engine.send(Cancel(id=engine.new_id(), target=target))
+
+
+class _Shown:
+    """The answer on stdout: sanitised, as it comes, and with a line end after it."""
+
+    def __init__(self, *, stream: bool) -> None:
+        self._stream = stream
+        self._sanitizer = Sanitizer()
+        self._received = ""
+        self._last = ""
+
+    def piece(self, text: str) -> None:
+        self._received += text
+        if self._stream:
+            self._write(self._sanitizer.feed(text))
+
+    def finish(self, text: str) -> None:
+        """What was not streamed (a beam search streams nothing) and the line end."""
+        if not self._received:
+            self._write(sanitize(text))
+        elif text.startswith(self._received):
+            self._write(self._sanitizer.feed(text[len(self._received) :]))
+        self.end_line()
+
+    def end_line(self) -> None:
+        if self._last and not self._last.endswith("\n"):
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        if text:
+            self._last = text
+            answer(text)
+
+
+def result_object(finished: Finished, facts: ModelFacts) -> dict[str, Any]:
+    """What ``--json`` prints. Scripts depend on it: add keys, do not change them."""
+    return {
+        "text": finished.text,
+        "token_ids": finished.token_ids,
+        "finish_reason": finished.finish_reason,
+        "prompt_tokens": finished.prompt_tokens,
+        "prefilled_tokens": finished.prefilled_tokens,
+        "completion_tokens": finished.completion_tokens,
+        "ttft_s": finished.ttft_s,
+        "tokens_per_s": finished.tokens_per_s,
+        "load_s": facts.load_s,
+        "model": facts.name,
+        "runtime": facts.runtime,
+        "executor": facts.executor,
+        "beams": [msgspec.to_builtins(beam) for beam in finished.beams],
+        "timing": _timing_object(finished),
+        "family": facts.family,
+        "device": facts.device,
+        "dtype": facts.dtype,
+        "notices": facts.notices,
+    }
+
+
+def _timing_object(finished: Finished) -> dict[str, Any]:
+    """Decode at the top; both phases and the use of the experts beside it. Milliseconds per token."""
+    timing = finished.timing
+    decode = timing.decode if timing else PhaseTimes()
+    prefill = timing.prefill if timing else PhaseTimes()
+    return {
+        "layers": [msgspec.to_builtins(layer) for layer in decode.layers],
+        "per_token_ms": decode.per_token,
+        "outside_layers_ms": decode.outside_layers,
+        "steps": decode.steps,
+        "prefill": {
+            "layers": [msgspec.to_builtins(layer) for layer in prefill.layers],
+            "per_token_ms": prefill.per_token,
+            "outside_layers_ms": prefill.outside_layers,
+            "steps": prefill.steps,
+            "tokens": prefill.tokens,
+        },
+        "moe_layers": timing.moe_layers if timing else [],
+        "expert_use": timing.expert_use if timing else [],
+    }
+
+
+def as_ids(token_ids: list[int]) -> str:
+    """The answer of a model without a tokenizer, in the form of ``--prompt-ids``."""
+    return ",".join(map(str, token_ids))
+
+
+def read_prompt() -> str:
+    """The question from stdin. Raises WorkFailed (status 2) if there is none."""
+    if sys.stdin is None or sys.stdin.closed:
+        raise WorkFailed("no question: give it as an argument or on stdin, which is closed", status=2)
+    if sys.stdin.isatty():
+        say("Type the question, then ctrl-d:")
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise WorkFailed(f"the question on stdin is not UTF-8 text (byte {error.start})", status=2) from error
+    except OSError as error:
+        raise WorkFailed(f"stdin cannot be read: {error.strerror or error}", status=2) from error
+    return text.removesuffix("\n")

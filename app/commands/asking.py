@@ -1,0 +1,113 @@
+"""From the flags of ``ask`` and the person's settings to requests."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import msgspec
+
+from app.commands.ask import Question, read_prompt
+from app.commands.output import WorkFailed, say
+from app.settings import Settings
+from app.settings_file import open_settings
+from engine.messages import DtypeName, Generate, Load, Message, RuntimeName, Sampling
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+_LARGEST_TOKEN_ID = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The command line as given; ``numbers`` holds those that were, by their setting's key."""
+
+    prompt: str | None = None
+    prompt_ids: str | None = None
+    model: str | None = None
+    system: str | None = None
+    numbers: dict[str, float] = field(default_factory=dict)
+    stop: list[str] = field(default_factory=list)
+    runtime: RuntimeName | None = None
+    dtype: DtypeName | None = None
+    as_json: bool = False
+
+
+def question_from(flags: Flags) -> Question:
+    """Raises WorkFailed (status 2) for flags that do not go together, or no question."""
+    if flags.prompt is not None and flags.prompt_ids is not None:
+        raise WorkFailed("give either a PROMPT or --prompt-ids, not both", status=2)
+    if flags.system is not None and flags.prompt_ids is not None:
+        raise WorkFailed("--system needs a text prompt; --prompt-ids are taken as they are", status=2)
+    if "" in flags.stop:
+        raise WorkFailed("--stop cannot be empty", status=2)
+    file = open_settings()
+    for notice in file.notices:
+        say(f"note: {notice}")
+    settings = file.settings
+    load = Load(
+        id=0,
+        model=flags.model or settings.model,
+        runtime=flags.runtime or settings.runtime,
+        dtype=flags.dtype or settings.dtype,
+        partitioning=settings.partitioning,
+        cpu_threads=settings.cpu_threads,
+        context_limit=settings.context_limit,
+    )
+    generate = _generate(flags, settings)
+    if flags.prompt_ids is not None:
+        generate = msgspec.structs.replace(generate, prompt_ids=parse_ids(flags.prompt_ids))
+    else:
+        generate = msgspec.structs.replace(generate, messages=_messages(flags, settings))
+    return Question(load=load, generate=generate, as_json=flags.as_json)
+
+
+def parse_ids(text: str) -> list[int]:
+    """``1,2,3`` as numbers. Raises WorkFailed (status 2)."""
+    ids = []
+    for word in text.split(","):
+        digits = word.strip()
+        if not (digits.isascii() and digits.isdecimal()) or len(digits) > 10 or int(digits) > _LARGEST_TOKEN_ID:
+            raise WorkFailed(f"--prompt-ids takes token ids like 1,2,3; {word.strip()[:40]!r} is not one", status=2)
+        ids.append(int(digits))
+    return ids
+
+
+def _generate(flags: Flags, settings: Settings) -> Generate:
+    chosen = {key: value for key, value in flags.numbers.items() if key in _SAMPLING}
+    # Asking for sampling on the command line is asking for no beam search, unless that was asked for as well.
+    beams = int(flags.numbers.get("beams", 1 if chosen else settings.beams))
+    base = settings.sampling if beams == 1 else Sampling()
+    sampling = msgspec.structs.replace(base, **cast(dict[str, Any], chosen))
+    longest = flags.numbers.get("max_tokens", settings.max_tokens)
+    return Generate(
+        id=0,
+        sampling=sampling,
+        max_tokens=None if longest is None else int(longest),
+        stop=[_as_typed(text) for text in flags.stop],
+        beams=beams,
+        length_penalty=float(flags.numbers.get("length_penalty", settings.length_penalty)),
+        with_timing=flags.as_json,
+    )
+
+
+def _messages(flags: Flags, settings: Settings) -> list[Message]:
+    prompt = read_prompt() if flags.prompt is None else flags.prompt
+    if not prompt.strip():
+        raise WorkFailed("the question is empty", status=2)
+    system = settings.system_prompt if flags.system is None else flags.system
+    messages = [Message("system", _as_typed(system))] if system else []
+    return [*messages, Message("user", _as_typed(prompt))]
+
+
+def _as_typed(text: str) -> str:
+    """An argument as UTF-8, whatever the locale: bytes foreign to the locale reach us as half surrogate pairs.
+
+    Raises WorkFailed (status 2).
+    """
+    if not any("\ud800" <= character <= "\udfff" for character in text):
+        return text
+    try:
+        return os.fsencode(text).decode("utf-8")
+    except UnicodeError:
+        raise WorkFailed("the question is not UTF-8 text", status=2) from None

@@ -1,0 +1,249 @@
+"""``privatellm doctor``: what was found, which path runs and why, and the way out of what does not."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import os
+import platform
+import shutil
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from app.commands.output import answer, as_json, size
+from app.engine_client import EngineClient, EngineDied
+from app.machine import Machine, default_runtime, this_machine
+from app.settings_file import open_settings
+from app.text_safety import one_line
+from engine.errors import ModelError
+from engine.models import store
+from engine.models.locations import KINDS, locate
+
+Mark = Literal["ok", "note", "problem"]
+_SIGNS: dict[Mark, str] = {"ok": "✓", "note": "·", "problem": "✗"}
+_LIBRARIES = ("torch", "transformers", "mlx", "mlx-lm", "textual", "safetensors", "gguf", "huggingface-hub", "msgspec")
+_CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm")
+_TOOL_WAIT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the examination; ``way_out`` is what to do about it."""
+
+    about: str
+    text: str
+    mark: Mark = "ok"
+    way_out: str = ""
+
+
+def doctor(*, in_json: bool) -> int:
+    """Print the findings; 1 if one of them is a problem."""
+    findings = examine()
+    if in_json:
+        answer(as_json([asdict(finding) for finding in findings]))
+    else:
+        answer("".join(_lines(finding) for finding in findings))
+    return 1 if any(finding.mark == "problem" for finding in findings) else 0
+
+
+def examine() -> list[Finding]:
+    machine = this_machine()
+    examinations: list[Callable[[], list[Finding]]] = [
+        _program,
+        _processor,
+        _memory,
+        lambda: _graphics(machine),
+        _libraries,
+        lambda: _runtime(machine),
+        _engine,
+        _settings,
+        _conversations,
+        _models,
+        _places,
+    ]
+    return [finding for examination in examinations for finding in examination()]
+
+
+def _lines(finding: Finding) -> str:
+    line = f"{_SIGNS[finding.mark]} {finding.about:14} {one_line(finding.text)}\n"
+    return line + (f"{'':17}way out: {one_line(finding.way_out)}\n" if finding.way_out else "")
+
+
+def _program() -> list[Finding]:
+    version = importlib.metadata.version("privatellm")
+    return [Finding("privatellm", f"{version}, Python {platform.python_version()} on {platform.platform(terse=True)}")]
+
+
+def _processor() -> list[Finding]:
+    import psutil
+
+    features = [feature for feature in _CPU_FEATURES if feature in cpu_features()]
+    cores = f"{psutil.cpu_count(logical=False) or '?'} cores, {os.cpu_count()} threads"
+    found = [
+        Finding("processor", f"{platform.machine()}, {cores}; {', '.join(features) or 'no known vector features'}")
+    ]
+    if platform.machine() == "x86_64" and "avx512_bf16" not in features:
+        found.append(
+            Finding(
+                "bfloat16",
+                "this processor has no bfloat16 instructions: several rows at once (prefill, beams) are slow",
+                "note",
+                "try --dtype float32 if memory allows",
+            )
+        )
+    return found
+
+
+def cpu_features() -> frozenset[str]:
+    """What the processor says it can do, in Linux's words; empty if the system does not tell."""
+    if sys.platform == "darwin":
+        return _darwin_features()
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return frozenset()
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def _darwin_features() -> frozenset[str]:
+    """From sysctl, whose ``hw.optional.arm.FEAT_BF16: 1`` is Linux's ``bf16``."""
+    query = ["/usr/sbin/sysctl", "hw.optional"]
+    try:
+        result = subprocess.run(query, capture_output=True, text=True, timeout=_TOOL_WAIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return frozenset()
+    pairs = (line.partition(":") for line in result.stdout.splitlines())
+    return frozenset(
+        name.rsplit(".", 1)[-1].removeprefix("FEAT_").lower() for name, _, value in pairs if value.strip() == "1"
+    )
+
+
+def _memory() -> list[Finding]:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    return [Finding("memory", f"{size(memory.available)} available of {size(memory.total)}")]
+
+
+def _graphics(machine: Machine) -> list[Finding]:
+    if machine.apple_silicon:
+        return [Finding("GPU", "Apple GPU, sharing the machine's memory")]
+    if not machine.nvidia:
+        return [Finding("GPU", "none found; experts and trunk run on the CPU", "note")]
+    names = nvidia_gpus()
+    if names:
+        return [Finding("GPU", "; ".join(names))]
+    return [Finding("GPU", "an NVIDIA driver is there but lists no GPU", "problem", "see what nvidia-smi says")]
+
+
+def nvidia_gpus() -> list[str]:
+    """Name and memory of each GPU, as the driver's own tool tells; empty if it cannot."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(
+            query, capture_output=True, text=True, timeout=_TOOL_WAIT_S, check=True, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        return []
+    return [line.strip() for line in result.stdout.splitlines() if line.strip()]
+
+
+def _libraries() -> list[Finding]:
+    """Versions from the packages' metadata: importing torch would take seconds."""
+    versions = []
+    for library in _LIBRARIES:
+        try:
+            versions.append(f"{library} {importlib.metadata.version(library)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return [Finding("libraries", ", ".join(versions))]
+
+
+def _runtime(machine: Machine) -> list[Finding]:
+    name, reason = default_runtime(machine)
+    found = [Finding("runtime", f"auto is {name} ({reason})")]
+    if name == "torch" and not machine.torch:
+        found[0] = Finding("runtime", "torch is not installed", "problem", "pip install privatellm anew")
+    elif machine.apple_silicon and name == "torch":
+        found[0] = Finding("runtime", f"auto is torch ({reason})", "note", "pip install mlx mlx-lm")
+    return found
+
+
+def _engine() -> list[Finding]:
+    """Whether the engine process comes up."""
+
+    async def start() -> None:
+        engine = EngineClient()
+        try:
+            await engine.start()
+        finally:
+            await engine.close()
+
+    try:
+        asyncio.run(start())
+    except EngineDied as error:
+        log = locate("logs") / "engine.log"
+        return [Finding("engine", str(error), "problem", f"the end of {log} says why")]
+    return [Finding("engine", "starts and answers")]
+
+
+def _settings() -> list[Finding]:
+    """Looks only: a damaged file is put aside when the settings are next used, not here."""
+    path = locate("config") / "settings.toml"
+    if not path.exists():
+        return [Finding("settings", "none changed")]
+    file = open_settings(path, look_only=True)
+    notes = [Finding("settings", notice, "note", f"edit {path}") for notice in file.notices]
+    return notes or [Finding("settings", str(path))]
+
+
+def _conversations() -> list[Finding]:
+    path = locate("data") / "conversations.sqlite"
+    found = []
+    if not path.exists():
+        found.append(Finding("conversations", "none yet"))
+    else:
+        try:
+            with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=1.0)) as connection:
+                (count,) = connection.execute("SELECT count(*) FROM conversation").fetchone()
+            found.append(Finding("conversations", f"{count} in {path}"))
+        except sqlite3.Error as error:
+            found.append(
+                Finding("conversations", f"{path}: {error}", "problem", "start the chat: it recovers what is readable")
+            )
+    with closing(sqlite3.connect(":memory:")) as connection:
+        options = {name for (name,) in connection.execute("PRAGMA compile_options")}
+    if "ENABLE_FTS5" not in options:
+        found.append(
+            Finding("search", "SQLite without FTS5: reads all messages", "note", "use a Python whose SQLite has FTS5")
+        )
+    return found
+
+
+def _models() -> list[Finding]:
+    folder = locate("models")
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        names = [model.name for model in store.installed()]
+        free = shutil.disk_usage(there).free
+    except (ModelError, OSError) as error:
+        return [Finding("models", str(error), "problem")]
+    text = f"{', '.join(names) or 'none yet'}; {size(free)} free in {there}"
+    return [Finding("models", text) if names else Finding("models", text, "note", "privatellm models pull starter")]
+
+
+def _places() -> list[Finding]:
+    return [Finding(f"{kind} folder", str(locate(kind))) for kind in KINDS]

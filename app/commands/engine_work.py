@@ -1,0 +1,92 @@
+"""Runs one piece of work on an engine of its own, whatever the person or the engine does meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+
+from app.commands.output import ProgressLine, WorkFailed, say
+from app.engine_client import EngineClient, EngineDied
+from app.interrupts import INTERRUPTED, handled
+from engine.messages import AnyRequest, Done, Failed, Loaded, Notice, Progress
+
+_ORDERLY_END_WAIT_S = 2.0
+
+
+class Interruption:
+    """What ctrl-c does. At first it gives the work up; :meth:`ask_first` makes it ask for an orderly end."""
+
+    def __init__(self, task: asyncio.Task[int]) -> None:
+        self.happened = False
+        self._task = task
+        self._loop = asyncio.get_running_loop()
+        self._ask: Callable[[], None] | None = None
+
+    def ask_first(self, ask: Callable[[], None] | None) -> None:
+        self._ask = ask
+
+    def happen(self) -> None:
+        """From the signal handler."""
+        self.happened = True
+        self._loop.call_soon_threadsafe(self._act)
+
+    def _act(self) -> None:
+        if self._ask is None:
+            self._task.cancel()
+        else:
+            self._ask()
+            self._loop.call_later(_ORDERLY_END_WAIT_S, self._task.cancel)
+
+
+Work = Callable[[EngineClient, Interruption], Awaitable[int]]
+
+
+def run_with_engine(work: Work) -> int:
+    """Start an engine, do ``work``, leave no engine behind; the exit status. Raises WorkFailed."""
+    return asyncio.run(_run(work))
+
+
+async def _run(work: Work) -> int:
+    engine = EngineClient()
+    engine.on_notice = lambda notice: say(f"note: {notice.text}")
+    task = asyncio.current_task()
+    assert task is not None
+    interruption = Interruption(task)
+    with handled(interruption.happen, engine.kill):
+        try:
+            try:
+                await engine.start()
+                return await work(engine, interruption)
+            except EngineDied as error:
+                raise WorkFailed(str(error)) from error
+            finally:
+                if interruption.happened:
+                    engine.kill()
+                await engine.close()
+        except asyncio.CancelledError:
+            if not interruption.happened:
+                raise
+            return INTERRUPTED
+
+
+async def do(engine: EngineClient, request: AnyRequest, progress: ProgressLine) -> Loaded | Done:
+    """Send a Load, Pull or Prepare and wait for its end. Raises WorkFailed, EngineDied."""
+    try:
+        async with aclosing(engine.stream(request)) as events:
+            async for event in events:
+                match event:
+                    case Progress():
+                        progress.show(event)
+                    case Notice():
+                        progress.clear()
+                        say(f"note: {event.text}")
+                    case Failed():
+                        raise WorkFailed(event.error)
+                    case Loaded() | Done():
+                        return event
+                    case _:
+                        continue
+    finally:
+        progress.clear()
+    raise WorkFailed("the engine ended the request without a result")

@@ -1,0 +1,120 @@
+"""``privatellm models``: list, pull, prepare, remove."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from app.commands.engine_work import Interruption, do, run_with_engine
+from app.commands.output import ProgressLine, WorkFailed, answer, as_json, say, size
+from app.engine_client import EngineClient
+from app.text_safety import sanitize
+from engine.errors import ModelError
+from engine.messages import AnyRequest, Done, Prepare, Pull
+from engine.models import store
+from engine.models.catalogue import catalogue
+from engine.models.locations import locate
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model as ``models list`` shows it. ``nbytes``: on disk, or what the download takes."""
+
+    name: str
+    state: str
+    nbytes: int
+    family: str
+    description: str
+    path: str = ""
+
+
+def rows() -> list[Row]:
+    """What is here first, then what is only known. Raises ModelError."""
+    known = {entry.name: entry for entry in catalogue()}
+    here = [
+        Row(
+            model.name,
+            "ready, prepared" if model.prepared else "ready",
+            model.nbytes,
+            model.family,
+            known[model.name].description if model.name in known else "",
+            str(model.path),
+        )
+        for model in store.installed()
+    ]
+    names = {row.name for row in here}
+    begun = [Row(name, "unfinished", nbytes, "", "") for name, nbytes in store.partial_downloads() if name not in names]
+    names |= {row.name for row in begun}
+    absent = [
+        Row(entry.name, "can be made" if entry.origin == "starter" else "can be pulled", int(entry.gigabytes * 1e9),
+            entry.family, entry.description)
+        for entry in known.values()
+        if entry.name not in names
+    ]  # fmt: skip
+    return here + begun + absent
+
+
+def show_models(*, in_json: bool) -> int:
+    try:
+        found = rows()
+    except (ModelError, OSError) as error:
+        raise WorkFailed(str(error)) from error
+    answer(_json(found) if in_json else _table(found))
+    return 0
+
+
+def _json(found: list[Row]) -> str:
+    return as_json([asdict(row) for row in found])
+
+
+def _table(found: list[Row]) -> str:
+    width = max(len(row.name) for row in found)
+    lines = [
+        f"{row.name:{width}}  {row.state:15}  {size(row.nbytes):>8}  {row.family:12}  {row.description}".rstrip()
+        for row in found
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def pull(model: str) -> int:
+    """Download or make a model; prints its folder."""
+    return _work(model, lambda engine: Pull(id=engine.new_id(), model=model))
+
+
+def prepare(model: str) -> int:
+    """Write a model's bank; prints its folder."""
+    return _work(model, lambda engine: Prepare(id=engine.new_id(), model=model))
+
+
+def remove(model: str, *, ask_first: bool) -> int:
+    """Delete a model. A person at a terminal is asked; a script is taken at its word."""
+    try:
+        if ask_first and sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty():
+            name = store.resolve(model).name
+            say(f"Delete {name} from {locate('models')}? [y/N]")
+            if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+                say("Nothing was deleted.")
+                return 1
+        freed = store.remove(model)
+    except ModelError as error:
+        raise WorkFailed(str(error)) from error
+    say(f"Deleted {model}: {size(freed)} freed.")
+    return 0
+
+
+def _work(model: str, request: Callable[[EngineClient], AnyRequest]) -> int:
+    try:
+        store.resolve(model)
+    except ModelError as error:
+        raise WorkFailed(str(error)) from error
+
+    async def work(engine: EngineClient, interruption: Interruption) -> int:
+        done = await do(engine, request(engine), ProgressLine())
+        assert isinstance(done, Done)
+        if done.detail:
+            say(done.detail)
+        answer(sanitize(done.path) + "\n")
+        return 0
+
+    return run_with_engine(work)

@@ -1,0 +1,150 @@
+"""The only place that writes to the terminal for the commands: answers to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+from app.text_safety import one_line
+
+if TYPE_CHECKING:
+    from engine.messages import Progress
+
+_UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_STEPS = 4
+
+
+class ReaderGoneError(Exception):
+    """Whoever read our output has seen enough (``| head``): not a failure, but no reason to go on either."""
+
+
+def answer(text: str) -> None:
+    """A piece of the answer, at once. Raises ReaderGoneError when nobody reads any more, WorkFailed if it is lost."""
+    if not text:
+        return
+    if sys.stdout is None or sys.stdout.closed:
+        raise WorkFailed("the answer cannot be written: stdout is closed")
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        forget_stdout()
+        raise ReaderGoneError from error
+    except UnicodeEncodeError:
+        # A terminal that is not UTF-8 gets what it can show.
+        encoding = sys.stdout.encoding
+        answer(text.encode(encoding, "replace").decode(encoding))
+    except OSError as error:
+        forget_stdout()
+        raise WorkFailed(f"the answer cannot be written: {error.strerror or error}") from error
+
+
+def forget_stdout() -> None:
+    """What is still buffered cannot be written; at exit Python would try again and complain."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):
+        return
+
+
+class WorkFailed(Exception):
+    """A command cannot do its work; the text is one sentence, ``status`` the exit status."""
+
+    def __init__(self, text: str, status: int = 1) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+def say(text: str) -> None:
+    """One line for the person, on stderr."""
+    _to_stderr(one_line(text) + "\n")
+
+
+def complain(text: str) -> None:
+    """An error, on stderr."""
+    say(f"privatellm: {text}")
+
+
+def as_json(value: object) -> str:
+    """``value`` as one line of JSON that is exact and yet safe on a terminal: what could act is escaped."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return _UNSAFE_IN_JSON.sub(lambda match: f"\\u{ord(match.group()):04x}", text) + "\n"
+
+
+def size(nbytes: float) -> str:
+    """Decimal units, as disks and downloads are labelled."""
+    for unit in ("B", "kB", "MB"):
+        if abs(nbytes) < 999.5:
+            return f"{nbytes:.0f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.1f} GB"
+
+
+class ProgressLine:
+    """Progress on stderr: one line that changes on a terminal, a line per stage and quarter elsewhere.
+
+    ``quiet_elsewhere`` says nothing at all where stderr is not a terminal.
+    """
+
+    def __init__(self, *, quiet_elsewhere: bool = False) -> None:
+        self._live = _is_terminal(sys.stderr)
+        self._quiet = quiet_elsewhere and not self._live
+        self._shown = ""
+        self._last: tuple[str, int] | None = None
+
+    def show(self, progress: Progress) -> None:
+        if self._quiet:
+            return
+        line = describe(progress)
+        if self._live:
+            if line != self._shown:
+                _to_stderr(f"\r\x1b[K{line[: _columns() - 1]}")
+                self._shown = line
+            return
+        quarter = progress.done * _STEPS // progress.total if progress.total > 0 else 0
+        if self._last != (progress.stage, quarter):
+            self._last = (progress.stage, quarter)
+            say(line)
+
+    def clear(self) -> None:
+        """Take the changing line away before anything else is written."""
+        if self._shown:
+            _to_stderr("\r\x1b[K")
+            self._shown = ""
+
+
+def describe(progress: Progress) -> str:
+    """``downloading: 12 % (35 MB of 290 MB)``"""
+    stage = one_line(progress.stage)
+    if progress.total <= 0:
+        if progress.done <= 0:
+            return stage
+        return f"{stage}: {size(progress.done) if progress.unit == 'bytes' else f'{progress.done} {progress.unit}'}"
+    percent = min(100, 100 * progress.done // progress.total)
+    if progress.unit == "bytes":
+        return f"{stage}: {percent} % ({size(progress.done)} of {size(progress.total)})"
+    counts = f"{progress.done} of {progress.total} {progress.unit}".rstrip()
+    return f"{stage}: {percent} % ({counts})"
+
+
+def _to_stderr(text: str) -> None:
+    if sys.stderr is None or sys.stderr.closed:
+        return
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:
+        return  # nobody reads it: no reason to stop the work
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and not stream.closed and stream.isatty()
+
+
+def _columns() -> int:
+    import shutil
+
+    return max(20, shutil.get_terminal_size().columns)

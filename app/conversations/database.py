@@ -1,0 +1,363 @@
+"""The conversation store on SQLite."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from app.conversations.exporting import as_json, as_markdown
+from app.conversations.failures import explain, explained
+from app.conversations.records import Conversation, MessageRecord, Role, SearchHit, State, StoreError
+from app.conversations.searching import HIT_END, HIT_START, SearchIndex, contains_folded, snippet_around
+from app.conversations.writers import Writer, is_alive
+
+_CONVERSATION = "id, title, system, model, created, updated, leaf, archived"
+_SIBLING = "s.conversation = m.conversation AND s.parent IS m.parent AND s.role = m.role"
+_MESSAGE = (
+    "m.id, m.conversation, m.parent, m.role, m.content, m.state, m.created, m.model, m.tokens, m.tokens_per_s,"
+    f" m.finish_reason, (SELECT count(*) FROM message s WHERE {_SIBLING}) AS siblings,"
+    f" (SELECT count(*) FROM message s WHERE {_SIBLING} AND s.id < m.id) AS sibling_index"
+)
+_TITLE_LENGTH = 60
+
+
+class SqliteStore:
+    """The :class:`app.conversations.store.ConversationStore` that ``open_store`` gives.
+
+    Calls may come from any thread; they take turns. Each change is one transaction, on disk when the call returns.
+    """
+
+    def __init__(
+        self, connection: sqlite3.Connection, path: Path, notices: list[str], clock: Callable[[], float] = time.time
+    ) -> None:
+        self.path = path
+        self.notices = notices
+        self._connection = connection
+        self._clock = clock
+        self._turn = threading.RLock()
+        self._writer = Writer()
+        with explained(path):
+            self._index = SearchIndex(connection)
+        if not self._index.available:
+            self.notices.append("This Python's SQLite has no FTS5: searching works, but slowly in a large history.")
+        self._stop_abandoned()
+        with self._reading():
+            behind = self._index.behind
+        if behind:
+            with self._change():
+                self._index.catch_up()
+
+    # --- conversations ---
+
+    def create(self, *, model: str, system: str = "", title: str = "") -> Conversation:
+        now = self._clock()
+        with self._change():
+            cursor = self._connection.execute(
+                "INSERT INTO conversation (title, system, model, created, updated) VALUES (?, ?, ?, ?, ?)",
+                (_storable(title), _storable(system), _storable(model), now, now),
+            )
+            return self._conversation(_row_id(cursor))
+
+    def conversations(self, *, archived: bool = False, limit: int = 500) -> list[Conversation]:
+        with self._reading():
+            rows = self._connection.execute(
+                f"SELECT {_CONVERSATION} FROM conversation WHERE archived = ? ORDER BY updated DESC, id DESC LIMIT ?",
+                (archived, limit),
+            ).fetchall()
+        return [_conversation(row) for row in rows]
+
+    def conversation(self, conversation: int) -> Conversation:
+        with self._reading():
+            return self._conversation(conversation)
+
+    def change(
+        self,
+        conversation: int,
+        *,
+        title: str | None = None,
+        system: str | None = None,
+        model: str | None = None,
+        archived: bool | None = None,
+    ) -> Conversation:
+        with self._change():
+            self._conversation(conversation)
+            for column, value in (("title", title), ("system", system), ("model", model)):
+                if value is not None:
+                    self._connection.execute(
+                        f"UPDATE conversation SET {column} = ? WHERE id = ?", (_storable(value), conversation)
+                    )
+            if archived is not None:
+                self._connection.execute("UPDATE conversation SET archived = ? WHERE id = ?", (archived, conversation))
+            return self._conversation(conversation)
+
+    def delete(self, conversation: int) -> None:
+        with self._change():
+            self._conversation(conversation)
+            self._index.forget(conversation)
+            self._connection.execute("DELETE FROM message WHERE conversation = ?", (conversation,))
+            self._connection.execute("DELETE FROM conversation WHERE id = ?", (conversation,))
+
+    # --- messages ---
+
+    def add(
+        self,
+        conversation: int,
+        role: Role,
+        content: str,
+        *,
+        parent: int | None,
+        state: State = "complete",
+        model: str = "",
+    ) -> MessageRecord:
+        now = self._clock()
+        with self._change():
+            title = self._conversation(conversation).title
+            if parent is not None and self._message(parent).conversation != conversation:
+                raise StoreError(f"message {parent} is not part of conversation {conversation}")
+            writer = self._writer.token if state == "writing" else ""
+            cursor = self._connection.execute(
+                "INSERT INTO message (conversation, parent, role, content, state, created, model, writer)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (conversation, parent, role, _storable(content), state, now, _storable(model), writer),
+            )
+            message = _row_id(cursor)
+            if state != "writing":
+                self._index.put(message, _storable(content))
+            if not title and role == "user":
+                title = title_from(_storable(content))
+            self._connection.execute(
+                "UPDATE conversation SET leaf = ?, updated = ?, title = ? WHERE id = ?",
+                (message, now, title, conversation),
+            )
+            return self._message(message)
+
+    def update(
+        self,
+        message: int,
+        *,
+        content: str | None = None,
+        state: State | None = None,
+        tokens: int | None = None,
+        tokens_per_s: float | None = None,
+        finish_reason: str | None = None,
+    ) -> None:
+        changes: dict[str, object] = {
+            "content": None if content is None else _storable(content),
+            "state": state,
+            "writer": None if state is None else self._writer.token if state == "writing" else "",
+            "tokens": tokens,
+            "tokens_per_s": tokens_per_s,
+            "finish_reason": finish_reason,
+        }
+        changes = {column: value for column, value in changes.items() if value is not None}
+        with self._change():
+            record = self._message(message)
+            if changes:
+                columns = ", ".join(f"{column} = :{column}" for column in changes)
+                self._connection.execute(f"UPDATE message SET {columns} WHERE id = :id", {**changes, "id": message})
+            if (state or record.state) != "writing" and (content is not None or record.state == "writing"):
+                self._index.put(message, record.content if content is None else _storable(content))
+            self._connection.execute(
+                "UPDATE conversation SET updated = ? WHERE id = ?", (self._clock(), record.conversation)
+            )
+
+    def path_to(self, message: int) -> list[MessageRecord]:
+        with self._reading():
+            self._message(message)
+            return self._path_to(message)
+
+    def shown(self, conversation: int) -> list[MessageRecord]:
+        with self._reading():
+            leaf = self._conversation(conversation).leaf
+            return [] if leaf is None else self._path_to(leaf)
+
+    def siblings(self, message: int) -> list[MessageRecord]:
+        with self._reading():
+            self._message(message)
+            rows = self._connection.execute(
+                f"SELECT {_MESSAGE} FROM message chosen JOIN message m ON m.conversation = chosen.conversation"
+                " AND m.parent IS chosen.parent AND m.role = chosen.role WHERE chosen.id = ? ORDER BY m.id",
+                (message,),
+            ).fetchall()
+        return [_record(row) for row in rows]
+
+    def select(self, message: int) -> list[MessageRecord]:
+        with self._change():
+            conversation = self._message(message).conversation
+            # A message is always younger than its parent: the youngest of the descendants is a leaf.
+            (leaf,) = self._connection.execute(
+                "WITH RECURSIVE below (id) AS (VALUES (?) UNION ALL"
+                " SELECT m.id FROM below JOIN message m ON m.parent = below.id) SELECT max(id) FROM below",
+                (message,),
+            ).fetchone()
+            self._connection.execute("UPDATE conversation SET leaf = ? WHERE id = ?", (leaf, conversation))
+            return self._path_to(leaf)
+
+    def messages(self, conversation: int) -> Iterable[MessageRecord]:
+        with self._reading():
+            self._conversation(conversation)
+            rows = self._connection.execute(
+                f"SELECT {_MESSAGE} FROM message m WHERE m.conversation = ? ORDER BY m.id", (conversation,)
+            ).fetchall()
+        return [_record(row) for row in rows]
+
+    # --- finding and taking out ---
+
+    def search(self, text: str, limit: int = 50) -> list[SearchHit]:
+        wanted = _storable(text).strip()
+        if not wanted or limit < 1:
+            return []
+        with self._reading():
+            everything = {
+                row[0]: _conversation(row)
+                for row in self._connection.execute(
+                    f"SELECT {_CONVERSATION} FROM conversation ORDER BY updated DESC, id DESC"
+                )
+            }
+            found = self._index.find(wanted, limit)
+            owners = self._owners([message for message, _ in found])
+        hits = [
+            SearchHit(everything[owners[message]], message, snippet)
+            for message, snippet in found
+            if owners.get(message) in everything
+        ]
+        # The title is often the question's first line: the message says more than the title then.
+        shown = {hit.conversation.id for hit in hits}
+        titled = [
+            SearchHit(conversation, conversation.leaf or 0, snippet_around(conversation.title, wanted))
+            for conversation in everything.values()
+            if conversation.id not in shown and contains_folded(conversation.title, wanted)
+        ]
+        return (titled + hits)[:limit]
+
+    def export(self, conversation: int, form: str) -> str:
+        with self._turn:
+            facts = self.conversation(conversation)
+            if form == "markdown":
+                return as_markdown(facts, self.shown(conversation))
+            if form == "json":
+                return as_json(facts, self.messages(conversation))
+        raise StoreError(f"a conversation cannot be exported as {form!r}; there are markdown and json")
+
+    def close(self) -> None:
+        with self._turn:
+            self._writer.close()
+            self._connection.close()
+
+    # --- inside ---
+
+    def _stop_abandoned(self) -> None:
+        """Answers whose writer died are partial answers that stopped."""
+        with self._reading():
+            writing = self._connection.execute("SELECT id, writer FROM message WHERE state = 'writing'").fetchall()
+        dead = [(message, writer) for message, writer in writing if not is_alive(writer)]
+        if not dead:
+            return
+        with self._change():
+            self._connection.executemany(
+                "UPDATE message SET state = 'stopped', writer = '' WHERE id = ? AND state = 'writing' AND writer = ?",
+                dead,
+            )
+        answers = "An answer was" if len(dead) == 1 else f"{len(dead)} answers were"
+        self.notices.append(f"{answers} being written when privatellm ended; what there was is kept.")
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._turn, explained(self.path):
+            yield
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """One transaction: all of it is on disk afterwards, or nothing."""
+        with self._turn:
+            try:
+                # Immediate: two programs that read first and write later would lock each other out.
+                self._connection.execute("BEGIN IMMEDIATE")
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException as error:
+                self._roll_back()
+                if isinstance(error, sqlite3.Error):
+                    raise explain(error, self.path) from error
+                raise
+
+    def _roll_back(self) -> None:
+        try:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+        except sqlite3.Error:
+            # The first error is the one to tell; SQLite has rolled back by itself (disk full, I/O error).
+            return
+
+    def _conversation(self, conversation: int) -> Conversation:
+        row = self._connection.execute(
+            f"SELECT {_CONVERSATION} FROM conversation WHERE id = ?", (conversation,)
+        ).fetchone()
+        if row is None:
+            raise StoreError(f"there is no conversation {conversation}; it may have been deleted meanwhile")
+        return _conversation(row)
+
+    def _message(self, message: int) -> MessageRecord:
+        row = self._connection.execute(f"SELECT {_MESSAGE} FROM message m WHERE m.id = ?", (message,)).fetchone()
+        if row is None:
+            raise StoreError(f"there is no message {message}; its conversation may have been deleted meanwhile")
+        return _record(row)
+
+    def _path_to(self, message: int) -> list[MessageRecord]:
+        rows = self._connection.execute(
+            "WITH RECURSIVE above (id, parent) AS (SELECT id, parent FROM message WHERE id = ? UNION ALL"
+            " SELECT m.id, m.parent FROM above JOIN message m ON m.id = above.parent)"
+            f" SELECT {_MESSAGE} FROM above JOIN message m ON m.id = above.id ORDER BY m.id",
+            (message,),
+        ).fetchall()
+        return [_record(row) for row in rows]
+
+    def _owners(self, messages: list[int]) -> dict[int, int]:
+        owners: dict[int, int] = {}
+        for message in messages:
+            row = self._connection.execute("SELECT conversation FROM message WHERE id = ?", (message,)).fetchone()
+            if row is not None:
+                owners[message] = row[0]
+        return owners
+
+
+def title_from(question: str) -> str:
+    """The first line that says something, cut at a word."""
+    line = next((" ".join(line.split()) for line in question.splitlines() if line.strip()), "")
+    line = "".join(character for character in line if character.isprintable()).strip("# *`>")
+    if len(line) <= _TITLE_LENGTH:
+        return line
+    cut = line[: _TITLE_LENGTH - 1]
+    words = cut.rsplit(" ", 1)[0]
+    return (words if len(words) > _TITLE_LENGTH // 2 else cut) + "…"
+
+
+def _storable(text: str) -> str:
+    """SQLite keeps UTF-8: half a surrogate pair cannot be written and becomes U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if _has_surrogates(text) else text
+
+
+def _has_surrogates(text: str) -> bool:
+    return not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _row_id(cursor: sqlite3.Cursor) -> int:
+    assert cursor.lastrowid is not None  # an INSERT always sets it
+    return cursor.lastrowid
+
+
+def _conversation(row: tuple[Any, ...]) -> Conversation:
+    return dataclasses.replace(Conversation(*row), archived=bool(row[-1]))
+
+
+def _record(row: tuple[Any, ...]) -> MessageRecord:
+    return MessageRecord(*row)
+
+
+__all__ = ["HIT_END", "HIT_START", "SqliteStore", "title_from"]

@@ -1,0 +1,164 @@
+"""What can still be read of a damaged database."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+_CONVERSATION = ("id", "title", "system", "model", "created", "updated", "archived", "leaf")
+_MESSAGE = (
+    "id", "conversation", "parent", "role", "content", "state", "created", "model", "tokens", "tokens_per_s",
+    "finish_reason",
+)  # fmt: skip
+_MISSES_IN_A_ROW = 10_000
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Recovered:
+    conversations: int
+    messages: int
+
+
+def put_aside(path: Path) -> Path:
+    """Rename the database and its side files to ``<stem>.damaged-<time>``; the new path. Raises OSError."""
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    aside, number = path.with_name(f"{path.stem}.damaged-{stamp}{path.suffix}"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.stem}.damaged-{stamp}-{number}{path.suffix}")
+    for ending in ("-wal", "-shm", ""):
+        side = path.with_name(path.name + ending)
+        if side.exists():
+            side.rename(aside.with_name(aside.name + ending))
+    return aside
+
+
+def recover_into(connection: sqlite3.Connection, damaged: Path) -> Recovered:
+    """Copy every row that can still be read; a message whose parent is lost hangs on the one before it."""
+    conversations, messages = _read(damaged)
+    _mend(conversations, messages)
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        _insert(connection, "conversation", conversations)
+        _insert(connection, "message", messages)
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+    return Recovered(len(conversations), len(messages))
+
+
+def _read(damaged: Path) -> tuple[list[Row], list[Row]]:
+    try:
+        with closing(sqlite3.connect(damaged, isolation_level=None)) as source:
+            source.execute("PRAGMA cell_size_check = ON")
+            source.text_factory = lambda data: data.decode("utf-8", "replace")
+            conversations = list(_rows(source, "conversation", _CONVERSATION))
+            messages = {row["id"]: row for row in _rows(source, "message", _MESSAGE)}
+            for row in _rows_from_indexes(source):
+                messages.setdefault(row["id"], row)
+            return conversations, [messages[number] for number in sorted(messages)]
+    except sqlite3.Error:
+        return [], []
+
+
+def _rows(source: sqlite3.Connection, table: str, columns: tuple[str, ...]) -> Iterator[Row]:
+    """Row by row by number: a page that cannot be read costs only what is on it."""
+    try:
+        there = {name for (name,) in source.execute("SELECT name FROM pragma_table_info(?)", (table,))}
+    except sqlite3.Error:
+        return
+    wanted = [column for column in columns if column in there]
+    if "id" not in wanted:
+        return
+    query = f"SELECT {', '.join(wanted)} FROM {table} WHERE id = ?"
+    last, number, misses = _last_id(source, table), 0, 0
+    while number < last if last is not None else misses < _MISSES_IN_A_ROW:
+        number += 1
+        try:
+            row = source.execute(query, (number,)).fetchone()
+        except sqlite3.Error:
+            row = None
+        misses = 0 if row else misses + 1
+        if row:
+            yield dict(zip(wanted, row, strict=True))
+
+
+def _rows_from_indexes(source: sqlite3.Connection) -> Iterator[Row]:
+    """Messages put together from what lies outside their table: the index of siblings has their place in the
+    conversation, the search index a copy of their text."""
+    for row in _scan(source, "SELECT id, conversation, parent, role FROM message INDEXED BY message_siblings"):
+        try:
+            text = source.execute("SELECT c0 FROM message_words_content WHERE id = ?", (row[0],)).fetchone()
+        except sqlite3.Error:
+            continue
+        if text is not None:
+            yield dict(zip(("id", "conversation", "parent", "role", "content"), (*row, text[0]), strict=True))
+
+
+def _scan(source: sqlite3.Connection, query: str) -> Iterator[tuple[Any, ...]]:
+    """Rows up to the first that cannot be read."""
+    try:
+        yield from source.execute(query)
+    except sqlite3.Error:
+        return
+
+
+def _last_id(source: sqlite3.Connection, table: str) -> int | None:
+    """The highest number ever given; None if that cannot be read."""
+    try:
+        row = source.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,)).fetchone()
+    except sqlite3.Error:
+        return None
+    # A number beyond all reason is damage too.
+    return int(row[0]) if row and isinstance(row[0], int) and 0 <= row[0] < 10_000_000 else None
+
+
+def _mend(conversations: list[Row], messages: list[Row]) -> None:
+    """Make the rows fit each other and the schema's constraints, losing no text."""
+    known = {row["id"]: row for row in conversations}
+    messages[:] = [row for row in messages if isinstance(row.get("content"), str)]
+    last_of: dict[int, int] = {}
+    seen: set[int] = set()
+    for row in messages:
+        said = row.get("conversation")
+        owner = said if isinstance(said, int) and said > 0 else max(known, default=0) + 1
+        if owner not in known:
+            known[owner] = {"id": owner, "title": "Recovered", "created": row.get("created")}
+            conversations.append(known[owner])
+        row["conversation"] = owner
+        if row.get("parent") is not None and row["parent"] not in seen:
+            row["parent"] = last_of.get(owner)
+        row["role"] = row.get("role") if row.get("role") in ("user", "assistant") else "assistant"
+        row["state"] = row.get("state") if row.get("state") in ("complete", "stopped", "failed") else "stopped"
+        _typed(row, text=("model", "finish_reason"), number=("created", "tokens_per_s"), whole=("tokens",))
+        seen.add(row["id"])
+        last_of[owner] = row["id"]
+    for row in conversations:
+        _typed(row, text=("title", "system", "model"), number=("created", "updated"), whole=("archived",))
+        row["archived"] = 1 if row["archived"] else 0
+        if row.get("leaf") not in seen:
+            row["leaf"] = last_of.get(row["id"])
+
+
+def _typed(row: Row, *, text: tuple[str, ...], number: tuple[str, ...], whole: tuple[str, ...]) -> None:
+    for column in text:
+        row[column] = row[column] if isinstance(row.get(column), str) else ""
+    for column in number:
+        row[column] = float(row[column]) if isinstance(row.get(column), int | float) else 0.0
+    for column in whole:
+        row[column] = row[column] if isinstance(row.get(column), int) else 0
+
+
+def _insert(connection: sqlite3.Connection, table: str, rows: list[Row]) -> None:
+    for row in rows:
+        columns = ", ".join(row)
+        values = ", ".join(f":{column}" for column in row)
+        connection.execute(f"INSERT OR IGNORE INTO {table} ({columns}) VALUES ({values})", row)

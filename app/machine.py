@@ -1,0 +1,89 @@
+"""What this machine is, found without importing torch or mlx: the processor, the graphics, the libraries installed."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import platform
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The facts that decide what can be chosen here."""
+
+    system: str
+    """``linux``, ``darwin``, ..., as in ``sys.platform``."""
+    architecture: str
+    """As in ``platform.machine()``: ``x86_64``, ``arm64``, ..."""
+    nvidia: bool
+    """An NVIDIA driver is present, so torch may find a GPU."""
+    torch: bool
+    mlx: bool
+    """Whether the libraries are installed (not whether they work)."""
+
+    @property
+    def apple_silicon(self) -> bool:
+        return self.system == "darwin" and self.architecture == "arm64"
+
+
+@functools.cache
+def this_machine() -> Machine:
+    """Looked at once per process; costs well under a millisecond."""
+    return Machine(
+        system=sys.platform,
+        architecture=platform.machine(),
+        nvidia=_has_nvidia_driver(),
+        torch=_installed("torch"),
+        mlx=_installed("mlx") and _installed("mlx_lm"),
+    )
+
+
+def unavailable_reason(key: str, choice: object, machine: Machine | None = None) -> str | None:
+    """Why ``choice`` of the setting ``key`` cannot be had on ``machine`` (default: this one); None if it can.
+
+    The screen shows such a choice greyed, with this reason.
+    """
+    machine = machine or this_machine()
+    if key == "runtime":
+        if choice == "mlx" and not machine.apple_silicon:
+            return "mlx needs Apple Silicon"
+        if choice == "mlx" and not machine.mlx:
+            return "mlx-lm is not installed"
+        if choice == "torch" and not machine.torch:
+            return "torch is not installed"
+    if key == "partitioning":
+        if choice == "ring":
+            return "not in this version"
+        if choice == "hybrid" and machine.apple_silicon:
+            return "CPU and GPU share their memory on Apple Silicon"
+        if choice == "hybrid" and not machine.nvidia:
+            return "no GPU found"
+    return None
+
+
+def default_runtime(machine: Machine | None = None) -> tuple[str, str]:
+    """What ``runtime = "auto"`` means here, and why, e.g. ``("torch", "not Apple Silicon")``."""
+    machine = machine or this_machine()
+    if not machine.apple_silicon:
+        return "torch", "mlx needs Apple Silicon"
+    if not machine.mlx:
+        return "torch", "Apple Silicon, but mlx-lm is not installed"
+    return "mlx", "Apple Silicon"
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _has_nvidia_driver() -> bool:
+    if Path("/proc/driver/nvidia/gpus").is_dir():
+        return True
+    # WSL has the driver's libraries but no /proc entry; nvidia-smi is then on the path.
+    return Path("/dev/nvidia0").exists() or shutil.which("nvidia-smi") is not None

@@ -1,0 +1,141 @@
+"""An engine process that speaks the real frames and plays a script: what the client must cope with.
+
+Run as a program with the name of a script. Requests are answered by what their text says.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import msgspec
+
+from engine.messages import (
+    PROTOCOL_VERSION,
+    Beam,
+    BeamProgress,
+    Cancel,
+    Done,
+    Event,
+    Failed,
+    Finished,
+    Generate,
+    Hello,
+    Load,
+    Loaded,
+    ModelFacts,
+    Notice,
+    Piece,
+    Prepare,
+    Progress,
+    Pull,
+    Shutdown,
+    pack,
+    request_reader,
+)
+
+
+def emit(event: Event) -> None:
+    os.write(1, pack(event))
+
+
+def finished(request: int, text: str, reason: str = "stop") -> Finished:
+    return Finished(
+        id=request, text=text, token_ids=[], finish_reason=reason, prompt_tokens=1, prefilled_tokens=1,
+        completion_tokens=1, ttft_s=0.0, tokens_per_s=1.0,
+    )  # fmt: skip
+
+
+def facts(request: Load) -> ModelFacts:
+    return ModelFacts(
+        name=request.model, family="mixtral", runtime="torch", executor="local (torch, cpu)", device="cpu",
+        dtype="float32", layers=2, experts=4, experts_per_token=2, moe_layers=[0, 1], vocabulary=10, hidden=8,
+        context_limit=64, trunk_bytes=1, expert_bytes=1, key_value_bytes_per_token=1, parameters=2, load_s=0.5,
+        notices=["no native kernel"],
+    )  # fmt: skip
+
+
+def answer(request: Generate) -> None:
+    words = request.messages[-1].content if request.messages else "echo:"
+    match words.split(":")[0]:
+        case "say":
+            for number, word in enumerate(words.removeprefix("say:").split()):
+                emit(Piece(id=request.id, text=word + " ", tokens=number + 1))
+            emit(finished(request.id, words.removeprefix("say:")))
+        case "many":
+            count = int(words.removeprefix("many:"))
+            for number in range(count):
+                emit(Piece(id=request.id, text=f"{number} ", tokens=number + 1))
+            emit(finished(request.id, "many"))
+        case "die":
+            emit(Piece(id=request.id, text="last words", tokens=1))
+            signal_or_status = int(words.removeprefix("die:"))
+            if signal_or_status < 0:
+                os.kill(os.getpid(), -signal_or_status)
+            os._exit(signal_or_status)
+        case "garbage":
+            emit(Piece(id=request.id, text="before", tokens=1))
+            os.write(1, b"\xff\xff\xff\xff this is no frame")
+            time.sleep(60)
+        case "wait":
+            emit(Piece(id=request.id, text="waiting", tokens=1))
+        case "fail":
+            emit(Failed(id=request.id, error="It failed.", kind="model"))
+        case "raw":
+            emit(Piece(id=request.id, text="a\x1b[31", tokens=1))
+            emit(Piece(id=request.id, text="mred\x1b]0;title\x07\x9b2J end\r", tokens=2))
+            emit(finished(request.id, "a\x1b[31mred\x1b]0;title\x07\x9b2J end\r"))
+        case "beams":
+            emit(BeamProgress(id=request.id, step=1, beams=[]))
+            beam = Beam(text="best \x1b[1mone", token_ids=[4, 5], score=-0.5, finished=True)
+            emit(msgspec.structs.replace(finished(request.id, beam.text), beams=[beam]))
+        case "bad":
+            emit(Failed(id=request.id, error="Token id 9 is unknown.", kind="bad-input"))
+        case "echo":
+            emit(finished(request.id, msgspec.json.encode(request).decode()))
+        case "orphan":
+            child = subprocess.Popen(["sleep", "60"], stdout=1)
+            emit(Piece(id=request.id, text=str(child.pid), tokens=1))
+            os._exit(3)
+
+
+def main(script: str) -> None:
+    if script == "no-hello":
+        sys.exit("cannot import anything")
+    if script == "deaf":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    emit(Hello(protocol=PROTOCOL_VERSION + (script == "other-version"), pid=os.getpid()))
+    emit(Notice(text="hello from the script"))
+    reader = request_reader()
+    while data := os.read(0, 65536):
+        for request in reader.feed(data):
+            match request:
+                case Generate():
+                    answer(request)
+                case Cancel() if script == "stubborn":
+                    continue
+                case Cancel():
+                    emit(finished(request.target, "waiting", "cancelled"))
+                case Load() if script == "unloadable":
+                    emit(Failed(id=request.id, error="The file is truncated.", kind="model"))
+                case Load():
+                    emit(Progress(id=request.id, stage="reading", done=1, total=2, unit="bytes"))
+                    emit(Loaded(id=request.id, facts=facts(request)))
+                case Pull() if script == "unreachable":
+                    emit(Failed(id=request.id, error="There is no network.", kind="network"))
+                case Pull() | Prepare():
+                    emit(Progress(id=request.id, stage="fetching", done=1, total=2, unit="bytes"))
+                    emit(Done(id=request.id, path="/there", detail=f"{type(request).__name__} of {request.model}"))
+                case Shutdown() if script != "deaf":
+                    return
+                case _:
+                    continue
+    while script == "deaf":
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "")

@@ -1,0 +1,273 @@
+"""``privatellm`` as a person and a script run it: a process, the real engine, a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tiny_models import write_tiny_model
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "5,17,33,101,8"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"), "mixtral")
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "PRIVATELLM_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+
+
+def privatellm(*arguments: str) -> list[str]:
+    return [sys.executable, "-P", "-m", "app.cli", *arguments]
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"never happened: {what}")
+
+
+def engines(environment: dict[str, str]) -> list[int]:
+    """Engine processes that belong to this test."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if (
+                "engine.host" in process.cmdline()
+                and process.environ().get("PRIVATELLM_HOME") == environment["PRIVATELLM_HOME"]
+            ):
+                found.append(process.pid)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def ask_json(environment: dict[str, str], *arguments: str) -> dict[str, Any]:
+    result = subprocess.run(
+        privatellm("ask", "--json", *arguments), env=environment, capture_output=True, text=True, check=True
+    )
+    answer: dict[str, Any] = json.loads(result.stdout)
+    return answer
+
+
+def test_greedy_tokens_equal_transformers(model: Path, environment: dict[str, str]) -> None:
+    answer = ask_json(
+        environment, "--model", str(model), "--prompt-ids", PROMPT, "--temperature", "0", "--max-tokens", "12",
+        "--runtime", "torch",
+    )  # fmt: skip
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    prompt = torch.tensor([[int(token) for token in PROMPT.split(",")]])
+    expected = theirs.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :].tolist()
+    assert answer["token_ids"] == expected
+    assert (answer["prompt_tokens"], answer["prefilled_tokens"]) == (5, 5)
+    assert answer["completion_tokens"] == len(expected)
+    assert answer["finish_reason"] == ("length" if len(expected) == 12 else "stop")
+    assert len(answer["timing"]["layers"]) == theirs.config.num_hidden_layers
+    assert set(answer["timing"]["layers"][0]) == {"attention", "router", "experts", "exchange", "wait", "other"}
+    assert answer["timing"]["per_token_ms"] > 0
+    assert sum(map(sum, answer["timing"]["expert_use"])) > 0
+
+
+def test_beams(model: Path, environment: dict[str, str]) -> None:
+    answer = ask_json(environment, "--model", str(model), "--prompt-ids", PROMPT, "--beams", "3", "--max-tokens", "6")
+    scores = [beam["score"] for beam in answer["beams"]]
+    assert len(scores) == 3 and scores == sorted(scores, reverse=True)
+    assert answer["beams"][0]["token_ids"] == answer["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (("--prompt-ids", "5,100000"), 2, "100000"),
+        (("--prompt-ids", ",".join(["7"] * 600)), 1, "600"),
+        (("a text without a tokenizer",), None, "tokenizer"),
+    ],
+)
+def test_what_the_engine_refuses(
+    model: Path, environment: dict[str, str], arguments: tuple[str, ...], status: int | None, said: str
+) -> None:
+    result = subprocess.run(
+        privatellm("ask", "--model", str(model), *arguments),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == status or (status is None and result.returncode in (1, 2))
+    assert said in result.stderr and "Traceback" not in result.stderr and result.stdout == ""
+
+
+def test_a_damaged_model_is_one_line(model: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    damaged.mkdir()
+    for file in model.iterdir():
+        data = file.read_bytes()
+        (damaged / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
+    result = subprocess.run(
+        privatellm("ask", "--model", str(damaged), "--prompt-ids", "1"),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1 and result.stdout == ""
+    assert result.stderr.count("\n") == 1 and "safetensors" in result.stderr
+
+
+# --- ctrl-c -------------------------------------------------------------------------------------------------------
+
+
+class Interrupted:
+    """A run of ``ask`` that is followed import by import, so that ctrl-c can come at a chosen moment.
+
+    ``-X importtime`` writes a line per import. The first line after the module that answers ctrl-c means that it does.
+    """
+
+    def __init__(self, environment: dict[str, str], *arguments: str, stdout: int = subprocess.PIPE) -> None:
+        command = privatellm("ask", *arguments)
+        self.process = subprocess.Popen(
+            [command[0], "-X", "importtime", *command[1:]],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stderr is not None
+        self.said = ""
+        while "app.interrupts" not in self.said and self.imports(1):
+            continue
+        self.imports(1)
+
+    def imports(self, count: int) -> bool:
+        """Read ``count`` more lines; false at the end."""
+        assert self.process.stderr is not None
+        for _ in range(count):
+            line = self.process.stderr.readline()
+            self.said += line
+            if not line:
+                return False
+        return True
+
+    def interrupt(self) -> tuple[int, str, str]:
+        """Ctrl-c in the terminal reaches the whole foreground group; exit status, stdout, stderr."""
+        os.killpg(self.process.pid, signal.SIGINT)
+        out, err = self.process.communicate(timeout=60)
+        errors = [line for line in (self.said + err).splitlines() if not line.startswith("import time:")]
+        return self.process.returncode, out or "", "\n".join(errors)
+
+
+@pytest.mark.parametrize("imports", [0, 1, 5, 20, 50, 100, 150, 200, 250])
+def test_ctrl_c_while_starting(model: Path, environment: dict[str, str], imports: int) -> None:
+    run = Interrupted(environment, "--model", str(model), "--prompt-ids", PROMPT, "--max-tokens", "400")
+    run.imports(imports)
+    assert run.interrupt()[::2] == (130, "")
+    wait_until(lambda: engines(environment) == [], "the engine ends")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ctrl_c_at_any_later_moment(model: Path, environment: dict[str, str], seed: int) -> None:
+    run = Interrupted(environment, "--model", str(model), "--prompt-ids", PROMPT, "--max-tokens", "400")
+    wait_until(lambda: bool(engines(environment)), "the engine starts")
+    time.sleep(random.Random(seed).uniform(0, 4))
+    ended_before = run.process.poll() is not None
+    if ended_before:
+        assert run.process.communicate()[0] and run.process.returncode == 0
+    else:
+        status, _, errors = run.interrupt()
+        assert (status, errors) in ((130, ""), (0, ""))
+    wait_until(lambda: engines(environment) == [], "the engine ends")
+
+
+def test_ctrl_c_during_the_answer_keeps_what_was_printed(starter_home: Path, environment: dict[str, str]) -> None:
+    environment["PRIVATELLM_HOME"] = str(starter_home)
+    run = Interrupted(environment, "Count from one to a thousand.", "--max-tokens", "1000")
+    assert run.process.stdout is not None
+    first = run.process.stdout.read(1)
+    status, rest, errors = run.interrupt()
+    assert (status, errors) == (130, "") and first and rest.endswith("\n")
+    wait_until(lambda: engines(environment) == [], "the engine ends")
+
+
+def test_ctrl_c_with_json_gives_the_answer_so_far(starter_home: Path, environment: dict[str, str]) -> None:
+    environment["PRIVATELLM_HOME"] = str(starter_home)
+    run = Interrupted(environment, "--json", "--beams", "2", "Count from one to a thousand.", "--max-tokens", "1000")
+    wait_until(lambda: bool(engines(environment)), "the engine starts")
+    status, out, errors = run.interrupt()
+    assert (status, errors) == (130, "")
+    if out:  # ctrl-c came after the model was loaded
+        assert json.loads(out)["finish_reason"] == "cancelled"
+    wait_until(lambda: engines(environment) == [], "the engine ends")
+
+
+def test_kill_9_leaves_no_engine(model: Path, environment: dict[str, str]) -> None:
+    run = Interrupted(environment, "--model", str(model), "--prompt-ids", PROMPT, "--max-tokens", "480")
+    wait_until(lambda: bool(engines(environment)), "the engine starts")
+    run.process.kill()
+    run.process.communicate()
+    wait_until(lambda: engines(environment) == [], "the engine ends")
+
+
+def test_a_reader_that_leaves_is_no_failure(starter_home: Path, environment: dict[str, str]) -> None:
+    environment["PRIVATELLM_HOME"] = str(starter_home)
+    process = subprocess.Popen(
+        privatellm("ask", "Count from one to a thousand.", "--max-tokens", "1000"),
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.read(1)
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert (process.wait(), errors) == (0, "")
+    process.stderr.close()
+    assert engines(environment) == []
+
+
+def test_a_model_without_a_tokenizer_answers_in_ids(model: Path, environment: dict[str, str]) -> None:
+    flags = ("--model", str(model), "--prompt-ids", PROMPT, "--temperature", "0", "--max-tokens", "4")
+    result = subprocess.run(privatellm("ask", *flags), env=environment, capture_output=True, text=True, check=True)
+    assert [int(token) for token in result.stdout.split(",")] == ask_json(environment, *flags)["token_ids"]
+
+
+def test_without_a_terminal_there_is_no_chat(environment: dict[str, str]) -> None:
+    result = subprocess.run(
+        privatellm(), env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "the chat needs a terminal" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_commands_load_only_what_they_need(environment: dict[str, str]) -> None:
+    program = "import sys, app.commands.ask, app.commands.asking, app.commands.models, app.commands.doctor, " \
+        "app.commands.root, app.conversations.database, app.settings_file; print(*sys.modules)"  # fmt: skip
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    loaded = set(result.stdout.split())
+    assert loaded & {"textual", "rich", "torch", "transformers", "mlx", "grpc", "numpy", "huggingface_hub"} == set()
+    result = subprocess.run(
+        [sys.executable, "-c", "import sys, app.cli; print(*sys.modules)"], capture_output=True, text=True, check=True
+    )
+    assert set(result.stdout.split()) & {"typer", "asyncio", "msgspec", "psutil", "sqlite3", "tomlkit"} == set()

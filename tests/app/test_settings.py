@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from app.machine import Machine
+from app.settings import GROUPS, SCHEMA, THEMES, Setting, SettingError, Settings, availability, documentation
+from app.settings_file import SettingsFile, open_settings
+
+LINUX = Machine("linux", "x86_64", nvidia=False, torch=True, mlx=False)
+LINUX_GPU = dataclasses.replace(LINUX, nvidia=True)
+MAC = Machine("darwin", "arm64", nvidia=False, torch=True, mlx=True)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "config" / "settings.toml"
+
+
+def _values(setting: Setting) -> st.SearchStrategy[Any]:
+    match setting.kind:
+        case "choice":
+            values: st.SearchStrategy[Any] = st.sampled_from([choice.value for choice in setting.choices])
+        case "flag":
+            values = st.booleans()
+        case "integer":
+            assert setting.minimum is not None and setting.maximum is not None
+            values = st.integers(int(setting.minimum), int(setting.maximum))
+        case "number":
+            values = st.floats(setting.minimum, setting.maximum)
+        case "lines":
+            values = st.text()
+        case _:
+            values = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1).map(str.strip).filter(bool)
+    return st.none() | values if setting.optional else values
+
+
+_CHANGES = st.lists(
+    st.sampled_from(SCHEMA).flatmap(lambda setting: st.tuples(st.just(setting.key), _values(setting))), max_size=8
+)
+
+
+def test_defaults_are_allowed_and_every_group_is_used() -> None:
+    for setting in SCHEMA:
+        assert setting.check(setting.default) == setting.default
+        assert setting.help.endswith(".")
+    assert {setting.group for setting in SCHEMA} == set(GROUPS)
+
+
+def test_no_file_gives_defaults_and_writes_nothing(path: Path) -> None:
+    file = open_settings(path)
+    assert (file.settings, file.notices, path.exists()) == (Settings(), [], False)
+
+
+def test_the_file_is_in_the_configuration_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path))
+    open_settings().change("beams", 4)
+    assert tomllib.loads((tmp_path / "config" / "settings.toml").read_text()) == {"answer": {"beams": 4}}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@given(changes=_CHANGES)
+def test_what_is_changed_is_read_back(tmp_path: Path, changes: list[tuple[str, Any]]) -> None:
+    path = tmp_path / "settings.toml"
+    path.unlink(missing_ok=True)
+    file = open_settings(path)
+    expected = Settings()
+    for key, value in changes:
+        expected = dataclasses.replace(expected, **{key: value})
+        assert file.change(key, value) == expected
+    again = open_settings(path)
+    assert (again.settings, again.notices) == (expected, [])
+
+
+def test_comments_unknown_keys_and_order_are_kept(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_text('# mine\n[model]\nmodel = "x" # the good one\ncolour = "red"\n\n[extras]\nfoo = [1, 2]\n')
+    file = open_settings(path)
+    assert file.settings.model == "x"
+    assert [notice for notice in file.notices if "colour" in notice and "kept" in notice]
+    assert [notice for notice in file.notices if "extras" in notice and "kept" in notice]
+    file.change("model", "y")
+    file.change("seed", 7)
+    text = path.read_text()
+    assert text.startswith('# mine\n[model]\nmodel = "y" # the good one\ncolour = "red"\n')
+    assert tomllib.loads(text) == {
+        "model": {"model": "y", "colour": "red"},
+        "extras": {"foo": [1, 2]},
+        "answer": {"seed": 7},
+    }
+
+
+def test_a_change_keeps_what_another_process_changed(path: Path) -> None:
+    one, other = open_settings(path), open_settings(path)
+    one.change("temperature", 0.5)
+    other.change("theme", "nord")
+    assert open_settings(path).settings == Settings(temperature=0.5, theme="nord")
+
+
+def test_none_takes_the_key_out(path: Path) -> None:
+    file = open_settings(path)
+    file.change("seed", 7)
+    file.change("seed", None)
+    assert "seed" not in path.read_text()
+    assert open_settings(path).settings.seed is None
+
+
+@pytest.mark.parametrize(
+    "content", [b"beams = = 3", b"\xff\xfe\x00", b"[model\n", b"[a]\n[a]\n", b"x = " + b"[" * 5000, b"\0"]
+)
+def test_a_damaged_file_is_kept_aside_and_said(path: Path, content: bytes) -> None:
+    path.parent.mkdir()
+    path.write_bytes(content)
+    file = open_settings(path)
+    assert file.settings == Settings()
+    (aside,) = path.parent.glob("settings.damaged-*.toml")
+    assert aside.read_bytes() == content
+    assert len(file.notices) == 1 and aside.name in file.notices[0]
+    file.change("beams", 2)
+    assert open_settings(path).settings.beams == 2
+
+
+def test_looking_leaves_a_damaged_file_in_place(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"[")
+    file = open_settings(path, look_only=True)
+    assert "damaged" in file.notices[0]
+    assert [entry.name for entry in path.parent.iterdir()] == ["settings.toml"]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("beams = 17", "1 to 16"),
+        ("beams = 0", "1 to 16"),
+        ("beams = true", "1 to 16"),
+        ('beams = "four"', "1 to 16"),
+        ("temperature = -1", "0 to 10"),
+        ("temperature = nan", "0 to 10"),
+        ("top_p = 0", "0.01 to 1"),
+        ("max_tokens = 1.5", "whole number"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_said_and_left_in_the_file(path: Path, line: str, said: str) -> None:
+    path.parent.mkdir()
+    path.write_text(f"[answer]\nmin_p = 0.1\n{line}\n")
+    file = open_settings(path)
+    assert file.settings == Settings(min_p=0.1)
+    assert len(file.notices) == 1 and said in file.notices[0]
+    file.change("theme", "nord")
+    assert line in path.read_text()
+
+
+def test_a_refused_change_changes_nothing(path: Path) -> None:
+    file = open_settings(path)
+    with pytest.raises(SettingError, match="runtime cannot be 'cuda'; it must be one of auto, torch, mlx"):
+        file.change("runtime", "cuda")
+    with pytest.raises(SettingError, match="no setting 'nope'"):
+        file.change("nope", 1)
+    assert file.settings == Settings() and not path.exists()
+
+
+def test_a_folder_that_cannot_be_written_keeps_the_value_in_effect(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    file = SettingsFile(tmp_path / "file" / "settings.toml")
+    with pytest.raises(SettingError, match="in effect but could not be saved"):
+        file.change("beams", 3)
+    assert file.settings.beams == 3
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    real = tmp_path / "dotfiles.toml"
+    real.write_text("")
+    link = tmp_path / "settings.toml"
+    link.symlink_to(real)
+    open_settings(link).change("beams", 2)
+    assert link.is_symlink() and "beams = 2" in real.read_text()
+
+
+@pytest.mark.parametrize(
+    ("key", "typed", "value"),
+    [
+        ("seed", "", None),
+        ("seed", " 12 ", 12),
+        ("temperature", "0.7", 0.7),
+        ("show_timing", "On", True),
+        ("model", " org/name ", "org/name"),
+        ("system_prompt", "Be brief.\nBe kind.", "Be brief.\nBe kind."),
+    ],
+)
+def test_what_a_person_types(key: str, typed: str, value: object) -> None:
+    (setting,) = [setting for setting in SCHEMA if setting.key == key]
+    assert setting.parse(typed) == value
+
+
+@pytest.mark.parametrize(("key", "typed"), [("beams", ""), ("beams", "x"), ("seed", "1.5"), ("show_timing", "maybe")])
+def test_what_cannot_be_typed(key: str, typed: str) -> None:
+    (setting,) = [setting for setting in SCHEMA if setting.key == key]
+    with pytest.raises(SettingError, match=key):
+        setting.parse(typed)
+
+
+def test_what_is_not_available_has_a_reason() -> None:
+    assert availability("partitioning", "ring", MAC) == "not in this version"
+    assert availability("partitioning", "hybrid", LINUX) == "no GPU found"
+    assert availability("partitioning", "hybrid", LINUX_GPU) is None
+    assert availability("runtime", "mlx", LINUX) == "mlx needs Apple Silicon"
+    assert availability("runtime", "mlx", MAC) is None
+    assert availability("runtime", "mlx", dataclasses.replace(MAC, mlx=False)) == "mlx-lm is not installed"
+    assert all(availability(setting.key, "auto", LINUX) is None for setting in SCHEMA)
+
+
+def test_themes_are_textuals_own() -> None:
+    from textual.theme import BUILTIN_THEMES
+
+    assert set(THEMES) <= set(BUILTIN_THEMES)
+
+
+def test_the_documentation_names_every_setting_and_its_limits() -> None:
+    table = documentation()
+    for setting in SCHEMA:
+        assert f"| `{setting.key}` |" in table and setting.allowed in table and setting.help in table
+    assert not math.isnan(Settings().length_penalty)
