@@ -1,0 +1,62 @@
+# make chat    set everything up on a fresh machine (the first time) and open the chat
+# make test    install what the tests need and run them
+# make check   linters, type checker, import contracts
+# make bench   the starter and a synthetic Mixtral-shaped model against transformers and llama.cpp (wants a quiet machine)
+#
+# PYTHON=/path/to/python3   another interpreter than the first one found (3.11 or newer)
+# TORCH_INDEX=URL           a package index to take torch from, e.g. the CPU-only builds of pytorch.org
+# PYTEST_ARGS="-k words"    more arguments for pytest;  BENCH_ARGS="--layers 1"  for the benchmark
+
+SHELL := /bin/sh
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST_ARGS ?=
+BENCH_ARGS ?= --markdown
+export PYTHON TORCH_INDEX
+
+.PHONY: help chat install test check format bench clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,9p
+
+# An environment whose interpreter is gone (an upgraded Python) is set up again.
+BROKEN := $(shell test -x $(BIN)/python || rm -f $(VENV)/.installed*)
+
+# A stamp is newer than pyproject.toml only after everything it names was installed.
+$(VENV)/.installed: pyproject.toml packaging/install.sh
+	@sh packaging/install.sh "$(VENV)" "."
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed
+	@sh packaging/install.sh "$(VENV)" ".[test]"
+	@touch $@
+
+$(VENV)/.installed-bench: $(VENV)/.installed-test
+	@sh packaging/install.sh "$(VENV)" ".[bench]"
+	@touch $@
+
+install: $(VENV)/.installed
+
+chat: $(VENV)/.installed
+	@sh packaging/ensure_starter.sh "$(BIN)/privatellm"
+	@exec $(BIN)/privatellm
+
+# Two workers with one torch thread each: on two cores that is faster than one worker with two, and never oversubscribed.
+test: $(VENV)/.installed-test
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+check: $(VENV)/.installed-test
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+format: $(VENV)/.installed-test
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(VENV)/.installed-bench
+	@$(BIN)/python -m benchmarks.compare $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

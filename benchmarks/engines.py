@@ -1,0 +1,219 @@
+"""The engines that are compared, behind one small interface: prefill a prompt, then step W rows of tokens.
+
+Each engine lives in a process of its own (``benchmarks.worker``), so that no library's threads, allocator or
+instruction dispatch meets another's. Only the forward pass is timed: no sampling, no detokenising.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Logits = NDArray[np.float32]
+CONTEXT_LIMIT = 2048
+MAX_ROWS = 16
+
+
+class Engine(ABC):
+    """A loaded model with one prompt in its cache. The order of calls is: prompt, then rows, then steps."""
+
+    variants: ClassVar[tuple[str, ...]]
+    """Ways to run the same loaded weights that are measured apart."""
+
+    @abstractmethod
+    def version(self) -> str:
+        """Name and version of the library, for the report."""
+
+    def select(self, variant: str) -> None:
+        """Run as ``variant`` from now on."""
+        if variant not in self.variants:
+            raise ValueError(f"{type(self).__name__} has no variant {variant!r}")
+
+    @abstractmethod
+    def prompt(self, tokens: Sequence[int]) -> Logits:
+        """Forget everything, prefill ``tokens`` in one chunk; logits after the last one, [vocabulary]."""
+
+    @abstractmethod
+    def rows(self, count: int) -> None:
+        """Continue from the prompt with ``count`` rows, as a beam search does. Drops what was stepped before."""
+
+    @abstractmethod
+    def step(self, tokens: Sequence[int]) -> Logits:
+        """One decoding step, one token per row; logits [rows, vocabulary]."""
+
+
+class PrivatellmEngine(Engine):
+    """The product's own runtime, called as the session calls it."""
+
+    variants = ("privatellm",)
+
+    def __init__(self, model: Path, threads: int) -> None:
+        from engine.messages import Load
+        from engine.runtimes import runtime_named
+
+        request = Load(id=1, model=str(model), runtime="torch", partitioning="cpu", cpu_threads=threads)
+        self.model = runtime_named("torch").load(model, request, lambda stage, done, total, unit: None)
+        self._base = self.model.start()
+        self._rows = self._base
+
+    def version(self) -> str:
+        import importlib.metadata
+
+        return f"privatellm {importlib.metadata.version('privatellm')} ({self.model.facts.executor})"
+
+    def prompt(self, tokens: Sequence[int]) -> Logits:
+        self._base = self.model.start()
+        logits = self._base.extend(tokens)
+        assert logits is not None
+        return logits
+
+    def rows(self, count: int) -> None:
+        self._rows = self._base.fan_out(count)
+
+    def step(self, tokens: Sequence[int]) -> Logits:
+        return self._rows.step(tokens)
+
+
+class TransformersEngine(Engine):
+    """transformers' own model class, eager experts and its default, the model's forward called directly."""
+
+    variants = ("transformers", "transformers-eager")
+    _implementations: ClassVar[dict[str, str]] = {"transformers-eager": "eager"}
+
+    def __init__(self, model: Path, threads: int) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(threads)
+        transformers.logging.set_verbosity_error()
+        self._model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            model, dtype="auto", local_files_only=True, use_safetensors=True
+        ).eval()
+        self._default = self._model.config._experts_implementation
+        self._base: Any = None
+        self._cache: Any = None
+
+    def version(self) -> str:
+        import transformers
+
+        return f"transformers {transformers.__version__} (default experts: {self._default})"
+
+    def select(self, variant: str) -> None:
+        super().select(variant)
+        self._model.set_experts_implementation(self._implementations.get(variant, self._default))
+
+    def _forward(self, tokens: list[list[int]], cache: Any) -> Logits:
+        import torch
+
+        with torch.inference_mode():
+            output = self._model(
+                input_ids=torch.tensor(tokens), past_key_values=cache, use_cache=True, logits_to_keep=1
+            )
+        logits: Logits = output.logits[:, -1].float().numpy()
+        return logits
+
+    def prompt(self, tokens: Sequence[int]) -> Logits:
+        import transformers
+
+        self._base = transformers.DynamicCache(config=self._model.config)
+        logits: Logits = self._forward([list(tokens)], self._base)[0]
+        return logits
+
+    def rows(self, count: int) -> None:
+        self._cache = copy.deepcopy(self._base)
+        self._cache.batch_repeat_interleave(count)
+
+    def step(self, tokens: Sequence[int]) -> Logits:
+        return self._forward([[token] for token in tokens], self._cache)
+
+
+class LlamaCppEngine(Engine):
+    """llama.cpp through its C interface: W rows are W sequences in one batch, sharing the prompt's cache."""
+
+    variants = ("llama.cpp",)
+
+    def __init__(self, model: Path, threads: int) -> None:
+        import llama_cpp
+
+        self._api: Any = llama_cpp
+        # A reference is kept: the library goes on calling it.
+        self._quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
+        llama_cpp.llama_log_set(self._quiet, None)
+        llama_cpp.llama_backend_init()
+        model_parameters = llama_cpp.llama_model_default_params()
+        model_parameters.n_gpu_layers = 0
+        self._model = llama_cpp.llama_model_load_from_file(os.fsencode(model), model_parameters)
+        if not self._model:
+            raise ValueError(f"llama.cpp cannot load {model}")
+        parameters = llama_cpp.llama_context_default_params()
+        parameters.n_ctx = CONTEXT_LIMIT
+        parameters.n_batch = parameters.n_ubatch = 512
+        parameters.n_seq_max = MAX_ROWS
+        parameters.kv_unified = True
+        parameters.n_threads = parameters.n_threads_batch = threads
+        parameters.no_perf = True
+        self._context = llama_cpp.llama_init_from_model(self._model, parameters)
+        if not self._context:
+            raise ValueError(f"llama.cpp cannot make a context for {model}")
+        self._vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
+        self._memory = llama_cpp.llama_get_memory(self._context)
+        self._batch = llama_cpp.llama_batch_init(512, 0, 1)
+        self._length = 0
+        self._position = 0
+
+    def version(self) -> str:
+        return f"llama.cpp (llama-cpp-python {self._api.__version__})"
+
+    def _decode(self, entries: list[tuple[int, int, int, bool]]) -> Logits:
+        """Run (token, position, sequence, wanted) entries; logits of those wanted, [wanted, vocabulary]."""
+        batch = self._batch
+        batch.n_tokens = len(entries)
+        for index, (token, position, sequence, wanted) in enumerate(entries):
+            batch.token[index] = token
+            batch.pos[index] = position
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = sequence
+            batch.logits[index] = wanted
+        code = self._api.llama_decode(self._context, batch)
+        if code:
+            raise RuntimeError(f"llama_decode returned {code}")
+        indices = [index for index, entry in enumerate(entries) if entry[3]]
+        logits = [
+            np.ctypeslib.as_array(self._api.llama_get_logits_ith(self._context, index), (self._vocabulary,)).copy()
+            for index in indices
+        ]
+        return np.stack(logits)
+
+    def prompt(self, tokens: Sequence[int]) -> Logits:
+        self._api.llama_memory_clear(self._memory, True)
+        self._length = len(tokens)
+        logits: Logits = self._decode(
+            [(token, position, 0, position == len(tokens) - 1) for position, token in enumerate(tokens)]
+        )[0]
+        return logits
+
+    def rows(self, count: int) -> None:
+        for sequence in range(MAX_ROWS):
+            self._api.llama_memory_seq_rm(self._memory, sequence, self._length if sequence == 0 else 0, -1)
+        for sequence in range(1, count):
+            self._api.llama_memory_seq_cp(self._memory, 0, sequence, 0, self._length)
+        self._position = self._length
+
+    def step(self, tokens: Sequence[int]) -> Logits:
+        entries = [(token, self._position, sequence, True) for sequence, token in enumerate(tokens)]
+        self._position += 1
+        return self._decode(entries)
+
+
+KINDS: dict[str, type[PrivatellmEngine] | type[TransformersEngine] | type[LlamaCppEngine]] = {
+    "privatellm": PrivatellmEngine,
+    "transformers": TransformersEngine,
+    "llama.cpp": LlamaCppEngine,
+}

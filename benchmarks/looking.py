@@ -1,0 +1,105 @@
+"""What it costs to look: decoding with the timing panel open against decoding with it closed.
+
+    python -m benchmarks.looking
+
+The two are measured in alternating blocks of steps of one process, so that a slow moment of the machine meets both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.compare import machine, say, subject_named
+from benchmarks.engines import Engine, PrivatellmEngine
+from benchmarks.measuring import Spread
+from benchmarks.processes import Worker, WorkerFailed
+from benchmarks.worker import random_tokens
+
+BLOCK = 8
+"""Steps between two changes: hooks are put in and taken out once per block, as when the panel opens and closes."""
+
+
+def alternate(engine: Engine, context: int, count: int, vocabulary: int) -> dict[str, list[float]]:
+    """Seconds per step with the recorder off and on: the median of each of ``count`` pairs of blocks."""
+    assert isinstance(engine, PrivatellmEngine)
+    recorder = engine.model.recorder
+    engine.prompt(random_tokens(1, context, vocabulary))
+    medians: dict[str, list[float]] = {"off": [], "on": []}
+    for block in range(count + 1):
+        for state in ("off", "on") if block % 2 else ("on", "off"):
+            recorder.enabled = state == "on"
+            engine.rows(1)
+            seconds = []
+            for step in range(BLOCK):
+                tokens = random_tokens(100 + step, 1, vocabulary)
+                start = time.perf_counter()
+                engine.step(tokens)
+                seconds.append(time.perf_counter() - start)
+            if block:  # the first pair warms up
+                medians[state].append(statistics.median(seconds))
+    recorder.enabled = False
+    return medians
+
+
+def main(values: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["starter"], help="starter, synthetic, or folders")
+    parser.add_argument("--layers", default="2", help="layers of the synthetic model")
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--ffn", type=int, default=14336)
+    parser.add_argument("--blocks", type=int, default=20, help=f"pairs of blocks of {BLOCK} steps")
+    parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or os.cpu_count() or 1)
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args(values)
+    if arguments.work is None:
+        from engine.models.locations import locate
+
+        arguments.work = locate("models") / "benchmarks"
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {"machine": machine(arguments.threads), "models": []}
+    try:
+        for name in arguments.models:
+            subject = subject_named(name, arguments)
+            say(subject.title)
+            log = arguments.work / "workers.log"
+            with Worker("privatellm", subject.path_for("privatellm"), arguments.threads, log) as worker:
+                medians = worker.ask(
+                    "looking", variant="privatellm", context=64, count=arguments.blocks,
+                    vocabulary=subject.config["vocab_size"],
+                )  # fmt: skip
+            results["models"].append({"title": subject.title, **medians})
+    except WorkerFailed as error:
+        say(str(error))
+        return 1
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(results, indent=2), encoding="utf-8")
+    print(report(results["models"]))
+    return 0
+
+
+def report(models: Sequence[dict[str, Any]]) -> str:
+    """A table in Markdown: milliseconds per decoded token, and the ratio of on to off."""
+    lines = ["| | off, ms | on, ms | on / off (range over blocks) |", "| --- | --- | --- | --- |"]
+    for model in models:
+        off, on = Spread.of(model["off"]), Spread.of(model["on"])
+        ratios = [looked / closed for closed, looked in zip(model["off"], model["on"], strict=True)]
+        lines.append(
+            f"| {model['title']} | {off.median * 1000:.2f} | {on.median * 1000:.2f} | "
+            f"{on.median / off.median:.3f} ({min(ratios):.3f}–{max(ratios):.3f}) |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

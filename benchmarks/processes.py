@@ -1,0 +1,67 @@
+"""Worker processes: one engine each, asked over pipes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class WorkerFailed(Exception):
+    """A worker could not do what it was asked; the text says what the engine said."""
+
+
+class Worker:
+    """One ``benchmarks.worker`` process. Use as a context manager: leaving it ends the process."""
+
+    def __init__(self, engine: str, model: Path | None, threads: int, log: Path) -> None:
+        self.engine = engine
+        self._log = log
+        command = [sys.executable, "-m", "benchmarks.worker", "--engine", engine, "--threads", str(threads)]
+        if model is not None:
+            command += ["--model", str(model)]
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        with log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, cwd=ROOT, env=environment
+            )
+        self.load_s: float | None = None
+
+    def __enter__(self) -> Worker:
+        self.load_s = self._answer()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def ask(self, do: str, **parameters: Any) -> Any:
+        """Send one request and wait for its answer. Raises WorkerFailed."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **parameters}).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            raise WorkerFailed(f"The {self.engine} process ended with code {code}; its output is in {self._log}.")
+        message = json.loads(line)
+        if "error" in message:
+            raise WorkerFailed(f"{self.engine}: {message['error']} (output in {self._log})")
+        return message["ok"]

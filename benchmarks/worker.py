@@ -1,0 +1,132 @@
+"""A process that holds one engine and measures when asked: one JSON object per line in, one per line out.
+
+Requests: {"do": "version"}, {"do": "logits", ...}, {"do": "prefill", ...}, {"do": "steps", ...}, {"do": "read", ...};
+an answer is {"ok": ...} or {"error": text}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.engines import KINDS, Engine
+
+
+def random_tokens(seed: int, count: int, vocabulary: int) -> list[int]:
+    """The same ``count`` token ids in every engine. Greedy loops of random models repeat one token; these do not."""
+    tokens: list[int] = np.random.default_rng(seed).integers(3, vocabulary, count).tolist()
+    return tokens
+
+
+def logits(engine: Engine, tokens: list[int], rows: int, steps: int, vocabulary: int) -> list[list[float]]:
+    """Logits after the prompt, then of every row of every step."""
+    found = [engine.prompt(tokens)]
+    engine.rows(rows)
+    for step in range(steps):
+        found += list(engine.step(random_tokens(1000 + step, rows, vocabulary)))
+    return [row.tolist() for row in found]
+
+
+def prefill(engine: Engine, tokens: list[int]) -> float:
+    """Seconds to prefill ``tokens`` into an empty cache, logits of the last one included."""
+    start = time.perf_counter()
+    engine.prompt(tokens)
+    return time.perf_counter() - start
+
+
+def steps(engine: Engine, context: int, rows: int, count: int, vocabulary: int, warm_up: int = 2) -> list[float]:
+    """Seconds of each of ``count`` decoding steps of ``rows`` rows after a common prompt of ``context`` tokens."""
+    engine.prompt(random_tokens(1, context, vocabulary))
+    engine.rows(rows)
+    seconds = []
+    for index in range(warm_up + count):
+        tokens = random_tokens(100 + index, rows, vocabulary)
+        start = time.perf_counter()
+        engine.step(tokens)
+        seconds.append(time.perf_counter() - start)
+    return seconds[warm_up:]
+
+
+def streaming_read(nbytes: int, repeats: int, threads: int) -> list[float]:
+    """Bytes per second with which ``threads`` threads read ``nbytes`` of memory in one pass, one figure per pass.
+
+    The best of three plain reductions over the same buffer: which of them comes nearest to the memory's rate differs
+    between machines.
+    """
+    import torch
+
+    torch.set_num_threads(threads)
+    words = torch.ones(nbytes // 4, dtype=torch.float32)
+    matrix = words[: words.numel() // 4096 * 4096].view(-1, 4096)
+    vector = torch.ones(4096)
+    integers = words.view(torch.int32)
+    passes: list[Callable[[], Any]] = [words.sum, lambda: matrix @ vector, integers.max]
+    rates = []
+    for index in range(repeats + 1):
+        best = 0.0
+        for read in passes:
+            start = time.perf_counter()
+            read()
+            best = max(best, words.nbytes / (time.perf_counter() - start))
+        if index:  # the first round warms up
+            rates.append(best)
+    return rates
+
+
+def answer(engine: Engine | None, request: dict[str, Any], threads: int) -> Any:
+    """What ``request`` asks for. Raises KeyError for a request that does not exist."""
+    if request["do"] == "read":
+        return streaming_read(request["nbytes"], request["repeats"], threads)
+    assert engine is not None
+    if request["do"] == "version":
+        return engine.version()
+    engine.select(request["variant"])
+    vocabulary = request["vocabulary"]
+    if request["do"] == "logits":
+        tokens = random_tokens(7, request["tokens"], vocabulary)
+        return logits(engine, tokens, request["rows"], request["steps"], vocabulary)
+    if request["do"] == "prefill":
+        return prefill(engine, random_tokens(request["seed"], request["tokens"], vocabulary))
+    if request["do"] == "steps":
+        return steps(engine, request["context"], request["rows"], request["count"], vocabulary)
+    if request["do"] == "looking":
+        from benchmarks.looking import alternate
+
+        return alternate(engine, request["context"], request["count"], vocabulary)
+    raise KeyError(request["do"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engine", choices=[*KINDS, "none"], required=True)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    arguments = parser.parse_args()
+    # Libraries print: the answers get the real standard output, everything else goes to standard error.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def reply(message: dict[str, Any]) -> None:
+        print(json.dumps(message), file=answers, flush=True)
+
+    try:
+        start = time.perf_counter()
+        engine = None if arguments.engine == "none" else KINDS[arguments.engine](arguments.model, arguments.threads)
+        reply({"ok": time.perf_counter() - start})
+        for line in sys.stdin:
+            reply({"ok": answer(engine, json.loads(line), arguments.threads)})
+    except Exception as error:
+        reply({"error": f"{type(error).__name__}: {error}"})
+        raise
+
+
+if __name__ == "__main__":
+    main()

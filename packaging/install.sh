@@ -1,0 +1,74 @@
+#!/bin/sh
+# install.sh VENV REQUIREMENT: makes the virtual environment if it is missing or broken, and installs REQUIREMENT
+# (the project itself, editable) into it. Fails with one line that says what to do.
+set -eu
+
+venv=$1
+requirement=$2
+
+fail() {
+    echo "privatellm: $*" >&2
+    exit 1
+}
+
+new_enough() {
+    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+find_python() {
+    if [ -n "${PYTHON:-}" ]; then
+        new_enough "$PYTHON" || fail "PYTHON=$PYTHON is not a Python of version 3.11 or newer; name another one."
+        echo "$PYTHON"
+        return
+    fi
+    # The person's own python3 first: what they use elsewhere is what has been tried on their machine.
+    for candidate in python3 python3.13 python3.12 python3.11 python3.14; do
+        if new_enough "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "needs Python 3.11 or newer, and found none; install it (Debian: apt install python3 python3-venv; macOS: brew install python@3.13) or run make with PYTHON=/path/to/python3."
+}
+
+# An environment whose interpreter does not run is made again; one that works is never deleted, only given pip.
+if ! "$venv/bin/python" -c '' 2>/dev/null; then
+    python=$(find_python)
+    "$python" -c 'import venv, ensurepip' >/dev/null 2>&1 ||
+        fail "$python cannot make virtual environments: its venv module is missing (Debian: apt install python3-venv)."
+    echo "Making $venv with $("$python" --version)"
+    rm -rf "$venv"
+    "$python" -m venv "$venv" || fail "$python could not make $venv; is the disk full, or the folder not writable?"
+fi
+new_enough "$venv/bin/python" || fail "$venv holds a Python older than 3.11; delete it (make clean) and try again."
+
+"$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip --upgrade >/dev/null ||
+    fail "$venv has no pip and cannot be given one; delete it (make clean) and try again."
+
+pip() {
+    "$venv/bin/python" -m pip --disable-pip-version-check "$@"
+}
+
+has_torch() {
+    "$venv/bin/python" -c 'import importlib.metadata as m; m.version("torch")' 2>/dev/null
+}
+
+# torch alone comes from TORCH_INDEX, which need not hold anything else.
+if [ -n "${TORCH_INDEX:-}" ] && ! has_torch; then
+    torch=$(sed -n 's/^ *"\(torch==[^"]*\)",$/\1/p' pyproject.toml)
+    [ -n "$torch" ] || fail "pyproject.toml names no version of torch."
+    pip install --index-url "$TORCH_INDEX" "$torch" || fail "could not install $torch from $TORCH_INDEX."
+fi
+
+if has_torch; then
+    quiet=--quiet
+else
+    quiet=
+    echo "Installing into $venv; this downloads torch and may take some minutes."
+    if [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ] && [ -z "${TORCH_INDEX:-}" ] && ! command -v nvidia-smi >/dev/null; then
+        echo "No NVIDIA driver here: if pip starts on gigabytes of CUDA packages, stop it and run make again with" \
+            "TORCH_INDEX=https://download.pytorch.org/whl/cpu"
+    fi
+fi
+pip install $quiet --editable "$requirement" ||
+    fail "pip could not install $requirement: its last lines say why (no network, or a full disk?). Run make again: it goes on."

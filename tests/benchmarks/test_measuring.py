@@ -1,0 +1,82 @@
+"""The ruler itself: medians, ratios, the equality gate, the bytes a token reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.compare import parse
+from benchmarks.measuring import (
+    MEASURES,
+    Spread,
+    bytes_per_token,
+    compare_logits,
+    markdown,
+    read_fraction,
+    speed_ratio,
+)
+
+
+def test_a_ratio_is_of_medians_and_its_range_is_of_rounds() -> None:
+    samples = {"privatellm": {"decode": [1.0, 2.0, 4.0]}, "llama.cpp": {"decode": [3.0, 2.0, 4.0]}}
+    assert speed_ratio(samples, "decode", "llama.cpp") == Spread(1.5, 1.0, 3.0)
+
+
+def test_nothing_measured_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no value was measured"):
+        Spread.of([])
+
+
+def test_equal_logits_pass_and_others_do_not() -> None:
+    reference = np.random.default_rng(0).standard_normal((5, 100))
+    noisy = reference + 1e-4 * np.random.default_rng(1).standard_normal((5, 100))
+    assert compare_logits("same", noisy, reference).equal
+    assert not compare_logits("one position shuffled", np.vstack([noisy[:4], noisy[4:, ::-1]]), reference).equal
+    with pytest.raises(ValueError, match="gave logits"):
+        compare_logits("short", reference[:4], reference)
+
+
+def test_another_choice_passes_only_as_a_near_tie() -> None:
+    reference = np.zeros((1, 1000))
+    reference[0, :500] = 5.0
+    reference[0, 0] = 10.0
+    reference[0, 1] = 9.9
+    tied = reference.copy()
+    tied[0, 1] = 10.01
+    comparison = compare_logits("tied", tied, reference)
+    assert (comparison.equal_choices, comparison.near_ties, comparison.equal) == (0, 1, True)
+    reference[0, 1] = tied[0, 1] - 2.0
+    comparison = compare_logits("not tied", tied, reference)
+    assert (comparison.near_ties, comparison.equal) == (0, False)
+
+
+def test_bytes_of_a_token_are_those_of_mixtral() -> None:
+    config = {
+        "hidden_size": 4096, "vocab_size": 32000, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 14336, "num_hidden_layers": 32,
+    }  # fmt: skip
+    # 12.88 billion active parameters, of which the embedding (131 million) is not read but for one row.
+    assert bytes_per_token(config) == pytest.approx(2 * (12.88e9 - 0.131e9), rel=1e-3)
+
+
+def test_the_tables_hold_every_engine_and_measure() -> None:
+    samples = {
+        variant: {measure.name: [0.1 * scale, 0.12 * scale] for measure in MEASURES}
+        for scale, variant in enumerate(("privatellm", "transformers", "llama.cpp"), start=1)
+    }
+    text = markdown("A model", samples, MEASURES)
+    for measure in MEASURES:
+        assert text.count(f"| {measure.name} |") == 2
+    assert "| decode | 110 (100–120) | 220 (200–240) | 330 (300–360) | 9.1 |" in text
+    assert "| decode | 2.00 (2.00–2.00) | 3.00 (3.00–3.00) |" in text
+    lines = read_fraction(samples, [20e9, 22e9], 1_100_000_000)
+    assert lines[0].startswith("Streaming read in the same run: 21.0 GB/s (20.0–22.0).")
+    assert "- privatellm: 10.0 GB/s, 48% of it" in lines
+
+
+@pytest.mark.parametrize("values", [["--hidden", "100"], ["--rounds", "0"], ["--layers", "none"], ["--engines", "x"]])
+def test_bad_arguments_are_refused(values: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse(values)
+    assert stopped.value.code == 2
+    assert values[0] in capsys.readouterr().err

@@ -1,0 +1,155 @@
+"""What `make chat` does on a fresh machine, as far as it can be seen without downloading anything."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTALL = ROOT / "packaging" / "install.sh"
+ENSURE_STARTER = ROOT / "packaging" / "ensure_starter.sh"
+
+
+def shell(script: Path, *arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {key: value for key, value in os.environ.items() if key not in {"PYTHON", "TORCH_INDEX", "PRIVATELLM_HOME"}}
+    return subprocess.run(
+        ["sh", str(script), *arguments],
+        cwd=folder,
+        env={**clean, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    """A PATH on which there is no Python but the ones a test puts there."""
+    folder = tmp_path / "tools"
+    folder.mkdir()
+    for tool in ("sh", "uname", "sed", "rm", "dirname", "cat"):
+        found = shutil.which(tool)
+        assert found is not None
+        (folder / tool).symlink_to(found)
+    return folder
+
+
+def test_no_python_is_one_line_that_says_what_to_do(tmp_path: Path, tools: Path) -> None:
+    result = shell(INSTALL, ".venv", ".", folder=tmp_path, PATH=str(tools))
+    assert result.returncode == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert "needs Python 3.11 or newer" in result.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_an_old_python_is_passed_over_for_a_newer_one(tmp_path: Path, tools: Path) -> None:
+    program(tools / "python3", "exit 1")  # what `sys.exit(sys.version_info < (3, 11))` gives on an old one
+    program(
+        tools / "python3.12",
+        f'case "$*" in *"import venv"*) exit 1;; esac\nexec {sys.executable} "$@"',
+    )
+    result = shell(INSTALL, ".venv", ".", folder=tmp_path, PATH=str(tools))
+    assert result.returncode == 1
+    assert result.stderr == (
+        "privatellm: python3.12 cannot make virtual environments: its venv module is missing "
+        "(Debian: apt install python3-venv).\n"
+    )
+
+
+def test_a_named_python_that_is_too_old_is_refused(tmp_path: Path, tools: Path) -> None:
+    old = program(tmp_path / "python3.9", "exit 1")
+    result = shell(INSTALL, ".venv", ".", folder=tmp_path, PATH=str(tools), PYTHON=str(old))
+    assert result.returncode == 1
+    assert f"PYTHON={old} is not a Python of version 3.11 or newer" in result.stderr
+
+
+def test_a_failed_installation_leaves_no_stamp_behind(tmp_path: Path) -> None:
+    """pip fails (there is nothing to install here): make must not take the environment for finished."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copytree(ROOT / "packaging", tmp_path / "packaging")
+    (tmp_path / "pyproject.toml").write_text("not toml at all [", encoding="utf-8")
+    result = subprocess.run(
+        ["make", "install", f"PYTHON={sys.executable}"],
+        cwd=tmp_path,
+        env={**os.environ, "PIP_NO_INDEX": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode != 0
+    assert "privatellm: pip could not install" in result.stderr
+    assert (tmp_path / ".venv" / "bin" / "python").exists()
+    assert not (tmp_path / ".venv" / ".installed").exists()
+
+
+@pytest.mark.parametrize("target", ["chat", "test", "check"])
+def test_what_is_installed_is_not_installed_again(tmp_path: Path, target: str) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copytree(ROOT / "packaging", tmp_path / "packaging")
+    (tmp_path / "pyproject.toml").touch()
+    program(tmp_path / ".venv" / "bin" / "python", "exit 0")
+    for stamp in (".installed", ".installed-test"):
+        (tmp_path / ".venv" / stamp).touch()
+    first = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "install.sh" not in first.stdout
+    # A changed pyproject.toml is newer than the stamps.
+    os.utime(tmp_path / ".venv" / ".installed", (0, 0))
+    second = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "install.sh" in second.stdout
+    # An environment whose interpreter is gone is set up again.
+    (tmp_path / ".venv" / "bin" / "python").unlink()
+    third = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "install.sh" in third.stdout
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> tuple[Path, Path]:
+    """A stand-in for the program that notes how it was called, and its notes."""
+    notes = tmp_path / "calls"
+    path = program(
+        tmp_path / ".venv" / "bin" / "privatellm",
+        f'echo "$@" >>{notes}\n[ "$1" = locate ] && echo {tmp_path}/models\n'
+        f'[ "$1" = models ] && mkdir -p "${{PRIVATELLM_HOME:-{tmp_path}}}/models/starter" '
+        f'&& touch "${{PRIVATELLM_HOME:-{tmp_path}}}/models/starter/config.json"\nexit 0',
+    )
+    return path, notes
+
+
+def test_the_starter_is_fetched_once(tmp_path: Path, recorded: tuple[Path, Path]) -> None:
+    path, notes = recorded
+    for _ in range(2):
+        assert shell(ENSURE_STARTER, str(path), folder=tmp_path).returncode == 0
+    assert notes.read_text(encoding="utf-8").splitlines() == ["locate models", "models pull starter"]
+
+
+def test_another_home_gets_its_own_starter(tmp_path: Path, recorded: tuple[Path, Path]) -> None:
+    path, notes = recorded
+    assert shell(ENSURE_STARTER, str(path), folder=tmp_path).returncode == 0
+    home = tmp_path / "second home"
+    for _ in range(2):
+        assert shell(ENSURE_STARTER, str(path), folder=tmp_path, PRIVATELLM_HOME=str(home)).returncode == 0
+    calls = notes.read_text(encoding="utf-8").splitlines()
+    assert calls == ["locate models", "models pull starter", "models pull starter"]
+
+
+def test_a_starter_that_cannot_be_fetched_does_not_keep_the_chat_closed(tmp_path: Path) -> None:
+    path = program(
+        tmp_path / ".venv" / "bin" / "privatellm", f'[ "$1" = locate ] && echo {tmp_path}/m && exit 0\nexit 1'
+    )
+    result = shell(ENSURE_STARTER, str(path), folder=tmp_path)
+    assert result.returncode == 0
+    assert "the starter model could not be fetched" in result.stderr

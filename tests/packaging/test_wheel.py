@@ -1,0 +1,107 @@
+"""A wheel built from the tree holds everything the program needs, and works in an environment of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import site
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("app", "engine", "discovery", "assets")
+
+pytestmark = pytest.mark.slow
+
+
+def run(command: Sequence[str | Path], folder: Path, **environment: str) -> str:
+    result = subprocess.run(
+        [str(part) for part in command],
+        cwd=folder,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    assert result.returncode == 0, f"{command}:\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built in a copy of the tree: nothing left by an earlier build can slip in, nothing is left behind."""
+    folder = tmp_path_factory.mktemp("source")
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, folder)
+    run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist"], folder)
+    (built,) = (folder / "dist").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel in an environment that has the dependencies of this one, but not the tree's own packages."""
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    run([sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel], folder)
+    (own,) = folder.glob("lib/python*/site-packages")
+    # A folder named in a .pth file is searched, but its own .pth files (the editable install) are not obeyed.
+    (own / "dependencies.pth").write_text("\n".join(site.getsitepackages()), encoding="utf-8")
+    return folder
+
+
+def test_every_file_of_the_packages_is_in_the_wheel(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        inside = set(archive.namelist())
+    expected = {
+        file.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for file in (ROOT / package).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert expected - inside == set()
+    strangers = {name for name in inside if not name.startswith((*(f"{p}/" for p in PACKAGES), "privatellm-"))}
+    assert strangers == set()
+
+
+def test_styles_catalogue_and_migrations_are_among_them(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = {name.split("/")[-1]: archive.read(name).decode() for name in names if ".dist-info/" in name}
+    for suffix in (".tcss", "assets/catalogue.toml", ".sql", "app/py.typed"):
+        assert any(name.endswith(suffix) for name in names), f"no {suffix} in the wheel"
+    assert "privatellm = app.cli:main" in metadata["entry_points.txt"]
+    assert "Apache License" in metadata["LICENSE"]
+    assert "License-Expression: Apache-2.0" in metadata["METADATA"]
+
+
+def test_the_installed_program_runs_from_the_wheel(environment: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    program = environment / "bin" / "privatellm"
+    located = run([program, "locate", "data"], tmp_path, PRIVATELLM_HOME=str(home))
+    assert located == f"{home}/data\n"
+    assert "ask" in run([program, "--help"], tmp_path, PRIVATELLM_HOME=str(home))
+    listed = run([program, "models", "list"], tmp_path, PRIVATELLM_HOME=str(home))
+    assert "starter" in listed
+
+
+def test_the_data_files_are_read_from_the_wheel(environment: Path, tmp_path: Path) -> None:
+    program = (
+        "import importlib.resources, app, engine.models.catalogue as catalogue\n"
+        "print(app.__file__)\n"
+        "print(importlib.resources.files('assets').joinpath('catalogue.toml').is_file())\n"
+        "print(catalogue.find('starter') is not None)"
+    )
+    lines = run([environment / "bin" / "python", "-c", program], tmp_path).splitlines()
+    assert Path(lines[0]).is_relative_to(environment)
+    assert lines[1:] == ["True", "True"]
