@@ -17,8 +17,8 @@ from engine.timing import Recorder
 Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """``gate(gate_out, up_out)``, both [tokens, ffn]: what goes into the down projection. The family's business."""
 
-FEW_TOKENS = 32
-"""Up to here routes are grouped in Python lists, above by sorting: the lists win while there are few of them."""
+FEW_ROUTES = 64
+"""Up to here routes are sorted in Python, above by torch: Python wins while there are few of them."""
 
 
 @dataclass(frozen=True)
@@ -114,48 +114,48 @@ class TorchLocalExecutor:
     def _run(
         self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, scale_input: bool
     ) -> torch.Tensor:
-        gate = self._gates[layer]
-        out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
-        if hidden.shape[0] == 1:
-            for expert, position in sorted((e, k) for k, e in enumerate(indices[0].tolist())):
-                out += self._expert(layer, expert, gate, hidden, weights[:, position, None], scale_input)
-            return out.to(hidden.dtype)
-        for expert, token, position in self._groups(indices):
-            rows, weight = hidden.index_select(0, token), weights[token, position, None]
-            out.index_add_(0, token, self._expert(layer, expert, gate, rows, weight, scale_input).float())
-        return out.to(hidden.dtype)
-
-    def _expert(
-        self, layer: int, expert: int, gate: Gate, hidden: torch.Tensor, weight: torch.Tensor, scale_input: bool
-    ) -> torch.Tensor:
-        """One expert's share of the sum, [tokens, hidden], the route weights applied."""
-        self._popularity.add(layer, expert, hidden.shape[0])
-        tensors = self._tensors(layer, expert)
-        with kernels_for(hidden.shape[0]):
-            if scale_input:
-                return run_expert(tensors, gate, hidden * weight)
-            return run_expert(tensors, gate, hidden) * weight
-
-    def _groups(self, indices: torch.Tensor) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Routes by expert, ascending: (expert, token of each route, position of each route among the token's k)."""
         tokens, k = indices.shape
-        if tokens <= FEW_TOKENS:
-            by_expert: dict[int, tuple[list[int], list[int]]] = {}
-            for token, chosen in enumerate(indices.tolist()):
-                for position, expert in enumerate(chosen):
-                    rows, positions = by_expert.setdefault(expert, ([], []))
-                    rows.append(token)
-                    positions.append(position)
-            device = indices.device
-            return [
-                (expert, torch.tensor(rows, device=device), torch.tensor(positions, device=device))
-                for expert, (rows, positions) in sorted(by_expert.items())
-            ]
+        if tokens == 1:
+            out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+            for position, expert in enumerate(indices[0].tolist()):
+                weight = weights[:, position, None]
+                result = self._expert(layer, expert, hidden * weight if scale_input else hidden)
+                out += result if scale_input else result * weight
+            return out.to(hidden.dtype)
+        order, back, sizes = self._by_expert(indices)
+        rows = hidden.index_select(0, order // k)
+        weight = weights.reshape(-1).index_select(0, order)[:, None]
+        parts = (rows * weight if scale_input else rows).split(list(sizes.values()))
+        results = torch.cat([self._expert(layer, expert, part) for expert, part in zip(sizes, parts, strict=True)])
+        weighted = results if scale_input else results * weight
+        return weighted.index_select(0, back).view(tokens, k, -1).sum(dim=1, dtype=torch.float32).to(hidden.dtype)
+
+    def _expert(self, layer: int, expert: int, hidden: torch.Tensor) -> torch.Tensor:
+        """One expert on the tokens sent to it, [tokens, hidden]."""
+        self._popularity.add(layer, expert, hidden.shape[0])
+        with kernels_for(hidden.shape[0]):
+            return run_expert(self._tensors(layer, expert), self._gates[layer], hidden)
+
+    def _by_expert(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[int, int]]:
+        """The routes of ``indices`` [tokens, k], counted row by row, sorted by expert.
+
+        Returns the sorted routes, the place of each route among them, and how many each expert has, ascending.
+        """
         flat = indices.reshape(-1)
-        order = flat.argsort(stable=True)
-        sizes = flat.bincount(minlength=self._count).tolist()
-        groups = order.split(sizes)
-        return [(expert, routes // k, routes % k) for expert, routes in enumerate(groups) if sizes[expert]]
+        if len(flat) > FEW_ROUTES:
+            order = flat.argsort(stable=True)
+            counts = flat.bincount(minlength=self._count).tolist()
+            back = torch.empty_like(order)
+            back[order] = torch.arange(len(order), device=order.device)
+            return order, back, {expert: count for expert, count in enumerate(counts) if count}
+        experts: list[int] = flat.tolist()
+        ordered = sorted(range(len(experts)), key=experts.__getitem__)
+        places = [0] * len(ordered)
+        sizes: dict[int, int] = {}
+        for place, route in enumerate(ordered):
+            places[route] = place
+            sizes[experts[route]] = sizes.get(experts[route], 0) + 1
+        return torch.tensor(ordered, device=flat.device), torch.tensor(places, device=flat.device), sizes
 
     def _tensors(self, layer: int, expert: int) -> ExpertTensors:
         found = self._views.get((layer, expert))

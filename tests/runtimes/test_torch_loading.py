@@ -15,6 +15,7 @@ from torch_oracle import load, prompt
 
 from engine import runtimes
 from engine.errors import ModelError
+from engine.models.prepare import prepare
 
 Tensors = dict[str, torch.Tensor]
 
@@ -193,3 +194,10 @@ def test_a_runtime_whose_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(runtimes.importlib.util, "find_spec", lambda module: None)
     with pytest.raises(ModelError, match="mlx-lm"):
         runtimes.runtime_named("mlx")
+
+
+def test_experts_stored_transposed_are_said_to_be_slow_until_prepared(tmp_path: Path) -> None:
+    plain = write_tiny_model(tmp_path / "plain", "gpt_oss")
+    prepare(plain, tmp_path / "prepared", lambda *_: None)
+    assert any("stored transposed" in notice for notice in load(plain).facts.notices)
+    assert load(tmp_path / "prepared").facts.notices == []
