@@ -201,3 +201,23 @@ def test_experts_stored_transposed_are_said_to_be_slow_until_prepared(tmp_path: 
     prepare(plain, tmp_path / "prepared", lambda *_: None)
     assert any("stored transposed" in notice for notice in load(plain).facts.notices)
     assert load(tmp_path / "prepared").facts.notices == []
+
+
+def test_dbrx_keeps_the_rotary_base_of_the_published_configuration(tmp_path: Path) -> None:
+    attention = {"clip_qkv": 4.0, "kv_n_heads": 2, "rope_theta": 500000.0}
+    folder = write_tiny_model(tmp_path / "dbrx", "dbrx", attn_config=attention)
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 500000.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokens = prompt(load(folder), 30)
+    wanted = load(folder).start().extend(tokens)
+
+    del config["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(config))
+    kept = load(folder).start().extend(tokens)
+    config["attn_config"]["rope_theta"] = 10000.0
+    (folder / "config.json").write_text(json.dumps(config))
+    other = load(folder).start().extend(tokens)
+
+    np.testing.assert_array_equal(kept, wanted)
+    assert np.abs(other - wanted).max() > 1e-3

@@ -6,6 +6,7 @@ place. So nothing is initialized in vain, and the experts' parameters never exis
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,9 +37,20 @@ def read_config(folder: Path) -> Any:
     except Exception as error:  # whatever transformers raises for settings it did not expect
         raise ModelError(f"{folder / 'config.json'} cannot be used: {_in_one_line(error)}") from error
     text = config.get_text_config(decoder=True)
+    _keep_dbrx_rotary_base(folder, text)
     if hasattr(text, "output_router_logits"):
         text.output_router_logits = False
     return text
+
+
+def _keep_dbrx_rotary_base(folder: Path, config: Any) -> None:
+    """transformers 5.23 reads dbrx's rotary base at the top level only, where the published checkpoints do not have it,
+    and silently takes its default of 10000; they were trained with the 500000 of their ``attn_config``."""
+    if config.model_type != "dbrx":
+        return
+    stored = json.loads((folder / "config.json").read_bytes())
+    if "rope_parameters" not in stored and "rope_theta" not in stored and "rope_theta" in stored.get("attn_config", {}):
+        config.rope_parameters = {**config.rope_parameters, "rope_theta": float(stored["attn_config"]["rope_theta"])}
 
 
 def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
