@@ -1,0 +1,189 @@
+"""The chat application. Screens other than the chat are imported when they are first opened."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterable
+from importlib.resources import files
+from pathlib import Path
+from typing import ClassVar
+
+from textual import events
+from textual.app import App, SystemCommand
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+
+from app.conversations.store import ConversationStore, open_store
+from app.engine_client import Engine, EngineClient
+from app.machine import Machine
+from app.settings import SettingError, Settings
+from app.settings_file import SettingsFile, open_settings
+from app.tui.commands import COMMANDS
+from app.tui.screens.chat import ChatScreen
+from app.tui.state import ChatOptions
+
+
+def chat_options(settings: Settings) -> ChatOptions:
+    """What of the settings a conversation depends on."""
+    return ChatOptions(
+        model=settings.model,
+        runtime=settings.runtime,
+        dtype=settings.dtype,
+        partitioning=settings.partitioning,
+        cpu_threads=settings.cpu_threads,
+        context_limit=settings.context_limit,
+        system=settings.system_prompt,
+        sampling=settings.sampling,
+        max_tokens=settings.max_tokens,
+        beams=settings.beams,
+        length_penalty=settings.length_penalty,
+    )
+
+
+def starter_is_missing(model: str) -> bool:
+    """Is ``model`` the starter, and not on this machine yet? Then it is built without asking."""
+    from engine.models.catalogue import STARTER
+    from engine.models.store import resolve
+
+    return model.strip().casefold() == STARTER and resolve(STARTER).folder is None
+
+
+class ChatApp(App[int]):
+    """The screen side of privatellm. ``machine`` decides what the settings grey out (default: this one)."""
+
+    TITLE = "privatellm"
+    CSS_PATH: ClassVar[str] = str(files("assets") / "styles" / "privatellm.tcss")
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (60, "-medium")]  # noqa: RUF012 (declared by App)
+    ENABLE_COMMAND_PALETTE = True
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("ctrl+q", "quit_chat", "Quit", show=False, priority=True, id="app.quit"),
+        Binding("ctrl+c", "interrupt", "Interrupt", show=False, system=True, id="app.interrupt"),
+    ]
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: ConversationStore,
+        settings: SettingsFile,
+        *,
+        machine: Machine | None = None,
+        is_missing: Callable[[str], bool] = starter_is_missing,
+    ) -> None:
+        super().__init__()
+        self.engine = engine
+        self.store = store
+        self.settings_file = settings
+        self.machine = machine
+        self._is_missing = is_missing
+        self.chat: ChatScreen | None = None
+
+    @property
+    def settings(self) -> Settings:
+        return self.settings_file.settings
+
+    def on_mount(self) -> None:
+        if self.settings.theme in self.available_themes:
+            self.theme = self.settings.theme
+        self.chat = ChatScreen(self.engine, self.store, chat_options(self.settings), self._is_missing)
+        self.push_screen(self.chat)
+        for notice in (*self.settings_file.notices, *self.store.notices):
+            self.chat.say(notice, "warning")
+        # What was allocated by importing stays for good: the collector need not look at it again and again.
+        gc.freeze()
+
+    def change_setting(self, key: str, value: object) -> str:
+        """Set and save one setting, and let it take effect; what went wrong, in a sentence, or an empty text."""
+        try:
+            settings, problem = self.settings_file.change(key, value), ""
+        except SettingError as error:
+            settings, problem = self.settings, str(error)
+        if key == "theme" and settings.theme in self.available_themes:
+            self.theme = settings.theme
+        if self.chat is not None:
+            self.chat.controller.apply(chat_options(settings))
+        return problem
+
+    def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
+        chat = self.chat
+        if chat is None or screen is not chat:
+            return
+        for command in COMMANDS:
+            keys = f" ({command.key})" if command.key else ""
+            yield SystemCommand(command.title, command.help + keys, lambda c=command: chat.run_command(c))
+        yield SystemCommand("Theme", "Choose the colours", self.action_change_theme)
+
+    def get_key_display(self, binding: Binding) -> str:
+        return binding.key_display or super().get_key_display(binding)
+
+    async def action_quit_chat(self) -> None:
+        """Leave, unless something would be lost: then ask first."""
+        chat = self.chat
+        if chat is None:
+            self.exit(0)
+            return
+        if chat.controller.unsaved and not self._warned(chat):
+            return
+        await chat.close()
+        self.exit(0)
+
+    def _warned(self, chat: ChatScreen) -> bool:
+        if chat.warned_unsaved:
+            return True
+        chat.warned_unsaved = True
+        count = chat.controller.unsaved
+        some = "1 message is" if count == 1 else f"{count} messages are"
+        chat.say(f"{some} not saved. Quit once more to leave, or keep the text with /export FILE.", "error")
+        return False
+
+    def action_interrupt(self) -> None:
+        """ctrl+c: stop the answer; with nothing to stop, say how to leave."""
+        if self.chat is None or not self.chat.controller.stop_soon():
+            self.notify("ctrl+q leaves privatellm.", markup=False)
+
+    def action_help(self) -> None:
+        """Help about what has the focus."""
+        from app.tui.screens.help import HelpScreen
+
+        if not isinstance(self.screen, HelpScreen):
+            self.push_screen(HelpScreen(self.screen.focused))
+
+    def on_resize(self, event: events.Resize) -> None:
+        if self.chat is not None:
+            self.chat.place_panel(event.size.width)
+
+
+def database_path() -> Path:
+    from engine.models.locations import ensure
+
+    return ensure("data") / "conversations.sqlite"
+
+
+def run_chat() -> int:
+    """Open the chat on this terminal until the person leaves; the exit status."""
+    from app.conversations.records import StoreError
+    from app.tui.output_guard import guarded_output
+
+    try:
+        store = open_store(database_path())
+    except (StoreError, OSError) as error:
+        import sys
+
+        print(f"privatellm: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    try:
+        settings = open_settings()
+        with guarded_output():
+            return asyncio.run(_run(store, settings))
+    finally:
+        store.close()
+
+
+async def _run(store: ConversationStore, settings: SettingsFile) -> int:
+    engine = EngineClient()
+    app = ChatApp(engine, store, settings)
+    try:
+        result = await app.run_async()
+        return result if result is not None else app.return_code or 0
+    finally:
+        await engine.close()

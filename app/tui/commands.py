@@ -1,0 +1,76 @@
+"""The commands of the chat: one table for slash commands, the command palette and the help. No Textual."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Command:
+    """``action`` is the chat screen's action; with ``argument`` (its name in the help) it is given the rest of the
+    line."""
+
+    name: str
+    title: str
+    help: str
+    action: str
+    key: str = ""
+    argument: str = ""
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command("help", "Help", "Keys and commands", "help", "f1"),
+    Command("new", "New conversation", "Start an empty conversation", "new", "ctrl+n"),
+    Command("chats", "Conversations", "Resume, search, rename, export, delete", "chats", "f2"),
+    Command("model", "Model", "Choose, fetch or load a model", "model", "f3", "[name]"),
+    Command("beams", "Beams", "Beam width, candidates and their scores", "beams", "f4", "[width]"),
+    Command("timing", "Timing", "Where each token's time goes, and which experts it used", "timing", "f5"),
+    Command("settings", "Settings", "Model, sampling, partitioning, colours", "settings", "ctrl+s"),
+    Command("again", "Answer again", "Another answer to the last question; the old one stays", "again", "ctrl+r"),
+    Command("edit", "Edit the last question", "Ask it in other words, as a branch", "edit_last"),
+    Command("copy", "Copy the last answer", "To the clipboard, as Markdown", "copy_last"),
+    Command("code", "Copy the last block of code", "To the clipboard", "copy_code"),
+    Command("rename", "Rename the conversation", "Give it a title", "rename", "", "[title]"),
+    Command("export", "Export the conversation", "To a Markdown or JSON file", "export", "", "[file]"),
+    Command("stop", "Stop the answer", "The text so far stays", "stop", "escape"),
+    Command("quit", "Quit", "Everything is kept", "quit_chat", "ctrl+q"),
+)
+
+_BY_NAME = {command.name: command for command in COMMANDS} | {
+    alias: command
+    for alias, name in {"exit": "quit", "resume": "chats", "retry": "again", "regenerate": "again", "?": "help"}.items()
+    for command in COMMANDS
+    if command.name == name
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A command with what was typed behind it."""
+
+    command: Command
+    argument: str = ""
+
+
+class UnknownCommand(ValueError):
+    """The text is one sentence for the person."""
+
+
+def parse(text: str) -> Call | None:
+    """The command ``text`` calls; None if it is a question. Raises UnknownCommand.
+
+    A question may begin with a slash if it looks like no command: a path, several lines, ``//`` (taken literally).
+    """
+    if not text.startswith("/") or "\n" in text:
+        return None
+    word, _, argument = text[1:].partition(" ")
+    if not word or "/" in word:
+        return None
+    command = _BY_NAME.get(word.lower())
+    if command is None:
+        near = [name for name in _BY_NAME if name.startswith(word.lower()[:2])]
+        hint = f"did you mean /{near[0]}?" if near else "/help lists them."
+        raise UnknownCommand(f"There is no command /{word}; {hint}")
+    if argument.strip() and not command.argument:
+        raise UnknownCommand(f"/{command.name} takes nothing behind it.")
+    return Call(command, argument.strip())

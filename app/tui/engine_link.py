@@ -1,0 +1,196 @@
+"""The engine as the chat needs it: running, with the wanted model loaded, started again when it died. No Textual."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+
+from app.engine_client import Engine, EngineDied
+from app.tui.state import ChatOptions, Phase, Status
+from engine.messages import (
+    AnyEvent,
+    BeamEstimates,
+    Cancel,
+    Done,
+    EstimateBeams,
+    Failed,
+    Load,
+    Loaded,
+    Progress,
+    Pull,
+    Watch,
+)
+
+_ATTEMPTS = 2
+"""An engine that dies while it loads is started once more; twice is not bad luck."""
+
+
+class EngineLink:
+    """Brings the engine up and keeps ``status`` true; ``on_status`` is called when it changed.
+
+    ``is_missing`` says whether a model has to be fetched (or built) before it can be loaded, and may be.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        status: Status,
+        on_status: Callable[[], None],
+        is_missing: Callable[[str], bool],
+    ) -> None:
+        self.engine = engine
+        self.status = status
+        self.watching = False
+        self._on_status = on_status
+        self._is_missing = is_missing
+        self._loaded: ChatOptions | None = None
+        self._request: int | None = None
+
+    def has(self, options: ChatOptions) -> bool:
+        """Is the engine running with the model that ``options`` ask for?"""
+        return self.engine.running and self._loaded is not None and self._loaded.loads_like(options)
+
+    async def bring_up(self, options: Callable[[], ChatOptions]) -> bool:
+        """Start the engine and load what ``options()`` asks for, which may change meanwhile.
+
+        Whether it is ready; if not, ``status.problem`` says why.
+        """
+        deaths = 0
+        while True:
+            wanted = options()
+            try:
+                if self.has(wanted):
+                    self._set(Phase.READY)
+                    return True
+                await self._start()
+                problem = await self._fetch_and_load(wanted)
+            except EngineDied as died:
+                self._loaded, self.status.facts, problem = None, None, str(died)
+                deaths += 1
+                if deaths < _ATTEMPTS:
+                    continue
+            if problem and options().loads_like(wanted):
+                self._fail(problem)
+                return False
+
+    async def abandon_loading(self) -> None:
+        """What is being loaded is not wanted any more."""
+        if self._request is not None:
+            with suppress(EngineDied):
+                await self.engine.send(Cancel(id=self.engine.new_id(), target=self._request))
+
+    async def watch(self, timing: bool) -> None:
+        """Have the engine measure where the time goes, or stop that; remembered over a restart."""
+        self.watching = timing
+        if self.engine.running:
+            with suppress(EngineDied):
+                await self.engine.send(Watch(id=self.engine.new_id(), timing=timing))
+
+    async def estimate_beams(self, widths: Sequence[int], context_tokens: int) -> BeamEstimates | str:
+        """What the widths would cost, or why that cannot be said."""
+        if self._loaded is None or not self.engine.running:
+            return "The cost is known once the model is loaded."
+        request = EstimateBeams(id=self.engine.new_id(), widths=list(widths), context_tokens=context_tokens)
+        try:
+            async for event in self.engine.stream(request):
+                if isinstance(event, BeamEstimates):
+                    return event
+                if isinstance(event, Failed):
+                    return event.error
+        except EngineDied as died:
+            return str(died)
+        return "The engine gave no estimate."
+
+    async def pull(self, model: str, on_request: Callable[[int], None]) -> AsyncIterator[Progress | Done | Failed]:
+        """Fetch a model. ``on_request`` is given the id by which it can be cancelled. Raises EngineDied."""
+        if not self.engine.running:
+            await self._start()
+        request = Pull(id=self.engine.new_id(), model=model)
+        on_request(request.id)
+        async for event in self.engine.stream(request):
+            if isinstance(event, Progress | Done | Failed):
+                yield event
+
+    def lost(self) -> None:
+        """The engine died: nothing is loaded any more."""
+        self._loaded = None
+        self.status.facts = self.status.progress = self.status.prefill = None
+        self._set(Phase.RESTARTING)
+
+    async def _start(self) -> None:
+        if self.engine.running:
+            return
+        self._loaded = None
+        if self.status.phase is not Phase.RESTARTING:
+            self._set(Phase.STARTING)
+        await self.engine.start()
+        if self.watching:
+            await self.engine.send(Watch(id=self.engine.new_id(), timing=True))
+
+    async def _fetch_and_load(self, wanted: ChatOptions) -> str:
+        """What went wrong; empty if the model is loaded."""
+        self.status.model, self.status.problem = wanted.model, ""
+        self._loaded = self.status.facts = None
+        if self._is_missing(wanted.model):
+            self._set(Phase.FETCHING)
+            problem = await self._follow(self.engine.new_id, wanted, fetch=True)
+            if problem:
+                return problem
+        self._set(Phase.LOADING)
+        return await self._follow(self.engine.new_id, wanted, fetch=False)
+
+    async def _follow(self, new_id: Callable[[], int], wanted: ChatOptions, *, fetch: bool) -> str:
+        request = _pull(new_id(), wanted) if fetch else _load(new_id(), wanted)
+        self._request = request.id
+        try:
+            async for event in self.engine.stream(request):
+                problem = self._take(event, wanted)
+                if problem is not None:
+                    return problem
+        finally:
+            self._request = None
+            self.status.progress = None
+        return "Loading was stopped."
+
+    def _take(self, event: AnyEvent, wanted: ChatOptions) -> str | None:
+        """None: more is to come."""
+        match event:
+            case Progress():
+                self.status.progress = event
+                self._on_status()
+            case Loaded():
+                self._loaded, self.status.facts = wanted, event.facts
+                self.status.context_used = None
+                return ""
+            case Done():
+                return ""
+            case Failed():
+                return event.error
+        return None
+
+    def _set(self, phase: Phase) -> None:
+        self.status.phase = phase
+        if phase is Phase.READY:
+            self.status.progress, self.status.problem = None, ""
+        self._on_status()
+
+    def _fail(self, problem: str) -> None:
+        self.status.problem, self.status.facts = problem, None
+        self._set(Phase.UNAVAILABLE)
+
+
+def _pull(request: int, options: ChatOptions) -> Pull:
+    return Pull(id=request, model=options.model)
+
+
+def _load(request: int, options: ChatOptions) -> Load:
+    return Load(
+        id=request,
+        model=options.model,
+        runtime=options.runtime,
+        dtype=options.dtype,
+        partitioning=options.partitioning,
+        cpu_threads=options.cpu_threads,
+        context_limit=options.context_limit,
+        prefill_chunk=options.prefill_chunk,
+    )

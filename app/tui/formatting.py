@@ -1,0 +1,163 @@
+"""Figures and one-line texts as the screen shows them. Pure."""
+
+from __future__ import annotations
+
+from textual.content import Content
+
+from app.tui.state import BUSY, Entry, Phase, Status
+from engine.messages import ModelFacts, Progress
+
+_DOTS = {
+    Phase.READY: ("●", "$text-success"),
+    Phase.UNAVAILABLE: ("✗", "$text-error"),
+    Phase.STOPPING: ("◌", "$text-warning"),
+    Phase.RESTARTING: ("↻", "$text-warning"),
+}
+_MUTED = "$foreground-muted"
+
+
+def size(nbytes: float) -> str:
+    """Bytes in decimal units, as disks and vendors count: ``1.5 GB``."""
+    if abs(nbytes) < 1000:
+        return f"{nbytes:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        nbytes /= 1000
+        if abs(nbytes) < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "kB" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
+    return f"{nbytes / 1000:.1f} TB"
+
+
+def rate(tokens_per_s: float) -> str:
+    """``8.1 tok/s``; empty if nothing was measured."""
+    return f"{tokens_per_s:.1f} tok/s" if tokens_per_s > 0 else ""
+
+
+def bar(done: float, total: float, width: int) -> Content:
+    """A progress bar of ``width`` cells."""
+    full = round(width * min(1.0, done / total)) if total > 0 else 0
+    return Content.assemble(("━" * full, "$primary"), ("─" * (width - full), _MUTED))
+
+
+def progress_text(progress: Progress) -> str:
+    """``weights 12 of 30 layers``, ``model.safetensors 1.2 of 3.4 GB``."""
+    stage = progress.stage
+    if not progress.total:
+        return stage
+    if progress.unit == "bytes":
+        return f"{stage} {size(progress.done)} of {size(progress.total)}"
+    return f"{stage} {progress.done} of {progress.total} {progress.unit}".rstrip()
+
+
+def engine_name(facts: ModelFacts) -> str:
+    """Runtime and executor, without saying the runtime twice: ``torch · local (torch, cpu)``."""
+    return facts.executor if facts.executor.startswith(facts.runtime) else f"{facts.runtime} · {facts.executor}"
+
+
+def status_line(status: Status, width: int) -> Content:
+    """One line of at most ``width`` cells: what goes on at the left, the figures at the right.
+
+    What matters least is left out first when it does not fit.
+    """
+    left = _activity(status)
+    details = _details(status)
+    figures = _figures(status)
+    for keep in range(len(details), -1, -1):
+        middle = [Content.styled(text, _MUTED) for text in details[:keep]]
+        for shown in (figures, [figure.short for figure in figures], [figure.short for figure in figures[-1:]], []):
+            right = Content("  ").join([item if isinstance(item, Content) else item.long for item in shown])
+            line = Content("  ").join([left, *middle])
+            gap = width - line.cell_length - right.cell_length
+            if gap >= 2 or (gap >= 0 and not right.plain):
+                return Content.assemble(line, " " * gap, right)
+            if keep:
+                break
+    return left.truncate(max(width, 0), ellipsis=True)
+
+
+class _Figure:
+    def __init__(self, long: str, short: str, style: str = "") -> None:
+        self.long = Content.styled(long, style)
+        self.short = Content.styled(short, style)
+
+
+def _activity(status: Status) -> Content:
+    dot, colour = _DOTS.get(status.phase, ("◍", "$text-accent"))
+    text = Content.assemble((f"{dot} ", colour), status.phase.value)
+    progress, prefill = status.progress, status.prefill
+    if status.phase in (Phase.LOADING, Phase.FETCHING) and progress is not None:
+        if progress.total:
+            share = f" {100 * progress.done // progress.total}%"
+            return Content.assemble(text, " ", bar(progress.done, progress.total, 10), share)
+        return text if progress.stage == status.phase.value else Content.assemble(text, f": {progress.stage}")
+    if status.phase is Phase.READING and prefill is not None and prefill.total:
+        share = f" {prefill.done}/{prefill.total}"
+        return Content.assemble(text, " ", bar(prefill.done, prefill.total, 10), share)
+    if status.waiting:
+        return Content.assemble(text, (f" · {status.waiting} waiting", "$text-warning"))
+    return text
+
+
+def _details(status: Status) -> list[str]:
+    facts = status.facts
+    details = [facts.name if facts is not None else status.model]
+    if facts is not None:
+        details.append(engine_name(facts))
+    return [detail for detail in details if detail]
+
+
+def _figures(status: Status) -> list[_Figure]:
+    figures: list[_Figure] = []
+    if status.beams > 1:
+        figures.append(_Figure(f"{status.beams} beams", f"{status.beams}b"))
+    if status.facts is not None and status.facts.context_limit:
+        figures.append(_context(status.context_used, status.facts.context_limit))
+    speed = rate(status.tokens_per_s)
+    if speed and (status.phase in BUSY or status.phase is Phase.READY):
+        figures.append(_Figure(speed, f"{status.tokens_per_s:.1f} t/s", "$text-success"))
+    if status.unsaved:
+        figures.append(_Figure("not saved", "unsaved", "$text-error"))
+    return figures
+
+
+def _context(used: int | None, limit: int) -> _Figure:
+    share = 0.0 if used is None else used / limit
+    colour = "$text-error" if share > 0.95 else "$text-warning" if share > 0.8 else ""
+    if used is None:
+        return _Figure(f"context –/{limit:,}", f"–/{_thousands(limit)}")
+    return _Figure(f"context {used:,}/{limit:,} ({share:.0%})", f"{_thousands(used)}/{_thousands(limit)}", colour)
+
+
+def _thousands(count: int) -> str:
+    return f"{count / 1000:.1f}k" if count >= 10_000 else str(count)
+
+
+# --- around a message ---------------------------------------------------------------------------------------------
+
+
+def heading(entry: Entry) -> Content:
+    """Who speaks, and which of the alternatives this is."""
+    name = ("You", "bold $text-primary") if entry.role == "user" else (entry.model or "Model", "bold $text-secondary")
+    parts: list[Content | tuple[str, str]] = [name]
+    if entry.siblings > 1:
+        parts.append((f"  ‹ {entry.sibling_index + 1}/{entry.siblings} ›", "$text-accent"))
+    if entry.role == "assistant" and entry.state != "writing" and entry.tokens:
+        figures = " · ".join(filter(None, [f"{entry.tokens:,} tokens", rate(entry.tokens_per_s)]))
+        parts.append((f"  {figures}", _MUTED))
+    if entry.record is None:
+        parts.append(("  not saved", "$text-error"))
+    return Content.assemble(*parts)
+
+
+def footing(entry: Entry) -> Content | None:
+    """What there is to say below a message; None if nothing."""
+    parts: list[Content] = []
+    if entry.note:
+        style = "$text-error" if entry.state == "failed" else "$text-warning" if entry.state == "stopped" else _MUTED
+        parts.append(Content.styled(entry.note, style))
+    elif entry.role == "assistant" and entry.state == "stopped":
+        parts.append(Content.styled("Stopped.", "$text-warning"))
+    elif entry.role == "assistant" and entry.state == "failed":
+        parts.append(Content.styled("There is no complete answer.", "$text-error"))
+    if not parts:
+        return None
+    return Content.styled(" · ", _MUTED).join(parts)

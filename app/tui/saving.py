@@ -1,0 +1,116 @@
+"""Keeps what is on the screen in the store, and keeps trying when the store refuses. No Textual."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from app.conversations.records import StoreError
+from app.conversations.store import ConversationStore
+from app.tui.state import Entry
+
+
+@dataclass(eq=False)
+class Thread:
+    """A conversation as the screen has it. ``conversation`` is None until its first question is on disk."""
+
+    conversation: int | None = None
+    title: str = ""
+    system: str = ""
+    model: str = ""
+    path: list[Entry] = field(default_factory=list)
+
+
+class Saver:
+    """Writes entries to the store. What could not be written is remembered and tried again.
+
+    ``on_problem`` is called with the reason when the store starts to refuse, and with an empty text when all is on disk
+    again: once each, not for every attempt.
+    """
+
+    def __init__(self, store: ConversationStore, on_problem: Callable[[str], None]) -> None:
+        self.store = store
+        self.problem = ""
+        self._on_problem = on_problem
+        self._pending: list[tuple[Thread, tuple[Entry, ...]]] = []
+
+    @property
+    def unsaved(self) -> int:
+        """How many messages are on the screen only."""
+        return len({entry.key for _, path in self._pending for entry in path if _differs(entry)})
+
+    def save(self, thread: Thread, path: Sequence[Entry]) -> bool:
+        """Bring ``path``, from the first message on, to disk; whether that worked. What is there costs nothing."""
+        self._remember(thread, tuple(path))
+        return self.retry()
+
+    def retry(self) -> bool:
+        """Write all that is missing; whether nothing is missing any more."""
+        try:
+            while self._pending:
+                self._write(*self._pending[0])
+                del self._pending[0]
+        except StoreError as error:
+            self._say(str(error))
+            return False
+        self._say("")
+        return True
+
+    def refused(self, thread: Thread, path: Sequence[Entry], error: StoreError) -> None:
+        """A write made elsewhere failed: try again later."""
+        self._remember(thread, tuple(path))
+        self._say(str(error))
+
+    def _remember(self, thread: Thread, path: tuple[Entry, ...]) -> None:
+        known = [index for index, (other, held) in enumerate(self._pending) if other is thread and held[-1] is path[-1]]
+        if known:
+            self._pending[known[0]] = (thread, path)
+        else:
+            self._pending.append((thread, path))
+
+    def _write(self, thread: Thread, path: tuple[Entry, ...]) -> None:
+        if thread.conversation is None:
+            created = self.store.create(model=thread.model, system=thread.system, title=thread.title)
+            thread.conversation = created.id
+        parent: int | None = None
+        added = False
+        for entry in path:
+            if entry.record is None:
+                self._add(thread.conversation, entry, parent)
+                added = True
+            elif entry.dirty:
+                self._update(entry)
+            parent = entry.record
+        if added and not thread.title:
+            thread.title = self.store.conversation(thread.conversation).title
+
+    def _add(self, conversation: int, entry: Entry, parent: int | None) -> None:
+        record = self.store.add(
+            conversation, entry.role, entry.content, parent=parent, state=entry.state, model=entry.model
+        )
+        entry.record = record.id
+        entry.siblings, entry.sibling_index = record.siblings, record.sibling_index
+        if entry.tokens or entry.finish_reason:
+            self._update(entry)
+        entry.dirty = False
+
+    def _update(self, entry: Entry) -> None:
+        assert entry.record is not None
+        self.store.update(
+            entry.record,
+            content=entry.content,
+            state=entry.state,
+            tokens=entry.tokens,
+            tokens_per_s=entry.tokens_per_s,
+            finish_reason=entry.finish_reason,
+        )
+        entry.dirty = False
+
+    def _say(self, problem: str) -> None:
+        if problem != self.problem:
+            self.problem = problem
+            self._on_problem(problem)
+
+
+def _differs(entry: Entry) -> bool:
+    return entry.record is None or entry.dirty

@@ -1,0 +1,1 @@
+"""The screens; each is imported when it is first opened."""

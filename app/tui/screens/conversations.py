@@ -1,0 +1,249 @@
+"""The conversations: resume, search, rename, archive, delete, export."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.screen import Screen
+from textual.widgets import Footer, Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+from app.conversations.records import Conversation, StoreError
+from app.text_safety import one_line
+from app.tui.controller import ChatController
+
+_MUTED = "$foreground-muted"
+_HIT_START, _HIT_END = "\ue000", "\ue001"
+_DAY_S = 86_400
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The conversation to show, and the message in it that was found, if one was."""
+
+    conversation: int
+    message: int | None = None
+
+
+@dataclass(frozen=True)
+class _Row:
+    conversation: Conversation
+    message: int | None = None
+    snippet: str = ""
+
+
+def when(seconds: float, now: float) -> str:
+    """A time of the past, as short as it can be understood."""
+    age = now - seconds
+    if age < 60:
+        return "just now"
+    if age < 3600:
+        return f"{int(age // 60)} min ago"
+    there, here = time.localtime(seconds), time.localtime(now)
+    if age < _DAY_S and there.tm_yday == here.tm_yday:
+        return time.strftime("%H:%M", there)
+    if age < 2 * _DAY_S and time.localtime(now - _DAY_S).tm_yday == there.tm_yday:
+        return "yesterday"
+    return time.strftime("%d %b" if there.tm_year == here.tm_year else "%d %b %Y", there)
+
+
+def marked_snippet(snippet: str) -> Content:
+    """A snippet of the search with what was found standing out."""
+    parts: list[tuple[str, str]] = []
+    for index, piece in enumerate(one_line(snippet).split(_HIT_START)):
+        hit, _, rest = piece.partition(_HIT_END) if index else ("", "", piece)
+        parts += [(hit, "bold $text-accent"), (rest, _MUTED)]
+    return Content.assemble(*[part for part in parts if part[0]])
+
+
+class ConversationsScreen(Screen[Opened | None]):
+    HELP = (
+        "Type to search in titles and messages. `enter` opens a conversation. In the list, `r` renames, `a` archives "
+        "(or brings back), `d` deletes after asking, `e` exports, and `v` shows what is archived."
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,f2", "leave", "Close", key_display="esc", id="chats.close"),
+        Binding("enter", "open", "Open", show=False, id="chats.open"),
+        Binding("r", "rename", "Rename", id="chats.rename"),
+        Binding("a", "archive", "Archive", id="chats.archive"),
+        Binding("d,delete", "delete", "Delete", key_display="d", id="chats.delete"),
+        Binding("e", "export", "Export", id="chats.export"),
+        Binding("v", "archived", "Archived", id="chats.archived"),
+        Binding("f1", "app.help", "Help", id="chats.help"),
+        Binding("down", "to_list", "List", show=False, id="chats.list"),
+    ]
+
+    def __init__(self, controller: ChatController) -> None:
+        super().__init__()
+        self._controller = controller
+        self._store = controller.store
+        self._rows: list[_Row] = []
+        self._archived = False
+
+    def compose(self) -> ComposeResult:
+        yield Static("Conversations", classes="screen-title", markup=False)
+        yield Input(placeholder="search titles and messages", id="search")
+        yield OptionList(id="conversations")
+        yield Static("", id="chats-problem", classes="problem", markup=False)
+        yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        self._fill()
+        self.query_one(OptionList if self._rows else Input).focus()
+
+    # --- the list -------------------------------------------------------------------------------------------------
+
+    @on(Input.Changed, "#search")
+    def _search(self) -> None:
+        self._fill()
+
+    @on(Input.Submitted, "#search")
+    def _search_done(self) -> None:
+        if self._rows:
+            self._open(0)
+
+    def _fill(self) -> None:
+        words = self.query_one("#search", Input).value.strip()
+        chats = self.query_one(OptionList)
+        marked = chats.highlighted or 0
+        try:
+            if words:
+                hits = self._store.search(words)
+                self._rows = [_Row(hit.conversation, hit.message, hit.snippet) for hit in hits]
+            else:
+                self._rows = [_Row(found) for found in self._store.conversations(archived=self._archived)]
+            self._say("")
+        except StoreError as error:
+            self._rows = []
+            self._say(str(error))
+        now = time.time()
+        chats.set_options([Option(self._prompt(row, now)) for row in self._rows])
+        if self._rows:
+            chats.highlighted = min(marked, len(self._rows) - 1)
+        elif not words:
+            self._say("Nothing is archived." if self._archived else "There are no conversations yet.")
+        else:
+            self._say("Nothing was found.")
+        title = "Archived conversations" if self._archived else "Conversations"
+        self.query_one(".screen-title", Static).update(Content(title))
+
+    def _prompt(self, row: _Row, now: float) -> Content:
+        found = row.conversation
+        dot = ("● ", "$text-success") if found.id == self._controller.thread.conversation else ("  ", "")
+        title = one_line(found.title) or "(no title)"
+        facts = "  ".join(
+            filter(None, [when(found.updated, now), one_line(found.model), "archived" if found.archived else ""])
+        )
+        lines = [Content.assemble(dot, (title, "bold"), (f"  {facts}", _MUTED))]
+        if row.snippet:
+            lines.append(Content.assemble("  ", marked_snippet(row.snippet)))
+        return Content("\n").join(lines)
+
+    @on(OptionList.OptionSelected)
+    def _selected(self, event: OptionList.OptionSelected) -> None:
+        event.stop()
+        self._open(event.option_index)
+
+    def _open(self, index: int) -> None:
+        row = self._rows[index]
+        self.dismiss(Opened(row.conversation.id, row.message))
+
+    @property
+    def _marked(self) -> Conversation | None:
+        index = self.query_one(OptionList).highlighted
+        return self._rows[index].conversation if index is not None and index < len(self._rows) else None
+
+    def _say(self, text: str) -> None:
+        self.query_one("#chats-problem", Static).update(Content(one_line(text)))
+
+    # --- what can be done -----------------------------------------------------------------------------------------
+
+    def action_to_list(self) -> None:
+        self.query_one(OptionList).focus()
+
+    def action_leave(self) -> None:
+        search = self.query_one("#search", Input)
+        if search.value:
+            search.value = ""
+        else:
+            self.dismiss(None)
+
+    def action_archived(self) -> None:
+        self._archived = not self._archived
+        self._fill()
+
+    def action_archive(self) -> None:
+        found = self._marked
+        if found is not None:
+            self._try(lambda: self._store.change(found.id, archived=not found.archived))
+
+    def action_rename(self) -> None:
+        from app.tui.screens.asking import AskText
+
+        found = self._marked
+        if found is None:
+            return
+
+        def renamed(title: str | None) -> None:
+            if not title:
+                return
+            if self._controller.thread.conversation == found.id:
+                self._controller.rename(title)
+                self._fill()
+            else:
+                self._try(lambda: self._store.change(found.id, title=title))
+
+        self.app.push_screen(AskText("Title of the conversation", found.title), renamed)
+
+    def action_delete(self) -> None:
+        from app.tui.screens.asking import Confirm
+
+        found = self._marked
+        if found is None:
+            return
+
+        def answered(yes: bool | None) -> None:
+            if yes:
+                self._controller.forget_conversation(found.id)
+                self._try(lambda: self._store.delete(found.id))
+
+        title = one_line(found.title) or "(no title)"
+        detail = "With all its branches, for good. Archiving (a) only takes it out of the list."
+        self.app.push_screen(Confirm(f"Delete “{title}”?", detail), answered)
+
+    def action_export(self) -> None:
+        from app.tui.exporting import export_conversation, suggested_path
+        from app.tui.screens.asking import AskText
+
+        found = self._marked
+        if found is None:
+            return
+
+        def named(path: str | None) -> None:
+            if not path:
+                return
+            try:
+                written = export_conversation(self._store, found.id, Path(path).expanduser())
+            except (OSError, StoreError) as error:
+                reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+                self._say(f"Nothing was exported to {path}: {reason}.")
+            else:
+                self.notify(f"Exported to {written}.", markup=False)
+
+        self.app.push_screen(AskText("Export to (.md or .json)", str(suggested_path(found.title))), named)
+
+    def _try(self, change: Callable[[], object]) -> None:
+        try:
+            change()
+        except StoreError as error:
+            self._say(str(error))
+            return
+        self._fill()

@@ -1,0 +1,75 @@
+"""Help: about what has the focus first, then keys and commands."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.screen import ModalScreen
+from textual.widget import Widget
+from textual.widgets import Footer
+
+from app.tui.commands import COMMANDS
+from app.tui.rendering import render_markdown
+from app.tui.widgets.rendered import Rendered
+
+KEYS = """
+| key | does |
+|---|---|
+| enter | sends |
+| ctrl+j, shift+enter, alt+enter | break the line |
+| esc | stops the answer; the text stays |
+| up | earlier questions, in an empty field |
+| shift+up | to the messages: copy, edit, answer again, other branches |
+| pageup, pagedown | scroll |
+| ctrl+end | to the newest text |
+| ctrl+r | answer again |
+| ctrl+n | new conversation |
+| f2 or ctrl+o | conversations |
+| f3 or ctrl+g | model |
+| f4 or ctrl+b | beams |
+| f5 or ctrl+t | timing |
+| ctrl+s | settings |
+| ctrl+p | menu of all commands |
+| ctrl+q | quit; everything is kept |
+"""
+
+
+def help_text(focused: Widget | None) -> str:
+    """Markdown: what the focused widget says of itself (or what it stands in), the keys, the commands."""
+    own = ""
+    if focused is not None:
+        own = next((node.HELP for node in focused.ancestors_with_self if getattr(node, "HELP", None)), "") or ""
+    commands = "\n".join(
+        f"| {' '.join(filter(None, [f'/{command.name}', command.argument]))} | {command.help} |" for command in COMMANDS
+    )
+    parts = ["# Here", own] if own else []
+    parts += ["# Keys", KEYS, "# Commands", f"| command | does |\n|---|---|\n{commands}"]
+    return "\n\n".join(parts)
+
+
+class _HelpText(Rendered):
+    def __init__(self, text: str) -> None:
+        super().__init__(classes="help-text")
+        self._text = text
+
+    def make(self, width: int) -> Content:
+        return render_markdown(self._text, width)
+
+
+class HelpScreen(ModalScreen[None]):
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,f1,q", "dismiss(None)", "Close", key_display="esc", id="help.close")
+    ]
+
+    def __init__(self, focused: Widget | None) -> None:
+        super().__init__()
+        self._text = help_text(focused)
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(classes="help"):
+            yield _HelpText(self._text)
+        yield Footer(compact=True, show_command_palette=False)

@@ -1,0 +1,177 @@
+"""The model picker: what is on this machine, what is known, and anything else by its name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.screen import Screen
+from textual.widgets import Footer, Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+from app.text_safety import one_line
+from app.tui.controller import ChatController
+from app.tui.formatting import bar, progress_text, size
+from engine.errors import ModelError
+
+_MUTED = "$foreground-muted"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model to choose: ``here`` if it is on this machine."""
+
+    name: str
+    figures: str
+    about: str
+    here: bool
+
+
+def rows() -> list[Row]:
+    """What is on this machine first, then what the catalogue knows besides. Reads the disk."""
+    from engine.models.catalogue import catalogue
+    from engine.models.store import installed
+
+    entries = {entry.name: entry for entry in catalogue()}
+    found = [
+        Row(
+            model.name,
+            " · ".join(filter(None, [size(model.nbytes), model.family, "prepared" if model.prepared else ""])),
+            entries[model.name].description if model.name in entries else "",
+            True,
+        )
+        for model in installed()
+    ]
+    names = {row.name for row in found}
+    known = [
+        Row(
+            entry.name,
+            f"{entry.gigabytes:g} GB · {entry.parameters_billion:g} B parameters, {entry.active_billion:g} B active "
+            f"· {entry.licence}",
+            entry.description,
+            False,
+        )
+        for entry in entries.values()
+        if entry.name not in names
+    ]
+    return found + known
+
+
+class ModelsScreen(Screen[str | None]):
+    """Gives the name of the chosen model."""
+
+    HELP = (
+        "`enter` on a model of this machine loads it; on another one it is fetched first, while the chat goes on. `x` "
+        "stops fetching: it goes on from there the next time. Any other model is named in the field: a Hugging Face "
+        "repo id, a folder, or a GGUF file."
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,f3", "leave", "Close", key_display="esc", id="models.close"),
+        Binding("x", "stop", "Stop fetching", id="models.stop"),
+        Binding("f1", "app.help", "Help", id="models.help"),
+    ]
+
+    def __init__(self, controller: ChatController) -> None:
+        super().__init__()
+        self._controller = controller
+        self._rows: list[Row] = []
+
+    def compose(self) -> ComposeResult:
+        yield Static("Model", classes="screen-title", markup=False)
+        yield OptionList(id="models")
+        yield Static(
+            Content.assemble(("↓", "$text-warning"), " is not on this machine: enter fetches it."), id="models-hint"
+        )
+        yield Static("", id="model-problem", classes="problem", markup=False)
+        yield Input(placeholder="another one: owner/name, a folder, or a .gguf file", id="other")
+        yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        self.query_one(OptionList).focus()
+        self._controller.pulling.on_change = self._refresh
+        self._look()
+
+    def on_unmount(self) -> None:
+        self._controller.pulling.on_change = None
+
+    @work(thread=True, group="look", exclusive=True)
+    def _look(self) -> None:
+        try:
+            found, problem = rows(), ""
+        except (ModelError, OSError) as error:
+            found, problem = [], str(error)
+        self.app.call_from_thread(self._found, found, problem)
+
+    def _found(self, found: list[Row], problem: str) -> None:
+        self._rows = found
+        self.query_one("#model-problem", Static).update(Content(one_line(problem)))
+        self._draw()
+
+    def _refresh(self) -> None:
+        """Something about fetching changed; when it ended, there may be a new model."""
+        if not self._controller.pulling.active:
+            self._look()
+        self._draw()
+
+    def _draw(self) -> None:
+        models = self.query_one(OptionList)
+        marked = models.highlighted
+        current = self._controller.options.model
+        if marked is None:
+            marked = next((i for i, row in enumerate(self._rows) if row.name == current), 0)
+        models.set_options([Option(self._prompt(row, current)) for row in self._rows])
+        if self._rows:
+            models.highlighted = min(marked, len(self._rows) - 1)
+
+    def _prompt(self, row: Row, current: str) -> Content:
+        dot = ("● ", "$text-success") if row.name == current else ("  ", "") if row.here else ("↓ ", "$text-warning")
+        title = Content.assemble(dot, (row.name, "bold"), (f"  {row.figures}", _MUTED))
+        lines = [title]
+        progress = self._controller.pulling.active.get(row.name)
+        if progress is not None:
+            lines.append(Content.assemble("  ", bar(progress.done, progress.total, 20), f" {progress_text(progress)}"))
+        if row.about:
+            lines.append(Content.styled(f"  {row.about}", _MUTED))
+        return Content("\n").join(lines)
+
+    @on(OptionList.OptionSelected)
+    def _chosen(self, event: OptionList.OptionSelected) -> None:
+        event.stop()
+        row = self._rows[event.option_index]
+        if row.here or row.name == "starter":
+            self.dismiss(row.name)
+        else:
+            self._controller.pulling.start(row.name)
+
+    @on(Input.Submitted)
+    def _other(self, event: Input.Submitted) -> None:
+        event.stop()
+        name = event.value.strip()
+        if not name:
+            return
+        from engine.models.store import resolve
+
+        try:
+            model = resolve(name)
+        except ModelError as error:
+            self.query_one("#model-problem", Static).update(Content(one_line(str(error))))
+            return
+        if model.kind == "hub" and model.folder is None:
+            self._rows = [*self._rows, Row(name, "", "", False)]
+            self._controller.pulling.start(name)
+            self._draw()
+            self.query_one(OptionList).focus()
+        else:
+            self.dismiss(name)
+
+    async def action_stop(self) -> None:
+        marked = self.query_one(OptionList).highlighted
+        if marked is not None and marked < len(self._rows):
+            await self._controller.pulling.cancel(self._rows[marked].name)
+
+    def action_leave(self) -> None:
+        self.dismiss(None)

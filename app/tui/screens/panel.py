@@ -1,0 +1,36 @@
+"""A panel that fills the screen, where it would not fit beside the conversation."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.screen import Screen
+from textual.widgets import Footer, Static
+
+from app.tui.widgets.panel import Panel
+
+
+class PanelScreen(Screen[None]):
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,f4,f5,ctrl+b,ctrl+t", "close_panel", "Close", show=False, id="panel.back"),
+        Binding("f1", "app.help", "Help", id="panel.help"),
+    ]
+
+    def __init__(self, panel: Panel) -> None:
+        super().__init__()
+        self._panel = panel
+
+    def compose(self) -> ComposeResult:
+        yield Static(self._panel.TITLE, classes="screen-title", markup=False)
+        yield self._panel
+        yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        self._panel.focus_first()
+        self._panel.opened()
+
+    def action_close_panel(self) -> None:
+        self._panel.closed()
+        self.dismiss(None)

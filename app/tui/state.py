@@ -1,0 +1,201 @@
+"""What the chat shows, as plain data, and the updates by which the controller says that it changed. No Textual."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import count
+from typing import Literal
+
+from app.conversations.records import MessageRecord, Role, State
+from engine.messages import (
+    Beam,
+    DtypeName,
+    Message,
+    ModelFacts,
+    Partitioning,
+    Prefill,
+    Progress,
+    RuntimeName,
+    Sampling,
+    Timing,
+)
+
+_keys = count(1)
+
+
+@dataclass(eq=False)
+class Entry:
+    """One message on the screen. ``record`` is its row in the store, None while it is not on disk.
+
+    ``note`` is one line about what happened to it (stopped, failed), for the person.
+    """
+
+    role: Role
+    content: str
+    state: State = "complete"
+    record: int | None = None
+    model: str = ""
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    finish_reason: str = ""
+    siblings: int = 1
+    sibling_index: int = 0
+    note: str = ""
+    dirty: bool = False
+    """The store does not have what is on the screen."""
+    key: int = field(default_factory=lambda: next(_keys))
+
+    @staticmethod
+    def of(record: MessageRecord) -> Entry:
+        return Entry(
+            role=record.role,
+            content=record.content,
+            state=record.state,
+            record=record.id,
+            model=record.model,
+            tokens=record.tokens,
+            tokens_per_s=record.tokens_per_s,
+            finish_reason=record.finish_reason,
+            siblings=record.siblings,
+            sibling_index=record.sibling_index,
+        )
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """The settings a conversation depends on."""
+
+    model: str = "starter"
+    runtime: RuntimeName = "auto"
+    dtype: DtypeName = "auto"
+    partitioning: Partitioning = "auto"
+    cpu_threads: int | None = None
+    context_limit: int | None = None
+    prefill_chunk: int = 512
+    system: str = ""
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int | None = None
+    beams: int = 1
+    length_penalty: float = 1.0
+
+    def loads_like(self, other: ChatOptions) -> bool:
+        """Would the same model be loaded in the same way?"""
+        return self._loading() == other._loading()
+
+    def _loading(self) -> tuple[object, ...]:
+        return (
+            self.model, self.runtime, self.dtype, self.partitioning, self.cpu_threads, self.context_limit,
+            self.prefill_chunk,
+        )  # fmt: skip
+
+
+class Phase(Enum):
+    """What the engine does, as the status line says it."""
+
+    STARTING = "starting the engine"
+    FETCHING = "fetching the model"
+    LOADING = "loading"
+    READY = "ready"
+    READING = "reading the prompt"
+    ANSWERING = "answering"
+    STOPPING = "stopping"
+    RESTARTING = "restarting the engine"
+    UNAVAILABLE = "no model"
+
+
+BUSY = frozenset({Phase.READING, Phase.ANSWERING, Phase.STOPPING})
+
+
+@dataclass
+class Status:
+    """What the status line shows."""
+
+    phase: Phase = Phase.STARTING
+    model: str = ""
+    facts: ModelFacts | None = None
+    progress: Progress | None = None
+    prefill: Prefill | None = None
+    context_used: int | None = None
+    tokens_per_s: float = 0.0
+    waiting: int = 0
+    """Questions that wait for an answer."""
+    unsaved: str = ""
+    """Why the store does not have all that is on the screen; empty: it does."""
+    problem: str = ""
+    """Why there is no model."""
+    beams: int = 1
+
+
+# --- updates ------------------------------------------------------------------------------------------------------
+
+Severity = Literal["information", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class PathChanged:
+    """Another conversation or branch is shown. ``focus`` is the entry to look at, None: the newest."""
+
+    focus: Entry | None = None
+
+
+@dataclass(frozen=True)
+class EntryAdded:
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class EntryChanged:
+    """``entry`` changed in any way; ``live`` if more of it is coming."""
+
+    entry: Entry
+    live: bool = False
+
+
+@dataclass(frozen=True)
+class StatusChanged:
+    pass
+
+
+@dataclass(frozen=True)
+class BeamsChanged:
+    """``beams``, best first, after ``step`` steps. ``running`` until the search has ended."""
+
+    beams: tuple[Beam, ...]
+    step: int
+    running: bool
+    tokens_per_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class TimingArrived:
+    timing: Timing
+
+
+@dataclass(frozen=True)
+class Said:
+    """One line for the person."""
+
+    text: str
+    severity: Severity = "information"
+
+
+Update = PathChanged | EntryAdded | EntryChanged | StatusChanged | BeamsChanged | TimingArrived | Said
+
+
+def prompt_messages(system: str, path: list[Entry]) -> list[Message]:
+    """What the model is given: the system prompt if there is one, then the path in turns.
+
+    Answers that never came are left out, and questions that follow one another are joined, because chat templates
+    insist on alternating roles.
+    """
+    messages: list[Message] = [Message("system", system)] if system.strip() else []
+    for entry in path:
+        if not entry.content.strip():
+            continue
+        last = messages[-1] if messages else None
+        if last is not None and last.role == entry.role:
+            messages[-1] = Message(entry.role, f"{last.content}\n\n{entry.content}")
+        else:
+            messages.append(Message(entry.role, entry.content))
+    return messages

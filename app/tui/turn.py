@@ -1,0 +1,45 @@
+"""One question and its answer, while it is being made. No Textual."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from app.conversations.store import ConversationStore
+from app.text_safety import Sanitizer
+from app.tui.saving import Thread
+from app.tui.state import Entry
+
+
+@dataclass(eq=False)
+class Turn:
+    """One question that waits for its answer, or is being answered. ``path`` ends with the question."""
+
+    thread: Thread
+    path: list[Entry]
+    answer: Entry
+    beams: int
+    request: int | None = None
+    stopping: bool = False
+    prompt_tokens: int = 0
+    picked: str | None = None
+    """The candidate of a beam search that was chosen while it ran."""
+    safe: Sanitizer = field(default_factory=Sanitizer)
+    ended: bool = False
+    _writing: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def whole(self) -> list[Entry]:
+        return [*self.path, self.answer]
+
+    def end(self) -> bool:
+        """No partial text is written any more. Waits for one that is on its way; False if it had ended before."""
+        with self._writing:
+            before, self.ended = self.ended, True
+        return not before
+
+    def write_partial(self, store: ConversationStore, record: int, text: str) -> None:
+        """Put ``text`` on disk unless the answer is complete by now. For a thread. Raises StoreError."""
+        with self._writing:
+            if not self.ended:
+                store.update(record, content=text)

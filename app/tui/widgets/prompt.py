@@ -1,0 +1,121 @@
+"""Where the person types."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.message import Message
+from textual.widgets import TextArea
+
+
+class Prompt(TextArea):
+    """Several lines of text; enter sends them, the keys with a modifier break the line.
+
+    Which of those a terminal can tell from enter differs: ctrl+j works in all of them.
+    """
+
+    HELP = (
+        "Type a question. `enter` sends it; `ctrl+j`, `shift+enter` and `alt+enter` break the line (`ctrl+j` works in "
+        "every terminal); pasted lines stay lines. `up` in an empty field brings back earlier questions, `shift+up` "
+        "goes to the messages. `/help` lists the commands."
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "send", "Send", show=False, id="prompt.send"),
+        Binding("shift+enter,alt+enter,ctrl+j,ctrl+enter", "break_line", "New line", show=False, id="prompt.newline"),
+        Binding("shift+up,ctrl+up", "leave_up", "Messages", show=False, id="prompt.messages"),
+    ]
+
+    class Sent(Message):
+        def __init__(self, text: str) -> None:
+            super().__init__()
+            self.text = text
+
+    class LeftUpwards(Message):
+        """The person wants to go to the messages above."""
+
+    class Scrolled(Message):
+        """The person wants to scroll the transcript by ``pages``."""
+
+        def __init__(self, pages: int) -> None:
+            super().__init__()
+            self.pages = pages
+
+    def __init__(self, id: str) -> None:
+        super().__init__(id=id, soft_wrap=True, compact=True, highlight_cursor_line=False, tab_behavior="focus")
+        self._earlier: list[str] = []
+        self._position: int | None = None
+
+    def remember(self, texts: list[str]) -> None:
+        """Earlier questions, oldest first, for recalling."""
+        self._earlier = [text for text in texts if text.strip()]
+        self._position = None
+
+    def fill(self, text: str) -> None:
+        """Put ``text`` here, with the cursor behind it."""
+        self.text = text
+        self.move_cursor(self.document.end)
+
+    async def _on_key(self, event: events.Key) -> None:
+        # TextArea takes enter as a character before bindings are looked at.
+        if event.key == "enter":
+            event.stop()
+            event.prevent_default()
+            self.action_send()
+            return
+        await super()._on_key(event)
+
+    def action_send(self) -> None:
+        text = self.text
+        if not text.strip():
+            return
+        self._position = None
+        self.post_message(self.Sent(text.strip("\n")))
+
+    def sent(self, text: str) -> None:
+        """``text`` was taken: the field is empty for the next."""
+        if not self._earlier or self._earlier[-1] != text:
+            self._earlier.append(text)
+        self.clear()
+
+    def action_break_line(self) -> None:
+        self._replace_via_keyboard("\n", *self.selection)
+
+    def action_leave_up(self) -> None:
+        self.post_message(self.LeftUpwards())
+
+    def action_cursor_up(self, select: bool = False) -> None:
+        if not select and self._recalls() and self._recall(-1):
+            return
+        super().action_cursor_up(select)
+
+    def action_cursor_down(self, select: bool = False) -> None:
+        if not select and self._position is not None and self._recalls() and self._recall(1):
+            return
+        super().action_cursor_down(select)
+
+    def action_cursor_page_up(self) -> None:
+        self.post_message(self.Scrolled(-1))
+
+    def action_cursor_page_down(self) -> None:
+        self.post_message(self.Scrolled(1))
+
+    def _recalls(self) -> bool:
+        """Nothing of the person's own would be lost by putting another text here."""
+        return not self.text or (self._position is not None and self.text == self._earlier[self._position])
+
+    def _recall(self, offset: int) -> bool:
+        if not self._earlier:
+            return False
+        start = len(self._earlier) if self._position is None else self._position
+        position = start + offset
+        if position < 0:
+            return True
+        if position >= len(self._earlier):
+            self._position = None
+            self.clear()
+            return True
+        self._position = position
+        self.fill(self._earlier[position])
+        return True

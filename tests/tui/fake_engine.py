@@ -1,0 +1,198 @@
+"""An engine for the tests of the screen: it answers from a script, and does what it is told when it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from app.engine_client import EngineDied
+from engine.messages import (
+    AnyEvent,
+    AnyRequest,
+    Beam,
+    BeamEstimate,
+    BeamEstimates,
+    BeamProgress,
+    Cancel,
+    Done,
+    EstimateBeams,
+    Failed,
+    Finished,
+    Generate,
+    Load,
+    Loaded,
+    ModelFacts,
+    Notice,
+    Piece,
+    Prefill,
+    Progress,
+    Pull,
+    Timing,
+    Watch,
+)
+
+FACTS = ModelFacts(
+    name="starter", family="mixtral", runtime="torch", executor="local (torch, cpu)", device="cpu", dtype="bfloat16",
+    layers=4, experts=4, experts_per_token=2, moe_layers=[0, 1, 2, 3], vocabulary=100, hidden=16, context_limit=2048,
+    trunk_bytes=1, expert_bytes=1, key_value_bytes_per_token=1, parameters=393_000_000,
+)  # fmt: skip
+
+
+class FakeEngine:
+    """``answer`` gives the pieces of each answer. ``gate`` (when set to an event) holds pieces back from the second on.
+
+    ``dies_at`` names the piece before which the engine dies, once.
+    """
+
+    def __init__(self, answer: Callable[[Generate], Sequence[str]] | None = None) -> None:
+        self.on_notice: Callable[[Notice], None] | None = None
+        self.answer = answer or (lambda request: ["Paris", " is the", " capital."])
+        self.requests: list[AnyRequest] = []
+        self.cancelled: set[int] = set()
+        self.gate: asyncio.Event | None = None
+        self.load_gate: asyncio.Event | None = None
+        self.dies_at: int | None = None
+        self.dies_loading = 0
+        self.load_error: str | None = None
+        self.generate_error: str | None = None
+        self.facts = FACTS
+        self.load_progress = Progress(stage="weights", done=63, total=100, unit="layers")
+        self.beam_steps: list[list[Beam]] = []
+        self.timing: Timing | None = None
+        self.starts = 0
+        self.pull_gate: asyncio.Event | None = None
+        self.speed = 8.1
+        self._ids = itertools.count(1)
+        self._running = False
+
+    def new_id(self) -> int:
+        return next(self._ids)
+
+    @property
+    def running(self) -> bool:
+        return self._running
+
+    def die(self) -> None:
+        self._running = False
+
+    async def start(self) -> None:
+        if not self._running:
+            self.starts += 1
+            self._running = True
+
+    async def send(self, request: AnyRequest) -> None:
+        if not self._running:
+            raise EngineDied("The engine is not running.")
+        self.requests.append(request)
+        if isinstance(request, Cancel):
+            self.cancelled.add(request.target)
+            for gate in (self.gate, self.load_gate, self.pull_gate):
+                if gate is not None:
+                    gate.set()
+
+    async def stream(self, request: AnyRequest) -> AsyncIterator[AnyEvent]:
+        if not self._running:
+            raise EngineDied("The engine is not running.")
+        self.requests.append(request)
+        match request:
+            case Load():
+                events = self._load(request)
+            case Generate():
+                events = self._beams(request) if request.beams > 1 else self._generate(request)
+            case EstimateBeams():
+                events = self._estimate(request)
+            case Pull():
+                events = self._pull(request)
+            case _:
+                raise AssertionError(request)
+        async for event in events:
+            yield event
+
+    async def close(self) -> None:
+        self._running = False
+
+    def sent(self, kind: type) -> list[AnyRequest]:
+        return [request for request in self.requests if isinstance(request, kind)]
+
+    @property
+    def watching(self) -> bool:
+        watches = [request for request in self.requests if isinstance(request, Watch)]
+        return bool(watches) and watches[-1].timing
+
+    def _crash(self) -> None:
+        self._running = False
+        raise EngineDied("The engine was killed (SIGKILL), most likely because memory ran out.")
+
+    async def _load(self, request: Load) -> AsyncIterator[AnyEvent]:
+        yield self._with_id(self.load_progress, request.id)
+        if self.dies_loading:
+            self.dies_loading -= 1
+            self._crash()
+        if self.load_gate is not None:
+            await self.load_gate.wait()
+        if self.load_error is not None:
+            yield Failed(id=request.id, error=self.load_error, kind="model")
+        else:
+            yield Loaded(id=request.id, facts=self.facts)
+
+    @staticmethod
+    def _with_id(progress: Progress, id: int) -> Progress:
+        return Progress(id=id, stage=progress.stage, done=progress.done, total=progress.total, unit=progress.unit)
+
+    async def _generate(self, request: Generate) -> AsyncIterator[AnyEvent]:
+        if self.generate_error is not None:
+            yield Failed(id=request.id, error=self.generate_error, kind="context")
+            return
+        yield Prefill(id=request.id, done=20, total=20)
+        text = ""
+        for count, piece in enumerate(self.answer(request), start=1):
+            if self.gate is not None and count > 1:
+                await self.gate.wait()
+            if self.dies_at == count:
+                self.dies_at = None
+                self._crash()
+            if request.id in self.cancelled:
+                break
+            text += piece
+            yield Piece(id=request.id, text=piece, tokens=count, tokens_per_s=self.speed)
+            await asyncio.sleep(0)
+        if self.timing is not None and self.watching:
+            yield self.timing
+        yield self._finished(request, text, [])
+
+    def _finished(self, request: Generate, text: str, beams: list[Beam]) -> Finished:
+        reason = "cancelled" if request.id in self.cancelled else "stop"
+        return Finished(
+            id=request.id, text=text, token_ids=[], finish_reason=reason, prompt_tokens=20, prefilled_tokens=20,
+            completion_tokens=12, ttft_s=0.1, tokens_per_s=self.speed, beams=beams,
+        )  # fmt: skip
+
+    async def _beams(self, request: Generate) -> AsyncIterator[AnyEvent]:
+        yield Prefill(id=request.id, done=20, total=20)
+        beams: list[Beam] = []
+        for step, candidates in enumerate(self.beam_steps, start=1):
+            if self.gate is not None and step > 1:
+                await self.gate.wait()
+            if request.id in self.cancelled:
+                break
+            beams = candidates
+            yield BeamProgress(id=request.id, step=step, beams=beams, tokens_per_s=self.speed)
+            await asyncio.sleep(0)
+        yield self._finished(request, beams[0].text if beams else "", beams)
+
+    async def _estimate(self, request: EstimateBeams) -> AsyncIterator[AnyEvent]:
+        estimates = [
+            BeamEstimate(width, width * 190_000_000, width <= 12, round(1 + 0.12 * (width - 1), 2))
+            for width in request.widths
+        ]
+        yield BeamEstimates(id=request.id, estimates=estimates, available_bytes=2_400_000_000)
+
+    async def _pull(self, request: Pull) -> AsyncIterator[AnyEvent]:
+        yield Progress(id=request.id, stage="downloading", done=420_000_000, total=1_000_000_000, unit="bytes")
+        if self.pull_gate is not None:
+            await self.pull_gate.wait()
+        if request.id in self.cancelled:
+            yield Failed(id=request.id, error="The download was stopped; it resumes where it was.", kind="network")
+        else:
+            yield Done(id=request.id, path="/models/x")

@@ -1,0 +1,60 @@
+"""What the tests of the screen share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from textual.pilot import Pilot
+from textual.widgets import Static
+
+from app.machine import Machine
+from app.tui.application import ChatApp
+from app.tui.controller import ChatController
+from app.tui.state import Phase
+
+MACHINE = Machine(system="linux", architecture="x86_64", nvidia=False, torch=True, mlx=False)
+MakeApp = Callable[..., ChatApp]
+
+
+async def wait_until(pilot: Pilot[int], predicate: Callable[[], object], steps: int = 400) -> None:
+    """Let the application work until ``predicate`` holds; the number of steps is bounded, not the time."""
+    for _ in range(steps):
+        if predicate():
+            await pilot.pause()
+            return
+        await pilot.pause()
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came about")
+
+
+def controller(app: ChatApp) -> ChatController:
+    assert app.chat is not None
+    return app.chat.controller
+
+
+async def ready(pilot: Pilot[int], app: ChatApp) -> None:
+    await wait_until(pilot, lambda: app.chat is not None and controller(app).status.phase is Phase.READY)
+
+
+async def ask(pilot: Pilot[int], app: ChatApp, text: str) -> None:
+    """Type ``text``, send it, and wait for the answer."""
+    assert app.chat is not None
+    app.chat.prompt.focus()
+    app.chat.prompt.fill(text)
+    await pilot.pause()
+    await pilot.press("enter")
+    await wait_until(pilot, lambda: not controller(app).busy and controller(app).thread.path)
+    await pilot.pause()
+
+
+def shown(app: ChatApp) -> list[str]:
+    """The messages as they are drawn."""
+    assert app.chat is not None
+    return [view.render().plain for view in app.chat.transcript.views]
+
+
+def notice(app: ChatApp) -> str:
+    assert app.chat is not None
+    line = app.chat.query_one("#notice", Static)
+    return str(line.visual) if line.display else ""

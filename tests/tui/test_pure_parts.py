@@ -1,0 +1,282 @@
+"""The parts of the screen that are functions: windows, streaming, Markdown, figures, charts, commands."""
+
+from __future__ import annotations
+
+import pytest
+from fake_engine import FACTS
+from hypothesis import given
+from hypothesis import strategies as st
+from textual.content import Content
+
+from app.tui import charts, commands, windowing
+from app.tui.formatting import progress_text, size, status_line
+from app.tui.rendering import code_blocks, render_markdown
+from app.tui.state import Phase, Status
+from app.tui.streaming import LONGEST_TAIL, GrowingText
+from app.tui.tables import column_widths
+from app.tui.widgets.beam_panel import common_beginning
+from engine.messages import LayerTimes, PhaseTimes, Prefill, Progress, Timing
+
+# --- windows ---
+
+
+@given(st.integers(0, 400), st.lists(st.sampled_from(["older", "newer", "appended"]), max_size=40))
+def test_a_window_never_leaves_the_conversation(total: int, moves: list[str]) -> None:
+    window = windowing.tail(total)
+    for move in moves:
+        step = {
+            "older": windowing.show_older,
+            "newer": windowing.show_newer,
+            "appended": windowing.appended,
+        }[move]
+        window = step(window)
+        assert 0 <= window.start <= window.end <= window.total
+        assert window.end - window.start <= windowing.MOST
+
+
+@given(st.integers(1, 400))
+def test_all_messages_can_be_reached(total: int) -> None:
+    window = windowing.tail(total)
+    seen = set(range(window.start, window.end))
+    while window.older:
+        window = windowing.show_older(window)
+        seen |= set(range(window.start, window.end))
+    while window.newer:
+        window = windowing.show_newer(window)
+        seen |= set(range(window.start, window.end))
+    assert seen == set(range(total))
+
+
+def test_a_new_message_stays_out_while_the_reader_is_elsewhere() -> None:
+    window = windowing.Window(0, 30, 100)
+    assert windowing.appended(window) == windowing.Window(0, 30, 101)
+
+
+@given(st.integers(1, 300), st.data())
+def test_a_window_around_a_message_holds_it(total: int, data: st.DataObject) -> None:
+    index = data.draw(st.integers(0, total - 1))
+    window = windowing.around(index, total)
+    assert index in window
+    assert window.end <= total
+
+
+# --- streaming ---
+
+
+@given(st.lists(st.sampled_from(["word ", "\n", "\n\n", "```\n", "```py\n", "- item\n", "1. x\n", "    code\n"])))
+def test_cutting_a_growing_text_loses_nothing(pieces: list[str]) -> None:
+    growing = GrowingText()
+    text = ""
+    for piece in pieces:
+        text += piece
+        growing.update(text)
+        assert "".join(growing.frozen) + growing.tail == text
+
+
+def test_paragraphs_are_frozen_and_lists_are_kept_whole() -> None:
+    growing = GrowingText()
+    growing.update("one\n\ntwo\n\n- a\n\n- b\n")
+    assert growing.frozen == ["one\n\n"]
+    assert growing.tail == "two\n\n- a\n\n- b\n"
+    growing.update("one\n\ntwo\n\n- a\n\n- b\n\nthree ")
+    assert growing.tail == "three "
+
+
+def test_a_closed_fence_is_frozen() -> None:
+    growing = GrowingText()
+    growing.update("```py\nx\n\ny\n")
+    assert growing.frozen == []
+    growing.update("```py\nx\n\ny\n```\nafter")
+    assert growing.frozen == ["```py\nx\n\ny\n```\n"]
+
+
+def test_a_long_fence_is_cut_and_stays_code() -> None:
+    growing = GrowingText()
+    growing.update("```py\n" + "line = 1\n" * 600)
+    assert len(growing.tail) <= LONGEST_TAIL + 20
+    assert growing.tail.startswith("```py\n")
+    assert all(block.startswith("```py\n") and block.endswith("```\n") for block in growing.frozen)
+    code = "".join(code_blocks(block)[0] + "\n" for block in [*growing.frozen, growing.tail + "```\n"])
+    assert code == "line = 1\n" * 600
+
+
+def test_another_text_begins_anew() -> None:
+    growing = GrowingText()
+    growing.update("one\n\ntwo")
+    growing.update("three")
+    assert (growing.frozen, growing.tail) == ([], "three")
+
+
+# --- Markdown ---
+
+
+def test_markdown_is_laid_out() -> None:
+    text = render_markdown("# Title\n\n- one\n- two\n  1. deep\n\n> said\n\n`code` and **bold**", 40).plain
+    assert text.splitlines() == [
+        "Title", "", "• one", "• two", "  1. deep", "", "▎ said", "", "code and bold",
+    ]  # fmt: skip
+
+
+def test_long_items_are_indented() -> None:
+    lines = render_markdown("- " + "word " * 12, 20).plain.splitlines()
+    assert lines[0].startswith("• word")
+    assert all(line.startswith("  word") and len(line) <= 20 for line in lines[1:])
+
+
+def test_a_table_fits_its_width() -> None:
+    source = "| a | b |\n|---|--:|\n| " + "long " * 20 + "| 7 |"
+    for width in (12, 20, 40, 80):
+        assert all(len(line) <= width for line in render_markdown(source, width).plain.splitlines())
+
+
+@pytest.mark.parametrize("source", ["[bold]x[/]", "[@click=app.quit]x[/]", "<b>x</b>", "[/]", "\\[red]"])
+def test_markup_of_a_model_is_text(source: str) -> None:
+    content = render_markdown(source, 40)
+    assert "x" in content.plain or content.plain in ("[/]", "[red]")
+    assert not any("click" in str(span.style) for span in content.spans)
+
+
+def test_links_cannot_be_clicked_but_read() -> None:
+    content = render_markdown("[here](https://example.org/x)", 80)
+    assert content.plain == "here (https://example.org/x)"
+    assert not any("link=" in str(span.style) or "click" in str(span.style) for span in content.spans)
+
+
+def test_escape_sequences_are_gone() -> None:
+    assert render_markdown("a\x1b[31mb\x1b]0;t\x07c\x9b1md", 40).plain == "abcd"
+
+
+@given(st.text(max_size=300), st.integers(1, 120))
+def test_any_text_can_be_rendered(source: str, width: int) -> None:
+    content = render_markdown(source, width)
+    assert not any(ord(character) < 32 and character not in "\n\t" for character in content.plain)
+
+
+def test_code_blocks_are_found_in_order() -> None:
+    assert code_blocks("```py\na\n```\ntext\n\n~~~\nb\nc\n~~~") == ["a", "b\nc"]
+
+
+@given(st.lists(st.integers(0, 80), min_size=1, max_size=8), st.integers(1, 120))
+def test_columns_fit_or_are_given_up(wanted: list[int], available: int) -> None:
+    widths = column_widths(wanted, available)
+    if widths is None:
+        assert sum(min(max(1, column), 5) for column in wanted) > available
+    else:
+        assert sum(widths) <= available
+        assert all(width >= 1 for width in widths)
+
+
+# --- figures ---
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (1_500_000, "1.5 MB"), (250_000_000, "250 MB"), (3.4e12, "3.4 TB")],
+)
+def test_sizes(nbytes: float, text: str) -> None:
+    assert size(nbytes) == text
+
+
+def test_progress_is_said_in_its_unit() -> None:
+    assert progress_text(Progress(stage="weights", done=3, total=30, unit="layers")) == "weights 3 of 30 layers"
+    assert progress_text(Progress(stage="x", done=10**9, total=2 * 10**9, unit="bytes")) == "x 1.0 GB of 2.0 GB"
+    assert progress_text(Progress(stage="thinking")) == "thinking"
+
+
+_STATUSES = [
+    Status(),
+    Status(phase=Phase.LOADING, model="starter", progress=Progress(stage="weights", done=63, total=100)),
+    Status(phase=Phase.READING, prefill=Prefill(done=512, total=4000), facts=FACTS),
+    Status(phase=Phase.ANSWERING, facts=FACTS, context_used=1900, tokens_per_s=12.3, beams=4, unsaved="full"),
+    Status(phase=Phase.UNAVAILABLE, model="a-model-with-a-long-name" * 4, problem="x"),
+]
+
+
+@pytest.mark.parametrize("status", _STATUSES)
+@given(width=st.integers(0, 200))
+def test_the_status_line_fits(status: Status, width: int) -> None:
+    assert status_line(status, width).cell_length <= max(width, 0)
+
+
+def test_the_status_line_leaves_out_what_matters_least() -> None:
+    wide = status_line(_STATUSES[3], 120).plain
+    assert all(text in wide for text in ("answering", "starter", "local", "context 1,900/2,048", "12.3 tok/s"))
+    narrow = status_line(_STATUSES[3], 40).plain
+    assert "answering" in narrow
+    assert "unsaved" in narrow
+
+
+# --- charts ---
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=8), st.integers(0, 200))
+def test_cells_add_up(values: list[float], width: int) -> None:
+    cells = charts.cells(values, width)
+    assert sum(cells) == (width if sum(values) > 0 else 0)
+    assert all(count >= 0 for count in cells)
+
+
+def test_the_slowest_layers_are_named() -> None:
+    layers = [LayerTimes(1, 0, 2), LayerTimes(5, 0, 1), LayerTimes(0, 0, 4)]
+    assert charts.slowest(layers, 2) == [(1, 6.0, "attention"), (2, 4.0, "experts")]
+    assert "layer 1 (6.00 ms, mostly attention)" in charts.slowest_line(layers).plain
+
+
+def test_bars_can_be_told_apart_without_colour() -> None:
+    fills = [fill for _, fill, _ in charts.PARTS]
+    assert len(set(fills)) == len(fills)
+    bar = charts.stacked([1, 1, 1, 1, 1, 1], 12).plain
+    assert bar == "██▚▚▓▓▒▒░░··"
+
+
+@given(st.integers(1, 12), st.integers(1, 300), st.integers(8, 140))
+def test_a_heat_map_fits(layers: int, experts: int, width: int) -> None:
+    use = [[1 + (layer * 7 + expert * 3) % 11 for expert in range(experts)] for layer in range(layers)]
+    timing = Timing(prefill=PhaseTimes(), decode=PhaseTimes(), moe_layers=list(range(layers)), expert_use=use)
+    lines = charts.heat_map(timing, width).split("\n")
+    rows = [line for line in lines if not line.plain.startswith("Each")]
+    assert all(line.cell_length <= width for line in rows)
+
+
+def test_the_busiest_expert_is_one() -> None:
+    timing = Timing(prefill=PhaseTimes(), decode=PhaseTimes(), moe_layers=[3, 5], expert_use=[[5, 10], [20, 0]])
+    lines = charts.heat_map(timing, 60).plain.splitlines()
+    assert lines[1].split() == ["3", ".25", ".50"]
+    assert lines[2].split() == ["5", "1.00", ".00"]
+
+
+def test_joined_columns_show_the_busiest_of_their_group() -> None:
+    assert charts.group_columns([[1, 5, 2, 3, 9]], 3) == ([[5, 3, 9]], 2)
+
+
+def test_phases_are_kept_apart() -> None:
+    phase = PhaseTimes(layers=[LayerTimes(1, 0, 3)], per_token=5.0, steps=2, tokens=2, outside_layers=1.0)
+    text = charts.phase_summary("Decode", phase, 40).plain
+    assert "5.00 ms" in text
+    assert "200.0 tok/s" in text
+    assert "not measured" in charts.phase_summary("Prefill", PhaseTimes(), 40).plain
+    assert isinstance(charts.layer_bars([], 40), Content)
+
+
+# --- beams and commands ---
+
+
+def test_a_long_common_beginning_is_found() -> None:
+    start = "The capital of France has been, for a very long time, "
+    assert common_beginning([start + "Paris", start + "Lyon"]) == len(start)
+    assert common_beginning(["a b", "a c"]) == 0
+    assert common_beginning(["only one"]) == 0
+
+
+def test_commands_are_told_from_questions() -> None:
+    call = commands.parse("/beams 4")
+    assert call is not None
+    assert (call.command.name, call.argument) == ("beams", "4")
+    assert commands.parse("What about /help?") is None
+    assert commands.parse("/usr/bin is a folder") is None
+    assert commands.parse("//help") is None
+    assert commands.parse("/help\nand more") is None
+    with pytest.raises(commands.UnknownCommand, match="did you mean /help"):
+        commands.parse("/helo")
+    with pytest.raises(commands.UnknownCommand, match="nothing behind"):
+        commands.parse("/new please")
