@@ -29,6 +29,7 @@ from benchmarks.engines import KINDS
 from benchmarks.gguf_export import write_gguf
 from benchmarks.measuring import (
     MEASURES,
+    PREFILL_ONLY,
     REFERENCE,
     Comparison,
     Measure,
@@ -49,7 +50,7 @@ MEMORY_SHARE = 0.8
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to compare on: as a plain Hugging Face folder, as GGUF, and, where there is one, as the product's bank."""
+    """A model to compare on: as a plain Hugging Face folder, as GGUF, and as a bank where there is one."""
 
     title: str
     folder: Path
@@ -189,6 +190,8 @@ def measure_round(
         with bench.worker(engine) as worker:
             for variant in KINDS[engine].variants:
                 for measure in wanted:
+                    if measure.rows and variant in PREFILL_ONLY:
+                        continue
                     seconds = measure_once(worker, variant, measure, counts, vocabulary, index)
                     samples.setdefault(variant, {}).setdefault(measure.name, []).append(seconds)
     return samples
@@ -300,7 +303,7 @@ def parse(values: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or os.cpu_count() or 1)
     parser.add_argument("--work", type=Path, help="folder for the synthetic model and the GGUF files")
-    parser.add_argument("--json", type=Path, help="write everything that was measured to this file (- for the screen)")
+    parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
     parser.add_argument("--markdown", action="store_true", help="print tables (the default unless --json is given)")
     arguments = parser.parse_args(values)
     arguments.measures = [measure for measure in MEASURES if measure.name in arguments.measures]
@@ -339,15 +342,12 @@ def main(values: Sequence[str] | None = None) -> int:
     try:
         for name in arguments.models:
             result["models"].append(run(subject_named(name, arguments), arguments))
+            # After each model: what was measured stays, whatever happens to the next.
+            if arguments.json is not None:
+                arguments.json.write_text(json.dumps(result, indent=2), encoding="utf-8")
     except WorkerFailed as error:
         say(str(error))
         return 1
-    if arguments.json is not None:
-        text = json.dumps(result, indent=2)
-        if str(arguments.json) == "-":
-            print(text)
-        else:
-            arguments.json.write_text(text, encoding="utf-8")
     if arguments.markdown or arguments.json is None:
         print(report(result, arguments.measures))
     return 0

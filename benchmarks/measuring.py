@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 OURS = "privatellm"
 REFERENCE = "transformers-eager"
-READ = "read"
+PREFILL_ONLY = frozenset({"llama.cpp, all logits"})
+"""Variants that differ from another of the same engine in nothing but prefill."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,10 @@ def compare_logits(variant: str, found: NDArray[np.float64], reference: NDArray[
     equal = ties = 0
     for row, expected in zip(found, reference, strict=True):
         ours, theirs = int(row.argmax()), int(expected.argmax())
-        equal += ours == theirs
-        ties += ours != theirs and expected[theirs] - expected[ours] <= NEAR_TIE * np.abs(expected).max()
+        if ours == theirs:
+            equal += 1
+        elif expected[theirs] - expected[ours] <= NEAR_TIE * np.abs(expected).max():
+            ties += 1
     return Comparison(variant, float(cosines.min()), equal, len(found), ties)
 
 
@@ -133,6 +136,14 @@ def _ratio(spread: Spread) -> str:
 
 def markdown(title: str, samples: Samples, measures: Sequence[Measure]) -> str:
     """Two tables: milliseconds per forward pass of every engine, and how many times as fast the product is."""
+
+    def cell(variant: str, measure: Measure) -> str:
+        values = samples[variant].get(measure.name)
+        return "–" if values is None else _milliseconds(values)
+
+    def ratio(other: str, measure: Measure) -> str:
+        return _ratio(speed_ratio(samples, measure.name, other)) if measure.name in samples[other] else "–"
+
     others = [variant for variant in samples if variant != OURS]
     variants = [OURS, *others] if OURS in samples else others
     lines = [f"### {title}", "", "Milliseconds per forward pass: median (lowest–highest round)", ""]
@@ -141,7 +152,7 @@ def markdown(title: str, samples: Samples, measures: Sequence[Measure]) -> str:
         [
             [
                 measure.name,
-                *(_milliseconds(samples[variant][measure.name]) for variant in variants),
+                *(cell(variant, measure) for variant in variants),
                 *([_tokens_per_second(samples, measure)] if OURS in samples else []),
             ]
             for measure in measures
@@ -149,7 +160,7 @@ def markdown(title: str, samples: Samples, measures: Sequence[Measure]) -> str:
     )
     if OURS in samples and others:
         lines += ["", f"Speed of {OURS} relative to each (above 1: faster): ratio of medians (range over rounds)", ""]
-        rows = [[m.name, *(_ratio(speed_ratio(samples, m.name, other)) for other in others)] for m in measures]
+        rows = [[measure.name, *(ratio(other, measure) for other in others)] for measure in measures]
         lines += _table(["", *others], rows)
     return "\n".join(lines)
 

@@ -9,11 +9,15 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import torch
+from safetensors import safe_open
 
-from benchmarks.compare import main
+from benchmarks.compare import main, model_subject
 from benchmarks.gguf_export import half_rotation, write_gguf
 from benchmarks.looking import main as look
+from benchmarks.plain_export import write_plain
 from benchmarks.synthetic import MixtralShape, bf16_words, write_synthetic
+from engine.models.prepare import prepare
 
 TINY = MixtralShape(layers=2, hidden=256, ffn=320, experts=4, heads=2, key_value_heads=1, vocabulary=500)
 
@@ -43,9 +47,6 @@ def test_the_gguf_holds_the_same_words(tmp_path: Path) -> None:
     folder = write_synthetic(tmp_path / "model", TINY)
     reader = gguf.GGUFReader(write_gguf(folder, tmp_path / "model.gguf"))
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    import torch
-    from safetensors import safe_open
-
     with safe_open(folder / "model.safetensors", framework="pt") as source:
         name = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
         expected = source.get_tensor(name).view(torch.uint16).numpy()
@@ -53,6 +54,19 @@ def test_the_gguf_holds_the_same_words(tmp_path: Path) -> None:
     assert stacked.shape == (TINY.experts, TINY.hidden, TINY.ffn)
     assert np.array_equal(stacked[3], expected)
     assert len(tensors) == 3 + 10 * TINY.layers
+
+
+def test_a_prepared_model_becomes_the_plain_one_again(tmp_path: Path) -> None:
+    folder = write_synthetic(tmp_path / "model", TINY)
+    prepared = tmp_path / "model.prepared"
+    prepare(folder, prepared, lambda stage, done, total, unit: None)
+    plain = write_plain(prepared, tmp_path / "plain")
+    with safe_open(folder / "model.safetensors", "pt") as one, safe_open(plain / "model.safetensors", "pt") as other:
+        assert set(one.keys()) == set(other.keys())
+        assert all(one.get_tensor(name).equal(other.get_tensor(name)) for name in one.keys())  # noqa: SIM118
+    subject = model_subject(prepared, tmp_path / "work", "A bank")
+    assert subject.path_for("privatellm") == prepared
+    assert subject.path_for("transformers") == subject.folder != prepared
 
 
 def test_another_family_is_refused(tmp_path: Path) -> None:
@@ -78,6 +92,7 @@ def test_all_engines_are_found_equal_and_measured(tmp_path: Path, capsys: pytest
     assert variants >= {"privatellm", "transformers", "transformers-eager"}
     assert all(comparison["cosine"] > 0.998 for comparison in model["comparisons"])
     assert set(model["seconds"]) == variants
+    assert set(model["seconds"]["privatellm"]) == {"decode", "4 rows", "prefill 64"}
     assert all(len(values) == 2 for measured in model["seconds"].values() for values in measured.values())
     assert "| 4 rows |" in capsys.readouterr().out
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 
@@ -45,6 +48,7 @@ def test_another_choice_passes_only_as_a_near_tie() -> None:
     tied[0, 1] = 10.01
     comparison = compare_logits("tied", tied, reference)
     assert (comparison.equal_choices, comparison.near_ties, comparison.equal) == (0, 1, True)
+    assert json.loads(json.dumps(asdict(comparison)))["near_ties"] == 1
     reference[0, 1] = tied[0, 1] - 2.0
     comparison = compare_logits("not tied", tied, reference)
     assert (comparison.near_ties, comparison.equal) == (0, False)
@@ -64,11 +68,12 @@ def test_the_tables_hold_every_engine_and_measure() -> None:
         variant: {measure.name: [0.1 * scale, 0.12 * scale] for measure in MEASURES}
         for scale, variant in enumerate(("privatellm", "transformers", "llama.cpp"), start=1)
     }
+    samples["llama.cpp, all logits"] = {measure.name: [0.4, 0.4] for measure in MEASURES if measure.tokens}
     text = markdown("A model", samples, MEASURES)
     for measure in MEASURES:
         assert text.count(f"| {measure.name} |") == 2
-    assert "| decode | 110 (100–120) | 220 (200–240) | 330 (300–360) | 9.1 |" in text
-    assert "| decode | 2.00 (2.00–2.00) | 3.00 (3.00–3.00) |" in text
+    assert "| decode | 110 (100–120) | 220 (200–240) | 330 (300–360) | – | 9.1 |" in text
+    assert "| decode | 2.00 (2.00–2.00) | 3.00 (3.00–3.00) | – |" in text
     lines = read_fraction(samples, [20e9, 22e9], 1_100_000_000)
     assert lines[0].startswith("Streaming read in the same run: 21.0 GB/s (20.0–22.0).")
     assert "- privatellm: 10.0 GB/s, 48% of it" in lines
