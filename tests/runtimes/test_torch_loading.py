@@ -221,3 +221,12 @@ def test_dbrx_keeps_the_rotary_base_of_the_published_configuration(tmp_path: Pat
 
     np.testing.assert_array_equal(kept, wanted)
     assert np.abs(other - wanted).max() > 1e-3
+
+
+def test_the_head_gets_the_last_position_without_the_strides_of_the_prompt(tmp_path: Path) -> None:
+    model = load(write_tiny_model(tmp_path / "llama", "llama"))
+    seen: list[tuple[int, ...]] = []
+    head = model._module.get_output_embeddings()
+    head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].stride()))
+    model.start().extend(prompt(model, 20))
+    assert seen == [(model.facts.hidden, model.facts.hidden, 1)]

@@ -43,6 +43,7 @@ class TorchModel:
         self.device = device
         self.executor = executor
         self.between_layers: Callable[[], None] | None = None
+        module.get_output_embeddings().register_forward_pre_hook(compact_input)
 
     @property
     def facts(self) -> ModelFacts:
@@ -117,6 +118,12 @@ class TorchModel:
                 raise ModelError(
                     f"Token id {wrong} is outside the model's vocabulary of {vocabulary}.", kind="bad-input"
                 )
+
+
+def compact_input(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """The last position of a prompt, [rows, 1, hidden], still has the strides of the whole prompt. With those, and
+    weights that need no gradient, torch's matmul takes a batched product that copies the whole head first."""
+    return (inputs[0].clone(memory_format=torch.contiguous_format), *inputs[1:])
 
 
 @contextmanager
