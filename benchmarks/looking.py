@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,35 +18,9 @@ from typing import Any
 import psutil
 
 from benchmarks.compare import machine, say, subject_named
-from benchmarks.engines import Engine, PrivatellmEngine
 from benchmarks.measuring import Spread
 from benchmarks.processes import Worker, WorkerFailed
-from benchmarks.worker import random_tokens
-
-BLOCK = 8
-"""Steps between two changes: hooks are put in and taken out once per block, as when the panel opens and closes."""
-
-
-def alternate(engine: Engine, context: int, count: int, vocabulary: int) -> dict[str, list[float]]:
-    """Seconds per step with the recorder off and on: the median of each of ``count`` pairs of blocks."""
-    assert isinstance(engine, PrivatellmEngine)
-    recorder = engine.model.recorder
-    engine.prompt(random_tokens(1, context, vocabulary))
-    medians: dict[str, list[float]] = {"off": [], "on": []}
-    for block in range(count + 1):
-        for state in ("off", "on") if block % 2 else ("on", "off"):
-            recorder.enabled = state == "on"
-            engine.rows(1)
-            seconds = []
-            for step in range(BLOCK):
-                tokens = random_tokens(100 + step, 1, vocabulary)
-                start = time.perf_counter()
-                engine.step(tokens)
-                seconds.append(time.perf_counter() - start)
-            if block:  # the first pair warms up
-                medians[state].append(statistics.median(seconds))
-    recorder.enabled = False
-    return medians
+from benchmarks.worker import BLOCK
 
 
 def main(values: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.engines import KINDS, Engine
+from benchmarks.engines import KINDS, Engine, PrivatellmEngine
+
+BLOCK = 8
+"""Steps between two changes: hooks are put in and taken out once per block, as when the panel opens and closes."""
 
 
 def random_tokens(seed: int, count: int, vocabulary: int) -> list[int]:
@@ -53,6 +57,28 @@ def steps(engine: Engine, context: int, rows: int, count: int, vocabulary: int, 
         engine.step(tokens)
         seconds.append(time.perf_counter() - start)
     return seconds[warm_up:]
+
+
+def alternate(engine: Engine, context: int, count: int, vocabulary: int) -> dict[str, list[float]]:
+    """Seconds per step with the recorder off and on: the median of each of ``count`` pairs of blocks."""
+    assert isinstance(engine, PrivatellmEngine)
+    recorder = engine.model.recorder
+    engine.prompt(random_tokens(1, context, vocabulary))
+    medians: dict[str, list[float]] = {"off": [], "on": []}
+    for block in range(count + 1):
+        for state in ("off", "on") if block % 2 else ("on", "off"):
+            recorder.enabled = state == "on"
+            engine.rows(1)
+            seconds = []
+            for step in range(BLOCK):
+                tokens = random_tokens(100 + step, 1, vocabulary)
+                start = time.perf_counter()
+                engine.step(tokens)
+                seconds.append(time.perf_counter() - start)
+            if block:  # the first pair warms up
+                medians[state].append(statistics.median(seconds))
+    recorder.enabled = False
+    return medians
 
 
 def streaming_read(nbytes: int, repeats: int, threads: int) -> list[float]:
@@ -98,8 +124,6 @@ def answer(engine: Engine | None, request: dict[str, Any], threads: int) -> Any:
     if request["do"] == "steps":
         return steps(engine, request["context"], request["rows"], request["count"], vocabulary)
     if request["do"] == "looking":
-        from benchmarks.looking import alternate
-
         return alternate(engine, request["context"], request["count"], vocabulary)
     raise KeyError(request["do"])
 

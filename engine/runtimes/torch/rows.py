@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from typing import Literal, Protocol, overload
 
 import torch
 
 from engine.errors import ModelError
+from engine.messages import ModelFacts
 from engine.runtimes.protocol import Logits
 from engine.runtimes.torch.cache import AnyCache
+from engine.timing import Phase
 
-if TYPE_CHECKING:
-    from engine.runtimes.torch.model import TorchModel
+
+class ForwardPasses(Protocol):
+    """What rows need of the model they belong to."""
+
+    device: torch.device
+
+    @property
+    def facts(self) -> ModelFacts: ...
+
+    def run(self, phase: Phase, tokens: list[list[int]], cache: AnyCache, want_logits: bool) -> Logits | None: ...
 
 
 class TorchTokenRows:
@@ -21,7 +31,7 @@ class TorchTokenRows:
     ``shared`` is how many leading positions all rows have in common: the prompt, which reordering never touches.
     """
 
-    def __init__(self, model: TorchModel, cache: AnyCache, rows: int = 1, shared: int = 0) -> None:
+    def __init__(self, model: ForwardPasses, cache: AnyCache, rows: int = 1, shared: int = 0) -> None:
         self._model = model
         self._cache = cache
         self._rows = rows
