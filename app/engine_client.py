@@ -239,6 +239,7 @@ class _Child:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log if log is not None else asyncio.subprocess.DEVNULL,
                 env=_environment(),
+                cwd=_working_folder(),
                 limit=_READ_BYTES,
                 start_new_session=True,
             )
@@ -302,16 +303,17 @@ class _Child:
                 if self.process.stdin is not None:
                     self.process.stdin.close()
                 await self._exit(_END_WAIT_S)
-        finally:
-            # Also when this wait itself is cancelled: nobody will ask a second time.
             self.kill()
-        await self._exit(math.inf)
-        self._watcher.cancel()
-        await self._stop_reading()
-        # asyncio keeps the pipes of a process until the other side closes them, and offers no public way to let go.
-        transport = getattr(self.process, "_transport", None)
-        if transport is not None:
-            transport.close()
+            await self._exit(math.inf)
+            await self._stop_reading()
+        finally:
+            # Also when these waits are cancelled: nobody will ask a second time.
+            self.kill()
+            self._watcher.cancel()
+            # asyncio keeps the pipes of a process until the other side closes them, and offers no public way to let go.
+            transport = getattr(self.process, "_transport", None)
+            if transport is not None:
+                transport.close()
 
     async def _exit(self, wait_s: float, every_s: float = 0.01) -> None:
         """Wait until the process has ended, at most ``wait_s`` seconds.
@@ -350,6 +352,8 @@ class _Child:
         # A process that has closed its pipe cannot be talked to any more, whatever else it still does.
         if not problem:
             await self._exit(_END_WAIT_S)
+            if self.process.returncode is None:
+                problem = "it closed its output"
         self.kill()
         await self._exit(math.inf)
         code = self.process.returncode or 0
@@ -373,9 +377,12 @@ class _Child:
 
 
 def how_it_ended(code: int, problem: str = "") -> str:
-    """One sentence for the exit status ``code`` as Python gives it: negative for a signal."""
+    """One sentence for the exit status ``code`` as Python gives it: negative for a signal.
+
+    ``problem`` says why this program stopped it, if it did: then its exit status says nothing.
+    """
     if problem:
-        return f"The engine sent what could not be understood ({problem}) and was stopped{_see_log()}."
+        return f"The engine could not be understood any more ({problem}) and was stopped{_see_log()}."
     if code >= 0:
         return f"The engine ended unexpectedly (exit status {code}){_see_log()}."
     try:
@@ -413,3 +420,15 @@ def _environment() -> dict[str, str]:
         before = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = f"{root}{os.pathsep}{before}" if before else str(root)
     return environment
+
+
+def _working_folder() -> str | None:
+    """The engine's current folder: this one, which paths of models are relative to.
+
+    One that was deleted would keep torch's libraries from loading, and there is nothing in it to be relative to.
+    """
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return os.sep
+    return None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import tempfile
 from contextlib import suppress
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from app.damaged import name_aside
 from app.settings import GROUPS, SCHEMA, SettingError, Settings, Value, setting_named
 from engine.models.locations import locate
 
@@ -74,7 +74,7 @@ class SettingsFile:
             if self._look_only:
                 self.notices.append(f"The settings file is damaged ({reason}); defaults are used.")
             else:
-                aside = _put_aside(self.path)
+                aside = self.path.rename(name_aside(self.path))
                 self.notices.append(
                     f"The settings file was damaged ({reason}); it is kept as {aside.name} and defaults are used."
                 )
@@ -122,17 +122,6 @@ def _put(document: TOMLDocument, key: str, value: Value) -> None:
         table[key] = tomlkit.string(value, multiline=True)
     else:
         table[key] = value
-
-
-def _put_aside(path: Path) -> Path:
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    aside = path.with_name(f"{path.stem}.damaged-{stamp}{path.suffix}")
-    number = 1
-    while aside.exists():
-        number += 1
-        aside = path.with_name(f"{path.stem}.damaged-{stamp}-{number}{path.suffix}")
-    path.rename(aside)
-    return aside
 
 
 def _write_atomically(path: Path, text: str) -> None:

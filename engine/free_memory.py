@@ -1,7 +1,8 @@
-"""How much memory this process may still take, in bytes."""
+"""How much memory this process may still take, in bytes; and giving back what it has freed."""
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
 
@@ -25,6 +26,18 @@ def available_bytes(device: str = "cpu") -> int:
     free = int(psutil.virtual_memory().available)
     limit = _container_bytes(_CGROUP)
     return max(0, (free if limit is None else min(free, limit)) - RESERVE_BYTES)
+
+
+def give_back() -> None:
+    """Hand freed memory back to the system, where the C library keeps it (glibc).
+
+    The buffers of a long prefill leave holes that no later step fills.
+    """
+    if _trim is not None:
+        _trim(0)
+
+
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
 def _container_bytes(folder: Path) -> int | None:

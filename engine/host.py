@@ -52,6 +52,9 @@ if TYPE_CHECKING:
 READ_BYTES = 1 << 16
 PROGRESS_INTERVAL_S = 0.1
 
+KERNELS_KEPT = 32
+"""Enough for the shapes of a decoding step; a prefill step has hundreds, which are not seen again."""
+
 EXIT_BAD_FRAME = 3
 """Exit status after a frame that is no request."""
 
@@ -251,10 +254,13 @@ def _kind(error: BaseException) -> ErrorKind:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """What libraries are told before they are imported: nothing goes to the network by itself, nothing spins.
+    """What libraries are told before they are imported: nothing goes to the network by itself, nothing spins, and
+    nothing is kept that is not needed.
 
-    Spinning OpenMP threads collapse when another process, such as the screen, wants the cores.
+    Spinning OpenMP threads collapse when another process, such as the screen, wants the cores. oneDNN, and torch in
+    front of it, keep a thousand kernels, one for every number of rows an expert ever had, of half a megabyte each.
     """
+    kernels = str(KERNELS_KEPT)
     return {
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
@@ -263,6 +269,8 @@ def environment(threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+        "LRU_CACHE_CAPACITY": os.environ.get("LRU_CACHE_CAPACITY", kernels),
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", kernels),
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
     }
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from engine.errors import ModelError
-from engine.free_memory import available_bytes
+from engine.free_memory import available_bytes, give_back
 from engine.generation.beams import BeamRule, BeamState, Hypothesis, beam_run, check_beams
 from engine.generation.sampling import Sampler, sampling_rule
 from engine.generation.text import IncrementalDecoder, StopStrings, first_stop
@@ -27,10 +27,14 @@ from engine.messages import (
 )
 from engine.planning.memory import ModelCosts, estimate_beams, extra_beam_memory, longest_answer
 from engine.runtimes.protocol import Interrupted, Interruptible, LoadedModel, Logits, TokenRows
+from engine.spoken import SpokenTokens
 from engine.turn import Answer, Turn
 
 SHORTEST_BEAM_ANSWER = 64
 """Tokens an answer may at least have when nobody said how long it may get and memory is what limits it."""
+
+LONG_CHUNK = 128
+"""Tokens of a prefill chunk from which on its buffers are worth giving back to the system."""
 
 STOP_MARGIN = 8
 """Tokens decoded beyond the longest stop string's characters when looking whether a beam has reached it."""
@@ -45,7 +49,11 @@ class TextTokenizer(Protocol):
     @property
     def has_chat_template(self) -> bool: ...
 
-    def encode_chat(self, messages: Sequence[Message], continue_last: bool = False) -> list[int]: ...
+    def render_chat(self, messages: Sequence[Message], continue_last: bool = False) -> str: ...
+
+    def encode_rendered(self, text: str, beginning: bool = True) -> list[int]: ...
+
+    def decode_exactly(self, ids: Sequence[int]) -> str: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -85,6 +93,7 @@ class Session:
         self.facts = facts or model.facts
         self._model = model
         self._tokenizer = tokenizer
+        self._spoken = SpokenTokens(tokenizer) if tokenizer is not None else None
         self._ends = frozenset(ends)
         self._defaults = defaults
         self._chunk = prefill_chunk
@@ -130,8 +139,13 @@ class Session:
                 if logits is None:
                     return turn.finished(Answer("", [], "cancelled"))
                 if request.beams > 1:
-                    return self._search(request, turn, logits, most)
-                return self._sample(turn, logits, Sampler(rule), stops, most)
+                    answer = self._search(request, turn, logits, most)
+                else:
+                    answer = self._sample(turn, logits, Sampler(rule), stops, most)
+            if self._spoken is not None and request.messages is not None:
+                ended = bool(answer.tokens) and answer.tokens[-1] in self._ends
+                self._spoken.answered(answer.text, answer.tokens[:-1] if ended else answer.tokens)
+            return turn.finished(answer)
         finally:
             turn.close()
 
@@ -171,7 +185,7 @@ class Session:
                 raise ModelError(
                     f"Token id {wrong} is not in the model's vocabulary of {self.facts.vocabulary}.", kind="bad-input"
                 )
-        elif self._tokenizer is None:
+        elif self._spoken is None:
             raise ModelError(
                 f"{self.facts.name} has no tokenizer, so it takes token ids only (--prompt-ids); "
                 "add its tokenizer.json to the folder to ask in words.",
@@ -180,7 +194,7 @@ class Session:
         elif not request.messages:
             raise ModelError("There is no message to answer.", kind="bad-input")
         else:
-            prompt = self._tokenizer.encode_chat(request.messages, continue_last=request.continue_last)
+            prompt = self._spoken.prompt(request.messages, continue_last=request.continue_last)
         if not prompt:
             raise ModelError("The prompt is empty: the model needs at least one token to go on from.", kind="bad-input")
         return prompt
@@ -233,6 +247,8 @@ class Session:
             except Interrupted:
                 return None
             self._tokens += chunk
+            if len(chunk) >= LONG_CHUNK:
+                give_back()
             turn.prefilled += len(chunk)
             turn.emit(Prefill(id=turn.id, done=position, total=len(prompt), reused=reused))
             turn.show_timing()
@@ -277,7 +293,7 @@ class Session:
 
     # --- the answer -----------------------------------------------------------------------------------------------
 
-    def _sample(self, turn: Turn, logits: Logits, sampler: Sampler, stops: StopStrings, most: int) -> Finished:
+    def _sample(self, turn: Turn, logits: Logits, sampler: Sampler, stops: StopStrings, most: int) -> Answer:
         rows = self._rows
         assert rows is not None
         decoder = IncrementalDecoder(self._tokenizer.decode, self._context) if self._tokenizer else None
@@ -303,9 +319,9 @@ class Session:
                 logits = rows.step([token])[0]
                 self._tokens.append(token)
                 turn.show_timing()
-        return turn.finished(Answer(stream.finish(), tokens, reason))
+        return Answer(stream.finish(), tokens, reason)
 
-    def _search(self, request: Generate, turn: Turn, logits: Logits, most: int) -> Finished:
+    def _search(self, request: Generate, turn: Turn, logits: Logits, most: int) -> Answer:
         assert self._rows is not None
         rule = BeamRule(
             width=request.beams,
@@ -333,7 +349,7 @@ class Session:
         self._rows, self._tokens = rows, prompt + kept
         beams = self._beams(run.state, request.stop)
         reason: FinishReason = "cancelled" if cancelled else "stop" if self._ended(best, request.stop) else "length"
-        return turn.finished(Answer(beams[0].text, beams[0].token_ids, reason, beams))
+        return Answer(beams[0].text, beams[0].token_ids, reason, beams)
 
     def _beams(self, state: BeamState, stops: Sequence[str]) -> list[Beam]:
         return [

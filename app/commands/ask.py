@@ -13,7 +13,6 @@ import msgspec
 from app.commands.engine_work import Interruption, do, run_with_engine
 from app.commands.output import ProgressLine, ReaderGoneError, WorkFailed, answer, as_json, say
 from app.engine_client import EngineClient, EngineDied
-from app.interrupts import INTERRUPTED
 from app.text_safety import Sanitizer, sanitize
 from engine.errors import ModelError
 from engine.messages import (
@@ -100,7 +99,7 @@ async def _answer(engine: EngineClient, interruption: Interruption, question: Qu
             shown.end_line()
         raise
     interruption.ask_first(None)
-    return INTERRUPTED if interruption.happened else 0
+    return 0
 
 
 async def _cancel(engine: EngineClient, target: int) -> None:

@@ -23,7 +23,7 @@ from app.settings_file import open_settings
 from app.text_safety import one_line
 from engine.errors import ModelError
 from engine.models import store
-from engine.models.locations import KINDS, locate
+from engine.models.locations import KINDS, Kind, locate
 
 Mark = Literal["ok", "note", "problem"]
 _SIGNS: dict[Mark, str] = {"ok": "✓", "note": "·", "problem": "✗"}
@@ -234,8 +234,7 @@ def _conversations() -> list[Finding]:
 
 
 def _models() -> list[Finding]:
-    folder = locate("models")
-    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    there = _existing(locate("models"))
     try:
         names = [model.name for model in store.installed()]
         free = shutil.disk_usage(there).free
@@ -246,4 +245,24 @@ def _models() -> list[Finding]:
 
 
 def _places() -> list[Finding]:
-    return [Finding(f"{kind} folder", str(locate(kind))) for kind in KINDS]
+    return [_place(kind) for kind in KINDS]
+
+
+def _place(kind: Kind) -> Finding:
+    """The folder, which need not be there yet if it can be made."""
+    folder = locate(kind)
+    there = _existing(folder)
+    if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
+        return Finding(f"{kind} folder", str(folder))
+    why = "may not be written to" if there.is_dir() else "is not a folder"
+    return Finding(
+        f"{kind} folder",
+        f"{folder}: {there} {why}",
+        "problem",
+        "change its permissions, or choose another place: PRIVATELLM_HOME=/some/folder",
+    )
+
+
+def _existing(folder: Path) -> Path:
+    """``folder``, or the nearest above it that exists."""
+    return next(parent for parent in (folder, *folder.parents) if parent.exists())

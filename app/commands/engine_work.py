@@ -15,16 +15,22 @@ _ORDERLY_END_WAIT_S = 2.0
 
 
 class Interruption:
-    """What ctrl-c does. At first it gives the work up; :meth:`ask_first` makes it ask for an orderly end."""
+    """What ctrl-c does. At first it gives the work up; :meth:`ask_first` makes it ask for an orderly end; after
+    :meth:`work_ended` it only lets the tidying up go on."""
 
     def __init__(self, task: asyncio.Task[int]) -> None:
         self.happened = False
         self._task = task
         self._loop = asyncio.get_running_loop()
         self._ask: Callable[[], None] | None = None
+        self._work_ended = False
 
     def ask_first(self, ask: Callable[[], None] | None) -> None:
         self._ask = ask
+
+    def work_ended(self) -> None:
+        """From now on nothing is cancelled: what comes is the end of the engine, which must not be left half done."""
+        self._work_ended = True
 
     def happen(self) -> None:
         """From the signal handler."""
@@ -33,10 +39,14 @@ class Interruption:
 
     def _act(self) -> None:
         if self._ask is None:
-            self._task.cancel()
+            self._give_up()
         else:
             self._ask()
-            self._loop.call_later(_ORDERLY_END_WAIT_S, self._task.cancel)
+            self._loop.call_later(_ORDERLY_END_WAIT_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if not self._work_ended:
+            self._task.cancel()
 
 
 Work = Callable[[EngineClient, Interruption], Awaitable[int]]
@@ -57,10 +67,11 @@ async def _run(work: Work) -> int:
         try:
             try:
                 await engine.start()
-                return await work(engine, interruption)
+                status = await work(engine, interruption)
             except EngineDied as error:
                 raise WorkFailed(str(error)) from error
             finally:
+                interruption.work_ended()
                 if interruption.happened:
                     engine.kill()
                 await engine.close()
@@ -68,6 +79,7 @@ async def _run(work: Work) -> int:
             if not interruption.happened:
                 raise
             return INTERRUPTED
+    return INTERRUPTED if interruption.happened else status
 
 
 async def do(engine: EngineClient, request: AnyRequest, progress: ProgressLine) -> Loaded | Done:
@@ -84,6 +96,8 @@ async def do(engine: EngineClient, request: AnyRequest, progress: ProgressLine) 
                     case Failed():
                         raise WorkFailed(event.error)
                     case Loaded() | Done():
+                        # A ctrl-c that came with the events before is heard first: then there is no result.
+                        await asyncio.sleep(0)
                         return event
                     case _:
                         continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import typer
@@ -181,10 +182,10 @@ def locate(what: Annotated[LocationKind, typer.Argument(metavar="WHAT", help="co
 
 
 def _check_flag(key: str, value: object) -> None:
-    """The same limits as the setting of that name."""
+    """The same limits as the setting of that name, which a flag cannot leave empty."""
     if value is None:
         return
-    setting = setting_named(key)
+    setting = replace(setting_named(key), optional=False)
     try:
         setting.check(value)
     except SettingError as error:

@@ -15,6 +15,9 @@ from app.conversations.records import StoreError
 from app.conversations.recovering import put_aside, recover_into
 
 _LOCK_WAIT_S = 2.0
+"""How long opening waits for another program's write."""
+_CALL_WAIT_S = 0.1
+"""How long a call waits, once the database is open: it may come from where a person types. Callers try again."""
 _ALWAYS_CHECKED_BYTES = 32 * 1024 * 1024
 
 
@@ -28,7 +31,7 @@ def open_database(
     except OSError as error:
         raise StoreError(f"The folder {path.parent} cannot be made: {error.strerror or error}.") from error
     try:
-        return SqliteStore(_connect(path, steps), path, [], clock)
+        return _opened(_connect(path, steps), path, [], clock)
     except sqlite3.Error as error:
         if not is_damage(error):
             raise explain(error, path) from error
@@ -37,6 +40,21 @@ def open_database(
         if error.reason != "damaged":
             raise
         return _start_again(path, steps, clock, str(error.__cause__ or error))
+
+
+def _opened(connection: sqlite3.Connection, path: Path, notices: list[str], clock: Callable[[], float]) -> SqliteStore:
+    store = SqliteStore(connection, path, notices, clock)
+    connection.execute(f"PRAGMA busy_timeout = {1000 * min(_CALL_WAIT_S, _LOCK_WAIT_S):.0f}")
+    return store
+
+
+def _store(connection: sqlite3.Connection, path: Path, notices: list[str], clock: Callable[[], float]) -> SqliteStore:
+    """The store on ``connection``, which is closed if there can be none: a file that is put aside is not held open."""
+    try:
+        return SqliteStore(connection, path, notices, clock)
+    except BaseException:
+        connection.close()
+        raise
 
 
 def _connect(path: Path, migrations: Sequence[Migration]) -> sqlite3.Connection:
@@ -82,11 +100,15 @@ def _start_again(path: Path, migrations: Sequence[Migration], clock: Callable[[]
         ) from error
     try:
         connection = _connect(path, migrations)
-        recovered = recover_into(connection, aside)
+        try:
+            recovered = recover_into(connection, aside)
+        except BaseException:
+            connection.close()
+            raise
     except sqlite3.Error as error:
         raise explain(error, path) from error
     notice = (
         f"The conversations were damaged ({reason}): {recovered.conversations} conversations with "
         f"{recovered.messages} messages could be recovered; the damaged file is kept as {aside.name}."
     )
-    return SqliteStore(connection, path, [notice], clock)
+    return _opened(connection, path, [notice], clock)

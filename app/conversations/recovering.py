@@ -6,9 +6,10 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+from app.damaged import name_aside
 
 _CONVERSATION = ("id", "title", "system", "model", "created", "updated", "archived", "leaf")
 _MESSAGE = (
@@ -27,11 +28,7 @@ class Recovered:
 
 def put_aside(path: Path) -> Path:
     """Rename the database and its side files to ``<stem>.damaged-<time>``; the new path. Raises OSError."""
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    aside, number = path.with_name(f"{path.stem}.damaged-{stamp}{path.suffix}"), 1
-    while aside.exists():
-        number += 1
-        aside = path.with_name(f"{path.stem}.damaged-{stamp}-{number}{path.suffix}")
+    aside = name_aside(path)
     for ending in ("-wal", "-shm", ""):
         side = path.with_name(path.name + ending)
         if side.exists():

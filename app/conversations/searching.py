@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import re
 import sqlite3
+from collections.abc import Callable
+
+from app.conversations.failures import primary_code
+from app.conversations.records import StoreError
 
 HIT_START, HIT_END = "\ue000", "\ue001"
 _MARKS = str.maketrans("", "", HIT_START + HIT_END)
 _LEFT_OUT = "indexed = 0 AND state <> 'writing'"
+_INDEX_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_ERROR}
+"""How FTS5 fails on an index that is not as it left it; a full disk or a lock are something else."""
 _SNIPPET_WORDS = 16
 _AROUND = 60
 
@@ -22,36 +28,27 @@ class SearchIndex:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
+        self._damaged = False
         self.available = self._make()
         connection.create_function("contains_folded", 2, contains_folded, deterministic=True)
 
     def put(self, message: int, content: str) -> None:
         """Index ``content``; part of the caller's transaction."""
-        if self.available:
-            self._connection.execute("DELETE FROM message_words WHERE rowid = ?", (message,))
-            self._connection.execute(
-                "INSERT INTO message_words (rowid, content) VALUES (?, ?)", (message, content.translate(_MARKS))
-            )
-            self._connection.execute("UPDATE message SET indexed = 1 WHERE id = ?", (message,))
+        self._write(lambda: self._put(message, content))
 
     def forget(self, conversation: int) -> None:
         """Take a conversation's messages out, before they are deleted."""
-        if self.available:
-            self._connection.execute(
+        self._write(
+            lambda: self._connection.execute(
                 "DELETE FROM message_words WHERE rowid IN (SELECT id FROM message WHERE conversation = ?)",
                 (conversation,),
             )
+        )
 
     def catch_up(self) -> None:
         """Index what was left out: answers whose writer died, and what a program without FTS5 has written; and drop
         what such a program has deleted."""
-        if not self.available:
-            return
-        for message, content in self._connection.execute(
-            f"SELECT id, content FROM message WHERE {_LEFT_OUT}"
-        ).fetchall():
-            self.put(message, content)
-        self._connection.execute("DELETE FROM message_words WHERE rowid NOT IN (SELECT id FROM message)")
+        self._write(self._catch_up)
 
     @property
     def behind(self) -> bool:
@@ -66,7 +63,12 @@ class SearchIndex:
 
     def find(self, text: str, limit: int) -> list[tuple[int, str]]:
         """``(message, snippet)``, best first. Whatever is in ``text``, it is taken as text to look for."""
-        found = self._find_words(text, limit) if self.available else []
+        try:
+            found = self._find_words(text, limit) if self.available else []
+        except sqlite3.Error as error:
+            if not self._is_damage(error):
+                raise
+            found = []
         return found or self._read_through(text, limit)
 
     def _make(self) -> bool:
@@ -79,8 +81,54 @@ class SearchIndex:
         except sqlite3.OperationalError as error:
             if "no such module" in str(error):
                 return False
+            if primary_code(error) in _INDEX_DAMAGED:
+                raise StoreError(str(error), "damaged") from error
             raise
         return True
+
+    def _write(self, change: Callable[[], object]) -> None:
+        """Do ``change``. A damaged index is made anew: derived data never keeps a message from being saved."""
+        if not self.available:
+            return
+        self._connection.execute("SAVEPOINT indexing")
+        try:
+            if self._damaged:
+                self._make_anew()
+            change()
+            # At a savepoint FTS5 writes what it holds back, and may find the damage: while there is a way back.
+            self._connection.execute("SAVEPOINT indexed")
+        except sqlite3.Error as error:
+            if not self._is_damage(error) or not self._connection.in_transaction:
+                # SQLite may have rolled everything back by itself; the next change starts with a new index.
+                raise
+            self._connection.execute("ROLLBACK TO indexing")
+            self._make_anew()
+            change()
+        self._connection.execute("RELEASE indexing")
+
+    def _is_damage(self, error: sqlite3.Error) -> bool:
+        self._damaged = primary_code(error) in _INDEX_DAMAGED
+        return self._damaged
+
+    def _make_anew(self) -> None:
+        self._connection.execute("DROP TABLE message_words")
+        self._make()
+        self._connection.execute("UPDATE message SET indexed = 0")
+        self._catch_up()
+        self._damaged = False
+
+    def _put(self, message: int, content: str) -> None:
+        self._connection.execute("DELETE FROM message_words WHERE rowid = ?", (message,))
+        self._connection.execute(
+            "INSERT INTO message_words (rowid, content) VALUES (?, ?)", (message, content.translate(_MARKS))
+        )
+        self._connection.execute("UPDATE message SET indexed = 1 WHERE id = ?", (message,))
+
+    def _catch_up(self) -> None:
+        left_out = self._connection.execute(f"SELECT id, content FROM message WHERE {_LEFT_OUT}").fetchall()
+        for message, content in left_out:
+            self._put(message, content)
+        self._connection.execute("DELETE FROM message_words WHERE rowid NOT IN (SELECT id FROM message)")
 
     def _find_words(self, text: str, limit: int) -> list[tuple[int, str]]:
         words = re.findall(r"\w+", text)

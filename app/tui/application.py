@@ -17,11 +17,11 @@ from textual.screen import Screen
 from app.conversations.store import ConversationStore, open_store
 from app.engine_client import Engine, EngineClient
 from app.machine import Machine
-from app.settings import SettingError, Settings
+from app.settings import SCHEMA, SettingError, Settings
 from app.settings_file import SettingsFile, open_settings
 from app.tui.commands import COMMANDS
 from app.tui.screens.chat import ChatScreen
-from app.tui.state import ChatOptions
+from app.tui.state import LOADING, ChatOptions
 
 
 def chat_options(settings: Settings) -> ChatOptions:
@@ -87,8 +87,9 @@ class ChatApp(App[int]):
             self.theme = self.settings.theme
         self.chat = ChatScreen(self.engine, self.store, chat_options(self.settings), self._is_missing)
         self.push_screen(self.chat)
-        for notice in (*self.settings_file.notices, *self.store.notices):
-            self.chat.say(notice, "warning")
+        notices = [*self.settings_file.notices, *self.store.notices]
+        if notices:
+            self.chat.say(" ".join(notices), "warning")
         # What was allocated by importing stays for good: the collector need not look at it again and again.
         gc.freeze()
 
@@ -103,6 +104,17 @@ class ChatApp(App[int]):
         if self.chat is not None:
             self.chat.controller.apply(chat_options(settings))
         return problem
+
+    def keep_options(self, options: ChatOptions) -> None:
+        """Put what is in use again into the settings, and onto the settings screen if that is open."""
+        for setting in SCHEMA:
+            if setting.key in LOADING and self.settings.value(setting.key) != getattr(options, setting.key):
+                try:
+                    self.settings_file.change(setting.key, getattr(options, setting.key))
+                except SettingError as error:
+                    self.notify(str(error), severity="error", markup=False)
+        if self.screen.query(".settings"):
+            self.screen.refresh(recompose=True)
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         chat = self.chat

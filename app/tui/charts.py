@@ -60,10 +60,21 @@ def phase_summary(name: str, phase: PhaseTimes, width: int) -> Content:
     if not phase.tokens:
         return Content.assemble((name, "bold"), ("  not measured yet", _MUTED))
     speed = rate(1000 / phase.per_token) if phase.per_token > 0 else ""
-    figures = f"  {phase.per_token:.2f} ms a token · {speed} · {phase.tokens:,} tokens"
+    figures = [f"{phase.per_token:.2f} ms a token", speed, f"{phase.tokens:,} tokens"]
+    head = [Content.styled(name, "bold"), *[Content(figure) for figure in figures if figure]]
     sums = [sum(values) for values in zip(*(parts_of(layer) for layer in phase.layers), strict=True)] or [0.0] * 6
     sums[-1] += phase.outside_layers
-    lines = [Content.assemble((name, "bold"), figures), stacked(sums, width), shares_line(sums)]
+    return Content("\n").join([flowing(head, width), stacked(sums, width), flowing(shares(sums), width)])
+
+
+def flowing(items: Sequence[Content], width: int) -> Content:
+    """``items`` side by side, on as many lines as they need; none is broken in two."""
+    lines: list[Content] = []
+    for item in items:
+        if lines and lines[-1].cell_length + 2 + item.cell_length <= width:
+            lines[-1] = Content.assemble(lines[-1], "  ", item)
+        else:
+            lines.append(item)
     return Content("\n").join(lines)
 
 
@@ -75,15 +86,14 @@ def stacked(values: Sequence[float], width: int) -> Content:
     return Content.assemble(*pieces)
 
 
-def shares_line(values: Sequence[float]) -> Content:
+def shares(values: Sequence[float]) -> list[Content]:
     """The legend with the share of each part; parts that took no time are left out."""
     whole = sum(values) or 1.0
-    shown = [
-        Content.assemble((fill, colour), f"\u00a0{name}\u00a0{100 * value / whole:.0f}%")
+    return [
+        Content.assemble((fill, colour), f" {name} {100 * value / whole:.0f}%")
         for (name, fill, colour), value in zip(PARTS, values, strict=True)
         if value > 0
     ]
-    return Content("  ").join(shown)
 
 
 def layer_bars(layers: Sequence[LayerTimes], width: int) -> Content:

@@ -17,14 +17,16 @@ from app.engine_client import Engine, EngineDied
 from app.text_safety import sanitize
 from app.tui.engine_link import EngineLink
 from app.tui.pulling import Pulling
-from app.tui.saving import Saver, Thread
+from app.tui.saving import RETRY_SAVE_S, Saver, Thread
 from app.tui.state import (
     BUSY,
+    TOO_LONG,
     BeamsChanged,
     ChatOptions,
     Entry,
     EntryAdded,
     EntryChanged,
+    FellBack,
     PathChanged,
     Phase,
     Said,
@@ -35,7 +37,7 @@ from app.tui.state import (
     Update,
     prompt_messages,
 )
-from app.tui.turn import Turn
+from app.tui.turn import Turn, autosave
 from engine.messages import (
     AnyEvent,
     Beam,
@@ -54,8 +56,10 @@ from engine.messages import (
 
 AUTOSAVE_S = 0.5
 """Half of the second of text that a crash may cost; the other half is for a slow disk."""
-RETRY_SAVE_S = 5.0
 WATCH_ENGINE_S = 1.0
+USUAL_ANSWER = 500
+"""Tokens of an answer, for saying what it will cost; and what a token comes to in text:"""
+CHARACTERS_PER_TOKEN = 4
 
 
 class ChatController:
@@ -76,11 +80,11 @@ class ChatController:
         self.thread = Thread(system=options.system, model=options.model)
         self.beams: tuple[Beam, ...] = ()
         self.timing: Timing | None = None
-        self.link = EngineLink(engine, self.status, self._status_changed, is_missing)
+        self.link = EngineLink(engine, self.status, self._status_changed, is_missing, self._fall_back)
         self.pulling = Pulling(self.link, self._say)
         self._engine = engine
         self._tell = listener
-        self._saver = Saver(store, self._store_problem)
+        self._saver = Saver(store, self._store_problem, self._saved_late)
         self._autosave_s = autosave_s
         self._watch_engine_s = watch_engine_s
         self._turns: deque[Turn] = deque()
@@ -107,7 +111,8 @@ class ChatController:
         return self._saver.unsaved
 
     def submit(self, text: str) -> None:
-        """A new question at the end of the conversation. It is on disk (or the person told why not) on return."""
+        """A new question at the end of the conversation. It is on disk (or the person told why not) before the engine
+        hears of it."""
         question = Entry("user", sanitize(text))
         self._ask([*self.thread.path, question], EntryAdded(question))
 
@@ -228,7 +233,17 @@ class ChatController:
             self._take_candidate(turn, text)
 
     async def estimate_beams(self, widths: Sequence[int]) -> BeamEstimates | str:
-        return await self.link.estimate_beams(widths, self.status.context_used or 0)
+        return await self.link.estimate_beams(widths, self.context_to_come)
+
+    @property
+    def context_to_come(self) -> int:
+        """About how many tokens the next answer will end at: what beams will cost depends on it."""
+        used = self.status.context_used
+        if used is None:
+            used = sum(len(entry.content) for entry in self.thread.path) // CHARACTERS_PER_TOKEN
+        limit = self.status.facts.context_limit if self.status.facts is not None else 0
+        wanted = used + (self.options.max_tokens or USUAL_ANSWER)
+        return min(wanted, limit) if limit else wanted
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -255,6 +270,7 @@ class ChatController:
                 if unfinished is not None:
                     self._end(unfinished, "stopped", "Stopped.")
             self._saver.retry()
+            await self._saver.settle()
 
     async def _watch_engine(self) -> None:
         """Notice an engine that dies while nothing is asked of it; try again to save what could not be saved."""
@@ -270,16 +286,24 @@ class ChatController:
                 waited = 0.0
                 self._saver.retry()
 
+    def _save(self, turn: Turn | None = None) -> None:
+        """Bring ``turn`` (default: what is shown) to disk, now or, if the database is locked, as soon as it can be."""
+        thread, path = (turn.thread, turn.whole) if turn is not None else (self.thread, self.thread.path)
+        if not self._saver.save(thread, path):
+            self._background(self._saver.settle())
+
     # --- one turn -------------------------------------------------------------------------------------------------
 
     def _ask(self, path: list[Entry], update: Update) -> None:
         answer = Entry("assistant", "", state="writing", model=self.options.model)
         turn = Turn(self.thread, path, answer, self.options.beams)
         self.thread.path = [*path, answer]
-        self._saver.save(self.thread, self.thread.path)
+        self._save()
         self._turns.append(turn)
-        if self.busy and not self.link.has(self.options):
+        if not self.link.has(self.options):
             answer.note = "Waiting for the model."
+        elif self._current is not None or len(self._turns) > 1:
+            answer.note = "Waiting for the answer before."
         self._count_waiting()
         self._tell(update)
         if isinstance(update, EntryAdded):
@@ -287,7 +311,7 @@ class ChatController:
         self._wake.set()
 
     async def _answer(self, turn: Turn) -> None:
-        autosave = asyncio.create_task(self._autosave(turn), name="autosave")
+        saving = asyncio.create_task(autosave(turn, self._saver, self._autosave_s), name="autosave")
         try:
             ready = await self.link.bring_up(lambda: self.options)
             if turn.ended:
@@ -295,12 +319,14 @@ class ChatController:
             if not ready:
                 self._end(turn, "failed", self.status.problem)
                 return
-            await self._generate(turn)
+            await self._saver.settle()
+            if not turn.ended:
+                await self._generate(turn)
         except EngineDied as died:
             self._end(turn, "failed", "The engine died before the answer was complete.")
             self._engine_died(str(died))
         finally:
-            autosave.cancel()
+            saving.cancel()
             if turn.request is not None and self.status.phase in BUSY:
                 self.status.phase = Phase.READY
                 self._status_changed()
@@ -353,7 +379,9 @@ class ChatController:
             case Finished():
                 self._finished(turn, event)
             case Failed():
-                self._end(turn, "failed", event.error)
+                turn.answer.finish_reason = TOO_LONG if event.kind == "context" else ""
+                hint = " /edit changes the question; the next one leaves it out." if event.kind == "context" else ""
+                self._end(turn, "failed", event.error + hint)
 
     def _grow(self, turn: Turn, text: str, tokens: int, tokens_per_s: float) -> None:
         turn.answer.content, turn.answer.dirty = text, True
@@ -392,7 +420,7 @@ class ChatController:
         answer.state = "complete" if state == "complete" else "failed" if state == "failed" else "stopped"
         answer.note, answer.dirty = note, True
         self.status.prefill = None
-        self._saver.save(turn.thread, turn.whole)
+        self._save(turn)
         if self._beam_turn is turn:
             self._tell(BeamsChanged(self.beams, answer.tokens, False, answer.tokens_per_s))
         self._tell(EntryChanged(answer))
@@ -420,29 +448,12 @@ class ChatController:
             self._say(str(error), "error")
         answer = Entry("assistant", text, model=turn.answer.model, finish_reason="stop", note="")
         self.thread.path = [*path[:index], answer]
-        self._saver.save(self.thread, self.thread.path)
+        self._save()
         self._tell(PathChanged(answer))
 
     async def _cancel(self, request: int) -> None:
         with suppress(EngineDied):
             await self._engine.send(Cancel(id=self._engine.new_id(), target=request))
-
-    async def _autosave(self, turn: Turn) -> None:
-        """Keep the growing answer on disk. A thread writes it: a locked database must not stop the screen."""
-        answer = turn.answer
-        while not turn.ended:
-            await asyncio.sleep(RETRY_SAVE_S if self._saver.problem else self._autosave_s)
-            if turn.ended or not answer.dirty:
-                continue
-            if answer.record is None or self._saver.problem:
-                self._saver.save(turn.thread, turn.whole)
-                continue
-            text, answer.dirty = answer.content, False
-            try:
-                await asyncio.to_thread(turn.write_partial, self.store, answer.record, text)
-            except StoreError as error:
-                answer.dirty = True
-                self._saver.refused(turn.thread, turn.whole, error)
 
     # --- telling --------------------------------------------------------------------------------------------------
 
@@ -458,6 +469,11 @@ class ChatController:
         self._tell(BeamsChanged((), 0, False))
         self._status_changed()
 
+    def _fall_back(self, problem: str, worked: ChatOptions) -> None:
+        self._say(f"{self.options.model} cannot be used: {problem} {worked.model} stays in use.", "error")
+        self.options = self.options.loading_as(worked)
+        self._tell(FellBack(self.options))
+
     def _engine_died(self, reason: str) -> None:
         self.link.lost()
         self._say(f"{reason} The text is kept; the engine is started again.", "error")
@@ -469,6 +485,12 @@ class ChatController:
             self._say(f"Not saved: {problem}", "error")
         elif recovered:
             self._say("Everything is saved again.")
+        self._status_changed()
+
+    def _saved_late(self) -> None:
+        for entry in self.thread.path:
+            if entry.state != "writing":
+                self._tell(EntryChanged(entry))
         self._status_changed()
 
     def _engine_notice(self, notice: Notice) -> None:

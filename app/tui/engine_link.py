@@ -29,6 +29,8 @@ class EngineLink:
     """Brings the engine up and keeps ``status`` true; ``on_status`` is called when it changed.
 
     ``is_missing`` says whether a model has to be fetched (or built) before it can be loaded, and may be.
+    ``on_fallback`` is called with the reason when a model cannot be loaded, and with the options that worked before:
+    they are asked for next.
     """
 
     def __init__(
@@ -37,13 +39,16 @@ class EngineLink:
         status: Status,
         on_status: Callable[[], None],
         is_missing: Callable[[str], bool],
+        on_fallback: Callable[[str, ChatOptions], None] = lambda problem, worked: None,
     ) -> None:
         self.engine = engine
         self.status = status
         self.watching = False
         self._on_status = on_status
         self._is_missing = is_missing
+        self._on_fallback = on_fallback
         self._loaded: ChatOptions | None = None
+        self._worked: ChatOptions | None = None
         self._request: int | None = None
 
     def has(self, options: ChatOptions) -> bool:
@@ -70,6 +75,11 @@ class EngineLink:
                 if deaths < _ATTEMPTS:
                     continue
             if problem and options().loads_like(wanted):
+                worked, self._worked = self._worked, None
+                if worked is not None and not worked.loads_like(wanted):
+                    deaths = 0
+                    self._on_fallback(problem, worked)
+                    continue
                 self._fail(problem)
                 return False
 
@@ -159,7 +169,8 @@ class EngineLink:
                 self.status.progress = event
                 self._on_status()
             case Loaded():
-                self._loaded, self.status.facts = wanted, event.facts
+                self._loaded = self._worked = wanted
+                self.status.facts = event.facts
                 self.status.context_used = None
                 return ""
             case Done():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from app.tui.state import BUSY, Entry, Phase, Status
+from app.tui.state import BUSY, TOO_LONG, Entry, Phase, Status
 from engine.messages import ModelFacts, Progress
 
 _DOTS = {
@@ -156,6 +156,8 @@ def footing(entry: Entry) -> Content | None:
         parts.append(Content.styled(entry.note, style))
     elif entry.role == "assistant" and entry.state == "stopped":
         parts.append(Content.styled("Stopped.", "$text-warning"))
+    elif entry.role == "assistant" and entry.finish_reason == TOO_LONG:
+        parts.append(Content.styled("The question did not fit in the context; later ones leave it out.", "$text-error"))
     elif entry.role == "assistant" and entry.state == "failed":
         parts.append(Content.styled("There is no complete answer.", "$text-error"))
     if not parts:

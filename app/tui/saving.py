@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,18 +22,45 @@ class Thread:
     path: list[Entry] = field(default_factory=list)
 
 
+RETRY_SAVE_S = 5.0
+"""Between tries while there is a problem."""
+LOCKED_TRIES = 8
+"""So often the store may be found locked before that is a problem: another program's write is over in a moment."""
+RETRY_LOCKED_S = 0.15
+"""Between these tries; each of them waits a little itself."""
+
+
 class Saver:
     """Writes entries to the store. What could not be written is remembered and tried again.
 
     ``on_problem`` is called with the reason when the store starts to refuse, and with an empty text when all is on disk
-    again: once each, not for every attempt.
+    again: once each, not for every attempt, and not for a lock that is soon gone. ``on_late`` is called when all is on
+    disk that was refused before.
     """
 
-    def __init__(self, store: ConversationStore, on_problem: Callable[[str], None]) -> None:
+    def __init__(
+        self, store: ConversationStore, on_problem: Callable[[str], None], on_late: Callable[[], None] = lambda: None
+    ) -> None:
         self.store = store
         self.problem = ""
         self._on_problem = on_problem
+        self._on_late = on_late
+        self._settling = asyncio.Lock()
         self._pending: list[tuple[Thread, tuple[Entry, ...]]] = []
+        self._refusals = 0
+
+    @property
+    def waits(self) -> bool:
+        """Does another program write just now? Then :meth:`settle` is worth waiting for."""
+        return bool(self._pending) and not self.problem
+
+    async def settle(self) -> None:
+        """Try until all is on disk, or the store has refused for so long that it is a problem."""
+        async with self._settling:
+            while self.waits:
+                await asyncio.sleep(RETRY_LOCKED_S)
+                if self.waits:
+                    self.retry()
 
     @property
     def unsaved(self) -> int:
@@ -51,15 +79,23 @@ class Saver:
                 self._write(*self._pending[0])
                 del self._pending[0]
         except StoreError as error:
-            self._say(str(error))
+            self._refused(error)
             return False
+        late, self._refusals = self._refusals > 0, 0
         self._say("")
+        if late:
+            self._on_late()
         return True
 
     def refused(self, thread: Thread, path: Sequence[Entry], error: StoreError) -> None:
         """A write made elsewhere failed: try again later."""
         self._remember(thread, tuple(path))
-        self._say(str(error))
+        self._refused(error)
+
+    def _refused(self, error: StoreError) -> None:
+        self._refusals += 1
+        if error.reason != "locked" or self._refusals >= LOCKED_TRIES:
+            self._say(str(error))
 
     def _remember(self, thread: Thread, path: tuple[Entry, ...]) -> None:
         known = [index for index, (other, held) in enumerate(self._pending) if other is thread and held[-1] is path[-1]]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import count
+from itertools import count, zip_longest
 from typing import Literal
 
 from app.conversations.records import MessageRecord, Role, State
@@ -22,6 +22,10 @@ from engine.messages import (
 )
 
 _keys = count(1)
+
+
+TOO_LONG = "context"
+"""The ``finish_reason`` of an answer that never began because the prompt did not fit in the context."""
 
 
 @dataclass(eq=False)
@@ -83,11 +87,16 @@ class ChatOptions:
         """Would the same model be loaded in the same way?"""
         return self._loading() == other._loading()
 
+    def loading_as(self, other: ChatOptions) -> ChatOptions:
+        """These options with the model of ``other``, loaded in its way."""
+        return replace(self, **{name: getattr(other, name) for name in LOADING})
+
     def _loading(self) -> tuple[object, ...]:
-        return (
-            self.model, self.runtime, self.dtype, self.partitioning, self.cpu_threads, self.context_limit,
-            self.prefill_chunk,
-        )  # fmt: skip
+        return tuple(getattr(self, name) for name in LOADING)
+
+
+LOADING = ("model", "runtime", "dtype", "partitioning", "cpu_threads", "context_limit", "prefill_chunk")
+"""The options that make another model of it, or the same one loaded in another way."""
 
 
 class Phase(Enum):
@@ -158,6 +167,13 @@ class StatusChanged:
 
 
 @dataclass(frozen=True)
+class FellBack:
+    """What ``options`` asked for could not be loaded: these, which worked before, are in force again."""
+
+    options: ChatOptions
+
+
+@dataclass(frozen=True)
 class BeamsChanged:
     """``beams``, best first, after ``step`` steps. ``running`` until the search has ended."""
 
@@ -180,18 +196,18 @@ class Said:
     severity: Severity = "information"
 
 
-Update = PathChanged | EntryAdded | EntryChanged | StatusChanged | BeamsChanged | TimingArrived | Said
+Update = PathChanged | EntryAdded | EntryChanged | StatusChanged | FellBack | BeamsChanged | TimingArrived | Said
 
 
 def prompt_messages(system: str, path: list[Entry]) -> list[Message]:
     """What the model is given: the system prompt if there is one, then the path in turns.
 
     Answers that never came are left out, and questions that follow one another are joined, because chat templates
-    insist on alternating roles.
+    insist on alternating roles. A question that did not fit is left out: with it, no later one would fit either.
     """
     messages: list[Message] = [Message("system", system)] if system.strip() else []
-    for entry in path:
-        if not entry.content.strip():
+    for entry, answer in zip_longest(path, path[1:]):
+        if not entry.content.strip() or (answer is not None and answer.finish_reason == TOO_LONG):
             continue
         last = messages[-1] if messages else None
         if last is not None and last.role == entry.role:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import dataclass, field
 
+from app.conversations.records import StoreError
 from app.conversations.store import ConversationStore
 from app.text_safety import Sanitizer
-from app.tui.saving import Thread
+from app.tui.saving import RETRY_SAVE_S, Saver, Thread
 from app.tui.state import Entry
 
 
@@ -43,3 +45,22 @@ class Turn:
         with self._writing:
             if not self.ended:
                 store.update(record, content=text)
+
+
+async def autosave(turn: Turn, saver: Saver, interval_s: float) -> None:
+    """Keep the growing answer on disk, every ``interval_s``. A thread writes it: the screen goes on meanwhile."""
+    answer = turn.answer
+    while not turn.ended:
+        await asyncio.sleep(RETRY_SAVE_S if saver.problem else interval_s)
+        if turn.ended or not answer.dirty:
+            continue
+        if answer.record is None or saver.problem:
+            saver.save(turn.thread, turn.whole)
+        else:
+            text, answer.dirty = answer.content, False
+            try:
+                await asyncio.to_thread(turn.write_partial, saver.store, answer.record, text)
+            except StoreError as error:
+                answer.dirty = True
+                saver.refused(turn.thread, turn.whole, error)
+        await saver.settle()

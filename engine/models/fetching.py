@@ -5,9 +5,12 @@ A download lies in ``owner--name.partial`` until every file has the digest that 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import shutil
+import socket
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +22,7 @@ from engine.models.durable_files import flush, flush_folder, new_file
 from engine.models.locations import ensure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import httpx2
 
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
 
 RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses after failures without a byte of progress in between; then the download gives up (and can be resumed)."""
+
+STOP_INTERVAL_S = 0.05
+"""How often somebody who waits for the network looks whether to stop."""
 
 _CHUNK = 1 << 20
 _JOURNAL = "verified.json"
@@ -119,7 +125,7 @@ class _Download:
         self._receive_all(part, file)
         if file.size >= 64 << 20:
             self.progress(f"checking {file.name}", self.done + file.size, self.total, "bytes")
-        found = hub.digest_of(part, file.digest)
+        found = hub.digest_of(part, file.digest, self._check_stop)
         if found != file.digest:
             part.unlink()
             raise ModelError(
@@ -142,6 +148,7 @@ class _Download:
                 reason = " ".join(str(error).split()) or type(error).__name__
             except _Busy as error:
                 reason = str(error)
+            self._check_stop()
             if part.stat().st_size >= file.size:
                 return
             failures = 0 if part.stat().st_size > before else failures + 1
@@ -170,9 +177,36 @@ class _Download:
             if resumes and not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
                 part.write_bytes(b"")
                 return
-            with part.open("ab" if resumes else "wb") as out:
+            with part.open("ab" if resumes else "wb") as out, self._stoppable(response):
                 self._copy(response, out.write, file, start if resumes else 0)
                 flush(out)
+
+    @contextlib.contextmanager
+    def _stoppable(self, response: httpx2.Response) -> Iterator[None]:
+        """Within it, a server that sends nothing cannot keep a download from being stopped."""
+        stop = self.should_stop
+        stream = response.extensions.get("network_stream")
+        connection = stream.get_extra_info("socket") if stream is not None else None
+        if stop is None or connection is None:
+            yield
+            return
+        finished = threading.Event()
+
+        def watch() -> None:
+            while not finished.wait(STOP_INTERVAL_S):
+                if stop():
+                    # Wakes the thread that reads; an encrypted connection's own shutdown would wait for it.
+                    with contextlib.suppress(OSError):
+                        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+                    return
+
+        watcher = threading.Thread(target=watch, name="watching for a stop", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            finished.set()
+            watcher.join()
 
     def _copy(self, response: httpx2.Response, write: Callable[[bytes], int], file: RemoteFile, have: int) -> None:
         self._report(file, have)
@@ -199,7 +233,7 @@ class _Download:
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             self._check_stop()
-            time.sleep(min(0.05, left))
+            time.sleep(min(STOP_INTERVAL_S, left))
 
 
 class _Busy(Exception):

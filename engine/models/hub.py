@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from engine.errors import ModelError
 ENDPOINT = "https://huggingface.co"
 WEIGHT_INDEX = "model.safetensors.index.json"
 _ANSWER_LIMIT = 64 << 20
+_DIGEST_CHUNK = 8 << 20
 _WANTED = re.compile(
     r"config\.json|generation_config\.json|tokenizer\.json|tokenizer_config\.json|tokenizer\.model|spiece\.model|"
     r"special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.(jinja|json)|"
@@ -163,12 +164,16 @@ def weight_files(repository: Repository, index: Path | None) -> list[RemoteFile]
     return [repository.files[str(name)] for name in sorted(names)]
 
 
-def digest_of(path: Path, like: str) -> str:
-    """The digest of a file, of the same kind as ``like``."""
+def digest_of(path: Path, like: str, check_stop: Callable[[], None] = lambda: None) -> str:
+    """The digest of a file, of the same kind as ``like``. ``check_stop`` is called now and then and may raise."""
     kind = like.partition(":")[0]
     if kind == "sha256":
+        digest = hashlib.sha256()
         with path.open("rb") as file:
-            return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+            while piece := file.read(_DIGEST_CHUNK):
+                check_stop()
+                digest.update(piece)
+        return f"sha256:{digest.hexdigest()}"
     data = path.read_bytes()
     # git's own identity of a small file, not a signature; its integrity rests on HTTPS as well.
     return f"sha1:{hashlib.sha1(b'blob %d' % len(data) + bytes(1) + data, usedforsecurity=False).hexdigest()}"

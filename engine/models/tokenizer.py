@@ -63,6 +63,23 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Message], continue_last: bool = False) -> list[int]:
         """The conversation through the model's own chat template, ready for the assistant's next words.
 
+        See :meth:`render_chat`.
+        """
+        return self.encode_rendered(self.render_chat(messages, continue_last))
+
+    def encode_rendered(self, text: str, beginning: bool = True) -> list[int]:
+        """Token ids of what :meth:`render_chat` gave, or of a later part of it (not ``beginning``)."""
+        # A template writes what comes before every text itself.
+        add = beginning and not self.has_chat_template
+        return list(self._inner.encode(text, add_special_tokens=add))
+
+    def decode_exactly(self, ids: Sequence[int]) -> str:
+        """The text of ``ids`` with special tokens spelled out."""
+        return str(self._inner.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def render_chat(self, messages: Sequence[Message], continue_last: bool = False) -> str:
+        """The conversation as the text that is tokenized: the model's own chat template, nothing added.
+
         ``continue_last``: the last message is the beginning of the answer and stays open. Without a template the
         messages are written as ``role: content`` blocks with ``assistant:`` at the end.
         Raises ModelError if there are no messages, or the template refuses them.
@@ -79,8 +96,8 @@ class Tokenizer:
             if not messages:
                 raise ModelError("There is no message to answer; type one.", "bad-input")
         if not self.has_chat_template:
-            return self.encode(plain_prompt(messages, continue_last))
-        return self._inner.encode(self._render(messages, continue_last), add_special_tokens=False)  # type: ignore[no-any-return]
+            return plain_prompt(messages, continue_last)
+        return self._render(messages, continue_last)
 
     def _render(self, messages: Sequence[Message], continue_last: bool) -> str:
         try:

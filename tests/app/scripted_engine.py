@@ -38,8 +38,8 @@ from engine.messages import (
 )
 
 
-def emit(event: Event) -> None:
-    os.write(1, pack(event))
+def emit(*events: Event) -> None:
+    os.write(1, b"".join(map(pack, events)))
 
 
 def finished(request: int, text: str, reason: str = "stop") -> Finished:
@@ -79,6 +79,9 @@ def answer(request: Generate) -> None:
         case "garbage":
             emit(Piece(id=request.id, text="before", tokens=1))
             os.write(1, b"\xff\xff\xff\xff this is no frame")
+            time.sleep(60)
+        case "mute":
+            os.close(1)
             time.sleep(60)
         case "wait":
             emit(Piece(id=request.id, text="waiting", tokens=1))
@@ -127,8 +130,11 @@ def main(script: str) -> None:
                 case Pull() if script == "unreachable":
                     emit(Failed(id=request.id, error="There is no network.", kind="network"))
                 case Pull() | Prepare():
-                    emit(Progress(id=request.id, stage="fetching", done=1, total=2, unit="bytes"))
-                    emit(Done(id=request.id, path="/there", detail=f"{type(request).__name__} of {request.model}"))
+                    # In one piece, so that the client has both before it has looked at either.
+                    emit(
+                        Progress(id=request.id, stage="fetching", done=1, total=2, unit="bytes"),
+                        Done(id=request.id, path="/there", detail=f"{type(request).__name__} of {request.model}"),
+                    )
                 case Shutdown() if script != "deaf":
                     return
                 case _:

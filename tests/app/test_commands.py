@@ -366,6 +366,25 @@ def test_doctor(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert not list(home.rglob("*damaged*"))
 
 
+def test_a_flag_is_not_said_to_take_nothing(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["ask", "say:x", "--temperature", "11"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "a number from 0 to 10" in said and "empty" not in said
+
+
+def test_doctor_tells_of_a_place_that_is_no_folder(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = home / "file"
+    file.write_text("")
+    monkeypatch.setenv("PRIVATELLM_HOME", str(file))
+    assert run(["doctor", "--json"]) == 1
+    findings = {finding["about"]: finding for finding in json.loads(capsys.readouterr().out)}
+    for kind in ("config", "data", "models", "logs"):
+        found = findings[f"{kind} folder"]
+        assert found["mark"] == "problem" and f"{file} is not a folder" in found["text"] and found["way_out"]
+
+
 def test_commands_of_later_versions_are_absent(home: Path) -> None:
     for name in ("join", "peers", "plan", "bench"):
         assert run([name]) == 2

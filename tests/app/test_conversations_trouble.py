@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -237,6 +238,36 @@ def test_damage_found_while_running_is_said(path: Path) -> None:
     with pytest.raises(StoreError, match="damaged") as caught:
         list(store.messages(conversation))
     assert caught.value.reason == "damaged"
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "UPDATE message_words_data SET block = x'00ff00ff'",
+        "DELETE FROM message_words_data WHERE id > 10",
+        "DELETE FROM message_words_content",
+        "DELETE FROM message_words_docsize",
+        "DELETE FROM message_words_config",
+        "DELETE FROM message_words_data",
+    ],
+)
+def test_a_damaged_search_index_costs_no_message(path: Path, harm: str) -> None:
+    _filled(path, conversations=2, turns=20, size=100)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(harm)
+        connection.commit()
+    store = open_database(path)
+    kept, other = store.conversations()
+    shown = store.shown(kept.id)
+    assert len(shown) == 20 and len(store.search(shown[0].content.split()[1])) >= 1
+    store.add(kept.id, "user", "asked in spite of it", parent=shown[-1].id)
+    store.delete(other.id)
+    store.close()
+    store = open_database(path)
+    assert store.notices == []
+    assert [item.id for item in store.conversations()] == [kept.id]
+    assert [hit.conversation.id for hit in store.search("in spite of it")] == [kept.id]
+    store.close()
 
 
 # --- versions -----------------------------------------------------------------------------------------------------

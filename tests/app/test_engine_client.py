@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -55,6 +56,19 @@ async def test_starting_twice_is_one_engine(client: EngineClient) -> None:
 async def test_the_engine_is_in_a_session_of_its_own(client: EngineClient) -> None:
     assert client.pid is not None
     assert os.getsid(client.pid) == client.pid != os.getsid(0)
+
+
+async def test_the_engine_works_where_this_program_does_or_at_the_top_if_that_was_deleted(
+    client: EngineClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert client.pid is not None and psutil.Process(client.pid).cwd() == str(Path.cwd())
+    await client.close()
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    await client.start()
+    assert client.pid is not None and psutil.Process(client.pid).cwd() == os.sep
 
 
 async def test_answers_at_the_same_time_do_not_mix(client: EngineClient) -> None:
@@ -161,6 +175,35 @@ async def test_garbage_on_the_pipe_ends_the_engine(client: EngineClient) -> None
     with pytest.raises(EngineDied, match="could not be understood"):
         await anext(events)
     assert pid is not None and not psutil.pid_exists(pid)
+
+
+async def test_an_engine_that_closes_its_pipe_is_not_said_to_lack_memory(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "_END_WAIT_S", 0.1)
+    with pytest.raises(EngineDied, match="closed its output") as raised:
+        await heard(client, "mute:")
+    assert "memory" not in str(raised.value)
+
+
+def test_closing_that_is_cancelled_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path))
+
+    async def cancelled_while_closing() -> None:
+        client = EngineClient(command("deaf"))
+        await client.start()
+        closing = asyncio.create_task(client.close())
+        await asyncio.sleep(0.02)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+
+    asyncio.run(cancelled_while_closing())
+    gc.collect()
+    assert not [warning for warning in recwarn if issubclass(warning.category, ResourceWarning)]
+    assert _children() == []
 
 
 async def test_death_is_seen_though_something_still_holds_the_pipe(

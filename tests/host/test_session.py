@@ -26,6 +26,7 @@ from engine.messages import (
     Timing,
 )
 from engine.session import Session
+from engine.spoken import SpokenTokens
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30]
 NO_END = {"eos_token_id": None}
@@ -37,13 +38,21 @@ class LetterTokenizer:
     has_chat_template = True
 
     def encode_chat(self, messages: Sequence[Message], continue_last: bool = False) -> list[int]:
-        tokens = []
-        for message in messages:
-            tokens += [150 + len(message.role) % 7, *(ord(letter) % 90 for letter in message.content), 159]
-        return tokens[:-1] if continue_last else [*tokens, 150]
+        return self.encode_rendered(self.render_chat(messages, continue_last))
+
+    def render_chat(self, messages: Sequence[Message], continue_last: bool = False) -> str:
+        text = "".join(f"{chr(1000 + len(message.role) % 7)}{message.content}\u0400" for message in messages)
+        return text[:-1] if continue_last else f"{text}\u03ea"
+
+    def encode_rendered(self, text: str, beginning: bool = True) -> list[int]:
+        marks = {"\u0400": 159, **{chr(1000 + kind): 150 + kind for kind in range(7)}}
+        return [marks.get(letter, (ord(letter) - 33) % 90) for letter in text]
 
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(33 + token % 90) for token in ids)
+
+    def decode_exactly(self, ids: Sequence[int]) -> str:
+        return self.decode(ids)
 
 
 class Ask:
@@ -101,6 +110,7 @@ def ask(folders: dict[str, Path]) -> Iterator[Ask]:
     session = open_session(folders["mixtral"], prefill_chunk=3)
     session._ends = frozenset()
     session._tokenizer = LetterTokenizer()
+    session._spoken = SpokenTokens(session._tokenizer)
     yield Ask(session)
     session.close()
 
@@ -154,6 +164,26 @@ def test_only_what_is_new_is_run(ask: Ask, reference: Any) -> None:
     assert branch.prefilled_tokens == 2
     assert branch.token_ids == continuation(reference, [*PROMPT[:4], 8, 9], max_new_tokens=5, eos_token_id=None)
     assert ask([1, 2, 3], max_tokens=1).prefilled_tokens == 3
+
+
+def test_an_answer_is_not_run_again_whatever_its_tokens(ask: Ask, reference: Any) -> None:
+    """Half of an untrained model's tokens are not those that the tokenizer has for their letters."""
+    question = [Message("user", "hello")]
+    first = ask(messages=question, max_tokens=8)
+    tokenizer = LetterTokenizer()
+    assert tokenizer.encode_rendered(first.text) != first.token_ids
+    messages = [*question, Message("assistant", first.text), Message("user", "why")]
+    second = ask(messages=messages, max_tokens=8)
+    # The answer's last token was never run; then come the mark of its end, the question and its marks.
+    assert second.prefilled_tokens == 1 + 1 + 5 + 1
+    tokens = [*tokenizer.encode_chat(question), *first.token_ids, 159, *tokenizer.encode_chat(messages[2:])]
+    assert second.token_ids == continuation(reference, tokens, max_new_tokens=8, eos_token_id=None)
+    # Asked again: the conversation before it is not run again either.
+    assert ask(messages=messages, max_tokens=8).prefilled_tokens == 1
+    # Another question in its place shares what was said before it, and its first two letters.
+    assert ask(messages=[*messages[:2], Message("user", "when")], max_tokens=1).prefilled_tokens == 4
+    changed = [question[0], Message("assistant", "No."), messages[2]]
+    assert ask(messages=changed, max_tokens=1).prompt_tokens == len(tokenizer.encode_chat(changed))
 
 
 def test_stopping_keeps_the_prefix(ask: Ask, reference: Any) -> None:

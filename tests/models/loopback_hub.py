@@ -26,6 +26,10 @@ class Repo:
     busy_times: int = 0
     """Answer so many file requests with HTTP 503 first."""
     extra_bytes: int = 0
+    stall_after: dict[str, int] = field(default_factory=dict)
+    """Send so many bytes of a file and then nothing, until ``stalled`` is set or half a minute has passed."""
+    stalled: threading.Event = field(default_factory=threading.Event)
+    waited_in_vain: bool = False
     redirect_to: str = ""
     """Files lie on another server, as the hub's do."""
 
@@ -127,6 +131,12 @@ def _send_file(handler: BaseHTTPRequestHandler, repo: Repo, name: str) -> None:
     handler.send_header("X-Repo-Commit", REVISION)
     handler.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
     handler.end_headers()
+    if name in repo.stall_after:
+        handler.wfile.write(body[: repo.stall_after[name]])
+        handler.wfile.flush()
+        repo.waited_in_vain = not repo.stalled.wait(30)
+        handler.close_connection = True
+        return None
     cut = repo.cut_after.get(name)
     if cut is not None and cut < len(body):
         handler.wfile.write(body[:cut])

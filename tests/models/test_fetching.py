@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -390,3 +391,40 @@ def test_waiting_between_tries_can_be_cancelled(hub: LoopbackHub, repo: Repo, mo
     until = time.monotonic() + 0.3
     with pytest.raises(Cancelled):
         pull(REPO, silent, lambda: time.monotonic() > until)
+
+
+def test_a_server_that_says_nothing_cannot_keep_a_download_from_stopping(
+    hub: LoopbackHub, repo: Repo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from engine.models import hub as engine_hub
+
+    patient = engine_hub.new_client()
+    patient.timeout = None
+    monkeypatch.setattr(engine_hub, "new_client", lambda: patient)
+    repo.stall_after = {SHARDS[0]: 5000}
+    asked: list[float] = []
+
+    def stop() -> bool:
+        # Only once the download waits for what does not come.
+        if hub.file_requests(SHARDS[0]) and not asked:
+            asked.append(time.monotonic())
+        return bool(asked) and time.monotonic() > asked[0] + 0.4
+
+    with pytest.raises(Cancelled):
+        pull(REPO, silent, stop)
+    assert not repo.waited_in_vain
+    repo.stalled.set()
+
+
+def test_checking_a_large_file_can_be_stopped(tmp_path: Path) -> None:
+    from engine.models.hub import digest_of
+
+    path = tmp_path / "large"
+    path.write_bytes(b"1")
+
+    def stop() -> None:
+        raise Cancelled("Stopped.")
+
+    with pytest.raises(Cancelled):
+        digest_of(path, "sha256:", stop)
+    assert digest_of(path, "sha256:") == f"sha256:{hashlib.sha256(b'1').hexdigest()}"

@@ -162,3 +162,16 @@ def test_loading_opens_no_socket(tmp_path: Path) -> None:
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=True)
+
+
+def test_a_later_part_of_a_conversation_is_tokenized_like_the_whole(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer_folder(tmp_path))
+    assert tokenizer is not None
+    asked = tokenizer.render_chat(QUESTION)
+    whole = tokenizer.render_chat([*QUESTION, Message("assistant", "Yo"), *QUESTION])
+    assert whole.startswith(asked)
+    tail = tokenizer.encode_rendered(whole[len(asked) :], beginning=False)
+    assert tokenizer.encode_rendered(asked) + tail == tokenizer.encode_rendered(whole)
+    assert tokenizer.decode_exactly(tail[-len(tokenizer.encode_rendered("<|im_start|>assistant\n")) :]) == (
+        "<|im_start|>assistant\n"
+    )

@@ -55,6 +55,8 @@ class FakeEngine:
         self.dies_at: int | None = None
         self.dies_loading = 0
         self.load_error: str | None = None
+        self.load_errors: dict[str, str] = {}
+        """By model."""
         self.generate_error: str | None = None
         self.facts = FACTS
         self.load_progress = Progress(stage="weights", done=63, total=100, unit="layers")
@@ -131,8 +133,9 @@ class FakeEngine:
             self._crash()
         if self.load_gate is not None:
             await self.load_gate.wait()
-        if self.load_error is not None:
-            yield Failed(id=request.id, error=self.load_error, kind="model")
+        error = self.load_errors.get(request.model, self.load_error)
+        if error is not None:
+            yield Failed(id=request.id, error=error, kind="model")
         else:
             yield Loaded(id=request.id, facts=self.facts)
 

@@ -3,62 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
+from chat_helpers import Chat, on_disk, running
 from fake_engine import FakeEngine
 
-from app.conversations.records import MessageRecord, StoreError
+from app.conversations.records import StoreError
 from app.conversations.store import ConversationStore, open_store
-from app.tui.controller import ChatController
-from app.tui.state import ChatOptions, Entry, Phase, Said, Update, prompt_messages
+from app.tui.state import ChatOptions, Entry, FellBack, Phase, prompt_messages
 from engine.messages import Beam, BeamEstimates, Generate, Load, Message, Pull, Watch
-
-
-class Chat:
-    def __init__(self, engine: FakeEngine, store: ConversationStore, options: ChatOptions | None = None) -> None:
-        self.updates: list[Update] = []
-        self.missing = False
-        self.controller = ChatController(
-            engine, store, options or ChatOptions(), self.updates.append, is_missing=lambda model: self.missing,
-            autosave_s=0.01, watch_engine_s=0.02,
-        )  # fmt: skip
-
-    @property
-    def path(self) -> list[Entry]:
-        return self.controller.thread.path
-
-    @property
-    def said(self) -> list[str]:
-        return [update.text for update in self.updates if isinstance(update, Said)]
-
-    async def until(self, predicate: Callable[[], object]) -> None:
-        for _ in range(1000):
-            if predicate():
-                return
-            await asyncio.sleep(0.005)
-        raise AssertionError("it never came about")
-
-    async def answered(self) -> None:
-        await self.until(lambda: not self.controller.busy and self.path and self.path[-1].state != "writing")
-
-
-@asynccontextmanager
-async def running(chat: Chat) -> AsyncIterator[Chat]:
-    task = asyncio.create_task(chat.controller.run())
-    try:
-        yield chat
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
-
-
-def on_disk(store: ConversationStore, chat: Chat) -> list[MessageRecord]:
-    assert chat.controller.thread.conversation is not None
-    return store.shown(chat.controller.thread.conversation)
 
 
 async def test_an_answer_is_shown_and_saved(engine: FakeEngine, store: ConversationStore) -> None:
@@ -202,6 +156,21 @@ async def test_a_model_that_cannot_be_loaded(engine: FakeEngine, store: Conversa
         assert [entry.content for entry in chat.path] == ["hi", "Paris is the capital."]
 
 
+async def test_the_old_model_stays_in_use_when_another_cannot_be_loaded(
+    engine: FakeEngine, store: ConversationStore
+) -> None:
+    async with running(Chat(engine, store)) as chat:
+        await chat.until(lambda: chat.controller.status.phase is Phase.READY)
+        engine.load_errors = {"broken": "model.safetensors is truncated."}
+        chat.controller.apply(ChatOptions(model="broken", max_tokens=7))
+        await chat.until(lambda: any(isinstance(update, FellBack) for update in chat.updates))
+        chat.controller.submit("hi")
+        await chat.answered()
+        assert chat.path[-1].content == "Paris is the capital."
+        assert "broken cannot be used: model.safetensors is truncated. starter stays in use." in chat.said
+        assert chat.controller.options == ChatOptions(max_tokens=7)
+
+
 async def test_the_starter_is_fetched_first(engine: FakeEngine, store: ConversationStore) -> None:
     chat = Chat(engine, store)
     chat.missing = True
@@ -216,9 +185,37 @@ async def test_a_refused_prompt_says_why_and_keeps_the_question(engine: FakeEngi
     async with running(Chat(engine, store)) as chat:
         chat.controller.submit("long")
         await chat.answered()
-        assert chat.path[-1].note == "The prompt is 9 tokens too long."
+        assert chat.path[-1].note.startswith("The prompt is 9 tokens too long. /edit changes the question")
         assert chat.path[0].content == "long"
         assert chat.controller.status.phase is Phase.READY
+
+
+async def test_a_question_that_did_not_fit_is_not_sent_again_with_the_next(
+    engine: FakeEngine, store: ConversationStore
+) -> None:
+    async with running(Chat(engine, store)) as chat:
+        engine.generate_error = "The prompt is 9 tokens too long."
+        chat.controller.submit("long")
+        await chat.answered()
+        engine.generate_error = None
+        chat.controller.submit("short")
+        await chat.answered()
+        assert engine.sent(Generate)[-1].messages == [Message("user", "short")]  # type: ignore[attr-defined]
+        # The same after a restart.
+        again = [Entry.of(record) for record in on_disk(store, chat)]
+        assert [message.content for message in prompt_messages("", again)] == ["short", "Paris is the capital."]
+
+
+async def test_a_question_behind_another_says_what_it_waits_for(engine: FakeEngine, store: ConversationStore) -> None:
+    engine.gate = asyncio.Event()
+    async with running(Chat(engine, store)) as chat:
+        chat.controller.submit("one")
+        await chat.until(lambda: chat.path[1].content)
+        chat.controller.submit("two")
+        assert chat.path[-1].note == "Waiting for the answer before."
+        engine.gate.set()
+        await chat.answered()
+        assert chat.path[-1].note == ""
 
 
 async def test_answering_again_keeps_the_old_answer(engine: FakeEngine, store: ConversationStore) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 from fake_engine import FakeEngine
@@ -205,3 +207,35 @@ async def test_an_unknown_model_is_said_at_once(make_app: MakeApp) -> None:
         field.value = "nosuchmodel"
         await pilot.press("enter")
         assert "no model called" in str(app.screen.query_one("#model-problem", Static).visual)
+
+
+async def test_a_model_that_cannot_be_loaded_leaves_the_settings_as_they_were(
+    make_app: MakeApp, engine: FakeEngine, home: Path
+) -> None:
+    engine.load_errors = {"/models/broken": "config.json is missing."}
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        app.chat.prompt.fill("/model /models/broken")
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: "config.json is missing" in notice(app))
+        await ready(pilot, app)
+        assert app.settings.model == "starter"
+        assert open_settings(home / "settings.toml").settings.model == "starter"
+        await ask(pilot, app, "still there?")
+        assert "Paris" in shown(app)[1]
+
+
+async def test_the_notice_of_text_not_saved_goes_when_it_is_saved(make_app: MakeApp, store: ConversationStore) -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        with closing(sqlite3.connect(store.path, isolation_level=None)) as other:  # type: ignore[attr-defined]
+            other.execute("BEGIN IMMEDIATE")
+            await ask(pilot, app, "hello")
+            await wait_until(pilot, lambda: "locked by another program" in notice(app))
+            other.execute("ROLLBACK")
+            controller(app)._saver.retry()
+            await wait_until(pilot, lambda: not notice(app))
+            assert "not saved" not in "".join(shown(app))

@@ -261,6 +261,14 @@ def test_phases_are_kept_apart() -> None:
 # --- beams and commands ---
 
 
+def test_a_legend_is_never_broken_between_a_fill_and_its_name() -> None:
+    layers = [LayerTimes(attention=2, router=1, experts=7, exchange=1, wait=1, other=1)]
+    for width in range(16, 90):
+        phase = PhaseTimes(tokens=320, layers=layers, per_token=13)
+        for line in charts.phase_summary("Prefill", phase, width).wrap(width):
+            assert line.plain.strip() not in [fill for _, fill, _ in charts.PARTS]
+
+
 def test_a_long_common_beginning_is_found() -> None:
     start = "The capital of France has been, for a very long time, "
     assert common_beginning([start + "Paris", start + "Lyon"]) == len(start)

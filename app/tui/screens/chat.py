@@ -27,6 +27,7 @@ from app.tui.state import (
     Entry,
     EntryAdded,
     EntryChanged,
+    FellBack,
     PathChanged,
     Said,
     Severity,
@@ -77,6 +78,7 @@ class ChatScreen(OpensScreens):
         super().__init__()
         self.controller = ChatController(engine, store, options, self._hear, is_missing=is_missing)
         self.warned_unsaved = False
+        self._notice_of_unsaved = False
         self._runner: Worker[None] | None = None
         self._editing: Entry | None = None
         self._code_copied: dict[int, int] = {}
@@ -134,6 +136,8 @@ class ChatScreen(OpensScreens):
             case StatusChanged():
                 self.query_one(StatusLine).update()
                 self.query_one(Welcome).show(self.controller.status)
+                if self._notice_of_unsaved and not self.controller.status.unsaved:
+                    self._hush()
                 self._say_title()
             case EntryChanged(entry, live):
                 self.transcript.change(entry, live=live)
@@ -149,6 +153,8 @@ class ChatScreen(OpensScreens):
                 await self.transcript.show_path(path, focus)
                 self.prompt.remember([entry.content for entry in path if entry.role == "user"])
                 self._say_title()
+            case FellBack(options):
+                self.chat_app.keep_options(options)
             case Said(text, severity):
                 self.say(text, severity)
             case BeamsChanged() | TimingArrived():
@@ -174,12 +180,16 @@ class ChatScreen(OpensScreens):
         if not self.is_mounted:
             self.call_after_refresh(self.say, text, severity)
             return
+        if not self.is_current:
+            self.notify(one_line(text), severity=severity, markup=False)
         notice = self.query_one("#notice", Static)
         notice.update(Content.assemble(("▌ ", "bold"), one_line(text)))
         notice.set_class(severity == "error", "error")
         notice.display = True
+        self._notice_of_unsaved = bool(self.controller.status.unsaved)
 
     def _hush(self) -> None:
+        self._notice_of_unsaved = False
         self.query_one("#notice").display = False
 
     def _reveal(self, conversation: bool) -> None:

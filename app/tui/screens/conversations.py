@@ -64,6 +64,10 @@ def marked_snippet(snippet: str) -> Content:
     return Content.assemble(*[part for part in parts if part[0]])
 
 
+_MARGINS = 8
+"""Columns beside the text of the list: its margins, its padding and the scroll bar."""
+
+
 class ConversationsScreen(Screen[Opened | None]):
     HELP = (
         "Type to search in titles and messages. `enter` opens a conversation. In the list, `r` renames, `a` archives "
@@ -120,29 +124,38 @@ class ConversationsScreen(Screen[Opened | None]):
                 self._rows = [_Row(hit.conversation, hit.message, hit.snippet) for hit in hits]
             else:
                 self._rows = [_Row(found) for found in self._store.conversations(archived=self._archived)]
-            self._say("")
         except StoreError as error:
             self._rows = []
             self._say(str(error))
-        now = time.time()
-        chats.set_options([Option(self._prompt(row, now)) for row in self._rows])
-        if self._rows:
-            chats.highlighted = min(marked, len(self._rows) - 1)
-        elif not words:
-            self._say("Nothing is archived." if self._archived else "There are no conversations yet.")
         else:
-            self._say("Nothing was found.")
+            empty = "Nothing is archived." if self._archived else "There are no conversations yet."
+            self._say("" if self._rows else "Nothing was found." if words else empty)
+        self._draw(marked)
         title = "Archived conversations" if self._archived else "Conversations"
         self.query_one(".screen-title", Static).update(Content(title))
 
-    def _prompt(self, row: _Row, now: float) -> Content:
+    def on_resize(self) -> None:
+        self._draw(self.query_one(OptionList).highlighted or 0)
+
+    def _draw(self, marked: int) -> None:
+        chats = self.query_one(OptionList)
+        now, room = time.time(), max(20, self.app.size.width - _MARGINS)
+        chats.set_options([Option(self._prompt(row, now, room)) for row in self._rows])
+        if self._rows:
+            chats.highlighted = min(marked, len(self._rows) - 1)
+
+    def _prompt(self, row: _Row, now: float, room: int) -> Content:
         found = row.conversation
         dot = ("● ", "$text-success") if found.id == self._controller.thread.conversation else ("  ", "")
         title = one_line(found.title) or "(no title)"
         facts = "  ".join(
             filter(None, [when(found.updated, now), one_line(found.model), "archived" if found.archived else ""])
         )
-        lines = [Content.assemble(dot, (title, "bold"), (f"  {facts}", _MUTED))]
+        line = Content.assemble(dot, (title, "bold"))
+        if line.cell_length + 2 + len(facts) <= room:
+            lines = [Content.assemble(line, (f"  {facts}", _MUTED))]
+        else:
+            lines = [line.truncate(room, ellipsis=True), Content.styled(f"  {facts}", _MUTED)]
         if row.snippet:
             lines.append(Content.assemble("  ", marked_snippet(row.snippet)))
         return Content("\n").join(lines)

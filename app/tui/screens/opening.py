@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from textual.screen import Screen
+from textual.widgets import Static
 
 from app.conversations.records import StoreError
 from app.text_safety import one_line
@@ -93,8 +94,7 @@ class OpensScreens(Screen[None]):
         if columns >= WIDE:
             side = self.query_one("#side")
             side.display = True
-            panel.border_title = panel.TITLE
-            side.mount(panel)
+            side.mount(panel, Static(panel.HINT, classes="panel-hint", markup=False))
             self.call_after_refresh(self._opened, panel)
             return
         from app.tui.screens.panel import PanelScreen
@@ -116,8 +116,9 @@ class OpensScreens(Screen[None]):
             self._panel_screen.action_close_panel()
             return
         panel.closed()
-        panel.remove()
-        self.query_one("#side").display = False
+        side = self.query_one("#side")
+        side.remove_children()
+        side.display = False
         self.focus_prompt()
 
     def _panel_left(self, result: None) -> None:

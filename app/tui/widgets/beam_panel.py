@@ -25,6 +25,7 @@ _MUTED = "$foreground-muted"
 class BeamPanel(Panel):
     PANEL = "beams"
     TITLE = "Beams"
+    HINT = "f4: go here · tab: candidates · f4 again: close"
     HELP = (
         "A beam search keeps several candidates and gives the likeliest whole answer. `left` and `right` choose how "
         "many, at what cost; `enter` applies it from the next question on. `tab` goes to the candidates: `enter` "
@@ -62,7 +63,8 @@ class BeamPanel(Panel):
 
     @work(group="costs", exclusive=True, exit_on_error=False)
     async def _ask_for_costs(self) -> None:
-        self._widths.costs(await self._controller.estimate_beams(range(1, WIDEST + 1)))
+        tokens = self._controller.context_to_come
+        self._widths.costs(await self._controller.estimate_beams(range(1, WIDEST + 1)), tokens)
 
 
 class Widths(Rendered, can_focus=True):
@@ -80,9 +82,11 @@ class Widths(Rendered, can_focus=True):
         self.marked = width
         self._apply = apply
         self._costs: BeamEstimates | str = "Asking what it costs…"
+        self._tokens = 0
 
-    def costs(self, costs: BeamEstimates | str) -> None:
-        self._costs = costs
+    def costs(self, costs: BeamEstimates | str, tokens: int) -> None:
+        """``costs`` hold for a context of ``tokens``."""
+        self._costs, self._tokens = costs, tokens
         self.remake()
 
     def action_move(self, offset: int) -> None:
@@ -126,8 +130,14 @@ class Widths(Rendered, can_focus=True):
         if estimate is None:
             return []
         what = "1 beam: sampled, one answer" if self.marked == 1 else f"{self.marked} beams: a beam search"
-        memory = f"memory {size(estimate.memory_bytes)} of {size(self._costs.available_bytes)} free"
-        time = f"a step takes about {estimate.relative_step_time:.2f} × the time of one beam"
+        memory = (
+            f"memory {size(estimate.memory_bytes)} of {size(self._costs.available_bytes)} free, "
+            f"at {self._tokens:,} tokens of context"
+        )
+        time = (
+            f"a step takes about {estimate.relative_step_time:.2f} × the time of one beam: "
+            f"{1 / estimate.relative_step_time:.0%} of its speed"
+        )
         lines = [Content(what), Content.styled(memory, _MUTED), Content.styled(time, _MUTED)]
         if not estimate.fits:
             lines.append(Content.styled(self._too_much(estimate), "$text-error"))

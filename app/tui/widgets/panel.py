@@ -13,6 +13,8 @@ class Panel(VerticalScroll):
     PANEL: ClassVar[str] = ""
     """Which one it is."""
     TITLE: ClassVar[str] = ""
+    HINT: ClassVar[str] = ""
+    """How to come here from the field, said below a panel at the side."""
 
     def __init__(self) -> None:
         super().__init__(classes="panel")

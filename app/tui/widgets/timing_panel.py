@@ -19,6 +19,7 @@ from engine.messages import Timing
 class TimingPanel(Panel):
     PANEL = "timing"
     TITLE = "Timing"
+    HINT = "f5: go here, to scroll · again: close"
     HELP = (
         "Where the time of a token goes. Each bar is a layer, split into attention, router, experts, exchange between "
         "machines, waiting, and the rest; `p` changes between decoding and reading the prompt. Below, how often each "
@@ -78,8 +79,8 @@ class TimingView(Rendered):
             phase_summary("Decode", timing.decode, width),
             phase_summary("Prefill", timing.prefill, width),
             Content.assemble((f"{name} by layer", "bold"), ("  ms a token", "$foreground-muted")),
-            layer_bars(phase.layers, width),
             slowest_line(phase.layers),
+            layer_bars(phase.layers, width),
         ]
         if phase.outside_layers:
             parts.append(

@@ -39,6 +39,7 @@ def _welcome(status: Status) -> Content:
                 ("ctrl+j", "new line "),
                 ("esc", "stops    "),
                 ("f1", "help     "),
+                ("ctrl+q", "quits    "),
             )
         ],
     ]
