@@ -265,7 +265,7 @@ def machine(threads: int) -> dict[str, Any]:
         "threads": threads,
         "cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
-        "system": f"{platform.system()} {platform.release()}",
+        "system": platform.system(),
         "python": platform.python_version(),
         "load_average": os.getloadavg()[0],
     }

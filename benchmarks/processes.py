@@ -10,6 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from engine import host
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -26,7 +28,9 @@ class Worker:
         command = [sys.executable, "-m", "benchmarks.worker", "--engine", engine, "--threads", str(threads)]
         if model is not None:
             command += ["--model", str(model)]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        # Ours runs as it does under the chat; the others as their users find them.
+        product = host.environment(threads) if engine == "privatellm" else {}
+        environment = {**os.environ, **product, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, cwd=ROOT, env=environment

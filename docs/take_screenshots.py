@@ -69,7 +69,6 @@ async def main() -> None:
                 await ask(pilot, app, chat, question)
             save(app, "chat.svg")
             await pilot.press("f4")
-            settings.change("beams", 4)
             app.change_setting("beams", 4)
             await ask(pilot, app, chat, "Name three fruits.")
             save(app, "beams.svg")

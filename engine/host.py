@@ -52,8 +52,10 @@ if TYPE_CHECKING:
 READ_BYTES = 1 << 16
 PROGRESS_INTERVAL_S = 0.1
 
-KERNELS_KEPT = 32
-"""Enough for the shapes of a decoding step; a prefill step has hundreds, which are not seen again."""
+SPINS = 2000
+"""Turns an idle OpenMP thread waits before it sleeps (libgomp's; elsewhere the wait policy alone counts)."""
+KERNELS_KEPT = 128
+"""Enough for a decoding step and for the numbers of rows of a prompt, which experts round up to a few."""
 
 EXIT_BAD_FRAME = 3
 """Exit status after a frame that is no request."""
@@ -243,6 +245,8 @@ def _prepare(task: Task, request: Prepare) -> AnyEvent:
 
 
 def _sentence(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename} cannot be used: {error.strerror}; free it, mend it, or choose another place."
     what = str(error).strip().splitlines()[0][:300] if str(error).strip() else "no further word"
     return f"The engine failed with {type(error).__name__}: {what} (more in {locate('logs') / 'engine.log'})."
 
@@ -250,6 +254,8 @@ def _sentence(error: BaseException) -> str:
 def _kind(error: BaseException) -> ErrorKind:
     from engine.session import ran_out_of_memory
 
+    if isinstance(error, OSError) and error.filename is not None:
+        return "disk"
     return "memory" if ran_out_of_memory(error) else "internal"
 
 
@@ -257,8 +263,9 @@ def environment(threads: int) -> dict[str, str]:
     """What libraries are told before they are imported: nothing goes to the network by itself, nothing spins, and
     nothing is kept that is not needed.
 
-    Spinning OpenMP threads collapse when another process, such as the screen, wants the cores. oneDNN, and torch in
-    front of it, keep a thousand kernels, one for every number of rows an expert ever had, of half a megabyte each.
+    OpenMP threads that spin between two operations collapse when another process, such as the screen, wants the cores;
+    threads that sleep at once take half as long again on a quiet machine. They spin for some tens of microseconds.
+    oneDNN, and torch in front of it, keep a thousand kernels, one for every number of rows, of half a megabyte each.
     """
     kernels = str(KERNELS_KEPT)
     return {
@@ -272,6 +279,7 @@ def environment(threads: int) -> dict[str, str]:
         "LRU_CACHE_CAPACITY": os.environ.get("LRU_CACHE_CAPACITY", kernels),
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", kernels),
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+        "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", str(SPINS)),
     }
 
 

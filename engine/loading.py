@@ -52,7 +52,11 @@ def load_session(
         has_chat_template=words is not None and words.has_chat_template,
         has_tokenizer=words is not None,
         load_s=time.perf_counter() - started,
-        notices=[*([f"Running on {runtime.name}: {why}."] if fallback else []), *model.facts.notices],
+        notices=[
+            *([f"Running on {runtime.name}: {why}."] if fallback else []),
+            *model.facts.notices,
+            *settings_not_applied(defaults),
+        ],
         context_limit=min(model.facts.context_limit, request.context_limit or model.facts.context_limit),
     )
     return Session(
@@ -88,6 +92,14 @@ def find_folder(name: str, progress: ProgressCallback, should_stop: Callable[[],
     # A person's own folder without a config is opened all the same: that says best what is wrong with it.
     own = resolved.kind == "folder" and resolved.source.is_dir()
     return resolved.name, resolved.folder or (resolved.source if own else resolved.require_folder())
+
+
+def settings_not_applied(defaults: dict[str, Any]) -> list[str]:
+    """One line if the model's own generation settings ask for something that sampling here does not have."""
+    penalty = defaults.get("repetition_penalty")
+    if penalty in (None, 1, 1.0):
+        return []
+    return [f"The model's own repetition_penalty of {penalty} is not applied: this version has none."]
 
 
 def load_model(runtime: Runtime, name: str, folder: Path, request: Load, progress: ProgressCallback) -> LoadedModel:

@@ -35,9 +35,9 @@ from app.tui.state import (
     StatusChanged,
     TimingArrived,
     Update,
-    prompt_messages,
+    context_to_come,
 )
-from app.tui.turn import Turn, autosave
+from app.tui.turn import Turn, autosave, generate_request
 from engine.messages import (
     AnyEvent,
     Beam,
@@ -46,20 +46,15 @@ from engine.messages import (
     Cancel,
     Failed,
     Finished,
-    Generate,
     Notice,
     Piece,
     Prefill,
-    Sampling,
     Timing,
 )
 
 AUTOSAVE_S = 0.5
 """Half of the second of text that a crash may cost; the other half is for a slow disk."""
 WATCH_ENGINE_S = 1.0
-USUAL_ANSWER = 500
-"""Tokens of an answer, for saying what it will cost; and what a token comes to in text:"""
-CHARACTERS_PER_TOKEN = 4
 
 
 class ChatController:
@@ -237,13 +232,7 @@ class ChatController:
 
     @property
     def context_to_come(self) -> int:
-        """About how many tokens the next answer will end at: what beams will cost depends on it."""
-        used = self.status.context_used
-        if used is None:
-            used = sum(len(entry.content) for entry in self.thread.path) // CHARACTERS_PER_TOKEN
-        limit = self.status.facts.context_limit if self.status.facts is not None else 0
-        wanted = used + (self.options.max_tokens or USUAL_ANSWER)
-        return min(wanted, limit) if limit else wanted
+        return context_to_come(self.status, self.thread.path, self.options.max_tokens)
 
     # --- the loop -------------------------------------------------------------------------------------------------
 
@@ -332,7 +321,7 @@ class ChatController:
                 self._status_changed()
 
     async def _generate(self, turn: Turn) -> None:
-        request = self._request(turn)
+        request = generate_request(self._engine.new_id(), turn, self.options)
         turn.request = request.id
         turn.answer.note = ""
         if self.link.status.facts is not None:
@@ -347,18 +336,6 @@ class ChatController:
             self._take(turn, event)
         if not turn.ended:
             self._end(turn, "failed", "The engine gave no answer.")
-
-    def _request(self, turn: Turn) -> Generate:
-        options = self.options
-        # A beam search takes the likeliest continuations: sampling settings mean nothing to it.
-        return Generate(
-            id=self._engine.new_id(),
-            messages=prompt_messages(turn.thread.system, turn.path),
-            sampling=options.sampling if turn.beams == 1 else Sampling(),
-            max_tokens=options.max_tokens,
-            beams=turn.beams,
-            length_penalty=options.length_penalty,
-        )
 
     def _take(self, turn: Turn, event: AnyEvent) -> None:
         match event:

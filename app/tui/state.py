@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import count, zip_longest
@@ -215,3 +216,18 @@ def prompt_messages(system: str, path: list[Entry]) -> list[Message]:
         else:
             messages.append(Message(entry.role, entry.content))
     return messages
+
+
+USUAL_ANSWER = 500
+"""Tokens of an answer, for saying what it will cost; and what a token comes to in text:"""
+CHARACTERS_PER_TOKEN = 4
+
+
+def context_to_come(status: Status, path: Sequence[Entry], max_tokens: int | None) -> int:
+    """About how many tokens the next answer will end at: what beams will cost depends on it."""
+    used = status.context_used
+    if used is None:
+        used = sum(len(entry.content) for entry in path) // CHARACTERS_PER_TOKEN
+    limit = status.facts.context_limit if status.facts is not None else 0
+    wanted = used + (max_tokens or USUAL_ANSWER)
+    return min(wanted, limit) if limit else wanted

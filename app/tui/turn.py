@@ -10,7 +10,8 @@ from app.conversations.records import StoreError
 from app.conversations.store import ConversationStore
 from app.text_safety import Sanitizer
 from app.tui.saving import RETRY_SAVE_S, Saver, Thread
-from app.tui.state import Entry
+from app.tui.state import ChatOptions, Entry, prompt_messages
+from engine.messages import Generate, Sampling
 
 
 @dataclass(eq=False)
@@ -45,6 +46,18 @@ class Turn:
         with self._writing:
             if not self.ended:
                 store.update(record, content=text)
+
+
+def generate_request(request_id: int, turn: Turn, options: ChatOptions) -> Generate:
+    """What the engine is asked. A beam search takes the likeliest continuations: sampling means nothing to it."""
+    return Generate(
+        id=request_id,
+        messages=prompt_messages(turn.thread.system, turn.path),
+        sampling=options.sampling if turn.beams == 1 else Sampling(),
+        max_tokens=options.max_tokens,
+        beams=turn.beams,
+        length_penalty=options.length_penalty,
+    )
 
 
 async def autosave(turn: Turn, saver: Saver, interval_s: float) -> None:

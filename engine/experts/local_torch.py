@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from engine.experts.popularity import Popularity
-from engine.experts.torch_kernels import kernels_for
+from engine.experts.torch_kernels import kernels_for, padded_rows
 from engine.experts.torch_tensors import NAMES, stored_dtype, view
 from engine.models.files import Experts, StoredTensor
 from engine.timing import Recorder
@@ -73,6 +73,7 @@ class TorchLocalExecutor:
         self._count = experts.count
         self._popularity = Popularity(experts.layers, experts.count)
         self._views: dict[tuple[int, int], ExpertTensors] = {}
+        self._pads = device.type == "cpu" and dtype == torch.bfloat16
         self._in_place = device.type == "cpu" and stored_dtype(experts.dtype) == dtype
 
     @property
@@ -132,9 +133,12 @@ class TorchLocalExecutor:
 
     def _expert(self, layer: int, expert: int, hidden: torch.Tensor) -> torch.Tensor:
         """One expert on the tokens sent to it, [tokens, hidden]."""
-        self._popularity.add(layer, expert, hidden.shape[0])
-        with kernels_for(hidden.shape[0]):
-            return run_expert(self._tensors(layer, expert), self._gates[layer], hidden)
+        rows = hidden.shape[0]
+        self._popularity.add(layer, expert, rows)
+        more = padded_rows(rows) - rows if self._pads else 0
+        with kernels_for(rows):
+            given = pad(hidden, (0, 0, 0, more)) if more else hidden
+            return run_expert(self._tensors(layer, expert), self._gates[layer], given)[:rows]
 
     def _by_expert(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[int, int]]:
         """The routes of ``indices`` [tokens, k], counted row by row, sorted by expert.

@@ -88,6 +88,16 @@ async def test_a_width_of_beams_is_chosen_and_a_candidate_picked(make_app: MakeA
         assert "2/2" in shown(app)[1]
 
 
+async def test_the_panel_follows_a_width_that_is_set_elsewhere(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(pilot, app)
+        await pilot.press("f4")
+        await wait_until(pilot, lambda: isinstance(app.focused, Widths))
+        app.change_setting("beams", 5)
+        await wait_until(pilot, lambda: "now 5" in str(app.screen.query_one(Widths).render()))
+
+
 async def test_a_width_that_does_not_fit_is_refused(make_app: MakeApp) -> None:
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:

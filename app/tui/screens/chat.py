@@ -139,6 +139,8 @@ class ChatScreen(OpensScreens):
                 if self._notice_of_unsaved and not self.controller.status.unsaved:
                     self._hush()
                 self._say_title()
+                if self._panel is not None:
+                    self._panel.hear(event.update)
             case EntryChanged(entry, live):
                 self.transcript.change(entry, live=live)
                 if not live:

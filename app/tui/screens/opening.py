@@ -11,11 +11,11 @@ from textual.widgets import Static
 from app.conversations.records import StoreError
 from app.text_safety import one_line
 from app.tui.controller import ChatController
+from app.tui.hosting import ChatHost
 from app.tui.state import Severity
 from app.tui.widgets.panel import Panel
 
 if TYPE_CHECKING:
-    from app.tui.application import ChatApp
     from app.tui.screens.panel import PanelScreen
 
 WIDE = 104
@@ -30,8 +30,8 @@ class OpensScreens(Screen[None]):
     _panel_screen: PanelScreen | None = None
 
     @property
-    def chat_app(self) -> ChatApp:
-        return cast("ChatApp", self.app)
+    def chat_app(self) -> ChatHost:
+        return cast(ChatHost, self.app)
 
     def say(self, text: str, severity: Severity = "information") -> None:
         raise NotImplementedError

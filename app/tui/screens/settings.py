@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar, cast
 
 from textual import events, on
 from textual.app import ComposeResult
@@ -14,9 +14,7 @@ from textual.widget import Widget
 from textual.widgets import Footer, Input, RadioButton, RadioSet, Select, Static, Switch, TextArea
 
 from app.settings import GROUPS, SCHEMA, Setting, SettingError, Value
-
-if TYPE_CHECKING:
-    from app.tui.application import ChatApp
+from app.tui.hosting import ChatHost
 
 _MOST_BUTTONS = 6
 """Choices that are all shown; more go into a list that opens."""
@@ -25,7 +23,7 @@ _MOST_BUTTONS = 6
 class SettingRow(Vertical):
     """One setting: its name, its control, and what it means or what is wrong with the value."""
 
-    def __init__(self, setting: Setting, app: ChatApp) -> None:
+    def __init__(self, setting: Setting, app: ChatHost) -> None:
         super().__init__(classes=f"setting {setting.kind}")
         self.setting = setting
         self._chat_app = app
@@ -107,7 +105,7 @@ class SettingsScreen(Screen[None]):
     ]
 
     def compose(self) -> ComposeResult:
-        app = cast("ChatApp", self.app)
+        app = cast(ChatHost, self.app)
         yield Static("Settings", classes="screen-title", markup=False)
         with VerticalScroll(classes="settings", can_focus=False):
             for group, title in GROUPS.items():

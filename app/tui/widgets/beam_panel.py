@@ -13,7 +13,7 @@ from textual.widgets import Static
 from app.text_safety import one_line
 from app.tui.controller import ChatController
 from app.tui.formatting import rate, size
-from app.tui.state import BeamsChanged, Update
+from app.tui.state import BeamsChanged, StatusChanged, Update
 from app.tui.widgets.panel import Panel
 from app.tui.widgets.rendered import Rendered
 from engine.messages import Beam, BeamEstimate, BeamEstimates
@@ -52,7 +52,9 @@ class BeamPanel(Panel):
         self._ask_for_costs()
 
     def hear(self, update: Update) -> None:
-        if isinstance(update, BeamsChanged):
+        if isinstance(update, StatusChanged):
+            self._widths.use(self._controller.options.beams)
+        elif isinstance(update, BeamsChanged):
             self._candidates.show(update.beams, update.step, update.running, update.tokens_per_s)
             if not update.running:
                 self._ask_for_costs()
@@ -83,6 +85,12 @@ class Widths(Rendered, can_focus=True):
         self._apply = apply
         self._costs: BeamEstimates | str = "Asking what it costs…"
         self._tokens = 0
+
+    def use(self, width: int) -> None:
+        """``width`` is what the next question gets, wherever that was set."""
+        if width != self.applied:
+            self.applied = self.marked = width
+            self.remake()
 
     def costs(self, costs: BeamEstimates | str, tokens: int) -> None:
         """``costs`` hold for a context of ``tokens``."""

@@ -1,0 +1,26 @@
+"""What the screens need of the application they are shown in."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from app.machine import Machine
+from app.settings import Settings
+from app.tui.state import ChatOptions
+
+
+class ChatHost(Protocol):
+    """The application, as its screens know it; see :class:`app.tui.application.ChatApp`."""
+
+    machine: Machine | None
+
+    @property
+    def settings(self) -> Settings: ...
+
+    def change_setting(self, key: str, value: object) -> str: ...
+
+    def keep_options(self, options: ChatOptions) -> None: ...
+
+    def action_help(self) -> None: ...
+
+    async def action_quit_chat(self) -> None: ...
