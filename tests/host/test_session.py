@@ -11,7 +11,7 @@ import torch
 from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
-from engine.loading import load_session, read_settings, settings_not_applied, stop_ids
+from engine.loading import load_session, read_settings, stop_ids
 from engine.messages import (
     AnyEvent,
     BeamProgress,
@@ -503,9 +503,3 @@ def test_damaged_generation_settings(tmp_path: Path, content: str) -> None:
     (tmp_path / "generation_config.json").write_text(content, encoding="latin-1")
     with pytest.raises(ModelError, match="generation_config"):
         read_settings(tmp_path / "generation_config.json")
-
-
-def test_a_repetition_penalty_that_is_not_applied_is_said() -> None:
-    assert settings_not_applied({}) == settings_not_applied({"repetition_penalty": 1.0}) == []
-    (line,) = settings_not_applied({"repetition_penalty": 1.05})
-    assert "repetition_penalty of 1.05 is not applied" in line

@@ -110,7 +110,7 @@ def _quantisation(config: Config) -> Config | None:
 def _read(plan: _Plan, request: Load, progress: ProgressCallback) -> tuple[str, weights.Loaded]:
     """The weights, and their type in words."""
     translated = translate_config(plan.config)
-    entries = weights.library_entries(plan.folder)
+    entries = weights.entries_for_library(plan.folder)
     if plan.quantised is None and not weights.in_library_layout(entries):
         files = open_model(plan.folder)
         stored = files.experts.dtype if files.experts else next(tensor.dtype for _, tensor in files.trunk())

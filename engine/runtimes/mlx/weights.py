@@ -54,7 +54,7 @@ def decoder_layers(model: Any, family: MlxFamily) -> list[Any]:
     return layers
 
 
-def library_entries(folder: Path) -> dict[str, TensorEntry]:
+def entries_for_library(folder: Path) -> dict[str, TensorEntry]:
     """The tensors of the files that mlx-lm's loader would read. Raises ModelError if one of them is damaged."""
     entries: dict[str, TensorEntry] = {}
     for path in sorted(folder.glob("model*.safetensors")):
