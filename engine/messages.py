@@ -19,9 +19,13 @@ FRAME_LIMIT = 64 * 1024 * 1024
 PROTOCOL_VERSION = 1
 
 FinishReason = Literal["stop", "length", "cancelled"]
-RuntimeName = Literal["auto", "torch", "mlx"]
+RuntimeName = Literal["auto", "native", "torch", "mlx"]
+"""``native``: the trunk of the commonest decoder shape in our own CPU kernels; ``torch``: transformers' trunk."""
 DtypeName = Literal["auto", "bfloat16", "float32"]
 Partitioning = Literal["auto", "cpu", "hybrid", "ring"]
+ExpertPolicy = Literal["balanced", "twiddler", "monde", "layers", "lru-offload", "stream"]
+"""How GPU and CPU share the experts: ours, the papers', and the papers' baselines (see engine.experts.policy)."""
+BenchKind = Literal["decode", "prefill", "beams", "experts"]
 ErrorKind = Literal["bad-input", "model", "memory", "disk", "network", "context", "internal"]
 
 
@@ -90,12 +94,38 @@ class Beam(msgspec.Struct, frozen=True):
     finished: bool = False
 
 
+class ExpertMovement(msgspec.Struct, frozen=True, kw_only=True):
+    """What sharing experts between GPU and CPU cost and gained, summed over the turn so far. Seconds are wall-clock.
+
+    ``hits`` and ``misses`` count active experts (layer, expert with at least one token) that were, or were not, in GPU
+    memory; ``moved`` of the misses had their weights copied there, the others ran on the CPU.
+    """
+
+    tokens: int = 0
+    """Token positions run, prefill and decode."""
+    weight_bytes: int = 0
+    """Bytes of weights copied to the GPU."""
+    activation_bytes: int = 0
+    """Bytes of activations and results copied between GPU and CPU."""
+    hits: int = 0
+    misses: int = 0
+    moved: int = 0
+    cpu_s: float = 0.0
+    """The CPU ran experts."""
+    gpu_s: float = 0.0
+    """The GPU copied weights or ran experts."""
+    both_s: float = 0.0
+    """Both at once."""
+    total_s: float = 0.0
+    """All MoE layers, from routes to weighted sum."""
+
+
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What is known of a loaded model."""
 
     name: str
     family: str
-    runtime: Literal["torch", "mlx"]
+    runtime: Literal["native", "torch", "mlx"]
     executor: str
     """How experts run, e.g. ``local (torch, cpu)``; for a dense model ``none (dense)``."""
     device: str
@@ -113,6 +143,12 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     key_value_bytes_per_token: int
     parameters: int
     load_s: float = 0.0
+    trunk: str = ""
+    """What runs the trunk, e.g. ``native (avx512_bf16, 2 threads)`` or ``transformers (torch, cpu)``."""
+    policy: ExpertPolicy | None = None
+    """How GPU and CPU share the experts; None where they do not."""
+    gpu_expert_bytes: int = 0
+    """GPU memory that holds experts."""
     notices: list[str] = []
     """Each fallback in one line (no silent fallback)."""
     has_chat_template: bool = True
@@ -139,8 +175,27 @@ class Load(Request, frozen=True, kw_only=True, tag="load"):
     partitioning: Partitioning = "auto"
     cpu_threads: int | None = None
     context_limit: int | None = None
+    policy: ExpertPolicy = "balanced"
+    gpu_expert_bytes: int | None = None
+    """GPU memory for experts; None: what trunk, keys and values and workspace leave free."""
     prefill_chunk: int = 512
     """Tokens per prefill chunk: cancellation and progress happen between chunks."""
+
+
+class Plan(Request, frozen=True, kw_only=True, tag="plan"):
+    """What would loading with the choices of ``load`` need and give? Nothing is loaded. Events: Planned or Failed."""
+
+    load: Load
+
+
+class Bench(Request, frozen=True, kw_only=True, tag="bench"):
+    """Measure ``kind`` on the model that ``load`` names (it becomes the loaded model). Events: Progress*, then
+    BenchResult or Failed. ``decode``: one row; ``prefill``: prompts of several lengths; ``beams``: 1, 4, 8, 12 rows;
+    ``experts``: the calibration (Twiddler paper, figure 7), which is kept for later decisions."""
+
+    kind: BenchKind
+    load: Load
+    rounds: int = 5
 
 
 class Generate(Request, frozen=True, kw_only=True, tag="generate"):
@@ -196,7 +251,7 @@ class Shutdown(Request, frozen=True, kw_only=True, tag="shutdown"):
     """End the process. No event."""
 
 
-AnyRequest = Load | Generate | Cancel | Watch | EstimateBeams | Pull | Prepare | Shutdown
+AnyRequest = Load | Plan | Bench | Generate | Cancel | Watch | EstimateBeams | Pull | Prepare | Shutdown
 
 
 # --- events: engine -> app ----------------------------------------------------------------------------------------
@@ -259,6 +314,10 @@ class Timing(Event, frozen=True, kw_only=True, tag="timing"):
     decode: PhaseTimes
     moe_layers: list[int] = []
     expert_use: list[list[int]] = []
+    movement: ExpertMovement | None = None
+    """None where experts are not shared between GPU and CPU."""
+    resident: list[list[int]] = []
+    """Per MoE layer, the experts that are in GPU memory now; empty where none are kept there."""
 
 
 class Finished(Event, frozen=True, kw_only=True, tag="finished"):
@@ -291,6 +350,52 @@ class BeamEstimates(Event, frozen=True, kw_only=True, tag="beam_estimates"):
     available_bytes: int
 
 
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What one device's memory would hold, in bytes. ``total`` 0: unknown."""
+
+    device: str
+    """``CPU``, or the GPU's name."""
+    total: int
+    free: int
+    trunk: int = 0
+    experts: int = 0
+    key_values: int = 0
+    workspace: int = 0
+
+
+class PlannedChoice(msgspec.Struct, frozen=True):
+    """One line of a plan: ``what`` (runtime, policy, ...) was decided as ``choice`` for ``reason``."""
+
+    what: str
+    choice: str
+    reason: str
+
+
+class Planned(Event, frozen=True, kw_only=True, tag="planned"):
+    """The plan for a model. ``tokens_per_s`` and ``prefill_tokens_per_s`` are predictions, None if there is no basis
+    for one; ``basis`` says what they rest on. ``shortfall`` is how many bytes of memory are missing, 0 if it fits."""
+
+    model: str
+    family: str
+    fits: bool
+    shortfall: int = 0
+    memory: list[DeviceMemory]
+    choices: list[PlannedChoice]
+    tokens_per_s: float | None = None
+    prefill_tokens_per_s: float | None = None
+    basis: str = ""
+
+
+class BenchResult(Event, frozen=True, kw_only=True, tag="bench_result"):
+    """One table. Cells are text, numbers or None; ``data`` is the same and more, for ``--json``."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str | int | float | None]]
+    notes: list[str] = []
+    data: dict[str, Any] = {}
+
+
 class Done(Event, frozen=True, kw_only=True, tag="done"):
     """A Pull or Prepare is complete; ``path`` is the model's folder."""
 
@@ -321,12 +426,14 @@ AnyEvent = (
     | Timing
     | Finished
     | BeamEstimates
+    | Planned
+    | BenchResult
     | Done
     | Failed
     | Notice
 )
 
-TERMINAL_EVENTS = (Loaded, Finished, BeamEstimates, Done, Failed)
+TERMINAL_EVENTS = (Loaded, Finished, BeamEstimates, Planned, BenchResult, Done, Failed)
 """The events after which nothing more comes for a request."""
 
 
