@@ -1,7 +1,7 @@
 # make chat    set everything up on a fresh machine (the first time) and open the chat
 # make test    install what the tests need and run them
 # make check   linters, type checker, import contracts
-# make bench   the starter and a synthetic Mixtral-shaped model against transformers and llama.cpp (wants a quiet machine)
+# make bench   the starter and two synthetic models against transformers and llama.cpp (wants a quiet machine, 28 GB of disk)
 #
 # PYTHON=/path/to/python3   another interpreter than the first one found (3.11 or newer)
 # TORCH_INDEX=URL           a package index to take torch from, e.g. the CPU-only builds of pytorch.org
@@ -22,8 +22,11 @@ help:
 # An environment whose interpreter is gone (an upgraded Python) is set up again.
 BROKEN := $(shell test -x $(BIN)/python || rm -f $(VENV)/.installed*)
 
-# A stamp is newer than pyproject.toml only after everything it names was installed.
-$(VENV)/.installed: pyproject.toml packaging/install.sh
+# The native kernels are built by the installation, so that a changed source installs again.
+NATIVE := $(wildcard engine/experts/kernels/native/*.[ch])
+
+# A stamp is newer than pyproject.toml and the C sources only after everything it names was installed.
+$(VENV)/.installed: pyproject.toml packaging/install.sh $(NATIVE)
 	@sh packaging/install.sh "$(VENV)" "."
 	@touch $@
 
@@ -59,4 +62,4 @@ bench: $(VENV)/.installed-bench
 	@$(BIN)/python -m benchmarks.compare $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info engine/experts/kernels/_native*.so .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

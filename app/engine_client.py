@@ -238,7 +238,7 @@ class _Child:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log if log is not None else asyncio.subprocess.DEVNULL,
-                env=_environment(),
+                env=child_environment(),
                 cwd=_working_folder(),
                 limit=_READ_BYTES,
                 start_new_session=True,
@@ -394,7 +394,12 @@ def how_it_ended(code: int, problem: str = "") -> str:
             f"The engine was killed ({name}), most likely because memory ran out: try a smaller model, fewer beams or "
             "a shorter context."
         )
-    if -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE):
+    if -code == signal.SIGBUS:
+        return (
+            f"The engine crashed ({name}): most likely a file of the model was shortened while it was in use, or its "
+            f"disk is failing; check the disk and fetch the model again{_see_log()}."
+        )
+    if -code in (signal.SIGSEGV, signal.SIGABRT, signal.SIGILL, signal.SIGFPE):
         return f"The engine crashed ({name}){_see_log()}."
     return f"The engine was ended by {name}."
 
@@ -411,7 +416,7 @@ def _open_log() -> IO[bytes] | None:
         return None
 
 
-def _environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """The environment of the engine process: run from the source tree, it must find the same source tree."""
     environment = dict(os.environ)
     root = Path(__file__).resolve().parent.parent

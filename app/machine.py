@@ -44,6 +44,7 @@ def this_machine() -> Machine:
 
 def unavailable_reason(key: str, choice: object, machine: Machine | None = None) -> str | None:
     """Why ``choice`` of the setting ``key`` cannot be had on ``machine`` (default: this one); None if it can.
+    ``choice`` None asks whether the setting means anything here at all.
 
     The screen shows such a choice greyed, with this reason.
     """
@@ -55,21 +56,30 @@ def unavailable_reason(key: str, choice: object, machine: Machine | None = None)
             return "mlx-lm is not installed"
         if choice == "torch" and not machine.torch:
             return "torch is not installed"
+    if key in ("policy", "gpu_expert_memory"):
+        return _no_sharing(machine)
     if key == "partitioning":
         if choice == "ring":
             return "not in this version"
-        if choice == "hybrid" and machine.apple_silicon:
-            return "CPU and GPU share their memory on Apple Silicon"
-        if choice == "hybrid" and not machine.nvidia:
-            return "no GPU found"
+        if choice == "hybrid":
+            return _no_sharing(machine)
     return None
 
 
+def _no_sharing(machine: Machine) -> str | None:
+    """Why GPU and CPU cannot share the experts here."""
+    if machine.apple_silicon:
+        return "CPU and GPU share their memory on Apple Silicon"
+    return None if machine.nvidia else "no GPU found"
+
+
 def default_runtime(machine: Machine | None = None) -> tuple[str, str]:
-    """What ``runtime = "auto"`` means here, and why, e.g. ``("torch", "not Apple Silicon")``."""
+    """What ``runtime = "auto"`` means here, and why, e.g. ``("native or torch", "as the model allows")``."""
     machine = machine or this_machine()
+    if not machine.apple_silicon and machine.nvidia:
+        return "torch", "there is a GPU"
     if not machine.apple_silicon:
-        return "torch", "mlx needs Apple Silicon"
+        return "native or torch", "native where it can run the model; mlx needs Apple Silicon"
     if not machine.mlx:
         return "torch", "Apple Silicon, but mlx-lm is not installed"
     return "mlx", "Apple Silicon"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from app.machine import Machine, unavailable_reason
-from engine.messages import DtypeName, Partitioning, RuntimeName, Sampling
+from engine.messages import DtypeName, ExpertPolicy, Load, Partitioning, RuntimeName, Sampling
 
 Value = str | int | float | bool | None
 Kind = Literal["text", "lines", "integer", "number", "flag", "choice"]
@@ -28,6 +28,19 @@ THEMES = (
     "catppuccin-mocha", "dracula", "gruvbox", "monokai", "nord", "rose-pine", "rose-pine-dawn", "solarized-dark",
     "solarized-light", "tokyo-night",
 )  # fmt: skip
+
+
+GIB = 1 << 30
+
+POLICIES: dict[ExpertPolicy, str] = {
+    "balanced": "Balanced: whichever split ends first",
+    "twiddler": "Twiddler: its Algorithm 1",
+    "monde": "MoNDE: hot experts to the GPU",
+    "layers": "Whole layers on the GPU (llama.cpp)",
+    "lru-offload": "Recent ones kept (Mixtral-offloading)",
+    "stream": "All copied when needed (ZeRO-Infinity)",
+}
+"""How GPU and CPU share the experts, in plain words, with the paper or program it comes from."""
 
 
 class SettingError(ValueError):
@@ -70,6 +83,10 @@ class Setting:
         """Why ``choice`` cannot be had on this machine; None if it can."""
         return unavailable_reason(self.key, choice, machine)
 
+    def without_effect(self, machine: Machine | None = None) -> str | None:
+        """Why the whole setting means nothing on this machine, whatever its value; None if it means something."""
+        return unavailable_reason(self.key, None, machine)
+
     @property
     def allowed(self) -> str:
         """What is allowed, in words: ``1 to 16``, ``one of auto, torch, mlx``."""
@@ -96,8 +113,9 @@ class Settings:
     )  # fmt: skip
     runtime: RuntimeName = _setting(
         "model", "choice", "Runtime", "auto",
-        "What runs the trunk: torch anywhere, mlx on Apple Silicon.",
-        choices=_choices(auto="Best for this machine", torch="torch", mlx="mlx"), takes_effect="reload",
+        "What runs the trunk: our kernels for the commonest models, torch for all of them, mlx on Apple Silicon.",
+        choices=_choices(auto="Best for this machine", native="Own CPU kernels", torch="torch", mlx="mlx"),
+        takes_effect="reload",
     )  # fmt: skip
     partitioning: Partitioning = _setting(
         "model", "choice", "Partitioning", "auto",
@@ -105,6 +123,16 @@ class Settings:
         choices=_choices(auto="Best for this machine", cpu="Alone, on the CPU", hybrid="Alone, on GPU + CPU",
                          ring="Ring of machines"),
         takes_effect="reload",
+    )  # fmt: skip
+    policy: ExpertPolicy = _setting(
+        "model", "choice", "Sharing experts", "balanced",
+        "How GPU and CPU share the experts; the first is ours, the others are for comparing.",
+        choices=tuple(Choice(name, label) for name, label in POLICIES.items()), takes_effect="reload",
+    )  # fmt: skip
+    gpu_expert_memory: float | None = _setting(
+        "model", "number", "GPU for experts", None,
+        "GPU memory that holds experts, in GiB; empty: what the rest of the model leaves free.",
+        minimum=0.0, maximum=65_536.0, optional=True, takes_effect="reload",
     )  # fmt: skip
     dtype: DtypeName = _setting(
         "model", "choice", "Number format", "auto",
@@ -180,6 +208,21 @@ class Settings:
         return dataclasses.replace(self, **changes)
 
     @property
+    def load(self) -> Load:
+        """What the engine is asked to load; its id is set when it is sent."""
+        return Load(
+            id=0,
+            model=self.model,
+            runtime=self.runtime,
+            dtype=self.dtype,
+            partitioning=self.partitioning,
+            cpu_threads=self.cpu_threads,
+            context_limit=self.context_limit,
+            policy=self.policy,
+            gpu_expert_bytes=gpu_expert_bytes(self.gpu_expert_memory),
+        )
+
+    @property
     def sampling(self) -> Sampling:
         return Sampling(
             temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p, seed=self.seed
@@ -201,6 +244,11 @@ def setting_named(key: str) -> Setting:
         return _BY_KEY[key]
     except KeyError:
         raise SettingError(f"there is no setting {key!r}; there are {', '.join(_BY_KEY)}") from None
+
+
+def gpu_expert_bytes(gibibytes: float | None) -> int | None:
+    """The setting ``gpu_expert_memory`` as a Load takes it: in bytes; None: what is left free."""
+    return None if gibibytes is None else round(gibibytes * GIB)
 
 
 def availability(setting: str, choice: str, machine: Machine | None = None) -> str | None:

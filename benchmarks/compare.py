@@ -14,111 +14,52 @@ import importlib.util
 import json
 import os
 import platform
-import shutil
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 
-from benchmarks.engines import KINDS
-from benchmarks.gguf_export import write_gguf
+from benchmarks.engines import DEFAULT, KINDS
 from benchmarks.measuring import (
     MEASURES,
-    PREFILL_ONLY,
+    OURS,
     REFERENCE,
     Comparison,
     Measure,
+    ReadBytes,
+    Routing,
     Samples,
-    bytes_per_token,
     compare_logits,
     markdown,
     read_fraction,
 )
-from benchmarks.plain_export import write_plain
 from benchmarks.processes import Worker, WorkerFailed
-from benchmarks.synthetic import MixtralShape, write_synthetic
+from benchmarks.subjects import (
+    MEMORY_SHARE,
+    Subject,
+    add_arguments,
+    check_arguments,
+    say,
+    subject_named,
+    work_folder,
+)
+from benchmarks.targets import targets_table, verdicts
+from engine.planning.memory import expected_distinct_experts
 
 READ_BYTES = 1 << 30
-MEMORY_SHARE = 0.8
-"""How much of the free memory or disk the benchmark takes."""
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A model to compare on: as a plain Hugging Face folder, as GGUF, and as a bank where there is one."""
-
-    title: str
-    folder: Path
-    gguf: Path
-    prepared: Path | None = None
-
-    @property
-    def config(self) -> dict[str, Any]:
-        config: dict[str, Any] = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
-        return config
-
-    @property
-    def nbytes(self) -> int:
-        return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
-
-    def path_for(self, engine: str) -> Path:
-        if engine == "privatellm" and self.prepared is not None:
-            return self.prepared
-        return self.gguf if engine == "llama.cpp" else self.folder
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def fitting_layers(work: Path) -> int:
-    """Layers of the synthetic model that memory and disk have room for: two copies on disk (safetensors, GGUF), and in
-    memory those two mapped and one that transformers holds for itself."""
-    shape = MixtralShape(layers=0)
-    memory = MEMORY_SHARE * psutil.virtual_memory().available / 3
-    disk = MEMORY_SHARE * shutil.disk_usage(work).free / 2
-    return max(1, int((min(memory, disk) - shape.nbytes) // shape.layer_bytes))
-
-
-def synthetic_subject(work: Path, shape: MixtralShape) -> Subject:
-    """Write the synthetic model and its GGUF into ``work``, or reuse them. Exits if the disk is too small."""
-    name = f"mixtral-shaped-{shape.layers}x{shape.hidden}x{shape.ffn}"
-    title = f"Synthetic Mixtral-shaped, {shape.layers} layer" + "s" * (shape.layers > 1)
-    subject = Subject(title, work / name, work / f"{name}.gguf")
-    missing = shape.nbytes * (2 - subject.gguf.is_file() - (subject.folder / "shape.json").is_file())
-    if missing > 0.95 * shutil.disk_usage(work).free:
-        raise SystemExit(f"The synthetic model needs {missing / 1e9:.0f} GB on {work}; give --work or fewer --layers.")
-    say(f"{subject.title}: {shape.nbytes / 1e9:.1f} GB in {subject.folder}")
-    write_synthetic(subject.folder, shape)
-    write_gguf(subject.folder, subject.gguf)
-    return subject
-
-
-def starter_subject(work: Path) -> Subject:
-    """The starter model, fetched if it is not on this machine."""
-    from engine.models.store import resolve
-
-    if resolve("starter").folder is None:
-        from engine.models.starter import build_starter
-
-        say("Fetching the starter model")
-        build_starter(lambda stage, done, total, unit: None, lambda: False)
-    return model_subject(resolve("starter").require_folder(), work, "Starter")
-
-
-def model_subject(folder: Path, work: Path, title: str) -> Subject:
-    """A Mixtral-shaped bfloat16 model that is already on this machine, prepared or plain."""
-    prepared = folder if (folder / "bank.json").is_file() else None
-    try:
-        plain = write_plain(folder, work / f"{folder.name}.plain") if prepared is not None else folder
-        return Subject(title, plain, write_gguf(plain, work / f"{folder.name}.gguf"), prepared)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{folder} cannot be compared: {error}.") from error
+def memory_needed(subject: Subject, engines: Sequence[str]) -> int:
+    """Bytes of memory that ``engines`` need to be alive at once: each format that is mapped once, whoever maps it, the
+    copies that transformers (one) and mlx-lm (in float32) hold, and 1 GiB for each process."""
+    formats = {subject.path_for(engine) for engine in engines}
+    copies = len(formats) + ("transformers" in engines) + 2 * ("mlx-lm" in engines)
+    return copies * subject.nbytes + len(engines) * (1 << 30)
 
 
 class Bench:
@@ -129,9 +70,7 @@ class Bench:
         self.engines = list(engines)
         self._threads = threads
         self._log = log
-        # Two mapped files and one copy that transformers holds, plus what each process needs for itself.
-        needed = 3 * subject.nbytes + len(self.engines) * (1 << 30)
-        self.together = needed < MEMORY_SHARE * psutil.virtual_memory().available
+        self.together = memory_needed(subject, engines) < MEMORY_SHARE * psutil.virtual_memory().available
         self._alive: dict[str, Worker] = {}
         self._stack = contextlib.ExitStack()
 
@@ -175,6 +114,19 @@ def check_equal(bench: Bench, vocabulary: int) -> list[Comparison]:
     return [compare_logits(variant, logits, found[reference]) for variant, logits in found.items()]
 
 
+def check_routing(bench: Bench, rows: Sequence[int], reads: ReadBytes, vocabulary: int) -> list[Routing]:
+    """How many experts the measured steps use: they are the same in every engine, so one is asked."""
+    found = []
+    with bench.worker(OURS) as worker:
+        for count in rows:
+            passes = worker.ask(
+                "watched", variant=OURS, rows=count, tokens=0, context=64, count=8, vocabulary=vocabulary
+            )
+            expected = expected_distinct_experts(reads.experts, reads.per_token, count)
+            found.append(Routing(count, statistics.mean(each["distinct"] for each in passes), expected))
+    return found
+
+
 def measure_round(
     bench: Bench, index: int, measures: Sequence[Measure], counts: dict[int, int], vocabulary: int
 ) -> Samples:
@@ -190,7 +142,7 @@ def measure_round(
         with bench.worker(engine) as worker:
             for variant in KINDS[engine].variants:
                 for measure in wanted:
-                    if measure.rows and variant in PREFILL_ONLY:
+                    if not measure.of(variant):
                         continue
                     seconds = measure_once(worker, variant, measure, counts, vocabulary, index)
                     samples.setdefault(variant, {}).setdefault(measure.name, []).append(seconds)
@@ -214,6 +166,7 @@ def run(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
     """Compare the engines on one model: equality first, then the rounds. Raises WorkerFailed."""
     config = subject.config
     vocabulary = config["vocab_size"]
+    reads = ReadBytes.of(config)
     counts = {0: arguments.steps, 1: 2 * arguments.steps}
     merged: Samples = {}
     rates: list[float] = []
@@ -228,6 +181,10 @@ def run(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
         unequal = [comparison.variant for comparison in comparisons if not comparison.equal]
         if unequal:
             raise SystemExit(f"{subject.title}: {', '.join(unequal)} computes something else; nothing was timed.")
+        rows = [measure.rows for measure in arguments.measures if measure.rows]
+        routing = check_routing(bench, rows, reads, vocabulary) if OURS in bench.engines else []
+        for use in routing:
+            say(f"  distinct experts per layer: {use}" + (", DEGENERATE" if use.degenerate else ""))
         # A round that is not counted: pages come in, threads start, kernels choose themselves.
         measure_round(bench, 0, arguments.measures[:1] + arguments.measures[-1:], {0: 1}, vocabulary)
         for index in range(arguments.rounds):
@@ -238,8 +195,10 @@ def run(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
                     merged.setdefault(variant, {}).setdefault(name, []).extend(values)
     return {
         "title": subject.title,
+        "kind": subject.kind,
         "nbytes": subject.nbytes,
-        "bytes_per_token": bytes_per_token(config, tied=bool(config.get("tie_word_embeddings"))),
+        "bytes_per_token": int(reads.step()),
+        "routing": [asdict(use) for use in routing],
         "together": bench.together,
         "versions": versions,
         "comparisons": [asdict(comparison) for comparison in comparisons],
@@ -282,60 +241,39 @@ def report(result: dict[str, Any], measures: Sequence[Measure]) -> str:
     for model in result["models"]:
         lines += ["", markdown(model["title"], model["seconds"], measures), ""]
         lines += read_fraction(model["seconds"], model["read_bytes_per_s"], model["bytes_per_token"])
+        if model["routing"]:
+            uses = "; ".join(str(Routing(**use)) for use in model["routing"])
+            lines += ["", f"Distinct experts per layer and step: {uses}."]
         lines += ["", "Compared: " + "; ".join(model["versions"].values()) + "."]
         if not model["together"]:
             lines.append("Memory did not hold all engines at once: each was started anew in every round.")
+    judged = targets_table(verdicts(result["models"]))
+    if judged:
+        lines += ["", judged]
     return "\n".join(lines)
 
 
 def parse(values: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["starter", "synthetic"],
-                        help="starter, synthetic, or folders of Mixtral-shaped bfloat16 models")  # fmt: skip
-    parser.add_argument("--engines", nargs="+", choices=KINDS, default=list(KINDS))
+    add_arguments(parser, ["starter", "synthetic", "qwen3-moe"])
+    parser.add_argument("--engines", nargs="+", choices=KINDS, default=list(DEFAULT))
     parser.add_argument("--measures", nargs="+", choices=[m.name for m in MEASURES], default=[m.name for m in MEASURES])
-    parser.add_argument("--layers", default="2", help="layers of the synthetic model: a number, or auto (all that fit)")
-    parser.add_argument("--hidden", type=int, default=4096, help="hidden size of the synthetic model (multiple of 128)")
-    parser.add_argument("--ffn", type=int, default=14336)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--steps", type=int, default=8, help="steps per figure for several rows; twice that for one row"
     )
-    parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or os.cpu_count() or 1)
-    parser.add_argument("--work", type=Path, help="folder for the synthetic model and the GGUF files")
-    parser.add_argument("--json", type=Path, help="write everything that was measured to this file")
     parser.add_argument("--markdown", action="store_true", help="print tables (the default unless --json is given)")
     arguments = parser.parse_args(values)
     arguments.measures = [measure for measure in MEASURES if measure.name in arguments.measures]
-    if arguments.hidden % 128:
-        parser.error(f"--hidden {arguments.hidden} is not a multiple of 128 (heads of 128, as Mixtral's)")
+    check_arguments(parser, arguments)
     if arguments.rounds < 1 or arguments.steps < 1:
         parser.error("--rounds and --steps must be 1 or more")
-    if arguments.layers != "auto" and not (arguments.layers.isdecimal() and int(arguments.layers)):
-        parser.error(f"--layers {arguments.layers} is neither a number from 1 on nor auto")
     return arguments
-
-
-def subject_named(name: str, arguments: argparse.Namespace) -> Subject:
-    if name == "starter":
-        return starter_subject(arguments.work)
-    if name == "synthetic":
-        layers = fitting_layers(arguments.work) if arguments.layers == "auto" else int(arguments.layers)
-        heads = arguments.hidden // 128
-        shape = MixtralShape(
-            layers=layers, hidden=arguments.hidden, ffn=arguments.ffn, heads=heads, key_value_heads=max(1, heads // 4)
-        )
-        return synthetic_subject(arguments.work, shape)
-    return model_subject(Path(name), arguments.work, Path(name).name)
 
 
 def main(values: Sequence[str] | None = None) -> int:
     arguments = parse(values)
-    if arguments.work is None:
-        from engine.models.locations import locate
-
-        arguments.work = locate("models") / "benchmarks"
-    arguments.work.mkdir(parents=True, exist_ok=True)
+    arguments.work = work_folder(arguments)
     if "llama.cpp" in arguments.engines and importlib.util.find_spec("llama_cpp") is None:
         raise SystemExit("llama-cpp-python is not installed: `make bench` installs it, or leave it out with --engines.")
     result: dict[str, Any] = {"machine": machine(arguments.threads), "rounds": arguments.rounds, "models": []}

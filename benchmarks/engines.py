@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from benchmarks.measuring import OURS
+from engine.messages import Load, RuntimeName
 
 Logits = NDArray[np.float32]
 ALL_LOGITS = "llama.cpp, all logits"
@@ -27,6 +31,10 @@ class Engine(ABC):
 
     variants: ClassVar[tuple[str, ...]]
     """Ways to run the same loaded weights that are measured apart."""
+
+    @abstractmethod
+    def __init__(self, model: Path, threads: int) -> None:
+        """Load ``model``, in the format that the engine reads, to run on so many threads."""
 
     @abstractmethod
     def version(self) -> str:
@@ -51,23 +59,28 @@ class Engine(ABC):
 
 
 class PrivatellmEngine(Engine):
-    """The product's own runtime, called as the session calls it."""
+    """The product on this machine's CPU, loaded as a chat loads it: what runs is what runs by default."""
 
-    variants = ("privatellm",)
+    variants = (OURS,)
+    runtime: ClassVar[RuntimeName] = "auto"
 
     def __init__(self, model: Path, threads: int) -> None:
-        from engine.messages import Load
-        from engine.runtimes import runtime_named
+        from engine.runtimes import pick_runtime
 
-        request = Load(id=1, model=str(model), runtime="torch", partitioning="cpu", cpu_threads=threads)
-        self.model = runtime_named("torch").load(model, request, lambda stage, done, total, unit: None)
+        request = Load(id=1, model=str(model), runtime=self.runtime, partitioning="cpu", cpu_threads=threads)
+        runtime, _ = pick_runtime(self.runtime, model, request)
+        self.model = runtime.load(model, request, lambda stage, done, total, unit: None)
         self._base = self.model.start()
         self._rows = self._base
 
     def version(self) -> str:
         import importlib.metadata
 
-        return f"privatellm {importlib.metadata.version('privatellm')} ({self.model.facts.executor})"
+        facts = self.model.facts
+        return (
+            f"{self.variants[0]} {importlib.metadata.version('privatellm')} "
+            f"(trunk {facts.trunk or facts.runtime}, experts {facts.executor})"
+        )
 
     def prompt(self, tokens: Sequence[int]) -> Logits:
         self._base = self.model.start()
@@ -80,6 +93,13 @@ class PrivatellmEngine(Engine):
 
     def step(self, tokens: Sequence[int]) -> Logits:
         return self._rows.step(tokens)
+
+
+class PrivatellmTorchEngine(PrivatellmEngine):
+    """The same with transformers' trunk on torch: what runs where the native trunk does not know a family."""
+
+    variants = ("privatellm-torch",)
+    runtime = "torch"
 
 
 class TransformersEngine(Engine):
@@ -223,8 +243,71 @@ class LlamaCppEngine(Engine):
         return self._decode(entries)
 
 
-KINDS: dict[str, type[PrivatellmEngine] | type[TransformersEngine] | type[LlamaCppEngine]] = {
+class MlxEngine(Engine):
+    """mlx-lm's own model class. On Linux mlx is a platform for checking results, not for speed: it multiplies experts
+    in float32 only, so that there it reads twice the bytes."""
+
+    variants = ("mlx-lm",)
+
+    def __init__(self, model: Path, threads: int) -> None:
+        import json
+
+        import mlx.core as mx
+        from mlx_lm.utils import load_model
+
+        from engine.runtimes.mlx.configuration import translate_config
+
+        # mlx is told no number of threads: on the CPU its operations run in one stream.
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        self._model, _ = load_model(model, lazy=True, model_config=translate_config(config))
+        if sys.platform != "darwin":
+            self._model.set_dtype(mx.float32)
+        self._base: list[Any] = []
+        self._cache: list[Any] = []
+
+    def version(self) -> str:
+        from importlib.metadata import version
+
+        import mlx.core as mx
+
+        words = "" if sys.platform == "darwin" else ", float32"
+        return f"mlx-lm {version('mlx-lm')} (mlx {version('mlx')}, {mx.default_device()}{words})"
+
+    def _forward(self, tokens: list[list[int]], cache: list[Any]) -> Logits:
+        import mlx.core as mx
+
+        logits = self._model(mx.array(tokens), cache=cache)[:, -1].astype(mx.float32)
+        mx.eval(logits)
+        found: Logits = np.array(logits)
+        return found
+
+    def prompt(self, tokens: Sequence[int]) -> Logits:
+        from mlx_lm.models.cache import make_prompt_cache
+
+        self._base = make_prompt_cache(self._model)
+        logits: Logits = self._forward([list(tokens)], self._base)[0]
+        return logits
+
+    def rows(self, count: int) -> None:
+        import mlx.core as mx
+        from mlx_lm.models.cache import make_prompt_cache
+
+        self._cache = make_prompt_cache(self._model)
+        for ours, prompt in zip(self._cache, self._base, strict=True):
+            keys, values, length = prompt.state
+            ours.state = mx.repeat(keys, count, axis=0), mx.repeat(values, count, axis=0), length
+
+    def step(self, tokens: Sequence[int]) -> Logits:
+        return self._forward([[token] for token in tokens], self._cache)
+
+
+KINDS: dict[str, type[Engine]] = {
     "privatellm": PrivatellmEngine,
+    "privatellm-torch": PrivatellmTorchEngine,
     "transformers": TransformersEngine,
     "llama.cpp": LlamaCppEngine,
+    "mlx-lm": MlxEngine,
 }
+
+DEFAULT = ("privatellm", "privatellm-torch", "transformers", "llama.cpp")
+"""What is compared unless something else is asked for."""

@@ -9,36 +9,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import psutil
-
-from benchmarks.compare import machine, say, subject_named
+from benchmarks.compare import machine
 from benchmarks.measuring import Spread
 from benchmarks.processes import Worker, WorkerFailed
+from benchmarks.subjects import add_arguments, check_arguments, say, subject_named, work_folder
 from benchmarks.worker import BLOCK
 
 
 def main(values: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["starter"], help="starter, synthetic, or folders")
-    parser.add_argument("--layers", default="2", help="layers of the synthetic model")
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--ffn", type=int, default=14336)
+    add_arguments(parser, ["starter"])
     parser.add_argument("--blocks", type=int, default=20, help=f"pairs of blocks of {BLOCK} steps")
-    parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or os.cpu_count() or 1)
-    parser.add_argument("--work", type=Path)
-    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args(values)
-    if arguments.work is None:
-        from engine.models.locations import locate
-
-        arguments.work = locate("models") / "benchmarks"
-    arguments.work.mkdir(parents=True, exist_ok=True)
+    check_arguments(parser, arguments)
+    arguments.work = work_folder(arguments)
     results: dict[str, Any] = {"machine": machine(arguments.threads), "models": []}
     try:
         for name in arguments.models:

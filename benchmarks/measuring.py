@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +15,8 @@ OURS = "privatellm"
 REFERENCE = "transformers-eager"
 PREFILL_ONLY = frozenset({"llama.cpp, all logits"})
 """Variants that differ from another of the same engine in nothing but prefill."""
+DECODE_ONLY = frozenset({"mlx-lm"}) if sys.platform != "darwin" else frozenset()
+"""Variants too slow for anything but decoding one row: mlx off Apple Silicon is there to check results."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,12 @@ class Measure:
     name: str
     rows: int = 0
     tokens: int = 0
+
+    def of(self, variant: str) -> bool:
+        """Whether it is measured for ``variant``."""
+        if variant in PREFILL_ONLY:
+            return self.rows == 0
+        return self.rows == 1 or variant not in DECODE_ONLY
 
     @property
     def tokens_per_pass(self) -> int:
@@ -58,11 +68,15 @@ Samples = dict[str, dict[str, list[float]]]
 """[engine variant][measure] -> seconds per forward pass, one figure per round, in the order of the rounds."""
 
 
+def time_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+    """Our time relative to theirs: ratio of the medians, and the range of the rounds' own ratios."""
+    rounds = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return Spread(statistics.median(ours) / statistics.median(theirs), min(rounds), max(rounds))
+
+
 def speed_ratio(samples: Samples, measure: str, other: str, ours: str = OURS) -> Spread:
     """How many times as fast ``ours`` is as ``other``: ratio of the medians, and the range of the rounds' ratios."""
-    own, theirs = samples[ours][measure], samples[other][measure]
-    rounds = [b / a for a, b in zip(own, theirs, strict=True)]
-    return Spread(statistics.median(theirs) / statistics.median(own), min(rounds), max(rounds))
+    return time_ratio(samples[other][measure], samples[ours][measure])
 
 
 @dataclass(frozen=True)
@@ -109,19 +123,64 @@ def compare_logits(variant: str, found: NDArray[np.float64], reference: NDArray[
     return Comparison(variant, float(cosines.min()), equal, len(found), ties)
 
 
-def bytes_per_token(config: dict[str, int], tied: bool = False) -> int:
-    """Weight bytes a single token's decoding step reads in a Mixtral-shaped bfloat16 model: trunk and routed experts.
+@dataclass(frozen=True)
+class ReadBytes:
+    """Weight bytes of each part of a bfloat16 model with routed experts in every layer. Norms and biases are left out.
 
-    The embedding counts as one row; a tied one is read whole, as the head. Norms and biases are left out.
+    ``attention``, ``router`` and ``expert`` (one of them) are of one layer; ``head`` includes the embedding's one row,
+    and all of a tied embedding.
     """
-    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
-    head = config.get("head_dim") or hidden // config["num_attention_heads"]
-    query, key_value = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
-    attention = 2 * hidden * query + 2 * hidden * key_value
-    router = hidden * config["num_local_experts"]
-    experts = config["num_experts_per_tok"] * 3 * hidden * config["intermediate_size"]
-    embedding = 0 if tied else hidden
-    return 2 * (config["num_hidden_layers"] * (attention + router + experts) + vocabulary * hidden + embedding)
+
+    attention: int
+    router: int
+    expert: int
+    head: int
+    layers: int
+    experts: int
+    per_token: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> ReadBytes:
+        """From a ``config.json``. Raises KeyError for a family without routed experts."""
+        hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+        heads = config["num_attention_heads"]
+        head = config.get("head_dim") or hidden // heads
+        query, key_value = heads * head, config["num_key_value_heads"] * head
+        experts = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
+        ffn = config["moe_intermediate_size"] if "moe_intermediate_size" in config else config["intermediate_size"]
+        embedding = 0 if config.get("tie_word_embeddings") else hidden
+        return cls(
+            attention=2 * (2 * hidden * query + 2 * hidden * key_value),
+            router=2 * hidden * experts,
+            expert=2 * 3 * hidden * ffn,
+            head=2 * (vocabulary * hidden + embedding),
+            layers=config["num_hidden_layers"],
+            experts=experts,
+            per_token=config["num_experts_per_tok"],
+        )
+
+    def step(self, distinct: float | None = None) -> float:
+        """Bytes of a step in which each layer uses ``distinct`` experts (those of one token unless given)."""
+        used = self.per_token if distinct is None else distinct
+        return self.head + self.layers * (self.attention + self.router + used * self.expert)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How many different experts a step of ``rows`` rows used: the mean over layers and steps, and what even routing
+    would have used."""
+
+    rows: int
+    distinct: float
+    expected: float
+
+    @property
+    def degenerate(self) -> bool:
+        """Fewer than four fifths of what even routing uses: several rows then cost too little in every engine."""
+        return self.distinct < 0.8 * self.expected
+
+    def __str__(self) -> str:
+        return f"{self.rows} row{'s' * (self.rows > 1)} {self.distinct:.1f} (evenly routed {self.expected:.1f})"
 
 
 def _milliseconds(values: Sequence[float]) -> str:
@@ -130,8 +189,10 @@ def _milliseconds(values: Sequence[float]) -> str:
     return f"{spread.median:.{digits}f} ({spread.low:.{digits}f}–{spread.high:.{digits}f})"
 
 
-def _ratio(spread: Spread) -> str:
-    return f"{spread.median:.2f} ({spread.low:.2f}–{spread.high:.2f})"
+def ratio_text(spread: Spread) -> str:
+    """A median with its range, if there is one."""
+    low, high = f"{spread.low:.2f}", f"{spread.high:.2f}"
+    return f"{spread.median:.2f}" + (f" ({low}–{high})" if low != high else "")
 
 
 def markdown(title: str, samples: Samples, measures: Sequence[Measure]) -> str:
@@ -142,12 +203,12 @@ def markdown(title: str, samples: Samples, measures: Sequence[Measure]) -> str:
         return "–" if values is None else _milliseconds(values)
 
     def ratio(other: str, measure: Measure) -> str:
-        return _ratio(speed_ratio(samples, measure.name, other)) if measure.name in samples[other] else "–"
+        return ratio_text(speed_ratio(samples, measure.name, other)) if measure.name in samples[other] else "–"
 
     others = [variant for variant in samples if variant != OURS]
     variants = [OURS, *others] if OURS in samples else others
     lines = [f"### {title}", "", "Milliseconds per forward pass: median (lowest–highest round)", ""]
-    lines += _table(
+    lines += table(
         ["", *variants, *([f"{OURS}, tokens/s"] if OURS in samples else [])],
         [
             [
@@ -161,7 +222,7 @@ def markdown(title: str, samples: Samples, measures: Sequence[Measure]) -> str:
     if OURS in samples and others:
         lines += ["", f"Speed of {OURS} relative to each (above 1: faster): ratio of medians (range over rounds)", ""]
         rows = [[measure.name, *(ratio(other, measure) for other in others)] for measure in measures]
-        lines += _table(["", *others], rows)
+        lines += table(["", *others], rows)
     return "\n".join(lines)
 
 
@@ -184,6 +245,6 @@ def read_fraction(samples: Samples, rates: Sequence[float], nbytes: int) -> list
     return lines
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     lines = ["| " + " | ".join(header) + " |", "|" + " --- |" * len(header)]
     return lines + ["| " + " | ".join(row) + " |" for row in rows]

@@ -29,7 +29,7 @@ class Worker:
         if model is not None:
             command += ["--model", str(model)]
         # Ours runs as it does under the chat; the others as their users find them.
-        product = host.environment(threads) if engine == "privatellm" else {}
+        product = host.environment(threads) if engine.startswith("privatellm") else {}
         environment = {**os.environ, **product, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         with log.open("ab") as errors:
             self._process = subprocess.Popen(

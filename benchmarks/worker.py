@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.engines import KINDS, Engine, PrivatellmEngine
+from engine.timing import PARTS
 
 BLOCK = 8
 """Steps between two changes: hooks are put in and taken out once per block, as when the panel opens and closes."""
@@ -81,6 +82,43 @@ def alternate(engine: Engine, context: int, count: int, vocabulary: int) -> dict
     return medians
 
 
+def watched(engine: Engine, context: int, rows: int, tokens: int, count: int, vocabulary: int) -> list[dict[str, Any]]:
+    """Where the time of each of ``count`` forward passes went: ``rows`` rows after a prompt of ``context`` tokens (the
+    steps that :func:`steps` times), or (``rows`` 0) prompts of ``tokens`` tokens.
+
+    Per pass: ``parts`` (seconds by part, summed over the layers; ``outside``: embedding and head), ``distinct`` (how
+    many experts a MoE layer used, the mean) and ``routes`` (of all layers).
+    """
+    assert isinstance(engine, PrivatellmEngine)
+    recorder = engine.model.recorder
+    if rows:
+        engine.prompt(random_tokens(1, context, vocabulary))
+        engine.rows(rows)
+    found = []
+    recorder.enabled = True
+    try:
+        for index in range(count):
+            recorder.reset()
+            if rows:
+                engine.step(random_tokens(100 + index, rows, vocabulary))
+            else:
+                engine.prompt(random_tokens(index, tokens, vocabulary))
+            frame = recorder.frame(0)
+            phase = frame.decode if rows else frame.prefill
+            scale = phase.tokens / 1000
+            parts: dict[str, float] = {
+                part: scale * sum(getattr(layer, part) for layer in phase.layers) for part in PARTS
+            }
+            parts["outside"] = scale * phase.outside_layers
+            used = [sum(number > 0 for number in layer) for layer in frame.expert_use]
+            routes = sum(sum(layer) for layer in frame.expert_use)
+            found.append({"parts": parts, "distinct": statistics.mean(used) if used else 0.0, "routes": routes})
+    finally:
+        recorder.enabled = False
+        recorder.reset()
+    return found
+
+
 def streaming_read(nbytes: int, repeats: int, threads: int) -> list[float]:
     """Bytes per second with which ``threads`` threads read ``nbytes`` of memory in one pass, one figure per pass.
 
@@ -123,6 +161,8 @@ def answer(engine: Engine | None, request: dict[str, Any], threads: int) -> Any:
         return prefill(engine, random_tokens(request["seed"], request["tokens"], vocabulary))
     if request["do"] == "steps":
         return steps(engine, request["context"], request["rows"], request["count"], vocabulary)
+    if request["do"] == "watched":
+        return watched(engine, request["context"], request["rows"], request["tokens"], request["count"], vocabulary)
     if request["do"] == "looking":
         return alternate(engine, request["context"], request["count"], vocabulary)
     raise KeyError(request["do"])

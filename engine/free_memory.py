@@ -10,6 +10,13 @@ RESERVE_BYTES = 256 * 1024 * 1024
 """Left to the screen and the rest of the machine."""
 
 _CGROUP = Path("/sys/fs/cgroup")
+_MEMBERSHIP = Path("/proc/self/cgroup")
+
+_FILES = (
+    ("memory.max", "memory.current", "file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file"),
+)
+"""Limit and use of a control group, and the names of its statistics that count pages of files: versions 2 and 1."""
 
 
 def available_bytes(device: str = "cpu") -> int:
@@ -24,7 +31,7 @@ def available_bytes(device: str = "cpu") -> int:
     import psutil
 
     free = int(psutil.virtual_memory().available)
-    limit = _container_bytes(_CGROUP)
+    limit = container_bytes()
     return max(0, (free if limit is None else min(free, limit)) - RESERVE_BYTES)
 
 
@@ -40,14 +47,42 @@ def give_back() -> None:
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
-def _container_bytes(folder: Path) -> int | None:
-    """What the container's limit leaves, or None where there is no limit."""
+def container_bytes(mount: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> int | None:
+    """What is left of the tightest memory limit that holds for this process, its container's or any control group's
+    around it (versions 1 and 2); None where there is no limit. Pages of files count as free."""
+    left = [_left_of(folder) for folder in _groups(mount, membership)]
+    return min((bytes_left for bytes_left in left if bytes_left is not None), default=None)
+
+
+def _groups(mount: Path, membership: Path) -> list[Path]:
+    """The folders of this process's control groups, the outermost too: inside a container there may be no other."""
     try:
-        limit = (folder / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        used = int((folder / "memory.current").read_text())
-        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return max(0, int(limit) - used + int(statistics.get("file", 0)))
-    except (OSError, ValueError):
-        return None
+        lines = membership.read_text().splitlines()
+    except OSError:
+        lines = []
+    folders = [mount, mount / "memory"]
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        folder = mount / "memory" if controllers else mount
+        for part in Path(path).parts[1:]:
+            folder /= part
+            folders.append(folder)
+    return folders
+
+
+def _left_of(folder: Path) -> int | None:
+    """What the control group ``folder`` leaves of its limit, or None if it has none (or is none)."""
+    for names in _FILES:
+        try:
+            limit, used = ((folder / name).read_text().strip() for name in names[:2])
+            if limit == "max":
+                return None
+            statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            files = sum(int(statistics.get(name, 0)) for name in names[2:])
+            return max(0, int(limit) - int(used) + files)
+        except (OSError, ValueError):
+            continue
+    return None

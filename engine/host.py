@@ -20,10 +20,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from engine.errors import Cancelled, ModelError
+from engine.experts.kernels.pool import physical_cores
 from engine.messages import (
     PROTOCOL_VERSION,
     AnyEvent,
     AnyRequest,
+    Bench,
     Cancel,
     Done,
     ErrorKind,
@@ -35,6 +37,7 @@ from engine.messages import (
     Load,
     Loaded,
     Notice,
+    Plan,
     Prepare,
     Progress,
     ProtocolError,
@@ -47,6 +50,7 @@ from engine.models.locations import locate
 from engine.pipes import EventWriter, Pipes, claim_standard_streams
 
 if TYPE_CHECKING:
+    from engine.experts.popularity_file import PopularityKeeper
     from engine.session import Session
 
 READ_BYTES = 1 << 16
@@ -56,6 +60,9 @@ SPINS = 2000
 """Turns an idle OpenMP thread waits before it sleeps (libgomp's; elsewhere the wait policy alone counts)."""
 KERNELS_KEPT = 128
 """Enough for a decoding step and for the numbers of rows of a prompt, which experts round up to a few."""
+
+LAST_SAVE_S = 1.0
+"""The end of the process waits so long for a disk."""
 
 EXIT_BAD_FRAME = 3
 """Exit status after a frame that is no request."""
@@ -100,6 +107,7 @@ class Host:
         self.watching = False
         self._between_tasks = between_tasks
         self._session: Session | None = None
+        self._keeper: PopularityKeeper | None = None
         self._tasks: dict[int, Task] = {}
         self._lock = threading.Lock()
         self._answering: queue.SimpleQueue[Task] = queue.SimpleQueue()
@@ -124,6 +132,9 @@ class Host:
                     task.cancel()
             case Pull() | Prepare():
                 self._fetching.put(self._accept(request))
+            case Plan():
+                # The settings screen asks this while an answer is running.
+                threading.Thread(target=self._finish, args=(self._accept(request),), daemon=True).start()
             case EstimateBeams() if self._session is not None:
                 # A panel asks this while an answer is running.
                 threading.Thread(target=self._finish, args=(self._accept(request),), daemon=True).start()
@@ -169,6 +180,10 @@ class Host:
                 return self._load(task, request)
             case Generate():
                 return self._generate(task, request)
+            case Plan():
+                return self._plan(request)
+            case Bench():
+                return self._bench(task, request)
             case EstimateBeams():
                 return self._loaded().estimate_beams(request)
             case Pull():
@@ -183,13 +198,41 @@ class Host:
 
         task.report("loading", 0, 0, "")
         self._session = load_session(request, task.report, task.cancelled, self._release)
+        self._keeper = keeper_for(self._session, request.model, lambda text: self.send(Notice(text=text)))
         return Loaded(id=request.id, facts=self._session.facts)
+
+    def _plan(self, request: Plan) -> AnyEvent:
+        from engine.plan_model import plan_model
+
+        session = self._session
+        return plan_model(request, session.facts if session is not None else None)
+
+    def _bench(self, task: Task, request: Bench) -> AnyEvent:
+        from engine.bench.running import check_bench, load_for, run_bench
+        from engine.loading import find_folder
+
+        check_bench(request)
+        self._load(task, load_for(request))
+        _, folder = find_folder(request.load.model, task.report, task.cancelled)
+        try:
+            return run_bench(request, self._loaded(), folder, task.report, task.cancelled)
+        finally:
+            if self._keeper is not None:
+                self._keeper.leave_out()
 
     def _release(self) -> None:
         """Free the loaded model, so that two never have to fit at once."""
+        self.keep_popularity()
+        self._keeper = None
         session, self._session = self._session, None
         if session is not None:
             session.close()
+
+    def keep_popularity(self) -> None:
+        """Put what was learned of the loaded model's use on the disk. From any thread."""
+        keeper = self._keeper
+        if keeper is not None:
+            keeper.save()
 
     def _generate(self, task: Task, request: Generate) -> AnyEvent:
         session = self._loaded()
@@ -205,12 +248,32 @@ class Host:
                 ttft_s=0.0,
                 tokens_per_s=0.0,
             )
-        return session.generate(request, self.send, task)
+        try:
+            return session.generate(request, self.send, task)
+        finally:
+            if self._keeper is not None:
+                self._keeper.save_if_due()
 
     def _loaded(self) -> Session:
         if self._session is None:
             raise ModelError("No model is loaded; choose one first.", kind="bad-input")
         return self._session
+
+
+def keeper_for(session: Session, model: str, notice: Callable[[str], None]) -> PopularityKeeper | None:
+    """What keeps the use of ``session``'s experts; None for a dense model, or a runtime that does not count it."""
+    from engine.experts.popularity_file import PopularityKeeper, ProfileModel
+    from engine.models.profiles import profile_key, profile_paths
+    from engine.models.store import resolve
+    from engine.runtimes.protocol import CountsRoutes
+
+    popularity = session.model.popularity if isinstance(session.model, CountsRoutes) else None
+    if popularity is None:
+        return None
+    facts = session.facts
+    path, _ = profile_paths(profile_key(resolve(model).require_folder()))
+    profile = ProfileModel(tuple(facts.moe_layers), facts.experts, facts.expert_bytes)
+    return PopularityKeeper(path, profile, popularity, facts.experts_per_token, notice)
 
 
 def _pull(task: Task, request: Pull) -> AnyEvent:
@@ -283,14 +346,6 @@ def environment(threads: int) -> dict[str, str]:
     }
 
 
-def physical_cores() -> int:
-    """Cores this process may use, not counting hyper-threads: these share the bandwidth that decoding is bound by."""
-    import psutil
-
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(allowed, psutil.cpu_count(logical=False) or allowed))
-
-
 def end_process(status: int) -> NoReturn:
     """End at once, whatever the threads do, and the children with it."""
     with contextlib.suppress(Exception):
@@ -322,7 +377,15 @@ def serve(pipes: Pipes) -> NoReturn:
             end_process(EXIT_BAD_FRAME)
         for request in requests:
             if not host.take(request):
-                end_process(0)
+                leave(host)
+    leave(host)
+
+
+def leave(host: Host) -> NoReturn:
+    """End the process; what was learned of the model's use is kept, if the disk does not make us wait for it."""
+    saving = threading.Thread(target=host.keep_popularity, daemon=True)
+    saving.start()
+    saving.join(LAST_SAVE_S)
     end_process(0)
 
 

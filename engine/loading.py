@@ -37,7 +37,7 @@ def load_session(
     started = time.perf_counter()
     check_request(request)
     name, folder = find_folder(request.model, progress, should_stop)
-    runtime, why = pick_runtime(request.runtime)
+    runtime, why = pick_runtime(request.runtime, folder, request)
     # "the default ..." is no news; anything else said about an automatic choice is a fallback.
     fallback = request.runtime == "auto" and not why.startswith("the default")
     release()

@@ -156,6 +156,29 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """False: the model takes and gives token ids only, and answers have no text."""
 
 
+class DoctorFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``python -m engine.doctor_facts`` tells of the native kernels, and of what a model would run on."""
+
+    built: bool
+    """There is a library of native kernels."""
+    instruction_sets: list[str]
+    """Those of it that this processor has, best first."""
+    threads: int
+    kernels: str = "none"
+    """The set that runs."""
+    kernels_reason: str = ""
+    kernels_problem: str = ""
+    """Why none can be chosen; then nothing runs until that is mended."""
+    runtime: RuntimeName = "auto"
+    """What would run the model's trunk; ``auto``: not known, because of ``model_problem``."""
+    runtime_reason: str = ""
+    calibrated: bool | None = None
+    """None: the model has no experts, or cannot be opened."""
+    calibration: str = ""
+    """What it was measured with, or why there is none."""
+    model_problem: str = ""
+
+
 # --- requests: app -> engine --------------------------------------------------------------------------------------
 
 

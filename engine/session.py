@@ -104,6 +104,11 @@ class Session:
         self._context: list[int] = []
 
     @property
+    def model(self) -> LoadedModel:
+        """For measuring it beside the conversation: with rows of its own."""
+        return self._model
+
+    @property
     def cached_tokens(self) -> tuple[int, ...]:
         """The tokens whose keys and values are in the cache: the prefix the next question may share."""
         return tuple(self._tokens)

@@ -9,13 +9,46 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Literal, Protocol
 
-from engine.messages import LayerTimes, PhaseTimes, Timing
+from engine.messages import ExpertMovement, LayerTimes, PhaseTimes, Timing
 
 Part = Literal["attention", "router", "experts", "exchange", "wait", "other"]
 PARTS: tuple[Part, ...] = ("attention", "router", "experts", "exchange", "wait", "other")
 Phase = Literal["prefill", "decode"]
+
+
+@dataclass
+class MovementSums:
+    """What :class:`engine.messages.ExpertMovement` tells, while it is added up."""
+
+    tokens: int = 0
+    weight_bytes: int = 0
+    activation_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    moved: int = 0
+    cpu_s: float = 0.0
+    gpu_s: float = 0.0
+    both_s: float = 0.0
+    total_s: float = 0.0
+
+    def frame(self) -> ExpertMovement:
+        return ExpertMovement(**asdict(self))
+
+
+class SharedExperts(Protocol):
+    """An executor that shares experts with another device. It adds to :attr:`Recorder.movement` all the time, whether
+    or not somebody looks: a few additions per layer."""
+
+    def settle(self) -> None:
+        """Add what is still on its way; waits for it."""
+        ...
+
+    def resident(self) -> list[list[int]]:
+        """Per MoE layer, the experts that are in the device's memory."""
+        ...
 
 
 class _PhaseSums:
@@ -56,10 +89,15 @@ class Recorder:
         self._layers = layers
         self._moe_layers = list(moe_layers)
         self._experts = experts
+        self._shared: SharedExperts | None = None
+        self._notices: list[str] = []
         self.reset()
 
     def reset(self) -> None:
         """Forget everything measured (at the start of a turn)."""
+        if self._shared is not None:
+            self._shared.settle()
+        self.movement = MovementSums()
         self._phases: dict[Phase, _PhaseSums] = {
             "prefill": _PhaseSums(self._layers),
             "decode": _PhaseSums(self._layers),
@@ -67,6 +105,19 @@ class Recorder:
         self._current: _PhaseSums | None = None
         self._step_start = 0.0
         self._use = {layer: [0] * self._experts for layer in self._moe_layers}
+
+    def share(self, shared: SharedExperts | None) -> None:
+        """Experts are shared with a device from now on (or no longer): frames tell what is moved and what is there."""
+        self._shared = shared
+
+    def notice(self, text: str) -> None:
+        """Something the person should see, as one line: it is kept until :meth:`take_notices`."""
+        self._notices.append(text)
+
+    def take_notices(self) -> list[str]:
+        """The lines that came since this was last asked."""
+        taken, self._notices = self._notices, []
+        return taken
 
     def begin_step(self, phase: Phase, tokens: int) -> None:
         """A forward pass over ``tokens`` token positions begins."""
@@ -96,10 +147,14 @@ class Recorder:
             use[expert] += count
 
     def frame(self, request_id: int) -> Timing:
+        if self._shared is not None:
+            self._shared.settle()
         return Timing(
             id=request_id,
             prefill=self._phases["prefill"].frame(),
             decode=self._phases["decode"].frame(),
             moe_layers=self._moe_layers,
             expert_use=[list(self._use[layer]) for layer in self._moe_layers],
+            movement=self.movement.frame() if self._shared is not None else None,
+            resident=self._shared.resident() if self._shared is not None else [],
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.generation.text import IncrementalDecoder, StopStrings
-from engine.messages import AnyEvent, Beam, BeamProgress, Finished, FinishReason, Generate, Piece
+from engine.messages import AnyEvent, Beam, BeamProgress, Finished, FinishReason, Generate, Notice, Piece
 from engine.timing import Recorder
 
 PIECE_INTERVAL_S = 1 / 30
@@ -91,6 +91,7 @@ class Turn:
         """Measure the coming step if somebody looks."""
         self._recorder.enabled = self._always or self._control.watching()
         self._measured = self._measured or self._recorder.enabled
+        self._tell()
 
     def show_timing(self) -> None:
         if self._recorder.enabled and self.due("timing", TIMING_INTERVAL_S):
@@ -125,8 +126,14 @@ class Turn:
             timing=self._recorder.frame(self.id) if self._measured else None,
         )
 
+    def _tell(self) -> None:
+        """What happened in the runtime that the person should see."""
+        for text in self._recorder.take_notices():
+            self.emit(Notice(text=text))
+
     def close(self) -> None:
         """Send what is held and stop measuring; may be called twice."""
+        self._tell()
         if self._stream is not None:
             self._stream.send()
         self._recorder.enabled = False

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -160,7 +160,17 @@ def result_object(finished: Finished, facts: ModelFacts) -> dict[str, Any]:
         "device": facts.device,
         "dtype": facts.dtype,
         "notices": facts.notices,
+        "trunk": facts.trunk,
+        "policy": facts.policy,
+        "gpu_expert_bytes": facts.gpu_expert_bytes,
+        "movement": _movement_object(finished),
     }
+
+
+def _movement_object(finished: Finished) -> dict[str, Any] | None:
+    """What sharing experts between GPU and CPU moved and took; None where they are not shared."""
+    movement = finished.timing.movement if finished.timing else None
+    return None if movement is None else cast(dict[str, Any], msgspec.to_builtins(movement))
 
 
 def _timing_object(finished: Finished) -> dict[str, Any]:

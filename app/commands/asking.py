@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import msgspec
@@ -12,7 +12,7 @@ from app.commands.ask import Question, read_prompt
 from app.commands.output import WorkFailed, say
 from app.settings import Settings
 from app.settings_file import open_settings
-from engine.messages import DtypeName, Generate, Load, Message, RuntimeName, Sampling
+from engine.messages import DtypeName, ExpertPolicy, Generate, Load, Message, RuntimeName, Sampling
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 _LARGEST_TOKEN_ID = 2**31 - 1
@@ -30,6 +30,7 @@ class Flags:
     stop: list[str] = field(default_factory=list)
     runtime: RuntimeName | None = None
     dtype: DtypeName | None = None
+    policy: ExpertPolicy | None = None
     as_json: bool = False
 
 
@@ -45,21 +46,22 @@ def question_from(flags: Flags) -> Question:
     for notice in file.notices:
         say(f"note: {notice}")
     settings = file.settings
-    load = Load(
-        id=0,
-        model=flags.model or settings.model,
-        runtime=flags.runtime or settings.runtime,
-        dtype=flags.dtype or settings.dtype,
-        partitioning=settings.partitioning,
-        cpu_threads=settings.cpu_threads,
-        context_limit=settings.context_limit,
-    )
+    load = _load(flags, settings)
     generate = _generate(flags, settings)
     if flags.prompt_ids is not None:
         generate = msgspec.structs.replace(generate, prompt_ids=parse_ids(flags.prompt_ids))
     else:
         generate = msgspec.structs.replace(generate, messages=_messages(flags, settings))
     return Question(load=load, generate=generate, as_json=flags.as_json)
+
+
+def _load(flags: Flags, settings: Settings) -> Load:
+    given: dict[str, Any] = {
+        key: flags.numbers[key] for key in ("cpu_threads", "gpu_expert_memory") if key in flags.numbers
+    }
+    words = {"model": flags.model, "runtime": flags.runtime, "dtype": flags.dtype, "policy": flags.policy}
+    chosen: dict[str, Any] = {**given, **{key: word for key, word in words.items() if word is not None}}
+    return replace(settings, **chosen).load
 
 
 def parse_ids(text: str) -> list[int]:

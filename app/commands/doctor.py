@@ -6,6 +6,7 @@ import asyncio
 import importlib.metadata
 import os
 import platform
+import shlex
 import shutil
 import sqlite3
 import subprocess
@@ -16,12 +17,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from app.commands.output import answer, as_json, size
-from app.engine_client import EngineClient, EngineDied
+from app.engine_client import EngineClient, EngineDied, child_environment
 from app.machine import Machine, default_runtime, this_machine
 from app.settings_file import open_settings
 from app.text_safety import one_line
 from engine.errors import ModelError
+from engine.messages import DoctorFacts, Load
 from engine.models import store
 from engine.models.locations import KINDS, Kind, locate
 
@@ -30,6 +34,7 @@ _SIGNS: dict[Mark, str] = {"ok": "✓", "note": "·", "problem": "✗"}
 _LIBRARIES = ("torch", "transformers", "mlx", "mlx-lm", "textual", "safetensors", "gguf", "huggingface-hub", "msgspec")
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm")
 _TOOL_WAIT_S = 5.0
+_ENGINE_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ def examine() -> list[Finding]:
         lambda: _graphics(machine),
         _libraries,
         lambda: _runtime(machine),
+        _kernels_and_model,
         _engine,
         _settings,
         _conversations,
@@ -85,19 +91,7 @@ def _processor() -> list[Finding]:
 
     features = [feature for feature in _CPU_FEATURES if feature in cpu_features()]
     cores = f"{psutil.cpu_count(logical=False) or '?'} cores, {os.cpu_count()} threads"
-    found = [
-        Finding("processor", f"{platform.machine()}, {cores}; {', '.join(features) or 'no known vector features'}")
-    ]
-    if platform.machine() == "x86_64" and "avx512_bf16" not in features:
-        found.append(
-            Finding(
-                "bfloat16",
-                "this processor has no bfloat16 instructions: several rows at once (prefill, beams) are slow",
-                "note",
-                "try --dtype float32 if memory allows",
-            )
-        )
-    return found
+    return [Finding("processor", f"{platform.machine()}, {cores}; {', '.join(features) or 'no known vector features'}")]
 
 
 def cpu_features() -> frozenset[str]:
@@ -175,11 +169,69 @@ def _libraries() -> list[Finding]:
 def _runtime(machine: Machine) -> list[Finding]:
     name, reason = default_runtime(machine)
     found = [Finding("runtime", f"auto is {name} ({reason})")]
-    if name == "torch" and not machine.torch:
+    if not machine.torch and not (machine.apple_silicon and name == "mlx"):
         found[0] = Finding("runtime", "torch is not installed", "problem", "pip install privatellm anew")
     elif machine.apple_silicon and name == "torch":
         found[0] = Finding("runtime", f"auto is torch ({reason})", "note", "pip install mlx mlx-lm")
     return found
+
+
+def _kernels_and_model() -> list[Finding]:
+    """What the engine's side says of its kernels, and of the model of the settings."""
+    settings = open_settings(look_only=True).settings
+    facts = engine_facts(settings.load)
+    if isinstance(facts, str):
+        return [Finding("kernels", facts, "problem", f"the end of {locate('logs') / 'engine.log'} may say why")]
+    return [_kernels(facts), *([] if facts.kernels_problem else _model(facts, settings.model))]
+
+
+def engine_facts(load: Load) -> DoctorFacts | str:
+    """From a process of its own, because this one imports nothing of the engine; or what went wrong."""
+    command = [sys.executable, "-P", "-m", "engine.doctor_facts"]
+    try:
+        done = subprocess.run(
+            command,
+            check=False,
+            input=msgspec.json.encode(load),
+            capture_output=True,
+            timeout=_ENGINE_WAIT_S,
+            env=child_environment(),
+        )
+        if done.returncode == 0:
+            return msgspec.json.decode(done.stdout, type=DoctorFacts)
+    except (OSError, subprocess.SubprocessError, msgspec.DecodeError) as error:
+        return f"what runs here could not be asked ({error})"
+    if done.returncode < 0:
+        return f"the process that looked at the kernels was ended by signal {-done.returncode}"
+    last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
+    return f"what runs here could not be asked ({''.join(last) or f'exit status {done.returncode}'})"
+
+
+def _kernels(facts: DoctorFacts) -> Finding:
+    if facts.kernels_problem:
+        return Finding("kernels", facts.kernels_problem, "problem", "unset PRIVATELLM_KERNELS")
+    if facts.kernels != "none":
+        others = [name for name in facts.instruction_sets if name != facts.kernels]
+        more = f"; also here: {', '.join(others)}" if others else ""
+        threads = f"{facts.threads} thread{'' if facts.threads == 1 else 's'}"
+        return Finding("kernels", f"{facts.kernels}, {threads} ({facts.kernels_reason}{more})")
+    reason, _, way_out = facts.kernels_reason.partition("; ")
+    slow = "torch's own, which are slower"
+    if platform.machine() == "x86_64" and "avx512_bf16" not in cpu_features():
+        slow += ", most of all in bfloat16, which this processor has no instructions for"
+    return Finding("kernels", f"{slow}: {reason}", "note", way_out or "unset PRIVATELLM_KERNELS")
+
+
+def _model(facts: DoctorFacts, model: str) -> list[Finding]:
+    if facts.model_problem:
+        # That there is no model yet is said elsewhere, with the way to get one.
+        return [Finding("trunk", f"not known for {model}: {facts.model_problem}", "note")]
+    trunk = Finding("trunk", f"{facts.runtime} for {model} ({facts.runtime_reason})")
+    if facts.calibrated is None:
+        return [trunk]
+    if facts.calibrated:
+        return [trunk, Finding("calibration", facts.calibration)]
+    return [trunk, Finding("calibration", facts.calibration, "note", f"privatellm bench experts {shlex.quote(model)}")]
 
 
 def _engine() -> list[Finding]:

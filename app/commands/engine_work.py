@@ -9,7 +9,7 @@ from contextlib import aclosing
 from app.commands.output import ProgressLine, WorkFailed, say
 from app.engine_client import EngineClient, EngineDied
 from app.interrupts import INTERRUPTED, handled
-from engine.messages import AnyRequest, Done, Failed, Loaded, Notice, Progress
+from engine.messages import AnyRequest, BenchResult, Done, Failed, Loaded, Notice, Planned, Progress
 
 _ORDERLY_END_WAIT_S = 2.0
 
@@ -49,6 +49,7 @@ class Interruption:
             self._task.cancel()
 
 
+Result = Loaded | Done | Planned | BenchResult
 Work = Callable[[EngineClient, Interruption], Awaitable[int]]
 
 
@@ -82,8 +83,8 @@ async def _run(work: Work) -> int:
     return INTERRUPTED if interruption.happened else status
 
 
-async def do(engine: EngineClient, request: AnyRequest, progress: ProgressLine) -> Loaded | Done:
-    """Send a Load, Pull or Prepare and wait for its end. Raises WorkFailed, EngineDied."""
+async def do(engine: EngineClient, request: AnyRequest, progress: ProgressLine) -> Result:
+    """Send a Load, Pull, Prepare, Plan or Bench and wait for its end. Raises WorkFailed, EngineDied."""
     try:
         async with aclosing(engine.stream(request)) as events:
             async for event in events:
@@ -95,7 +96,7 @@ async def do(engine: EngineClient, request: AnyRequest, progress: ProgressLine) 
                         say(f"note: {event.text}")
                     case Failed():
                         raise WorkFailed(event.error)
-                    case Loaded() | Done():
+                    case Loaded() | Done() | Planned() | BenchResult():
                         # A ctrl-c that came with the events before is heard first: then there is no result.
                         await asyncio.sleep(0)
                         return event

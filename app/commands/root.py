@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.metadata
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from app.commands.output import ReaderGoneError, WorkFailed, answer, complain, forget_stdout
 from app.settings import SettingError, setting_named
-from engine.messages import DtypeName, RuntimeName
+from engine.messages import BenchKind, DtypeName, ExpertPolicy, Partitioning, RuntimeName
+
+if TYPE_CHECKING:
+    from app.commands.loading import LoadFlags
 
 _RAW = {"help_option_names": ["-h", "--help"]}
 
@@ -35,6 +38,10 @@ LocationKind = Literal["config", "data", "models", "logs"]
 _ModelArgument = Annotated[
     str, typer.Argument(metavar="M", help="Catalogue name, Hugging Face repo id, local folder, or GGUF file.")
 ]
+
+
+_FLAGS = {"gpu_expert_memory": "gpu-memory", "cpu_threads": "threads", "context_limit": "context"}
+"""Flags with another name than their setting."""
 
 
 def run(arguments: list[str]) -> int:
@@ -87,6 +94,9 @@ def ask(
     stop: Annotated[list[str] | None, typer.Option(metavar="S", help="End before this text; may be repeated.")] = None,
     runtime: Annotated[RuntimeName | None, typer.Option(help="What runs the model.")] = None,
     dtype: Annotated[DtypeName | None, typer.Option(help="Numbers to compute with.")] = None,
+    policy: Annotated[ExpertPolicy | None, typer.Option(help="How GPU and CPU share the experts.")] = None,
+    gpu_memory: Annotated[float | None, typer.Option(metavar="GIB", help="GPU memory for experts, in GiB.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON object with the answer and its measurements.")] = False,
     prompt_ids: Annotated[
         str | None, typer.Option(metavar="1,2,3", help="Token ids instead of text: no template, no tokenizer.")
@@ -104,6 +114,8 @@ def ask(
         "min_p": min_p,
         "seed": seed,
         "max_tokens": max_tokens,
+        "gpu_expert_memory": gpu_memory,
+        "cpu_threads": threads,
     }
     for key, number in numbers.items():
         _check_flag(key, number)
@@ -117,6 +129,7 @@ def ask(
         stop=stop or [],
         runtime=runtime,
         dtype=dtype,
+        policy=policy,
         as_json=json,
     )
     from app.commands.ask import ask as run_ask
@@ -166,6 +179,48 @@ def models_remove(
 
 
 @app.command()
+def plan(
+    model: _ModelArgument,
+    *,
+    context: Annotated[int | None, typer.Option(metavar="N", help="Tokens the conversation may have.")] = None,
+    runtime: Annotated[RuntimeName | None, typer.Option(help="What runs the model.")] = None,
+    dtype: Annotated[DtypeName | None, typer.Option(help="Numbers to compute with.")] = None,
+    partitioning: Annotated[Partitioning | None, typer.Option(help="Which machines and devices take part.")] = None,
+    policy: Annotated[ExpertPolicy | None, typer.Option(help="How GPU and CPU share the experts.")] = None,
+    gpu_memory: Annotated[float | None, typer.Option(metavar="GIB", help="GPU memory for experts, in GiB.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Where a model would lie in memory, how fast it should be, and why. Nothing is loaded."""
+    from app.commands.plan import plan as run_plan
+
+    numbers = {"context_limit": context, "gpu_expert_memory": gpu_memory, "cpu_threads": threads}
+    raise typer.Exit(run_plan(_load_flags(model, runtime, dtype, partitioning, policy, numbers), in_json=json))
+
+
+@app.command()
+def bench(
+    kind: Annotated[BenchKind, typer.Argument(metavar="WHAT", help="decode, prefill, beams or experts.")],
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Absent: the one of the settings.")] = None,
+    *,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Figures are medians over so many.")] = 5,
+    runtime: Annotated[RuntimeName | None, typer.Option(help="What runs the model.")] = None,
+    dtype: Annotated[DtypeName | None, typer.Option(help="Numbers to compute with.")] = None,
+    partitioning: Annotated[Partitioning | None, typer.Option(help="Which machines and devices take part.")] = None,
+    policy: Annotated[ExpertPolicy | None, typer.Option(help="How GPU and CPU share the experts.")] = None,
+    gpu_memory: Annotated[float | None, typer.Option(metavar="GIB", help="GPU memory for experts, in GiB.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="As JSON, with every single figure.")] = False,
+) -> None:
+    """Measure a model on this machine; `experts` keeps what it finds, and plans and policies rest on it."""
+    from app.commands.bench import bench as run_bench
+
+    numbers = {"gpu_expert_memory": gpu_memory, "cpu_threads": threads}
+    flags = _load_flags(model, runtime, dtype, partitioning, policy, numbers)
+    raise typer.Exit(run_bench(kind, flags, rounds=rounds, in_json=json))
+
+
+@app.command()
 def doctor(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
     """What was found on this machine, what will run and why, and the way out of what does not."""
     from app.commands.doctor import doctor as examine
@@ -181,6 +236,23 @@ def locate(what: Annotated[LocationKind, typer.Argument(metavar="WHAT", help="co
     answer(f"{folder_for(what)}\n")
 
 
+def _load_flags(
+    model: str | None,
+    runtime: RuntimeName | None,
+    dtype: DtypeName | None,
+    partitioning: Partitioning | None,
+    policy: ExpertPolicy | None,
+    numbers: dict[str, float | None],
+) -> LoadFlags:
+    from app.commands.loading import LoadFlags
+
+    for key, number in numbers.items():
+        _check_flag(key, number)
+    _check_flag("model", model)
+    given = {key: number for key, number in numbers.items() if number is not None}
+    return LoadFlags(model, runtime, dtype, partitioning, policy, given)
+
+
 def _check_flag(key: str, value: object) -> None:
     """The same limits as the setting of that name, which a flag cannot leave empty."""
     if value is None:
@@ -189,4 +261,5 @@ def _check_flag(key: str, value: object) -> None:
     try:
         setting.check(value)
     except SettingError as error:
-        raise typer.BadParameter(str(error), param_hint=f"--{key.replace('_', '-')}") from None
+        flag = _FLAGS.get(key, key.replace("_", "-"))
+        raise typer.BadParameter(str(error), param_hint=f"--{flag}") from None

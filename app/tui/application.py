@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import ClassVar
@@ -31,6 +31,8 @@ def chat_options(settings: Settings) -> ChatOptions:
         runtime=settings.runtime,
         dtype=settings.dtype,
         partitioning=settings.partitioning,
+        policy=settings.policy,
+        gpu_expert_memory=settings.gpu_expert_memory,
         cpu_threads=settings.cpu_threads,
         context_limit=settings.context_limit,
         system=settings.system_prompt,
@@ -95,15 +97,22 @@ class ChatApp(App[int]):
 
     def change_setting(self, key: str, value: object) -> str:
         """Set and save one setting, and let it take effect; what went wrong, in a sentence, or an empty text."""
-        try:
-            settings, problem = self.settings_file.change(key, value), ""
-        except SettingError as error:
-            settings, problem = self.settings, str(error)
-        if key == "theme" and settings.theme in self.available_themes:
+        return self.change_settings({key: value})
+
+    def change_settings(self, changes: Mapping[str, object]) -> str:
+        """As :meth:`change_setting` for several at once: the model is loaded again once for all of them."""
+        problems = []
+        for key, value in changes.items():
+            try:
+                self.settings_file.change(key, value)
+            except SettingError as error:
+                problems.append(str(error))
+        settings = self.settings
+        if "theme" in changes and settings.theme in self.available_themes:
             self.theme = settings.theme
         if self.chat is not None:
             self.chat.controller.apply(chat_options(settings))
-        return problem
+        return " ".join(problems)
 
     def keep_options(self, options: ChatOptions) -> None:
         """Put what is in use again into the settings, and onto the settings screen if that is open."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from textual.content import Content
 
-from app.tui.formatting import rate
-from engine.messages import LayerTimes, PhaseTimes, Timing
+from app.tui.formatting import rate, size
+from engine.messages import ExpertMovement, LayerTimes, PhaseTimes, Timing
 
 PARTS: tuple[tuple[str, str, str], ...] = (
     ("attention", "█", "$primary"),
@@ -21,6 +22,9 @@ PARTS: tuple[tuple[str, str, str], ...] = (
 
 _MUTED = "$foreground-muted"
 _SHADES = " ·░▒▓█"
+_RESIDENT = "▪"
+"""Stands behind the figure of an expert that is in GPU memory; where there is no room for figures, a digit stands for
+its use in place of a shade."""
 
 
 def parts_of(times: LayerTimes) -> list[float]:
@@ -122,55 +126,126 @@ def slowest_line(layers: Sequence[LayerTimes]) -> Content:
     return Content.assemble(("Slowest: ", "bold"), words)
 
 
+# --- sharing experts between GPU and CPU --------------------------------------------------------------------------
+
+
+def movement(moved: ExpertMovement, width: int) -> Content:
+    """What was moved for a token, how often experts were where they were needed, and who worked when."""
+    tokens = max(1, moved.tokens)
+    active = moved.hits + moved.misses
+    first = [
+        Content.styled("Experts on GPU and CPU", "bold"),
+        Content(f"moved a token: weights {size(moved.weight_bytes / tokens)}"),
+        Content(f"activations {size(moved.activation_bytes / tokens)}"),
+    ]
+    if active:
+        first.append(Content(f"hit rate {moved.hits / active:.0%}"))
+        if moved.misses:
+            first.append(Content.styled(f"{moved.moved / moved.misses:.0%} of the misses copied", _MUTED))
+    lines = [flowing(first, width)]
+    if moved.total_s > 0:
+        busy = {"GPU at work": moved.gpu_s, "CPU": moved.cpu_s, "both at once": moved.both_s}
+        times = [Content(f"{name} {seconds / moved.total_s:.0%}") for name, seconds in busy.items()]
+        lines.append(flowing([*times, Content.styled("of the experts' time", _MUTED)], width))
+    return Content("\n").join(lines)
+
+
 # --- the heat map -------------------------------------------------------------------------------------------------
 
 
-def group_columns(use: Sequence[Sequence[int]], most: int) -> tuple[list[list[int]], int]:
+@dataclass(frozen=True)
+class Cell:
+    """One place of the heat map: how often its expert was used, and whether that is in GPU memory."""
+
+    count: int
+    resident: bool = False
+
+
+def group_columns(rows: Sequence[Sequence[Cell]], most: int) -> tuple[list[list[Cell]], int]:
     """At most ``most`` columns: neighbours are joined, each column showing the busiest of its group.
 
     Returns the table and how many experts stand in a column.
     """
-    count = max((len(row) for row in use), default=0)
-    size = max(1, -(-count // max(1, most)))
-    return [[max(row[start : start + size]) for start in range(0, len(row), size)] for row in use], size
+    count = max((len(row) for row in rows), default=0)
+    group = max(1, -(-count // max(1, most)))
+
+    def joined(row: Sequence[Cell], start: int) -> Cell:
+        return max(row[start : start + group], key=lambda cell: (cell.count, cell.resident))
+
+    return [[joined(row, start) for start in range(0, len(row), group)] for row in rows], group
 
 
 def heat_map(timing: Timing, width: int) -> Content:
     """Rows are layers, columns experts; the busiest expert of the model is 1, as in the papers."""
-    use = timing.expert_use
-    busiest = max((count for row in use for count in row), default=0)
-    if not busiest:
+    rows = _cells_of(timing)
+    busiest = max((cell.count for row in rows for cell in row), default=0)
+    if not busiest and not timing.resident:
         return Content.styled("No expert was counted yet.", _MUTED)
     digits = max(len(str(layer)) for layer in timing.moe_layers) if timing.moe_layers else 1
     room = max(1, width - digits - 1)
-    table, size = group_columns(use, room)
+    table, group = group_columns(rows, room)
     columns = max(len(row) for row in table)
-    cell = max(1, min(6, room // columns))
-    lines = [_map_header(columns, size, cell, digits)] if cell >= 3 else []
+    cell = _cell_width(columns, room)
+    lines = [_map_header(columns, group, cell, digits)] if cell >= 3 else []
     for layer, row in zip(timing.moe_layers, table, strict=False):
-        line = [Content.styled(f"{layer:>{digits}} ", _MUTED), *[heat_cell(count / busiest, cell) for count in row]]
-        lines.append(Content.assemble(*line))
-    if size > 1:
-        lines.append(Content.styled(f"Each column is {size} experts; the busiest of them is shown.", _MUTED))
+        pieces = [heat_cell(place.count / max(1, busiest), cell, place.resident) for place in row]
+        lines.append(Content.assemble((f"{layer:>{digits}} ", _MUTED), *_joined(pieces)))
+    if group > 1:
+        lines.append(Content.styled(f"Each column is {group} experts; the busiest of them is shown.", _MUTED))
     return Content("\n").join(lines)
 
 
-def heat_cell(share: float, width: int) -> Content:
-    """One cell: a figure where it fits, else a shade; the colour says the same."""
-    style = f"on $accent {round(5 + 85 * share)}%"
+def _joined(pieces: Sequence[Content]) -> list[Content]:
+    """The same text in fewer pieces: neighbours of one style are one."""
+    joined: list[tuple[str, str]] = []
+    for piece in pieces:
+        style = str(piece.spans[0].style) if piece.spans else ""
+        if joined and joined[-1][1] == style:
+            joined[-1] = joined[-1][0] + piece.plain, style
+        else:
+            joined.append((piece.plain, style))
+    return [Content.styled(text, style) for text, style in joined]
+
+
+def _cell_width(columns: int, room: int) -> int:
+    return max(1, min(6, room // max(1, columns)))
+
+
+def _cells_of(timing: Timing) -> list[list[Cell]]:
+    resident = [set(layer) for layer in timing.resident] or [set()] * len(timing.expert_use)
+    return [
+        [Cell(count, expert in there) for expert, count in enumerate(row)]
+        for row, there in zip(timing.expert_use, resident, strict=False)
+    ]
+
+
+def heat_cell(share: float, width: int, resident: bool = False) -> Content:
+    """One cell: a figure where it fits, else a shade; the colour says the same. See :data:`_RESIDENT`."""
     if width >= 4:
-        figure = "1.00" if share >= 0.995 else f"{share:.2f}"[1:]
-        return Content.styled(f"{figure:^{width}}", f"auto {style}")
-    shade = _SHADES[min(len(_SHADES) - 1, round(share * (len(_SHADES) - 1)))]
-    return Content.styled(shade * width, f"$accent {round(35 + 65 * share)}%")
+        figure = ("1.0" if resident else "1.00") if share >= 0.995 else f"{share:.2f}"[1:]
+        text = f"{figure}{_RESIDENT}" if resident else figure
+        weight = "auto bold" if resident else "auto"
+        return Content.styled(f"{text:^{width}}", f"{weight} on $accent {round(5 + 85 * share)}%")
+    if resident:
+        return Content.styled(f"{min(9, int(10 * share)):^{width}}", "bold $text-accent")
+    step = round(min(1.0, share) * (len(_SHADES) - 1))
+    return Content.styled(_SHADES[step] * width, f"$accent {35 + 13 * step}%")
 
 
-def heat_legend(width: int) -> Content:
+def heat_legend(timing: Timing, width: int) -> Content:
     steps = [0.0, 0.25, 0.5, 0.75, 1.0]
     cell = 6 if width >= 46 else 4
-    return Content.assemble(("rarely ", _MUTED), *[heat_cell(step, cell) for step in steps], (" busiest", _MUTED))
+    scale = Content.assemble(("rarely ", _MUTED), *[heat_cell(step, cell) for step in steps], (" busiest", _MUTED))
+    if not timing.resident:
+        return scale
+    there, every = sum(map(len, timing.resident)), sum(map(len, timing.expert_use))
+    digits = max(len(str(layer)) for layer in timing.moe_layers) if timing.moe_layers else 1
+    figures = _cell_width(max(map(len, timing.expert_use), default=1), width - digits - 1) >= 4
+    mark = _RESIDENT if figures else "a digit (tenths)"
+    words = Content.assemble((mark, "bold"), f" in GPU memory: {there:,} of {every:,} experts")
+    return flowing([scale, words], width)
 
 
-def _map_header(columns: int, size: int, cell: int, digits: int) -> Content:
-    names = "".join(f"{index * size:^{cell}}" for index in range(columns))
+def _map_header(columns: int, group: int, cell: int, digits: int) -> Content:
+    names = "".join(f"{index * group:^{cell}}" for index in range(columns))
     return Content.styled(" " * (digits + 1) + names, _MUTED)

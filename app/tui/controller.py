@@ -7,6 +7,7 @@ calls come from one event loop, in which :meth:`ChatController.run` must be runn
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from app.engine_client import Engine, EngineDied
 from app.text_safety import sanitize
 from app.tui.engine_link import EngineLink
 from app.tui.pulling import Pulling
-from app.tui.saving import RETRY_SAVE_S, Saver, Thread
+from app.tui.saving import RETRY_SAVE_S, Saver, Thread, rename
 from app.tui.state import (
     BUSY,
     TOO_LONG,
@@ -55,6 +56,8 @@ from engine.messages import (
 AUTOSAVE_S = 0.5
 """Half of the second of text that a crash may cost; the other half is for a slow disk."""
 WATCH_ENGINE_S = 1.0
+FIGURES_S = 0.4
+"""Between two changes of the figures that grow with an answer: nobody reads them faster."""
 
 
 class ChatController:
@@ -87,6 +90,7 @@ class ChatController:
         self._beam_turn: Turn | None = None
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._figures_told = 0.0
         engine.on_notice = self._engine_notice
 
     # --- what the screen asks -------------------------------------------------------------------------------------
@@ -171,16 +175,17 @@ class ChatController:
         if self.thread.conversation == conversation:
             self.new_conversation()
 
-    def rename(self, title: str) -> None:
-        """Name the conversation that is shown."""
-        if self.thread.conversation is None:
-            self.thread.title = title
-        else:
-            try:
-                self.thread.title = self.store.change(self.thread.conversation, title=title).title
-            except StoreError as error:
-                self._say(str(error), "error")
+    def rename(self, title: str, done: Callable[[], None] = lambda: None) -> None:
+        """Name the conversation that is shown; ``done`` is called when that is on disk, or cannot be."""
+        self._background(self._rename(self.thread, title, done))
+
+    async def _rename(self, thread: Thread, title: str, done: Callable[[], None]) -> None:
+        try:
+            await rename(self.store, thread, title)
+        except StoreError as error:
+            self._say(str(error), "error")
         self._status_changed()
+        done()
 
     def apply(self, options: ChatOptions) -> None:
         """Other settings: the model is loaded again if it must be, the rest holds from the next answer on."""
@@ -364,12 +369,16 @@ class ChatController:
         turn.answer.content, turn.answer.dirty = text, True
         turn.answer.tokens, turn.answer.tokens_per_s = tokens, tokens_per_s
         status = self.status
+        before = status.phase
         if not turn.stopping:
             status.phase = Phase.ANSWERING
         status.prefill, status.tokens_per_s = None, tokens_per_s
         status.context_used = turn.prompt_tokens + tokens
         self._tell(EntryChanged(turn.answer, live=True))
-        self._status_changed()
+        now = time.monotonic()
+        if status.phase is not before or now - self._figures_told >= FIGURES_S:
+            self._figures_told = now
+            self._status_changed()
 
     def _finished(self, turn: Turn, event: Finished) -> None:
         answer = turn.answer

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 
 from app.engine_client import Engine, EngineDied
+from app.settings import gpu_expert_bytes
 from app.tui.state import ChatOptions, Phase, Status
 from engine.messages import (
     AnyEvent,
@@ -16,6 +17,8 @@ from engine.messages import (
     Failed,
     Load,
     Loaded,
+    Plan,
+    Planned,
     Progress,
     Pull,
     Watch,
@@ -111,6 +114,21 @@ class EngineLink:
             return str(died)
         return "The engine gave no estimate."
 
+    async def plan(self, options: ChatOptions) -> Planned | str | None:
+        """What loading as ``options`` say would need and give, or why that is unknown; None: no engine is up yet."""
+        if not self.engine.running:
+            return None
+        request = Plan(id=self.engine.new_id(), load=_load(0, options))
+        try:
+            async for event in self.engine.stream(request):
+                if isinstance(event, Planned):
+                    return event
+                if isinstance(event, Failed):
+                    return event.error
+        except EngineDied:
+            return None
+        return "The engine gave no prediction."
+
     async def pull(self, model: str, on_request: Callable[[int], None]) -> AsyncIterator[Progress | Done | Failed]:
         """Fetch a model. ``on_request`` is given the id by which it can be cancelled. Raises EngineDied."""
         if not self.engine.running:
@@ -203,5 +221,7 @@ def _load(request: int, options: ChatOptions) -> Load:
         partitioning=options.partitioning,
         cpu_threads=options.cpu_threads,
         context_limit=options.context_limit,
+        policy=options.policy,
+        gpu_expert_bytes=gpu_expert_bytes(options.gpu_expert_memory),
         prefill_chunk=options.prefill_chunk,
     )

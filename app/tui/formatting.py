@@ -28,8 +28,10 @@ def size(nbytes: float) -> str:
 
 
 def rate(tokens_per_s: float) -> str:
-    """``8.1 tok/s``; empty if nothing was measured."""
-    return f"{tokens_per_s:.1f} tok/s" if tokens_per_s > 0 else ""
+    """``8.1 tok/s``, ``1,069 tok/s``; empty if nothing was measured."""
+    if tokens_per_s <= 0:
+        return ""
+    return f"{tokens_per_s:,.0f} tok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.1f} tok/s"
 
 
 def bar(done: float, total: float, width: int) -> Content:
@@ -49,8 +51,13 @@ def progress_text(progress: Progress) -> str:
 
 
 def engine_name(facts: ModelFacts) -> str:
-    """Runtime and executor, without saying the runtime twice: ``torch · local (torch, cpu)``."""
-    return facts.executor if facts.executor.startswith(facts.runtime) else f"{facts.runtime} · {facts.executor}"
+    """Trunk and executor, without saying one thing twice: ``native (avx2, 2 threads)``, ``transformers (torch, cpu) ·
+    local (torch, cpu)``."""
+    trunk, executor = facts.trunk or facts.runtime, facts.executor
+    name = trunk.partition(" ")[0]
+    if executor == name or executor.startswith((f"{name} ", f"{name}:")):
+        return trunk if facts.trunk else executor
+    return f"{trunk} · {executor}"
 
 
 def status_line(status: Status, width: int) -> Content:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 from app.machine import Machine
@@ -18,6 +19,8 @@ class ChatHost(Protocol):
     def settings(self) -> Settings: ...
 
     def change_setting(self, key: str, value: object) -> str: ...
+
+    def change_settings(self, changes: Mapping[str, object]) -> str: ...
 
     def keep_options(self, options: ChatOptions) -> None: ...
 

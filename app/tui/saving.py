@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from app.conversations.records import StoreError
 from app.conversations.store import ConversationStore
@@ -28,6 +29,32 @@ LOCKED_TRIES = 8
 """So often the store may be found locked before that is a problem: another program's write is over in a moment."""
 RETRY_LOCKED_S = 0.15
 """Between these tries; each of them waits a little itself."""
+
+
+Result = TypeVar("Result")
+
+
+async def unlocked(change: Callable[[], Result]) -> Result:
+    """What ``change`` gives, tried again while another program's write has the store locked.
+
+    Raises StoreError as ``change`` does; "locked" only after :data:`LOCKED_TRIES` tries.
+    """
+    for _ in range(LOCKED_TRIES - 1):
+        try:
+            return change()
+        except StoreError as error:
+            if error.reason != "locked":
+                raise
+        await asyncio.sleep(RETRY_LOCKED_S)
+    return change()
+
+
+async def rename(store: ConversationStore, thread: Thread, title: str) -> None:
+    """Name the conversation of ``thread``, on disk if it is there. Raises StoreError."""
+    conversation = thread.conversation
+    if conversation is not None:
+        title = (await unlocked(lambda: store.change(conversation, title=title))).title
+    thread.title = title
 
 
 class Saver:

@@ -12,6 +12,7 @@ from app.conversations.records import MessageRecord, Role, State
 from engine.messages import (
     Beam,
     DtypeName,
+    ExpertPolicy,
     Message,
     ModelFacts,
     Partitioning,
@@ -75,6 +76,9 @@ class ChatOptions:
     runtime: RuntimeName = "auto"
     dtype: DtypeName = "auto"
     partitioning: Partitioning = "auto"
+    policy: ExpertPolicy = "balanced"
+    gpu_expert_memory: float | None = None
+    """In GiB, as the setting of that name."""
     cpu_threads: int | None = None
     context_limit: int | None = None
     prefill_chunk: int = 512
@@ -96,7 +100,10 @@ class ChatOptions:
         return tuple(getattr(self, name) for name in LOADING)
 
 
-LOADING = ("model", "runtime", "dtype", "partitioning", "cpu_threads", "context_limit", "prefill_chunk")
+LOADING = (
+    "model", "runtime", "dtype", "partitioning", "policy", "gpu_expert_memory", "cpu_threads", "context_limit",
+    "prefill_chunk",
+)  # fmt: skip
 """The options that make another model of it, or the same one loaded in another way."""
 
 

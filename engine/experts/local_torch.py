@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import linear, pad
 
-from engine.experts.popularity import Popularity
+from engine.experts.gates import Gate
+from engine.experts.measured import MeasuredExecutor
+from engine.experts.reading_ahead import ReadAhead
 from engine.experts.torch_kernels import kernels_for, padded_rows
 from engine.experts.torch_tensors import NAMES, stored_dtype, view
 from engine.models.files import Experts, StoredTensor
 from engine.timing import Recorder
-
-Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""``gate(gate_out, up_out)``, both [tokens, ffn]: what goes into the down projection. The family's business."""
 
 FEW_ROUTES = 64
 """Up to here routes are sorted in Python, above by torch: Python wins while there are few of them."""
@@ -49,7 +48,7 @@ def run_expert(weights: ExpertTensors, gate: Gate, hidden: torch.Tensor) -> torc
     return out if weights.down_bias is None else out + weights.down_bias
 
 
-class TorchLocalExecutor:
+class TorchLocalExecutor(MeasuredExecutor):
     """Runs experts with torch on ``device``.
 
     The weights stay views of the mapped file. Where the stored dtype or the device differ from what is computed with,
@@ -60,20 +59,22 @@ class TorchLocalExecutor:
     def __init__(
         self,
         experts: Experts,
-        gates: dict[int, Gate],
+        gates: Mapping[int, Gate],
         dtype: torch.dtype,
         device: torch.device,
         recorder: Recorder,
+        read_ahead: ReadAhead | None = None,
     ) -> None:
+        super().__init__(experts, recorder)
         self._experts = experts
         self._gates = gates
+        self._read_ahead = read_ahead
         self._dtype = dtype
         self._device = device
-        self._recorder = recorder
         self._count = experts.count
-        self._popularity = Popularity(experts.layers, experts.count)
         self._views: dict[tuple[int, int], ExpertTensors] = {}
         self._pads = device.type == "cpu" and dtype == torch.bfloat16
+        self._last_counts = torch.zeros(experts.count, dtype=torch.int64)
         self._in_place = device.type == "cpu" and stored_dtype(experts.dtype) == dtype
 
     @property
@@ -83,39 +84,38 @@ class TorchLocalExecutor:
         return f"local (torch, {where}{converted})"
 
     @property
-    def popularity(self) -> Popularity:
-        return self._popularity
+    def counts(self) -> torch.Tensor:
+        return self._last_counts
 
-    def run(self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """See :class:`engine.experts.executor.Executor`. The sum is made in float32 and rounded once, as in the
-        library's own grouped and batched implementations."""
-        return self._measured(layer, hidden, indices, weights, scale_input=False)
-
-    def run_scaled_input(
-        self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
+    def outputs(
+        self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, input_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return self._measured(layer, hidden, indices, weights, scale_input=True)
-
-    def _measured(
-        self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, scale_input: bool
-    ) -> torch.Tensor:
-        recorder = self._recorder
-        if not recorder.enabled:
-            return self._run(layer, hidden, indices, weights, scale_input)
-        before = self._popularity.counts(layer)
-        self._wait()
-        start = recorder.clock()
-        out = self._run(layer, hidden, indices, weights, scale_input)
-        self._wait()
-        recorder.add(layer, "experts", recorder.clock() - start)
-        after = self._popularity.counts(layer)
-        recorder.add_routes(layer, [new - old for new, old in zip(after, before, strict=True)])
+        """See :class:`engine.experts.local.CpuExperts`. oneDNN rounds a row of a product by how many rows there are."""
+        k = indices.shape[1]
+        if self._read_ahead is not None:
+            self._read_ahead.will_need(layer, indices)
+        flat = indices.reshape(-1).long()
+        routes = (flat >= 0).nonzero()[:, 0]
+        out = torch.zeros(len(flat), hidden.shape[1], dtype=torch.float32)
+        self._last_counts = flat.index_select(0, routes).bincount(minlength=self._count)
+        if not len(routes):
+            return out
+        order, _, sizes = self._by_expert(flat.index_select(0, routes)[:, None])
+        chosen = routes.index_select(0, order)
+        rows = hidden.index_select(0, chosen // k).to(self._dtype)
+        if input_weights is not None:
+            rows = rows * input_weights.reshape(-1).index_select(0, chosen)[:, None].to(self._dtype)
+        parts = rows.split(list(sizes.values()))
+        results = [self._expert(layer, expert, part) for expert, part in zip(sizes, parts, strict=True)]
+        out[chosen] = torch.cat(results).float()
         return out
 
     def _run(
         self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, scale_input: bool
     ) -> torch.Tensor:
         tokens, k = indices.shape
+        if self._read_ahead is not None:
+            self._read_ahead.will_need(layer, indices)
         if tokens == 1:
             out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
             for position, expert in enumerate(indices[0].tolist()):

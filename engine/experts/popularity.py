@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 
 
@@ -9,7 +10,7 @@ class Popularity:
     """Counts of routes per (layer, expert). ``layers`` are the decoder layers that have routed experts."""
 
     def __init__(self, layers: Iterable[int], experts: int) -> None:
-        self._counts = {layer: [0] * experts for layer in layers}
+        self._counts = {layer: array("q", bytes(8 * experts)) for layer in layers}
 
     def add(self, layer: int, expert: int, routes: int) -> None:
         """``routes`` tokens were sent to ``expert`` of ``layer``."""
@@ -18,6 +19,10 @@ class Popularity:
     def counts(self, layer: int) -> Sequence[int]:
         """Routes per expert of ``layer``."""
         return tuple(self._counts[layer])
+
+    def address(self, layer: int) -> int:
+        """Where the counts of ``layer`` lie, as 64-bit integers: the kernels add to them directly."""
+        return self._counts[layer].buffer_info()[0]
 
     @property
     def layers(self) -> tuple[int, ...]:

@@ -139,6 +139,11 @@ class BankExperts:
         gate_up = self._view(layer, expert, self.dtype, (2 * rows, columns), gate.offset)
         return ExpertWeights(gate_up=gate_up, **parts)
 
+    @property
+    def mapped_files(self) -> tuple[MappedFile, ...]:
+        """The files that hold experts."""
+        return tuple(self._files.values())
+
     def check_unchanged(self) -> None:
         for mapped in self._files.values():
             mapped.check_unchanged()

@@ -155,6 +155,12 @@ class PlainExperts:
                 gate_up = StoredTensor(entry.dtype, whole.words[expert])
         return ExpertWeights(gate_up=gate_up, **parts)
 
+    @property
+    def mapped_files(self) -> tuple[MappedFile, ...]:
+        """The files that hold experts."""
+        names = dict.fromkeys(source.file_name for source in self._sources.values())
+        return tuple(self._files[name] for name in names)
+
     def check_unchanged(self) -> None:
         for mapped in self._files.values():
             mapped.check_unchanged()

@@ -185,6 +185,11 @@ class MappedFile:
     def size(self) -> int:
         return int(self._bytes.nbytes)
 
+    @property
+    def address(self) -> int:
+        """Where the mapping begins in this process's memory."""
+        return int(self._bytes.ctypes.data)
+
     def tensor(self, dtype: str, shape: tuple[int, ...], start: int) -> StoredTensor:
         """The tensor of ``dtype`` and ``shape`` that begins ``start`` bytes into the file, as a view."""
         stop = start + math.prod(shape) * WIDTHS[dtype]

@@ -28,6 +28,7 @@ from engine.errors import ModelError
 from engine.models import catalogue
 from engine.models.catalogue import STARTER, CatalogueEntry
 from engine.models.locations import ensure, locate
+from engine.models.profiles import remove_profiles
 from engine.models.wording import shown
 
 Kind = Literal["starter", "hub", "folder", "gguf"]
@@ -161,8 +162,8 @@ def partial_downloads() -> list[tuple[str, int]]:
 
 
 def remove(name: str) -> int:
-    """Delete a model of the models folder, its bank and what is unfinished of it; a person's own folder or GGUF file is
-    never touched (only the bank or conversion made of it). Returns the bytes freed.
+    """Delete a model of the models folder, its bank, what is unfinished of it, and what was learned of its use; a
+    person's own folder or GGUF file is never touched (only what was made or learned of it). Returns the bytes freed.
 
     Raises ModelError if there is nothing to delete or it cannot be deleted.
     """
@@ -173,6 +174,8 @@ def remove(name: str) -> int:
     folders = [root / (key + suffix) for suffix in ("", PREPARED, PARTIAL, PREPARED + PARTIAL)]
     folders = [folder for folder in [*folders, download_cache(root / key)] if folder.is_dir()]
     if not folders:
+        if freed := remove_profiles(key):  # what was learned of a model that lies elsewhere
+            return freed
         raise ModelError(f"Nothing of {model.name} is in {root}; `privatellm models` lists what is.", "bad-input")
     freed = sum(folder_bytes(folder) for folder in folders)
     for folder in folders:
@@ -191,7 +194,7 @@ def remove(name: str) -> int:
                 shutil.rmtree(doomed)
         except OSError as error:
             raise ModelError(f"{folder} could not be deleted: {error.strerror or error}.", "disk") from error
-    return freed
+    return freed + remove_profiles(key)
 
 
 def repo_folder_name(repo: str) -> str:

@@ -14,6 +14,10 @@ CALIBRATION_VERSION = 1
 """Raised when the meaning of a field changes; a calibration of another version is refused."""
 
 
+ESTIMATED_TOKENS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 4096)
+"""Where the curves of :func:`estimated` have their points."""
+
+
 class ExpertShape(msgspec.Struct, frozen=True):
     """What makes two experts cost the same."""
 
@@ -54,6 +58,23 @@ class Curve(msgspec.Struct, frozen=True):
         return self.seconds[left] + slope * (tokens - self.tokens[left])
 
 
+class Processor(msgspec.Struct, frozen=True):
+    """What :func:`estimated` takes for a processor: bytes per second, operations per second, and seconds per expert."""
+
+    memory_rate: float
+    operations_rate: float
+    fixed_s: float = 0.0
+
+    def curve(self, shape: ExpertShape, bytes_per_weight: int) -> Curve:
+        """Seconds of one expert for ESTIMATED_TOKENS."""
+        reading = shape.expert_bytes / self.memory_rate
+        weights = shape.expert_bytes / bytes_per_weight
+        return Curve(
+            ESTIMATED_TOKENS,
+            tuple(self.fixed_s + max(reading, 2 * n * weights / self.operations_rate) for n in ESTIMATED_TOKENS),
+        )
+
+
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """The measured costs of one expert on one machine."""
 
@@ -75,3 +96,36 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """The CPU takes so many times as long while weights are being copied (at least 1)."""
     copy_overlapped: float = 1.0
     """A copy takes so many times as long while the CPU runs experts (at least 1)."""
+
+
+def estimated(
+    shape: ExpertShape,
+    *,
+    cpu: Processor,
+    gpu: Processor | None = None,
+    pcie_rate: float = 0.0,
+    machine: str = "estimated",
+    bytes_per_weight: int = 2,
+) -> Calibration:
+    """A calibration from rates alone, not from measurements: for other people's machines, and before measuring.
+
+    An expert takes what reading its weights takes, or its operations, whichever is longer, and a fixed time on top.
+    Activations travel in bytes_per_weight, there and back. Nothing is assumed about what happens when both sides are
+    busy. Raises ValueError for a GPU without a ``pcie_rate``.
+    """
+    if gpu is not None and pcie_rate <= 0:
+        raise ValueError(f"a GPU needs a rate to copy weights at, not {pcie_rate:g} bytes/s")
+    activations = tuple(
+        (gpu.fixed_s if gpu else 0.0) + 2 * tokens * shape.hidden * bytes_per_weight / pcie_rate if gpu else 0.0
+        for tokens in ESTIMATED_TOKENS
+    )
+    return Calibration(
+        version=CALIBRATION_VERSION,
+        machine=machine,
+        shape=shape,
+        cpu=cpu.curve(shape, bytes_per_weight),
+        memory_read=cpu.memory_rate,
+        gpu=gpu.curve(shape, bytes_per_weight) if gpu else None,
+        weight_copy=shape.expert_bytes / pcie_rate if gpu else 0.0,
+        activation_copy=Curve(ESTIMATED_TOKENS, activations) if gpu else None,
+    )

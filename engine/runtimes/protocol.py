@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.experts.popularity import Popularity
 from engine.messages import Load, ModelFacts
 from engine.timing import Recorder
 
@@ -94,6 +95,16 @@ class Interruptible(Protocol):
 
     between_layers: Callable[[], None] | None
     """If set, called before each decoder layer of an :meth:`TokenRows.extend`; may raise :class:`Interrupted`."""
+
+
+@runtime_checkable
+class CountsRoutes(Protocol):
+    """A loaded model that counts which experts its tokens are sent to, whether or not somebody watches."""
+
+    @property
+    def popularity(self) -> Popularity | None:
+        """Counted since the model was loaded; None for a dense model."""
+        ...
 
 
 class Runtime(Protocol):

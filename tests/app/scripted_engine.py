@@ -17,7 +17,10 @@ from engine.messages import (
     PROTOCOL_VERSION,
     Beam,
     BeamProgress,
+    Bench,
+    BenchResult,
     Cancel,
+    DeviceMemory,
     Done,
     Event,
     Failed,
@@ -29,6 +32,9 @@ from engine.messages import (
     ModelFacts,
     Notice,
     Piece,
+    Plan,
+    Planned,
+    PlannedChoice,
     Prepare,
     Progress,
     Pull,
@@ -105,6 +111,28 @@ def answer(request: Generate) -> None:
             os._exit(3)
 
 
+def planned(request: Plan, shortfall: int = 0) -> Planned:
+    """A plan that tells the request back in its choices."""
+    return Planned(
+        id=request.id, model=request.load.model, family="mixtral", fits=not shortfall, shortfall=shortfall,
+        memory=[
+            DeviceMemory(device="A GPU", total=8_000_000_000, free=7_500_000_000, trunk=3_000_000_000, workspace=500),
+            DeviceMemory(device="CPU", total=0, free=0, experts=90_000_000_000),
+        ],
+        choices=[PlannedChoice("load", msgspec.json.encode(request.load).decode(), "as\x1b[31m asked")],
+        tokens_per_s=None if shortfall else 12.345, prefill_tokens_per_s=None if shortfall else 678.9,
+        basis="nothing was measured" if shortfall else "measured",
+    )  # fmt: skip
+
+
+def benched(request: Bench) -> BenchResult:
+    return BenchResult(
+        id=request.id, title=f"{request.kind} of {request.load.model}", columns=["rows", "ms/step", "GPU, ms"],
+        rows=[[1, "10.0 (9.00\u201311.0)", None], [12, "30.0", 2.5]], notes=["a\x1b[2J note"],
+        data={"rounds": request.rounds, "load": msgspec.to_builtins(request.load), "seconds": [0.01, 0.02]},
+    )  # fmt: skip
+
+
 def main(script: str) -> None:
     if script == "no-hello":
         sys.exit("cannot import anything")
@@ -135,6 +163,16 @@ def main(script: str) -> None:
                         Progress(id=request.id, stage="fetching", done=1, total=2, unit="bytes"),
                         Done(id=request.id, path="/there", detail=f"{type(request).__name__} of {request.model}"),
                     )
+                case Plan() if script == "too-large":
+                    emit(planned(request, shortfall=3_000_000_000))
+                case Plan():
+                    emit(planned(request))
+                case Bench() if script == "slow":
+                    emit(Progress(id=request.id, stage="decoding", done=1, total=5))
+                case Bench() if script == "unloadable":
+                    emit(Failed(id=request.id, error="The file is truncated.", kind="model"))
+                case Bench():
+                    emit(Progress(id=request.id, stage="decoding", done=1, total=2), benched(request))
                 case Shutdown() if script != "deaf":
                     return
                 case _:

@@ -100,6 +100,7 @@ def test_json_is_exact_and_yet_safe(home: Path, capsys: pytest.CaptureFixture[st
         answer
     )
     assert {"layers", "per_token_ms"} < set(answer["timing"])
+    assert (answer["trunk"], answer["policy"], answer["movement"]) == ("", None, None)
 
 
 def test_beams_are_shown_when_they_are_done(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

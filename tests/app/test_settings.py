@@ -4,15 +4,27 @@ import dataclasses
 import math
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.machine import Machine
-from app.settings import GROUPS, SCHEMA, THEMES, Setting, SettingError, Settings, availability, documentation
+from app.settings import (
+    GROUPS,
+    SCHEMA,
+    THEMES,
+    Setting,
+    SettingError,
+    Settings,
+    availability,
+    documentation,
+    gpu_expert_bytes,
+    setting_named,
+)
 from app.settings_file import SettingsFile, open_settings
+from engine.messages import ExpertPolicy
 
 LINUX = Machine("linux", "x86_64", nvidia=False, torch=True, mlx=False)
 LINUX_GPU = dataclasses.replace(LINUX, nvidia=True)
@@ -160,7 +172,7 @@ def test_a_value_that_is_not_allowed_is_said_and_left_in_the_file(path: Path, li
 
 def test_a_refused_change_changes_nothing(path: Path) -> None:
     file = open_settings(path)
-    with pytest.raises(SettingError, match="runtime cannot be 'cuda'; it must be one of auto, torch, mlx"):
+    with pytest.raises(SettingError, match="runtime cannot be 'cuda'; it must be one of auto, native, torch, mlx"):
         file.change("runtime", "cuda")
     with pytest.raises(SettingError, match="no setting 'nope'"):
         file.change("nope", 1)
@@ -214,7 +226,25 @@ def test_what_is_not_available_has_a_reason() -> None:
     assert availability("runtime", "mlx", LINUX) == "mlx needs Apple Silicon"
     assert availability("runtime", "mlx", MAC) is None
     assert availability("runtime", "mlx", dataclasses.replace(MAC, mlx=False)) == "mlx-lm is not installed"
-    assert all(availability(setting.key, "auto", LINUX) is None for setting in SCHEMA)
+    assert all(availability(setting.key, "auto", LINUX_GPU) is None for setting in SCHEMA)
+
+
+@pytest.mark.parametrize("key", ["policy", "gpu_expert_memory"])
+def test_sharing_experts_means_nothing_without_a_gpu(key: str) -> None:
+    setting = setting_named(key)
+    assert setting.without_effect(LINUX) == "no GPU found"
+    assert setting.without_effect(MAC) == "CPU and GPU share their memory on Apple Silicon"
+    assert setting.without_effect(LINUX_GPU) is None
+    assert not [other.key for other in SCHEMA if other.without_effect(LINUX_GPU)]
+
+
+def test_every_policy_has_a_label() -> None:
+    assert [choice.value for choice in setting_named("policy").choices] == list(get_args(ExpertPolicy))
+
+
+def test_gpu_memory_is_typed_in_gib_and_loaded_in_bytes() -> None:
+    assert gpu_expert_bytes(None) is None
+    assert gpu_expert_bytes(cast(float, setting_named("gpu_expert_memory").parse("1.5"))) == 3 * 2**29
 
 
 def test_themes_are_textuals_own() -> None:

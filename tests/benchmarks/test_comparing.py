@@ -12,25 +12,38 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from benchmarks.compare import main, model_subject
+from benchmarks.compare import Bench, check_equal, main, memory_needed
+from benchmarks.engines import KINDS
 from benchmarks.gguf_export import half_rotation, write_gguf
 from benchmarks.looking import main as look
 from benchmarks.plain_export import write_plain
-from benchmarks.synthetic import MixtralShape, bf16_words, write_synthetic
+from benchmarks.profile_step import main as profile
+from benchmarks.shapes import MixtralShape, Qwen3MoeShape, Shape, model_bytes
+from benchmarks.subjects import Subject, model_subject
+from benchmarks.synthetic import bf16_words, write_synthetic
 from engine.models.prepare import prepare
 
 TINY = MixtralShape(layers=2, hidden=256, ffn=320, experts=4, heads=2, key_value_heads=1, vocabulary=500)
+TINY_QWEN3 = Qwen3MoeShape(
+    layers=2, hidden=128, ffn=64, experts=16, experts_per_token=4, heads=4, key_value_heads=2, head_width=32,
+    vocabulary=600,
+)  # fmt: skip
 
 
-def test_the_synthetic_model_is_as_large_as_it_says(tmp_path: Path) -> None:
-    folder = write_synthetic(tmp_path / "model", TINY)
+@pytest.mark.parametrize("shape", [TINY, TINY_QWEN3])
+def test_the_synthetic_model_is_as_large_as_it_says(shape: Shape, tmp_path: Path) -> None:
+    folder = write_synthetic(tmp_path / "model", shape)
     file = folder / "model.safetensors"
     header = int.from_bytes(file.read_bytes()[:8], "little")
-    # nbytes leaves out the last norm.
-    assert file.stat().st_size - 8 - header == TINY.nbytes + 2 * TINY.hidden
+    assert file.stat().st_size - 8 - header == model_bytes(shape)
     written = file.stat().st_mtime_ns
-    write_synthetic(folder, TINY)
+    write_synthetic(folder, shape)
     assert file.stat().st_mtime_ns == written
+
+
+def test_the_default_shapes_are_those_of_the_models_they_are_named_after() -> None:
+    assert model_bytes(MixtralShape(layers=32)) / 2 == pytest.approx(46.7e9, rel=1e-3)
+    assert model_bytes(Qwen3MoeShape(layers=48, vocabulary=151936)) / 2 == pytest.approx(30.5e9, rel=2e-3)
 
 
 def test_bf16_rounds_to_nearest_even() -> None:
@@ -56,6 +69,41 @@ def test_the_gguf_holds_the_same_words(tmp_path: Path) -> None:
     assert len(tensors) == 3 + 10 * TINY.layers
 
 
+def test_qwen3_moe_keeps_its_halves_and_norms_every_head(tmp_path: Path) -> None:
+    folder = write_synthetic(tmp_path / "model", TINY_QWEN3)
+    reader = gguf.GGUFReader(write_gguf(folder, tmp_path / "model.gguf"))
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    with safe_open(folder / "model.safetensors", framework="pt") as source:
+        query = source.get_tensor("model.layers.1.self_attn.q_proj.weight").view(torch.uint16).numpy()
+        norm = source.get_tensor("model.layers.0.self_attn.k_norm.weight").float().numpy()
+        up = source.get_tensor("model.layers.0.mlp.experts.5.up_proj.weight").view(torch.uint16).numpy()
+    assert np.array_equal(tensors["blk.1.attn_q.weight"].data.view(np.uint16), query)
+    assert np.array_equal(tensors["blk.0.attn_k_norm.weight"].data, norm)
+    assert np.array_equal(tensors["blk.0.ffn_up_exps.weight"].data.view(np.uint16)[5], up)
+    assert len(tensors) == 3 + 12 * TINY_QWEN3.layers
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    assert fields["general.architecture"] == "qwen3moe"
+    assert fields["qwen3moe.attention.key_length"] == TINY_QWEN3.head_width
+    assert fields["qwen3moe.expert_feed_forward_length"] == TINY_QWEN3.ffn
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"norm_topk_prob": False}, "not normalised"),
+        ({"mlp_only_layers": [0]}, "without experts"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+    ],
+)
+def test_what_the_export_does_not_write_is_refused(change: dict[str, object], words: str, tmp_path: Path) -> None:
+    folder = write_synthetic(tmp_path / "model", TINY_QWEN3)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(config | change), encoding="utf-8")
+    with pytest.raises(ValueError, match=words):
+        write_gguf(folder, tmp_path / "model.gguf")
+    assert not (tmp_path / "model.gguf").exists()
+
+
 def test_a_prepared_model_becomes_the_plain_one_again(tmp_path: Path) -> None:
     folder = write_synthetic(tmp_path / "model", TINY)
     prepared = tmp_path / "model.prepared"
@@ -73,13 +121,24 @@ def test_another_family_is_refused(tmp_path: Path) -> None:
     folder = write_synthetic(tmp_path / "model", TINY)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "olmoe"}), encoding="utf-8")
-    with pytest.raises(ValueError, match="is olmoe, not mixtral"):
+    with pytest.raises(ValueError, match="is olmoe, not mixtral or qwen3_moe"):
         write_gguf(folder, tmp_path / "model.gguf")
+
+
+def test_formats_are_mapped_once_and_copies_counted(tmp_path: Path) -> None:
+    folder = write_synthetic(tmp_path / "model", TINY)
+    subject = Subject("tiny", folder, tmp_path / "model.gguf")
+    size, process = subject.nbytes, 1 << 30
+    assert memory_needed(subject, ["privatellm", "privatellm-torch"]) == size + 2 * process
+    assert memory_needed(subject, ["privatellm", "llama.cpp"]) == 2 * size + 2 * process
+    assert memory_needed(subject, ["privatellm", "transformers", "llama.cpp"]) == 3 * size + 3 * process
+    prepared = Subject("tiny", folder, tmp_path / "model.gguf", prepared=tmp_path)
+    assert memory_needed(prepared, ["privatellm", "transformers", "llama.cpp"]) == 4 * size + 3 * process
 
 
 @pytest.mark.slow
 def test_all_engines_are_found_equal_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    engines = ["privatellm", "transformers"]
+    engines = ["privatellm", "privatellm-torch", "transformers"]
     if importlib.util.find_spec("llama_cpp") is not None:
         engines.append("llama.cpp")
     result = tmp_path / "result.json"
@@ -89,12 +148,44 @@ def test_all_engines_are_found_equal_and_measured(tmp_path: Path, capsys: pytest
     assert main([*arguments, "--json", str(result), "--markdown"]) == 0
     (model,) = json.loads(result.read_text(encoding="utf-8"))["models"]
     variants = {comparison["variant"] for comparison in model["comparisons"]}
-    assert variants >= {"privatellm", "transformers", "transformers-eager"}
+    assert variants >= {"privatellm", "privatellm-torch", "transformers", "transformers-eager"}
+    assert [use["rows"] for use in model["routing"]] == [1, 4]
+    assert model["routing"][0]["distinct"] == 2
     assert all(comparison["cosine"] > 0.998 for comparison in model["comparisons"])
     assert set(model["seconds"]) == variants
     assert set(model["seconds"]["privatellm"]) == {"decode", "4 rows", "prefill 64"}
     assert all(len(values) == 2 for measured in model["seconds"].values() for values in measured.values())
-    assert "| 4 rows |" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "| 4 rows |" in printed
+    assert "| Mixtral-shaped | decode: time relative to llama.cpp | ≤ 0.95 |" in printed
+
+
+@pytest.mark.slow
+def test_every_engine_computes_the_same_for_qwen3_moe(tmp_path: Path) -> None:
+    installed = {"llama.cpp": "llama_cpp", "mlx-lm": "mlx_lm"}
+    engines = [kind for kind in KINDS if importlib.util.find_spec(installed.get(kind, "engine")) is not None]
+    folder = write_synthetic(tmp_path / "model", TINY_QWEN3)
+    subject = Subject("tiny", folder, write_gguf(folder, tmp_path / "model.gguf"))
+    with Bench(subject, engines, 1, tmp_path / "log") as bench:
+        comparisons = check_equal(bench, TINY_QWEN3.vocabulary)
+    assert len(comparisons) >= len(engines) + 1
+    assert [comparison.variant for comparison in comparisons if not comparison.equal] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["privatellm", "privatellm-torch"])
+def test_a_profile_has_every_part(engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--models", "synthetic", "--hidden", "256", "--ffn", "320", "--layers", "1", "--work", str(tmp_path)]
+    result = tmp_path / "result.json"
+    passes = ["--rows", "1", "3", "--prompts", "20", "--steps", "4", "--threads", "1"]
+    assert profile([*small, *passes, "--engine", engine, "--json", str(result)]) == 0
+    (model,) = json.loads(result.read_text(encoding="utf-8"))["models"]
+    assert [(measured["rows"], measured["tokens"]) for measured in model["passes"]] == [(1, 0), (3, 0), (0, 20)]
+    first = model["passes"][0]["passes"][0]
+    assert first["distinct"] == 2 and first["routes"] == 2
+    assert all(first["parts"][part] > 0 for part in ("attention", "router", "experts", "outside"))
+    printed = capsys.readouterr().out
+    assert printed.count("| whole |") == 3 and "**a prompt of 20 tokens**" in printed
 
 
 @pytest.mark.slow

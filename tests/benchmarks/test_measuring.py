@@ -11,13 +11,16 @@ import pytest
 from benchmarks.compare import parse
 from benchmarks.measuring import (
     MEASURES,
+    Measure,
+    ReadBytes,
+    Routing,
     Spread,
-    bytes_per_token,
     compare_logits,
     markdown,
     read_fraction,
     speed_ratio,
 )
+from benchmarks.shapes import MixtralShape, Qwen3MoeShape
 
 
 def test_a_ratio_is_of_medians_and_its_range_is_of_rounds() -> None:
@@ -60,7 +63,33 @@ def test_bytes_of_a_token_are_those_of_mixtral() -> None:
         "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 14336, "num_hidden_layers": 32,
     }  # fmt: skip
     # 12.88 billion active parameters, of which the embedding (131 million) is not read but for one row.
-    assert bytes_per_token(config) == pytest.approx(2 * (12.88e9 - 0.131e9), rel=1e-3)
+    reads = ReadBytes.of(config)
+    assert reads.step() == pytest.approx(2 * (12.88e9 - 0.131e9), rel=1e-3)
+    assert reads.step(8) - reads.step() == 32 * 6 * reads.expert
+
+
+def test_bytes_of_a_token_are_those_of_qwen3_moe() -> None:
+    reads = ReadBytes.of(Qwen3MoeShape(layers=48, vocabulary=151936).config())
+    # 3.35 billion active parameters, of which the embedding (311 million) is not read but for one row.
+    assert reads.step() == pytest.approx(2 * (3.353e9 - 0.311e9), rel=2e-3)
+
+
+def test_a_tied_head_is_read_once_and_its_row_is_part_of_it() -> None:
+    config = MixtralShape().config()
+    tied = ReadBytes.of(config | {"tie_word_embeddings": True})
+    assert ReadBytes.of(config).head - tied.head == 2 * config["hidden_size"]
+
+
+def test_routing_of_too_few_experts_is_called_so() -> None:
+    assert not Routing(12, 65.0, 69.0).degenerate
+    assert Routing(12, 52.0, 69.0).degenerate
+    assert str(Routing(1, 8.0, 8.0)) == "1 row 8.0 (evenly routed 8.0)"
+
+
+def test_variants_are_measured_where_that_says_something() -> None:
+    decode, four, prompt = Measure("decode", rows=1), Measure("4 rows", rows=4), Measure("prefill 64", tokens=64)
+    assert [measure.of("llama.cpp, all logits") for measure in (decode, four, prompt)] == [False, False, True]
+    assert all(measure.of("privatellm") for measure in (decode, four, prompt))
 
 
 def test_the_tables_hold_every_engine_and_measure() -> None:
@@ -73,13 +102,23 @@ def test_the_tables_hold_every_engine_and_measure() -> None:
     for measure in MEASURES:
         assert text.count(f"| {measure.name} |") == 2
     assert "| decode | 110 (100–120) | 220 (200–240) | 330 (300–360) | – | 9.1 |" in text
-    assert "| decode | 2.00 (2.00–2.00) | 3.00 (3.00–3.00) | – |" in text
+    assert "| decode | 2.00 | 3.00 | – |" in text
     lines = read_fraction(samples, [20e9, 22e9], 1_100_000_000)
     assert lines[0].startswith("Streaming read in the same run: 21.0 GB/s (20.0–22.0).")
     assert "- privatellm: 10.0 GB/s, 48% of it" in lines
 
 
-@pytest.mark.parametrize("values", [["--hidden", "100"], ["--rounds", "0"], ["--layers", "none"], ["--engines", "x"]])
+@pytest.mark.parametrize(
+    "values",
+    [
+        ["--hidden", "100"],
+        ["--rounds", "0"],
+        ["--layers", "none"],
+        ["--qwen3-layers", "0"],
+        ["--threads", "0"],
+        ["--engines", "x"],
+    ],
+)
 def test_bad_arguments_are_refused(values: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse(values)

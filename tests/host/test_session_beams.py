@@ -1,4 +1,4 @@
-"""Beam search through a whole session of the torch runtime, with the cache it really has, family by family."""
+"""Beam search through whole sessions of the torch and native runtimes, with the caches they really have."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import torch
 from tiny_models import write_tiny_model
 
 from engine.experts import local_torch
+from engine.experts.kernels.library import choose
 from engine.loading import load_session
-from engine.messages import Finished, Generate, Load
+from engine.messages import Finished, Generate, Load, RuntimeName
 from engine.runtimes.torch.model import TorchModel
 from engine.session import Session
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30]
 LENGTH = 12
 FAMILIES = ("llama", "mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
+NATIVE_FAMILIES = ("llama", "mistral", "mixtral", "qwen2_moe", "olmoe") if choose("float32").native else ()
+CASES = [*(("torch", family) for family in FAMILIES), *(("native", family) for family in NATIVE_FAMILIES)]
 
 
 class Nobody:
@@ -29,8 +32,8 @@ class Nobody:
         return False
 
 
-def open_session(folder: Path) -> Session:
-    return load_session(Load(id=1, model=str(folder), runtime="torch"), lambda *_: None)
+def open_session(folder: Path, runtime: RuntimeName = "torch") -> Session:
+    return load_session(Load(id=1, model=str(folder), runtime=runtime), lambda *_: None)
 
 
 def ask(session: Session, **options: Any) -> Finished:
@@ -46,13 +49,13 @@ def frequent_ends(session: Session, count: int) -> list[int]:
     return sorted(token for token, _ in counts.most_common(count))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_equals_transformers(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(("runtime", "family"), CASES)
+def test_equals_transformers(tmp_path: Path, runtime: RuntimeName, family: str) -> None:
     from transformers import AutoModelForCausalLM
 
     folder = write_tiny_model(tmp_path / family, family)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    session = open_session(folder)
+    session = open_session(folder, runtime)
     ended_early = 0
     for width, penalty, count in ((4, 1.0, 1), (5, 0.4, 2), (16, -0.5, 3), (3, 2.0, 2)):
         ends = frequent_ends(session, count)

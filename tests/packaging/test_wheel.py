@@ -7,6 +7,7 @@ import shutil
 import site
 import subprocess
 import sys
+import sysconfig
 import venv
 import zipfile
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("app", "engine", "discovery", "assets")
+COMPILER = (sysconfig.get_config_var("CC") or "cc").split()[0]
 
 pytestmark = pytest.mark.slow
 
@@ -34,14 +36,19 @@ def run(command: Sequence[str | Path], folder: Path, **environment: str) -> str:
     return result.stdout
 
 
+def copied(folder: Path) -> Path:
+    """The tree without what an earlier build left in it."""
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "_native*"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, folder)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built in a copy of the tree: nothing left by an earlier build can slip in, nothing is left behind."""
-    folder = tmp_path_factory.mktemp("source")
-    for package in PACKAGES:
-        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, folder)
+    folder = copied(tmp_path_factory.mktemp("source"))
     run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist"], folder)
     (built,) = (folder / "dist").glob("*.whl")
     return built
@@ -72,6 +79,27 @@ def test_every_file_of_the_packages_is_in_the_wheel(wheel: Path) -> None:
     assert expected - inside == set()
     strangers = {name for name in inside if not name.startswith((*(f"{p}/" for p in PACKAGES), "privatellm-"))}
     assert strangers == set()
+
+
+@pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C compiler here")
+def test_the_native_kernels_are_built_and_run_from_the_wheel(environment: Path, tmp_path: Path) -> None:
+    program = (
+        "from engine.experts.kernels import library\n"
+        "print(library.path())\n"
+        "print(library.choose('bfloat16', {}).name in library.available())"
+    )
+    path, works = run([environment / "bin" / "python", "-c", program], tmp_path).splitlines()
+    assert Path(path).is_relative_to(environment)
+    assert works == "True"
+
+
+def test_without_a_compiler_it_installs_all_the_same(tmp_path: Path) -> None:
+    """Editable, as `make chat` does it: everything but the native kernels."""
+    folder = copied(tmp_path)
+    program = "from setuptools import build_meta; print(build_meta.build_editable('dist'))"
+    said = run([sys.executable, "-c", program], folder, CC=str(tmp_path / "no-such-compiler"))
+    assert (folder / "dist" / said.splitlines()[-1]).is_file()
+    assert list((folder / "engine" / "experts" / "kernels").glob("_native*")) == []
 
 
 def test_styles_catalogue_and_migrations_are_among_them(wheel: Path) -> None:

@@ -12,7 +12,7 @@ from tiny_models import TINY_FAMILIES, write_tiny_model
 from torch_oracle import load, prompt
 
 from engine.errors import ModelError
-from engine.experts.local_torch import TorchLocalExecutor
+from engine.experts.measured import MeasuredExecutor
 from engine.runtimes.protocol import Logits
 from engine.runtimes.torch.cache import BLOCK
 from engine.runtimes.torch.model import TorchModel
@@ -122,15 +122,17 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was(model: TorchModel, monkeyp
     rows = model.start()
     rows.extend(tokens)
     last = model.facts.moe_layers[-1]
-    run = TorchLocalExecutor._run
+    kind = type(model.executor)
+    assert issubclass(kind, MeasuredExecutor)
+    run = kind._run
 
-    def failing(self: TorchLocalExecutor, layer: int, *rest: object) -> torch.Tensor:
+    def failing(self: MeasuredExecutor, layer: int, *rest: object) -> torch.Tensor:
         if layer == last:
             raise MemoryError("no room")
         return run(self, layer, *rest)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(TorchLocalExecutor, "_run", failing)
+        patch.setattr(kind, "_run", failing)
         with pytest.raises(MemoryError):
             rows.step([9])
         with pytest.raises(MemoryError):

@@ -75,3 +75,15 @@ def worst(ours: list[Logits], theirs: list[Logits]) -> float:
         float(np.abs(a - b).max() / np.abs(b).max()) if np.isfinite(a).all() else float("inf")
         for a, b in zip(ours, theirs, strict=True)
     )
+
+
+def typical(ours: list[Logits], theirs: list[Logits]) -> float:
+    """The median over the steps of the root mean square difference, relative to the logits'.
+
+    In bfloat16 a router may choose another expert of two that are as good, which one step's worst logit shows and the
+    median does not.
+    """
+    assert len(ours) == len(theirs)
+    steps = [float(np.sqrt(((a - b) ** 2).mean() / (b**2).mean())) for a, b in zip(ours, theirs, strict=True)]
+    assert np.isfinite(steps).all()
+    return float(np.median(steps))

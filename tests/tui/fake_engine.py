@@ -6,6 +6,8 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 
+import msgspec
+
 from app.engine_client import EngineDied
 from engine.messages import (
     AnyEvent,
@@ -15,6 +17,7 @@ from engine.messages import (
     BeamEstimates,
     BeamProgress,
     Cancel,
+    DeviceMemory,
     Done,
     EstimateBeams,
     Failed,
@@ -25,6 +28,9 @@ from engine.messages import (
     ModelFacts,
     Notice,
     Piece,
+    Plan,
+    Planned,
+    PlannedChoice,
     Prefill,
     Progress,
     Pull,
@@ -36,6 +42,16 @@ FACTS = ModelFacts(
     name="starter", family="mixtral", runtime="torch", executor="local (torch, cpu)", device="cpu", dtype="bfloat16",
     layers=4, experts=4, experts_per_token=2, moe_layers=[0, 1, 2, 3], vocabulary=100, hidden=16, context_limit=2048,
     trunk_bytes=1, expert_bytes=1, key_value_bytes_per_token=1, parameters=393_000_000,
+)  # fmt: skip
+
+
+PLANNED = Planned(
+    model="starter", family="mixtral", fits=True, tokens_per_s=96.4, prefill_tokens_per_s=1069.0,
+    memory=[DeviceMemory(device="CPU", total=25_000_000_000, free=21_000_000_000, trunk=160_000_000,
+                         experts=594_000_000, key_values=50_000_000, workspace=20_000_000)],
+    choices=[PlannedChoice("runtime", "native", "no GPU is used and the model has the commonest shape"),
+             PlannedChoice("threads", "2", "one per physical core")],
+    basis="streaming read of 48 GB/s, measured here",
 )  # fmt: skip
 
 
@@ -62,7 +78,9 @@ class FakeEngine:
         self.load_progress = Progress(stage="weights", done=63, total=100, unit="layers")
         self.beam_steps: list[list[Beam]] = []
         self.timing: Timing | None = None
+        self.planned: Planned | Failed = PLANNED
         self.starts = 0
+        self.start_gate: asyncio.Event | None = None
         self.pull_gate: asyncio.Event | None = None
         self.speed = 8.1
         self._ids = itertools.count(1)
@@ -79,6 +97,8 @@ class FakeEngine:
         self._running = False
 
     async def start(self) -> None:
+        if self.start_gate is not None:
+            await self.start_gate.wait()
         if not self._running:
             self.starts += 1
             self._running = True
@@ -106,6 +126,9 @@ class FakeEngine:
                 events = self._estimate(request)
             case Pull():
                 events = self._pull(request)
+            case Plan():
+                yield msgspec.structs.replace(self.planned, id=request.id)
+                return
             case _:
                 raise AssertionError(request)
         async for event in events:

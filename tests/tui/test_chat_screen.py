@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 from fake_engine import FakeEngine
 from screen_helpers import MakeApp, ask, controller, notice, ready, shown, wait_until
+from textual.content import Content
 
 from app.conversations.store import ConversationStore
 from app.tui.screens.conversations import ConversationsScreen
-from app.tui.widgets.message import MessageView
+from app.tui.state import Entry, StatusChanged, Update
+from app.tui.widgets.message import FAST, STEP, LiveTail, MessageView
 from engine.messages import Generate
 
 
@@ -321,3 +323,37 @@ def test_stray_output_does_not_reach_the_terminal(tmp_path: Path) -> None:
     assert b"afterwards" in seen
     assert b"stray" not in seen
     assert (tmp_path / "log").read_bytes() == b"stray onestray two"
+
+
+def test_a_fast_answer_grows_by_several_lines_at_a_time() -> None:
+    tail = LiveTail()
+    content = Content("\n".join(["line"] * (STEP + 1)))
+    assert tail.height_of(content, 40) == STEP + 1
+    entry = Entry("assistant", "text", state="writing", tokens_per_s=FAST)
+    tail.show(entry)
+    assert tail.height_of(content, 40) == 2 * STEP
+    entry.tokens_per_s = FAST / 2
+    tail.show(entry)
+    assert tail.height_of(content, 40) == STEP + 1
+
+
+async def test_a_fast_answer_is_shown_whole_with_few_updates(make_app: MakeApp, engine: FakeEngine) -> None:
+    engine.speed = 200.0
+    engine.answer = lambda request: [f"word{count} " for count in range(400)]
+    app = make_app()
+    told = 0
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        tell = controller(app)._tell
+
+        def count(update: Update) -> None:
+            nonlocal told
+            told += isinstance(update, StatusChanged)
+            tell(update)
+
+        controller(app)._tell = count
+        await ask(pilot, app, "count")
+        assert "word399" in shown(app)[1]
+        assert app.chat is not None
+        assert app.chat.controller.status.tokens_per_s == 200.0
+        assert told < 100

@@ -12,7 +12,9 @@ import pytest
 from chat_helpers import Chat, on_disk, running
 from fake_engine import FakeEngine
 
+from app.conversations.records import StoreError
 from app.conversations.store import ConversationStore
+from app.tui.saving import unlocked
 from engine.messages import Generate
 
 
@@ -74,3 +76,37 @@ async def test_no_call_of_the_store_waits_for_a_lock_as_long_as_a_person_would_n
     """Not a benchmark: SQLite's own wait, which the event loop would sit out."""
     waits = store._connection.execute("PRAGMA busy_timeout").fetchone()[0]  # type: ignore[attr-defined]
     assert waits <= 150
+
+
+async def test_a_new_name_waits_for_a_short_lock(
+    engine: FakeEngine, store: ConversationStore, other: sqlite3.Connection
+) -> None:
+    async with running(Chat(engine, store)) as chat:
+        chat.controller.submit("first")
+        await chat.answered()
+        other.execute("BEGIN IMMEDIATE")
+        done: list[bool] = []
+        chat.controller.rename("better", lambda: done.append(True))
+        await asyncio.sleep(0.2)
+        assert not done
+        other.execute("ROLLBACK")
+        await chat.until(lambda: done)
+        assert store.conversations()[0].title == chat.controller.thread.title == "better"
+        assert not chat.said
+
+
+async def test_a_lock_that_stays_is_said(store: ConversationStore, other: sqlite3.Connection) -> None:
+    created = store.create(model="m", system="", title="old")
+    other.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreError, match="locked"):
+        await unlocked(lambda: store.change(created.id, title="new"))
+    tries = 0
+
+    def change() -> str:
+        nonlocal tries
+        tries += 1
+        raise StoreError("the disk is full", "full")
+
+    with pytest.raises(StoreError, match="full"):
+        await unlocked(change)
+    assert tries == 1

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 from fake_engine import FakeEngine
-from screen_helpers import MakeApp, ask, controller, notice, ready, shown, wait_until
-from textual.widgets import Input, OptionList, Static
+from screen_helpers import MACHINE, MakeApp, ask, controller, notice, ready, shown, wait_until
+from textual.pilot import Pilot
+from textual.widgets import Input, OptionList, RadioButton, RadioSet, Static
 
 from app.conversations.store import ConversationStore
 from app.settings_file import open_settings
+from app.tui.application import ChatApp
 from app.tui.screens.conversations import ConversationsScreen
 from app.tui.screens.models import ModelsScreen
 from app.tui.screens.panel import PanelScreen
-from app.tui.screens.settings import SettingRow, SettingsScreen
+from app.tui.screens.settings import Prediction, SettingRow, SettingsScreen
 from app.tui.widgets.beam_panel import Candidates, Widths
-from engine.messages import Beam, Generate, LayerTimes, PhaseTimes, Timing
+from engine.messages import Beam, ExpertMovement, Failed, Generate, LayerTimes, Load, PhaseTimes, Plan, Timing
 
 BEAMS = [Beam("first", [1], -0.1), Beam("second", [2], -0.2), Beam("third", [3], -0.3)]
 
@@ -125,14 +129,29 @@ async def test_timing_is_measured_while_the_panel_is_open(make_app: MakeApp, eng
         await pilot.press("f5")
         await wait_until(pilot, lambda: engine.watching)
         await ask(pilot, app, "q")
-        view = app.screen.query_one(".timing")
-        await wait_until(pilot, lambda: "Use of the experts" in str(view.render()))
+        view, experts = app.screen.query_one(".timing"), app.screen.query_one(".experts")
+        await wait_until(pilot, lambda: "Use of the experts" in str(experts.render()))
         assert "Decoding by layer" in str(view.render())
         await pilot.press("f5", "p")
         assert "Prefill by layer" in str(view.render())
         await pilot.press("f5")
         await wait_until(pilot, lambda: not engine.watching)
         assert not app.screen.query(".timing")
+
+
+async def test_sharing_is_shown_where_there_is_any(make_app: MakeApp, engine: FakeEngine) -> None:
+    moved = ExpertMovement(tokens=4, weight_bytes=8_000_000, hits=3, misses=1, gpu_s=0.5, cpu_s=0.5, total_s=1.0)
+    engine.timing = msgspec.structs.replace(TIMING, movement=moved, resident=[[3], [3], [0, 3], []])
+    app = make_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(pilot, app)
+        await pilot.press("f5")
+        await wait_until(pilot, lambda: engine.watching)
+        await ask(pilot, app, "q")
+        view = app.screen.query_one(".timing")
+        await wait_until(pilot, lambda: "hit rate 75%" in str(view.render()))
+        assert "weights 2.0 MB" in str(view.render())
+        assert "in GPU memory: 4 of 16 experts" in str(app.screen.query_one(".experts").render())
 
 
 async def test_a_panel_becomes_a_screen_where_it_is_narrow(make_app: MakeApp, engine: FakeEngine) -> None:
@@ -174,9 +193,127 @@ async def test_a_setting_is_changed_saved_and_used(make_app: MakeApp, engine: Fa
         assert request.max_tokens == 7
 
 
-async def test_what_cannot_be_had_is_greyed_with_the_reason(make_app: MakeApp) -> None:
-    from textual.widgets import RadioButton
+def prediction_of(app: ChatApp) -> str:
+    return str(app.screen.query_one(Prediction).render())
 
+
+async def open_settings_screen(pilot: Pilot[int], app: ChatApp) -> dict[str, SettingRow]:
+    await pilot.press("ctrl+s")
+    await wait_until(pilot, lambda: isinstance(app.screen, SettingsScreen) and app.screen.query(Prediction))
+    return {row.setting.key: row for row in app.screen.query(SettingRow)}
+
+
+def planned_loads(engine: FakeEngine) -> list[Load]:
+    return [request.load for request in engine.sent(Plan) if isinstance(request, Plan)]
+
+
+async def test_the_prediction_comes_before_the_model_is_loaded_again(make_app: MakeApp, engine: FakeEngine) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        rows = await open_settings_screen(pilot, app)
+        await wait_until(pilot, lambda: "96.4 tok/s" in prediction_of(app))
+        rows["cpu_threads"].query_one(Input).focus()
+        await pilot.press("3")
+        await wait_until(pilot, lambda: planned_loads(engine)[-1].cpu_threads == 3)
+        rows["runtime"].query_one(RadioSet).focus()
+        await pilot.press("down", "enter")
+        await wait_until(pilot, lambda: planned_loads(engine)[-1].runtime == "native")
+        assert planned_loads(engine)[-1].cpu_threads == 3
+        assert "Not applied yet" in prediction_of(app)
+        assert len(engine.sent(Load)) == 1 and app.settings.runtime == "auto"
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: app.screen is app.chat and len(engine.sent(Load)) == 2)
+        await ready(pilot, app)
+        (_, load) = engine.sent(Load)
+        assert isinstance(load, Load) and (load.runtime, load.cpu_threads) == ("native", 3)
+        assert (app.settings.runtime, app.settings.cpu_threads) == ("native", 3)
+
+
+async def test_changes_that_are_taken_back_load_nothing(make_app: MakeApp, engine: FakeEngine) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        rows = await open_settings_screen(pilot, app)
+        rows["runtime"].query_one(RadioSet).focus()
+        await pilot.press("down", "enter")
+        await wait_until(pilot, lambda: "Not applied yet" in prediction_of(app))
+        await pilot.press("f6")
+        await wait_until(pilot, lambda: app.screen.query(Prediction) and "96.4 tok/s" in prediction_of(app))
+        assert "Not applied" not in prediction_of(app)
+        assert planned_loads(engine)[-1].runtime == "auto"
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: app.screen is app.chat)
+        assert len(engine.sent(Load)) == 1
+
+
+async def test_policy_and_gpu_memory_go_into_the_load(make_app: MakeApp, engine: FakeEngine) -> None:
+    app = make_app()
+    app.machine = dataclasses.replace(MACHINE, nvidia=True)
+    async with app.run_test(size=(100, 40)) as pilot:
+        await ready(pilot, app)
+        rows = await open_settings_screen(pilot, app)
+        rows["policy"].query_one(RadioSet).focus()
+        await pilot.press("down", "down", "enter")
+        rows["gpu_expert_memory"].query_one(Input).focus()
+        await pilot.press(*"1.5")
+        await wait_until(pilot, lambda: planned_loads(engine)[-1].gpu_expert_bytes == 3 * 2**29)
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: len(engine.sent(Load)) == 2)
+        load = engine.sent(Load)[-1]
+        assert isinstance(load, Load) and (load.policy, load.gpu_expert_bytes) == ("monde", 3 * 2**29)
+
+
+async def test_sharing_is_greyed_as_a_whole_without_a_gpu(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test(size=(100, 40)) as pilot:
+        await ready(pilot, app)
+        rows = await open_settings_screen(pilot, app)
+        assert rows["policy"].query_one(RadioSet).disabled and rows["gpu_expert_memory"].query_one(Input).disabled
+        assert "no GPU found" in str(rows["policy"].query_one(".setting-help", Static).visual)
+        assert not rows["cpu_threads"].query_one(Input).disabled
+
+
+async def test_what_cannot_be_predicted_is_said_in_a_line(make_app: MakeApp, engine: FakeEngine) -> None:
+    engine.planned = Failed(error="There is no model called 'x'; did you mean starter?", kind="bad-input")
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        await open_settings_screen(pilot, app)
+        await wait_until(pilot, lambda: "Not predicted: There is no model called 'x'" in prediction_of(app))
+
+
+async def test_the_prediction_waits_for_an_engine_that_is_not_up(make_app: MakeApp, engine: FakeEngine) -> None:
+    engine.start_gate = asyncio.Event()
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: app.chat is not None and app.chat.is_mounted)
+        await open_settings_screen(pilot, app)
+        await wait_until(pilot, lambda: "when the engine is up" in prediction_of(app))
+        engine.start_gate.set()
+        await wait_until(pilot, lambda: "96.4 tok/s" in prediction_of(app))
+
+
+async def test_the_prediction_comes_while_an_answer_is_written(make_app: MakeApp, engine: FakeEngine) -> None:
+    engine.gate = asyncio.Event()
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        controller(app).submit("q")
+        await wait_until(pilot, lambda: controller(app).busy)
+        rows = await open_settings_screen(pilot, app)
+        await wait_until(pilot, lambda: "96.4 tok/s" in prediction_of(app))
+        rows["runtime"].query_one(RadioSet).focus()
+        await pilot.press("down", "enter")
+        await wait_until(pilot, lambda: "is being written stops" in prediction_of(app))
+        await pilot.press("f6")
+        engine.gate.set()
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: not controller(app).busy)
+        assert controller(app).thread.path[-1].content == "Paris is the capital."
+
+
+async def test_what_cannot_be_had_is_greyed_with_the_reason(make_app: MakeApp) -> None:
     app = make_app()
     async with app.run_test(size=(100, 40)) as pilot:
         await ready(pilot, app)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
-from fake_engine import FACTS
+from fake_engine import FACTS, PLANNED
 from hypothesis import given
 from hypothesis import strategies as st
 from textual.content import Content
 
 from app.tui import charts, commands, windowing
-from app.tui.formatting import progress_text, size, status_line
+from app.tui.formatting import engine_name, progress_text, size, status_line
+from app.tui.predicting import prediction
 from app.tui.rendering import code_blocks, render_markdown
 from app.tui.state import Phase, Status
 from app.tui.streaming import LONGEST_TAIL, GrowingText
 from app.tui.tables import column_widths
 from app.tui.widgets.beam_panel import common_beginning
-from engine.messages import LayerTimes, PhaseTimes, Prefill, Progress, Timing
+from engine.messages import DeviceMemory, ExpertMovement, LayerTimes, PhaseTimes, Prefill, Progress, Timing
 
 # --- windows ---
 
@@ -246,7 +248,90 @@ def test_the_busiest_expert_is_one() -> None:
 
 
 def test_joined_columns_show_the_busiest_of_their_group() -> None:
-    assert charts.group_columns([[1, 5, 2, 3, 9]], 3) == ([[5, 3, 9]], 2)
+    row = [charts.Cell(1), charts.Cell(5, True), charts.Cell(2), charts.Cell(3), charts.Cell(9)]
+    assert charts.group_columns([row], 3) == ([[row[1], row[3], row[4]]], 2)
+    assert charts.group_columns([[charts.Cell(4), charts.Cell(4, True)]], 1) == ([[charts.Cell(4, True)]], 2)
+
+
+@pytest.mark.parametrize(("width", "expected"), [(60, ".25 1.0▪ .10"), (5, "·92")])
+def test_what_is_in_gpu_memory_is_marked_without_colour(width: int, expected: str) -> None:
+    timing = Timing(
+        prefill=PhaseTimes(), decode=PhaseTimes(), moe_layers=[3], expert_use=[[5, 20, 4 if width == 5 else 2]],
+        resident=[[1, 2] if width == 5 else [1]],
+    )  # fmt: skip
+    row = next(line for line in charts.heat_map(timing, width).plain.splitlines() if line.startswith("3"))
+    assert " ".join(row.split()) == f"3 {expected}"
+
+
+def test_the_legend_explains_the_marks_where_there_are_any() -> None:
+    timing = Timing(prefill=PhaseTimes(), decode=PhaseTimes(), moe_layers=[3], expert_use=[[5, 20]], resident=[[1]])
+    assert "in GPU memory: 1 of 2 experts" in charts.heat_legend(timing, 100).plain
+    assert "GPU" not in charts.heat_legend(msgspec.structs.replace(timing, resident=[]), 100).plain
+
+
+@given(st.integers(1, 6), st.integers(1, 300), st.integers(8, 140), st.data())
+def test_a_heat_map_with_residents_fits(layers: int, experts: int, width: int, data: st.DataObject) -> None:
+    resident = [data.draw(st.lists(st.integers(0, experts - 1), unique=True)) for _ in range(layers)]
+    timing = Timing(
+        prefill=PhaseTimes(), decode=PhaseTimes(), moe_layers=list(range(layers)),
+        expert_use=[[(layer + expert) % 5 for expert in range(experts)] for layer in range(layers)], resident=resident,
+    )  # fmt: skip
+    rows = [line for line in charts.heat_map(timing, width).split("\n") if not line.plain.startswith("Each")]
+    assert all(line.cell_length <= width for line in rows)
+
+
+def test_what_was_moved_is_said_for_a_token() -> None:
+    moved = ExpertMovement(
+        tokens=10, weight_bytes=123_000_000, activation_bytes=820_000, hits=60, misses=40, moved=10, cpu_s=0.7,
+        gpu_s=0.5, both_s=0.25, total_s=1.0,
+    )  # fmt: skip
+    text = charts.movement(moved, 200).plain
+    assert "weights 12.3 MB" in text and "activations 82 kB" in text
+    assert "hit rate 60%" in text and "25% of the misses copied" in text
+    assert "GPU at work 50%  CPU 70%  both at once 25%" in text
+    assert all(len(line) <= 40 for line in charts.movement(moved, 40).plain.splitlines())
+    assert "hit rate" not in charts.movement(ExpertMovement(), 80).plain
+
+
+# --- what loading would need ---
+
+FULL = DeviceMemory(
+    device="Some GPU", total=24_000_000_000, free=20_000_000_000, trunk=4_000_000_000, experts=19_200_000_000
+)
+
+
+def test_a_shortfall_comes_first() -> None:
+    short = msgspec.structs.replace(PLANNED, fits=False, shortfall=3_200_000_000, memory=[FULL])
+    lines = prediction(short, 80).plain.splitlines()
+    assert lines[0] == "starter does not fit in memory: 3.2 GB short."
+    assert "Some GPU 23.2 GB of 24.0 GB" in lines[3] or "Some GPU 23.2 GB of 24.0 GB" in lines[2]
+
+
+def test_a_prediction_says_what_it_rests_on() -> None:
+    text = prediction(PLANNED, 100).plain
+    assert "about 96.4 tok/s" in text and "prompts 1,069 tok/s" in text and "48 GB/s, measured here" in text
+    assert "CPU 824 MB of 25.0 GB" in text and "21.0 GB free" in text
+    assert "runtime: native – no GPU is used" in text
+    unknown = msgspec.structs.replace(PLANNED, tokens_per_s=None, basis="run `privatellm bench experts`")
+    assert prediction(unknown, 100).plain.startswith("Speed not predicted  run `privatellm bench experts`")
+    assert prediction("There is no model\ncalled x.", 80).plain == "Not predicted: There is no model called x."
+
+
+# --- who runs the model ---
+
+
+@pytest.mark.parametrize(
+    ("trunk", "executor", "expected"),
+    [
+        ("", "local (torch, cpu)", "torch · local (torch, cpu)"),
+        ("", "torch (cpu)", "torch (cpu)"),
+        ("native (avx2, 2 threads)", "native (avx2, cpu)", "native (avx2, 2 threads)"),
+        ("native (avx2, 2 threads)", "none (dense)", "native (avx2, 2 threads) · none (dense)"),
+        ("transformers (torch, cpu)", "local (avx2, cpu)", "transformers (torch, cpu) · local (avx2, cpu)"),
+    ],
+)
+def test_the_trunk_is_named(trunk: str, executor: str, expected: str) -> None:
+    assert engine_name(msgspec.structs.replace(FACTS, trunk=trunk, executor=executor)) == expected
 
 
 def test_phases_are_kept_apart() -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable
 
+import msgspec
 import pytest
-from fake_engine import FakeEngine
-from screen_helpers import MakeApp, wait_until
+from fake_engine import PLANNED, FakeEngine
+from screen_helpers import MACHINE, MakeApp, wait_until
 from textual.pilot import Pilot
-from textual.widgets import OptionList, TextArea
+from textual.widgets import OptionList, RadioSet, TextArea
 
 from app.tui.application import ChatApp
+from app.tui.screens.settings import Prediction, SettingRow
 from app.tui.state import Phase
 from app.tui.widgets.beam_panel import Candidates
-from engine.messages import Beam, LayerTimes, PhaseTimes, Timing
+from engine.messages import Beam, DeviceMemory, ExpertMovement, LayerTimes, PhaseTimes, PlannedChoice, Timing
 
 SIZES = [(80, 24), (120, 40), (40, 20)]
 sizes = pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
@@ -189,7 +192,7 @@ def test_timing(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, si
         await wait_until(pilot, lambda: engine.watching)
         await ask(pilot, "What is the capital?")
         app = app_of(pilot)
-        await wait_until(pilot, lambda: "Use of the experts" in str(app.screen.query_one(".timing").render()))
+        await wait_until(pilot, lambda: "Use of the experts" in str(app.screen.query_one(".experts").render()))
 
     assert snap_compare(make_app(), terminal_size=size, run_before=before)
 
@@ -203,11 +206,33 @@ def test_timing_scrolled_to_the_heat_map(snap_compare: Compare, make_app: MakeAp
         await wait_until(pilot, lambda: engine.watching)
         await ask(pilot, "What is the capital?")
         app = app_of(pilot)
-        await wait_until(pilot, lambda: "Use of the experts" in str(app.screen.query_one(".timing").render()))
+        await wait_until(pilot, lambda: "Use of the experts" in str(app.screen.query_one(".experts").render()))
         await pilot.press("end")
         await pilot.pause()
 
     assert snap_compare(make_app(), terminal_size=(80, 24), run_before=before)
+
+
+@pytest.mark.parametrize("size", [(130, 60), (70, 60)], ids=["beside", "alone"])
+def test_timing_of_shared_experts(
+    snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]
+) -> None:
+    moved = ExpertMovement(
+        tokens=384, weight_bytes=4_720_000_000, activation_bytes=63_000_000, hits=3900, misses=2244, moved=700,
+        cpu_s=9.1, gpu_s=8.2, both_s=6.9, total_s=11.3,
+    )  # fmt: skip
+    resident = [[expert for expert in range(8) if (layer + expert) % 3 == 0] for layer in range(8)]
+    engine.timing = msgspec.structs.replace(TIMING, movement=moved, resident=resident)
+
+    async def before(pilot: Pilot[int]) -> None:
+        await ready(pilot)
+        await pilot.press("f5")
+        await wait_until(pilot, lambda: engine.watching)
+        await ask(pilot, "What is the capital?")
+        app = app_of(pilot)
+        await wait_until(pilot, lambda: "in GPU memory" in str(app.screen.query_one(".experts").render()))
+
+    assert snap_compare(make_app(), terminal_size=size, run_before=before)
 
 
 @sizes
@@ -215,11 +240,45 @@ def test_settings(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int
     async def before(pilot: Pilot[int]) -> None:
         await ready(pilot)
         await pilot.press("ctrl+s")
-        await wait_until(pilot, lambda: pilot.app.screen.query(".settings"))
+        await wait_until(pilot, lambda: pilot.app.screen.query(Prediction))
+        prediction = pilot.app.screen.query_one(Prediction)
+        await wait_until(pilot, lambda: "96.4 tok/s" in str(prediction.render()))
         pilot.app.screen.set_focus(None)
         await pilot.pause()
 
     assert snap_compare(make_app(), terminal_size=size, run_before=before)
+
+
+@sizes
+def test_settings_that_do_not_fit(
+    snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]
+) -> None:
+    gpu = DeviceMemory(
+        device="Some GPU 24 GB", total=25_700_000_000, free=24_100_000_000, trunk=3_200_000_000,
+        experts=22_800_000_000, key_values=700_000_000, workspace=600_000_000,
+    )  # fmt: skip
+    policy = PlannedChoice("policy", "balanced", "measured on this machine")
+    engine.planned = msgspec.structs.replace(
+        PLANNED, model="large-moe", fits=False, shortfall=3_200_000_000, memory=[gpu, *PLANNED.memory],
+        tokens_per_s=8.4, choices=[*PLANNED.choices, policy], basis="the calibration of this machine",
+    )  # fmt: skip
+
+    async def before(pilot: Pilot[int]) -> None:
+        await ready(pilot)
+        await pilot.press("ctrl+s")
+        await wait_until(pilot, lambda: pilot.app.screen.query(Prediction))
+        prediction = pilot.app.screen.query_one(Prediction)
+        rows = {row.setting.key: row for row in pilot.app.screen.query(SettingRow)}
+        rows["policy"].query_one(RadioSet).focus()
+        await pilot.press("down", "enter")
+        await wait_until(pilot, lambda: "3.2 GB short" in str(prediction.render()))
+        await wait_until(pilot, lambda: "Not applied yet" in str(prediction.render()))
+        await wait_until(pilot, lambda: not [worker for worker in pilot.app.workers if worker.group == "prediction"])
+        await pilot.pause()
+
+    app = make_app()
+    app.machine = dataclasses.replace(MACHINE, nvidia=True)
+    assert snap_compare(app, terminal_size=size, run_before=before)
 
 
 @sizes

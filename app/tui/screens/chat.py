@@ -82,6 +82,9 @@ class ChatScreen(OpensScreens):
         self._runner: Worker[None] | None = None
         self._editing: Entry | None = None
         self._code_copied: dict[int, int] = {}
+        self._title = ""
+        self._on_the_way: set[int] = set()
+        """Updates that were sent and not shown yet: 0 the status, else the key of an entry that grows."""
 
     # --- layout ---------------------------------------------------------------------------------------------------
 
@@ -98,7 +101,7 @@ class ChatScreen(OpensScreens):
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
-        self.query_one("#transcript").display = False
+        self.query_one("#transcript").display = self.query_one("#title").display = False
         self.query_one("#side").display = False
         self.query_one("#notice").display = False
         self.prompt.focus()
@@ -128,12 +131,26 @@ class ChatScreen(OpensScreens):
     # --- what the controller says ---------------------------------------------------------------------------------
 
     def _hear(self, update: Update) -> None:
-        self.post_message(Updated(update))
+        """While an answer is written this comes many times a second: what is on its way already is not sent again."""
+        match update:
+            case StatusChanged():
+                sort = 0
+            case EntryChanged(entry, True):
+                sort = entry.key
+            case _:
+                # Whatever else happened, what was said before it is heard before it, and what is said after it after.
+                self._on_the_way.clear()
+                self.post_message(Updated(update))
+                return
+        if sort not in self._on_the_way:
+            self._on_the_way.add(sort)
+            self.post_message(Updated(update))
 
     @on(Updated)
     async def _show(self, event: Updated) -> None:
         match event.update:
             case StatusChanged():
+                self._on_the_way.discard(0)
                 self.query_one(StatusLine).update()
                 self.query_one(Welcome).show(self.controller.status)
                 if self._notice_of_unsaved and not self.controller.status.unsaved:
@@ -142,6 +159,7 @@ class ChatScreen(OpensScreens):
                 if self._panel is not None:
                     self._panel.hear(event.update)
             case EntryChanged(entry, live):
+                self._on_the_way.discard(entry.key)
                 self.transcript.change(entry, live=live)
                 if not live:
                     self.set_timer(SETTLED_S, self._draw_again)
@@ -195,14 +213,19 @@ class ChatScreen(OpensScreens):
         self.query_one("#notice").display = False
 
     def _reveal(self, conversation: bool) -> None:
-        self.query_one("#welcome").display = not conversation
+        welcome = self.query_one(Welcome)
+        welcome.display = not conversation
+        welcome.show(self.controller.status)
         self.transcript.display = conversation
 
     def _say_title(self) -> None:
-        title = one_line(self.controller.thread.title)
-        line = self.query_one("#title", Static)
-        line.update(Content(title))
-        line.display = bool(title) and bool(self.controller.thread.path)
+        title = one_line(self.controller.thread.title) if self.controller.thread.path else ""
+        # To update a line lays out the whole screen.
+        if title != self._title:
+            self._title = title
+            line = self.query_one("#title", Static)
+            line.update(Content(title))
+            line.display = bool(title)
 
     def _say_placeholder(self) -> None:
         self.prompt.placeholder = (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from textual import on
+from textual import on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.content import Content
@@ -19,6 +19,7 @@ from textual.widgets.option_list import Option
 from app.conversations.records import Conversation, StoreError
 from app.text_safety import one_line
 from app.tui.controller import ChatController
+from app.tui.saving import unlocked
 
 _MUTED = "$foreground-muted"
 _HIT_START, _HIT_END = "\ue000", "\ue001"
@@ -209,8 +210,7 @@ class ConversationsScreen(Screen[Opened | None]):
             if not title:
                 return
             if self._controller.thread.conversation == found.id:
-                self._controller.rename(title)
-                self._fill()
+                self._controller.rename(title, self._filled_again)
             else:
                 self._try(lambda: self._store.change(found.id, title=title))
 
@@ -253,9 +253,14 @@ class ConversationsScreen(Screen[Opened | None]):
 
         self.app.push_screen(AskText("Export to (.md or .json)", str(suggested_path(found.title))), named)
 
-    def _try(self, change: Callable[[], object]) -> None:
+    def _filled_again(self) -> None:
+        if self.is_mounted:
+            self._fill()
+
+    @work(group="changes")
+    async def _try(self, change: Callable[[], object]) -> None:
         try:
-            change()
+            await unlocked(change)
         except StoreError as error:
             self._say(str(error))
             return

@@ -171,7 +171,12 @@ class OpensScreens(Screen[None]):
     def action_settings(self) -> None:
         from app.tui.screens.settings import SettingsScreen
 
-        self.app.push_screen(SettingsScreen(), lambda _: self.focus_prompt())
+        def left(problem: str | None) -> None:
+            if problem:
+                self.say(problem, "error")
+            self.focus_prompt()
+
+        self.app.push_screen(SettingsScreen(self.controller), left)
 
     def action_help(self) -> None:
         self.chat_app.action_help()

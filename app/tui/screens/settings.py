@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, cast
+from dataclasses import replace
+from typing import Any, ClassVar, cast
 
-from textual import events, on
+from textual import events, on, work
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import Screen
+from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Footer, Input, RadioButton, RadioSet, Select, Static, Switch, TextArea
 
 from app.settings import GROUPS, SCHEMA, Setting, SettingError, Value
+from app.tui.controller import ChatController
 from app.tui.hosting import ChatHost
+from app.tui.predicting import prediction
+from app.tui.widgets.rendered import Rendered
+from engine.messages import Planned
 
 _MOST_BUTTONS = 6
 """Choices that are all shown; more go into a list that opens."""
+DEBOUNCE_S = 0.3
+"""After the last change of a value, until the engine is asked what it would mean."""
+NO_ENGINE_S = 0.5
+"""Between tries while no engine is up."""
+_AT_ONCE_S = 0.01
+
+
+class Draft(dict[str, Value]):
+    """Values of the settings that load the model again, chosen and not applied yet."""
 
 
 class SettingRow(Vertical):
-    """One setting: its name, its control, and what it means or what is wrong with the value."""
+    """One setting: its name, its control, and what it means or what is wrong with the value.
 
-    def __init__(self, setting: Setting, app: ChatHost) -> None:
+    A value that has the model loaded again goes into ``draft``; others take effect at once.
+    """
+
+    def __init__(self, setting: Setting, app: ChatHost, draft: Draft) -> None:
         super().__init__(classes=f"setting {setting.kind}")
         self.setting = setting
         self._chat_app = app
-        self._control = self._make_control(app.settings.value(setting.key))
+        self._draft = draft
+        self.set_class(setting.key in draft, "-drafted")
+        self._without_effect = setting.without_effect(app.machine)
+        self._control = self._make_control(draft.get(setting.key, app.settings.value(setting.key)))
+        # A value that was set where it means something can be taken back here.
+        self._control.disabled = bool(self._without_effect) and app.settings.value(setting.key) == setting.default
 
     def compose(self) -> ComposeResult:
         with Horizontal(classes="setting-line"):
@@ -38,6 +61,8 @@ class SettingRow(Vertical):
 
     def _help(self) -> Content:
         help = self.setting.help
+        if self._without_effect:
+            return Content.assemble((f"Without effect here: {self._without_effect}. ", "italic"), help)
         return Content(f"{help} Loads the model again." if self.setting.takes_effect == "reload" else help)
 
     def _make_control(self, value: Value) -> Widget:
@@ -59,7 +84,7 @@ class SettingRow(Vertical):
                 return Input(_shown(value), placeholder=_placeholder(setting), compact=True)
 
     def _button(self, choice: str, label: str, value: Value) -> RadioButton:
-        reason = self.setting.unavailable(choice, self._chat_app.machine)
+        reason = None if self._without_effect else self.setting.unavailable(choice, self._chat_app.machine)
         muted = "$foreground-muted"
         text = Content.assemble((label, muted), (f"  – {reason}", f"italic {muted}")) if reason else Content(label)
         # A choice that was made where it could be had is still shown as chosen.
@@ -74,7 +99,13 @@ class SettingRow(Vertical):
         except SettingError as error:
             self._complain(line, str(error))
             return
-        if checked == self._chat_app.settings.value(setting.key):
+        same = checked == self._chat_app.settings.value(setting.key)
+        if setting.takes_effect == "reload":
+            self._draft.pop(setting.key, None)
+            if not same:
+                self._draft[setting.key] = checked
+            self.set_class(not same, "-drafted")
+        if same or setting.takes_effect == "reload":
             self._settle(line)
             return
         problem = self._chat_app.change_setting(setting.key, checked)
@@ -92,17 +123,57 @@ class SettingRow(Vertical):
         line.remove_class("problem")
 
 
-class SettingsScreen(Screen[None]):
+class Prediction(Rendered):
+    """What the values as they stand would need and give, and that they are not applied yet."""
+
+    def __init__(self) -> None:
+        super().__init__(classes="prediction-text")
+        self._planned: Planned | str | None = None
+        self._asking = True
+        self._note = ""
+
+    def show(self, planned: Planned | str | None) -> None:
+        """None: no engine is up yet."""
+        self._planned, self._asking = planned, False
+        self.remake()
+
+    def asking(self, note: str) -> None:
+        """Another prediction is on its way; the one that is shown stays until then. ``note`` stands before it."""
+        if (note, True) != (self._note, self._asking):
+            self._note, self._asking = note, True
+            self.remake()
+
+    def make(self, width: int) -> Content:
+        if self._planned is None:
+            waits = "Predicting…" if self._asking else "The prediction comes when the engine is up."
+            text = Content.styled(waits, "$foreground-muted")
+        else:
+            text = prediction(self._planned, width)
+        return Content.assemble((self._note + "\n", "$text-warning"), text) if self._note else text
+
+
+class SettingsScreen(Screen[str]):
+    """Dismissed with what went wrong when the changes were applied, or an empty text."""
+
     HELP = (
-        "Every setting takes effect and is saved when it is changed; a field when you leave it or press `enter`. What "
-        "cannot be had on this machine is greyed, with the reason. An empty field leaves it to the model."
+        "A setting takes effect and is saved when it is changed; a field when you leave it or press `enter`. Those "
+        "that load the model again wait until you close the settings: until then the foot of the screen says what "
+        "memory and speed they would give, and `f6` takes them back. What cannot be had on this machine is greyed, "
+        "with the reason. An empty field leaves it to the model."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,ctrl+s", "leave", "Close", key_display="esc", id="settings.close"),
+        Binding("f6", "undo", "Take back", id="settings.undo"),
         Binding("tab", "app.focus_next", "Next", id="settings.next"),
         Binding("shift+tab", "app.focus_previous", "Previous", show=False, id="settings.previous"),
         Binding("f1", "app.help", "Help", id="settings.help"),
     ]
+
+    def __init__(self, controller: ChatController) -> None:
+        super().__init__()
+        self._controller = controller
+        self._draft = Draft()
+        self._timer: Timer | None = None
 
     def compose(self) -> ComposeResult:
         app = cast(ChatHost, self.app)
@@ -112,8 +183,59 @@ class SettingsScreen(Screen[None]):
                 yield Static(title, classes="group-title", markup=False)
                 for setting in SCHEMA:
                     if setting.group == group:
-                        yield SettingRow(setting, app)
+                        yield SettingRow(setting, app, self._draft)
+        with VerticalScroll(id="prediction"):
+            yield Prediction()
         yield Footer(compact=True, show_command_palette=False)
+        self.call_after_refresh(self._predict_soon, _AT_ONCE_S)
+
+    # --- the prediction -------------------------------------------------------------------------------------------
+
+    def _predict_soon(self, wait: float = DEBOUNCE_S) -> None:
+        if self._timer is not None:
+            self._timer.stop()
+        self.query_one(Prediction).asking(self._note())
+        self._timer = self.set_timer(wait, self._predict)
+
+    def _note(self) -> str:
+        if not self._draft:
+            return ""
+        stops = " The answer that is being written stops then." if self._controller.busy else ""
+        return f"Not applied yet: esc applies it, f6 takes it back.{stops}"
+
+    @work(group="prediction", exclusive=True, exit_on_error=False)
+    async def _predict(self) -> None:
+        options = replace(self._controller.options, **cast(dict[str, Any], {**self._draft, **self._typing()}))
+        planned = await self._controller.link.plan(options)
+        self.query_one(Prediction).show(planned)
+        if planned is None:
+            self._timer = self.set_timer(NO_ENGINE_S, self._predict)
+
+    def _typing(self) -> dict[str, Value]:
+        """What stands in the field with the focus, if it is a value that the prediction depends on."""
+        if not isinstance(self.focused, Input):
+            return {}
+        setting = self._row(self.focused).setting
+        if setting.takes_effect != "reload":
+            return {}
+        try:
+            return {setting.key: setting.parse(self.focused.value)}
+        except SettingError:
+            return {}
+
+    def _take(self, control: Widget, value: object) -> None:
+        before = dict(self._draft)
+        self._row(control).take(value)
+        if self._draft != before:
+            self.refresh_bindings()
+            self._predict_soon()
+
+    @on(Input.Changed)
+    def _being_typed(self, event: Input.Changed) -> None:
+        if self._row(event.input).setting.takes_effect == "reload" and event.input.has_focus:
+            self._predict_soon()
+
+    # --- changes --------------------------------------------------------------------------------------------------
 
     @staticmethod
     def _row(control: Widget) -> SettingRow:
@@ -121,28 +243,37 @@ class SettingsScreen(Screen[None]):
 
     @on(Input.Submitted)
     def _typed(self, event: Input.Submitted) -> None:
-        self._row(event.input).take(event.value)
+        self._take(event.input, event.value)
 
     @on(Input.Blurred)
     def _left(self, event: Input.Blurred) -> None:
-        self._row(event.input).take(event.value)
+        self._take(event.input, event.value)
 
     def on_descendant_blur(self, event: events.DescendantBlur) -> None:
         if isinstance(event.widget, TextArea):
-            self._row(event.widget).take(event.widget.text)
+            self._take(event.widget, event.widget.text)
 
     @on(Switch.Changed)
     def _switched(self, event: Switch.Changed) -> None:
-        self._row(event.switch).take(event.value)
+        self._take(event.switch, event.value)
 
     @on(RadioSet.Changed)
     def _chosen(self, event: RadioSet.Changed) -> None:
-        self._row(event.radio_set).take(event.pressed.name or "")
+        self._take(event.radio_set, event.pressed.name or "")
 
     @on(Select.Changed)
     def _selected(self, event: Select.Changed) -> None:
         if isinstance(event.value, str):
-            self._row(event.select).take(event.value)
+            self._take(event.select, event.value)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return bool(self._draft) if action == "undo" else True
+
+    def action_undo(self) -> None:
+        """Show the values in effect again."""
+        self._draft.clear()
+        self.refresh(recompose=True)
+        self.refresh_bindings()
 
     def action_leave(self) -> None:
         # A field that still has the focus is taken as it stands.
@@ -152,7 +283,7 @@ class SettingsScreen(Screen[None]):
                 row.take(control.value)
             elif isinstance(control, TextArea):
                 row.take(control.text)
-        self.dismiss(None)
+        self.dismiss(cast(ChatHost, self.app).change_settings(self._draft) if self._draft else "")
 
 
 def _shown(value: Value) -> str:

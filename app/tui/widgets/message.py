@@ -15,6 +15,10 @@ from app.tui.streaming import GrowingText
 from app.tui.widgets.rendered import Rendered
 
 _CURSOR = "▍"
+FAST = 25.0
+"""Tokens a second from which on the tail grows by :data:`STEP` lines at a time, some of them empty: each time it grows,
+the whole screen is laid out and drawn."""
+STEP = 6
 
 
 class MessageView(Rendered, can_focus=True):
@@ -106,18 +110,25 @@ class LiveTail(Rendered):
         super().__init__(classes="tail")
         self.growing = GrowingText()
         self._note = ""
+        self._step = 1
 
     def begin(self) -> None:
         self.growing = GrowingText()
         self._note = ""
+        self._step = 1
 
     def show(self, entry: Entry) -> bool:
         """Draw what ``entry`` says now; whether finished blocks came about, or changed."""
+        self._step = STEP if entry.tokens_per_s >= FAST else 1
         before = list(self.growing.frozen)
         self.growing.update(entry.content)
         self._note = "" if entry.content else entry.note
         self.remake()
         return self.growing.frozen != before
+
+    def height_of(self, content: Content, width: int) -> int:
+        lines = super().height_of(content, width)
+        return -(-lines // self._step) * self._step
 
     def make(self, width: int) -> Content:
         if self._note:

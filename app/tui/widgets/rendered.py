@@ -27,10 +27,14 @@ class Rendered(Widget):
             return
         width = before[0]
         after = self._content(width)
-        self.refresh(layout=after.get_height({}, width) != before[1].get_height({}, width))
+        self.refresh(layout=self.height_of(after, width) != self.height_of(before[1], width))
+
+    def height_of(self, content: Content, width: int) -> int:
+        """The lines that ``content`` is given."""
+        return content.get_height({}, width)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return self._content(width).get_height({}, width) if width else 0
+        return self.height_of(self._content(width), width) if width else 0
 
     def render(self) -> Content:
         return self._content(self.size.width)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
@@ -14,12 +13,15 @@ from textual.message import Message
 from textual.timer import Timer
 from textual.widgets import Static
 
+from app.tui.pacing import Pace
 from app.tui.state import Entry
 from app.tui.widgets.message import LiveTail, MessageView
 from app.tui.windowing import Window, appended, around, show_newer, show_older, tail
 
 UPDATE_S = 0.08
 """Least time between two drawings of the tail: a dozen a second look alive and leave the loop free."""
+SLOWEST_S = 0.25
+"""And at least so often, however much drawing costs."""
 
 
 class Elsewhere(Static, can_focus=True):
@@ -70,7 +72,7 @@ class Transcript(VerticalScroll, can_focus=False):
         self._tail = LiveTail()
         self._live: Entry | None = None
         self._pending: Entry | None = None
-        self._drawn = 0.0
+        self._pace = Pace(UPDATE_S, SLOWEST_S)
         self._timer: Timer | None = None
         self._following = True
 
@@ -150,10 +152,11 @@ class Transcript(VerticalScroll, can_focus=False):
             self._forget_live()
             self._live = entry
             self._tail.begin()
+            self._pace.begin()
             self._draw_live()
             return
         self._pending = entry
-        wait = UPDATE_S - (time.monotonic() - self._drawn)
+        wait = self._pace.wait()
         if wait <= 0:
             self._draw_live()
         elif self._timer is None:
@@ -189,7 +192,7 @@ class Transcript(VerticalScroll, can_focus=False):
         if entry is None or view is None:
             self._tail.display = False
             return
-        self._drawn = time.monotonic()
+        self._pace.drawn()
         if not self._following and self._tail.display:
             # The reader looks at something else: drawing would only cost; it is made up for on coming back.
             self._pending = entry

@@ -5,7 +5,7 @@ from __future__ import annotations
 from textual.content import Content
 from textual.widgets import Static
 
-from app.tui.formatting import progress_text
+from app.tui.formatting import engine_name, progress_text
 from app.tui.state import Phase, Status
 
 _NAME = ("private", "bold"), ("llm", "bold $text-primary")
@@ -19,6 +19,8 @@ class Welcome(Static):
         self._shown = ""
 
     def show(self, status: Status) -> None:
+        if not self.display:
+            return
         content = _welcome(status)
         if content.markup != self._shown:
             self._shown = content.markup
@@ -55,7 +57,10 @@ def _about_model(status: Status) -> list[Content]:
         ]
     if facts is not None:
         experts = f"{facts.experts} experts, {facts.experts_per_token} for a token" if facts.experts else "dense"
-        lines = [Content.assemble((facts.name, "bold"), (f" · {_parameters(facts.parameters)} · {experts}", ""))]
+        lines = [
+            Content.assemble((facts.name, "bold"), (f" · {_parameters(facts.parameters)} · {experts}", "")),
+            Content.styled(engine_name(facts), "$foreground-muted"),
+        ]
         if facts.name == "starter":
             lines.append(Content.styled("Small, for trying things out: expect mistakes.", "$text-warning"))
         return [*lines, *[Content.styled(notice, "$text-warning") for notice in facts.notices]]

@@ -105,8 +105,8 @@ def _repeated(buffer: torch.Tensor, row: int, rows: int, length: int) -> torch.T
 
 
 def _capacity(needed: int) -> int:
-    """A quarter more than needed, in whole blocks: growing copies each position a few times, whatever the length."""
-    return -(-(needed + max(BLOCK, needed // 4)) // BLOCK) * BLOCK
+    """A tenth more than needed, in whole blocks: growing copies each position some ten times, whatever the length."""
+    return -(-(needed + needed // 10) // BLOCK) * BLOCK
 
 
 class KeyValueCache(Cache):  # type: ignore[misc]

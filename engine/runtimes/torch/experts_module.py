@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations.moe import _default_apply_gate
 
 from engine.errors import ModelError
 from engine.experts.executor import Executor
-from engine.experts.local_torch import Gate
+from engine.experts.gates import FamilyGate, family_gate
 
 _LAYER_AND_PLACE = re.compile(r"\.(?:layers|blocks)\.(\d+)\.(.+)\.experts$")
 
@@ -29,15 +29,20 @@ class ExpertsPlace:
 
 class RoutedExperts(nn.Module):  # type: ignore[misc]
     """In place of a family's ``experts`` module: ``(hidden [..., hidden], indices [tokens, k], weights [tokens, k])``
-    gives the weighted sum in hidden's shape."""
+    gives the weighted sum in hidden's shape.
+
+    ``last``: only so many positions at the end count, because nobody looks at the others: theirs is zero. None: all.
+    """
 
     def __init__(self, layer: int, executor: Executor) -> None:
         super().__init__()
         self.layer = layer
         self.executor = executor
+        self.last: int | None = None
 
     def forward(self, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.executor.run(self.layer, hidden.reshape(-1, hidden.shape[-1]), indices, weights)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        out = _of_the_last(self.last, self.executor.run, self.layer, rows, indices, weights)
         return out.view(hidden.shape)
 
 
@@ -51,6 +56,7 @@ class ScaledInputBlock(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.layer = layer
         self.executor = executor
+        self.last: int | None = None
         self.top_k: int = block.top_k
         self.router = block.router
         self.shared_expert = block.shared_expert
@@ -60,8 +66,24 @@ class ScaledInputBlock(nn.Module):  # type: ignore[misc]
         scores, logits = self.router(hidden)
         indices = torch.topk(logits, self.top_k, dim=1).indices
         out: torch.Tensor = self.shared_expert(hidden)
-        out.add_(self.executor.run_scaled_input(self.layer, hidden, indices, scores.gather(1, indices)))
+        run, shares = self.executor.run_scaled_input, scores.gather(1, indices)
+        out.add_(_of_the_last(self.last, run, self.layer, hidden, indices, shares))
         return out, logits
+
+
+_Run = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _of_the_last(
+    last: int | None, run: _Run, layer: int, rows: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """``run`` for the last ``last`` of ``rows`` [tokens, hidden], zeros for the others; None: for all of them."""
+    if last is None or last >= len(rows):
+        return run(layer, rows, indices, weights)
+    out = torch.zeros_like(rows)
+    if last:
+        out[-last:] = run(layer, rows[-last:], indices[-last:], weights[-last:])
+    return out
 
 
 def find_experts(model: nn.Module) -> list[ExpertsPlace]:
@@ -75,27 +97,38 @@ def find_experts(model: nn.Module) -> list[ExpertsPlace]:
     return places
 
 
-def gate_of(experts: nn.Module) -> Gate:
+def gate_of(experts: nn.Module) -> FamilyGate:
     """The family's own activation, as ``gate(gate_out, up_out)``.
 
     A family's ``_apply_gate`` is called, never derived again; it gets gate and up in the order it expects.
     Raises ModelError if the module's experts are not gated feed-forward networks.
     """
     apply_gate = getattr(type(experts), "_apply_gate", None)
-    if apply_gate is not None and apply_gate is not _default_apply_gate:
+    # Importing the library's default to compare with would import torch's compiler: 90 MB.
+    if apply_gate is not None and apply_gate.__qualname__ != "_default_apply_gate":
         if not getattr(experts, "has_gate", True) or getattr(experts, "has_post_expert_norm", False):
             raise ModelError(f"The experts of {type(experts).__name__} are of a kind that this version cannot run.")
-        return _CalledGate(experts, interleaved=not getattr(experts, "is_concatenated", True))
+        gate = _CalledGate(experts, interleaved=not getattr(experts, "is_concatenated", True))
+        return family_gate(gate, *_clamp_of(experts))
     # dbrx keeps its activation one module further down.
     activation = getattr(experts, "act_fn", None) or getattr(getattr(experts, "mlp", None), "activation_fn", None)
     if activation is None:
         raise ModelError(f"The experts of {type(experts).__name__} are of a kind that this version cannot run.")
 
-    def gate(gate_out: torch.Tensor, up_out: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = activation(gate_out) * up_out
-        return product
+    def product(gate_out: torch.Tensor, up_out: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = activation(gate_out) * up_out
+        return out
 
-    return gate
+    return family_gate(product)
+
+
+def _clamp_of(experts: nn.Module) -> tuple[float | None, float | None]:
+    """The two numbers of a clamped gate, under the names that families give them."""
+    for names in (("alpha", "limit"), ("swiglu_alpha", "swiglu_limit")):
+        alpha, limit = (getattr(experts, name, None) for name in names)
+        if isinstance(alpha, float | int) and isinstance(limit, float | int):
+            return float(alpha), float(limit)
+    return None, None
 
 
 class _CalledGate:

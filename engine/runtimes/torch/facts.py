@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.experts.local_torch import TorchLocalExecutor
+from engine.experts.hybrid import HybridExecutor
+from engine.experts.local import LocalExecutor
 from engine.experts.torch_tensors import NAMES, stored_dtype
 from engine.messages import Load, ModelFacts
-from engine.models.files import Experts, ModelFiles
+from engine.models.files import ModelFiles
 
 
 def describe(
@@ -20,11 +21,13 @@ def describe(
     request: Load,
     device: torch.device,
     dtype: torch.dtype,
-    executor: TorchLocalExecutor | None,
+    executor: HybridExecutor | LocalExecutor | None,
     top_k: int,
     load_s: float,
+    notices: list[str],
 ) -> ModelFacts:
     """The facts of ``module``, filled from ``files``; ``top_k`` is how many experts each token is sent to."""
+    hybrid = executor if isinstance(executor, HybridExecutor) else None
     experts = files.experts
     stored = {tensor.data_ptr(): tensor for tensor in module.state_dict().values()}.values()
     expert_parameters = 0 if experts is None else experts.nbytes // stored_dtype(experts.dtype).itemsize
@@ -47,7 +50,10 @@ def describe(
         key_value_bytes_per_token=key_value_numbers(config) * dtype.itemsize,
         parameters=sum(p.numel() for p in module.parameters()) + expert_parameters,
         load_s=load_s,
-        notices=notices(experts, dtype, device, request),
+        trunk=f"transformers (torch, {device.type})",
+        policy=request.policy if hybrid is not None else None,
+        gpu_expert_bytes=hybrid.gpu_expert_bytes if hybrid is not None else 0,
+        notices=notices,
     )
 
 
@@ -73,23 +79,3 @@ def key_value_numbers(config: Any) -> int:
         per_layer = 2 * heads * width
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return int(per_layer * sum(kind != "linear_attention" for kind in kinds))
-
-
-def notices(experts: Experts | None, dtype: torch.dtype, device: torch.device, request: Load) -> list[str]:
-    """Each fallback in one line."""
-    lines = []
-    if experts is not None and stored_dtype(experts.dtype) != dtype:
-        lines.append(
-            f"The experts are stored as {NAMES[stored_dtype(experts.dtype)]} and converted to {NAMES[dtype]} each time "
-            "they are used, which is slow; choose dtype auto to run them as they are."
-        )
-    if experts is not None and not experts.expert(experts.layers[0], 0).down.words.flags.c_contiguous:
-        lines.append(
-            "The experts are stored transposed, which is several times slower on a CPU; "
-            "`privatellm models prepare` writes them the other way round."
-        )
-    if request.partitioning == "hybrid" and device.type == "cpu":
-        lines.append("No GPU that torch can use was found, so everything runs on the CPU.")
-    if device.type == "cuda" and experts is not None:
-        lines.append("The experts stay in main memory and are copied to the GPU each time they are used.")
-    return lines

@@ -11,11 +11,15 @@ from torch import nn
 
 from engine.errors import ModelError
 from engine.experts.executor import Executor
+from engine.experts.hybrid import HybridExecutor
+from engine.experts.kernels.file_guard import FileGuard
+from engine.experts.popularity import Popularity
 from engine.experts.torch_kernels import kernels_for
 from engine.messages import ModelFacts
 from engine.models.files import ModelFiles
 from engine.runtimes.protocol import Logits
 from engine.runtimes.torch.cache import AnyCache, empty_cache
+from engine.runtimes.torch.experts_module import RoutedExperts, ScaledInputBlock
 from engine.runtimes.torch.hooks import TimingHooks, layer_parts
 from engine.runtimes.torch.rows import TorchTokenRows
 from engine.timing import Phase, Recorder
@@ -39,6 +43,7 @@ class TorchModel:
         self._facts = facts
         self._recorder = recorder
         self._files: ModelFiles | None = files
+        self._guard = FileGuard(getattr(files.experts, "mapped_files", ()))
         self._hooks = TimingHooks(layer_parts(decoder_layers(module)), recorder, device)
         self.device = device
         self.executor = executor
@@ -53,12 +58,16 @@ class TorchModel:
     def recorder(self) -> Recorder:
         return self._recorder
 
+    @property
+    def popularity(self) -> Popularity | None:
+        """See :class:`engine.runtimes.protocol.CountsRoutes`."""
+        return None if self.executor is None else self.executor.popularity
+
     def start(self) -> TorchTokenRows:
         """An empty cache of one row. Raises ModelError if the model's files were changed since it was loaded."""
         if self._files is None:
             raise ModelError(f"The model {self._facts.name} is closed; load it again.", kind="internal")
-        if self._files.experts is not None:
-            self._files.experts.check_unchanged()
+        self._check_files()
         return TorchTokenRows(self, empty_cache(self._config))
 
     def close(self) -> None:
@@ -66,32 +75,55 @@ class TorchModel:
         self._recorder.enabled = False
         self._hooks.match()
         self._module = None
+        self._guard.close()
         self._files = None
+        if isinstance(self.executor, HybridExecutor):
+            self.executor.close()
         self.executor = None
 
     def run(self, phase: Phase, tokens: list[list[int]], cache: AnyCache, want_logits: bool) -> Logits | None:
         """One forward pass over ``tokens`` [rows][positions] after what is in ``cache``.
 
         Returns the logits after the last position, float32 [rows, vocabulary], or None. A pass that raises leaves
-        the cache as it was.
+        the cache as it was. Raises ModelError if the experts' files were changed: what was computed from them then is
+        not handed out.
         """
         if self._module is None:
             raise ModelError(f"The model {self._facts.name} is closed; load it again.", kind="internal")
         self._check_ids(tokens)
+        if phase == "prefill":
+            self._check_files()
         self._hooks.match()
         measured = self._recorder.enabled
         count = len(tokens[0])
         if measured:
             self._recorder.begin_step(phase, len(tokens) * count if phase == "prefill" else 1)
         check = self.between_layers if phase == "prefill" else None
+        layers = decoder_layers(self._module)
         try:
-            with checked(decoder_layers(self._module), check):
-                logits = self._forward(tokens, cache, want_logits)
+            with checked(layers, check), experts_of_last(layers, int(want_logits) if phase == "prefill" else None):
+                logits = self._with_room(tokens, cache, want_logits)
         finally:
             if measured:
                 self._recorder.end_step()
+        self._check_files()
         cache.commit(count)
         return logits
+
+    def _check_files(self) -> None:
+        """Raises ModelError if a file of the experts is not what it was when it was mapped, or could not be read."""
+        if self._files is not None and self._files.experts is not None:
+            self._files.experts.check_unchanged()
+            self._guard.check()
+
+    def _with_room(self, tokens: list[list[int]], cache: AnyCache, want_logits: bool) -> Logits | None:
+        """The forward pass; if the GPU's memory runs out, the experts there make room and it is run again."""
+        while True:
+            try:
+                return self._forward(tokens, cache, want_logits)
+            except torch.OutOfMemoryError:
+                if not isinstance(self.executor, HybridExecutor) or not self.executor.make_room():
+                    raise
 
     def _forward(self, tokens: list[list[int]], cache: AnyCache, want_logits: bool) -> Logits | None:
         start = cache.position.length
@@ -135,6 +167,23 @@ def checked(layers: nn.ModuleList, check: Callable[[], None] | None) -> Iterator
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def experts_of_last(layers: nn.ModuleList, positions: int | None) -> Iterator[None]:
+    """Within it, the experts of the last layer run for the last ``positions`` of a prompt only (None: for all): of the
+    others, nobody reads what comes after the layer's keys and values."""
+    if positions is None:
+        yield
+        return
+    found = [module for module in layers[-1].modules() if isinstance(module, RoutedExperts | ScaledInputBlock)]
+    for module in found:
+        module.last = positions
+    try:
+        yield
+    finally:
+        for module in found:
+            module.last = None
 
 
 def base_of(module: Any) -> Any:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from engine.errors import ModelError
-from engine.experts.local_torch import TorchLocalExecutor
+from engine.experts.cuda_device import find_gpu
+from engine.experts.hybrid import HybridExecutor
+from engine.experts.local import LocalExecutor, make_local_executor
 from engine.experts.torch_tensors import NAMES, stored_dtype
 from engine.messages import Load
 from engine.models.files import Experts, ModelFiles
@@ -19,11 +21,15 @@ from engine.runtimes.torch.experts_module import ExpertsPlace, find_experts, gat
 from engine.runtimes.torch.facts import describe
 from engine.runtimes.torch.loading import build_skeleton, fill_trunk, read_config
 from engine.runtimes.torch.model import TorchModel
+from engine.runtimes.torch.sharing import GpuFinder, find_room, make_hybrid, open_cache
 from engine.timing import Recorder
 
 
 class TorchRuntime:
-    """See :class:`engine.runtimes.protocol.Runtime`."""
+    """See :class:`engine.runtimes.protocol.Runtime`. ``find_gpu`` finds the device that shares the experts."""
+
+    def __init__(self, find_gpu: GpuFinder = find_gpu) -> None:
+        self._find_gpu = find_gpu
 
     @property
     def name(self) -> str:
@@ -35,38 +41,38 @@ class TorchRuntime:
         Raises ModelError if the family is not supported, the files are damaged, or the request cannot be met here.
         """
         started = time.perf_counter()
-        device = pick_device(request)
         if request.cpu_threads is not None:
             set_threads(request.cpu_threads)
         progress("opening the model", 0, 0, "")
         files = open_model(folder)
         config = read_config(folder)
         dtype = pick_dtype(files, request)
+        room, lines = find_room(self._find_gpu, files, dtype, request)
+        device = room.device.torch_device if room is not None else torch.device("cpu")
         module: Any = build_skeleton(config, dtype)
         places = find_experts(module)
         check_layers(places, files.experts)
         recorder = Recorder(config.num_hidden_layers, [place.layer for place in places], count_of(files.experts))
-        executor = None
+        executor: HybridExecutor | LocalExecutor | None = None
         if files.experts is not None:
             gates = {place.layer: gate_of(place.experts) for place in places}
-            executor = TorchLocalExecutor(files.experts, gates, dtype, device, recorder)
+            if room is not None:
+                executor, said = make_hybrid(room, files.experts, gates, dtype, recorder, request)
+                lines += said
+            else:
+                local = make_local_executor(
+                    files.experts, gates, dtype, device, recorder, request.cpu_threads, files.trunk_bytes
+                )
+                executor = local.executor
+                lines += local.notices
             replace_experts(module, places, executor)
         fill_trunk(module, files, dtype, device, progress)
         top_k = experts_per_token(places)
+        if isinstance(executor, HybridExecutor) and room is not None:
+            lines += open_cache(executor, room, files, request, top_k, progress)
         load_s = time.perf_counter() - started
-        facts = describe(module, config, files, request, device, dtype, executor, top_k, load_s)
+        facts = describe(module, config, files, request, device, dtype, executor, top_k, load_s, lines)
         return TorchModel(module, config, facts, recorder, device, files, executor)
-
-
-def pick_device(request: Load) -> torch.device:
-    """Where the trunk runs. Raises ModelError for a partitioning that this version does not have."""
-    if request.partitioning == "ring":
-        raise ModelError(
-            "Partitioning 'ring' is not available in this version; choose auto, cpu or hybrid.", kind="bad-input"
-        )
-    if request.partitioning != "cpu" and torch.cuda.is_available():
-        return torch.device("cuda")
-    return torch.device("cpu")
 
 
 def set_threads(threads: int) -> None:

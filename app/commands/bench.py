@@ -1,0 +1,49 @@
+"""``privatellm bench``: one table of what a model costs on this machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from app.commands.engine_work import Interruption, do, run_with_engine
+from app.commands.loading import LoadFlags, load_from
+from app.commands.output import ProgressLine, answer, as_json
+from app.engine_client import EngineClient
+from app.text_safety import one_line
+from engine.messages import Bench, BenchKind, BenchResult
+
+_NOTHING = "–"
+
+
+def bench(kind: BenchKind, flags: LoadFlags, *, rounds: int, in_json: bool) -> int:
+    """Measure, and print the table on stdout; the exit status. Raises WorkFailed."""
+    load = load_from(flags)
+
+    async def work(engine: EngineClient, interruption: Interruption) -> int:
+        request = Bench(id=engine.new_id(), kind=kind, load=load, rounds=rounds)
+        result = await do(engine, request, ProgressLine())
+        assert isinstance(result, BenchResult)
+        answer(as_json(as_object(result)) if in_json else as_text(result))
+        return 0
+
+    return run_with_engine(work)
+
+
+def as_object(result: BenchResult) -> dict[str, Any]:
+    """What ``--json`` prints: the table as it is shown, and every single figure."""
+    table = {"title": result.title, "columns": result.columns, "rows": result.rows, "notes": result.notes}
+    return {**table, **result.data}
+
+
+def as_text(result: BenchResult) -> str:
+    """The title, the table with its columns under one another, and the notes."""
+    rows = [[one_line(column) for column in result.columns], *([_cell(cell) for cell in row] for row in result.rows)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(result.columns))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    parts = [one_line(result.title), "", *lines, "", *map(one_line, result.notes)]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _cell(value: str | int | float | None) -> str:
+    if value is None:
+        return _NOTHING
+    return f"{value:.3g}" if isinstance(value, float) else one_line(str(value))

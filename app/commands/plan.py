@@ -1,0 +1,76 @@
+"""``privatellm plan``: where a model would lie in memory, how fast it should be, and why; nothing is loaded."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import msgspec
+
+from app.commands.engine_work import Interruption, do, run_with_engine
+from app.commands.loading import LoadFlags, load_from
+from app.commands.output import ProgressLine, WorkFailed, answer, as_json, size
+from app.engine_client import EngineClient
+from app.text_safety import one_line
+from engine.messages import DeviceMemory, Plan, Planned
+
+
+def plan(flags: LoadFlags, *, in_json: bool) -> int:
+    """Print the plan on stdout; the exit status. Raises WorkFailed, also for a plan that cannot fit."""
+    load = load_from(flags)
+
+    async def work(engine: EngineClient, interruption: Interruption) -> int:
+        planned = await do(engine, Plan(id=engine.new_id(), load=load), ProgressLine(quiet_elsewhere=True))
+        assert isinstance(planned, Planned)
+        answer(as_json(as_object(planned)) if in_json else as_text(planned))
+        if not planned.fits:
+            raise WorkFailed(shortfall(planned))
+        return 0
+
+    return run_with_engine(work)
+
+
+def as_object(planned: Planned) -> dict[str, Any]:
+    """What ``--json`` prints: the event without what belongs to the pipe."""
+    found = cast(dict[str, Any], msgspec.to_builtins(planned))
+    return {key: value for key, value in found.items() if key not in ("id", "type")}
+
+
+def as_text(planned: Planned) -> str:
+    """Memory per device, the prediction and what it rests on, and the reason for each choice."""
+    width = max((len(one_line(choice.what)) for choice in planned.choices), default=0)
+    parts = [
+        [one_line(f"{planned.model} ({planned.family})")],
+        [one_line(memory_line(device)) for device in planned.memory],
+        [one_line(_speed(planned))],
+        [f"{one_line(c.what):{width}}  {one_line(f'{c.choice}: {c.reason}')}" for c in planned.choices],
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+
+
+def memory_line(device: DeviceMemory) -> str:
+    """``CPU: 14.2 GB of 24.0 GB (20.1 GB free): trunk 3.2 GB, experts 10.5 GB, keys and values 0.5 GB``"""
+    parts = {
+        "trunk": device.trunk,
+        "experts": device.experts,
+        "keys and values": device.key_values,
+        "workspace": device.workspace,
+    }
+    used = ", ".join(f"{what} {size(nbytes)}" for what, nbytes in parts.items() if nbytes) or "nothing"
+    room = f" of {size(device.total)} ({size(device.free)} free)" if device.total else ""
+    return f"{device.device}: {size(sum(parts.values()))}{room}: {used}"
+
+
+def shortfall(planned: Planned) -> str:
+    """The sentence for a plan that cannot fit."""
+    return (
+        f"{planned.model} does not fit: {size(planned.shortfall)} of memory are missing; choose a shorter context, "
+        "less GPU memory for experts, or a smaller model"
+    )
+
+
+def _speed(planned: Planned) -> str:
+    if planned.tokens_per_s is None:
+        return f"No speed is predicted: {planned.basis}" if planned.basis else "No speed is predicted."
+    prompt = planned.prefill_tokens_per_s
+    reading = f"; a prompt at {prompt:.3g} tokens/s" if prompt is not None else ""
+    return f"Predicted: {planned.tokens_per_s:.3g} tokens/s{reading} ({planned.basis})"

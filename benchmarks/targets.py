@@ -1,0 +1,189 @@
+"""What the project has set itself to reach, and whether a run reached it.
+
+    python -m benchmarks.targets compare.json kernels.json screen.json
+
+takes what ``benchmarks.compare``, ``benchmarks.kernels`` and ``benchmarks.screen`` wrote with ``--json`` and prints one
+table. Everything else here is pure: figures in, verdicts out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.measuring import OURS, Samples, Spread, ratio_text, speed_ratio, table, time_ratio
+
+OTHER = "llama.cpp"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One target: a ratio of the medians of one run, and the bound it must keep.
+
+    ``speed``: how many times as fast we are as llama.cpp; ``time``: our time relative to llama.cpp's; ``step``: our
+    time of ``measure`` relative to our own time of ``base``.
+    """
+
+    model: str
+    """The kind of the model (``benchmarks.subjects.Kind``)."""
+    measure: str
+    ratio: Literal["speed", "time", "step"]
+    bound: float
+    base: str = ""
+
+    @property
+    def at_least(self) -> bool:
+        return self.ratio == "speed"
+
+    @property
+    def text(self) -> str:
+        if self.ratio == "step":
+            return f"time of {self.measure} relative to {self.base}"
+        return f"{self.measure}: {self.ratio} relative to {OTHER}"
+
+
+TARGETS = (
+    Target("mixtral", "decode", "time", 0.95),
+    Target("mixtral", "4 rows", "time", 0.75),
+    Target("mixtral", "8 rows", "time", 0.55),
+    Target("mixtral", "12 rows", "time", 0.50),
+    # llama.cpp as it is: of the prompt's tokens that need no logits it leaves out the last layer's experts, as we do.
+    Target("mixtral", "prefill 64", "time", 0.35),
+    Target("qwen3-moe", "decode", "speed", 1.10),
+    Target("starter", "decode", "speed", 1.00),
+    Target("starter", "prefill 512", "speed", 1.00),
+    Target("starter", "12 rows", "step", 5.0, base="decode"),
+    Target("mixtral", "12 rows", "step", 5.0, base="decode"),
+    Target("qwen3-moe", "12 rows", "step", 5.0, base="decode"),
+)
+
+
+SPEED_WITH_SCREEN = 0.95
+"""Tokens per second with the chat open and its timing panel on, relative to ``ask``."""
+ECHO_MILLISECONDS = 50.0
+READ_SHARE = 0.90
+"""Of the streaming-read rate, for one expert and one token."""
+FOUR_TOKENS = 1.25
+"""Time of one expert for four tokens relative to one."""
+
+TITLES = {"mixtral": "Mixtral-shaped", "qwen3-moe": "Qwen3-MoE-shaped", "starter": "Starter"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A target beside what a run measured: the ratio of medians with the range of the rounds' own ratios."""
+
+    model: str
+    what: str
+    bound: float
+    at_least: bool
+    measured: Spread | None
+    """None: the run did not measure what the target needs."""
+
+    @property
+    def wanted(self) -> str:
+        return f"{'≥' if self.at_least else '≤'} {self.bound:.2f}"
+
+    @property
+    def met(self) -> bool | None:
+        if self.measured is None:
+            return None
+        value = self.measured.median
+        return value >= self.bound if self.at_least else value <= self.bound
+
+
+def judge(samples: Samples, target: Target) -> Verdict:
+    """What ``samples`` of the target's model say about it."""
+    return Verdict(TITLES[target.model], target.text, target.bound, target.at_least, _measured(samples, target))
+
+
+def _measured(samples: Samples, target: Target) -> Spread | None:
+    needed = [(OURS, target.measure)]
+    needed.append((OURS, target.base) if target.ratio == "step" else (OTHER, target.measure))
+    if any(not samples.get(variant, {}).get(measure) for variant, measure in needed):
+        return None
+    ours = samples[OURS][target.measure]
+    if target.ratio == "step":
+        return time_ratio(ours, samples[OURS][target.base])
+    if target.ratio == "speed":
+        return speed_ratio(samples, target.measure, OTHER)
+    return time_ratio(ours, samples[OTHER][target.measure])
+
+
+def verdicts(models: Sequence[Mapping[str, Any]], targets: Sequence[Target] = TARGETS) -> list[Verdict]:
+    """The targets of the models that ``benchmarks.compare`` measured, in their order."""
+    return [
+        judge(model["seconds"], target) for target in targets for model in models if model.get("kind") == target.model
+    ]
+
+
+def kernel_verdicts(figures: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+    """The targets of one expert alone, for every set of kernels that ``benchmarks.kernels`` measured."""
+    found = []
+    large = [figure for figure in figures if figure["shape"] == "mixtral"]
+    for kernels in dict.fromkeys(figure["kernels"] for figure in large):
+        by_rows = {figure["rows"]: figure for figure in large if figure["kernels"] == kernels}
+        one, four = by_rows.get(1), by_rows.get(4)
+        share = None if one is None else Spread.of([one["read_share"]])
+        ratio = None if one is None or four is None else Spread.of([four["milliseconds"] / one["milliseconds"]])
+        title = f"One expert ({kernels})"
+        found.append(Verdict(title, "1 token: share of the streaming-read rate", READ_SHARE, True, share))
+        found.append(Verdict(title, "time of 4 tokens relative to 1", FOUR_TOKENS, False, ratio))
+    return found
+
+
+def screen_verdicts(result: Mapping[str, Any]) -> list[Verdict]:
+    """The targets of the screen, from what ``benchmarks.screen`` measured. Of the echoes the slowest counts."""
+    title = f"Chat, {result['model']}, " + ("timing panel on" if result["panel"] else "no panel")
+    slowest = Spread.of([1000 * max(result["echo_s"])]) if result["echo_s"] else None
+    speed = time_ratio(result["chat"], result["headless"])
+    return [
+        Verdict(title, "tokens/s relative to `ask`", SPEED_WITH_SCREEN, True, speed),
+        Verdict(title, "slowest echo of a typed character, ms", ECHO_MILLISECONDS, False, slowest),
+    ]
+
+
+def targets_table(found: Sequence[Verdict]) -> str:
+    """The verdicts in Markdown; empty if there are none."""
+    if not found:
+        return ""
+    rows = []
+    for verdict in found:
+        measured = "not measured" if verdict.measured is None else ratio_text(verdict.measured)
+        met = {True: "yes", False: "no", None: "–"}[verdict.met]
+        rows.append([verdict.model, verdict.what, verdict.wanted, measured, met])
+    lines = ["### Targets", "", "Ratios of medians of one run (range over rounds)", ""]
+    return "\n".join(lines + table(["model", "what", "wanted", "measured", "met"], rows))
+
+
+def judge_result(result: Any) -> list[Verdict]:
+    """The verdicts on what one of the three benchmarks wrote. Raises ValueError for anything else."""
+    if isinstance(result, list):
+        return kernel_verdicts(result)
+    if isinstance(result, dict) and "models" in result and "rounds" in result:
+        return verdicts(result["models"])
+    if isinstance(result, dict) and "echo_s" in result:
+        return screen_verdicts(result)
+    raise ValueError("neither of benchmarks.compare nor of benchmarks.kernels nor of benchmarks.screen")
+
+
+def main(values: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", nargs="+", type=Path, help="what the benchmarks wrote with --json")
+    found = []
+    for path in parser.parse_args(values).results:
+        try:
+            found += judge_result(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise SystemExit(f"{path} holds no results: {error}") from error
+    print(targets_table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

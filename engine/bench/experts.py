@@ -1,0 +1,157 @@
+"""``bench experts``: what one expert costs here (the Twiddler paper's figure 7), kept for later decisions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.bench.prompts import PromptTokenizer, calibration_prompts, count_routes
+from engine.bench.setting import Setting
+from engine.bench.spread import Spread, figure, milliseconds
+from engine.bench.streaming import StreamingRead
+from engine.errors import ModelError
+from engine.experts.calibration_file import calibration_key, save_calibration, shape_of
+from engine.experts.measuring import Figures, calibration_of, measure
+from engine.experts.popularity import Popularity
+from engine.experts.popularity_file import model_of, save_profile
+from engine.messages import BenchResult
+from engine.models.files import Experts, ModelFiles
+from engine.models.profiles import profile_key, profile_paths
+from engine.planning.calibration import Calibration
+
+COLUMNS = ["tokens", "CPU, ms", "CPU, GB/s of weights", "GPU, ms", "weights to the GPU, ms", "activations, ms"]
+
+
+def bench_experts(
+    setting: Setting,
+    request_id: int,
+    files: ModelFiles,
+    popularity: Popularity | None,
+    tokenizer: PromptTokenizer | None,
+) -> BenchResult:
+    """Measure, keep the calibration, and count the calibration prompts' routes.
+
+    Raises ModelError (bad-input for a dense model, disk if the calibration cannot be kept), Cancelled.
+    """
+    from engine.experts.measuring_sides import LocalCpuSide, gpu_side
+
+    experts = files.experts
+    if experts is None:
+        raise ModelError(
+            f"{setting.facts.name} is a dense model: it has no routed experts to measure; name an MoE model.",
+            kind="bad-input",
+        )
+    setting.report("reading the experts", 0, 0, "")
+    cpu = LocalCpuSide(experts, setting.facts.dtype, setting.facts.experts_per_token, setting.threads)
+    gpu, lines = gpu_side(experts, setting.facts.dtype, setting.report)
+    memory = StreamingRead(setting.threads, setting.clock)
+    try:
+        figures = measure(cpu, gpu, memory.rate, setting.clock, setting.report)
+    finally:
+        if gpu is not None:
+            gpu.close()
+    machine = calibration_key(setting.facts.dtype, setting.threads, gpu.name if gpu is not None else None)
+    calibration = calibration_of(figures, machine, shape_of(experts))
+    try:
+        path = save_calibration(calibration)
+    except OSError as error:
+        raise ModelError(f"The calibration cannot be kept: {error.strerror or error}; make room.", "disk") from error
+    notes = [
+        f"CPU: {cpu.description}, {cpu.experts_per_call} experts in a call.",
+        *_overlap(figures, gpu.name if gpu is not None else ""),
+        *lines,
+        f"Streaming read in the same run: {_gigabytes(figures.memory_read)} GB/s.",
+        f"Kept as {path}",
+        _seed(setting, files, experts, popularity, tokenizer),
+    ]
+    return BenchResult(
+        id=request_id,
+        title=f"One expert of {setting.facts.name}: {_described(calibration)}",
+        columns=COLUMNS,
+        rows=_rows(figures, calibration),
+        notes=[*notes, *cpu.notices],
+        data=_data(figures, calibration, str(path)),
+    )
+
+
+def _rows(figures: Figures, calibration: Calibration) -> list[list[str | int | float | None]]:
+    slab = calibration.shape.expert_bytes
+    rows: list[list[str | int | float | None]] = []
+    for place, (tokens, seconds) in enumerate(sorted(figures.cpu.items())):
+        rate = Spread.of(seconds).mapped(lambda value: slab / value / 1e9)
+        gpu, activations = figures.gpu.get(tokens), figures.activations.get(tokens)
+        # A copy of weights costs the same whatever the tokens: it is said once.
+        copy = str(milliseconds(figures.weight_copy)) if figures.weight_copy and place == 0 else None
+        rows.append(
+            [
+                tokens,
+                str(milliseconds(seconds)),
+                str(rate),
+                str(milliseconds(gpu)) if gpu else None,
+                copy,
+                str(milliseconds(activations)) if activations else None,
+            ]
+        )
+    return rows
+
+
+def _seed(
+    setting: Setting,
+    files: ModelFiles,
+    experts: Experts,
+    popularity: Popularity | None,
+    tokenizer: PromptTokenizer | None,
+) -> str:
+    """Run the calibration prompts and keep what they used; one line about it."""
+    if popularity is None:
+        return f"The calibration prompts were not run: the {setting.facts.runtime} runtime does not count routes."
+    if tokenizer is None:
+        return "The calibration prompts were not run: the model has no tokenizer."
+    prompts = calibration_prompts()
+    counts, done = count_routes(setting, popularity, tokenizer, prompts)
+    path = profile_paths(profile_key(files.folder))[1]
+    try:
+        save_profile(path, model_of(experts), counts)
+    except OSError as error:
+        return f"The popularity of experts cannot be kept in {path}: {error.strerror or error}."
+    used = sum(sum(1 for routes in row if routes) for row in counts.values())
+    return (
+        f"{done} of {len(prompts)} calibration prompts used {used} of {experts.count * len(experts.layers)} experts; "
+        f"their popularity is kept as {path}"
+    )
+
+
+def _overlap(figures: Figures, gpu: str) -> list[str]:
+    if not gpu:
+        return []
+    if not figures.cpu_overlapped:
+        return [f"GPU: {gpu}."]
+    cpu, copy = Spread.of(figures.cpu_overlapped), Spread.of(figures.copy_overlapped)
+    return [f"GPU: {gpu}; with both sides at work the CPU takes {cpu} and a copy {copy} times as long."]
+
+
+def _described(calibration: Calibration) -> str:
+    shape = calibration.shape
+    return f"{shape.hidden} x {shape.ffn}, {shape.dtype}, {figure(shape.expert_bytes / 1e6)} MB"
+
+
+def _gigabytes(rates: list[float]) -> str:
+    return str(Spread.of(rates).mapped(lambda value: value / 1e9))
+
+
+def _data(figures: Figures, calibration: Calibration, path: str) -> dict[str, Any]:
+    import msgspec
+
+    def by_tokens(samples: dict[int, list[float]]) -> dict[str, list[float]]:
+        return {str(tokens): seconds for tokens, seconds in sorted(samples.items())}
+
+    return {
+        "calibration": msgspec.to_builtins(calibration),
+        "path": path,
+        "cpu_s": by_tokens(figures.cpu),
+        "gpu_s": by_tokens(figures.gpu),
+        "activation_copy_s": by_tokens(figures.activations),
+        "weight_copy_s": figures.weight_copy,
+        "cpu_overlapped": figures.cpu_overlapped,
+        "copy_overlapped": figures.copy_overlapped,
+        "memory_read_bytes_per_s": figures.memory_read,
+    }

@@ -1,0 +1,130 @@
+"""One benchmark of a loaded model, from the request's kind to its table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from engine.bench.beams import bench_beams
+from engine.bench.decode import bench_decode
+from engine.bench.experts import bench_experts
+from engine.bench.prefill import bench_prefill
+from engine.bench.setting import Setting
+from engine.errors import ModelError
+from engine.experts.kernels.pool import physical_cores
+from engine.experts.popularity import Popularity
+from engine.machine import processor
+from engine.messages import Bench, BenchResult, ExpertMovement, Load, ModelFacts
+from engine.models.opening import open_model
+from engine.models.sizes import Sizes, sizes_of
+from engine.models.tokenizer import load_tokenizer
+from engine.runtimes.protocol import CountsRoutes, LoadedModel, ProgressCallback
+
+if TYPE_CHECKING:
+    from engine.session import Session
+
+MOST_ROUNDS = 1000
+
+
+def check_bench(request: Bench) -> None:
+    """Raises ModelError (bad-input) for a number of rounds that means nothing."""
+    if not 1 <= request.rounds <= MOST_ROUNDS:
+        raise ModelError(
+            f"A benchmark of {request.rounds} rounds means nothing; choose 1 to {MOST_ROUNDS}.", kind="bad-input"
+        )
+
+
+def load_for(request: Bench) -> Load:
+    """How the model is loaded for ``request``: measuring experts needs the GPU's memory for itself."""
+    if request.kind != "experts":
+        return request.load
+    return msgspec.structs.replace(request.load, partitioning="cpu")
+
+
+def run_bench(
+    request: Bench, session: Session, folder: Path, report: ProgressCallback, cancelled: Callable[[], bool]
+) -> BenchResult:
+    """Measure ``session``'s model, which is loaded from ``folder``. Raises ModelError, and Cancelled if told to stop.
+
+    Nothing of the conversation in the session's cache is lost: every measurement has rows of its own.
+    """
+    files = open_model(folder)
+    sizes = sizes_of(files, request.load.dtype)
+    threads = request.load.cpu_threads or physical_cores()
+    setting = Setting(
+        model=session.model,
+        facts=session.facts,
+        rounds=request.rounds,
+        prefill_chunk=request.load.prefill_chunk,
+        threads=threads,
+        weight_bytes=weight_bytes_per_token(session.facts, sizes),
+        report=report,
+        cancelled=cancelled,
+    )
+    session.model.recorder.reset()
+    match request.kind:
+        case "decode":
+            result = bench_decode(setting, request.id)
+        case "prefill":
+            result = bench_prefill(setting, request.id)
+        case "beams":
+            result = bench_beams(setting, request.id)
+        case "experts":
+            words = load_tokenizer(folder)
+            result = bench_experts(setting, request.id, files, popularity_of(session.model), words)
+    result = _with_movement(result, session.model.recorder.frame(request.id).movement)
+    return _with_circumstances(result, request, session.facts, threads)
+
+
+def popularity_of(model: LoadedModel) -> Popularity | None:
+    """The counts of routes that the model keeps, if its runtime keeps any."""
+    return model.popularity if isinstance(model, CountsRoutes) else None
+
+
+def weight_bytes_per_token(facts: ModelFacts, sizes: Sizes) -> int:
+    """Bytes of weights that decoding one token reads: the trunk, and the experts the token is sent to.
+
+    Of an embedding that is not the head as well, only one row is read.
+    """
+    routed = facts.expert_bytes * facts.experts_per_token / facts.experts if facts.experts else 0.0
+    return max(0, round(facts.trunk_bytes - sizes.embedding_bytes + routed))
+
+
+def _with_movement(result: BenchResult, movement: ExpertMovement | None) -> BenchResult:
+    """``result`` with what sharing experts between GPU and CPU cost over the whole benchmark, warm-up included."""
+    if movement is None or not movement.tokens:
+        return result
+    active = movement.hits + movement.misses
+    hits = (
+        f"{100 * movement.hits / active:.0f} % of the active experts were on the GPU" if active else "none was active"
+    )
+    note = (
+        f"Experts shared over all of it: {hits}, {movement.weight_bytes / movement.tokens / 1e6:.1f} MB of weights "
+        f"copied per token, CPU at work {movement.cpu_s:.2f} s, GPU {movement.gpu_s:.2f} s, both at once "
+        f"{movement.both_s:.2f} s of {movement.total_s:.2f} s."
+    )
+    data = {**result.data, "movement": msgspec.to_builtins(movement)}
+    return msgspec.structs.replace(result, notes=[*result.notes, note], data=data)
+
+
+def _with_circumstances(result: BenchResult, request: Bench, facts: ModelFacts, threads: int) -> BenchResult:
+    """``result`` with the model, the machine and what ran it: figures mean nothing without these."""
+    circumstances: dict[str, Any] = {
+        "kind": request.kind,
+        "rounds": request.rounds,
+        "model": facts.name,
+        "runtime": facts.runtime,
+        "trunk": facts.trunk,
+        "executor": facts.executor,
+        "policy": facts.policy,
+        "device": facts.device,
+        "dtype": facts.dtype,
+        "threads": threads,
+        "processor": processor(),
+    }
+    ran = facts.executor if not facts.trunk else f"trunk {facts.trunk}, experts {facts.executor}"
+    where = f"{processor()}, {threads} thread{'s' * (threads != 1)}: {facts.runtime} runtime, {ran}, {facts.dtype}."
+    return msgspec.structs.replace(result, notes=[where, *result.notes], data={**circumstances, **result.data})

@@ -1,0 +1,106 @@
+"""What every measurement of a loaded model has in common."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from engine.errors import Cancelled, ModelError
+from engine.messages import ModelFacts
+from engine.runtimes.protocol import Interrupted, Interruptible, LoadedModel, ProgressCallback, TokenRows
+
+PROMPT_TOKENS = 64
+"""Before decoding is measured, so that there is something to attend to."""
+WARM_UP_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A loaded model to be measured. ``threads``: CPU threads it uses; ``weight_bytes``: read to decode one token."""
+
+    model: LoadedModel
+    facts: ModelFacts
+    rounds: int
+    prefill_chunk: int
+    threads: int
+    weight_bytes: int
+    report: ProgressCallback
+    """Raises Cancelled if somebody asked to stop."""
+    cancelled: Callable[[], bool] = lambda: False
+    clock: Callable[[], float] = time.perf_counter
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.facts.device == "cpu"
+
+    def prompt_tokens(self, room: int) -> int:
+        """Tokens of the prompt before decoding, such that ``room`` more fit in the context.
+
+        Raises ModelError if they do not.
+        """
+        tokens = min(PROMPT_TOKENS, self.facts.context_limit - room)
+        if tokens < 1:
+            raise ModelError(
+                f"The context of {self.facts.context_limit} tokens is too short to measure {room} steps; "
+                "load the model with a larger context limit.",
+                kind="context",
+            )
+        return tokens
+
+
+def random_tokens(seed: int, count: int, vocabulary: int) -> list[int]:
+    """Token ids that repeat nothing: greedy loops would use the same few experts again and again."""
+    lowest = min(3, vocabulary - 1)
+    tokens: list[int] = np.random.default_rng(seed).integers(lowest, vocabulary, count).tolist()
+    return tokens
+
+
+def read_prompt(setting: Setting, rows: TokenRows, tokens: Sequence[int]) -> None:
+    """Bring ``tokens`` into ``rows`` chunk by chunk, as a session does. Raises Cancelled within a chunk, too."""
+    with _interruptible(setting):
+        for start in range(0, len(tokens), setting.prefill_chunk):
+            chunk = tokens[start : start + setting.prefill_chunk]
+            rows.extend(chunk, want_logits=start + len(chunk) == len(tokens))
+
+
+def steps(setting: Setting, rows: TokenRows, count: int, seed: int) -> list[float]:
+    """Seconds of each of ``count`` decoding steps of all rows, the first ones left out."""
+    seconds = []
+    for index in range(WARM_UP_STEPS + count):
+        tokens = random_tokens(seed + index, rows.rows, setting.facts.vocabulary)
+        if setting.cancelled():
+            raise Cancelled("Stopped while measuring.")
+        start = setting.clock()
+        rows.step(tokens)
+        seconds.append(setting.clock() - start)
+    return seconds[WARM_UP_STEPS:]
+
+
+def median(values: Sequence[float]) -> float:
+    return statistics.median(values)
+
+
+@contextmanager
+def _interruptible(setting: Setting) -> Iterator[None]:
+    """Within it, a forward pass ends early if the benchmark is cancelled and the runtime can do that."""
+    model = setting.model
+
+    def check() -> None:
+        if setting.cancelled():
+            raise Interrupted
+
+    if not isinstance(model, Interruptible):
+        yield
+        return
+    model.between_layers = check
+    try:
+        yield
+    except Interrupted:
+        raise Cancelled("Stopped while measuring.") from None
+    finally:
+        model.between_layers = None

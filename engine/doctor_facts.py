@@ -1,0 +1,70 @@
+"""What ``privatellm doctor`` asks of the engine's side: ``python -m engine.doctor_facts``.
+
+Reads a Load as JSON from stdin, writes :class:`engine.messages.DoctorFacts` as JSON to stdout. Nothing is loaded, and
+torch is not imported; that a kernel library is damaged can end only this process.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import msgspec
+
+from engine.errors import ModelError
+from engine.experts.calibration_file import calibration_key, load_calibration, shape_of
+from engine.experts.kernels import library
+from engine.experts.kernels.pool import physical_cores
+from engine.machine import gpu
+from engine.messages import DoctorFacts, Load
+from engine.models.opening import open_model
+from engine.models.sizes import sizes_of
+from engine.models.store import resolve
+from engine.plan_model import planned_runtime
+
+
+def doctor_facts(load: Load) -> DoctorFacts:
+    """The kernels of this machine, and what the model of ``load`` would run on."""
+    facts = _kernels(load)
+    try:
+        return _about_model(facts, load)
+    except ModelError as error:
+        return msgspec.structs.replace(facts, model_problem=str(error))
+
+
+def _kernels(load: Load) -> DoctorFacts:
+    threads = load.cpu_threads or physical_cores()
+    built, sets = library.path() is not None, list(library.available())
+    try:
+        choice = library.choose("float32" if load.dtype == "float32" else "bfloat16")
+    except ModelError as error:
+        return DoctorFacts(built=built, instruction_sets=sets, threads=threads, kernels_problem=str(error))
+    return DoctorFacts(
+        built=built, instruction_sets=sets, threads=threads, kernels=choice.name, kernels_reason=choice.reason
+    )
+
+
+def _about_model(facts: DoctorFacts, load: Load) -> DoctorFacts:
+    """Raises ModelError: there is no such model on this machine, or it cannot be opened."""
+    folder = resolve(load.model).require_folder()
+    files = open_model(folder)
+    sizes = sizes_of(files, load.dtype)
+    graphics = None if load.partitioning == "cpu" or load.runtime in ("native", "mlx") else gpu()
+    runtime = planned_runtime(load, folder, graphics is not None)
+    facts = msgspec.structs.replace(facts, runtime=runtime.name, runtime_reason=runtime.reason)
+    if files.experts is None:
+        return facts
+    notices: list[str] = []
+    key = calibration_key(sizes.dtype, load.cpu_threads, graphics.name if graphics is not None else None)
+    calibration = load_calibration(shape_of(files.experts), key, notices.append)
+    none = " ".join(notices) or "none for this model's experts on this machine"
+    found = calibration is not None
+    return msgspec.structs.replace(facts, calibrated=found, calibration=f"measured on {key}" if found else none)
+
+
+def main() -> None:
+    load = msgspec.json.decode(sys.stdin.buffer.read(), type=Load)
+    sys.stdout.buffer.write(msgspec.json.encode(doctor_facts(load)))
+
+
+if __name__ == "__main__":
+    main()

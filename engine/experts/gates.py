@@ -1,0 +1,82 @@
+"""The product of gate and up inside an expert: the family's own function, and what the kernels call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn import functional
+
+Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""``gate(gate_out, up_out)``, both [tokens, ffn]: what goes into the down projection. The family's business."""
+
+ActivationKind = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped"]
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A gate that needs no Python: ``kind(gate) * up``.
+
+    ``clamped`` is ``g * sigmoid(alpha * g) * (u + 1)`` with g = gate, at most ``limit``, and u = up, between
+    ``-limit`` and ``limit``; the other kinds ignore both numbers.
+    """
+
+    kind: ActivationKind
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    def __call__(self, gate_out: torch.Tensor, up_out: torch.Tensor) -> torch.Tensor:
+        match self.kind:
+            case "silu":
+                return functional.silu(gate_out) * up_out
+            case "gelu":
+                return functional.gelu(gate_out) * up_out
+            case "gelu_tanh":
+                return functional.gelu(gate_out, approximate="tanh") * up_out
+            case "relu":
+                return functional.relu(gate_out) * up_out
+            case "clamped":
+                gate, up = gate_out.clamp(max=self.limit), up_out.clamp(-self.limit, self.limit)
+                return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
+
+
+@dataclass(frozen=True)
+class FamilyGate:
+    """A family's gate: ``function`` is the library's own; ``activation`` is the same in the kernels' words, or None."""
+
+    function: Gate
+    activation: Activation | None
+
+    def __call__(self, gate_out: torch.Tensor, up_out: torch.Tensor) -> torch.Tensor:
+        return self.function(gate_out, up_out)
+
+
+def family_gate(function: Gate, alpha: float | None = None, limit: float | None = None) -> FamilyGate:
+    """``function``, and which activation it equals. ``alpha`` and ``limit`` are those of a gate that may be clamped.
+
+    Nobody's word is taken for it, nor a family's name: the function is run on numbers of every size, and an activation
+    that gives other results is not it.
+    """
+    candidates = [Activation("silu"), Activation("gelu"), Activation("gelu_tanh"), Activation("relu")]
+    if alpha is not None and limit is not None:
+        candidates.append(Activation("clamped", alpha, limit))
+    gate_out, up_out = _probe()
+    try:
+        expected = function(gate_out, up_out)
+    except (RuntimeError, ValueError, TypeError):  # a gate with weights of its own, of another size
+        return FamilyGate(function, None)
+    if expected.shape != gate_out.shape:
+        return FamilyGate(function, None)
+    for candidate in candidates:
+        if torch.allclose(candidate(gate_out, up_out), expected, rtol=1e-5, atol=1e-6):
+            return FamilyGate(function, candidate)
+    return FamilyGate(function, None)
+
+
+def _probe() -> tuple[torch.Tensor, torch.Tensor]:
+    """Every pair of a row of gates and a row of ups, [n, n]: near zero, around the usual limits, and far beyond."""
+    steps = torch.cat((torch.linspace(-12.0, 12.0, 97), torch.tensor([-1e4, -300.0, -40.0, 40.0, 300.0, 1e4])))
+    gate_out, up_out = torch.meshgrid(steps, steps, indexing="ij")
+    return gate_out.contiguous(), up_out.contiguous()

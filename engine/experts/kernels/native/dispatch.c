@@ -1,0 +1,174 @@
+/* Which instruction sets there are, and the calls that need no more than one matrix. */
+#include <string.h>
+
+#include "kernels_internal.h"
+
+int pllm_version(void) { return PLLM_VERSION; }
+
+uint32_t pllm_available(void) {
+    uint32_t sets = 1U << PLLM_SCALAR;
+#if defined(__x86_64__)
+    __builtin_cpu_init(); /* asks the operating system too whether it saves the registers */
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) sets |= 1U << PLLM_AVX2;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+        sets |= 1U << PLLM_AVX512F;
+        if (__builtin_cpu_supports("avx512bf16")) sets |= 1U << PLLM_AVX512_BF16;
+    }
+#endif
+#if defined(__aarch64__)
+    sets |= 1U << PLLM_NEON;
+#endif
+    return sets;
+}
+
+int pllm_has(int set) {
+    static uint32_t known; /* the same value whoever writes it */
+    if (!known) known = pllm_available();
+    return set >= 0 && set < PLLM_SETS && (known >> set & 1U);
+}
+
+/* A set the CPU lacks is never run, whoever asks: plain C answers instead, and the calls that can fail say so. */
+const kernel_set *pllm_kernels(int set, int dtype) {
+    (void)dtype; /* of no consequence on some CPUs */
+    if (!pllm_has(set)) return &pllm_set_scalar;
+    switch (set) {
+#if defined(__x86_64__)
+    case PLLM_AVX2:
+        return &pllm_set_avx2;
+    case PLLM_AVX512F:
+        return &pllm_set_avx512f;
+    case PLLM_AVX512_BF16:
+        return dtype == PLLM_BF16 ? &pllm_set_avx512_bf16 : &pllm_set_avx512f;
+#endif
+#if defined(__aarch64__)
+    case PLLM_NEON:
+        return &pllm_set_neon;
+#endif
+    default:
+        return &pllm_set_scalar;
+    }
+}
+
+void pllm_gate(int set, const pllm_activation *activation, float *gate, const float *up, int64_t count) {
+    pllm_kernels(set, PLLM_F32)->gate(activation, gate, up, count);
+}
+
+float pllm_exp_sum(int set, float *values, float shift, int64_t count) {
+    return pllm_kernels(set, PLLM_F32)->exp_sum(values, shift, count);
+}
+
+void pllm_add_bias(float *y, int64_t y_stride, int64_t tokens, const void *bias, int dtype, int64_t first,
+                   int64_t count) {
+    if (!bias) return;
+    for (int64_t n = 0; n < count; n++) {
+        float value;
+        if (dtype == PLLM_BF16) {
+            uint16_t half;
+            memcpy(&half, (const char *)bias + (first + n) * 2, 2);
+            const uint32_t word = (uint32_t)half << 16;
+            memcpy(&value, &word, 4);
+        } else {
+            memcpy(&value, (const char *)bias + (first + n) * 4, 4);
+        }
+        for (int64_t m = 0; m < tokens; m++) y[m * y_stride + n] += value;
+    }
+}
+
+/* ---- One matrix ---------------------------------------------------------------------------------------------- */
+
+size_t pllm_input_bytes(int64_t rows, int64_t columns) {
+    return aligned((size_t)((rows + TILE_LIMIT) * (padded(columns) + PADDING)) * 4);
+}
+
+size_t pllm_linear_scratch(void) { return aligned(PANEL_BYTES); }
+
+void pllm_input_describe(pllm_input *input, int set, int dtype, void *data, int64_t rows, int64_t columns) {
+    /* The odd stride keeps rows of 2^n bytes out of each other's cache sets. */
+    *input = (pllm_input){.data = data, .rows = rows, .columns = columns, .stride = padded(columns) + PADDING,
+                          .set = set, .dtype = dtype, .few = rows <= FEW_LIMIT};
+}
+
+void pllm_fill_row(const kernel_set *kernels, void *to, const float *from, float scale, int64_t columns) {
+    kernels->convert(to, from, scale, columns);
+    memset((char *)to + columns * kernels->element, 0, (size_t)((padded(columns) - columns) * kernels->element));
+}
+
+void pllm_input_fill_part(const pllm_input *input, const float *x, int64_t x_stride, int thread, int threads) {
+    const kernel_set *kernels = pllm_kernels(input->set, input->dtype);
+    if (input->few) {
+        for (int64_t row = input->rows * thread / threads; row < input->rows * (thread + 1) / threads; row++)
+            pllm_fill_row(kernels, (char *)input->data + row * input->stride * kernels->element, x + row * x_stride,
+                          1.0F, input->columns);
+        return;
+    }
+    const int64_t tokens = kernels->tile_tokens, tiles = divided_up(input->rows, tokens);
+    for (int64_t tile = tiles * thread / threads; tile < tiles * (thread + 1) / threads; tile++) {
+        const int64_t count = MIN(tokens, input->rows - tile * tokens);
+        const float *rows[TILE_LIMIT];
+        for (int64_t i = 0; i < count; i++) rows[i] = x + (tile * tokens + i) * x_stride;
+        kernels->tile((char *)input->data + tile * tokens * padded(input->columns) * kernels->element, rows, NULL,
+                      count, 0, input->columns);
+    }
+}
+
+void pllm_linear_rows(const pllm_input *input, const pllm_matrix *weight, const void *bias, float *y,
+                      int64_t y_stride, int add, int64_t first, int64_t last, void *scratch) {
+    if (last <= first || input->rows == 0) return;
+    const kernel_set *kernels = pllm_kernels(input->set, input->dtype);
+    const int64_t size = weight->dtype == PLLM_BF16 ? 2 : 4;
+    const char *w = (const char *)weight->data + first * weight->row_stride * size;
+    if (input->few) {
+        const void *rows[FEW_LIMIT];
+        for (int64_t m = 0; m < input->rows; m++)
+            rows[m] = (const char *)input->data + m * input->stride * kernels->element;
+        kernels->few(w, weight->dtype, weight->row_stride, last - first, weight->columns, rows, input->rows, y + first,
+                     y_stride, add);
+    } else {
+        kernels->many(w, weight->dtype, weight->row_stride, last - first, weight->columns, input->data, input->rows,
+                      y + first, y_stride, add, scratch);
+    }
+    pllm_add_bias(y + first, y_stride, input->rows, bias, weight->dtype, first, last - first);
+}
+
+void pllm_linear_part(const pllm_input *input, const pllm_matrix *weight, const void *bias, float *y,
+                      int64_t y_stride, int add, void *scratch, int thread, int threads) {
+    const int64_t panels = divided_up(weight->rows, PANEL_ROWS);
+    const int64_t first = panels * thread / threads * PANEL_ROWS;
+    const int64_t last = MIN(panels * (thread + 1) / threads * PANEL_ROWS, weight->rows);
+    pllm_linear_rows(input, weight, bias, y, y_stride, add, first, last, scratch);
+}
+
+typedef struct linear_call {
+    pllm_pool *pool;
+    const pllm_matrix *weight;
+    const void *bias;
+    const float *x;
+    float *y;
+    int64_t x_stride, y_stride;
+    pllm_input input;
+} linear_call;
+
+static void linear_region(int thread, int threads, void *argument) {
+    linear_call *call = argument;
+    pllm_input_fill_part(&call->input, call->x, call->x_stride, thread, threads);
+    pllm_pool_barrier(call->pool);
+    pllm_linear_part(&call->input, call->weight, call->bias, call->y, call->y_stride, 0,
+                     pllm_pool_scratch(call->pool, thread), thread, threads);
+}
+
+int pllm_linear(pllm_pool *pool, int set, const pllm_matrix *weight, const void *bias, const float *x,
+                int64_t x_stride, int64_t rows, float *y, int64_t y_stride) {
+    if (!pllm_has(set)) return PLLM_E_SET;
+    if (rows < 0 || (weight->dtype != PLLM_BF16 && weight->dtype != PLLM_F32)) return PLLM_E_ARGUMENT;
+    linear_call call = {.pool = pool, .weight = weight, .bias = bias, .x = x, .y = y, .x_stride = x_stride,
+                        .y_stride = y_stride};
+    pllm_pool_lock(pool);
+    int result = pllm_pool_reserve_locked(pool, pllm_linear_scratch(), pllm_input_bytes(rows, weight->columns));
+    if (result == PLLM_OK) {
+        pllm_input_describe(&call.input, set, weight->dtype, pllm_pool_shared(pool), rows, weight->columns);
+        pllm_pool_run_locked(pool, linear_region, &call);
+    }
+    pllm_pool_unlock(pool);
+    return result;
+}

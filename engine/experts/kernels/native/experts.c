@@ -1,0 +1,325 @@
+/* All experts of one layer in one call: routes are sorted by expert, each weight row is read once for all its tokens.
+
+   The work is one list of tasks, (expert, block of rows of gate and up), taken by whichever thread is free; then,
+   after a barrier, a second list of blocks of the output's columns, each for all experts, so that the sum over a
+   token's routes is made by one thread in the order of k, without another barrier. */
+#include <string.h>
+
+#include "kernels_internal.h"
+
+#define CHUNK_TOKENS 1024
+#define MOST_ROWS 64       /* rows of a task, when there are plenty */
+#define FEWEST_ROWS 16     /* rows of a task, when there are few */
+#define TASKS_PER_THREAD 8 /* so that the thread that ends last does not end much later */
+#define OWN_ELEMENTS 65536 /* input values up to which each thread converts its own copy instead of meeting the others */
+
+/* What every thread knows of a call; each makes it for itself from the same input. Rows of inputs and of activations
+   lie by expert; an expert of more than FEW_LIMIT routes has them in tiles instead. */
+typedef struct plan {
+    const pllm_layer *layer;
+    const pllm_routes *routes;
+    const kernel_set *kernels;
+    int64_t active;                   /* experts that have routes */
+    int64_t input_stride, act_stride; /* of a row, in elements */
+    int64_t ffn_rows, hidden_rows;    /* of a task */
+    int64_t tasks;
+    int any_many, any_few, own_input;
+    int32_t *first;      /* [count + 1]: where each expert's routes begin in `sorted` */
+    int32_t *sorted;     /* route numbers, token * k + position, by expert and then ascending */
+    int32_t *place;      /* [tokens * k]: where a route is in `sorted`, or -1 */
+    int32_t *list;       /* [active]: the experts */
+    int64_t *row_offset; /* [active]: the first of an expert's rows in `tiles` and `act` */
+    char *input, *input_own; /* rows of tokens (of sorted routes, if the input is scaled); shared, or this thread's */
+    char *tiles;             /* shared: inputs of experts of many routes */
+    char *act;               /* shared: what goes into the down projections */
+    float *part, *other;     /* this thread's: [routes][rows of a task] */
+    void *panel;
+} plan;
+
+/* Hands out parts of one block of memory; without a base it only counts. */
+typedef struct arena {
+    char *base;
+    size_t used;
+} arena;
+
+static void *take(arena *from, size_t bytes) {
+    char *part = from->base ? from->base + from->used : NULL;
+    from->used += aligned(bytes);
+    return part;
+}
+
+static void lay_out(plan *p, const pllm_layer *layer, int64_t tokens, int64_t k, arena *own, arena *shared) {
+    const int64_t routes = MAX(tokens * k, 1);
+    const int64_t rows = 2 * routes; /* a tile may be nearly empty, but only experts of many routes have tiles */
+    p->layer = layer;
+    p->kernels = pllm_kernels(layer->set, layer->dtype);
+    p->input_stride = padded(layer->hidden) + PADDING;
+    p->act_stride = padded(layer->ffn) + PADDING;
+    p->first = take(own, (size_t)(layer->count + 1) * 4);
+    p->sorted = take(own, (size_t)routes * 4);
+    p->place = take(own, (size_t)routes * 4);
+    p->list = take(own, (size_t)layer->count * 4);
+    p->row_offset = take(own, (size_t)layer->count * 8);
+    p->panel = take(own, PANEL_BYTES);
+    p->part = take(own, (size_t)(routes * MOST_ROWS) * 4);
+    p->other = take(own, (size_t)(routes * MOST_ROWS) * 4);
+    p->input_own = take(own, (size_t)OWN_ELEMENTS * 4);
+    p->input = take(shared, (size_t)(MAX(routes, tokens) * p->input_stride) * 4);
+    p->tiles = take(shared, (size_t)(rows * padded(layer->hidden)) * 4);
+    p->act = take(shared, (size_t)(rows * p->act_stride) * 4);
+}
+
+static int64_t routes_of(const plan *p, int64_t expert) { return p->first[expert + 1] - p->first[expert]; }
+
+static void sort_routes(plan *p) {
+    const int64_t count = p->layer->count, all = p->routes->tokens * p->routes->k;
+    const int32_t *indices = p->routes->indices;
+    memset(p->first, 0, (size_t)(count + 1) * 4);
+    for (int64_t i = 0; i < all; i++)
+        if (indices[i] >= 0) p->first[indices[i] + 1]++;
+    p->active = 0;
+    for (int64_t e = 0; e < count; e++) {
+        if (p->first[e + 1]) p->list[p->active++] = (int32_t)e;
+        p->first[e + 1] += p->first[e];
+    }
+    for (int64_t i = 0; i < all; i++) {
+        p->place[i] = -1;
+        if (indices[i] < 0) continue;
+        p->place[i] = p->first[indices[i]]++; /* moves each start to the next one's; moved back below */
+        p->sorted[p->place[i]] = (int32_t)i;
+    }
+    memmove(p->first + 1, p->first, (size_t)count * 4);
+    p->first[0] = 0;
+}
+
+/* Rows of a task such that every thread gets several. Many tokens want whole panels. */
+static int64_t rows_of_a_task(int64_t experts, int64_t rows, int any_many, int threads) {
+    if (any_many) return PANEL_ROWS;
+    int64_t each = MOST_ROWS;
+    while (each > FEWEST_ROWS && experts * divided_up(rows, each) < (int64_t)TASKS_PER_THREAD * threads) each /= 2;
+    return each;
+}
+
+static void make_plan(plan *p, int threads) {
+    sort_routes(p);
+    const int64_t tile = p->kernels->tile_tokens;
+    int64_t rows = 0;
+    p->any_many = p->any_few = 0;
+    for (int64_t i = 0; i < p->active; i++) {
+        const int64_t count = routes_of(p, p->list[i]);
+        p->row_offset[i] = rows;
+        if (count > FEW_LIMIT) {
+            p->any_many = 1;
+            rows += divided_up(count, tile) * tile;
+        } else {
+            p->any_few = 1;
+            rows += count;
+        }
+    }
+    const int64_t inputs = p->routes->scale_input ? p->first[p->layer->count] : p->routes->tokens;
+    p->own_input = !p->any_many && inputs * p->input_stride <= OWN_ELEMENTS;
+    if (p->own_input) p->input = p->input_own;
+    p->ffn_rows = rows_of_a_task(p->active, p->layer->ffn, p->any_many, threads);
+    p->hidden_rows = rows_of_a_task(1, p->layer->hidden, p->any_many, threads);
+    p->tasks = p->active * divided_up(p->layer->ffn, p->ffn_rows);
+}
+
+/* ---- Inputs -------------------------------------------------------------------------------------------------- */
+
+static const float *hidden_of(const plan *p, int64_t route) {
+    return p->routes->hidden + route / p->routes->k * p->layer->hidden;
+}
+
+static void fill_rows(const plan *p, int thread, int threads) {
+    const int64_t hidden = p->layer->hidden, bytes = p->input_stride * p->kernels->element;
+    if (p->routes->scale_input) {
+        for (int64_t i = thread; i < p->first[p->layer->count]; i += threads)
+            pllm_fill_row(p->kernels, p->input + i * bytes, hidden_of(p, p->sorted[i]),
+                          p->routes->weights[p->sorted[i]], hidden);
+    } else {
+        for (int64_t t = thread; t < p->routes->tokens; t += threads)
+            pllm_fill_row(p->kernels, p->input + t * bytes, p->routes->hidden + t * hidden, 1.0F, hidden);
+    }
+}
+
+static void fill_tiles(const plan *p, int thread, int threads) {
+    const int64_t tile = p->kernels->tile_tokens, bytes = padded(p->layer->hidden) * p->kernels->element;
+    int64_t turn = 0;
+    for (int64_t i = 0; i < p->active; i++) {
+        const int64_t count = routes_of(p, p->list[i]);
+        if (count <= FEW_LIMIT) continue;
+        const int32_t *routes = p->sorted + p->first[p->list[i]];
+        for (int64_t m = 0; m < count; m += tile) {
+            if (turn++ % threads != thread) continue;
+            const float *rows[TILE_LIMIT];
+            float scales[TILE_LIMIT];
+            const int64_t width = MIN(tile, count - m);
+            for (int64_t j = 0; j < width; j++) {
+                rows[j] = hidden_of(p, routes[m + j]);
+                scales[j] = p->routes->weights[routes[m + j]];
+            }
+            p->kernels->tile(p->tiles + (p->row_offset[i] + m) * bytes, rows, p->routes->scale_input ? scales : NULL,
+                             width, 0, p->layer->hidden);
+        }
+    }
+}
+
+/* ---- Gate and up ---------------------------------------------------------------------------------------------- */
+
+static void multiply(const plan *p, const pllm_matrix *matrix, const void *bias, const void *const *rows,
+                     const void *tiles, int64_t count, int64_t first, int64_t number, float *y, int64_t y_stride) {
+    const char *w = (const char *)matrix->data + first * matrix->row_stride * (matrix->dtype == PLLM_BF16 ? 2 : 4);
+    if (count <= FEW_LIMIT)
+        p->kernels->few(w, matrix->dtype, matrix->row_stride, number, matrix->columns, rows, count, y, y_stride, 0);
+    else
+        p->kernels->many(w, matrix->dtype, matrix->row_stride, number, matrix->columns, tiles, count, y, y_stride, 0,
+                         p->panel);
+    pllm_add_bias(y, y_stride, count, bias, matrix->dtype, first, number);
+}
+
+/* The activated values of rows [first, first + number) to where the down projection reads them. */
+static void store_act(const plan *p, int64_t i, int64_t count, int64_t first, int64_t number) {
+    const int64_t element = p->kernels->element, tile = p->kernels->tile_tokens, ffn = p->layer->ffn;
+    char *act = p->act + p->row_offset[i] * p->act_stride * element;
+    if (count <= FEW_LIMIT) {
+        for (int64_t m = 0; m < count; m++) {
+            char *row = act + m * p->act_stride * element;
+            p->kernels->convert(row + first * element, p->part + m * p->ffn_rows, 1.0F, number);
+            if (first + number == ffn) memset(row + ffn * element, 0, (size_t)((padded(ffn) - ffn) * element));
+        }
+        return;
+    }
+    for (int64_t m = 0; m < count; m += tile) {
+        const float *rows[TILE_LIMIT];
+        const int64_t width = MIN(tile, count - m);
+        for (int64_t j = 0; j < width; j++) rows[j] = p->part + (m + j) * p->ffn_rows;
+        p->kernels->tile(act + m * padded(ffn) * element, rows, NULL, width, first, number);
+    }
+}
+
+static void gate_task(const plan *p, int64_t task) {
+    const int64_t blocks = divided_up(p->layer->ffn, p->ffn_rows), i = task / blocks, e = p->list[i];
+    const int64_t first = task % blocks * p->ffn_rows, number = MIN(p->ffn_rows, p->layer->ffn - first);
+    const int64_t count = routes_of(p, e), element = p->kernels->element;
+    const pllm_expert *expert = &p->layer->experts[e];
+    const void *rows[FEW_LIMIT];
+    for (int64_t m = 0; m < MIN(count, FEW_LIMIT); m++) {
+        const int64_t place = p->first[e] + m;
+        const int64_t row = p->routes->scale_input ? place : p->sorted[place] / p->routes->k;
+        rows[m] = p->input + row * p->input_stride * element;
+    }
+    const char *tiles = p->tiles + p->row_offset[i] * padded(p->layer->hidden) * element;
+    multiply(p, &expert->gate, expert->gate_bias, rows, tiles, count, first, number, p->part, p->ffn_rows);
+    multiply(p, &expert->up, expert->up_bias, rows, tiles, count, first, number, p->other, p->ffn_rows);
+    for (int64_t m = 0; m < count; m++)
+        p->kernels->gate(&p->layer->activation, p->part + m * p->ffn_rows, p->other + m * p->ffn_rows, number);
+    store_act(p, i, count, first, number);
+}
+
+/* ---- Down, and the sum ---------------------------------------------------------------------------------------- */
+
+static void hand_out(const plan *p, int64_t first, int64_t number) {
+    const pllm_routes *r = p->routes;
+    const int64_t hidden = p->layer->hidden, rows = p->hidden_rows;
+    for (int64_t t = 0; t < r->tokens; t++) {
+        float *sum = r->sum ? r->sum + t * hidden + first : NULL;
+        if (sum) memset(sum, 0, (size_t)number * 4);
+        for (int64_t route = t * r->k; route < (t + 1) * r->k; route++) {
+            const int32_t place = p->place[route];
+            float *output = r->outputs ? r->outputs + route * hidden + first : NULL;
+            if (place < 0) {
+                if (output) memset(output, 0, (size_t)number * 4);
+                continue;
+            }
+            const float *result = p->part + place * rows;
+            if (output) memcpy(output, result, (size_t)number * 4);
+            if (sum) p->kernels->add_scaled(sum, result, r->scale_input ? 1.0F : r->weights[route], number);
+        }
+    }
+}
+
+static void down_task(const plan *p, int64_t task) {
+    const int64_t first = task * p->hidden_rows, number = MIN(p->hidden_rows, p->layer->hidden - first);
+    const int64_t bytes = p->act_stride * p->kernels->element;
+    for (int64_t i = 0; i < p->active; i++) {
+        const int64_t e = p->list[i], count = routes_of(p, e);
+        const pllm_expert *expert = &p->layer->experts[e];
+        const char *act = p->act + p->row_offset[i] * bytes;
+        const void *rows[FEW_LIMIT];
+        for (int64_t m = 0; m < MIN(count, FEW_LIMIT); m++) rows[m] = act + m * bytes;
+        multiply(p, &expert->down, expert->down_bias, rows, act, count, first, number,
+                 p->part + p->first[e] * p->hidden_rows, p->hidden_rows);
+    }
+    hand_out(p, first, number);
+}
+
+void pllm_experts_part(pllm_pool *pool, const pllm_layer *layer, const pllm_routes *routes, void *scratch,
+                       void *shared, int thread, int threads) {
+    plan p = {.routes = routes};
+    arena own = {.base = scratch}, common = {.base = shared};
+    lay_out(&p, layer, routes->tokens, routes->k, &own, &common);
+    make_plan(&p, threads);
+    if (p.own_input) {
+        fill_rows(&p, 0, 1);
+    } else {
+        if (p.any_few) fill_rows(&p, thread, threads);
+        if (p.any_many) fill_tiles(&p, thread, threads);
+        pllm_pool_barrier(pool);
+    }
+    for (int64_t task; (task = pllm_pool_next(pool)) < p.tasks;) gate_task(&p, task);
+    pllm_pool_barrier(pool);
+    const int64_t blocks = divided_up(layer->hidden, p.hidden_rows);
+    for (int64_t task; (task = pllm_pool_next(pool)) < blocks;) down_task(&p, task);
+    if (thread == 0 && routes->counts)
+        for (int64_t i = 0; i < p.active; i++) routes->counts[p.list[i]] += routes_of(&p, p.list[i]);
+}
+
+void pllm_experts_bytes(const pllm_layer *layer, int64_t tokens, int64_t k, size_t *per_thread, size_t *shared) {
+    plan p;
+    arena own = {0}, common = {0};
+    lay_out(&p, layer, tokens, k, &own, &common);
+    *per_thread = own.used;
+    *shared = common.used;
+}
+
+typedef struct experts_call {
+    pllm_pool *pool;
+    const pllm_layer *layer;
+    pllm_routes routes;
+} experts_call;
+
+static void experts_region(int thread, int threads, void *argument) {
+    experts_call *call = argument;
+    pllm_experts_part(call->pool, call->layer, &call->routes, pllm_pool_scratch(call->pool, thread),
+                      pllm_pool_shared(call->pool), thread, threads);
+}
+
+int pllm_experts(pllm_pool *pool, const pllm_layer *layer, const float *hidden, const int32_t *indices,
+                 const float *weights, int64_t tokens, int64_t k, int64_t scale_input, float *sum, float *outputs,
+                 int64_t *counts) {
+    if (!pllm_has(layer->set)) return PLLM_E_SET;
+    if (tokens < 0 || k < 1) return PLLM_E_ARGUMENT;
+    for (int64_t i = 0; i < tokens * k; i++)
+        if (indices[i] >= layer->count) return PLLM_E_ARGUMENT;
+    size_t per_thread, shared;
+    pllm_experts_bytes(layer, MIN(tokens, CHUNK_TOKENS), k, &per_thread, &shared);
+    pllm_pool_lock(pool);
+    int result = pllm_pool_reserve_locked(pool, per_thread, shared);
+    for (int64_t t = 0; t < tokens && result == PLLM_OK; t += CHUNK_TOKENS) {
+        experts_call call = {.pool = pool, .layer = layer};
+        call.routes = (pllm_routes){
+            .hidden = hidden + t * layer->hidden,
+            .indices = indices + t * k,
+            .weights = weights + t * k,
+            .tokens = MIN(CHUNK_TOKENS, tokens - t),
+            .k = k,
+            .scale_input = scale_input,
+            .sum = sum ? sum + t * layer->hidden : NULL,
+            .outputs = outputs ? outputs + t * k * layer->hidden : NULL,
+            .counts = counts,
+        };
+        pllm_pool_run_locked(pool, experts_region, &call);
+    }
+    pllm_pool_unlock(pool);
+    return result;
+}

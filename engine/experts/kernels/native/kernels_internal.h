@@ -1,0 +1,75 @@
+/* Shared by the C files of the library; not part of its interface. */
+#ifndef PRIVATELLM_KERNELS_INTERNAL_H
+#define PRIVATELLM_KERNELS_INTERNAL_H
+
+#include "privatellm_kernels.h"
+
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+#define NOINLINE static __attribute__((noinline))
+/* Loops over registers: each count is a constant of the compiler. */
+#define UNROLL _Pragma("GCC unroll 16")
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+
+/* Up to here an expert's rows are "few": each weight row is streamed once past all of them. Above, panels of weights
+   are packed and multiplied as an outer product. */
+#define FEW_LIMIT 16
+/* Rows of W in a packed panel, whatever the set; results do not depend on how rows are divided at multiples of it. */
+#define PANEL_ROWS 32
+/* Columns of W packed at a time. */
+#define PANEL_COLUMNS 1024
+/* Input rows are padded with zeros to a multiple of this, in elements. */
+#define PADDING 32
+/* Most tokens of a tile of any set. */
+#define TILE_LIMIT 12
+#define PANEL_BYTES ((size_t)PANEL_ROWS * (PANEL_COLUMNS + PADDING) * 4 + (size_t)TILE_LIMIT * PANEL_ROWS * 4 + 64)
+
+/* What an instruction set brings. W is `rows` rows of `columns` elements of `dtype`, `stride` elements apart. */
+typedef struct kernel_set {
+    int element;     /* bytes of an activation as these kernels read it: 2 (bfloat16) or 4 (float32) */
+    int tile_tokens; /* tokens of a tile */
+    /* y[m * y_stride + n] (+)= W[n] · x[m], for m < tokens <= FEW_LIMIT; x[m] padded with zeros. */
+    void (*few)(const void *w, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *const *x,
+                int64_t tokens, float *y, int64_t y_stride, int add);
+    /* The same for any number of tokens, from tiles; `panel`: PANEL_BYTES of scratch. */
+    void (*many)(const void *w, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *tiles,
+                 int64_t tokens, float *y, int64_t y_stride, int add, void *panel);
+    /* to[i] = from[i] * scale in the form of an activation. */
+    void (*convert)(void *to, const float *from, float scale, int64_t count);
+    /* tile[column..column + count) = rows; `column` even; up to tile_tokens rows, scales NULL or one for each. */
+    void (*tile)(void *tile, const float *const *rows, const float *scales, int64_t tokens, int64_t column,
+                 int64_t count);
+    void (*gate)(const pllm_activation *activation, float *gate, const float *up, int64_t count);
+    float (*exp_sum)(float *values, float shift, int64_t count);
+    /* to[i] += from[i] * scale */
+    void (*add_scaled)(float *to, const float *from, float scale, int64_t count);
+} kernel_set;
+
+extern const kernel_set pllm_set_scalar;
+#if defined(__x86_64__)
+extern const kernel_set pllm_set_avx2, pllm_set_avx512f, pllm_set_avx512_bf16;
+#endif
+#if defined(__aarch64__)
+extern const kernel_set pllm_set_neon;
+#endif
+
+/* The kernels that `set` uses for weights of `dtype`; never NULL for an available set. */
+const kernel_set *pllm_kernels(int set, int dtype);
+
+int pllm_has(int set);
+/* One row of `columns` values as an activation, padded with zeros. */
+void pllm_fill_row(const kernel_set *kernels, void *to, const float *from, float scale, int64_t columns);
+/* y[m * y_stride + n] += bias[first + n] for n < count; bias may be NULL. */
+void pllm_add_bias(float *y, int64_t y_stride, int64_t tokens, const void *bias, int dtype, int64_t first,
+                   int64_t count);
+
+void pllm_pool_lock(pllm_pool *pool);
+void pllm_pool_unlock(pllm_pool *pool);
+void pllm_pool_run_locked(pllm_pool *pool, pllm_region region, void *argument);
+int pllm_pool_reserve_locked(pllm_pool *pool, size_t bytes_per_thread, size_t shared_bytes);
+
+static inline int64_t padded(int64_t columns) { return (columns + PADDING - 1) / PADDING * PADDING; }
+static inline size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+static inline int64_t divided_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
+
+#endif

@@ -1,0 +1,170 @@
+/* The C interface of the native kernels: plain C, no Python, no libtorch. All pointers are the caller's.
+
+   Weights are matrices of rows [rows, columns] as they lie in a file (bfloat16 or float32, any alignment);
+   activations and results are float32 rows. Functions that can fail return 0 or one of the PLLM_E... codes.
+
+   Functions named ..._part run inside a region (pllm_pool_run): every thread of the pool calls them with its own
+   number, and each does its share. They contain barriers only where their comment says so. */
+#ifndef PRIVATELLM_KERNELS_H
+#define PRIVATELLM_KERNELS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define PLLM_API __attribute__((visibility("default")))
+#else
+#define PLLM_API
+#endif
+
+/* Raised whenever a structure or a function of this file changes: the Python side refuses another number. */
+#define PLLM_VERSION 1
+
+enum { PLLM_OK = 0, PLLM_E_SET = -1, PLLM_E_MEMORY = -2, PLLM_E_ARGUMENT = -3 };
+
+/* ---- Instruction sets ------------------------------------------------------------------------------------- */
+
+enum { PLLM_SCALAR = 0, PLLM_AVX2 = 1, PLLM_AVX512F = 2, PLLM_AVX512_BF16 = 3, PLLM_NEON = 4, PLLM_SETS = 5 };
+
+PLLM_API int pllm_version(void);
+/* Bit s is set when instruction set s is compiled in, and the CPU and the operating system have it. */
+PLLM_API uint32_t pllm_available(void);
+
+/* ---- Threads ---------------------------------------------------------------------------------------------- */
+
+typedef struct pllm_pool pllm_pool;
+typedef void (*pllm_region)(int thread, int threads, void *argument);
+
+/* `threads` counts the caller, which is thread 0 of every region. `cpus` names the CPU each of the other threads is
+   pinned to, cpus[1..threads-1], or is NULL. Returns NULL if the threads cannot be had. */
+PLLM_API pllm_pool *pllm_pool_create(int threads, const int32_t *cpus);
+/* Waits for the threads to end. The pool must be idle. */
+PLLM_API void pllm_pool_destroy(pllm_pool *pool);
+PLLM_API int pllm_pool_threads(const pllm_pool *pool);
+/* Runs `region` on every thread of the pool and returns when all have left it. Calls from several threads of a
+   program queue. In a forked child, where the pool's threads do not exist, the region runs with threads = 1. */
+PLLM_API void pllm_pool_run(pllm_pool *pool, pllm_region region, void *argument);
+/* Inside a region: returns when every thread has arrived. Also sets pllm_pool_next back to 0. */
+PLLM_API void pllm_pool_barrier(pllm_pool *pool);
+/* Inside a region: 0, 1, 2, ... to whoever asks, counted from the last barrier (or the region's start). */
+PLLM_API int64_t pllm_pool_next(pllm_pool *pool);
+/* Outside a region: makes every thread's scratch at least `bytes_per_thread` and the shared one `shared_bytes`. */
+PLLM_API int pllm_pool_reserve(pllm_pool *pool, size_t bytes_per_thread, size_t shared_bytes);
+/* What was reserved, 64-byte aligned. pllm_linear_* and pllm_experts_part use both from their start. */
+PLLM_API void *pllm_pool_scratch(pllm_pool *pool, int thread);
+PLLM_API void *pllm_pool_shared(pllm_pool *pool);
+
+/* ---- Matrices --------------------------------------------------------------------------------------------- */
+
+enum { PLLM_BF16 = 1, PLLM_F32 = 2 };
+
+typedef struct pllm_matrix {
+    const void *data;
+    int64_t rows, columns;
+    int64_t row_stride; /* in elements */
+    int32_t dtype;
+    int32_t reserved;
+} pllm_matrix;
+
+/* Input rows in the form the kernels of `set` read for weights of `dtype`: padded, rounded to bfloat16 for
+   PLLM_AVX512_BF16 with PLLM_BF16 weights, and in tiles when there are many of them (`few` says which: up to 16).
+   What a row gives is the same to the bit whatever other rows are beside it, as long as `few` is the same, and whatever
+   the number of threads; between few and many the order of the additions differs. */
+typedef struct pllm_input {
+    void *data;
+    int64_t rows, columns;
+    int64_t stride; /* of a row, in elements; few rows only */
+    int32_t set, dtype, few, reserved;
+} pllm_input;
+
+/* Bytes pllm_input.data needs for so many rows: 64-byte aligned, whatever the set. */
+PLLM_API size_t pllm_input_bytes(int64_t rows, int64_t columns);
+/* Bytes of each thread's scratch that pllm_linear_rows and pllm_linear_part need. */
+PLLM_API size_t pllm_linear_scratch(void);
+/* Fills in everything but the numbers. */
+PLLM_API void pllm_input_describe(pllm_input *input, int set, int dtype, void *data, int64_t rows, int64_t columns);
+/* A thread's share of converting x [rows, columns] (x_stride in elements) into `input`. All of it with 0 of 1. */
+PLLM_API void pllm_input_fill_part(const pllm_input *input, const float *x, int64_t x_stride, int thread, int threads);
+/* y[rows, first..last) = input · W[first..last)ᵀ + bias; added to y if `add`. y points at row 0, column 0 of the whole
+   result. `scratch`: pllm_linear_scratch() bytes of this thread, 64-byte aligned. `bias` has W's dtype, or is NULL.
+   `first` a multiple of 32 keeps every result independent of how the rows are divided. */
+PLLM_API void pllm_linear_rows(const pllm_input *input, const pllm_matrix *weight, const void *bias, float *y,
+                               int64_t y_stride, int add, int64_t first, int64_t last, void *scratch);
+/* A thread's equal share of the rows of W. */
+PLLM_API void pllm_linear_part(const pllm_input *input, const pllm_matrix *weight, const void *bias, float *y,
+                               int64_t y_stride, int add, void *scratch, int thread, int threads);
+/* y [rows, W.rows] = x [rows, W.columns] · Wᵀ + bias, on all threads. */
+PLLM_API int pllm_linear(pllm_pool *pool, int set, const pllm_matrix *weight, const void *bias, const float *x,
+                         int64_t x_stride, int64_t rows, float *y, int64_t y_stride);
+
+/* ---- Activations ------------------------------------------------------------------------------------------ */
+
+enum { PLLM_SILU = 0, PLLM_GELU = 1, PLLM_GELU_TANH = 2, PLLM_RELU = 3, PLLM_CLAMPED = 4 };
+
+/* PLLM_CLAMPED: g = min(gate, limit); u = clamp(up, -limit, limit); (u + 1) * g * sigmoid(alpha * g). */
+typedef struct pllm_activation {
+    int32_t kind;
+    float alpha, limit;
+    int32_t reserved;
+} pllm_activation;
+
+/* gate[i] = activation(gate[i]) * up[i] (or the clamped form), for count values. Any set of pllm_available(). */
+PLLM_API void pllm_gate(int set, const pllm_activation *activation, float *gate, const float *up, int64_t count);
+/* values[i] = exp(values[i] - shift); returns their sum. Relative error about 1e-7 above -87; 0 far below. */
+PLLM_API float pllm_exp_sum(int set, float *values, float shift, int64_t count);
+
+/* ---- Experts ---------------------------------------------------------------------------------------------- */
+
+typedef struct pllm_expert {
+    pllm_matrix gate, up, down;
+    const void *gate_bias, *up_bias, *down_bias; /* of their matrix's dtype, or NULL */
+} pllm_expert;
+
+/* All experts of one layer; every matrix of one dtype. Built once per layer. */
+typedef struct pllm_layer {
+    const pllm_expert *experts; /* [count] */
+    int64_t count, hidden, ffn;
+    pllm_activation activation;
+    int32_t set, dtype;
+} pllm_layer;
+
+typedef struct pllm_routes {
+    const float *hidden;    /* [tokens, layer.hidden], contiguous */
+    const int32_t *indices; /* [tokens, k]; -1: not run here */
+    const float *weights;   /* [tokens, k] */
+    int64_t tokens, k;
+    int64_t scale_input; /* not 0: the weight multiplies an expert's input and not its output */
+    float *sum;          /* [tokens, hidden]: the weighted sum, added up in the order of k, or NULL */
+    float *outputs;      /* [tokens * k, hidden]: each route's own, un-weighted result (0 for -1), or NULL */
+    int64_t *counts;     /* [count]: routes of each expert, added to what is there, or NULL */
+} pllm_routes;
+
+/* Bytes of scratch and shared memory pllm_experts_part needs for up to `tokens` tokens. */
+PLLM_API void pllm_experts_bytes(const pllm_layer *layer, int64_t tokens, int64_t k, size_t *per_thread,
+                                 size_t *shared);
+/* Inside a region; `scratch` and `shared` of the sizes above, 64-byte aligned. Holds one barrier, or two when there
+   are many tokens, and uses pllm_pool_next: call it directly after a barrier. When it returns on one thread the others
+   may still be writing their part of the result: a barrier must follow. Indices must be below layer.count. */
+PLLM_API void pllm_experts_part(pllm_pool *pool, const pllm_layer *layer, const pllm_routes *routes, void *scratch,
+                                void *shared, int thread, int threads);
+/* The whole layer on all threads, in chunks of at most 1024 tokens. Arguments are those of pllm_routes. */
+PLLM_API int pllm_experts(pllm_pool *pool, const pllm_layer *layer, const float *hidden, const int32_t *indices,
+                          const float *weights, int64_t tokens, int64_t k, int64_t scale_input, float *sum,
+                          float *outputs, int64_t *counts);
+
+/* ---- Measuring -------------------------------------------------------------------------------------------- */
+
+/* Reads `bytes` of `data` once on all threads and returns the seconds: the streaming-read rate. */
+PLLM_API double pllm_read_seconds(pllm_pool *pool, const void *data, size_t bytes);
+
+/* ---- Mapped files that become unreadable -------------------------------------------------------------------- */
+
+/* From now on a page of [start, start + bytes) that cannot be read is replaced with zeros and counted, instead of ending
+   the process with SIGBUS. Returns the place of the range, or a PLLM_E_... code. The range must be taken out before it
+   is unmapped. */
+PLLM_API int pllm_guard_add(const void *start, size_t bytes);
+/* Pages of the range at `place` that could not be read. */
+PLLM_API int64_t pllm_guard_faults(int place);
+PLLM_API void pllm_guard_remove(int place);
+
+#endif

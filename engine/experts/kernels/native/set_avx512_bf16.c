@@ -1,0 +1,35 @@
+/* The kernels for AVX512_BF16: activations are rounded to bfloat16 and multiplied in pairs, sums are float32. For
+   bfloat16 weights only; float32 weights go to the AVX-512 kernels with float32 activations. */
+#include "kernels_internal.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#include <string.h>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), \
+                             apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
+#endif
+
+#include "vector_avx512f.h"
+
+#undef SET
+#define SET(name) avx512_bf16_##name
+#include "activations_bf16_template.h"
+#include "rows_template.h"
+#include "vector_math_template.h"
+
+const kernel_set pllm_set_avx512_bf16 = {
+    .element = 2, .tile_tokens = TILE_TOKENS, .few = SET(few), .many = SET(many), .convert = SET(convert),
+    .tile = SET(tile), .gate = SET(gate), .exp_sum = SET(exp_sum), .add_scaled = SET(add_scaled),
+};
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

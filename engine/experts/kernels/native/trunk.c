@@ -1,0 +1,418 @@
+/* The trunk of a decoder, layer by layer, inside one region of the pool. See trunk.h. */
+
+#define _POSIX_C_SOURCE 200809L
+
+#include "trunk_attention.h"
+
+#include <math.h>
+#include <string.h>
+#include <time.h>
+
+/* A router this small is computed by every thread for itself: less work than a barrier. In weights. */
+#define SMALL_ROUTER 16384
+/* Values of a prefill's query block, per head group; the larger, the more often a key is used once it is loaded. */
+#define BLOCK_QUERIES 48
+
+static double seconds_now(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static const trunk_set *trunk_set_of(int set) {
+    switch (set) {
+#if defined(__x86_64__)
+    case PLLM_AVX2: return &pllm_trunk_avx2;
+    case PLLM_AVX512F: return &pllm_trunk_avx512f;
+    case PLLM_AVX512_BF16: return &pllm_trunk_avx512_bf16;
+#endif
+#if defined(__aarch64__)
+    case PLLM_NEON: return &pllm_trunk_neon;
+#endif
+    default: return &pllm_trunk_scalar;
+    }
+}
+
+/* ---- Workspace -------------------------------------------------------------------------------------------- */
+
+static void *take(char **at, int64_t count, size_t size) {
+    void *place = *at;
+    *at += aligned((size_t)count * size);
+    return place;
+}
+
+static int64_t expert_count(const pllm_trunk *trunk) {
+    int64_t most = 1;
+    for (int64_t i = 0; i < trunk->layer_count; i++) most = MAX(most, trunk->layers[i].router.rows);
+    return most;
+}
+
+static void experts_bytes(const trunk_job *job, size_t *own, size_t *shared) {
+    *own = *shared = 0;
+    for (int64_t i = 0; i < job->trunk->layer_count; i++) {
+        const pllm_trunk_layer *layer = job->trunk->layers + i;
+        size_t one = 0, all = 0;
+        pllm_experts_bytes(layer->experts, job->positions, layer->router.data ? job->trunk->top_k : 1, &one, &all);
+        *own = MAX(*own, one), *shared = MAX(*shared, all);
+        if (!layer->shared) continue;
+        pllm_experts_bytes(layer->shared, job->positions, 1, &one, &all);
+        *own = MAX(*own, one), *shared = MAX(*shared, all);
+    }
+}
+
+static size_t own_layout(const trunk_job *job, own_area *own, char *base, size_t experts) {
+    const pllm_trunk *trunk = job->trunk;
+    const int64_t few = MIN(job->positions, FEW_LIMIT), widest = MAX(trunk->hidden, job->joined);
+    const int64_t queries = MAX(job->block, ROW_GROUP) * job->group, k = MAX(trunk->top_k, 1);
+    char *at = base;
+    own->h = take(&at, few * trunk->hidden, 4);
+    own->normed = take(&at, few * trunk->hidden, 4);
+    own->joined = take(&at, few * job->joined, 4);
+    own->shared_weights = take(&at, few, 4);
+    own->logits = take(&at, FEW_LIMIT * expert_count(trunk), 4);
+    own->weights = take(&at, few * k, 4);
+    own->indices = take(&at, few * k, 4);
+    own->input = take(&at, 1, pllm_input_bytes(few, widest));
+    own->exact = take(&at, 1, pllm_input_bytes(FEW_LIMIT, trunk->hidden));
+    own->linear = take(&at, 1, pllm_linear_scratch());
+    own->experts = take(&at, 1, experts);
+    own->rotated = take(&at, MAX(queries, 2) * trunk->width, 4);
+    own->scores = take(&at, queries * SCORE_TILE, 4);
+    own->packed_queries = take(&at, queries * trunk->width, 2);
+    own->packed_weights = take(&at, queries * SCORE_TILE, 2);
+    own->maximum = take(&at, queries, 4);
+    own->total = take(&at, queries, 4);
+    own->sum = take(&at, queries * trunk->width, 4);
+    own->queries = take(&at, queries, sizeof(float *));
+    own->low = take(&at, queries, 8);
+    own->high = take(&at, queries, 8);
+    /* A page apart, so that threads never write into each other's. */
+    return (size_t)(at - base) + 4096;
+}
+
+static size_t layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pass *pass, int threads) {
+    *job = (trunk_job){.trunk = trunk, .pass = pass, .set = trunk_set_of(trunk->set)};
+    const int64_t positions = job->positions = pass->rows * pass->tokens, k = MAX(trunk->top_k, 1);
+    job->group = trunk->heads / trunk->key_value_heads;
+    job->joined = trunk->heads * trunk->width;
+    job->projected = job->joined + 2 * trunk->key_value_heads * trunk->width;
+    job->block = MAX(16, divided_up(BLOCK_QUERIES, job->group));
+    const int64_t length = pass->start + pass->tokens;
+    job->chunk_length = pllm_chunk_length(length, trunk->key_value_heads, threads);
+    job->chunk_limit = divided_up(length, job->chunk_length) + pass->segment_count;
+    const int64_t parts = trunk->key_value_heads * job->chunk_limit * pass->rows * job->group;
+    const int64_t many = positions > FEW_LIMIT ? positions : 0;
+    size_t own, shared;
+    experts_bytes(job, &own, &shared);
+    char *at = pass->workspace;
+    job->h = take(&at, many * trunk->hidden, 4);
+    job->normed = take(&at, many * trunk->hidden, 4);
+    job->qkv = take(&at, positions * job->projected, 4);
+    job->attended = take(&at, positions * job->joined, 4);
+    job->out = take(&at, positions * trunk->hidden, 4);
+    job->shared_out = take(&at, positions * trunk->hidden, 4);
+    job->router = take(&at, FEW_LIMIT * expert_count(trunk), 4);
+    job->weights = take(&at, positions * k, 4);
+    job->indices = take(&at, positions * k, 4);
+    job->zeros = take(&at, positions, 4);
+    job->input = take(&at, 1, pllm_input_bytes(positions, MAX(trunk->hidden, job->joined)));
+    job->experts = take(&at, 1, shared);
+    job->part_maximum = take(&at, parts, 4);
+    job->part_total = take(&at, parts, 4);
+    job->part_sum = take(&at, parts * trunk->width, 4);
+    job->own = at;
+    own_area area;
+    job->own_bytes = aligned(own_layout(job, &area, at, own));
+    return (size_t)(at - (char *)pass->workspace) + job->own_bytes * (size_t)threads;
+}
+
+size_t pllm_trunk_bytes(const pllm_trunk *trunk, const pllm_pass *pass, int threads) {
+    trunk_job job;
+    return layout(&job, trunk, pass, threads);
+}
+
+/* ---- A thread's walk through the layers ------------------------------------------------------------------- */
+
+typedef struct walk {
+    const trunk_job *job;
+    own_area own;
+    pllm_input input;
+    int64_t rows; /* positions that are computed: all, or in the last layer those whose logits are wanted */
+    float *h, *normed;
+    double since;
+    int thread, threads, few;
+} walk;
+
+static void barrier(walk *w) { pllm_pool_barrier(w->job->pool); }
+
+/* Seconds since the last mark go to `part` of `layer`; thread 0's clock stands for all. */
+static void mark(walk *w, int64_t layer, int part) {
+    if (w->thread) return;
+    const double now = seconds_now();
+    if (part >= 0) w->job->pass->seconds[layer * PLLM_PARTS + part] += now - w->since;
+    w->since = now;
+}
+
+/* The rows of a thread's share: all of them where every thread has its own copy. */
+static int64_t share_start(const walk *w) { return w->few ? 0 : w->rows * w->thread / w->threads; }
+static int64_t share_end(const walk *w) { return w->few ? w->rows : w->rows * (w->thread + 1) / w->threads; }
+
+static void set_mode(walk *w, int64_t rows) {
+    w->rows = rows;
+    w->few = rows <= FEW_LIMIT;
+    w->h = w->few ? w->own.h : w->job->h;
+    w->normed = w->few ? w->own.normed : w->job->normed;
+}
+
+/* x [rows, columns] as the kernels read it for weights like `matrix`. */
+static void fill_input(walk *w, const float *x, const pllm_matrix *matrix) {
+    if (!w->few) barrier(w);
+    pllm_input_describe(&w->input, w->job->trunk->set, matrix->dtype, w->few ? w->own.input : w->job->input, w->rows,
+                        matrix->columns);
+    pllm_input_fill_part(&w->input, x, matrix->columns, w->few ? 0 : w->thread, w->few ? 1 : w->threads);
+    if (!w->few) barrier(w);
+}
+
+static void project(walk *w, const pllm_matrix *matrix, float *y, int64_t y_stride) {
+    pllm_linear_part(&w->input, matrix, NULL, y, y_stride, 0, w->own.linear, w->thread, w->threads);
+}
+
+/* A thread's share of the rows of several matrices, taken as one. */
+static void project_all(walk *w, const pllm_matrix *const *matrices, float *const *y, int count, int64_t y_stride) {
+    int64_t blocks = 0, before = 0;
+    for (int i = 0; i < count; i++) blocks += divided_up(matrices[i]->rows, PANEL_ROWS);
+    const int64_t begin = blocks * w->thread / w->threads, end = blocks * (w->thread + 1) / w->threads;
+    for (int i = 0; i < count; i++) {
+        const int64_t own = divided_up(matrices[i]->rows, PANEL_ROWS);
+        const int64_t first = MAX(begin - before, 0), last = MIN(end - before, own);
+        if (first < last)
+            pllm_linear_rows(&w->input, matrices[i], NULL, y[i], y_stride, 0, first * PANEL_ROWS,
+                             MIN(last * PANEL_ROWS, matrices[i]->rows), w->own.linear);
+        before += own;
+    }
+}
+
+static void embed(walk *w) {
+    const trunk_job *job = w->job;
+    const pllm_trunk *trunk = job->trunk;
+    const pllm_matrix *table = &trunk->embedding;
+    const int64_t bytes = table->dtype == PLLM_BF16 ? 2 : 4;
+    for (int64_t row = share_start(w); row < share_end(w); row++)
+        job->set->load(w->h + row * trunk->hidden,
+                       (const char *)table->data + job->pass->ids[row] * table->row_stride * bytes,
+                       trunk->embedding_scale, trunk->hidden, table->dtype);
+}
+
+static void residual_norm(walk *w, const float *out, const float *bias, const float *other, const float *weight) {
+    const trunk_job *job = w->job;
+    const int64_t hidden = job->trunk->hidden;
+    for (int64_t row = share_start(w); row < share_end(w); row++) {
+        const int64_t at = row * hidden;
+        job->set->residual_norm(w->h + at, out ? out + at : NULL, bias, other ? other + at : NULL,
+                                job->trunk->residual_scale, weight, job->trunk->epsilon, w->normed + at, hidden);
+    }
+}
+
+/* ---- Attention -------------------------------------------------------------------------------------------- */
+
+/* Only the last position of a prompt goes on from here: the logits after it are all that is wanted. */
+static void keep_last(walk *w) {
+    const trunk_job *job = w->job;
+    const int64_t last = job->positions - 1, hidden = job->trunk->hidden;
+    const float *from = w->h + last * hidden;
+    set_mode(w, 1);
+    memmove(w->h, from, (size_t)hidden * 4);
+}
+
+/* From the norm to the output projection, in job->out. Returns 0 if nothing more is wanted of the pass. */
+static int attend_layer(walk *w, int64_t index, int last) {
+    const trunk_job *job = w->job;
+    const pllm_trunk_layer *layer = job->trunk->layers + index;
+    const pllm_pass *pass = job->pass;
+    const int64_t keys = job->joined, values = keys + layer->key.rows;
+    const int prompt = pass->tokens > 1, wanted = !last || pass->logits != NULL;
+    const float *qkv = job->qkv;
+    int64_t at = pass->start;
+    fill_input(w, w->normed, &layer->key);
+    const pllm_matrix *matrices[] = {&layer->key, &layer->value, &layer->query};
+    float *results[] = {job->qkv + keys, job->qkv + values, job->qkv};
+    project_all(w, matrices, results, wanted && !(prompt && last) ? 3 : 2, job->projected);
+    if (wanted && prompt && last) {
+        /* The last row's query by itself, from its own copy of the input. */
+        const float *normed = w->normed + (job->positions - 1) * job->trunk->hidden;
+        qkv = job->qkv + (job->positions - 1) * job->projected;
+        at += job->positions - 1;
+        keep_last(w);
+        fill_input(w, normed, &layer->query);
+        project(w, &layer->query, (float *)qkv, job->projected);
+    }
+    barrier(w);
+    if (prompt || !wanted) {
+        const int64_t first_query = !wanted ? job->positions : last ? job->positions - 1 : 0;
+        pllm_prepare_prompt(job, &w->own, index, first_query, w->thread, w->threads);
+        if (!wanted) return 0;
+        barrier(w);
+    }
+    if (prompt && !last) {
+        pllm_attend_prompt(job, &w->own, index);
+        barrier(w);
+        fill_input(w, job->attended, &layer->output);
+    } else {
+        pllm_attend_rows(job, &w->own, index, qkv, at, prompt);
+        barrier(w);
+        float *joined = w->few ? w->own.joined : job->attended;
+        pllm_join_rows(job, index, at, share_start(w), share_end(w), joined);
+        fill_input(w, joined, &layer->output);
+    }
+    project(w, &layer->output, job->out, job->trunk->hidden);
+    barrier(w);
+    return 1;
+}
+
+/* ---- Routes ----------------------------------------------------------------------------------------------- */
+
+/* The k largest logits of a row, largest first, the first of equals first, and their shares of the softmax. */
+static void choose(const walk *w, float *logits, int64_t count, int32_t *indices, float *weights) {
+    const pllm_trunk *trunk = w->job->trunk;
+    float largest = -INFINITY, chosen = 0;
+    for (int64_t i = 0; i < count; i++) largest = MAX(largest, logits[i]);
+    const float total = pllm_exp_sum(trunk->exact_set, logits, largest, count);
+    for (int64_t slot = 0; slot < trunk->top_k; slot++) {
+        int64_t best = 0;
+        for (int64_t i = 1; i < count; i++)
+            if (logits[i] > logits[best]) best = i;
+        indices[slot] = (int32_t)best;
+        weights[slot] = logits[best];
+        chosen += logits[best];
+        logits[best] = -1;
+    }
+    const float by = 1.0F / (trunk->normalise ? chosen : total);
+    for (int64_t slot = 0; slot < trunk->top_k; slot++) weights[slot] *= by;
+}
+
+/* y [rows, matrix.rows] of at most FEW_LIMIT rows, by this thread alone or its share of the matrix. */
+static void exact_linear(walk *w, const float *x, int64_t rows, const pllm_matrix *matrix, float *y, int alone) {
+    pllm_input input;
+    pllm_input_describe(&input, w->job->trunk->exact_set, matrix->dtype, w->own.exact, rows, matrix->columns);
+    pllm_input_fill_part(&input, x, matrix->columns, 0, 1);
+    pllm_linear_part(&input, matrix, NULL, y, matrix->rows, 0, w->own.linear, alone ? 0 : w->thread,
+                     alone ? 1 : w->threads);
+}
+
+static void route(walk *w, const pllm_trunk_layer *layer, int32_t *indices, float *weights) {
+    const int64_t hidden = w->job->trunk->hidden, k = w->job->trunk->top_k, count = layer->router.rows;
+    const int together = w->few && count * hidden > SMALL_ROUTER;
+    for (int64_t row = share_start(w); row < share_end(w); row += FEW_LIMIT) {
+        const int64_t rows = MIN(FEW_LIMIT, share_end(w) - row);
+        float *logits = together ? w->job->router : w->own.logits;
+        exact_linear(w, w->normed + row * hidden, rows, &layer->router, logits, !together);
+        if (together) {
+            /* Choosing spoils the logits: each thread does it on a copy. */
+            barrier(w);
+            memcpy(w->own.logits, logits, (size_t)(rows * count) * 4);
+            logits = w->own.logits;
+        }
+        for (int64_t i = 0; i < rows; i++)
+            choose(w, logits + i * count, count, indices + (row + i) * k, weights + (row + i) * k);
+    }
+}
+
+static void shared_weights(walk *w, const pllm_trunk_layer *layer, float *weights) {
+    const int64_t hidden = w->job->trunk->hidden;
+    for (int64_t row = share_start(w); row < share_end(w); row += FEW_LIMIT) {
+        const int64_t rows = MIN(FEW_LIMIT, share_end(w) - row);
+        exact_linear(w, w->normed + row * hidden, rows, &layer->shared_gate, weights + row, 1);
+        for (int64_t i = 0; i < rows; i++) weights[row + i] = 1.0F / (1.0F + expf(-weights[row + i]));
+    }
+}
+
+/* ---- Experts ---------------------------------------------------------------------------------------------- */
+
+static void run_experts(walk *w, const pllm_layer *experts, const int32_t *indices, const float *weights, int64_t k,
+                        float *sum, int64_t *counts) {
+    const pllm_routes routes = {.hidden = w->normed, .indices = indices, .weights = weights, .tokens = w->rows,
+                                .k = k, .sum = sum, .counts = counts};
+    pllm_experts_part(w->job->pool, experts, &routes, w->own.experts, w->job->experts, w->thread, w->threads);
+    barrier(w);
+}
+
+/* From the second norm to the experts' weighted sum in job->out. Returns the shared expert's part, or NULL. */
+static const float *feed_forward(walk *w, int64_t index) {
+    const trunk_job *job = w->job;
+    const pllm_trunk_layer *layer = job->trunk->layers + index;
+    residual_norm(w, job->out, layer->output_bias, NULL, layer->ffn_norm);
+    mark(w, index, PLLM_OTHER);
+    int32_t *indices = w->few ? w->own.indices : job->indices;
+    float *weights = w->few ? w->own.weights : job->weights, *shared = w->few ? w->own.shared_weights : job->weights;
+    int64_t *counts = NULL;
+    if (layer->router.data) {
+        if (layer->shared) {
+            shared_weights(w, layer, shared);
+            barrier(w);
+            run_experts(w, layer->shared, job->zeros, shared, 1, job->shared_out, NULL);
+            mark(w, index, PLLM_OTHER);
+        }
+        route(w, layer, indices, weights);
+        mark(w, index, PLLM_ROUTER);
+        counts = layer->counts;
+    } else {
+        for (int64_t row = share_start(w); row < share_end(w); row++) weights[row] = 1, indices[row] = 0;
+    }
+    if (!w->few) barrier(w);
+    run_experts(w, layer->experts, indices, weights, layer->router.data ? job->trunk->top_k : 1, job->out, counts);
+    mark(w, index, layer->router.data ? PLLM_EXPERTS : PLLM_OTHER);
+    return layer->router.data && layer->shared ? job->shared_out : NULL;
+}
+
+static void head(walk *w, const float *other) {
+    const trunk_job *job = w->job;
+    const pllm_trunk *trunk = job->trunk;
+    residual_norm(w, job->out, NULL, other, trunk->final_norm);
+    fill_input(w, w->normed, &trunk->head);
+    project(w, &trunk->head, job->pass->logits, trunk->head.rows);
+    if (trunk->logits_divisor == 1.0F) return;
+    barrier(w);
+    const int64_t count = w->rows * trunk->head.rows;
+    for (int64_t i = count * w->thread / w->threads; i < count * (w->thread + 1) / w->threads; i++)
+        job->pass->logits[i] /= trunk->logits_divisor;
+}
+
+static void region(int thread, int threads, void *argument) {
+    const trunk_job *job = argument;
+    const pllm_trunk *trunk = job->trunk;
+    const pllm_pass *pass = job->pass;
+    walk w = {.job = job, .thread = thread, .threads = threads};
+    size_t experts, ignored;
+    experts_bytes(job, &experts, &ignored);
+    own_layout(job, &w.own, job->own + (size_t)thread * job->own_bytes, experts);
+    set_mode(&w, job->positions);
+    if (pass->first_layer == 0) embed(&w);
+    mark(&w, 0, -1);
+    const float *other = NULL;
+    for (int64_t i = pass->first_layer; i < pass->last_layer; i++) {
+        const int fresh = i == pass->first_layer;
+        if (fresh && i > 0) other = trunk->layers[i - 1].shared ? job->shared_out : NULL;
+        residual_norm(&w, i > 0 ? job->out : NULL, NULL, other, trunk->layers[i].attention_norm);
+        mark(&w, i, PLLM_OTHER);
+        const int more = attend_layer(&w, i, i == trunk->layer_count - 1);
+        mark(&w, i, PLLM_ATTENTION);
+        if (!more) return;
+        other = feed_forward(&w, i);
+    }
+    if (pass->last_layer == trunk->layer_count) head(&w, other);
+}
+
+int pllm_trunk_run(pllm_pool *pool, const pllm_trunk *trunk, const pllm_pass *pass) {
+    if (pass->rows < 1 || pass->tokens < 1 || (pass->rows > 1 && pass->tokens > 1) || pass->first_layer < 0 ||
+        pass->last_layer > trunk->layer_count || pass->first_layer >= pass->last_layer || pass->segment_count < 1)
+        return PLLM_E_ARGUMENT;
+    const pllm_segment *last = pass->segments + pass->segment_count - 1;
+    if (pass->segments[0].start != 0 || last->start + last->count < pass->start + pass->tokens) return PLLM_E_ARGUMENT;
+    if (!(pllm_available() >> trunk->set & 1) || !(pllm_available() >> trunk->exact_set & 1)) return PLLM_E_SET;
+    trunk_job job;
+    layout(&job, trunk, pass, pllm_pool_threads(pool));
+    job.pool = pool;
+    if (pass->first_layer == 0) memset(job.zeros, 0, (size_t)job.positions * 4);
+    pllm_pool_run(pool, region, &job);
+    return PLLM_OK;
+}

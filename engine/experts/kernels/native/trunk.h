@@ -1,0 +1,72 @@
+/* The trunk of a pre-norm decoder: RMS norm, rotary grouped-query attention, residual, RMS norm, experts, residual.
+
+   A dense feed-forward network is one expert that every token is sent to. A pass runs layers first_layer..last_layer)
+   for all its positions in one region of the pool; it can be cut between layers, the residual stream stays in the
+   workspace. Within a layer the pieces are apart as well (trunk.c: attend_layer, feed_forward up to the routes, the
+   experts, and the residual at the next layer's norm), so that another executor can take the experts' place. */
+#ifndef PRIVATELLM_TRUNK_H
+#define PRIVATELLM_TRUNK_H
+
+#include "privatellm_kernels.h"
+
+/* Keys lie in blocks of so many positions, transposed: [block][width][PLLM_KEY_BLOCK]; values lie [position][width].
+   In bfloat16 two neighbours lie side by side, as dot products of pairs want them: keys
+   [block][width / 2][PLLM_KEY_BLOCK][2], values [position / 2][width][2]. `width` is even. Values that were never
+   written must be finite. */
+#define PLLM_KEY_BLOCK 16
+
+enum { PLLM_NORM_NONE = 0, PLLM_NORM_PER_HEAD = 1, PLLM_NORM_WHOLE = 2 };
+enum { PLLM_ATTENTION = 0, PLLM_ROUTER = 1, PLLM_EXPERTS = 2, PLLM_OTHER = 3, PLLM_PARTS = 4 };
+
+typedef struct pllm_trunk_layer {
+    pllm_matrix query, key, value, output;
+    pllm_matrix router;      /* data NULL: every token goes to expert 0 with weight 1 */
+    pllm_matrix shared_gate; /* [1, hidden]: its sigmoid scales the shared expert */
+    const float *attention_norm, *ffn_norm; /* [hidden] */
+    const float *query_norm, *key_norm;     /* [width] or the whole projection; NULL with PLLM_NORM_NONE */
+    const float *query_bias, *key_bias, *value_bias, *output_bias; /* or NULL */
+    const pllm_layer *experts;
+    const pllm_layer *shared; /* NULL: none */
+    int64_t *counts;          /* [experts]: routes of each, added to what is there; or NULL */
+    int64_t window;           /* positions a query sees, its own included; 0: all */
+} pllm_trunk_layer;
+
+typedef struct pllm_trunk {
+    const pllm_trunk_layer *layers;
+    pllm_matrix embedding, head;
+    const float *final_norm;
+    int64_t layer_count, hidden, heads, key_value_heads, width, top_k;
+    int32_t set;         /* kernels of the projections and experts */
+    int32_t exact_set;   /* kernels that keep activations in float32: routers and gates */
+    int32_t cache_dtype; /* of keys and values */
+    int32_t head_norm, normalise, reserved;
+    float epsilon, clip, embedding_scale, attention_scale, residual_scale, logits_divisor;
+} pllm_trunk;
+
+/* Positions start..start+count) of every row, in a page of `capacity` positions from `offset` on. A page holds keys
+   [row][layer][head][capacity / PLLM_KEY_BLOCK][width][PLLM_KEY_BLOCK] and values [row][layer][head][capacity][width].
+   Row strides are in elements; 0: all rows share them. */
+typedef struct pllm_segment {
+    void *keys, *values;
+    int64_t key_row_stride, value_row_stride;
+    int64_t capacity, offset, start, count;
+} pllm_segment;
+
+typedef struct pllm_pass {
+    const int32_t *ids;          /* [rows, tokens] */
+    const float *cosine, *sine;  /* [tokens, width / 2], of positions start... */
+    const pllm_segment *segments; /* ascending, covering 0..start + tokens) */
+    float *logits;               /* [rows, vocabulary], after each row's last token; NULL: not wanted */
+    double *seconds;             /* [layer_count, PLLM_PARTS], added */
+    void *workspace;             /* pllm_trunk_bytes() bytes, 64-byte aligned; kept between the calls of one pass */
+    int64_t segment_count, rows, tokens, start, first_layer, last_layer;
+} pllm_pass;
+
+/* Workspace of a pass, whatever layers it is cut into. */
+PLLM_API size_t pllm_trunk_bytes(const pllm_trunk *trunk, const pllm_pass *pass, int threads);
+/* Layers first_layer..last_layer). `tokens` above 1 need rows = 1. Keys and values of the new positions are written
+   into the segments. With the last layer, the logits. In it, only the rows whose logits are wanted are computed
+   beyond keys and values. PLLM_E_ARGUMENT: numbers that do not fit together. */
+PLLM_API int pllm_trunk_run(pllm_pool *pool, const pllm_trunk *trunk, const pllm_pass *pass);
+
+#endif

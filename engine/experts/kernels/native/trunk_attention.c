@@ -1,0 +1,289 @@
+/* Keys and values into the cache, and attention over it: of a prompt's many positions, or of one position per row. */
+
+#include "trunk_attention.h"
+
+#include <math.h>
+
+#define LARGEST_CHUNKS 64
+#define SMALLEST_CHUNK 128
+
+int64_t pllm_chunk_length(int64_t positions, int64_t heads, int threads) {
+    /* A few tasks per thread, so that all end at about the same time; not so many that joining them costs. */
+    const int64_t tasks = divided_up(4 * (int64_t)threads, heads);
+    int64_t length = MAX(divided_up(positions, tasks), divided_up(positions, LARGEST_CHUNKS));
+    length = MAX(length, SMALLEST_CHUNK);
+    return divided_up(length, SCORE_TILE / 2) * (SCORE_TILE / 2);
+}
+
+static int64_t lowest(const pllm_trunk_layer *layer, int64_t position) {
+    return layer->window ? MAX(0, position - layer->window + 1) : 0;
+}
+
+/* ---- Heads ------------------------------------------------------------------------------------------------ */
+
+/* 1 / the root mean square of a whole projection, for families that norm all its heads as one. */
+static float whole_scale(const trunk_job *job, const float *x, const float *bias, int64_t heads) {
+    if (job->trunk->head_norm != PLLM_NORM_WHOLE) return 0;
+    const int64_t count = heads * job->trunk->width;
+    float total = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const float value = x[i] + (bias ? bias[i] : 0);
+        total += value * value;
+    }
+    return 1.0F / sqrtf(total / (float)count + job->trunk->epsilon);
+}
+
+/* A head of a projection: bias, norm, clip. `from` and `to` may be the same. */
+static void ready_head(const trunk_job *job, float *to, const float *from, const float *bias, const float *norm,
+                       float whole, int64_t head) {
+    const pllm_trunk *trunk = job->trunk;
+    const int64_t width = trunk->width, base = head * width;
+    for (int64_t d = 0; d < width; d++) to[d] = from[d] + (bias ? bias[base + d] : 0);
+    if (norm && trunk->head_norm == PLLM_NORM_PER_HEAD) job->set->norm(to, norm, trunk->epsilon, width);
+    if (norm && trunk->head_norm == PLLM_NORM_WHOLE)
+        for (int64_t d = 0; d < width; d++) to[d] *= whole * norm[base + d];
+    if (trunk->clip > 0)
+        for (int64_t d = 0; d < width; d++) to[d] = MIN(MAX(to[d], -trunk->clip), trunk->clip);
+}
+
+static const pllm_segment *segment_of(const pllm_pass *pass, int64_t position) {
+    const pllm_segment *segment = pass->segments + pass->segment_count - 1;
+    while (segment->start > position) segment--;
+    return segment;
+}
+
+static int64_t element_bytes(const pllm_trunk *trunk) { return trunk->cache_dtype == PLLM_BF16 ? 2 : 4; }
+
+/* Start of what one head of a row keeps in a page, in elements. */
+static int64_t head_start(const pllm_trunk *trunk, const pllm_segment *segment, int64_t row_stride, int64_t row,
+                          int64_t layer, int64_t head) {
+    return row * row_stride + (layer * trunk->key_value_heads + head) * segment->capacity * trunk->width;
+}
+
+/* Rounds `key` and `value` in place on the way. */
+static void store_key_value(const trunk_job *job, int64_t row, int64_t layer, int64_t head, int64_t position,
+                            float *key, float *value) {
+    const pllm_trunk *trunk = job->trunk;
+    const pllm_segment *segment = segment_of(job->pass, position);
+    const int64_t width = trunk->width, at = segment->offset + position - segment->start;
+    const int64_t block = at / PLLM_KEY_BLOCK * PLLM_KEY_BLOCK * width, lane = at % PLLM_KEY_BLOCK;
+    const int64_t k = head_start(trunk, segment, segment->key_row_stride, row, layer, head) + block;
+    const int64_t v = head_start(trunk, segment, segment->value_row_stride, row, layer, head);
+    if (trunk->cache_dtype == PLLM_F32) {
+        float *keys = (float *)segment->keys + k, *values = (float *)segment->values + v + at * width;
+        for (int64_t d = 0; d < width; d++) {
+            keys[d * PLLM_KEY_BLOCK + lane] = key[d];
+            values[d] = value[d];
+        }
+        return;
+    }
+    const uint16_t *key_words = (const uint16_t *)key, *value_words = (const uint16_t *)value;
+    job->set->store(key, key, width, PLLM_BF16);
+    job->set->store(value, value, width, PLLM_BF16);
+    uint16_t *keys = (uint16_t *)segment->keys + k + 2 * lane;
+    uint16_t *values = (uint16_t *)segment->values + v + at / 2 * 2 * width + at % 2;
+    for (int64_t d = 0; d < width; d += 2) {
+        keys[d * PLLM_KEY_BLOCK] = key_words[d];
+        keys[d * PLLM_KEY_BLOCK + 1] = key_words[d + 1];
+        values[2 * d] = value_words[d];
+        values[2 * d + 2] = value_words[d + 1];
+    }
+}
+
+/* The new key and value of one head, from `qkv` of its row, into the cache. `scratch`: 2 * width floats. */
+static void add_key_value(const trunk_job *job, const float *qkv, int64_t row, int64_t layer, int64_t head,
+                          int64_t position, float whole, float *scratch) {
+    const pllm_trunk *trunk = job->trunk;
+    const pllm_trunk_layer *weights = trunk->layers + layer;
+    const int64_t width = trunk->width, half = width / 2, step = position - job->pass->start;
+    const float *keys = qkv + job->joined, *values = keys + trunk->key_value_heads * width;
+    float *key = scratch, *value = scratch + width;
+    ready_head(job, key, keys + head * width, weights->key_bias, weights->key_norm, whole, head);
+    job->set->rotate(key, job->pass->cosine + step * half, job->pass->sine + step * half, 1.0F, half);
+    ready_head(job, value, values + head * width, weights->value_bias, NULL, 0, head);
+    store_key_value(job, row, layer, head, position, key, value);
+}
+
+static void ready_query(const trunk_job *job, float *to, const float *qkv, int64_t layer, int64_t head,
+                        int64_t position, float whole) {
+    const pllm_trunk *trunk = job->trunk;
+    const pllm_trunk_layer *weights = trunk->layers + layer;
+    const int64_t half = trunk->width / 2, step = position - job->pass->start;
+    ready_head(job, to, qkv + head * trunk->width, weights->query_bias, weights->query_norm, whole, head);
+    job->set->rotate(to, job->pass->cosine + step * half, job->pass->sine + step * half, trunk->attention_scale, half);
+}
+
+/* ---- A prompt --------------------------------------------------------------------------------------------- */
+
+void pllm_prepare_prompt(const trunk_job *job, const own_area *own, int64_t layer, int64_t first_query, int thread,
+                         int threads) {
+    const pllm_trunk *trunk = job->trunk;
+    const pllm_trunk_layer *weights = trunk->layers + layer;
+    for (int64_t t = job->positions * thread / threads; t < job->positions * (thread + 1) / threads; t++) {
+        float *qkv = job->qkv + t * job->projected;
+        const int64_t position = job->pass->start + t;
+        float whole = whole_scale(job, qkv + job->joined, weights->key_bias, trunk->key_value_heads);
+        for (int64_t head = 0; head < trunk->key_value_heads; head++)
+            add_key_value(job, qkv, 0, layer, head, position, whole, own->rotated);
+        if (t < first_query) continue;
+        whole = whole_scale(job, qkv, weights->query_bias, trunk->heads);
+        for (int64_t head = 0; head < trunk->heads; head++)
+            ready_query(job, qkv + head * trunk->width, qkv, layer, head, position, whole);
+    }
+}
+
+static void reset(const own_area *own, int64_t count, int64_t width) {
+    for (int64_t i = 0; i < count; i++) {
+        own->maximum[i] = -INFINITY;
+        own->total[i] = 0;
+    }
+    for (int64_t i = 0; i < count * width; i++) own->sum[i] = 0;
+}
+
+static void attend_block(const trunk_job *job, const own_area *own, int64_t layer, int64_t head, int64_t first,
+                         int64_t last) {
+    const pllm_trunk *trunk = job->trunk;
+    const pllm_pass *pass = job->pass;
+    const int64_t width = trunk->width, group = job->group, count = (last - first) * group;
+    const int64_t bytes = element_bytes(trunk);
+    const int64_t lowest_seen = lowest(trunk->layers + layer, pass->start + first);
+    reset(own, count, width);
+    for (int64_t i = 0; i < count; i++)
+        own->queries[i] = job->qkv + (first + i / group) * job->projected + (head * group + i % group) * width;
+    for (int64_t s = 0; s < pass->segment_count; s++) {
+        const pllm_segment *segment = pass->segments + s;
+        const int64_t from = MAX(segment->start, lowest_seen);
+        const int64_t to = MIN(segment->start + segment->count, pass->start + last);
+        if (from >= to) continue;
+        const int64_t shift = segment->offset - segment->start;
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t position = pass->start + first + i / group;
+            own->low[i] = lowest(trunk->layers + layer, position) + shift;
+            own->high[i] = position + 1 + shift;
+        }
+        const int64_t k = head_start(trunk, segment, segment->key_row_stride, 0, layer, head);
+        const int64_t v = head_start(trunk, segment, segment->value_row_stride, 0, layer, head);
+        const attention a = {.queries = own->queries, .low = own->low, .high = own->high,
+                             .keys = (const char *)segment->keys + k * bytes,
+                             .values = (const char *)segment->values + v * bytes, .scores = own->scores,
+                             .packed_queries = own->packed_queries, .packed_weights = own->packed_weights,
+                             .maximum = own->maximum, .total = own->total, .sum = own->sum, .count = count,
+                             .width = width, .first = from + shift, .last = to + shift, .dtype = trunk->cache_dtype};
+        job->set->attend(&a);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        float *to = job->attended + (first + i / group) * job->joined + (head * group + i % group) * width;
+        const float by = 1.0F / own->total[i];
+        for (int64_t d = 0; d < width; d++) to[d] = own->sum[i * width + d] * by;
+    }
+}
+
+void pllm_attend_prompt(const trunk_job *job, const own_area *own, int64_t layer) {
+    const int64_t heads = job->trunk->key_value_heads, blocks = divided_up(job->positions, job->block);
+    /* Later blocks see more and take longer: they go first. */
+    for (int64_t task; (task = pllm_pool_next(job->pool)) < heads * blocks;) {
+        const int64_t block = blocks - 1 - task / heads, first = block * job->block;
+        attend_block(job, own, layer, task % heads, first, MIN(first + job->block, job->positions));
+    }
+}
+
+/* ---- One position per row --------------------------------------------------------------------------------- */
+
+/* The chunk after `previous` (NULL: the first), of what a query at `at` sees; 0 at the end. */
+static int next_chunk(const trunk_job *job, int64_t layer, int64_t at, int64_t first, chunk *next) {
+    const pllm_pass *pass = job->pass;
+    first = MAX(first, lowest(job->trunk->layers + layer, at));
+    if (first > at) return 0;
+    const pllm_segment *segment = segment_of(pass, first);
+    const int64_t end = MIN(segment->start + segment->count, at + 1);
+    const int64_t last = MIN(end, (first / job->chunk_length + 1) * job->chunk_length);
+    const int shared = pass->rows > 1 && segment->key_row_stride == 0;
+    *next = (chunk){segment, first, last, shared ? divided_up(pass->rows, ROW_GROUP) : pass->rows};
+    return 1;
+}
+
+static int64_t part_index(const trunk_job *job, int64_t head, int64_t index, int64_t row) {
+    return ((head * job->chunk_limit + index) * job->pass->rows + row) * job->group;
+}
+
+static void attend_chunk(const trunk_job *job, const own_area *own, int64_t layer, const float *qkv, int64_t at,
+                         int stored, const chunk *c, int64_t index, int64_t head, int64_t task) {
+    const pllm_trunk *trunk = job->trunk;
+    const pllm_trunk_layer *weights = trunk->layers + layer;
+    const int64_t width = trunk->width, group = job->group, bytes = element_bytes(trunk);
+    const int together = c->groups != job->pass->rows;
+    const int64_t row = together ? task * ROW_GROUP : task;
+    const int64_t rows = together ? MIN(ROW_GROUP, job->pass->rows - row) : 1, count = rows * group;
+    const int64_t shift = c->segment->offset - c->segment->start;
+    if (!stored && c->first <= at && at < c->last) {
+        const float *mine = qkv + row * job->projected;
+        const float whole = whole_scale(job, mine + job->joined, weights->key_bias, trunk->key_value_heads);
+        add_key_value(job, mine, row, layer, head, at, whole, own->rotated);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        const float *mine = qkv + (row + i / group) * job->projected;
+        const int64_t query = head * group + i % group;
+        own->low[i] = c->first + shift;
+        own->high[i] = c->last + shift;
+        if (stored) {
+            own->queries[i] = mine + query * width;
+        } else {
+            const float whole = whole_scale(job, mine, weights->query_bias, trunk->heads);
+            ready_query(job, own->rotated + i * width, mine, layer, query, at, whole);
+            own->queries[i] = own->rotated + i * width;
+        }
+    }
+    const int64_t part = part_index(job, head, index, row);
+    for (int64_t i = 0; i < count; i++) {
+        job->part_maximum[part + i] = -INFINITY;
+        job->part_total[part + i] = 0;
+    }
+    float *sum = job->part_sum + part * width;
+    for (int64_t i = 0; i < count * width; i++) sum[i] = 0;
+    const int64_t k = head_start(trunk, c->segment, c->segment->key_row_stride, row, layer, head);
+    const int64_t v = head_start(trunk, c->segment, c->segment->value_row_stride, row, layer, head);
+    const attention a = {.queries = own->queries, .low = own->low, .high = own->high,
+                         .keys = (const char *)c->segment->keys + k * bytes,
+                         .values = (const char *)c->segment->values + v * bytes, .scores = own->scores,
+                             .packed_queries = own->packed_queries, .packed_weights = own->packed_weights,
+                         .maximum = job->part_maximum + part, .total = job->part_total + part, .sum = sum,
+                         .count = count, .width = width, .first = c->first + shift, .last = c->last + shift,
+                         .dtype = trunk->cache_dtype};
+    job->set->attend(&a);
+}
+
+void pllm_attend_rows(const trunk_job *job, const own_area *own, int64_t layer, const float *qkv, int64_t at,
+                      int stored) {
+    const int64_t heads = job->trunk->key_value_heads;
+    chunk c = {0};
+    int64_t index = 0, before = 0, task = pllm_pool_next(job->pool);
+    for (int64_t first = 0; next_chunk(job, layer, at, first, &c); first = c.last, index++) {
+        const int64_t tasks = heads * c.groups;
+        for (; task < before + tasks; task = pllm_pool_next(job->pool))
+            attend_chunk(job, own, layer, qkv, at, stored, &c, index, (task - before) % heads, (task - before) / heads);
+        before += tasks;
+    }
+}
+
+void pllm_join_rows(const trunk_job *job, int64_t layer, int64_t at, int64_t first, int64_t last, float *to) {
+    const int64_t width = job->trunk->width, heads = job->trunk->heads;
+    chunk c = {0};
+    int64_t chunks = 0;
+    for (int64_t from = 0; next_chunk(job, layer, at, from, &c); from = c.last) chunks++;
+    for (int64_t row = first; row < last; row++)
+        for (int64_t head = 0; head < heads; head++) {
+            float *result = to + row * job->joined + head * width;
+            float most = -INFINITY, total = 0;
+            for (int64_t i = 0; i < chunks; i++)
+                most = MAX(most, job->part_maximum[part_index(job, head / job->group, i, row) + head % job->group]);
+            for (int64_t d = 0; d < width; d++) result[d] = 0;
+            for (int64_t i = 0; i < chunks; i++) {
+                const int64_t part = part_index(job, head / job->group, i, row) + head % job->group;
+                const float by = expf(job->part_maximum[part] - most);
+                const float *sum = job->part_sum + part * width;
+                total += job->part_total[part] * by;
+                for (int64_t d = 0; d < width; d++) result[d] += sum[d] * by;
+            }
+            for (int64_t d = 0; d < width; d++) result[d] /= total;
+        }
+}

@@ -1,0 +1,63 @@
+/* The parts of the trunk that trunk.c and trunk_attention.c share; not part of the library's interface. */
+#ifndef PRIVATELLM_TRUNK_ATTENTION_H
+#define PRIVATELLM_TRUNK_ATTENTION_H
+
+#include "trunk_internal.h"
+
+/* Rows of a decoding pass that look at shared positions together. */
+#define ROW_GROUP 16
+
+/* Positions of one page, as a decoding pass cuts them for its threads. */
+typedef struct chunk {
+    const pllm_segment *segment;
+    int64_t first, last; /* positions */
+    int64_t groups;      /* of rows that are taken together */
+} chunk;
+
+/* What one thread has to itself. With few positions every thread computes the cheap things (residual, norms, routes)
+   for itself, which is faster than waiting for another to do it. */
+typedef struct own_area {
+    float *h, *normed, *joined, *shared_weights, *logits, *weights;
+    int32_t *indices;
+    void *input, *exact, *linear, *experts;
+    float *rotated, *scores, *maximum, *total, *sum;
+    const float **queries;
+    uint32_t *packed_queries, *packed_weights;
+    int64_t *low, *high;
+} own_area;
+
+typedef struct trunk_job {
+    pllm_pool *pool;
+    const pllm_trunk *trunk;
+    const pllm_pass *pass;
+    const trunk_set *set;
+    int64_t positions; /* rows * tokens */
+    int64_t joined;    /* heads * width */
+    int64_t projected; /* columns of qkv */
+    int64_t group;     /* query heads per key/value head */
+    int64_t block;     /* positions of a prefill's query block */
+    int64_t chunk_length, chunk_limit;
+    float *h, *normed, *qkv, *attended, *out, *shared_out, *router, *weights;
+    int32_t *indices, *zeros;
+    void *input, *experts;
+    float *part_maximum, *part_total, *part_sum; /* [key/value head][chunk][row * group + i]([width]) */
+    char *own;
+    size_t own_bytes;
+} trunk_job;
+
+int64_t pllm_chunk_length(int64_t positions, int64_t heads, int threads);
+
+/* Adds keys and values of all positions of the (only) row to the cache, and makes their queries ready in
+   place, from `first_query` on. No barrier. */
+void pllm_prepare_prompt(const trunk_job *job, const own_area *own, int64_t layer, int64_t first_query, int thread,
+                         int threads);
+/* Attention of every position of a prompt, into job->attended. Takes tasks with pllm_pool_next. */
+void pllm_attend_prompt(const trunk_job *job, const own_area *own, int64_t layer);
+/* One query per row, at position `at`, from `qkv` [rows, projected]. `stored`: its key and value are in the cache
+   already, and the queries are ready. Takes tasks with pllm_pool_next; the parts are joined after a barrier. */
+void pllm_attend_rows(const trunk_job *job, const own_area *own, int64_t layer, const float *qkv, int64_t at,
+                      int stored);
+/* Joins the parts of rows first..last) into `to` [rows, heads * width]. */
+void pllm_join_rows(const trunk_job *job, int64_t layer, int64_t at, int64_t first, int64_t last, float *to);
+
+#endif

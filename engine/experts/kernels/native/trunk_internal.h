@@ -1,0 +1,46 @@
+/* What the instruction sets bring to the trunk; not part of the library's interface. */
+#ifndef PRIVATELLM_TRUNK_INTERNAL_H
+#define PRIVATELLM_TRUNK_INTERNAL_H
+
+#include "kernels_internal.h"
+#include "trunk.h"
+
+/* Keys whose scores are computed before the values are added up. */
+#define SCORE_TILE 256
+
+/* Queries of one key/value head against positions first..last) of one page. Query i sees positions low[i]..high[i]).
+   Softmax runs on: `maximum`, `total` and `sum` [queries, width] hold the state so far. */
+typedef struct attention {
+    const float *const *queries; /* scaled */
+    const int64_t *low, *high;
+    const void *keys, *values; /* of the head, position 0 of the page */
+    float *scores;             /* [queries, SCORE_TILE] */
+    uint32_t *packed_queries;  /* [queries, width / 2] and */
+    uint32_t *packed_weights;  /* [queries, SCORE_TILE / 2]: scratch for pairs of bfloat16 */
+    float *maximum, *total, *sum;
+    int64_t count, width, first, last;
+    int32_t dtype, reserved;
+} attention;
+
+typedef struct trunk_set {
+    /* h += scale * out (+ other) if `out`; to = h / rms(h) * weight. */
+    void (*residual_norm)(float *h, const float *out, const float *bias, const float *other, float scale,
+                          const float *weight, float epsilon, float *to, int64_t count);
+    /* x = x / rms(x) * weight */
+    void (*norm)(float *x, const float *weight, float epsilon, int64_t count);
+    /* Rotates a head by the angles of its position, and scales it. */
+    void (*rotate)(float *head, const float *cosine, const float *sine, float scale, int64_t half);
+    void (*store)(void *to, const float *from, int64_t count, int dtype);
+    void (*load)(float *to, const void *from, float scale, int64_t count, int dtype);
+    void (*attend)(const attention *a);
+} trunk_set;
+
+extern const trunk_set pllm_trunk_scalar;
+#if defined(__x86_64__)
+extern const trunk_set pllm_trunk_avx2, pllm_trunk_avx512f, pllm_trunk_avx512_bf16;
+#endif
+#if defined(__aarch64__)
+extern const trunk_set pllm_trunk_neon;
+#endif
+
+#endif

@@ -1,0 +1,315 @@
+"""How GPU and CPU share the experts of a layer: ours, the papers', and the papers' baselines, behind one protocol.
+
+A policy is a pure value. For every MoE layer of a step it is told which experts are active, with how many tokens, and
+which of them are in GPU memory, and answers where each runs. What the GPU keeps between steps is the executor's
+business, by the policy's :class:`CacheRule`. Every policy gives the same logits; they differ in time and bytes.
+
+==============  ========================================================================================================
+``balanced``    default: the later of GPU and CPU is done as soon as possible (engine.experts.balancing)
+``twiddler``    Algorithm 1 of the Twiddler paper: each expert by itself, wherever it is done sooner
+``monde``       MoNDE's load balancing: the hottest H to the GPU, H from the bandwidths, its factor tuned while running
+``layers``      llama.cpp's -ngl: the experts of some layers on the GPU, those of the others on the CPU
+``lru-offload`` Mixtral-offloading: always the GPU, a least-recently-used cache per layer
+``stream``      ZeRO-Infinity: always the GPU, a layer's experts copied every time, all of them
+==============  ========================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from engine.experts.balancing import share
+from engine.messages import ExpertPolicy
+from engine.planning.calibration import Calibration
+from engine.planning.layer_time import ActiveExpert, Place, layer_sides
+
+__all__ = [
+    "ActiveExpert",
+    "Balanced",
+    "CacheRule",
+    "Decision",
+    "Layers",
+    "LeastRecentlyUsed",
+    "Monde",
+    "Observed",
+    "Place",
+    "Policy",
+    "Stream",
+    "Twiddler",
+    "hot_experts",
+    "policy_named",
+]
+
+CacheKind = Literal["none", "static", "layers", "lru", "lfru"]
+_TUNING_STEPS = 32
+"""Most steps of one tuning: each goes to a better neighbour, so this only bounds its time."""
+
+
+@dataclass(frozen=True)
+class CacheRule:
+    """What the GPU keeps between steps.
+
+    ``none``: nothing. ``static``: the most popular experts, chosen at load. ``layers``: all experts of as many layers
+    as fit. ``lru``: the most recently used. ``lfru``: those used often and recently; seeded with the most popular,
+    which count as if they had been used for long, so that one long prompt, which uses every expert of every layer once,
+    does not put them out.
+    """
+
+    kind: CacheKind
+    admits_moved: bool
+    """An expert whose weights were copied takes the place of another; else its copy is dropped after use."""
+    scope: Literal["layer", "global"]
+    """The slots are one pool, or every layer has as many of its own."""
+    copies_whole_layer: bool = False
+    """The layer's experts are copied whether active or not, as a system that streams layers does."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Where the active experts run, in their order, and the seconds after which either side should be done."""
+
+    places: tuple[Place, ...]
+    cpu_s: float
+    gpu_s: float
+    active: tuple[ActiveExpert, ...] = field(default=(), repr=False, compare=False)
+    calibration: Calibration | None = field(default=None, repr=False, compare=False)
+
+
+class Policy(Protocol):
+    """A frozen value; deciding changes nothing, and observing gives the next policy."""
+
+    @property
+    def name(self) -> ExpertPolicy: ...
+
+    @property
+    def cache(self) -> CacheRule: ...
+
+    def decide(self, layer: int, active: Sequence[ActiveExpert], calibration: Calibration) -> Decision:
+        """Where the ``active`` experts of ``layer`` run. Raises ValueError if the calibration knows no GPU."""
+        ...
+
+    def observe(self, layer: int, decision: Decision, cpu_s: float, gpu_s: float) -> Policy:
+        """The policy for the next layer, after ``decision`` took so many seconds on either side."""
+        ...
+
+
+def _decided(active: Sequence[ActiveExpert], places: Sequence[Place], calibration: Calibration) -> Decision:
+    cpu, gpu = layer_sides(active, places, calibration)
+    return Decision(tuple(places), cpu, gpu, tuple(active), calibration)
+
+
+@dataclass(frozen=True)
+class _Unchanging:
+    """A policy that learns nothing."""
+
+    def observe(self, layer: int, decision: Decision, cpu_s: float, gpu_s: float) -> Policy:
+        return self  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class Balanced(_Unchanging):
+    """The later of both sides is done as soon as possible.
+
+    A resident expert goes to the CPU too where that lowers the maximum: its weights are in the host's memory anyway, so
+    it costs the CPU no more than any other, and the GPU may have the more to do (many residents, long prefill).
+    """
+
+    name: ExpertPolicy = "balanced"
+    cache: CacheRule = CacheRule("lfru", admits_moved=True, scope="global")
+
+    def decide(self, layer: int, active: Sequence[ActiveExpert], calibration: Calibration) -> Decision:
+        counted = Counter((each.tokens, each.resident) for each in active)
+        kinds = tuple(sorted((tokens, resident, count) for (tokens, resident), count in counted.items()))
+        left = {kind[:2]: there for kind, there in zip(kinds, share(kinds, calibration), strict=True)}
+        places: list[Place] = []
+        for each in active:
+            kind = (each.tokens, each.resident)
+            if left[kind]:
+                left[kind] -= 1
+                places.append("amove")
+            else:
+                places.append("gpu" if each.resident else "pmove")
+        return _decided(active, places, calibration)
+
+
+@dataclass(frozen=True)
+class Twiddler(_Unchanging):
+    """Algorithm 1: a resident expert runs where it is; another is copied if the GPU, copy included, beats the CPU.
+
+    The paper's model: the GPU takes one constant, the CPU a constant times the tokens. Both constants are those of one
+    token. The experts are judged one by one, as if nothing else ran at the same time.
+    """
+
+    name: ExpertPolicy = "twiddler"
+    cache: CacheRule = CacheRule("static", admits_moved=False, scope="global")
+
+    def decide(self, layer: int, active: Sequence[ActiveExpert], calibration: Calibration) -> Decision:
+        if calibration.gpu is None:
+            raise ValueError(
+                f"the calibration of {calibration.machine!r} has no GPU: measure one before sharing experts"
+            )
+        copied = calibration.gpu.at(1) + calibration.weight_copy
+        slope = calibration.cpu.at(1)
+        places: list[Place] = [
+            "gpu" if each.resident else "pmove" if slope * each.tokens > copied else "amove" for each in active
+        ]
+        return _decided(active, places, calibration)
+
+
+def hot_experts(active: int, pcie_rate: float, near_rate: float, alpha: float = 1.0) -> float:
+    """MoNDE's equation 6: how many of ``active`` experts the GPU should get. Rates in the same unit."""
+    return alpha * pcie_rate / (near_rate + pcie_rate) * active
+
+
+@dataclass(frozen=True)
+class Observed:
+    """A decision and the seconds that either side took for it."""
+
+    decision: Decision
+    cpu_s: float
+    gpu_s: float
+
+    @property
+    def missing(self) -> int:
+        """Active experts that were not in GPU memory."""
+        return sum(1 for each in self.decision.active if not each.resident)
+
+
+@dataclass(frozen=True)
+class Monde:
+    """MoNDE's load balancing: the ``H`` experts with the most tokens go to the GPU, the others stay near their memory.
+
+    The near-data unit is this machine's CPU, its bandwidth the measured rate of streaming weights. The paper keeps no
+    expert on the GPU; an expert that is resident nevertheless runs there and does not count towards H.
+
+    ``alpha`` is tuned as in section 3.3: every ``period`` layers, the last ``window`` of them are costed again with
+    other H, in steps of one expert up or down, both sides' costs scaled by what was measured, until no neighbour is
+    better.
+    """
+
+    alpha: float = 1.0
+    period: int = 16
+    window: int = 8
+    seen: int = 0
+    recent: tuple[Observed, ...] = field(default=(), repr=False)
+    name: ExpertPolicy = "monde"
+    cache: CacheRule = CacheRule("none", admits_moved=False, scope="layer")
+
+    def decide(self, layer: int, active: Sequence[ActiveExpert], calibration: Calibration) -> Decision:
+        missing = [place for place, each in enumerate(active) if not each.resident]
+        hot = round(self.alpha * _hot_share(calibration) * len(missing))
+        to_gpu = set(sorted(missing, key=lambda place: (-active[place].tokens, place))[:hot])
+        places: list[Place] = [
+            "gpu" if each.resident else "pmove" if place in to_gpu else "amove" for place, each in enumerate(active)
+        ]
+        return _decided(active, places, calibration)
+
+    def observe(self, layer: int, decision: Decision, cpu_s: float, gpu_s: float) -> Monde:
+        recent = (*self.recent, Observed(decision, cpu_s, gpu_s))[-self.window :]
+        next_policy = replace(self, seen=self.seen + 1, recent=recent)
+        return next_policy if next_policy.seen % self.period else next_policy.tuned()
+
+    def tuned(self) -> Monde:
+        """The same policy with the ``alpha`` that is best, among its neighbours, for what was observed."""
+        seen = [each for each in self.recent if each.missing and each.decision.calibration is not None]
+        shares = [_hot_share(each.decision.calibration) * each.missing for each in seen if each.decision.calibration]
+        step = 1.0 / max(shares, default=0.0) if shares and max(shares) > 0 else 0.0
+        if not step:
+            return self
+        costs: dict[float, float] = {}
+        alpha = self.alpha
+        for _ in range(_TUNING_STEPS):
+            for near in (max(0.0, alpha - step), alpha, alpha + step, alpha + 2 * step):
+                if near not in costs:
+                    costs[near] = replace(self, alpha=near)._cost(seen)
+            best = min(costs, key=lambda near: (costs[near], abs(near - self.alpha)))
+            if best == alpha:
+                break
+            alpha = best
+        return replace(self, alpha=alpha)
+
+    def _cost(self, seen: Sequence[Observed]) -> float:
+        """Seconds that the observed layers would take with this alpha."""
+        cpu_scale = _scale([(each.cpu_s, each.decision.cpu_s) for each in seen])
+        gpu_scale = _scale([(each.gpu_s, each.decision.gpu_s) for each in seen])
+        total = 0.0
+        for each in seen:
+            if each.decision.calibration is not None:
+                decision = self.decide(0, each.decision.active, each.decision.calibration)
+                total += max(cpu_scale * decision.cpu_s, gpu_scale * decision.gpu_s)
+        return total
+
+
+def _hot_share(calibration: Calibration) -> float:
+    """Equation 6 for one expert with alpha 1, from the measured rates; 1.0 if copies cost nothing."""
+    if calibration.weight_copy <= 0.0:
+        return 1.0
+    return hot_experts(1, calibration.shape.expert_bytes / calibration.weight_copy, calibration.memory_read)
+
+
+def _scale(pairs: Sequence[tuple[float, float]]) -> float:
+    """Measured over predicted seconds; 1.0 where nothing was predicted or measured."""
+    measured, predicted = sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
+    return measured / predicted if measured > 0.0 and predicted > 0.0 else 1.0
+
+
+@dataclass(frozen=True)
+class Layers(_Unchanging):
+    """Whole layers on the GPU, the others on the CPU, whatever the number of tokens."""
+
+    name: ExpertPolicy = "layers"
+    cache: CacheRule = CacheRule("layers", admits_moved=False, scope="layer")
+
+    def decide(self, layer: int, active: Sequence[ActiveExpert], calibration: Calibration) -> Decision:
+        return _decided(active, ["gpu" if each.resident else "amove" for each in active], calibration)
+
+
+@dataclass(frozen=True)
+class LeastRecentlyUsed(_Unchanging):
+    """Everything on the GPU; what is not there is copied, and stays until others were used more recently."""
+
+    name: ExpertPolicy = "lru-offload"
+    cache: CacheRule = CacheRule("lru", admits_moved=True, scope="layer")
+
+    def decide(self, layer: int, active: Sequence[ActiveExpert], calibration: Calibration) -> Decision:
+        return _decided(active, ["gpu" if each.resident else "pmove" for each in active], calibration)
+
+
+@dataclass(frozen=True)
+class Stream(_Unchanging):
+    """Everything on the GPU, nothing kept. ``on_demand``: only active experts are copied (the MoNDE paper's GPU+PM).
+
+    ``experts`` is the number of the layer's experts: the inactive ones are copied too, and predicted if it is known.
+    """
+
+    on_demand: bool = False
+    experts: int = 0
+    name: ExpertPolicy = "stream"
+
+    @property
+    def cache(self) -> CacheRule:
+        return CacheRule("none", admits_moved=False, scope="layer", copies_whole_layer=not self.on_demand)
+
+    def decide(self, layer: int, active: Sequence[ActiveExpert], calibration: Calibration) -> Decision:
+        decision = _decided(active, ["gpu" if each.resident else "pmove" for each in active], calibration)
+        unused = 0 if self.on_demand else max(0, self.experts - len(active))
+        if not unused:
+            return decision
+        gpu = decision.gpu_s + unused * calibration.weight_copy
+        return Decision(decision.places, decision.cpu_s, gpu, decision.active, calibration)
+
+
+def policy_named(name: ExpertPolicy, experts_per_layer: int = 0) -> Policy:
+    """The policy of that name. ``experts_per_layer`` is of use to predictions of ``stream``. KeyError if unknown."""
+    policies: dict[ExpertPolicy, Policy] = {
+        "balanced": Balanced(),
+        "twiddler": Twiddler(),
+        "monde": Monde(),
+        "layers": Layers(),
+        "lru-offload": LeastRecentlyUsed(),
+        "stream": Stream(experts=experts_per_layer),
+    }
+    return policies[name]

@@ -1,0 +1,144 @@
+"""Experts that do not fit in memory: how fast they come from the disk, and asking for them before they are touched."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.models.files import Experts, ExpertWeights, StoredTensor
+
+if TYPE_CHECKING:
+    import torch
+
+SAMPLE_BYTES = 256 * 2**20
+"""Read at most so much to measure a disk."""
+SAMPLE_SECONDS = 0.3
+_BLOCK = 8 * 2**20
+
+_ASK_BYTES = 2**20
+"""The system reads no more than about so much ahead per request."""
+_WILL_NEED = 3
+_PAGE = mmap.PAGESIZE
+
+
+class ReadAhead:
+    """Tells the system which experts a layer is about to read, all at once, so that the disk is asked for them in
+    parallel instead of page by page as the kernels get there."""
+
+    def __init__(self, experts: Experts) -> None:
+        self._experts = experts
+        self._ranges: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        library = ctypes.CDLL(None)
+        self._advise = library.madvise
+        self._advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+    def will_need(self, layer: int, indices: torch.Tensor) -> None:
+        """``indices`` [tokens, k]: the experts of ``layer`` that are about to run, -1 for none. Never fails."""
+        for expert in indices.unique().tolist():
+            if expert < 0:
+                continue
+            for address, nbytes in self._ranges_of(layer, expert):
+                for start in range(0, nbytes, _ASK_BYTES):
+                    self._advise(address + start, min(_ASK_BYTES, nbytes - start), _WILL_NEED)
+
+    def _ranges_of(self, layer: int, expert: int) -> list[tuple[int, int]]:
+        found = self._ranges.get((layer, expert))
+        if found is None:
+            found = self._ranges[layer, expert] = page_ranges(self._experts.expert(layer, expert))
+        return found
+
+
+def page_ranges(weights: ExpertWeights) -> list[tuple[int, int]]:
+    """The (address, bytes) of whole pages that hold one expert; what is adjacent is one range."""
+    spans: list[tuple[int, int]] = []
+    for first, last in sorted(_span(tensor) for tensor in (weights.gate, weights.up, weights.down)):
+        start, end = first - first % _PAGE, last + -last % _PAGE
+        if spans and start <= spans[-1][1]:
+            start, end = spans[-1][0], max(end, spans[-1][1])
+            spans.pop()
+        spans.append((start, end))
+    return [(start, end - start) for start, end in spans]
+
+
+def _span(tensor: StoredTensor) -> tuple[int, int]:
+    """First address of ``tensor``, and the one after its last."""
+    words = tensor.words
+    start = int(words.ctypes.data)
+    reach = sum((size - 1) * stride for size, stride in zip(words.shape, words.strides, strict=True))
+    return start, start + reach + words.itemsize
+
+
+def notice_beyond_memory(
+    experts: Experts, available: int, measure: Callable[[Path], float | None] | None = None
+) -> str | None:
+    """A line for the person if ``experts`` do not fit in ``available`` bytes of memory, with the disk's rate as
+    ``measure`` (bytes per second of the file, or None) finds it; None if they fit."""
+    if experts.nbytes <= available:
+        return None
+    text = (
+        f"The model's {experts.nbytes / 1e9:.1f} GB of experts do not fit in the {available / 1e9:.1f} GB of memory "
+        "that are free, so some are read from disk each time they are used"
+    )
+    files = sorted(getattr(experts, "mapped_files", ()), key=lambda mapped: -mapped.size)
+    rate = (measure or read_rate)(files[0].path) if files else None
+    if rate is None:
+        return f"{text}, which is slow."
+    return f"{text}: at {rate / 1e9:.2f} GB/s, as measured just now."
+
+
+def read_rate(path: Path) -> float | None:
+    """Bytes per second at which ``path`` comes from its disk, not from the system's memory. None if that can't be told.
+
+    Reads at most SAMPLE_BYTES from the middle of the file, for about SAMPLE_SECONDS.
+    """
+    try:
+        size = path.stat().st_size
+        start = max(0, (size - SAMPLE_BYTES) // 2) // _BLOCK * _BLOCK
+        with contextlib.ExitStack() as stack:
+            file = _open_uncached(path, start, stack)
+            buffer = stack.enter_context(mmap.mmap(-1, _BLOCK))
+            return _timed(file, buffer, start, min(SAMPLE_BYTES, size - start))
+    except OSError:
+        return None
+
+
+def _timed(file: int, buffer: mmap.mmap, start: int, most: int) -> float | None:
+    begun = time.perf_counter()
+    done = 0
+    while done < most:
+        count = os.preadv(file, [buffer], start + done)
+        done += count
+        if count < _BLOCK or time.perf_counter() - begun > SAMPLE_SECONDS:
+            break
+    seconds = time.perf_counter() - begun
+    return done / seconds if done and seconds > 0 else None
+
+
+def _open_uncached(path: Path, start: int, stack: contextlib.ExitStack) -> int:
+    """``path``, open for reading past the system's cache where that can be had. Linux: O_DIRECT; else what is cached
+    of the range is dropped first. macOS: F_NOCACHE."""
+    direct = getattr(os, "O_DIRECT", 0)
+    if direct:
+        try:
+            file = os.open(path, os.O_RDONLY | direct)
+        except OSError:  # not every file system has it
+            pass
+        else:
+            stack.callback(os.close, file)
+            return file
+    file = os.open(path, os.O_RDONLY)
+    stack.callback(os.close, file)
+    if sys.platform == "darwin":
+        import fcntl
+
+        fcntl.fcntl(file, fcntl.F_NOCACHE, 1)
+    elif hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file, start, SAMPLE_BYTES, os.POSIX_FADV_DONTNEED)
+    return file

@@ -1,0 +1,89 @@
+"""What this machine is, found without importing torch: its processor's name, and its GPUs with their memory."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+_QUERY = ("--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits")
+_QUERY_S = 10.0
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that torch could use. Memory in bytes."""
+
+    name: str
+    total: int
+    free: int
+
+
+def gpu() -> Gpu | None:
+    """The GPU that the torch runtime would use, or None.
+
+    Asks torch if it is loaded and has a GPU already, else the driver's own program: starting torch only to find that
+    there is nothing would take seconds.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info()
+        return Gpu(str(torch.cuda.get_device_name()), int(total), int(free))
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return None
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    try:
+        done = subprocess.run([program, *_QUERY], capture_output=True, text=True, timeout=_QUERY_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return parse_gpus(done.stdout, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def parse_gpus(text: str, visible: str | None = None) -> Gpu | None:
+    """The first visible GPU of nvidia-smi's answer, one per line: name, MiB in all, MiB free. None if it tells none."""
+    found: list[Gpu] = []
+    for line in text.splitlines():
+        parts = [part.strip() for part in line.rsplit(",", 2)]
+        if len(parts) == 3 and parts[1].isdecimal() and parts[2].isdecimal():
+            found.append(Gpu(parts[0], int(parts[1]) * _MIB, int(parts[2]) * _MIB))
+    first = (visible or "0").split(",")[0].strip()
+    # A GPU may be named by its UUID as well, which is not asked for here: then the first one is as good a guess.
+    index = int(first) if first.isdecimal() else 0
+    return found[index] if index < len(found) else None
+
+
+@functools.cache
+def processor() -> str:
+    """The processor's name, e.g. ``AMD EPYC 9755``; where the system does not tell one, its architecture."""
+    if sys.platform == "darwin":
+        found = _output("sysctl", "-n", "machdep.cpu.brand_string")
+        return found or platform.machine()
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return platform.processor() or platform.machine()
+    facts: dict[str, str] = {}
+    for line in text.splitlines():
+        key, colon, value = line.partition(":")
+        if colon:
+            facts.setdefault(key.strip(), value.strip())
+    if "model name" in facts:
+        numbers = [facts[key] for key in ("cpu family", "model", "stepping") if key in facts]
+        return facts["model name"] + (f" ({'.'.join(numbers)})" if numbers else "")
+    arm = [facts[key] for key in ("CPU implementer", "CPU part") if key in facts]
+    return " ".join([platform.machine(), *arm])
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_S, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,97 @@
+"""What plans need to know of a model's files, read once: a settings screen asks again with every change."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.experts.calibration_file import shape_of
+from engine.experts.kernels.library import VARIABLE
+from engine.experts.popularity_file import ProfileModel, model_of
+from engine.experts.reading_ahead import read_rate
+from engine.messages import Load
+from engine.models.files import Experts
+from engine.models.opening import open_model
+from engine.models.sizes import Sizes, sizes_of
+from engine.planning.calibration import ExpertShape
+from engine.runtimes.native.runtime import why_not
+
+REMEMBERED = 8
+"""Models and choices; the files themselves are not kept open."""
+
+_Key = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Headers:
+    """Of a model in ``folder``. ``shape`` and ``profile`` are None for a dense model; ``not_native`` is why the native
+    trunk does not run it, or None; ``largest`` is the largest file with experts."""
+
+    folder: Path
+    sizes: Sizes
+    shape: ExpertShape | None
+    profile: ProfileModel | None
+    not_native: str | None
+    largest: Path | None
+
+
+_headers: OrderedDict[_Key, Headers] = OrderedDict()
+_rates: dict[_Key, float | None] = {}
+_lock = threading.Lock()
+
+
+def read_headers(folder: Path, load: Load) -> Headers:
+    """Raises ModelError as opening the model does. From any thread."""
+    choices = (load.dtype, load.partitioning, load.cpu_threads, load.context_limit, os.environ.get(VARIABLE))
+    key = (folder, *choices, *_fingerprint(folder))
+    with _lock:
+        if key in _headers:
+            _headers.move_to_end(key)
+            return _headers[key]
+    files = open_model(folder)
+    experts = files.experts
+    found = Headers(
+        folder=folder,
+        sizes=sizes_of(files, load.dtype),
+        shape=None if experts is None else shape_of(experts),
+        profile=None if experts is None else model_of(experts),
+        not_native=why_not(files.config, files, load),
+        largest=None if experts is None else _largest(experts),
+    )
+    with _lock:
+        _headers[key] = found
+        while len(_headers) > REMEMBERED:
+            _headers.popitem(last=False)
+    return found
+
+
+def disk_rate(path: Path) -> float | None:
+    """Bytes per second at which ``path`` comes from its disk, measured once in a process; None if it can't be told."""
+    try:
+        about = path.stat()
+    except OSError:
+        return None
+    key = (path, about.st_size, about.st_mtime_ns)
+    if key not in _rates:
+        _rates[key] = read_rate(path)
+    return _rates[key]
+
+
+def _largest(experts: Experts) -> Path | None:
+    mapped = getattr(experts, "mapped_files", ())
+    return max(mapped, key=lambda file: file.size).path if mapped else None
+
+
+def _fingerprint(folder: Path) -> _Key:
+    """Changes when a file of the model does."""
+    found: list[object] = []
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors"), *folder.glob("experts/*.slabs")]):
+        try:
+            about = path.stat()
+        except OSError:
+            continue
+        found += [path.name, about.st_size, about.st_mtime_ns]
+    return tuple(found)

@@ -1,0 +1,141 @@
+"""How large a model is, from its files' headers and its ``config.json`` alone: no weights are read, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import ModelError
+from engine.models.families import check_supported, expert_shape, language_config, layer_count
+from engine.models.files import ModelFiles
+from engine.models.wording import shown
+
+_WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_TOP_K = ("num_experts_per_tok", "experts_per_token", "num_selected_experts", "moe_top_k", "moe_k")
+_FEW = 2
+"""Experts per token where ``config.json`` does not say: what the commonest family has."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What loading and running a model needs. Bytes as computed with ``dtype``; experts stay as they are stored."""
+
+    family: str
+    dtype: str
+    """``bfloat16`` or ``float32``: as asked for, else what most of the model is stored in."""
+    stored: str
+    """What most of the model is stored in."""
+    layers: int
+    moe_layers: int
+    experts: int
+    experts_per_token: int
+    hidden: int
+    ffn: int
+    """Of a routed expert, or of the dense layers."""
+    vocabulary: int
+    context_limit: int
+    trunk_bytes: int
+    embedding_bytes: int
+    """Part of the trunk of which one token reads only a row; 0 where the embedding is the head as well."""
+    expert_bytes: int
+    key_value_bytes_per_token: int
+
+    @property
+    def width(self) -> int:
+        """Bytes of a number computed with."""
+        return _WIDTHS.get(self.dtype, 2)
+
+
+def sizes_of(files: ModelFiles, dtype: str = "auto") -> Sizes:
+    """Raises ModelError if ``config.json`` does not give a size, naming it."""
+    family = check_supported(files.config)
+    config = language_config(files.config, family)
+    stored, trunk, embedding = _trunk(files)
+    experts = files.experts
+    if experts is not None:
+        stored = _NAMES.get(experts.dtype, experts.dtype)
+    chosen = stored if dtype == "auto" else dtype
+    shape = expert_shape(files.config, family)
+    # torch converts the trunk; experts are read as they are.
+    scale = _WIDTHS.get(chosen, 2) / _WIDTHS.get(stored, 2)
+    hidden = _number(config, "hidden_size", "d_model")
+    return Sizes(
+        family=family.model_type,
+        dtype=chosen,
+        stored=stored,
+        layers=layer_count(files.config, family),
+        moe_layers=0 if experts is None else len(experts.layers),
+        experts=0 if experts is None else experts.count,
+        experts_per_token=0 if experts is None else experts_per_token(config),
+        hidden=hidden,
+        ffn=shape.ffn if shape is not None else _number(config, "intermediate_size", default=4 * hidden),
+        vocabulary=_number(config, "vocab_size"),
+        context_limit=_number(config, "max_position_embeddings", "max_seq_len", default=4096),
+        trunk_bytes=round(trunk * scale),
+        embedding_bytes=round(embedding * scale),
+        expert_bytes=0 if experts is None else experts.nbytes,
+        key_value_bytes_per_token=key_value_numbers(config) * _WIDTHS.get(chosen, 2),
+    )
+
+
+def experts_per_token(config: Mapping[str, Any]) -> int:
+    """How many experts each token is sent to, wherever the family's ``config.json`` says it."""
+    for section in (config, config.get("ffn_config")):
+        if isinstance(section, Mapping):
+            for key in _TOP_K:
+                value = section.get(key)
+                if isinstance(value, int) and value > 0:
+                    return value
+    return _FEW
+
+
+def key_value_numbers(config: Mapping[str, Any]) -> int:
+    """Numbers one token adds to the cache: keys and values of every layer that keeps them.
+
+    Latent attention (deepseek) caches the latents and the rotated part; recurrent layers keep a state of fixed size.
+    """
+    layers = _number(config, "num_hidden_layers", "n_layers")
+    if config.get("kv_lora_rank"):
+        per_layer = _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")
+    else:
+        heads = _number(config, "num_attention_heads", "n_heads")
+        inner = config.get("attn_config")
+        grouped = config.get("num_key_value_heads") or (inner.get("kv_n_heads") if isinstance(inner, Mapping) else None)
+        width = config.get("head_dim") or _number(config, "hidden_size", "d_model") // heads
+        per_layer = 2 * int(grouped or heads) * int(width)
+    kinds = config.get("layer_types")
+    kept = sum(kind != "linear_attention" for kind in kinds) if isinstance(kinds, list) else layers
+    return per_layer * kept
+
+
+def _trunk(files: ModelFiles) -> tuple[str, int, int]:
+    """The trunk's commonest dtype, its bytes, and those of an embedding that is not the head."""
+    by_dtype: dict[str, int] = {}
+    embedding = 0
+    has_head = False
+    for name, tensor in files.trunk():
+        by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.nbytes
+        has_head = has_head or name.endswith("lm_head.weight")
+        if name.endswith(("embed_tokens.weight", "wte.weight")):
+            embedding += tensor.nbytes
+    dtype = max(by_dtype, key=lambda stored: by_dtype[stored], default="BF16")
+    tied = bool(files.config.get("tie_word_embeddings", False))
+    total = sum(by_dtype.values())
+    if tied and has_head:  # stored twice, kept once
+        return _NAMES.get(dtype, dtype), total - embedding, 0
+    return _NAMES.get(dtype, dtype), total, embedding if has_head else 0
+
+
+def _number(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
+    """The first of ``keys`` that ``config`` has. Raises ModelError if there is none and no ``default``."""
+    for key in keys:
+        value = config.get(key)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        if value is not None:
+            raise ModelError(f"config.json gives {shown(value)} for {key}, which must be a number above 0.")
+    if default is None:
+        raise ModelError(f"config.json does not say {keys[0]}; fetch the model again.")
+    return default

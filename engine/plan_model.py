@@ -1,0 +1,194 @@
+"""``Plan``: from a model's name to where it would lie and how fast it should be. Reads headers, loads nothing.
+
+The decisions are :mod:`engine.planning.hybrid`'s; here is what they are made from: the model's sizes, this machine's
+memory, what was measured on it before, and the person's own use of the model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from engine.errors import ModelError
+from engine.experts.calibration_file import calibration_key, load_calibration
+from engine.experts.popularity_file import known_counts
+from engine.experts.speed_file import MachineSpeed, load_speed
+from engine.free_memory import available_bytes
+from engine.loading import check_request
+from engine.machine import Gpu, gpu, processor
+from engine.messages import Load, ModelFacts, Plan, Planned, PlannedChoice, RuntimeName
+from engine.model_headers import Headers, disk_rate, read_headers
+from engine.models.sizes import Sizes
+from engine.models.store import resolve
+from engine.planning.calibration import Calibration
+from engine.planning.hybrid import Device, HybridPlan, Machine, ModelSizes, Wanted
+from engine.planning.hybrid import plan as plan_placement
+
+
+@dataclass(frozen=True)
+class PlannedRuntime:
+    name: RuntimeName
+    reason: str
+
+
+def plan_model(request: Plan, loaded: ModelFacts | None = None) -> Planned:
+    """The plan for ``request.load``. ``loaded``: the model that is loaded now and would make room.
+
+    Raises ModelError as loading would: an unknown model (bad-input), one that is not on this machine, damaged,
+    unsupported.
+    """
+    load = request.load
+    check_request(load)
+    if load.partitioning == "ring":
+        raise ModelError(
+            "Partitioning 'ring' is not available in this version; choose auto, cpu or hybrid.", kind="bad-input"
+        )
+    resolved = resolve(load.model)
+    folder = resolved.require_folder()
+    headers = read_headers(folder, load)
+    sizes = headers.sizes
+    graphics = None if load.partitioning == "cpu" or load.runtime in ("native", "mlx") else gpu()
+    runtime = _planned_runtime(load, headers, graphics is not None)
+    notices: list[str] = []
+    calibration, speed = _measured(load, headers, graphics, notices)
+    context = min(sizes.context_limit, load.context_limit or Wanted().context_tokens)
+    overhead = speed.layer_overhead_s.get(runtime.name, 0.0) if speed is not None else 0.0
+    plan = plan_placement(
+        _model(sizes),
+        _machine(headers, graphics, speed, loaded),
+        Wanted(
+            partitioning="cpu" if graphics is None else load.partitioning,
+            policy=load.policy,
+            gpu_expert_bytes=load.gpu_expert_bytes,
+            context_tokens=context,
+            prefill_chunk=load.prefill_chunk,
+            cpu_layer_overhead_s=overhead,
+        ),
+        calibration,
+        _popularity(headers, notices),
+    )
+    return Planned(
+        id=request.id,
+        model=resolved.name,
+        family=sizes.family,
+        fits=plan.fits,
+        shortfall=plan.shortfall,
+        memory=list(plan.memory),
+        choices=[*_choices(load, sizes, runtime, context), *plan.choices, *_said(notices)],
+        tokens_per_s=plan.tokens_per_s,
+        prefill_tokens_per_s=plan.prefill_tokens_per_s,
+        basis=_basis(plan, sizes, speed, runtime.name),
+    )
+
+
+def planned_runtime(load: Load, folder: Path, on_gpu: bool) -> PlannedRuntime:
+    """Which runtime loading the model in ``folder`` would take, and why: as :func:`engine.runtimes.pick_runtime`, but
+    none is imported for it. Raises ModelError if the model cannot be opened."""
+    return _planned_runtime(load, read_headers(folder, load), on_gpu)
+
+
+def _planned_runtime(load: Load, headers: Headers, on_gpu: bool) -> PlannedRuntime:
+    if load.runtime != "auto":
+        return PlannedRuntime(load.runtime, "chosen by the settings")
+    if sys.platform == "darwin" and platform.machine() == "arm64":
+        if importlib.util.find_spec("mlx_lm") is not None:
+            return PlannedRuntime("mlx", "the default on Apple Silicon")
+        return PlannedRuntime("torch", "mlx-lm is not installed")
+    if on_gpu:
+        return PlannedRuntime("torch", "the default with a GPU")
+    if headers.not_native is not None:
+        return PlannedRuntime("torch", f"the faster native trunk cannot run this model, because {headers.not_native}")
+    return PlannedRuntime("native", "the fastest trunk on this CPU")
+
+
+def _model(sizes: Sizes) -> ModelSizes:
+    return ModelSizes(
+        layers=sizes.layers,
+        moe_layers=sizes.moe_layers,
+        experts=sizes.experts,
+        experts_per_token=sizes.experts_per_token,
+        hidden=sizes.hidden,
+        trunk_bytes=sizes.trunk_bytes,
+        expert_bytes=sizes.expert_bytes,
+        key_value_bytes_per_token=sizes.key_value_bytes_per_token,
+        bytes_per_weight=sizes.width,
+    )
+
+
+def _machine(headers: Headers, graphics: Gpu | None, speed: MachineSpeed | None, loaded: ModelFacts | None) -> Machine:
+    """This machine as it will be once the loaded model has made room."""
+    on_gpu = loaded is not None and loaded.device.startswith("cuda")
+    freed = loaded.trunk_bytes if loaded is not None and loaded.runtime != "native" else 0
+    cpu = Device("CPU", int(psutil.virtual_memory().total), available_bytes() + (0 if on_gpu else freed))
+    memory_read = speed.memory_read if speed is not None else None
+    # Reading from the disk to learn its rate takes a moment: only where it will matter.
+    beyond = headers.largest is not None and headers.sizes.expert_bytes + headers.sizes.trunk_bytes > cpu.free
+    disk = disk_rate(headers.largest) if headers.largest is not None and beyond else None
+    if graphics is None:
+        return Machine(cpu, memory_read=memory_read, disk_read=disk)
+    freed_there = freed + loaded.gpu_expert_bytes if loaded is not None and on_gpu else 0
+    there = Device(graphics.name, graphics.total, min(graphics.total, graphics.free + freed_there))
+    return Machine(cpu, there, memory_read, disk)
+
+
+def _measured(
+    load: Load, headers: Headers, graphics: Gpu | None, notices: list[str]
+) -> tuple[Calibration | None, MachineSpeed | None]:
+    """The calibration of the model's experts on this machine, and what else was measured here."""
+    dtype, shape = headers.sizes.dtype, headers.shape
+    name = graphics.name if graphics is not None else None
+    key = calibration_key(dtype, load.cpu_threads, name)
+    speed = load_speed(calibration_key(dtype, load.cpu_threads, None))
+    if shape is None:
+        return None, speed
+    calibration = load_calibration(shape, key, notices.append)
+    there = gpu() if calibration is None and graphics is None else None
+    if there is not None:
+        # The CPU's figures are the same, whatever else is in the machine.
+        calibration = load_calibration(shape, calibration_key(dtype, load.cpu_threads, there.name), notices.append)
+    return calibration, speed
+
+
+def _popularity(headers: Headers, notices: list[str]) -> list[list[int]]:
+    if headers.profile is None:
+        return []
+    counts = known_counts(headers.folder, headers.profile, headers.sizes.experts_per_token, notices.append)
+    return [] if counts is None else [[round(routes) for routes in row] for row in counts.values()]
+
+
+def _choices(load: Load, sizes: Sizes, runtime: PlannedRuntime, context: int) -> list[PlannedChoice]:
+    if load.context_limit is not None and load.context_limit < sizes.context_limit:
+        why = "as chosen"
+    elif context == sizes.context_limit:
+        why = "what the model was made for"
+    else:
+        why = f"usual for a conversation; the model takes up to {sizes.context_limit}"
+    per_thousand = 1000 * sizes.key_value_bytes_per_token / 1e6
+    numbers = "as the model is stored" if load.dtype == "auto" else "as chosen"
+    choices = [
+        PlannedChoice("runtime", runtime.name, runtime.reason),
+        PlannedChoice("numbers", sizes.dtype, numbers),
+        PlannedChoice("context", f"{context} tokens", f"{why}; 1000 more take {per_thousand:.0f} MB"),
+    ]
+    if load.partitioning == "hybrid" and load.runtime not in ("native", "mlx") and gpu() is None:
+        choices.append(PlannedChoice("partitioning", "cpu", "no GPU that torch can use was found"))
+    return choices
+
+
+def _said(notices: list[str]) -> list[PlannedChoice]:
+    return [PlannedChoice("note", "not used", notice) for notice in notices]
+
+
+def _basis(plan: HybridPlan, sizes: Sizes, speed: MachineSpeed | None, runtime: str) -> str:
+    if plan.tokens_per_s is None:
+        if not sizes.experts and not plan.on_gpu and speed is None:
+            return f"nothing was measured on this machine ({processor()}): run `privatellm bench decode` with any model"
+        return plan.basis
+    if not plan.on_gpu and (speed is None or runtime not in speed.layer_overhead_s):
+        return f"{plan.basis}; at best, as what {runtime} adds per layer was not measured (`privatellm bench decode`)"
+    return plan.basis

@@ -1,0 +1,323 @@
+"""What one machine would do with a model: what goes where, whether it fits, how fast it should be, and why. Pure.
+
+With a GPU the trunk, its keys and values and the workspace go there; what is left holds experts ("slabs"), as far as
+the policy keeps any. All experts stay in the host's memory as well: they are mapped from files, so what does not fit is
+read from the disk each time, which is slow but not refused. Bytes throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from engine.experts.policy import Policy, policy_named
+from engine.messages import DeviceMemory, ExpertPolicy, PlannedChoice
+from engine.planning.calibration import Calibration
+from engine.planning.prediction import (
+    PREFILL_TOKENS,
+    ModelSizes,
+    Shares,
+    Speed,
+    cpu_speed,
+    disk_seconds,
+    hybrid_speed,
+    streaming_step_s,
+)
+
+__all__ = [
+    "Device",
+    "HybridPlan",
+    "Machine",
+    "ModelSizes",
+    "Wanted",
+    "gpu_room",
+    "plan",
+    "slabs_kept",
+    "workspace_bytes",
+]
+
+GPU_RUNTIME_BYTES = 512 * 1024 * 1024
+"""What the GPU's own libraries take before anything of ours is there."""
+STAGING_SLABS = 2
+"""Copied weights that are not kept wait here: one is computed with while the next arrives."""
+_WIDTHS_OF_ACTIVATIONS = 16
+"""Float32 rows of the hidden size that one token needs at once, in attention and around the experts."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """Memory in bytes; ``total`` 0: unknown."""
+
+    name: str
+    total: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Machine:
+    """``free`` of the CPU is what can be had without harm, page cache included. Rates in bytes per second, measured or
+    None."""
+
+    cpu: Device
+    gpu: Device | None = None
+    memory_read: float | None = None
+    disk_read: float | None = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the person chose. The overheads are seconds per decoder layer and forward pass, beyond the weights."""
+
+    partitioning: Literal["auto", "cpu", "hybrid"] = "auto"
+    policy: ExpertPolicy = "balanced"
+    gpu_expert_bytes: int | None = None
+    context_tokens: int = 4096
+    prefill_chunk: int = 512
+    cpu_layer_overhead_s: float = 0.0
+    gpu_layer_overhead_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class HybridPlan:
+    """``slabs`` experts are kept on the GPU. The rates are None where there is nothing to predict them from; ``basis``
+    says what they rest on, or what is missing. ``shortfall`` is 0 if it fits."""
+
+    fits: bool
+    shortfall: int
+    on_gpu: bool
+    slabs: int
+    memory: tuple[DeviceMemory, ...]
+    choices: tuple[PlannedChoice, ...]
+    tokens_per_s: float | None = None
+    prefill_tokens_per_s: float | None = None
+    basis: str = ""
+    hit_rate: float | None = field(default=None)
+    """Share of routes whose expert is on the GPU, if use stays as it was."""
+
+
+def workspace_bytes(model: ModelSizes, prefill_chunk: int, gpu: bool) -> int:
+    """Memory for what is computed in one forward pass of ``prefill_chunk`` tokens, beside weights and keys and values.
+
+    On a GPU that is also what its libraries take, and slots for weights on their way.
+    """
+    widths = _WIDTHS_OF_ACTIVATIONS + (2 * model.experts_per_token if model.experts else 0)
+    activations = 4 * prefill_chunk * model.hidden * widths
+    if not gpu:
+        return activations
+    return activations + GPU_RUNTIME_BYTES + STAGING_SLABS * model.slab_bytes
+
+
+def gpu_room(model: ModelSizes, gpu: Device, context_tokens: int, prefill_chunk: int = 512) -> int:
+    """Bytes of the GPU that are left for experts; negative: the trunk and what goes with it do not fit."""
+    needed = model.trunk_bytes + context_tokens * model.key_value_bytes_per_token
+    return gpu.free - needed - workspace_bytes(model, prefill_chunk, gpu=True)
+
+
+def slabs_kept(model: ModelSizes, policy: Policy, room: int) -> int:
+    """How many experts the policy's cache holds in ``room`` bytes: whole layers, or as many per layer, by its rule."""
+    if not model.slab_bytes or policy.cache.kind == "none":
+        return 0
+    slabs = min(max(0, room) // model.slab_bytes, model.slabs)
+    if policy.cache.kind == "layers":
+        return slabs - slabs % model.experts
+    if policy.cache.scope == "layer":
+        return slabs - slabs % model.moe_layers
+    return slabs
+
+
+def plan(
+    model: ModelSizes,
+    machine: Machine,
+    wanted: Wanted,
+    calibration: Calibration | None = None,
+    popularity: Sequence[Sequence[int]] = (),
+) -> HybridPlan:
+    """The plan for ``model`` on ``machine``. ``popularity``: routes counted before, [MoE layer][expert], or nothing."""
+    shares = Shares.counted(popularity) if popularity else Shares.even(model.experts)
+    alone = _cpu_plan(model, machine, wanted, calibration, shares)
+    if wanted.partitioning == "cpu" or machine.gpu is None:
+        if wanted.partitioning == "hybrid":
+            return replace(alone, fits=False, choices=(_choice("experts", "none", "there is no GPU to share with"),))
+        return alone
+    shared = _gpu_plan(model, machine, machine.gpu, wanted, calibration, shares)
+    if wanted.partitioning == "hybrid":
+        return shared
+    if not shared.fits:
+        return shared if wanted.gpu_expert_bytes is not None else _instead(alone, shared)
+    if alone.fits and (alone.tokens_per_s or 0.0) > (shared.tokens_per_s or float("inf")):
+        return _slower(alone, shared)
+    return shared
+
+
+def _choice(what: str, choice: str, reason: str) -> PlannedChoice:
+    return PlannedChoice(what, choice, reason)
+
+
+def _cpu_plan(
+    model: ModelSizes, machine: Machine, wanted: Wanted, calibration: Calibration | None, shares: Shares
+) -> HybridPlan:
+    key_values = wanted.context_tokens * model.key_value_bytes_per_token
+    workspace = workspace_bytes(model, wanted.prefill_chunk, gpu=False)
+    spare = machine.cpu.free - model.trunk_bytes - key_values - workspace
+    memory = _on_cpu(machine.cpu, model, trunk=model.trunk_bytes, key_values=key_values, workspace=workspace)
+    if machine.gpu is None:
+        where = _choice("experts", "CPU", "this machine has no GPU that torch can use")
+    else:
+        where = _choice("experts", "CPU", "the GPU is left alone, as chosen")
+    choices = [where] if model.experts else [_choice("weights", "CPU", where.reason)]
+    speed: Speed | None = None
+    if calibration is not None:
+        speed = cpu_speed(model, calibration, shares, wanted.cpu_layer_overhead_s)
+        basis = "measured by `privatellm bench experts` on this machine"
+    elif machine.memory_read:
+        step = streaming_step_s(model, machine.memory_read, wanted.cpu_layer_overhead_s)
+        speed = Speed(step, 0.0)
+        basis = f"the weights read per token at {machine.memory_read / 1e9:.0f} GB/s"
+    else:
+        basis = _nothing_measured(model)
+    finished = HybridPlan(spare >= 0, max(0, -spare), False, 0, (memory,), tuple(choices), basis=basis)
+    return _with_speed(finished, model, machine, speed, spare)
+
+
+def _on_cpu(cpu: Device, model: ModelSizes, trunk: int, key_values: int, workspace: int) -> DeviceMemory:
+    room = max(0, cpu.free - trunk - key_values - workspace)
+    return DeviceMemory(
+        device="CPU",
+        total=cpu.total,
+        free=cpu.free,
+        trunk=trunk,
+        experts=min(model.expert_bytes, room),
+        key_values=key_values,
+        workspace=workspace,
+    )
+
+
+def _gpu_plan(
+    model: ModelSizes, machine: Machine, gpu: Device, wanted: Wanted, calibration: Calibration | None, shares: Shares
+) -> HybridPlan:
+    policy = policy_named(wanted.policy, model.experts)
+    room = gpu_room(model, gpu, wanted.context_tokens, wanted.prefill_chunk)
+    asked = 0
+    if policy.cache.kind != "none":
+        asked = min(max(0, room if wanted.gpu_expert_bytes is None else wanted.gpu_expert_bytes), model.expert_bytes)
+    slabs = slabs_kept(model, policy, min(asked, room))
+    shortfall = max(0, -room, asked - room)
+    on_gpu = DeviceMemory(
+        device=gpu.name,
+        total=gpu.total,
+        free=gpu.free,
+        trunk=model.trunk_bytes,
+        experts=asked if shortfall else min(slabs * model.slab_bytes, model.expert_bytes),
+        key_values=wanted.context_tokens * model.key_value_bytes_per_token,
+        workspace=workspace_bytes(model, wanted.prefill_chunk, gpu=True),
+    )
+    on_cpu = _on_cpu(machine.cpu, model, 0, 0, workspace_bytes(model, wanted.prefill_chunk, gpu=False))
+    choices = _gpu_choices(model, wanted, policy, slabs, room)
+    per_layer = slabs / model.moe_layers if model.moe_layers else 0.0
+    speed: Speed | None = None
+    if calibration is not None and calibration.gpu is not None:
+        speed = hybrid_speed(model, calibration, policy, per_layer, shares, wanted.gpu_layer_overhead_s)
+        basis = "measured by `privatellm bench experts` on this machine"
+    else:
+        basis = _nothing_measured(model)
+    finished = HybridPlan(
+        fits=not shortfall,
+        shortfall=shortfall,
+        on_gpu=True,
+        slabs=slabs,
+        memory=(on_gpu, on_cpu),
+        choices=choices,
+        basis=basis,
+        hit_rate=_hit_rate(model, policy, per_layer, shares),
+    )
+    return _with_speed(finished, model, machine, speed, machine.cpu.free - on_cpu.workspace)
+
+
+def _hit_rate(model: ModelSizes, policy: Policy, per_layer: float, shares: Shares) -> float | None:
+    if not model.experts:
+        return None
+    return per_layer / model.experts if policy.cache.kind == "layers" else shares.caught(per_layer)
+
+
+def _gpu_choices(model: ModelSizes, wanted: Wanted, policy: Policy, slabs: int, room: int) -> tuple[PlannedChoice, ...]:
+    trunk = _choice("trunk", "GPU", "every token uses all of it")
+    if not model.experts:
+        return (_choice("weights", "GPU", "the model has no experts to share, so all of it goes there"),)
+    if policy.cache.kind == "none":
+        kept = _choice("experts on the GPU", "none kept", f"the policy {policy.name} keeps none between steps")
+    elif slabs == model.slabs:
+        kept = _choice("experts on the GPU", f"all {slabs}", "there is room for every expert")
+    else:
+        size = f"{model.slab_bytes / 1e6:.0f} MB each"
+        limit = (
+            f"{max(0, room) / 1e9:.1f} GB are left beside trunk, keys and values, and workspace"
+            if wanted.gpu_expert_bytes is None
+            else f"{wanted.gpu_expert_bytes / 1e9:.1f} GB were chosen"
+        )
+        kept = _choice("experts on the GPU", f"{slabs} of {model.slabs}", f"{limit}, {size}")
+    return (trunk, kept, _choice("policy", policy.name, _POLICY_REASONS[policy.name]))
+
+
+_POLICY_REASONS: dict[ExpertPolicy, str] = {
+    "balanced": "GPU and CPU work at once and are done together, by this machine's measured times",
+    "twiddler": "each expert runs where it alone would be done sooner",
+    "monde": "the experts with the most tokens are copied to the GPU, as many as the bandwidths allow",
+    "layers": "whole layers are on the GPU, the others on the CPU",
+    "lru-offload": "every expert runs on the GPU, the last used ones stay there",
+    "stream": "every expert of a layer is copied to the GPU each time",
+}
+
+
+def _with_speed(
+    finished: HybridPlan, model: ModelSizes, machine: Machine, speed: Speed | None, experts_room: int
+) -> HybridPlan:
+    """``finished`` with the rates, the time of reading from the disk included if the host's memory is too small."""
+    in_memory = min(1.0, max(0, experts_room) / model.expert_bytes) if model.expert_bytes else 1.0
+    if in_memory < 1.0:
+        missing = model.expert_bytes - max(0, experts_room)
+        reason = f"{missing / 1e9:.1f} GB of the experts do not fit in memory and are read from the disk when used"
+        if machine.disk_read:
+            reason += f", at {machine.disk_read / 1e6:.0f} MB/s"
+        finished = replace(finished, choices=(*finished.choices, _choice("memory", "part on disk", reason)))
+        if machine.disk_read is None:
+            return replace(finished, basis="part of the model is read from the disk, whose rate was not measured")
+        if speed is not None:
+            speed = Speed(
+                speed.step_s + disk_seconds(model, in_memory, machine.disk_read, 1),
+                speed.prefill_s + disk_seconds(model, in_memory, machine.disk_read, PREFILL_TOKENS)
+                if speed.prefill_s
+                else 0.0,
+            )
+            finished = replace(finished, basis=f"{finished.basis}, and the disk's rate")
+    if speed is None:
+        return finished
+    return replace(
+        finished, tokens_per_s=speed.tokens_per_s or None, prefill_tokens_per_s=speed.prefill_tokens_per_s or None
+    )
+
+
+def _nothing_measured(model: ModelSizes) -> str:
+    if model.experts:
+        return "nothing was measured for these experts on this machine: run `privatellm bench experts`"
+    return "nothing was measured on this machine"
+
+
+def _instead(alone: HybridPlan, shared: HybridPlan) -> HybridPlan:
+    short = f"the GPU lacks {shared.shortfall / 1e9:.1f} GB for trunk, keys and values, and workspace"
+    return _cpu_because(alone, short)
+
+
+def _slower(alone: HybridPlan, shared: HybridPlan) -> HybridPlan:
+    rates = f"{alone.tokens_per_s:.1f} tokens/s, with the GPU {shared.tokens_per_s:.1f}"
+    return _cpu_because(alone, f"the CPU alone is predicted to be faster: {rates}")
+
+
+def _cpu_because(alone: HybridPlan, reason: str) -> HybridPlan:
+    first = _for_reason(alone.choices[0], reason)
+    return replace(alone, choices=(first, *alone.choices[1:]))
+
+
+def _for_reason(choice: PlannedChoice, reason: str) -> PlannedChoice:
+    """``choice`` for another reason."""
+    return PlannedChoice(choice.what, choice.choice, reason)

@@ -1,0 +1,217 @@
+"""Tokens per second, predicted from a calibration before anything is loaded. Pure.
+
+A forward pass is the trunk and, for every MoE layer, the layer's time by :mod:`engine.planning.layer_time` with the
+routes that are to be expected. Decoding reads every weight it uses once, so the trunk takes its bytes over the rate at
+which weights stream there; a prompt of many tokens is bound by arithmetic, so the trunk takes what its operations take
+at the rate of the largest measured expert, if that is longer. All times are seconds, memory is bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import comb
+
+from engine.experts.policy import ActiveExpert, Policy
+from engine.planning.calibration import Calibration, Curve
+from engine.planning.memory import expected_distinct_experts
+
+DECODE_CONTEXT = 512
+"""Tokens in the cache while decoding, for predictions."""
+PREFILL_TOKENS = 512
+"""Length of the prompt, for predictions."""
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """The sizes of a model that planning needs; ``expert_bytes`` is all routed experts of all MoE layers."""
+
+    layers: int
+    moe_layers: int
+    experts: int
+    experts_per_token: int
+    hidden: int
+    trunk_bytes: int
+    expert_bytes: int
+    key_value_bytes_per_token: int
+    bytes_per_weight: int = 2
+
+    @property
+    def slabs(self) -> int:
+        """Routed experts in all."""
+        return self.experts * self.moe_layers
+
+    @property
+    def slab_bytes(self) -> int:
+        """One routed expert's weights, rounded up; 0 for a dense model."""
+        return -(-self.expert_bytes // self.slabs) if self.slabs else 0
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How the routes of a layer spread over its experts, most used first: ``of`` sums to 1."""
+
+    of: tuple[float, ...]
+
+    @classmethod
+    def even(cls, experts: int) -> Shares:
+        return cls((1.0 / experts,) * experts if experts else ())
+
+    @classmethod
+    def counted(cls, layers: Sequence[Sequence[int]]) -> Shares:
+        """The mean over ``layers`` ([layer][expert] routes) of each layer's own order; even where nothing was counted.
+
+        Raises ValueError if the layers have different numbers of experts, or none.
+        """
+        if not layers or len({len(layer) for layer in layers}) != 1 or not layers[0]:
+            raise ValueError("a popularity profile has layers of the same number of experts, at least one")
+        ranked = [sorted(layer, reverse=True) for layer in layers if sum(layer) > 0]
+        if not ranked:
+            return cls.even(len(layers[0]))
+        return cls(tuple(sum(row[i] / sum(row) for row in ranked) / len(ranked) for i in range(len(layers[0]))))
+
+    def caught(self, slots: float) -> float:
+        """The share of routes that go to the ``slots`` most used experts; part of a slot counts as such."""
+        whole = min(int(slots), len(self.of))
+        part = self.of[whole] * (slots - whole) if whole < len(self.of) else 0.0
+        return min(1.0, sum(self.of[:whole]) + part)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Predicted seconds: of one decoding step, and of a prompt of PREFILL_TOKENS tokens."""
+
+    step_s: float
+    prefill_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1.0 / self.step_s if self.step_s > 0 else 0.0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return PREFILL_TOKENS / self.prefill_s if self.prefill_s > 0 else 0.0
+
+
+def expected_tokens(shares: Shares, per_token: int, rows: int) -> list[int]:
+    """Tokens per expert, most used first, when ``rows`` tokens are sent to ``per_token`` experts each; in all exactly
+    ``rows * per_token``, and at most ``rows`` to one expert."""
+    routes = rows * min(per_token, len(shares.of))
+    tokens = [0] * len(shares.of)
+    sent, wanted = 0, 0.0
+    for place, part in enumerate(shares.of):
+        wanted += part * routes
+        tokens[place] = max(0, min(rows, round(wanted) - sent))
+        sent += tokens[place]
+    for place in range(len(tokens)):
+        more = min(rows - tokens[place], routes - sent)
+        tokens[place] += more
+        sent += more
+    return tokens
+
+
+def hybrid_speed(
+    model: ModelSizes,
+    calibration: Calibration,
+    policy: Policy,
+    slots_per_layer: float,
+    shares: Shares,
+    layer_overhead_s: float = 0.0,
+) -> Speed:
+    """With the trunk on the GPU and ``slots_per_layer`` of each MoE layer's experts there too (mean over the layers).
+
+    Which experts are there is taken to be the most used ones. Raises ValueError if the calibration knows no GPU.
+    """
+    if calibration.gpu is None:
+        raise ValueError(f"the calibration of {calibration.machine!r} has no GPU: measure one before sharing experts")
+    rate = _weight_rate(calibration.gpu, calibration)
+    per_s = _operations_rate(calibration.gpu, calibration, model)
+    other = model.layers * layer_overhead_s
+    if policy.cache.kind == "layers":
+        whole = slots_per_layer / model.experts if model.experts else 0.0
+        decode = whole * _decode_layer(model, calibration, policy, 1.0)
+        decode += (1.0 - whole) * _decode_layer(model, calibration, policy, 0.0)
+        prefill = whole * _prefill_layer(model, calibration, policy, model.experts, shares)
+        prefill += (1.0 - whole) * _prefill_layer(model, calibration, policy, 0, shares)
+    else:
+        decode = _decode_layer(model, calibration, policy, shares.caught(slots_per_layer))
+        prefill = _prefill_layer(model, calibration, policy, slots_per_layer, shares)
+    return Speed(
+        step_s=other + _trunk(model, 1, rate, per_s) + model.moe_layers * decode,
+        prefill_s=other + _trunk(model, PREFILL_TOKENS, rate, per_s) + model.moe_layers * prefill,
+    )
+
+
+def cpu_speed(model: ModelSizes, calibration: Calibration, shares: Shares, layer_overhead_s: float = 0.0) -> Speed:
+    """With everything on the CPU."""
+    per_s = _operations_rate(calibration.cpu, calibration, model)
+    other = model.layers * layer_overhead_s
+    one = min(model.experts_per_token, model.experts) * calibration.cpu.at(1)
+    many = sum(calibration.cpu.at(tokens) for tokens in _tokens(model, shares))
+    return Speed(
+        step_s=other + _trunk(model, 1, calibration.memory_read, per_s) + model.moe_layers * one,
+        prefill_s=other + _trunk(model, PREFILL_TOKENS, calibration.memory_read, per_s) + model.moe_layers * many,
+    )
+
+
+def streaming_step_s(model: ModelSizes, memory_read: float, layer_overhead_s: float = 0.0) -> float:
+    """One decoding step on the CPU if it takes what streaming its weights takes; for models without a calibration."""
+    used = min(model.experts_per_token, model.experts) * model.moe_layers * model.slab_bytes
+    return model.layers * layer_overhead_s + (_trunk_bytes_read(model) + used) / memory_read
+
+
+def disk_seconds(model: ModelSizes, in_memory: float, disk_read: float, rows: int) -> float:
+    """Reading what is missing: of the experts that ``rows`` tokens use, the share that is not ``in_memory``."""
+    distinct = expected_distinct_experts(model.experts, model.experts_per_token, rows)
+    return (1.0 - in_memory) * distinct * model.moe_layers * model.slab_bytes / disk_read
+
+
+def _decode_layer(model: ModelSizes, calibration: Calibration, policy: Policy, hit_rate: float) -> float:
+    """Expected seconds of a layer for one token, every one of its experts being resident with that probability."""
+    active = min(model.experts_per_token, model.experts)
+    expected = 0.0
+    for hits in range(active + 1):
+        chance = comb(active, hits) * hit_rate**hits * (1.0 - hit_rate) ** (active - hits)
+        if chance > 0.0:
+            decision = policy.decide(0, [ActiveExpert(e, 1, e < hits) for e in range(active)], calibration)
+            expected += chance * max(decision.cpu_s, decision.gpu_s)
+    return expected
+
+
+def _prefill_layer(
+    model: ModelSizes, calibration: Calibration, policy: Policy, slots_per_layer: float, shares: Shares
+) -> float:
+    tokens = _tokens(model, shares)
+
+    def with_slots(slots: int) -> float:
+        active = [ActiveExpert(expert, count, expert < slots) for expert, count in enumerate(tokens) if count]
+        decision = policy.decide(0, active, calibration)
+        return max(decision.cpu_s, decision.gpu_s)
+
+    whole = int(slots_per_layer)
+    part = slots_per_layer - whole
+    return (1.0 - part) * with_slots(whole) + (part * with_slots(whole + 1) if part else 0.0)
+
+
+def _tokens(model: ModelSizes, shares: Shares) -> list[int]:
+    return expected_tokens(shares, model.experts_per_token, PREFILL_TOKENS)
+
+
+def _trunk_bytes_read(model: ModelSizes) -> float:
+    return model.trunk_bytes + DECODE_CONTEXT * model.key_value_bytes_per_token
+
+
+def _trunk(model: ModelSizes, rows: int, rate: float, operations_per_s: float) -> float:
+    operations = 2.0 * rows * model.trunk_bytes / model.bytes_per_weight
+    return max(_trunk_bytes_read(model) / rate, operations / operations_per_s)
+
+
+def _weight_rate(curve: Curve, calibration: Calibration) -> float:
+    """Bytes per second at which one token's experts read their weights."""
+    return calibration.shape.expert_bytes / curve.at(1)
+
+
+def _operations_rate(curve: Curve, calibration: Calibration, model: ModelSizes) -> float:
+    """Operations per second of the largest measured number of tokens."""
+    tokens = curve.tokens[-1]
+    return 2.0 * tokens * calibration.shape.expert_bytes / model.bytes_per_weight / curve.at(tokens)

@@ -1,0 +1,192 @@
+"""Keys and values in pages: grown without copying, and shared by reference between rows of tokens.
+
+A page is one allocation for all layers. Rows see pages through segments: a run of positions of one page. A segment that
+somebody else sees too is never written again; what comes after it goes behind it, or into another page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.runtimes.native.library import KEY_BLOCK
+from engine.runtimes.native.library import Segment as CSegment
+
+SMALLEST_PAGE = 128
+"""Positions of a page, at least; pages of long rows have an eighth of what is there, so that they stay few."""
+
+
+@dataclass(frozen=True)
+class PageShape:
+    """What a position costs: keys and values of ``heads`` heads of ``width`` in every layer."""
+
+    layers: int
+    heads: int
+    width: int
+    dtype: np.dtype[Any]
+
+    @property
+    def token_bytes(self) -> int:
+        return 2 * self.layers * self.heads * self.width * self.dtype.itemsize
+
+
+class Page:
+    """Room for ``capacity`` positions of ``rows`` rows.
+
+    ``keys`` and ``values`` [rows, layers, heads, blocks, KEY_BLOCK * width]; what a block of positions looks like
+    inside is the library's business (trunk.h). Positions before ``frozen`` are seen by others and must not change.
+    """
+
+    def __init__(self, shape: PageShape, rows: int, capacity: int) -> None:
+        capacity = -(-capacity // KEY_BLOCK) * KEY_BLOCK
+        places = (rows, shape.layers, shape.heads, capacity // KEY_BLOCK, KEY_BLOCK * shape.width)
+        # Untouched memory costs nothing, so a page that is filled half takes half. A weight of zero hides no NaN, so
+        # values are zeros to begin with, which the system gives as cheaply.
+        self.keys: NDArray[Any] = np.empty(places, shape.dtype)
+        self.values: NDArray[Any] = np.zeros(places, shape.dtype)
+        self.capacity = capacity
+        self.frozen = 0
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.keys.nbytes + self.values.nbytes)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Positions ``start`` to ``start + count`` of the rows lie in ``page`` from ``offset`` on.
+
+    ``grows``: whoever has this segment, and nobody else, may append behind it.
+    """
+
+    page: Page
+    offset: int
+    start: int
+    count: int
+    grows: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+class Segments:
+    """The pages of some rows of equal length. Pages of one row are shared by all rows."""
+
+    def __init__(self, shape: PageShape, rows: int = 1, segments: Sequence[Segment] = ()) -> None:
+        self.shape = shape
+        self.rows = rows
+        self._segments = list(segments)
+        self.length = segments[-1].end if segments else 0
+
+    def room_for(self, tokens: int) -> tuple[Any, int]:
+        """A C array of segments for a pass that adds ``tokens``, and their number. Nothing counts before commit."""
+        needed = self.length + tokens
+        self._grow(needed)
+        table = (CSegment * len(self._segments))()
+        for entry, segment in zip(table, self._segments, strict=True):
+            page = segment.page
+            entry.keys, entry.values = page.keys.ctypes.data, page.values.ctypes.data
+            if self.rows > 1 and page.keys.shape[0] > 1:
+                entry.key_row_stride = page.keys.strides[0] // page.keys.itemsize
+                entry.value_row_stride = page.values.strides[0] // page.values.itemsize
+            entry.capacity, entry.offset = page.capacity, segment.offset
+            entry.start, entry.count = segment.start, segment.count
+        return table, len(self._segments)
+
+    def commit(self, tokens: int) -> None:
+        """A pass over ``tokens`` positions has succeeded."""
+        self.length += tokens
+
+    def _grow(self, needed: int) -> None:
+        """Make the segments cover ``needed`` positions, in the last page or a new one."""
+        last = self._segments[-1] if self._segments else None
+        end = 0 if last is None else last.end
+        if last is not None and needed > end and last.grows:
+            room = min(last.page.capacity - last.offset, needed - last.start)
+            if room > last.count:
+                last = self._segments[-1] = replace(last, count=room)
+                end = last.end
+        if needed > end:
+            room = max(needed - end, SMALLEST_PAGE, needed // 8)
+            page = Page(self.shape, self.rows, room)
+            self._segments.append(Segment(page, 0, end, needed - end, True))
+
+    def truncate(self, length: int) -> None:
+        """Forget the positions from ``length`` on."""
+        kept = []
+        for segment in self._segments:
+            if segment.start >= length:
+                break
+            count = min(segment.count, length - segment.start)
+            # What others see behind the cut must stay as it is.
+            grows = segment.grows and segment.offset + count >= segment.page.frozen
+            kept.append(replace(segment, count=count, grows=grows))
+        self._segments = kept
+        self.length = length
+
+    def _seen(self) -> list[Segment]:
+        """The segments as another may see them, frozen."""
+        seen = []
+        for segment in self._segments:
+            count = min(segment.count, self.length - segment.start)
+            if count > 0:
+                segment.page.frozen = max(segment.page.frozen, segment.offset + count)
+                seen.append(replace(segment, count=count, grows=False))
+        return seen
+
+    def shared(self, rows: int) -> Segments:
+        """``rows`` rows that see what this single row holds, by reference, and go on by themselves."""
+        return Segments(self.shape, rows, self._seen())
+
+    def taken(self, row: int, shared: int) -> Segments:
+        """Row ``row`` by itself: the first ``shared`` positions by reference, the rest copied."""
+        seen = self._seen()
+        kept = [segment for segment in seen if segment.end <= shared]
+        own = [segment for segment in self._segments if segment.start >= shared and segment.start < self.length]
+        taken = Segments(self.shape, 1, kept)
+        for segment in own:
+            count = min(segment.count, self.length - segment.start)
+            page = Page(self.shape, 1, segment.offset + count)
+            blocks = -(-(segment.offset + count) // KEY_BLOCK)
+            page.keys[0, :, :, :blocks] = segment.page.keys[row, :, :, :blocks]
+            page.values[0, :, :, :blocks] = segment.page.values[row, :, :, :blocks]
+            taken._segments.append(Segment(page, segment.offset, segment.start, count, segment is own[-1]))
+        taken.length = self.length
+        return taken
+
+    def move(self, changed: Sequence[tuple[int, int, int]]) -> int:
+        """For each (row, parent, first): ``row`` gets what ``parent`` has from position ``first`` on.
+
+        Returns the bytes moved. All are read before any is written.
+        """
+        moved = 0
+        for segment in self._segments:
+            if segment.page.keys.shape[0] == 1:
+                continue
+            stop = min(segment.end, self.length)
+            parts = []
+            for row, parent, first in changed:
+                begin = max(first, segment.start)
+                if begin >= stop:
+                    continue
+                low, high = segment.offset + begin - segment.start, segment.offset + stop - segment.start
+                blocks = slice(low // KEY_BLOCK, -(-high // KEY_BLOCK))
+                page = segment.page
+                # Whole blocks: what lies before `first` in one is the same in both rows.
+                parts.append((row, blocks, page.keys[parent, :, :, blocks].copy(),
+                              page.values[parent, :, :, blocks].copy()))  # fmt: skip
+                moved += (high - low) * self.shape.token_bytes
+            for row, blocks, keys, values in parts:
+                segment.page.keys[row, :, :, blocks] = keys
+                segment.page.values[row, :, :, blocks] = values
+        return moved
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages, those shared with others included."""
+        return sum(segment.page.nbytes for segment in self._segments)

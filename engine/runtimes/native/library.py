@@ -1,0 +1,119 @@
+"""The trunk's C structures and functions, as in engine/experts/kernels/native/trunk.h."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+from engine.experts.kernels.library import Matrix, load
+from engine.timing import Part
+
+KEY_BLOCK = 16
+"""PLLM_KEY_BLOCK: keys lie in blocks of so many positions, transposed."""
+
+HEAD_NORMS = {"none": 0, "per-head": 1, "whole": 2}
+
+PARTS: tuple[Part, ...] = ("attention", "router", "experts", "other")
+"""What the spans of a layer are, in the order of the library."""
+
+MEANING = {-1: "this CPU lacks the instruction set", -2: "memory ran out", -3: "its numbers do not fit together"}
+
+
+class TrunkLayer(ctypes.Structure):
+    """``pllm_trunk_layer``."""
+
+    _fields_ = (
+        ("query", Matrix),
+        ("key", Matrix),
+        ("value", Matrix),
+        ("output", Matrix),
+        ("router", Matrix),
+        ("shared_gate", Matrix),
+        ("attention_norm", ctypes.c_void_p),
+        ("ffn_norm", ctypes.c_void_p),
+        ("query_norm", ctypes.c_void_p),
+        ("key_norm", ctypes.c_void_p),
+        ("query_bias", ctypes.c_void_p),
+        ("key_bias", ctypes.c_void_p),
+        ("value_bias", ctypes.c_void_p),
+        ("output_bias", ctypes.c_void_p),
+        ("experts", ctypes.c_void_p),
+        ("shared", ctypes.c_void_p),
+        ("counts", ctypes.c_void_p),
+        ("window", ctypes.c_int64),
+    )
+
+
+class Trunk(ctypes.Structure):
+    """``pllm_trunk``."""
+
+    _fields_ = (
+        ("layers", ctypes.POINTER(TrunkLayer)),
+        ("embedding", Matrix),
+        ("head", Matrix),
+        ("final_norm", ctypes.c_void_p),
+        ("layer_count", ctypes.c_int64),
+        ("hidden", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("key_value_heads", ctypes.c_int64),
+        ("width", ctypes.c_int64),
+        ("top_k", ctypes.c_int64),
+        ("set", ctypes.c_int32),
+        ("exact_set", ctypes.c_int32),
+        ("cache_dtype", ctypes.c_int32),
+        ("head_norm", ctypes.c_int32),
+        ("normalise", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("epsilon", ctypes.c_float),
+        ("clip", ctypes.c_float),
+        ("embedding_scale", ctypes.c_float),
+        ("attention_scale", ctypes.c_float),
+        ("residual_scale", ctypes.c_float),
+        ("logits_divisor", ctypes.c_float),
+    )
+
+
+class Segment(ctypes.Structure):
+    """``pllm_segment``."""
+
+    _fields_ = (
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("key_row_stride", ctypes.c_int64),
+        ("value_row_stride", ctypes.c_int64),
+        ("capacity", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("start", ctypes.c_int64),
+        ("count", ctypes.c_int64),
+    )
+
+
+class Pass(ctypes.Structure):
+    """``pllm_pass``."""
+
+    _fields_ = (
+        ("ids", ctypes.c_void_p),
+        ("cosine", ctypes.c_void_p),
+        ("sine", ctypes.c_void_p),
+        ("segments", ctypes.POINTER(Segment)),
+        ("logits", ctypes.c_void_p),
+        ("seconds", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("segment_count", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("tokens", ctypes.c_int64),
+        ("start", ctypes.c_int64),
+        ("first_layer", ctypes.c_int64),
+        ("last_layer", ctypes.c_int64),
+    )
+
+
+@functools.cache
+def native() -> ctypes.CDLL:
+    """The library with the trunk's functions declared. Raises ModelError, saying why, where it is missing."""
+    library = load()
+    pointer = ctypes.c_void_p
+    library.pllm_trunk_bytes.argtypes = [pointer, pointer, ctypes.c_int]
+    library.pllm_trunk_bytes.restype = ctypes.c_size_t
+    library.pllm_trunk_run.argtypes, library.pllm_trunk_run.restype = [pointer, pointer, pointer], ctypes.c_int
+    return library

@@ -1,0 +1,218 @@
+"""A loaded model of the native runtime: passes through the trunk, and the buffers they need."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import ModelError
+from engine.experts.kernels.pool import Pool
+from engine.experts.popularity import Popularity
+from engine.messages import ModelFacts
+from engine.models.files import ModelFiles
+from engine.runtimes.native.cache import PageShape, Segments
+from engine.runtimes.native.library import MEANING, PARTS, Pass, native
+from engine.runtimes.native.rotary import Rotary
+from engine.runtimes.native.rows import NativeTokenRows
+from engine.runtimes.native.shape import Shape
+from engine.runtimes.native.weights import TrunkWeights
+from engine.runtimes.protocol import Logits
+from engine.timing import Phase, Recorder
+
+PIECE = 512
+"""A longer prefill is run in pieces of so many positions, so that its buffers stay small."""
+
+KEPT_BYTES = 8 * 1024 * 1024
+"""A workspace up to this is kept for the next pass."""
+
+_ANGLES = 512
+"""Positions whose cosines and sines are computed at a time."""
+
+
+class Angles:
+    """Cosines and sines of the positions that were needed so far, [positions, width / 2], float32."""
+
+    def __init__(self, rotary: Rotary) -> None:
+        self._rotary = rotary
+        half = len(rotary.inverse_frequencies)
+        self.cosine: NDArray[np.float32] = np.empty((0, half), np.float32)
+        self.sine: NDArray[np.float32] = np.empty((0, half), np.float32)
+
+    def need(self, positions: int) -> None:
+        have = len(self.cosine)
+        if positions <= have:
+            return
+        wanted = max(-(-positions // _ANGLES) * _ANGLES, have + have // 4)
+        angles = np.arange(have, wanted, dtype=np.float32)[:, None] * self._rotary.inverse_frequencies[None]
+        factor = np.float32(self._rotary.factor)
+        self.cosine = np.concatenate([self.cosine, np.cos(angles) * factor])
+        self.sine = np.concatenate([self.sine, np.sin(angles) * factor])
+
+
+class NativeModel:
+    """See :class:`engine.runtimes.protocol.LoadedModel`. One thread at a time."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        weights: TrunkWeights,
+        rotary: Rotary,
+        facts: ModelFacts,
+        recorder: Recorder,
+        files: ModelFiles,
+        pool: Pool,
+        popularity: Popularity | None,
+        cache_dtype: np.dtype[Any],
+    ) -> None:
+        self._shape = shape
+        self._weights: TrunkWeights | None = weights
+        self._angles = Angles(rotary)
+        self._facts = facts
+        self._recorder = recorder
+        self._files: ModelFiles | None = files
+        self._pool = pool
+        self._popularity = popularity
+        self._page_shape = PageShape(shape.layers, shape.key_value_heads, shape.width, cache_dtype)
+        self._workspace: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._seconds = np.zeros((shape.layers, len(PARTS)))
+        self.between_layers: Callable[[], None] | None = None
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    @property
+    def recorder(self) -> Recorder:
+        return self._recorder
+
+    @property
+    def popularity(self) -> Popularity | None:
+        """See :class:`engine.runtimes.protocol.CountsRoutes`."""
+        return self._popularity
+
+    def start(self) -> NativeTokenRows:
+        """An empty cache of one row. Raises ModelError if the model's files were changed since it was loaded."""
+        if self._files is None:
+            raise self._closed()
+        if self._files.experts is not None:
+            self._files.experts.check_unchanged()
+        return NativeTokenRows(self, Segments(self._page_shape))
+
+    def close(self) -> None:
+        """Drop the weights and the mappings of the files. The model cannot run afterwards."""
+        self._recorder.enabled = False
+        self._weights = None
+        self._files = None
+        self._workspace = np.empty(0, np.uint8)
+
+    def run(self, phase: Phase, tokens: list[list[int]], cache: Segments, want_logits: bool) -> Logits | None:
+        """One forward pass over ``tokens`` [rows][positions] after what is in ``cache``.
+
+        Returns the logits after the last position, float32 [rows, vocabulary], or None. A pass that raises leaves
+        the cache as it was.
+        """
+        if self._weights is None:
+            raise self._closed()
+        self._check_ids(tokens)
+        count = len(tokens[0])
+        measured = self._recorder.enabled
+        before = self._counts() if measured else {}
+        if measured:
+            self._seconds[:] = 0
+            self._recorder.begin_step(phase, len(tokens) * count if phase == "prefill" else 1)
+        try:
+            logits = self._pieces(self._weights, phase, tokens, cache, want_logits)
+            if measured:
+                self._record(before)
+        finally:
+            if measured:
+                self._recorder.end_step()
+        cache.commit(count)
+        return logits
+
+    def _pieces(
+        self, weights: TrunkWeights, phase: Phase, tokens: list[list[int]], cache: Segments, want_logits: bool
+    ) -> Logits | None:
+        """Run a long prefill in pieces; only the last gives logits. Nothing is committed here."""
+        count, start = len(tokens[0]), cache.length
+        table, segments = cache.room_for(count)
+        self._angles.need(start + count)
+        logits: Logits | None = np.empty((len(tokens), self._shape.vocabulary), np.float32) if want_logits else None
+        ids = np.array(tokens, dtype=np.int32)
+        for first in range(0, count, PIECE):
+            piece = np.ascontiguousarray(ids[:, first : first + PIECE])
+            last = first + PIECE >= count
+            self._one_pass(weights, phase, piece, start + first, table, segments, logits if last else None)
+        if self._workspace.nbytes > KEPT_BYTES:
+            self._workspace = np.empty(0, np.uint8)
+        return logits
+
+    def _one_pass(
+        self,
+        weights: TrunkWeights,
+        phase: Phase,
+        ids: NDArray[np.int32],
+        start: int,
+        table: Any,
+        segments: int,
+        logits: Logits | None,
+    ) -> None:
+        library, layers = native(), self._shape.layers
+        call = Pass(
+            ids=ids.ctypes.data,
+            cosine=self._angles.cosine[start:].ctypes.data,
+            sine=self._angles.sine[start:].ctypes.data,
+            segments=table,
+            logits=None if logits is None else logits.ctypes.data,
+            seconds=self._seconds.ctypes.data,
+            segment_count=segments,
+            rows=ids.shape[0],
+            tokens=ids.shape[1],
+            start=start,
+            last_layer=layers,
+        )
+        address = ctypes.addressof(call)
+        call.workspace = self._room(library.pllm_trunk_bytes(weights.address, address, self._pool.threads))
+        check = self.between_layers if phase == "prefill" else None
+        for layer in range(layers if check is not None else 1):
+            if check is not None:
+                check()
+                call.first_layer, call.last_layer = layer, layer + 1
+            code = library.pllm_trunk_run(self._pool.handle, weights.address, address)
+            if code:
+                raise ModelError(f"The native trunk could not run: {MEANING.get(code, code)}.", kind="internal")
+
+    def _room(self, nbytes: int) -> int:
+        """The address of a workspace of so many bytes, aligned to 64."""
+        if self._workspace.nbytes < nbytes + 64:
+            self._workspace = np.empty(0, np.uint8)
+            self._workspace = np.empty(nbytes + nbytes // 8 + 64, np.uint8)
+        return -(-int(self._workspace.ctypes.data) // 64) * 64
+
+    def _counts(self) -> dict[int, tuple[int, ...]]:
+        """Routes so far of every expert, by layer."""
+        counted = self._popularity
+        return {} if counted is None else {layer: tuple(counted.counts(layer)) for layer in counted.layers}
+
+    def _record(self, before: dict[int, tuple[int, ...]]) -> None:
+        for layer, row in enumerate(self._seconds.tolist()):
+            for part, seconds in zip(PARTS, row, strict=True):
+                self._recorder.add(layer, part, seconds)
+        for layer, after in self._counts().items():
+            self._recorder.add_routes(layer, [now - then for now, then in zip(after, before[layer], strict=True)])
+
+    def _check_ids(self, tokens: list[list[int]]) -> None:
+        vocabulary = self._facts.vocabulary
+        for row in tokens:
+            if min(row) < 0 or max(row) >= vocabulary:
+                wrong = next(token for token in row if not 0 <= token < vocabulary)
+                raise ModelError(
+                    f"Token id {wrong} is outside the model's vocabulary of {vocabulary}.", kind="bad-input"
+                )
+
+    def _closed(self) -> ModelError:
+        return ModelError(f"The model {self._facts.name} is closed; load it again.", kind="internal")

@@ -1,0 +1,102 @@
+"""Rows of tokens in the cache of the native trunk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, Protocol, overload
+
+import numpy as np
+
+from engine.runtimes.native.cache import Segments
+from engine.runtimes.protocol import Logits
+from engine.timing import Phase
+
+
+class ForwardPasses(Protocol):
+    """What rows need of the model they belong to."""
+
+    def run(self, phase: Phase, tokens: list[list[int]], cache: Segments, want_logits: bool) -> Logits | None: ...
+
+
+class NativeTokenRows:
+    """See :class:`engine.runtimes.protocol.TokenRows`.
+
+    ``shared`` is how many leading positions all rows have in common by reference: the prompt of a beam search.
+    """
+
+    def __init__(self, model: ForwardPasses, cache: Segments, shared: int = 0) -> None:
+        self._model = model
+        self._cache = cache
+        self._shared = shared
+        # [row, row]: how many leading positions two rows have in common; those need not be moved.
+        self._common = np.full((cache.rows, cache.rows), shared)
+
+    @property
+    def rows(self) -> int:
+        return self._cache.rows
+
+    @property
+    def length(self) -> int:
+        return self._cache.length
+
+    @property
+    def can_truncate(self) -> bool:
+        return True
+
+    @overload
+    def extend(self, tokens: Sequence[int], want_logits: Literal[True] = True) -> Logits: ...
+    @overload
+    def extend(self, tokens: Sequence[int], want_logits: bool) -> Logits | None: ...
+    def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
+        """Prefill ``tokens`` after what is there; the logits after the last one, [vocabulary], float32."""
+        if self.rows != 1:
+            raise ValueError(f"extend works on one row, not on {self.rows}")
+        if not tokens:
+            raise ValueError("extend needs at least one token")
+        logits = self._model.run("prefill", [list(tokens)], self._cache, want_logits)
+        return None if logits is None else logits[0]
+
+    def step(self, tokens: Sequence[int]) -> Logits:
+        """Decode one token per row; logits [rows, vocabulary], float32."""
+        if len(tokens) != self.rows:
+            raise ValueError(f"{len(tokens)} tokens for {self.rows} rows")
+        logits = self._model.run("decode", [[token] for token in tokens], self._cache, want_logits=True)
+        assert logits is not None
+        return logits
+
+    def truncate(self, length: int) -> None:
+        """Keep the first ``length`` tokens of the only row."""
+        if self.rows != 1:
+            raise ValueError(f"truncate works on one row, not on {self.rows}")
+        if not 0 <= length <= self.length:
+            raise ValueError(f"{length} is not a length between 0 and {self.length}")
+        self._cache.truncate(length)
+
+    def fan_out(self, rows: int) -> NativeTokenRows:
+        """``rows`` rows that share this single row's keys and values. This one is unchanged and stays usable."""
+        if self.rows != 1:
+            raise ValueError(f"fan_out works on one row, not on {self.rows}")
+        if rows < 1:
+            raise ValueError(f"{rows} rows cannot be made")
+        return NativeTokenRows(self._model, self._cache.shared(rows), self.length)
+
+    def reorder(self, parents: Sequence[int]) -> int:
+        """Row i becomes a copy of row ``parents[i]``. Moves what the two do not have in common; returns the bytes."""
+        if len(parents) != self.rows or not all(0 <= parent < self.rows for parent in parents):
+            raise ValueError(f"{list(parents)} does not name a parent among {self.rows} rows for each of them")
+        changed = [(row, parent, int(self._common[row, parent])) for row, parent in enumerate(parents) if row != parent]
+        if not changed:
+            return 0
+        moved = self._cache.move(changed)
+        common = self._common[np.ix_(parents, parents)]
+        siblings = np.equal.outer(np.asarray(parents), np.asarray(parents))
+        self._common = np.where(siblings, self.length, common)
+        return moved
+
+    def take_row(self, row: int) -> NativeTokenRows:
+        """A new single-row object holding row ``row``."""
+        if not 0 <= row < self.rows:
+            raise ValueError(f"there is no row {row} among {self.rows}")
+        if self.rows == 1:
+            return NativeTokenRows(self._model, self._cache.shared(1))
+        return NativeTokenRows(self._model, self._cache.taken(row, self._shared))

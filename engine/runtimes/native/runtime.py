@@ -1,0 +1,113 @@
+"""Loading a model with the native trunk, and saying why one cannot be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from engine import runtimes
+from engine.errors import ModelError
+from engine.experts.kernels import library
+from engine.experts.kernels.library import WEIGHT_DTYPES, choose
+from engine.experts.kernels.pool import physical_cores, shared_pool
+from engine.experts.popularity import Popularity
+from engine.messages import Load
+from engine.models.files import ModelFiles
+from engine.models.opening import open_model
+from engine.runtimes.native import rotary
+from engine.runtimes.native.facts import describe
+from engine.runtimes.native.model import NativeModel
+from engine.runtimes.native.shape import read_shape, why_not_shape
+from engine.runtimes.native.weights import TrunkWeights
+from engine.runtimes.protocol import ProgressCallback
+from engine.timing import Recorder
+
+NAMES: Mapping[str, library.Dtype] = {"BF16": "bfloat16", "F32": "float32"}
+_STORED: Mapping[str, Literal["BF16", "F32"]] = {"bfloat16": "BF16", "float32": "F32"}
+_NUMPY: Mapping[str, np.dtype[Any]] = {"bfloat16": np.dtype(np.uint16), "float32": np.dtype(np.float32)}
+
+
+class NativeRuntime:
+    """See :class:`engine.runtimes.protocol.Runtime`."""
+
+    @property
+    def name(self) -> str:
+        return "native"
+
+    def load(self, folder: Path, request: Load, progress: ProgressCallback) -> NativeModel:
+        """Load the model in ``folder``; all its weights stay in the mapped files.
+
+        Raises ModelError if the native trunk cannot run it, saying why, or the files are damaged.
+        """
+        started = time.perf_counter()
+        progress("opening the model", 0, 0, "")
+        files = open_model(folder)
+        reason = why_not(files.config, files, request)
+        if reason is not None:
+            raise ModelError(
+                f"The native runtime cannot run {request.model}: {reason}; choose the runtime auto or torch.",
+                kind="bad-input",
+            )
+        threads = physical_cores() if request.cpu_threads is None else request.cpu_threads
+        if threads < 1:
+            raise ModelError(f"{threads} CPU threads cannot run a model; choose 1 or more.", kind="bad-input")
+        dtype = compute_dtype(files, request)
+        choice, exact = choose(dtype), choose("float32")
+        experts = files.experts
+        shape = read_shape(files.config, () if experts is None else experts.layers)
+        popularity = None if experts is None else Popularity(experts.layers, experts.count)
+        weights = TrunkWeights(files, shape, choice, exact, _STORED[dtype], popularity)
+        recorder = Recorder(shape.layers, shape.moe_layers, 0 if experts is None else experts.count)
+        angles = rotary.rotary(shape.rope, shape.width, shape.context)
+        progress("reading the trunk", files.trunk_bytes, files.trunk_bytes, "bytes")
+        load_s = time.perf_counter() - started
+        facts = describe(shape, files, request, dtype, choice, threads, load_s)
+        pool = shared_pool(threads)
+        return NativeModel(shape, weights, angles, facts, recorder, files, pool, popularity, _NUMPY[dtype])
+
+
+def why_not(config: Mapping[str, Any], files: ModelFiles, request: Load) -> str | None:
+    """Why the native trunk does not run this model as it is asked for, in a few words; None if it does."""
+    if request.partitioning == "ring":
+        return "it runs on one machine, and the partitioning is ring"
+    if request.partitioning == "hybrid" and runtimes.gpu_present():
+        return "it runs on the CPU alone, and the partitioning is hybrid"
+    kernels = choose("bfloat16")
+    if not kernels.native:
+        return f"its kernels cannot be used: {kernels.reason}"
+    return why_not_shape(config) or _why_not_stored(files, request)
+
+
+def _why_not_stored(files: ModelFiles, request: Load) -> str | None:
+    attention: dict[str, set[str]] = {}
+    for name, tensor in files.trunk():
+        if tensor.dtype not in WEIGHT_DTYPES:
+            return f"the tensor {name} is stored as {tensor.dtype}"
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            attention.setdefault(name.rpartition(".self_attn.")[0], set()).add(tensor.dtype)
+    if files.experts is not None and files.experts.dtype not in WEIGHT_DTYPES:
+        return f"the experts are stored as {files.experts.dtype}"
+    if any(len(dtypes) > 1 for dtypes in attention.values()):
+        return "queries, keys and values are stored in different types"
+    if request.dtype == "bfloat16" and bulk_dtype(files) == "F32":
+        return "the weights are stored as float32 and would have to be converted to bfloat16"
+    return None
+
+
+def bulk_dtype(files: ModelFiles) -> str:
+    """What most of the weights are stored as, by safetensors' name."""
+    if files.experts is not None:
+        return files.experts.dtype
+    sizes: dict[str, int] = {}
+    for _, tensor in files.trunk():
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def compute_dtype(files: ModelFiles, request: Load) -> library.Dtype:
+    """What is computed in: as the request says, or as the bulk of the checkpoint is stored."""
+    return NAMES[bulk_dtype(files)] if request.dtype == "auto" else request.dtype

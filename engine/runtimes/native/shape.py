@@ -1,0 +1,306 @@
+"""Which models the native trunk runs: one table of families and what distinguishes them, read with ``config.json``.
+
+Every family here is the same decoder: RMS norm, rotary grouped-query attention, residual, RMS norm, gated
+feed-forward or routed experts, residual. To add one, add a row to the table and its tiny model to the tests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from engine.errors import ModelError
+from engine.models.wording import shown
+from engine.runtimes.native import rotary
+
+HeadNorm = Literal["none", "per-head", "whole"]
+"""Norms of queries and keys: none; each head by itself (qwen3); the whole projection (olmoe)."""
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""transformers' names of activations that the kernels have."""
+
+
+def _no_window(config: Mapping[str, Any], layers: int) -> list[int]:
+    return [0] * layers
+
+
+def _one_window(default: int | None) -> Callable[[Mapping[str, Any], int], list[int]]:
+    """Every layer has the window of the configuration (mistral, mixtral)."""
+
+    def windows(config: Mapping[str, Any], layers: int) -> list[int]:
+        return [_window(config.get("sliding_window", default))] * layers
+
+    return windows
+
+
+def _switched_window(config: Mapping[str, Any], layers: int) -> list[int]:
+    """Every layer, if ``use_sliding_window`` (qwen3_moe)."""
+    used = config.get("use_sliding_window", False)
+    return [_window(config.get("sliding_window", 4096)) if used else 0] * layers
+
+
+def _late_windows(config: Mapping[str, Any], layers: int) -> list[int]:
+    """Layers from ``max_window_layers`` on, if ``use_sliding_window``, or as ``layer_types`` says (qwen2, qwen3)."""
+    used = bool(config.get("use_sliding_window", False)) and config.get("sliding_window", 4096) is not None
+    first = config.get("max_window_layers", 28)
+    return _by_type(config, [used and layer >= first for layer in range(layers)], used)
+
+
+def _early_even_windows(config: Mapping[str, Any], layers: int) -> list[int]:
+    """Even layers before ``max_window_layers``, if ``use_sliding_window`` (qwen2_moe)."""
+    used = bool(config.get("use_sliding_window", False))
+    last = config.get("max_window_layers", 28)
+    return _by_type(config, [used and layer % 2 == 0 and layer < last for layer in range(layers)], used)
+
+
+def _by_type(config: Mapping[str, Any], default: list[bool], used: bool) -> list[int]:
+    kinds = config.get("layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != len(default):
+            raise ModelError(
+                f"config.json gives {shown(kinds)} for layer_types, which must name one kind for each of the "
+                f"{len(default)} layers; fetch the model again."
+            )
+        unknown = next((kind for kind in kinds if kind not in ("full_attention", "sliding_attention")), None)
+        if unknown is not None:
+            raise ModelError(f"config.json names the unknown kind of layer {shown(unknown)}; fetch the model again.")
+        default = [kind == "sliding_attention" for kind in kinds]
+    if any(default) and not used:
+        raise ModelError("config.json asks for sliding windows and gives no size for them; fetch the model again.")
+    return [_window(config.get("sliding_window", 4096)) if slides else 0 for slides in default]
+
+
+def _window(value: Any) -> int:
+    if value is None or value == 0:
+        return 0
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ModelError(f"config.json gives {shown(value)} for sliding_window, which must be a number of tokens.")
+    return value
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What distinguishes one family. Names of tensors are those of a layer, without its prefix."""
+
+    windows: Callable[[Mapping[str, Any], int], list[int]] = _no_window
+    head_norm: HeadNorm = "none"
+    qkv_bias: bool | str = False
+    """A bias of queries, keys and values: never, always, or as this setting says."""
+    output_bias: bool | str = False
+    mlp_bias: bool | str = False
+    default_width: int | None = None
+    """Of a head, where ``config.json`` gives none and it is not hidden / heads."""
+    default_key_value_heads: int | None = None
+    """None: as many as heads."""
+    default_epsilon: float = 1e-6
+    default_base: float = 10_000.0
+    default_top_k: int = 0
+    routers: tuple[str, ...] = ()
+    """Names a checkpoint may use for the router; none: a dense family."""
+    normalise: bool | str = False
+    """The chosen experts' weights are divided by their sum: never, always, or as this setting says."""
+    shared_expert: bool = False
+    """One expert for all tokens, scaled by a gate of its own (qwen2_moe)."""
+    clip: bool = False
+    """``clip_qkv`` limits queries, keys and values (olmoe)."""
+    multipliers: bool = False
+    """granite's four numbers that scale embedding, attention, residual and logits."""
+
+
+TABLE: Mapping[str, Traits] = {
+    "llama": Traits(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
+    "mistral": Traits(windows=_one_window(4096), default_key_value_heads=8),
+    "qwen2": Traits(windows=_late_windows, qkv_bias=True, default_key_value_heads=32),
+    "qwen3": Traits(
+        windows=_late_windows,
+        head_norm="per-head",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        default_width=128,
+        default_key_value_heads=32,
+    ),
+    "mixtral": Traits(
+        windows=_one_window(None),
+        routers=("block_sparse_moe.gate.weight", "mlp.gate.weight"),
+        normalise=True,
+        default_key_value_heads=8,
+        default_epsilon=1e-5,
+        default_base=1_000_000.0,
+        default_top_k=2,
+    ),
+    "qwen2_moe": Traits(
+        windows=_early_even_windows,
+        routers=("mlp.gate.weight",),
+        normalise="norm_topk_prob",
+        qkv_bias="qkv_bias",
+        shared_expert=True,
+        default_key_value_heads=16,
+        default_top_k=4,
+    ),
+    "qwen3_moe": Traits(
+        windows=_switched_window,
+        routers=("mlp.gate.weight",),
+        normalise="norm_topk_prob",
+        head_norm="per-head",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        default_key_value_heads=4,
+        default_top_k=8,
+    ),
+    "olmoe": Traits(
+        routers=("mlp.gate.weight",),
+        normalise="norm_topk_prob",
+        head_norm="whole",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        default_epsilon=1e-5,
+        default_top_k=8,
+        clip=True,
+    ),
+    "granitemoe": Traits(
+        routers=("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
+        # A softmax over the chosen logits alone is the whole softmax, divided by the sum of the chosen.
+        normalise=True,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        default_top_k=2,
+        multipliers=True,
+    ),
+}
+"""transformers' ``model_type`` -> traits."""
+
+_DEFAULT_ON = ("qkv_bias",)
+"""Settings that transformers takes for true where ``config.json`` does not have them."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One model of the common decoder shape. Sizes are in numbers, ``windows`` in tokens (0: all)."""
+
+    family: str
+    hidden: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    width: int
+    """Of a head."""
+    ffn: int
+    """Of a dense feed-forward network; that of experts is in their matrices."""
+    vocabulary: int
+    context: int
+    epsilon: float
+    activation: Activation
+    windows: tuple[int, ...]
+    moe_layers: tuple[int, ...]
+    top_k: int
+    normalise: bool
+    head_norm: HeadNorm
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    tied: bool
+    routers: tuple[str, ...]
+    shared_ffn: int
+    clip: float
+    """Limit of queries, keys and values; 0: none."""
+    embedding_scale: float
+    attention_scale: float
+    residual_scale: float
+    logits_divisor: float
+    rope: dict[str, Any]
+
+    @property
+    def key_value_numbers(self) -> int:
+        """Numbers one token adds to the cache."""
+        return 2 * self.layers * self.key_value_heads * self.width
+
+
+def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
+    """The shape of a model of the table. Raises ModelError naming a setting that is missing or impossible."""
+    traits = TABLE[config["model_type"]]
+    hidden, heads, layers = (_whole(config, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
+    width = _whole(config, "head_dim", traits.default_width or hidden // heads)
+    key_value_heads = _whole(config, "num_key_value_heads", traits.default_key_value_heads or heads)
+    if heads % key_value_heads or width % 2:
+        raise ModelError(
+            f"config.json gives {heads} heads of {width} over {key_value_heads} key/value heads, which do not fit "
+            "together; fetch the model again."
+        )
+
+    def switched(trait: bool | str) -> bool:
+        return trait if isinstance(trait, bool) else bool(config.get(trait, trait in _DEFAULT_ON))
+
+    def multiplier(key: str, default: float = 1.0) -> float:
+        return _positive(config, key, default) if traits.multipliers else default
+
+    return Shape(
+        family=config["model_type"],
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        key_value_heads=key_value_heads,
+        width=width,
+        ffn=_whole(config, "intermediate_size"),
+        vocabulary=_whole(config, "vocab_size"),
+        context=_whole(config, "max_position_embeddings"),
+        epsilon=_positive(config, "rms_norm_eps", traits.default_epsilon),
+        activation=ACTIVATIONS[config.get("hidden_act", "silu")],
+        windows=tuple(traits.windows(config, layers)),
+        moe_layers=moe_layers,
+        top_k=_whole(config, "num_experts_per_tok", traits.default_top_k) if moe_layers else 0,
+        normalise=switched(traits.normalise),
+        head_norm=traits.head_norm,
+        qkv_bias=switched(traits.qkv_bias),
+        output_bias=switched(traits.output_bias),
+        mlp_bias=switched(traits.mlp_bias),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        routers=traits.routers,
+        shared_ffn=_whole(config, "shared_expert_intermediate_size", 5632) if traits.shared_expert else 0,
+        clip=_positive(config, "clip_qkv", 0.0) if traits.clip else 0.0,
+        embedding_scale=multiplier("embedding_multiplier"),
+        attention_scale=multiplier("attention_multiplier") if traits.multipliers else width**-0.5,
+        residual_scale=multiplier("residual_multiplier"),
+        logits_divisor=multiplier("logits_scaling"),
+        rope=rotary.rope_settings(config, traits.default_base),
+    )
+
+
+def why_not_shape(config: Mapping[str, Any]) -> str | None:
+    """Why a model of this configuration is not of the common shape, in a few words; None if it is."""
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in TABLE:
+        return f"it runs {', '.join(TABLE)}, and this is {shown(family)}"
+    activation = config.get("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        return f"the activation {shown(activation)} has no kernel"
+    return rotary.why_not(rotary.rope_settings(config, TABLE[family].default_base))
+
+
+def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**31:
+        raise ModelError(
+            f"config.json gives {shown(value)} for {key}, which must be a whole number over 0; fetch the model again."
+        )
+    return value
+
+
+def _positive(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise ModelError(f"config.json gives {shown(value)} for {key}, which must be over 0; fetch the model again.")
+    return float(value)

@@ -1,0 +1,179 @@
+"""A model's tensors as the native trunk takes them: addresses into the mapped files, checked against the shape."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import ModelError
+from engine.experts.kernels.layers import Gate, LayerExperts, layer_experts, matrix
+from engine.experts.kernels.library import WEIGHT_DTYPES, KernelChoice, Matrix
+from engine.experts.popularity import Popularity
+from engine.models.files import Experts, ExpertWeights, ModelFiles, StoredTensor
+from engine.runtimes.native.library import HEAD_NORMS, Trunk, TrunkLayer
+from engine.runtimes.native.shape import Shape
+
+
+def to_float32(tensor: StoredTensor) -> NDArray[np.float32]:
+    """A copy in float32; for what is small (norms, biases). Raises ModelError for another type than BF16 or F32."""
+    if tensor.dtype == "F32":
+        return np.array(tensor.words.view(np.float32))
+    if tensor.dtype == "BF16":
+        return (tensor.words.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    raise ModelError(f"A tensor of the trunk is stored as {tensor.dtype}, which the native kernels cannot read.")
+
+
+class Tensors:
+    """The trunk's tensors by name; each may be taken once, and none may be left over."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        self._left = dict(files.trunk())
+        self.kept: list[Any] = []
+        """What the structures point into."""
+
+    def take(self, names: Sequence[str], shape: tuple[int, ...]) -> StoredTensor:
+        """The tensor of the first of ``names`` that is there. Raises ModelError if none is, or its shape is another."""
+        name = next((name for name in names if name in self._left), None)
+        if name is None:
+            raise ModelError(f"Tensor {names[0]} is missing from the model's files; fetch the model again.")
+        tensor = self._left.pop(name)
+        if tensor.shape != shape:
+            raise ModelError(
+                f"Tensor {name} has shape {list(tensor.shape)}, but config.json asks for {list(shape)}; "
+                "the files do not belong together: fetch the model again."
+            )
+        self.kept.append(tensor)
+        return tensor
+
+    def has(self, name: str) -> bool:
+        return name in self._left
+
+    def matrix(self, names: Sequence[str], rows: int, columns: int) -> Matrix:
+        return matrix(self.take(names, (rows, columns)))
+
+    def vector(self, name: str, count: int) -> int:
+        """The address of a float32 copy."""
+        copy = to_float32(self.take([name], (count,)))
+        self.kept.append(copy)
+        return int(copy.ctypes.data)
+
+    def check_all_taken(self, family: str) -> None:
+        """Raises ModelError naming a tensor that has no place. Frequencies that old versions stored are passed over."""
+        for name in self._left:
+            if not name.endswith("rotary_emb.inv_freq"):
+                raise ModelError(
+                    f"Tensor {name} has no place in a {family} model as config.json describes it; "
+                    "the files do not belong together: fetch the model again."
+                )
+
+
+class TrunkWeights:
+    """The C structure of a whole trunk; everything it points to is kept alive here."""
+
+    def __init__(
+        self,
+        files: ModelFiles,
+        shape: Shape,
+        choice: KernelChoice,
+        exact: KernelChoice,
+        cache_dtype: str,
+        popularity: Popularity | None,
+    ) -> None:
+        """``choice`` are the kernels of projections and experts, ``exact`` those that keep activations in float32.
+
+        Raises ModelError naming the first tensor that is missing, unexpected or of the wrong shape.
+        """
+        self._shape = shape
+        self._choice = choice
+        self._popularity = popularity
+        self._tensors = tensors = Tensors(files)
+        self._experts: list[LayerExperts] = []
+        self._layers = (TrunkLayer * shape.layers)()
+        embedding = tensors.take(["model.embed_tokens.weight"], (shape.vocabulary, shape.hidden))
+        tied = shape.tied and not tensors.has("lm_head.weight")
+        head = embedding if tied else tensors.take(["lm_head.weight"], (shape.vocabulary, shape.hidden))
+        for index in range(shape.layers):
+            self._fill_layer(index, self._layers[index], files.experts)
+        self.trunk = Trunk(
+            layers=self._layers,
+            embedding=matrix(embedding),
+            head=matrix(head),
+            final_norm=tensors.vector("model.norm.weight", shape.hidden),
+            layer_count=shape.layers,
+            hidden=shape.hidden,
+            heads=shape.heads,
+            key_value_heads=shape.key_value_heads,
+            width=shape.width,
+            top_k=shape.top_k,
+            set=choice.number,
+            exact_set=exact.number,
+            cache_dtype=WEIGHT_DTYPES[cache_dtype],
+            head_norm=HEAD_NORMS[shape.head_norm],
+            normalise=shape.normalise,
+            epsilon=shape.epsilon,
+            clip=shape.clip,
+            embedding_scale=shape.embedding_scale,
+            attention_scale=shape.attention_scale,
+            residual_scale=shape.residual_scale,
+            logits_divisor=shape.logits_divisor,
+        )
+        tensors.check_all_taken(shape.family)
+        self.address = ctypes.addressof(self.trunk)
+
+    def _fill_layer(self, index: int, layer: TrunkLayer, experts: Experts | None) -> None:
+        shape, tensors, prefix = self._shape, self._tensors, f"model.layers.{index}."
+        queries, keys = shape.heads * shape.width, shape.key_value_heads * shape.width
+        attention = prefix + "self_attn."
+        layer.query = tensors.matrix([attention + "q_proj.weight"], queries, shape.hidden)
+        layer.key = tensors.matrix([attention + "k_proj.weight"], keys, shape.hidden)
+        layer.value = tensors.matrix([attention + "v_proj.weight"], keys, shape.hidden)
+        layer.output = tensors.matrix([attention + "o_proj.weight"], shape.hidden, queries)
+        if shape.qkv_bias:
+            layer.query_bias = tensors.vector(attention + "q_proj.bias", queries)
+            layer.key_bias = tensors.vector(attention + "k_proj.bias", keys)
+            layer.value_bias = tensors.vector(attention + "v_proj.bias", keys)
+        if shape.output_bias:
+            layer.output_bias = tensors.vector(attention + "o_proj.bias", shape.hidden)
+        if shape.head_norm != "none":
+            whole = shape.head_norm == "whole"
+            layer.query_norm = tensors.vector(attention + "q_norm.weight", queries if whole else shape.width)
+            layer.key_norm = tensors.vector(attention + "k_norm.weight", keys if whole else shape.width)
+        layer.attention_norm = tensors.vector(prefix + "input_layernorm.weight", shape.hidden)
+        layer.ffn_norm = tensors.vector(prefix + "post_attention_layernorm.weight", shape.hidden)
+        layer.window = shape.windows[index]
+        if experts is not None and index in shape.moe_layers:
+            self._fill_moe(index, layer, experts)
+        else:
+            layer.experts = self._dense(prefix + "mlp.", shape.ffn, shape.mlp_bias)
+
+    def _fill_moe(self, index: int, layer: TrunkLayer, experts: Experts) -> None:
+        shape, prefix = self._shape, f"model.layers.{index}."
+        names = [prefix + name for name in shape.routers]
+        layer.router = self._tensors.matrix(names, experts.count, shape.hidden)
+        routed = layer_experts(experts, index, Gate(shape.activation), self._choice)
+        self._experts.append(routed)
+        layer.experts = routed.address
+        if self._popularity is not None:
+            layer.counts = self._popularity.address(index)
+        if shape.shared_ffn:
+            layer.shared = self._dense(prefix + "mlp.shared_expert.", shape.shared_ffn, bias=False)
+            layer.shared_gate = self._tensors.matrix([prefix + "mlp.shared_expert_gate.weight"], 1, shape.hidden)
+
+    def _dense(self, prefix: str, ffn: int, bias: bool) -> int:
+        """A feed-forward network as a layer of one expert; its address."""
+        tensors, hidden = self._tensors, self._shape.hidden
+        one = ExpertWeights(
+            gate=tensors.take([prefix + "gate_proj.weight"], (ffn, hidden)),
+            up=tensors.take([prefix + "up_proj.weight"], (ffn, hidden)),
+            down=tensors.take([prefix + "down_proj.weight"], (hidden, ffn)),
+            gate_bias=tensors.take([prefix + "gate_proj.bias"], (ffn,)) if bias else None,
+            up_bias=tensors.take([prefix + "up_proj.bias"], (ffn,)) if bias else None,
+            down_bias=tensors.take([prefix + "down_proj.bias"], (hidden,)) if bias else None,
+        )
+        layer = LayerExperts({0: one}, 1, Gate(self._shape.activation), self._choice)
+        self._experts.append(layer)
+        return layer.address

@@ -1,0 +1,187 @@
+"""Loading a model whose experts a GPU and the CPU share: whether it fits, how much of it, by which calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import psutil
+import torch
+
+from engine.errors import ModelError
+from engine.experts.calibration_file import calibration_key, load_calibration, shape_of
+from engine.experts.device_cache import gigabytes
+from engine.experts.devices import ExpertDevice
+from engine.experts.gates import FamilyGate
+from engine.experts.host_memory import HostExperts
+from engine.experts.hybrid import HybridExecutor
+from engine.experts.local import make_cpu_experts
+from engine.experts.local_torch import TorchLocalExecutor
+from engine.experts.policy import Policy, policy_named
+from engine.experts.popularity_file import seed_counts, seed_order
+from engine.experts.speed_file import load_speed
+from engine.experts.torch_tensors import NAMES
+from engine.free_memory import available_bytes
+from engine.messages import Load
+from engine.models.files import Experts, ModelFiles
+from engine.models.sizes import Sizes, sizes_of
+from engine.planning.calibration import Calibration, Processor, estimated
+from engine.planning.hybrid import GPU_RUNTIME_BYTES, Device, Machine, ModelSizes, Wanted, gpu_room, plan, slabs_kept
+from engine.runtimes.protocol import ProgressCallback
+from engine.timing import Recorder
+
+GUESSED_CPU = Processor(memory_rate=40e9, operations_rate=1e12, fixed_s=20e-6)
+GUESSED_GPU = Processor(memory_rate=600e9, operations_rate=60e12, fixed_s=40e-6)
+GUESSED_PCIE = 20e9
+"""What a machine is taken for until it was measured: a desktop computer with a GPU of the middle class."""
+
+GpuFinder = Callable[[], ExpertDevice | None]
+
+
+@dataclass(frozen=True)
+class Room:
+    """A GPU with room for the trunk, keys and values, and workspace; ``expert_bytes`` are left for experts."""
+
+    device: ExpertDevice
+    sizes: ModelSizes
+    context_tokens: int
+    expert_bytes: int
+
+
+def find_room(
+    find_gpu: GpuFinder, files: ModelFiles, dtype: torch.dtype, request: Load
+) -> tuple[Room | None, list[str]]:
+    """The GPU on which ``request`` puts the trunk, if any, and what the person should know about that choice.
+
+    Raises ModelError (memory), naming the shortfall, if the GPU or memory on it was asked for and there is too little.
+    """
+    if request.partitioning == "ring":
+        raise ModelError(
+            "Partitioning 'ring' is not available in this version; choose auto, cpu or hybrid.", kind="bad-input"
+        )
+    if request.partitioning == "cpu":
+        return None, []
+    device = find_gpu()
+    if device is None:
+        if request.partitioning == "hybrid":
+            return None, ["No GPU that torch can use was found, so everything runs on the CPU."]
+        return None, []
+    sizes = sizes_of(files, NAMES[dtype])
+    context = min(sizes.context_limit, request.context_limit or Wanted().context_tokens)
+    needed = _model_sizes(sizes, dtype)
+    free, total = device.memory()
+    room = gpu_room(needed, Device(device.name, total, free), context, request.prefill_chunk)
+    wanted = request.gpu_expert_bytes
+    if room >= (wanted or 0):
+        slower = _slower(device, files, needed, dtype, request, context)
+        if slower is not None:
+            return None, [f"Everything runs on the CPU: {slower}."]
+        return Room(device, needed, context, room if wanted is None else wanted), []
+    if request.partitioning == "auto" and wanted is None:
+        return None, [
+            f"{device.name} lacks {gigabytes(-room)} of memory for the trunk, keys and values, and workspace, so "
+            "everything runs on the CPU; a smaller context limit needs less."
+        ]
+    what = "for the trunk, keys and values, and workspace" if room < 0 else f"for {gigabytes(wanted or 0)} of experts"
+    raise ModelError(
+        f"{device.name} has {gigabytes(free)} free and lacks {gigabytes((wanted or 0) - room)} {what}; choose less "
+        "GPU memory for experts, a smaller context limit, or partitioning cpu.",
+        kind="memory",
+    )
+
+
+def _slower(
+    device: ExpertDevice, files: ModelFiles, sizes: ModelSizes, dtype: torch.dtype, request: Load, context: int
+) -> str | None:
+    """Why the CPU alone should be faster, if both were measured and nobody asked for the GPU; the same word as the
+    plan's."""
+    if files.experts is None or request.partitioning != "auto" or request.gpu_expert_bytes is not None:
+        return None
+    key = calibration_key(NAMES[dtype], request.cpu_threads, device.name)
+    calibration = load_calibration(shape_of(files.experts), key)
+    if calibration is None or calibration.gpu is None:
+        return None
+    speed = load_speed(calibration_key(NAMES[dtype], request.cpu_threads, None))
+    free, total = device.memory()
+    counts = seed_counts(files, sizes.experts_per_token) or {}
+    planned = plan(
+        sizes,
+        Machine(Device("CPU", int(psutil.virtual_memory().total), available_bytes()), Device(device.name, total, free)),
+        Wanted(
+            policy=request.policy,
+            context_tokens=context,
+            prefill_chunk=request.prefill_chunk,
+            cpu_layer_overhead_s=speed.layer_overhead_s.get("torch", 0.0) if speed is not None else 0.0,
+        ),
+        calibration,
+        [[round(routes) for routes in row] for row in counts.values()],
+    )
+    return None if planned.on_gpu else planned.choices[0].reason
+
+
+def make_hybrid(
+    room: Room,
+    experts: Experts,
+    gates: Mapping[int, FamilyGate],
+    dtype: torch.dtype,
+    recorder: Recorder,
+    request: Load,
+) -> tuple[HybridExecutor, list[str]]:
+    """The executor, with nothing on the GPU yet, and a line for each fallback."""
+    notices: list[str] = []
+    cpu, said = make_cpu_experts(experts, gates, dtype, recorder, request.cpu_threads, 0)
+    notices += said
+    policy = policy_named(request.policy, experts.count)
+    calibration = find_calibration(experts, dtype, request, room.device.name, notices)
+    # What is weighted is what the CPU alone would have weighted: torch rounds an expert's result, the kernels do not.
+    rounded = dtype if isinstance(cpu, TorchLocalExecutor) else torch.float32
+    host = HostExperts(experts)
+    executor = HybridExecutor(
+        host, room.device, cpu, gates, policy, calibration, rounded, recorder, room.sizes.experts_per_token
+    )
+    return executor, notices
+
+
+def find_calibration(experts: Experts, dtype: torch.dtype, request: Load, gpu: str, notices: list[str]) -> Calibration:
+    """What was measured for these experts on this machine; an estimate, which is said, if nothing was."""
+    shape = shape_of(experts)
+    found = load_calibration(shape, calibration_key(NAMES[dtype], request.cpu_threads, gpu), notices.append)
+    if found is not None and found.gpu is not None:
+        return found
+    notices.append(
+        f"What runs where rests on a guess, because {gpu} and this CPU were not measured with these experts; "
+        "`privatellm bench experts` does it in a minute."
+    )
+    return estimated(shape, cpu=GUESSED_CPU, gpu=GUESSED_GPU, pcie_rate=GUESSED_PCIE, bytes_per_weight=dtype.itemsize)
+
+
+def open_cache(
+    executor: HybridExecutor, room: Room, files: ModelFiles, request: Load, top_k: int, progress: ProgressCallback
+) -> list[str]:
+    """Fill the GPU's memory with experts, the trunk being there; a line for each fallback."""
+    notices = executor.lock_pages(progress)
+    policy: Policy = policy_named(request.policy)
+    free, total = room.device.memory()
+    filled = replace(room.sizes, trunk_bytes=0)
+    left = gpu_room(filled, Device(room.device.name, total, free), room.context_tokens, request.prefill_chunk)
+    # The trunk took what it took: what was planned is the most, what is left decides.
+    slabs = slabs_kept(
+        room.sizes, policy, min(room.expert_bytes, left) if request.gpu_expert_bytes is None else room.expert_bytes
+    )
+    order = seed_order(files, top_k, notices.append)
+    notices += executor.open_cache(slabs * executor.slot_bytes, order, GPU_RUNTIME_BYTES // 2, progress)
+    return notices
+
+
+def _model_sizes(sizes: Sizes, dtype: torch.dtype) -> ModelSizes:
+    return ModelSizes(
+        layers=sizes.layers,
+        moe_layers=sizes.moe_layers,
+        experts=sizes.experts,
+        experts_per_token=sizes.experts_per_token,
+        hidden=sizes.hidden,
+        trunk_bytes=sizes.trunk_bytes,
+        expert_bytes=sizes.expert_bytes,
+        key_value_bytes_per_token=sizes.key_value_bytes_per_token,
+        bytes_per_weight=dtype.itemsize,
+    )

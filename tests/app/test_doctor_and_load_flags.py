@@ -1,0 +1,124 @@
+"""What ``doctor`` says of the engine's side, and the flags that say how a model is run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from app.commands import doctor
+from app.commands.ask import result_object
+from app.commands.asking import Flags, question_from
+from app.commands.root import run
+from app.settings_file import open_settings
+from engine.messages import (
+    DoctorFacts,
+    ExpertMovement,
+    Finished,
+    Load,
+    ModelFacts,
+    PhaseTimes,
+    Timing,
+)
+
+FACTS_OF_DOCTOR = DoctorFacts(
+    built=True, instruction_sets=["avx2", "scalar"], threads=2, kernels="avx2", kernels_reason="the CPU has it",
+    runtime="torch", runtime_reason="it is too odd", calibrated=False, calibration="none for this machine",
+)  # fmt: skip
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_json_tells_who_shared_the_experts_and_what_that_moved() -> None:
+    facts = ModelFacts(
+        name="m", family="mixtral", runtime="torch", executor="hybrid", device="cuda", dtype="bfloat16", layers=1,
+        experts=4, experts_per_token=2, moe_layers=[0], vocabulary=9, hidden=8, context_limit=64, trunk_bytes=1,
+        expert_bytes=1, key_value_bytes_per_token=1, parameters=2, trunk="transformers (torch, cuda)",
+        policy="balanced", gpu_expert_bytes=7,
+    )  # fmt: skip
+    moved = ExpertMovement(tokens=3, weight_bytes=5, hits=2, misses=1)
+    timing = Timing(prefill=PhaseTimes(), decode=PhaseTimes(), movement=moved)
+    finished = Finished(
+        text="x", token_ids=[1], finish_reason="stop", prompt_tokens=1, prefilled_tokens=1, completion_tokens=1,
+        ttft_s=0.1, tokens_per_s=1.0, timing=timing,
+    )  # fmt: skip
+    found = result_object(finished, facts)
+    assert (found["trunk"], found["policy"], found["gpu_expert_bytes"]) == ("transformers (torch, cuda)", "balanced", 7)
+    assert found["movement"] == msgspec.to_builtins(moved)
+    assert result_object(msgspec.structs.replace(finished, timing=None), facts)["movement"] is None
+
+
+def test_doctor_says_which_kernels_run_and_why(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kernels() -> dict[str, str]:
+        run(["doctor", "--json"])
+        found = {finding["about"]: finding for finding in json.loads(capsys.readouterr().out)}
+        return cast(dict[str, str], found["kernels"])
+
+    monkeypatch.delenv("PRIVATELLM_KERNELS", raising=False)
+    assert kernels()["mark"] in ("ok", "note")
+    monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
+    off = kernels()
+    assert off["mark"] == "note" and "switched off by PRIVATELLM_KERNELS=off" in off["text"] and off["way_out"]
+    monkeypatch.setenv("PRIVATELLM_KERNELS", "nosuch")
+    refused = kernels()
+    assert refused["mark"] == "problem" and "nosuch" in refused["text"]
+
+
+def test_doctor_says_what_runs_the_model(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "engine_facts", lambda load: FACTS_OF_DOCTOR)
+    assert run(["doctor", "--json"]) == 0
+    found = {finding["about"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert found["trunk"]["text"] == "torch for starter (it is too odd)"
+    assert (
+        found["calibration"]["mark"] == "note" and found["calibration"]["way_out"] == "privatellm bench experts starter"
+    )
+    monkeypatch.setattr(doctor, "engine_facts", lambda load: "it was ended by signal 4")
+    assert run(["doctor"]) == 1
+    assert "✗ kernels        it was ended by signal 4" in capsys.readouterr().out
+
+
+def test_what_a_model_without_a_home_would_run_on_is_not_known(home: Path) -> None:
+    facts = doctor.engine_facts(Load(id=0, model="starter"))
+    assert isinstance(facts, DoctorFacts)
+    assert facts.runtime == "auto" and "pull starter" in facts.model_problem and facts.threads > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--runtime", "native"], {"runtime": "native", "policy": "balanced", "gpu_expert_bytes": None}),
+        (["--policy", "monde", "--gpu-memory", "1.5"], {"policy": "monde", "gpu_expert_bytes": 3 * 2**29}),
+        (["--threads", "3"], {"cpu_threads": 3, "runtime": "auto"}),
+        ([], {"cpu_threads": 5, "policy": "balanced"}),
+    ],
+)
+def test_flags_come_before_the_settings(home: Path, arguments: list[str], expected: dict[str, object]) -> None:
+    open_settings().change("cpu_threads", 5)
+    numbers = {"--gpu-memory": "gpu_expert_memory", "--threads": "cpu_threads"}
+    pairs = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    flags = Flags(
+        prompt="x",
+        runtime=cast(Any, pairs.get("--runtime")),
+        policy=cast(Any, pairs.get("--policy")),
+        numbers={numbers[flag]: float(value) for flag, value in pairs.items() if flag in numbers},
+    )
+    load = question_from(flags).load
+    assert {key: getattr(load, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("flag", [["--threads", "0"], ["--gpu-memory", "-1"], ["--policy", "none"]])
+def test_flags_of_sharing_have_limits(home: Path, capsys: pytest.CaptureFixture[str], flag: list[str]) -> None:
+    assert run(["ask", "say:x", *flag]) == 2
+    assert flag[0] in capsys.readouterr().err

@@ -1,0 +1,188 @@
+"""Expert files that change, or get shorter, while their model is open: a sentence, and no token computed from them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engine_process import EngineProcess
+from tiny_models import write_tiny_model
+from torch_oracle import load, prompt
+
+from app.engine_client import how_it_ended
+from engine.errors import ModelError
+from engine.experts.kernels import library
+from engine.messages import Failed, Finished, Generate, Load, Loaded
+from engine.models.prepare import prepare
+
+needs_library = pytest.mark.skipif(library.path() is None, reason="the native library was not built")
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    """A model whose experts take many pages."""
+    plain = write_tiny_model(tmp_path / "plain", "mixtral", intermediate_size=400, eos_token_id=None)
+    prepare(plain, tmp_path / "prepared", lambda *_: None)
+    return tmp_path / "prepared"
+
+
+def expert_files(folder: Path) -> list[Path]:
+    found = sorted((folder / "experts").iterdir())
+    assert len(found) == 3
+    return found
+
+
+def overwrite(file: Path) -> None:
+    """Other numbers in the same file of the same size."""
+    with file.open("r+b") as opened:
+        opened.seek(0)
+        opened.write(os.urandom(4096))
+    status = file.stat()
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+
+
+@pytest.mark.parametrize("kernels", ["", "off"])
+def test_no_token_comes_from_a_changed_file(prepared: Path, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.VARIABLE, kernels)
+    model = load(prepared)
+    tokens = prompt(model, 20)
+    rows = model.start()
+    rows.extend(tokens)
+    rows.step([5])
+    overwrite(expert_files(prepared)[1])
+    for ask in (lambda: rows.step([6]), lambda: rows.extend([6, 7]), model.start):
+        with pytest.raises(ModelError, match=r"1\S* was changed while the model was open; load the model again"):
+            ask()
+    assert rows.length == 21
+
+
+def test_a_change_during_a_pass_is_noticed_before_its_logits_are_used(prepared: Path) -> None:
+    model = load(prepared)
+    rows = model.start()
+    layers: list[int] = []
+
+    def change() -> None:
+        layers.append(len(layers))
+        if len(layers) == 2:
+            overwrite(expert_files(prepared)[0])
+
+    model.between_layers = change
+    with pytest.raises(ModelError, match="was changed while the model was open"):
+        rows.extend(prompt(model, 20))
+    assert (len(layers), rows.length) == (3, 0)
+
+
+_SHORTEN = """
+import os, sys
+from pathlib import Path
+from engine.errors import ModelError
+from engine.experts.kernels import file_guard
+from engine.messages import Load
+from engine.models.safetensors_files import MappedFile
+from engine.runtimes import runtime_named
+
+folder, unguarded, unnoticed = Path(sys.argv[1]), sys.argv[2] == "unguarded", sys.argv[3] == "unnoticed"
+if unguarded:
+    file_guard.path = lambda: None
+model = runtime_named("torch").load(folder, Load(id=1, model="m", cpu_threads=2), lambda *_: None)
+rows = model.start()
+rows.extend(list(range(3, 20)))
+passed = []
+def shorten():
+    passed.append(0)
+    if len(passed) == 2:
+        for file in (folder / "experts").iterdir():
+            os.truncate(file, 0)
+if unnoticed:
+    MappedFile.check_unchanged = lambda self: None
+model.between_layers = shorten
+try:
+    rows.extend(list(range(20, 40)))
+except ModelError as error:
+    print(error.kind, error, rows.length)
+model.close()
+print("alive")
+"""
+
+
+def shorten(folder: Path, guarded: str, noticed: str, kernels: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", _SHORTEN, str(folder), guarded, noticed],
+        env={**os.environ, library.VARIABLE: kernels},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@needs_library
+@pytest.mark.parametrize("kernels", ["", "off"])
+def test_files_shortened_during_a_pass_end_the_answer_and_not_the_engine(prepared: Path, kernels: str) -> None:
+    run = shorten(prepared, "guarded", "noticed", kernels)
+    assert run.returncode == 0, run.stderr
+    said, alive = run.stdout.splitlines()
+    assert "was changed while the model was open; load the model again. 17" in said
+    assert alive == "alive"
+
+
+@needs_library
+def test_pages_that_cannot_be_read_are_noticed_though_the_file_looks_the_same(prepared: Path) -> None:
+    """As on a failing disk."""
+    run = shorten(prepared, "guarded", "unnoticed", "")
+    assert run.returncode == 0, run.stderr
+    said, alive = run.stdout.splitlines()
+    assert said.startswith("disk A part of ") and "could not be read" in said and said.endswith("again. 17")
+    assert alive == "alive"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems tell it by another signal")
+def test_without_the_library_the_way_it_ends_says_what_happened(prepared: Path) -> None:
+    run = shorten(prepared, "unguarded", "noticed", "off")
+    assert run.returncode == -signal.SIGBUS
+    sentence = how_it_ended(run.returncode)
+    assert "SIGBUS" in sentence and "shortened while it was in use" in sentence
+
+
+@needs_library
+def test_other_bus_errors_still_end_the_process(tmp_path: Path, prepared: Path) -> None:
+    code = """
+import ctypes, mmap, os, sys
+from pathlib import Path
+from engine.models.safetensors_files import MappedFile
+from engine.experts.kernels.file_guard import FileGuard
+guarded, other = Path(sys.argv[1]), Path(sys.argv[2])
+guard = FileGuard([MappedFile(guarded)])
+other.write_bytes(bytes(8192))
+mapped = MappedFile(other)
+os.truncate(other, 0)
+ctypes.string_at(mapped.address, 1)
+"""
+    arguments = [sys.executable, "-c", code, str(expert_files(prepared)[0]), str(tmp_path / "other")]
+    run = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=60)
+    assert run.returncode in (-signal.SIGBUS, -signal.SIGSEGV)
+
+
+@pytest.mark.slow
+def test_the_person_is_told_and_goes_on(prepared: Path, tmp_path: Path) -> None:
+    """Through the engine process: the answer fails with a sentence, and the model loads again once the file is back."""
+    file = expert_files(prepared)[2]
+    whole = file.read_bytes()
+    load_it = {"model": str(prepared), "runtime": "torch"}
+    with EngineProcess(tmp_path / "home") as engine:
+        assert isinstance(engine.ask(Load(id=1, **load_it))[-1], Loaded)
+        first = engine.ask(Generate(id=2, prompt_ids=[5, 6, 7], max_tokens=6))[-1]
+        assert isinstance(first, Finished)
+        os.truncate(file, 100)
+        failed = engine.ask(Generate(id=3, prompt_ids=[5, 6, 7, 8], max_tokens=6))[-1]
+        assert isinstance(failed, Failed)
+        assert f"{file} was changed while the model was open; load the model again." in failed.error
+        file.write_bytes(whole)
+        assert isinstance(engine.ask(Load(id=4, **load_it))[-1], Loaded)
+        again = engine.ask(Generate(id=5, prompt_ids=[5, 6, 7], max_tokens=6))[-1]
+        assert isinstance(again, Finished)
+        assert again.token_ids == first.token_ids

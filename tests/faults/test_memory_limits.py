@@ -1,0 +1,236 @@
+"""A model larger than the memory there is: it answers from the mapping, and says so with the disk's measured rate."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import write_tiny_model
+from torch_oracle import load, prompt
+
+from engine.experts import local, reading_ahead
+from engine.experts.kernels import library
+from engine.experts.reading_ahead import ReadAhead, notice_beyond_memory, page_ranges, read_rate
+from engine.free_memory import container_bytes
+from engine.models.opening import open_model
+from engine.models.prepare import prepare
+
+# --- the notice ---------------------------------------------------------------------------------------------------
+
+
+def test_experts_that_fit_are_no_news(tmp_path: Path) -> None:
+    experts = open_model(write_tiny_model(tmp_path, "mixtral")).experts
+    assert experts is not None
+    assert notice_beyond_memory(experts, experts.nbytes) is None
+
+
+def test_experts_that_do_not_fit_are_said_with_the_rate(tmp_path: Path) -> None:
+    experts = open_model(write_tiny_model(tmp_path, "mixtral", hidden_size=480, intermediate_size=1120)).experts
+    assert experts is not None
+    line = notice_beyond_memory(experts, experts.nbytes - 1, measure=lambda path: 1.234e9)
+    size = f"{experts.nbytes / 1e9:.1f} GB"
+    assert line == (
+        f"The model's {size} of experts do not fit in the {size} of memory that are free, so some are read from disk "
+        "each time they are used: at 1.23 GB/s, as measured just now."
+    )
+    line = notice_beyond_memory(experts, 0, measure=lambda path: None)
+    assert line is not None and line.endswith("each time they are used, which is slow.")
+
+
+def test_a_rate_is_measured_on_the_file_itself(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(os.urandom(20 * 2**20 + 13))
+    rate = read_rate(file)
+    assert rate is not None and rate > 0
+    file.write_bytes(b"few")
+    assert read_rate(file) is None or read_rate(file) > 0  # type: ignore[operator]
+    assert read_rate(tmp_path / "absent") is None
+    file.write_bytes(b"")
+    assert read_rate(file) is None
+
+
+def test_without_direct_reading_the_cache_is_dropped_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "weights"
+    file.write_bytes(os.urandom(2**20))
+    monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    rate = read_rate(file)
+    assert rate is not None and rate > 0
+
+
+@pytest.mark.parametrize("kernels", ["", "off"])
+def test_the_answer_is_the_same_and_the_experts_are_asked_for_ahead(
+    tmp_path: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(library.VARIABLE, kernels)
+    prepare(write_tiny_model(tmp_path / "plain", "mixtral"), tmp_path / "prepared", lambda *_: None)
+    roomy = load(tmp_path / "prepared")
+    tokens = prompt(roomy, 20)
+    expected = roomy.start().extend(tokens)
+    assert not any("do not fit" in notice for notice in roomy.facts.notices)
+    asked: list[tuple[int, set[int]]] = []
+    will_need = ReadAhead.will_need
+
+    def watched(self: ReadAhead, layer: int, indices: torch.Tensor) -> None:
+        asked.append((layer, set(indices.flatten().tolist())))
+        will_need(self, layer, indices)
+
+    monkeypatch.setattr(ReadAhead, "will_need", watched)
+    monkeypatch.setattr(local, "available_bytes", lambda: roomy.facts.trunk_bytes + roomy.facts.expert_bytes - 1)
+    tight = load(tmp_path / "prepared")
+    line = next(notice for notice in tight.facts.notices if "do not fit" in notice)
+    assert re.search(r"at \d+\.\d\d GB/s, as measured just now\.$", line)
+    assert (tight.start().extend(tokens) == expected).all()
+    assert tight.executor is not None
+    for layer in tight.facts.moe_layers:
+        counts = tight.executor.popularity.counts(layer)
+        assert (layer, {expert for expert, count in enumerate(counts) if count}) in asked
+
+
+def test_pages_asked_for_cover_the_expert_and_little_else(tmp_path: Path) -> None:
+    plain = write_tiny_model(tmp_path / "plain", "mixtral", hidden_size=128, intermediate_size=200)
+    prepare(plain, tmp_path / "prepared", lambda *_: None)
+    for folder in (plain, tmp_path / "prepared"):
+        experts = open_model(folder).experts
+        assert experts is not None
+        for expert in range(experts.count):
+            weights = experts.expert(1, expert)
+            ranges = page_ranges(weights)
+            assert len(ranges) <= (1 if folder.name == "prepared" else 3)
+            for start, nbytes in ranges:
+                assert start % reading_ahead._PAGE == nbytes % reading_ahead._PAGE == 0
+            for matrix in (weights.gate, weights.up, weights.down):
+                first = matrix.words.ctypes.data
+                assert any(start <= first and first + matrix.nbytes <= start + size for start, size in ranges)
+            total = sum(matrix.nbytes for matrix in (weights.gate, weights.up, weights.down))
+            assert sum(size for _, size in ranges) <= total + 6 * reading_ahead._PAGE
+
+
+# --- how much memory there is -------------------------------------------------------------------------------------
+
+
+def group(folder: Path, version: int, limit: str, used: int, files: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if version == 2:
+        names = {"memory.max": limit, "memory.current": used, "memory.stat": f"anon 5\nfile {files}"}
+    else:
+        statistics = f"cache 9\ntotal_active_file {files // 2}\ntotal_inactive_file {files - files // 2}"
+        names = {"memory.limit_in_bytes": limit, "memory.usage_in_bytes": used, "memory.stat": statistics}
+    for name, text in names.items():
+        (folder / name).write_text(f"{text}\n")
+
+
+@given(used=st.integers(0, 2000), files=st.integers(0, 2000), limit=st.integers(1, 3000))
+def test_the_tightest_limit_around_the_process_counts(
+    tmp_path_factory: pytest.TempPathFactory, used: int, files: int, limit: int
+) -> None:
+    root = tmp_path_factory.mktemp("groups")
+    membership = root / "cgroup"
+    membership.write_text("9:name=systemd:/\n4:cpu,memory:/outer/inner\n0::/slice/scope\n")
+    assert container_bytes(root / "mount", membership) is None
+    mount = root / "mount"
+    group(mount / "slice", 2, "max", used, files)
+    group(mount / "slice" / "scope", 2, str(limit), used, files)
+    assert container_bytes(mount, membership) == max(0, limit - used + files)
+    group(mount / "memory" / "outer", 1, "100", 60, 7)
+    assert container_bytes(mount, membership) == min(47, max(0, limit - used + files))
+    group(mount / "other", 2, "1", 0, 0)
+    assert container_bytes(mount, membership) == min(47, max(0, limit - used + files))
+
+
+def test_a_container_that_sees_only_itself(tmp_path: Path) -> None:
+    group(tmp_path, 2, "1000", 300, 100)
+    assert container_bytes(tmp_path, tmp_path / "absent") == 800
+    (tmp_path / "memory.stat").write_text("damaged\n")
+    assert container_bytes(tmp_path, tmp_path / "absent") is None
+
+
+# --- for real -----------------------------------------------------------------------------------------------------
+
+LIMIT = 560 * 2**20
+"""More than the process itself needs (some 280 MB), less than that and the model's 403 MB of experts."""
+
+_ASK = """
+import json, os, sys
+from pathlib import Path
+(Path(sys.argv[2]) / "cgroup.procs").write_text(str(os.getpid()))
+from engine.messages import Load
+from engine.runtimes import runtime_named
+model = runtime_named("torch").load(Path(sys.argv[1]), Load(id=1, model="m", cpu_threads=1), lambda *_: None)
+rows = model.start()
+logits = [rows.extend(list(range(3, 131)))]
+for step in range(12):
+    logits.append(rows.step([int(logits[-1].argmax())])[0])
+print(json.dumps({"notices": model.facts.notices, "tokens": [int(step.argmax()) for step in logits],
+                  "highest": float(logits[-1].max()), "used": [sum(map(bool, model.popularity.counts(l)))
+                  for l in model.facts.moe_layers]}))
+"""
+
+
+def _limited_group(parent: Path, limit_file: str) -> Path:
+    if not (parent / "cgroup.procs").is_file():
+        raise FileNotFoundError(f"{parent} is no control group")
+    group = parent / f"privatellm-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        with (group / limit_file).open("r+") as file:
+            file.write(str(LIMIT))
+    except OSError:
+        group.rmdir()
+        raise
+    return group
+
+
+@pytest.fixture
+def limited_group() -> Iterator[Path]:
+    """A control group with a memory limit, where this machine lets us make one (root, as in most containers)."""
+    mount = Path("/sys/fs/cgroup")
+    group = None
+    for parent, limit_file in ((mount, "memory.max"), (mount / "memory", "memory.limit_in_bytes")):
+        try:
+            group = _limited_group(parent, limit_file)
+            break
+        except OSError:
+            continue
+    if group is None:
+        pytest.skip("no control group can be made here")
+    yield group
+    group.rmdir()
+
+
+@pytest.mark.slow
+def test_a_process_with_less_memory_than_the_model_answers(tmp_path: Path, limited_group: Path) -> None:
+    plain = write_tiny_model(
+        tmp_path / "plain",
+        "mixtral",
+        dtype="bfloat16",
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+    )
+    prepare(plain, tmp_path / "prepared", lambda *_: None)
+
+    def ask(group: Path) -> dict[str, object]:
+        arguments = [sys.executable, "-c", _ASK, str(tmp_path / "prepared"), str(group)]
+        run = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=240)
+        assert run.returncode == 0, run.stderr
+        found: dict[str, object] = json.loads(run.stdout.splitlines()[-1])
+        return found
+
+    unlimited = tmp_path / "no-group"
+    unlimited.mkdir()
+    expected, limited = ask(unlimited), ask(limited_group)
+    assert expected["notices"] == []
+    (line,) = limited["notices"]  # type: ignore[misc]
+    assert "0.4 GB of experts do not fit" in line and re.search(r"at \d+\.\d\d GB/s", line)
+    assert limited["used"] == [8, 8]
+    assert (limited["tokens"], limited["highest"]) == (expected["tokens"], expected["highest"])

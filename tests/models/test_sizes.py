@@ -1,0 +1,63 @@
+"""Sizes from headers alone are those that the loaded model tells of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_models import TINY_FAMILIES
+
+from engine.errors import ModelError
+from engine.messages import Load
+from engine.models.opening import open_model
+from engine.models.sizes import experts_per_token, key_value_numbers, sizes_of
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_headers_tell_what_the_loaded_model_tells(tiny_model: Callable[..., Path], family: str) -> None:
+    from engine.runtimes.torch.runtime import TorchRuntime
+
+    folder = tiny_model(family)
+    for dtype in ("auto", "bfloat16"):
+        load = Load(id=1, model=family, partitioning="cpu", dtype=dtype)  # type: ignore[arg-type]
+        model = TorchRuntime().load(folder, load, lambda *progress: None)
+        facts = model.facts
+        sizes = sizes_of(open_model(folder), dtype)
+        assert (sizes.family, sizes.dtype, sizes.layers) == (facts.family, facts.dtype, facts.layers)
+        assert (sizes.experts, sizes.experts_per_token) == (facts.experts, facts.experts_per_token)
+        assert sizes.moe_layers == len(facts.moe_layers)
+        assert (sizes.hidden, sizes.vocabulary) == (facts.hidden, facts.vocabulary)
+        assert sizes.context_limit == facts.context_limit
+        assert sizes.expert_bytes == facts.expert_bytes
+        assert sizes.trunk_bytes == pytest.approx(facts.trunk_bytes, rel=0.02)
+        assert sizes.key_value_bytes_per_token == facts.key_value_bytes_per_token
+        model.close()
+
+
+def test_only_a_row_of_an_embedding_beside_the_head_is_read(tiny_model: Callable[..., Path]) -> None:
+    untied = sizes_of(open_model(tiny_model("mixtral")))
+    assert untied.embedding_bytes == untied.vocabulary * untied.hidden * untied.width
+    assert sizes_of(open_model(tiny_model("llama"))).embedding_bytes == 0  # tied: read as the head
+
+
+def test_latent_and_linear_attention_keep_less() -> None:
+    common = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 32}
+    assert key_value_numbers(common) == 4 * 2 * 4 * 8
+    assert key_value_numbers({**common, "num_key_value_heads": 2, "head_dim": 16}) == 4 * 2 * 2 * 16
+    assert key_value_numbers({**common, "kv_lora_rank": 10, "qk_rope_head_dim": 6}) == 4 * 16
+    kinds = ["linear_attention", "full_attention"] * 2
+    assert key_value_numbers({**common, "layer_types": kinds}) == 2 * 2 * 4 * 8
+
+
+def test_experts_per_token_wherever_the_family_says_it() -> None:
+    assert experts_per_token({"num_experts_per_tok": 8}) == 8
+    assert experts_per_token({"ffn_config": {"moe_top_k": 4}}) == 4
+    assert experts_per_token({}) == 2
+
+
+def test_a_size_that_is_missing_or_nonsense_is_named() -> None:
+    with pytest.raises(ModelError, match="num_hidden_layers"):
+        key_value_numbers({"num_attention_heads": 4, "hidden_size": 32})
+    with pytest.raises(ModelError, match="num_attention_heads"):
+        key_value_numbers({"num_hidden_layers": 1, "num_attention_heads": 0, "hidden_size": 32})

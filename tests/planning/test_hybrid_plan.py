@@ -1,0 +1,266 @@
+"""Plans: what goes where, whether it fits, what is predicted, and that it all adds up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.experts.policy import policy_named
+from engine.messages import ExpertPolicy
+from engine.planning.calibration import Calibration, ExpertShape, Processor, estimated
+from engine.planning.hybrid import (
+    Device,
+    HybridPlan,
+    Machine,
+    ModelSizes,
+    Wanted,
+    gpu_room,
+    plan,
+    slabs_kept,
+    workspace_bytes,
+)
+from engine.planning.prediction import (
+    PREFILL_TOKENS,
+    Shares,
+    cpu_speed,
+    disk_seconds,
+    expected_tokens,
+    hybrid_speed,
+    streaming_step_s,
+)
+
+GB = 10**9
+NAMES = get_args(ExpertPolicy)
+SLAB = 352_321_536
+MIXTRAL = ModelSizes(
+    layers=32,
+    moe_layers=32,
+    experts=8,
+    experts_per_token=2,
+    hidden=4096,
+    trunk_bytes=3_200_000_000,
+    expert_bytes=256 * SLAB,
+    key_value_bytes_per_token=131_072,
+)
+DENSE = ModelSizes(16, 0, 0, 0, 2048, 2_000_000_000, 0, 32_768)
+SHAPE = ExpertShape(hidden=4096, ffn=14336, dtype="BF16", expert_bytes=SLAB)
+MEASURED = estimated(SHAPE, cpu=Processor(60e9, 1.5e12), gpu=Processor(500e9, 50e12, 3e-5), pcie_rate=25e9)
+BIG = Machine(Device("CPU", 256 * GB, 200 * GB), Device("a GPU", 24 * GB, 23 * GB))
+
+
+def used(found: HybridPlan, place: int) -> int:
+    memory = found.memory[place]
+    return memory.trunk + memory.experts + memory.key_values + memory.workspace
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_plan_for_mixtral_on_a_gpu_of_24_gb(name: ExpertPolicy) -> None:
+    found = plan(MIXTRAL, BIG, Wanted(partitioning="hybrid", policy=name), MEASURED)
+    assert found.fits
+    assert found.on_gpu
+    assert found.memory[0].experts == found.slabs * SLAB
+    expected = {"monde": 0, "stream": 0, "layers": 48, "lru-offload": 32}
+    assert found.slabs == expected.get(name, 50)
+    assert found.tokens_per_s is not None
+    assert found.tokens_per_s > 0
+    assert "measured" in found.basis
+    assert {choice.what for choice in found.choices} >= {"trunk", "experts on the GPU", "policy"}
+    assert all(choice.reason for choice in found.choices)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    free=st.integers(0, 120 * GB),
+    more=st.integers(0, 40 * GB),
+    host=st.integers(0, 200 * GB),
+    asked=st.none() | st.integers(0, 200 * GB),
+    name=st.sampled_from(NAMES),
+    context=st.integers(0, 100_000),
+)
+def test_sums_add_up_nothing_is_negative_and_more_memory_never_hurts(
+    free: int, more: int, host: int, asked: int | None, name: ExpertPolicy, context: int
+) -> None:
+    wanted = Wanted(partitioning="hybrid", policy=name, gpu_expert_bytes=asked, context_tokens=context)
+
+    def on(gpu_free: int) -> HybridPlan:
+        cpu = Device("CPU", 256 * GB, host)
+        return plan(MIXTRAL, Machine(cpu, Device("a GPU", 160 * GB, gpu_free), disk_read=2e9), wanted, MEASURED)
+
+    small, large = on(free), on(free + more)
+    for found in (small, large):
+        assert found.fits == (found.shortfall == 0)
+        assert found.shortfall >= 0
+        assert 0 <= found.slabs <= MIXTRAL.slabs
+        assert found.hit_rate is not None
+        assert 0.0 <= found.hit_rate <= 1.0
+        for memory in found.memory:
+            assert min(memory.trunk, memory.experts, memory.key_values, memory.workspace) >= 0
+        gpu_free = found.memory[0].free
+        assert used(found, 0) <= gpu_free if found.fits else used(found, 0) == gpu_free + found.shortfall
+        assert found.tokens_per_s is not None
+        assert found.tokens_per_s > 0
+    assert large.slabs >= small.slabs
+    assert large.shortfall <= small.shortfall
+
+
+@settings(max_examples=60, deadline=None)
+@given(slots=st.floats(0, 7.5), name=st.sampled_from(["balanced", "twiddler", "layers", "lru-offload"]))
+def test_more_experts_on_the_gpu_are_never_slower(slots: float, name: ExpertPolicy) -> None:
+    policy, even = policy_named(name, 8), Shares.even(8)
+    fewer = hybrid_speed(MIXTRAL, MEASURED, policy, slots, even)
+    more = hybrid_speed(MIXTRAL, MEASURED, policy, slots + 0.5, even)
+    assert more.step_s <= fewer.step_s * (1 + 1e-9)
+    assert more.prefill_s <= fewer.prefill_s * 1.01
+
+
+def test_balanced_is_predicted_to_be_no_slower_than_any_other_policy() -> None:
+    even = Shares.even(8)
+    best = hybrid_speed(MIXTRAL, MEASURED, policy_named("balanced"), 1.75, even)
+    for name in NAMES:
+        slots = 0.0 if policy_named(name).cache.kind == "none" else 1.75
+        other = hybrid_speed(MIXTRAL, MEASURED, policy_named(name, 8), slots, even)
+        assert best.step_s <= other.step_s * (1 + 1e-9)
+        assert best.prefill_s <= other.prefill_s * 1.01
+
+
+def test_asking_for_more_gpu_memory_than_there_is_tells_the_shortfall() -> None:
+    found = plan(MIXTRAL, BIG, Wanted(gpu_expert_bytes=60 * GB), MEASURED)
+    assert not found.fits
+    assert found.shortfall == 60 * GB - gpu_room(MIXTRAL, BIG.gpu or BIG.cpu, 4096)
+    modest = plan(MIXTRAL, BIG, Wanted(partitioning="hybrid", gpu_expert_bytes=5 * GB), MEASURED)
+    assert modest.fits
+    assert modest.slabs == 5 * GB // SLAB
+
+
+def test_a_gpu_too_small_for_the_trunk_is_left_alone_unless_it_was_chosen() -> None:
+    small = replace(BIG, gpu=Device("a small GPU", 2 * GB, 2 * GB))
+    alone = plan(MIXTRAL, small, Wanted(), MEASURED)
+    assert alone.fits
+    assert not alone.on_gpu
+    assert "lacks" in alone.choices[0].reason
+    chosen = plan(MIXTRAL, small, Wanted(partitioning="hybrid"), MEASURED)
+    assert not chosen.fits
+    assert chosen.shortfall > 0
+
+
+def test_a_slow_gpu_is_left_alone_and_the_reason_says_so() -> None:
+    slow = estimated(SHAPE, cpu=Processor(60e9, 1.5e12), gpu=Processor(6e9, 50e9, 1e-3), pcie_rate=1e9)
+    found = plan(MIXTRAL, BIG, Wanted(), slow)
+    assert not found.on_gpu
+    assert "CPU alone is predicted to be faster" in found.choices[0].reason
+    assert found.tokens_per_s is not None
+    with_gpu = plan(MIXTRAL, BIG, Wanted(partitioning="hybrid"), slow)
+    assert (with_gpu.tokens_per_s or 0.0) < found.tokens_per_s
+
+
+def test_hybrid_without_a_gpu_cannot_be() -> None:
+    found = plan(MIXTRAL, Machine(BIG.cpu), Wanted(partitioning="hybrid"), MEASURED)
+    assert not found.fits
+    assert "no GPU" in found.choices[0].reason
+
+
+def test_without_measurements_nothing_is_predicted_and_the_way_out_is_said() -> None:
+    found = plan(MIXTRAL, BIG, Wanted(partitioning="hybrid"), None)
+    assert (found.tokens_per_s, found.prefill_tokens_per_s) == (None, None)
+    assert "bench experts" in found.basis
+    alone = plan(MIXTRAL, Machine(BIG.cpu), Wanted(), None)
+    assert alone.tokens_per_s is None
+    streamed = plan(DENSE, Machine(BIG.cpu, memory_read=20e9), Wanted())
+    assert streamed.tokens_per_s == pytest.approx(20e9 / (DENSE.trunk_bytes + 512 * 32_768))
+    assert streamed.prefill_tokens_per_s is None
+
+
+def test_a_dense_model_shares_no_experts() -> None:
+    found = plan(DENSE, BIG, Wanted(partitioning="hybrid"))
+    assert found.fits
+    assert (found.slabs, found.hit_rate) == (0, None)
+    too_large = plan(replace(DENSE, trunk_bytes=300 * GB), Machine(BIG.cpu), Wanted())
+    assert too_large.shortfall == used(too_large, 0) - 200 * GB > 0
+
+
+def test_experts_beyond_the_hosts_memory_come_from_the_disk_at_its_rate() -> None:
+    small = Machine(Device("CPU", 64 * GB, 50 * GB), disk_read=2e9)
+    found = plan(MIXTRAL, small, Wanted(), MEASURED)
+    whole = plan(MIXTRAL, Machine(BIG.cpu), Wanted(), MEASURED)
+    assert found.fits
+    assert found.choices[-1].what == "memory"
+    assert "2000 MB/s" in found.choices[-1].reason
+    assert found.tokens_per_s is not None
+    assert whole.tokens_per_s is not None
+    missing = 1.0 - found.memory[0].experts / MIXTRAL.expert_bytes
+    slower = 1 / found.tokens_per_s - 1 / whole.tokens_per_s
+    assert slower == pytest.approx(missing * 2 * 32 * SLAB / 2e9)
+    unmeasured = plan(MIXTRAL, replace(small, disk_read=None), Wanted(), MEASURED)
+    assert unmeasured.tokens_per_s is None
+    assert "disk" in unmeasured.basis
+
+
+def test_popularity_raises_the_hit_rate() -> None:
+    counts = [[100, 1, 1, 1, 1, 1, 1, 1]] * 32
+    wanted = Wanted(partitioning="hybrid")
+    known, even = plan(MIXTRAL, BIG, wanted, MEASURED, counts), plan(MIXTRAL, BIG, wanted, MEASURED)
+    assert (known.hit_rate or 0) > (even.hit_rate or 1)
+    assert (known.tokens_per_s or 0) > (even.tokens_per_s or 1e9)
+
+
+@given(st.integers(0, 400 * GB), st.sampled_from(NAMES))
+def test_what_a_cache_holds_fits_in_its_room(room: int, name: ExpertPolicy) -> None:
+    policy = policy_named(name)
+    slabs = slabs_kept(MIXTRAL, policy, room)
+    assert 0 <= slabs * SLAB <= max(room, 0)
+    if policy.cache.kind == "layers":
+        assert slabs % 8 == 0
+    assert slabs_kept(MIXTRAL, policy, room - 10**12) == 0
+
+
+def test_the_workspace_grows_with_the_chunk_and_is_larger_on_a_gpu() -> None:
+    assert workspace_bytes(MIXTRAL, 512, gpu=False) < workspace_bytes(MIXTRAL, 2048, gpu=False)
+    assert workspace_bytes(MIXTRAL, 512, gpu=True) >= workspace_bytes(MIXTRAL, 512, gpu=False) + 2 * SLAB
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=64), st.integers(1, 8), st.integers(0, 600))
+def test_expected_tokens_are_all_routes_and_no_expert_gets_more_than_there_are_rows(
+    counts: list[int], per_token: int, rows: int
+) -> None:
+    tokens = expected_tokens(Shares.counted([counts]), per_token, rows)
+    assert sum(tokens) == rows * min(per_token, len(counts))
+    assert all(0 <= count <= rows for count in tokens)
+
+
+def test_shares_of_a_profile() -> None:
+    shares = Shares.counted([[1, 3], [6, 2], [0, 0]])
+    assert shares.of == pytest.approx((0.75, 0.25))
+    assert [shares.caught(slots) for slots in (0, 0.5, 1, 2, 9)] == pytest.approx([0, 0.375, 0.75, 1, 1])
+    assert Shares.counted([[0, 0]]) == Shares.even(2)
+    with pytest.raises(ValueError, match="same number"):
+        Shares.counted([[1], [1, 2]])
+
+
+def test_the_cpus_speed_is_what_its_curve_and_its_memory_say() -> None:
+    speed = cpu_speed(MIXTRAL, MEASURED, Shares.even(8))
+    trunk = (MIXTRAL.trunk_bytes + 512 * 131_072) / 60e9
+    assert speed.step_s == pytest.approx(trunk + 32 * 2 * SLAB / 60e9)
+    assert speed.step_s == pytest.approx(streaming_step_s(MIXTRAL, 60e9))
+    operations = 2 * PREFILL_TOKENS * MIXTRAL.trunk_bytes / 2 / 1.5e12
+    assert speed.prefill_s == pytest.approx(operations + 32 * 8 * 2 * 128 * SLAB / 2 / 1.5e12)
+    slower = cpu_speed(MIXTRAL, MEASURED, Shares.even(8), layer_overhead_s=1e-3)
+    assert slower.step_s - speed.step_s == pytest.approx(32e-3)
+
+
+def test_a_calibration_without_a_gpu_predicts_no_hybrid() -> None:
+    alone: Calibration = estimated(SHAPE, cpu=Processor(60e9, 1.5e12))
+    with pytest.raises(ValueError, match="no GPU"):
+        hybrid_speed(MIXTRAL, alone, policy_named("balanced"), 1.0, Shares.even(8))
+    found = plan(MIXTRAL, BIG, Wanted(partitioning="hybrid"), alone)
+    assert found.tokens_per_s is None
+
+
+def test_the_disk_is_asked_for_the_experts_in_use_only() -> None:
+    one = disk_seconds(MIXTRAL, 0.0, 1e9, 1)
+    assert one == pytest.approx(2 * 32 * SLAB / 1e9)
+    assert disk_seconds(MIXTRAL, 0.5, 1e9, 1) == pytest.approx(one / 2)
+    assert one < disk_seconds(MIXTRAL, 0.0, 1e9, 8) < 8 * one

@@ -1,0 +1,26 @@
+"""What the tests of the native trunk share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch_oracle import no_progress
+
+from engine.experts.kernels.library import choose
+from engine.messages import Load
+from engine.runtimes import runtime_named
+from engine.runtimes.native.model import NativeModel
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")
+
+needs_kernels = pytest.mark.skipif(not choose("float32").native, reason=choose("float32").reason)
+
+
+def load_native(folder: Path, **options: Any) -> NativeModel:
+    """``folder`` loaded by the native runtime, with two threads unless ``options`` say otherwise."""
+    request = Load(id=1, model=folder.name, **({"cpu_threads": 2} | options))
+    loaded = runtime_named("native").load(folder, request, no_progress)
+    assert isinstance(loaded, NativeModel)
+    return loaded

@@ -1,0 +1,255 @@
+"""When the native trunk runs, what it says when it does not, what it costs to load, and what it measures."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from native_oracle import load_native, needs_kernels
+from safetensors.numpy import load_file, save_file
+from tiny_models import write_tiny_model
+from torch_oracle import no_progress, prompt
+
+from engine import runtimes
+from engine.errors import ModelError
+from engine.loading import load_session
+from engine.messages import Load
+from engine.models.opening import open_model
+from engine.runtimes import pick_runtime, why_not_native
+from engine.runtimes.protocol import CountsRoutes, Interruptible
+
+pytestmark = needs_kernels
+
+
+@pytest.fixture
+def mixtral(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "mixtral", "mixtral")
+
+
+def ask_for(folder: Path, **options: Any) -> Load:
+    return Load(id=1, model=str(folder), **options)
+
+
+def test_auto_is_native_on_a_cpu(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtimes, "_on_apple_silicon", lambda: False)
+    monkeypatch.setattr(runtimes, "gpu_present", lambda: False)
+    runtime, why = pick_runtime("auto", mixtral, ask_for(mixtral))
+    assert (runtime.name, why) == ("native", "the default on a CPU")
+
+
+def test_auto_is_torch_with_a_gpu_unless_the_cpu_is_asked_for(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtimes, "_on_apple_silicon", lambda: False)
+    monkeypatch.setattr(runtimes, "gpu_present", lambda: True)
+    for partitioning, name in (("auto", "torch"), ("hybrid", "torch"), ("cpu", "native")):
+        request = ask_for(mixtral, partitioning=partitioning)
+        runtime, why = pick_runtime("auto", mixtral, request)
+        assert runtime.name == name and why.startswith("the default")
+
+
+def test_a_gpu_that_is_asked_for_is_not_left_idle(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = ask_for(mixtral, partitioning="hybrid")
+    monkeypatch.setattr(runtimes, "gpu_present", lambda: True)
+    assert why_not_native(mixtral, request) == "it runs on the CPU alone, and the partitioning is hybrid"
+    monkeypatch.setattr(runtimes, "gpu_present", lambda: False)
+    assert load_native(mixtral, partitioning="hybrid").facts.notices == [
+        "No GPU was found, so everything runs on the CPU."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "request_options", "why"),
+    [
+        ("gpt_oss", {}, {}, "this is gpt_oss"),
+        ("llama", {"hidden_act": "tanh"}, {}, "the activation tanh has no kernel"),
+        ("llama", {}, {"dtype": "bfloat16"}, "would have to be converted to bfloat16"),
+        ("mixtral", {}, {"partitioning": "ring"}, "the partitioning is ring"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}},
+            {},
+            "its rotary scaling dynamic is not one of default, linear, llama3, yarn",
+        ),
+    ],
+)
+def test_what_is_not_eligible_says_why(
+    family: str, config: dict[str, Any], request_options: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    folder = write_tiny_model(tmp_path / "model", family, **config)
+    request = ask_for(folder, **request_options)
+    reason = why_not_native(folder, request)
+    assert reason is not None and why in reason
+    with pytest.raises(ModelError, match="choose the runtime auto or torch") as failure:
+        runtimes.runtime_named("native").load(folder, request, no_progress)
+    assert reason in str(failure.value)
+
+
+def test_half_precision_is_not_read(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model", "llama", dtype="float16")
+    assert "is stored as F16" in (why_not_native(folder, ask_for(folder)) or "")
+
+
+def test_a_model_that_falls_back_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(runtimes, "_on_apple_silicon", lambda: False)
+    monkeypatch.setattr(runtimes, "gpu_present", lambda: False)
+    folder = write_tiny_model(tmp_path / "model", "llama")
+    assert not load_session(ask_for(folder), no_progress).facts.notices
+    monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
+    facts = load_session(ask_for(folder), no_progress).facts
+    assert facts.runtime == "torch"
+    assert [line for line in facts.notices if "PRIVATELLM_KERNELS=off" in line] == [
+        "Running on torch: the faster native trunk cannot run this model, because its kernels cannot be used: "
+        "switched off by PRIVATELLM_KERNELS=off."
+    ]
+    assert load_session(ask_for(folder, runtime="torch"), no_progress).facts.runtime == "torch"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), "layers.1.self_attn.k_proj.weight is missing"),
+        (lambda t: t.pop("model.norm.weight"), "Tensor model.norm.weight is missing"),
+        (lambda t: t.update({"model.layers.0.extra.weight": np.zeros(3, np.float32)}), "has no place in a llama model"),
+        (
+            lambda t: t.update({"model.norm.weight": np.zeros(3, np.float32)}),
+            r"model.norm.weight has shape \[3\], but config.json asks for \[48\]",
+        ),
+    ],
+)
+def test_files_that_do_not_fit_are_named(change: Any, message: str, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model", "llama")
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=message):
+        load_native(folder)
+
+
+def test_frequencies_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model", "llama")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.zeros(4, np.float32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert load_native(folder).start().extend([3, 4]).shape == (160,)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("num_key_value_heads", 4), ("hidden_size", -1), ("rms_norm_eps", "x"), ("num_attention_heads", 0)],
+)
+def test_impossible_settings_are_named(setting: str, value: Any, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    config[setting] = value
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=str(value)):
+        load_native(folder)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe"])
+def test_facts(family: str, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model", family)
+    model, files = load_native(folder, context_limit=100), open_model(folder)
+    assert isinstance(model, Interruptible) and isinstance(model, CountsRoutes)
+    facts = model.facts
+    assert (facts.runtime, facts.device, facts.dtype, facts.family) == ("native", "cpu", "float32", family)
+    assert facts.context_limit == 100
+    assert facts.trunk_bytes == files.trunk_bytes
+    assert facts.parameters * 4 == facts.trunk_bytes + facts.expert_bytes
+    rows = model.start()
+    rows.extend([3] * 16)
+    assert rows._cache.nbytes == 16 * facts.key_value_bytes_per_token * rows._cache._segments[0].page.capacity / 16
+    if family == "llama":
+        assert (facts.executor, facts.experts, facts.moe_layers) == ("none (dense)", 0, [])
+        assert model.popularity is None
+    else:
+        assert facts.executor.startswith("native (") and facts.executor.endswith(", cpu)")
+        assert (facts.experts, facts.experts_per_token, facts.moe_layers) == (6, 3, [0, 2])
+
+
+def test_every_layer_is_measured_while_somebody_looks(tmp_path: Path) -> None:
+    model = load_native(write_tiny_model(tmp_path / "model", "qwen2_moe"))
+    tokens = prompt(model, 25)
+    unwatched = model.start().extend(tokens)
+    model.recorder.reset()
+    model.recorder.enabled = True
+    rows = model.start()
+    watched = rows.extend(tokens)
+    for token in (3, 4):
+        rows.step([token])
+    beams = rows.fan_out(4)
+    beams.step([3, 4, 5, 6])
+    model.recorder.enabled = False
+    model.start().extend(tokens)
+    assert (watched == unwatched).all()
+    frame = model.recorder.frame(0)
+    assert (frame.prefill.steps, frame.prefill.tokens) == (1, 25)
+    assert (frame.decode.steps, frame.decode.tokens) == (3, 3), "a step of beams counts as one token"
+    for phase in (frame.prefill, frame.decode):
+        assert phase.outside_layers > 0
+        for index, layer in enumerate(phase.layers):
+            moe = index in model.facts.moe_layers
+            assert layer.attention > 0 and layer.other > 0
+            assert (layer.router > 0) == (layer.experts > 0) == moe
+    # Of the prompt, only the last position's logits are asked for, so the last layer's experts run for no other.
+    assert [sum(counts) for counts in frame.expert_use] == [(25 + 2 + 4) * 3, (1 + 2 + 4) * 3]
+    assert model.popularity is not None
+    assert sum(model.popularity.counts(0)) == (25 + 25 + 2 + 4 + 25) * 3
+
+
+def test_a_changed_file_is_noticed(mixtral: Path) -> None:
+    model = load_native(mixtral)
+    path = mixtral / "model.safetensors"
+    path.write_bytes(path.read_bytes())
+    with pytest.raises(ModelError, match="changed while the model was open"):
+        model.start()
+
+
+_MEASURE = """
+import json, sys, threading
+from pathlib import Path
+from engine.messages import Load
+from engine.runtimes import runtime_named
+
+def resident():
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return {name: int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile")}
+
+runtime = runtime_named("native")
+before = resident()["RssAnon"]
+model = runtime.load(Path(sys.argv[1]), Load(id=1, model="m", cpu_threads=2), lambda *_: None)
+rows = model.start()
+rows.extend([3 + i % 97 for i in range(700)])
+beams = rows.fan_out(8)
+for step in range(4):
+    beams.step([5 + step + row for row in range(8)])
+after = resident()
+print(json.dumps({
+    "anonymous": after["RssAnon"] - before, "file": after["RssFile"],
+    "cache": (700 + 8 * 4) * model.facts.key_value_bytes_per_token,
+    "weights": model.facts.trunk_bytes + model.facts.expert_bytes,
+    "foreign": sorted({"torch", "transformers", "mlx"} & set(sys.modules)),
+}))
+"""
+
+BUFFERS = 48 * 10**6
+"""What the threads' buffers and a page of keys and values per beam may take."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+def test_all_weights_stay_file_backed(tmp_path: Path) -> None:
+    options = {"hidden_size": 512, "intermediate_size": 1792, "vocab_size": 20000, "head_dim": 64}
+    folder = write_tiny_model(tmp_path / "model", "mixtral", dtype="bfloat16", **options)
+    run = subprocess.run([sys.executable, "-c", _MEASURE, str(folder)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["foreign"] == []
+    assert found["weights"] > 170 * 10**6
+    assert found["anonymous"] < found["cache"] + BUFFERS
+    assert found["file"] > 0.6 * found["weights"]
