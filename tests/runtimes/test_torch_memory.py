@@ -132,5 +132,4 @@ def measured(folder: Path, prompt_tokens: int) -> dict[str, Any]:
     )
     assert run.returncode == 0, run.stderr
     found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
-    print(found)
     return found
