@@ -34,22 +34,19 @@ static inline int64_t SET(bytes_of)(int dtype) { return dtype == PLLM_BF16 ? 2 :
 
 /* ---- Few tokens: each row of weights streams past all of them ------------------------------------------------ */
 
-/* Adds w[R rows][columns] * x[M tokens][first..first + columns) to sum[R][M], the lanes still apart. R and M are
-   constants of the compiler. One accumulator for each pair, so that a result depends neither on R nor on M, nor on how
-   the columns are cut into chunks. `ahead`: bytes from these weights to those wanted next. */
-ALWAYS_INLINE void SET(dots)(const char *w, const int dtype, int64_t row_bytes, int64_t columns, const void *const *x,
-                             int64_t first, V *sums, const int R, const int M, int fresh, int64_t ahead) {
-    V sum[ROWS_TOGETHER][FEW_TOKENS];
-    const char *in[FEW_TOKENS];
+/* sum[R][M] += w[R rows][columns] * x[M tokens][columns], the lanes still apart. R and M are constants of the compiler.
+   One accumulator for each pair, so that a result depends neither on R nor on M, nor on how the columns are cut into
+   chunks. `ahead`: bytes from these weights to those wanted next; not used for one token, whose weights the processor
+   fetches faster by itself. */
+ALWAYS_INLINE void SET(accumulate)(const char *w, const int dtype, int64_t row_bytes, int64_t columns,
+                                   const char *const *in, V sum[ROWS_TOGETHER][FEW_TOKENS], const int R, const int M,
+                                   int64_t ahead) {
     const int64_t size = dtype == PLLM_BF16 ? 2 : 4, whole = columns / STEP * STEP;
     const int turns = MIN(ROWS_TOGETHER, 64 / (STEP * (int)size));
-    UNROLL for (int m = 0; m < M; m++) in[m] = (const char *)x[m] + first * ACTIVATION_BYTES;
-    UNROLL for (int r = 0; r < R; r++)
-        UNROLL for (int m = 0; m < M; m++) sum[r][m] = fresh ? V_ZERO : V_LOAD((float *)&sums[r * M + m]);
     for (int64_t k = 0; k < whole; k += STEP) {
         FACTOR token[FEW_TOKENS];
         UNROLL for (int m = 0; m < M; m++) token[m] = FACTOR_LOAD(in[m] + k * ACTIVATION_BYTES);
-        if (R == ROWS_TOGETHER) { /* the rows take turns, so that each line is fetched once */
+        if (R == ROWS_TOGETHER && M > 1) { /* the rows take turns, so that each line is fetched once */
             const char *from = w + k / STEP % turns * row_bytes + k * size + ahead;
             UNROLL for (int r = 0; r < R; r += turns) __builtin_prefetch(from + r * row_bytes, 0, 3);
         }
@@ -66,25 +63,62 @@ ALWAYS_INLINE void SET(dots)(const char *w, const int dtype, int64_t row_bytes, 
                 sum[r][m] = FACTOR_ADD(weight, FACTOR_LOAD(in[m] + whole * ACTIVATION_BYTES), sum[r][m]);
         }
     }
+}
+
+/* A chunk of the columns: adds w * x[..][first..first + columns) to sums[R][M]. */
+ALWAYS_INLINE void SET(dots)(const char *w, const int dtype, int64_t row_bytes, int64_t columns, const void *const *x,
+                             int64_t first, V *sums, const int R, const int M, int fresh, int64_t ahead) {
+    V sum[ROWS_TOGETHER][FEW_TOKENS];
+    const char *in[FEW_TOKENS];
+    UNROLL for (int m = 0; m < M; m++) in[m] = (const char *)x[m] + first * ACTIVATION_BYTES;
+    UNROLL for (int r = 0; r < R; r++)
+        UNROLL for (int m = 0; m < M; m++) sum[r][m] = fresh ? V_ZERO : V_LOAD((float *)&sums[r * M + m]);
+    SET(accumulate)(w, dtype, row_bytes, columns, in, sum, R, M, ahead);
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int m = 0; m < M; m++) V_STORE((float *)&sums[r * M + m], sum[r][m]);
+}
+
+/* All columns of `rows` rows, a multiple of ROWS_TOGETHER, straight to y. */
+ALWAYS_INLINE void SET(products)(const char *w, const int dtype, int64_t row_bytes, int64_t rows, int64_t columns,
+                                 const void *const *x, const int M, float *y, int64_t y_stride, int add) {
+    const char *in[FEW_TOKENS];
+    UNROLL for (int m = 0; m < M; m++) in[m] = x[m];
+    for (int64_t row = 0; row < rows; row += ROWS_TOGETHER, w += ROWS_TOGETHER * row_bytes) {
+        V sum[ROWS_TOGETHER][FEW_TOKENS];
+        UNROLL for (int r = 0; r < ROWS_TOGETHER; r++) UNROLL for (int m = 0; m < M; m++) sum[r][m] = V_ZERO;
+        SET(accumulate)(w, dtype, row_bytes, columns, in, sum, ROWS_TOGETHER, M, ROWS_TOGETHER * row_bytes);
+        UNROLL for (int m = 0; m < M; m++) {
+            float totals[ROWS_TOGETHER], *to = y + m * y_stride + row;
+            V_SUM4(sum[0][m], sum[1][m], sum[2][m], sum[3][m], totals);
+            UNROLL for (int r = 0; r < ROWS_TOGETHER; r++) to[r] = add ? to[r] + totals[r] : totals[r];
+        }
+    }
 }
 
 typedef void (*SET(dots_function))(const char *w, int64_t row_bytes, int64_t columns, const void *const *x,
                                    int64_t first, V *sums, int fresh, int64_t ahead);
+typedef void (*SET(products_function))(const char *w, int64_t row_bytes, int64_t rows, int64_t columns,
+                                       const void *const *x, float *y, int64_t y_stride, int add);
 
 #define DOTS(NAME, DTYPE, R, M)                                                                                    \
     NOINLINE void SET(NAME##_##R##_##M)(const char *w, int64_t row_bytes, int64_t columns, const void *const *x,   \
                                         int64_t first, V *sums, int fresh, int64_t ahead) {                        \
         SET(dots)(w, DTYPE, row_bytes, columns, x, first, sums, R, M, fresh, ahead);                               \
     }
-#define DOTS_BF16(M) DOTS(bf16, PLLM_BF16, 4, M) DOTS(bf16, PLLM_BF16, 1, M)
+#define PRODUCTS(NAME, DTYPE, M)                                                                                   \
+    NOINLINE void SET(NAME##_products_##M)(const char *w, int64_t row_bytes, int64_t rows, int64_t columns,        \
+                                           const void *const *x, float *y, int64_t y_stride, int add) {            \
+        SET(products)(w, DTYPE, row_bytes, rows, columns, x, M, y, y_stride, add);                                 \
+    }
+#define DOTS_BF16(M) DOTS(bf16, PLLM_BF16, 4, M) DOTS(bf16, PLLM_BF16, 1, M) PRODUCTS(bf16, PLLM_BF16, M)
 #define NAMES_BF16(M) SET(bf16_4_##M), SET(bf16_1_##M)
 #if PER_WORD == 1
-#define DOTS_ALL(M) DOTS_BF16(M) DOTS(f32, PLLM_F32, 4, M) DOTS(f32, PLLM_F32, 1, M)
+#define DOTS_ALL(M) DOTS_BF16(M) DOTS(f32, PLLM_F32, 4, M) DOTS(f32, PLLM_F32, 1, M) PRODUCTS(f32, PLLM_F32, M)
 #define DOTS_NAMES(M) {NAMES_BF16(M), SET(f32_4_##M), SET(f32_1_##M)}
+#define PRODUCTS_NAMES(M) {SET(bf16_products_##M), SET(f32_products_##M)}
 #else
 #define DOTS_ALL(M) DOTS_BF16(M)
 #define DOTS_NAMES(M) {NAMES_BF16(M)}
+#define PRODUCTS_NAMES(M) {SET(bf16_products_##M)}
 #endif
 
 DOTS_ALL(1)
@@ -106,6 +140,17 @@ static const SET(dots_function) SET(dots_table)[FEW_TOKENS][4 / PER_WORD] = {
 #endif
 #if FEW_TOKENS >= 6
     DOTS_NAMES(4), DOTS_NAMES(5), DOTS_NAMES(6),
+#endif
+};
+
+/* By tokens - 1; then bfloat16 and float32. */
+static const SET(products_function) SET(products_table)[FEW_TOKENS][2 / PER_WORD] = {
+    PRODUCTS_NAMES(1), PRODUCTS_NAMES(2),
+#if FEW_TOKENS >= 3
+    PRODUCTS_NAMES(3),
+#endif
+#if FEW_TOKENS >= 6
+    PRODUCTS_NAMES(4), PRODUCTS_NAMES(5), PRODUCTS_NAMES(6),
 #endif
 };
 
@@ -131,6 +176,13 @@ static void SET(few)(const void *weights, int dtype, int64_t stride, int64_t row
     const int64_t bytes = parts == 1 ? WHOLE_BYTES : CHUNK_BYTES;
     const int64_t fitting = MAX(256, bytes / (tokens * ACTIVATION_BYTES) / 64 * 64);
     const int64_t chunk = fitting * 5 / 4 < columns ? fitting : columns;
+    if (parts == 1 && chunk == columns && rows >= ROWS_TOGETHER) {
+        const int64_t most = rows / ROWS_TOGETHER * ROWS_TOGETHER;
+        SET(products_table)[tokens - 1][dtype == PLLM_F32](w, row_bytes, most, columns, x, y, y_stride, add);
+        w += most * row_bytes;
+        y += most;
+        rows -= most;
+    }
     for (int64_t group = 0; group < rows; group += GROUP_ROWS) {
         const int64_t end = MIN(rows, group + GROUP_ROWS);
         for (int64_t k = 0; k < columns; k += chunk) {
