@@ -87,6 +87,7 @@ def write_big_model(folder: Path) -> Path:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model = model.to_empty(device="cpu")
+    torch.manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "experts" in name:
