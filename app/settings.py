@@ -113,7 +113,7 @@ class Settings:
     )  # fmt: skip
     runtime: RuntimeName = _setting(
         "model", "choice", "Runtime", "auto",
-        "What runs the trunk: our kernels for the commonest models, torch for all of them, mlx on Apple Silicon.",
+        "What runs the model: our kernels for the commonest families, torch for all of them, mlx on Apple Silicon.",
         choices=_choices(auto="Best for this machine", native="Own CPU kernels", torch="torch", mlx="mlx"),
         takes_effect="reload",
     )  # fmt: skip
@@ -249,11 +249,6 @@ def setting_named(key: str) -> Setting:
 def gpu_expert_bytes(gibibytes: float | None) -> int | None:
     """The setting ``gpu_expert_memory`` as a Load takes it: in bytes; None: what is left free."""
     return None if gibibytes is None else round(gibibytes * GIB)
-
-
-def availability(setting: str, choice: str, machine: Machine | None = None) -> str | None:
-    """Why ``choice`` of ``setting`` cannot be had on this machine; None if it can."""
-    return unavailable_reason(setting, choice, machine)
 
 
 def documentation() -> str:

@@ -26,11 +26,11 @@ def chosen(generator: np.random.Generator, weights: Floats, rows: int, per_token
     return np.argpartition(-scores, per_token - 1, axis=1)[:, :per_token]
 
 
-def steps(
+def routed_steps(
     generator: np.random.Generator, popularity: Floats, rows: Sequence[int], per_token: int, repeat: float = 0.0
-) -> list[Step]:
-    """One step of each of ``rows`` tokens. With probability ``repeat`` a layer's rows go where they went before (if
-    there were as many)."""
+) -> list[list[npt.NDArray[np.intp]]]:
+    """For each of ``rows`` a step of so many tokens: per layer, the experts of each token, [tokens, per_token]. With
+    probability ``repeat`` a layer's tokens go where they went before (if there were as many)."""
     before: dict[int, npt.NDArray[np.intp]] = {}
     made = []
     for count in rows:
@@ -39,10 +39,26 @@ def steps(
             again = layer in before and len(before[layer]) == count and generator.random() < repeat
             routes = before[layer] if again else chosen(generator, weights, count, per_token)
             before[layer] = routes
-            tokens = np.bincount(routes.ravel(), minlength=weights.size)
-            layers.append(tuple((int(expert), int(tokens[expert])) for expert in np.flatnonzero(tokens)))
-        made.append(Step(count, tuple(layers)))
+            layers.append(routes)
+        made.append(layers)
     return made
+
+
+def counted(routed: Sequence[npt.NDArray[np.intp]], experts: int) -> Step:
+    """A step of :func:`routed_steps` with its tokens counted."""
+    layers = []
+    for routes in routed:
+        tokens = np.bincount(routes.ravel(), minlength=experts)
+        layers.append(tuple((int(expert), int(tokens[expert])) for expert in np.flatnonzero(tokens)))
+    return Step(len(routed[0]) if routed else 0, tuple(layers))
+
+
+def steps(
+    generator: np.random.Generator, popularity: Floats, rows: Sequence[int], per_token: int, repeat: float = 0.0
+) -> list[Step]:
+    """As :func:`routed_steps`, counted."""
+    routed = routed_steps(generator, popularity, rows, per_token, repeat)
+    return [counted(step, popularity.shape[1]) for step in routed]
 
 
 def popular_order(popularity: Floats) -> list[tuple[int, int]]:

@@ -10,10 +10,10 @@ import sys
 
 import msgspec
 
+from engine.cpu_threads import threads_of, within_this_machine
 from engine.errors import ModelError
 from engine.experts.calibration_file import calibration_key, load_calibration, shape_of
 from engine.experts.kernels import library
-from engine.experts.kernels.pool import physical_cores
 from engine.machine import gpu
 from engine.messages import DoctorFacts, Load
 from engine.models.opening import open_model
@@ -24,6 +24,7 @@ from engine.plan_model import planned_runtime
 
 def doctor_facts(load: Load) -> DoctorFacts:
     """The kernels of this machine, and what the model of ``load`` would run on."""
+    load, _ = within_this_machine(load)
     facts = _kernels(load)
     try:
         return _about_model(facts, load)
@@ -32,7 +33,7 @@ def doctor_facts(load: Load) -> DoctorFacts:
 
 
 def _kernels(load: Load) -> DoctorFacts:
-    threads = load.cpu_threads or physical_cores()
+    threads = threads_of(load)
     built, sets = library.path() is not None, list(library.available())
     try:
         choice = library.choose("float32" if load.dtype == "float32" else "bfloat16")

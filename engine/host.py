@@ -19,6 +19,9 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
+import msgspec
+
+from engine.cpu_threads import within_this_machine
 from engine.errors import Cancelled, ModelError
 from engine.experts.kernels.pool import physical_cores
 from engine.messages import (
@@ -42,6 +45,7 @@ from engine.messages import (
     Progress,
     ProtocolError,
     Pull,
+    Resize,
     Shutdown,
     Watch,
     request_reader,
@@ -178,6 +182,8 @@ class Host:
         match request:
             case Load():
                 return self._load(task, request)
+            case Resize():
+                return self._resize(request)
             case Generate():
                 return self._generate(task, request)
             case Plan():
@@ -197,9 +203,19 @@ class Host:
         from engine.loading import load_session
 
         task.report("loading", 0, 0, "")
+        request, said = within_this_machine(request)
+        if said:
+            self.send(Notice(text=said))
         self._session = load_session(request, task.report, task.cancelled, self._release)
         self._keeper = keeper_for(self._session, request.model, lambda text: self.send(Notice(text=text)))
         return Loaded(id=request.id, facts=self._session.facts)
+
+    def _resize(self, request: Resize) -> AnyEvent:
+        session = self._loaded()
+        facts = session.resize(request.gpu_expert_bytes)
+        for text in session.model.recorder.take_notices():
+            self.send(Notice(text=text))
+        return Loaded(id=request.id, facts=facts)
 
     def _plan(self, request: Plan) -> AnyEvent:
         from engine.plan_model import plan_model
@@ -213,6 +229,7 @@ class Host:
 
         check_bench(request)
         self._load(task, load_for(request))
+        request = msgspec.structs.replace(request, load=within_this_machine(request.load)[0])
         _, folder = find_folder(request.load.model, task.report, task.cancelled)
         try:
             return run_bench(request, self._loaded(), folder, task.report, task.cancelled)

@@ -110,6 +110,8 @@ class ExpertMovement(msgspec.Struct, frozen=True, kw_only=True):
     hits: int = 0
     misses: int = 0
     moved: int = 0
+    learned: int = 0
+    """Experts copied while the link was idle, to be there the next time; in ``weight_bytes``, not in the seconds."""
     cpu_s: float = 0.0
     """The CPU ran experts."""
     gpu_s: float = 0.0
@@ -205,6 +207,14 @@ class Load(Request, frozen=True, kw_only=True, tag="load"):
     """Tokens per prefill chunk: cancellation and progress happen between chunks."""
 
 
+class Resize(Request, frozen=True, kw_only=True, tag="resize"):
+    """Give the loaded model's experts other GPU memory; nothing is loaded again, the conversation stays. An answer that
+    runs is finished first. Events: Loaded, with the facts as they are now, or Failed."""
+
+    gpu_expert_bytes: int | None = None
+    """As in :class:`Load`."""
+
+
 class Plan(Request, frozen=True, kw_only=True, tag="plan"):
     """What would loading with the choices of ``load`` need and give? Nothing is loaded. Events: Planned or Failed."""
 
@@ -274,7 +284,7 @@ class Shutdown(Request, frozen=True, kw_only=True, tag="shutdown"):
     """End the process. No event."""
 
 
-AnyRequest = Load | Plan | Bench | Generate | Cancel | Watch | EstimateBeams | Pull | Prepare | Shutdown
+AnyRequest = Load | Resize | Plan | Bench | Generate | Cancel | Watch | EstimateBeams | Pull | Prepare | Shutdown
 
 
 # --- events: engine -> app ----------------------------------------------------------------------------------------

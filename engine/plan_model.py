@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 import platform
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from engine.cpu_threads import reason_for, threads_of, within_this_machine
 from engine.errors import ModelError
 from engine.experts.calibration_file import calibration_key, load_calibration
 from engine.experts.popularity_file import known_counts
@@ -42,7 +44,7 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None) -> Planned:
     Raises ModelError as loading would: an unknown model (bad-input), one that is not on this machine, damaged,
     unsupported.
     """
-    load = request.load
+    load, _ = within_this_machine(request.load)
     check_request(load)
     if load.partitioning == "ring":
         raise ModelError(
@@ -57,9 +59,8 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None) -> Planned:
     notices: list[str] = []
     calibration, speed = _measured(load, headers, graphics, notices)
     context = min(sizes.context_limit, load.context_limit or Wanted().context_tokens)
-    overhead = speed.layer_overhead_s.get(runtime.name, 0.0) if speed is not None else 0.0
     plan = plan_placement(
-        _model(sizes),
+        _model(sizes, load.model),
         _machine(headers, graphics, speed, loaded),
         Wanted(
             partitioning="cpu" if graphics is None else load.partitioning,
@@ -67,7 +68,7 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None) -> Planned:
             gpu_expert_bytes=load.gpu_expert_bytes,
             context_tokens=context,
             prefill_chunk=load.prefill_chunk,
-            cpu_layer_overhead_s=overhead,
+            cpu_layer_overhead_s=_overhead(speed, runtime.name),
         ),
         calibration,
         _popularity(headers, notices),
@@ -79,10 +80,10 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None) -> Planned:
         fits=plan.fits,
         shortfall=plan.shortfall,
         memory=list(plan.memory),
-        choices=[*_choices(load, sizes, runtime, context), *plan.choices, *_said(notices)],
+        choices=[*_choices(request.load, sizes, runtime, context), *plan.choices, *_said(notices)],
         tokens_per_s=plan.tokens_per_s,
         prefill_tokens_per_s=plan.prefill_tokens_per_s,
-        basis=_basis(plan, sizes, speed, runtime.name),
+        basis=_basis(plan, sizes, speed, runtime.name, load.model),
     )
 
 
@@ -94,7 +95,7 @@ def planned_runtime(load: Load, folder: Path, on_gpu: bool) -> PlannedRuntime:
 
 def _planned_runtime(load: Load, headers: Headers, on_gpu: bool) -> PlannedRuntime:
     if load.runtime != "auto":
-        return PlannedRuntime(load.runtime, "chosen by the settings")
+        return PlannedRuntime(load.runtime, "as chosen")
     if sys.platform == "darwin" and platform.machine() == "arm64":
         if importlib.util.find_spec("mlx_lm") is not None:
             return PlannedRuntime("mlx", "the default on Apple Silicon")
@@ -102,12 +103,13 @@ def _planned_runtime(load: Load, headers: Headers, on_gpu: bool) -> PlannedRunti
     if on_gpu:
         return PlannedRuntime("torch", "the default with a GPU")
     if headers.not_native is not None:
-        return PlannedRuntime("torch", f"the faster native trunk cannot run this model, because {headers.not_native}")
+        return PlannedRuntime("torch", f"the faster native trunk is not used, because {headers.not_native}")
     return PlannedRuntime("native", "the fastest trunk on this CPU")
 
 
-def _model(sizes: Sizes) -> ModelSizes:
+def _model(sizes: Sizes, name: str) -> ModelSizes:
     return ModelSizes(
+        name=name,
         layers=sizes.layers,
         moe_layers=sizes.moe_layers,
         experts=sizes.experts,
@@ -165,7 +167,8 @@ def _choices(load: Load, sizes: Sizes, runtime: PlannedRuntime, context: int) ->
     if load.context_limit is not None and load.context_limit < sizes.context_limit:
         why = "as chosen"
     elif context == sizes.context_limit:
-        why = "what the model was made for"
+        asked = f", though {load.context_limit} were asked for" if (load.context_limit or 0) > context else ""
+        why = f"what the model was made for{asked}"
     else:
         why = f"usual for a conversation; the model takes up to {sizes.context_limit}"
     per_thousand = 1000 * sizes.key_value_bytes_per_token / 1e6
@@ -175,6 +178,8 @@ def _choices(load: Load, sizes: Sizes, runtime: PlannedRuntime, context: int) ->
         PlannedChoice("numbers", sizes.dtype, numbers),
         PlannedChoice("context", f"{context} tokens", f"{why}; 1000 more take {per_thousand:.0f} MB"),
     ]
+    if runtime.name != "mlx":
+        choices.append(PlannedChoice("threads", str(threads_of(load)), reason_for(load)))
     if load.partitioning == "hybrid" and load.runtime not in ("native", "mlx") and gpu() is None:
         choices.append(PlannedChoice("partitioning", "cpu", "no GPU that torch can use was found"))
     return choices
@@ -184,11 +189,19 @@ def _said(notices: list[str]) -> list[PlannedChoice]:
     return [PlannedChoice("note", "not used", notice) for notice in notices]
 
 
-def _basis(plan: HybridPlan, sizes: Sizes, speed: MachineSpeed | None, runtime: str) -> str:
+def _overhead(speed: MachineSpeed | None, runtime: str) -> float:
+    """Seconds per layer and step that ``runtime`` adds. No other adds less than the native one: where only that was
+    measured, it stands in, so that nobody is told that an unmeasured runtime is the faster one."""
+    known = speed.layer_overhead_s if speed is not None else {}
+    return known.get(runtime, known.get("native", 0.0))
+
+
+def _basis(plan: HybridPlan, sizes: Sizes, speed: MachineSpeed | None, runtime: str, model: str) -> str:
     if plan.tokens_per_s is None:
         if not sizes.experts and not plan.on_gpu and speed is None:
             return f"nothing was measured on this machine ({processor()}): run `privatellm bench decode` with any model"
         return plan.basis
     if not plan.on_gpu and (speed is None or runtime not in speed.layer_overhead_s):
-        return f"{plan.basis}; at best, as what {runtime} adds per layer was not measured (`privatellm bench decode`)"
+        command = f"privatellm bench decode {shlex.quote(model)} --runtime {runtime}"
+        return f"at best: what {runtime} adds to each layer was not measured (`{command}`); {plan.basis}"
     return plan.basis

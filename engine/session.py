@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
+
 from engine.errors import ModelError
 from engine.free_memory import available_bytes, give_back
 from engine.generation.beams import BeamRule, BeamState, Hypothesis, beam_run, check_beams
@@ -26,7 +28,7 @@ from engine.messages import (
     Prefill,
 )
 from engine.planning.memory import ModelCosts, estimate_beams, extra_beam_memory, longest_answer
-from engine.runtimes.protocol import Interrupted, Interruptible, LoadedModel, Logits, TokenRows
+from engine.runtimes.protocol import Interrupted, Interruptible, LoadedModel, Logits, Resizable, TokenRows
 from engine.spoken import SpokenTokens
 from engine.turn import Answer, Turn
 
@@ -97,11 +99,16 @@ class Session:
         self._ends = frozenset(ends)
         self._defaults = defaults
         self._chunk = prefill_chunk
-        self._memory = memory or (lambda: available_bytes(self.facts.device))
+        self._memory = memory or self._free_memory
         self._clock = clock
         self._rows: TokenRows | None = None
         self._tokens: list[int] = []
         self._context: list[int] = []
+
+    def _free_memory(self) -> int:
+        """Bytes that keys and values may take."""
+        shared = self._model.memory_for_rows() if isinstance(self._model, Resizable) else None
+        return available_bytes(self.facts.device) if shared is None else shared
 
     @property
     def model(self) -> LoadedModel:
@@ -117,6 +124,23 @@ class Session:
         """Free the memory; the session cannot be used afterwards."""
         self._forget()
         self._model.close()
+
+    def resize(self, gpu_expert_bytes: int | None) -> ModelFacts:
+        """Give the experts so much GPU memory (None: what is left free); the facts as they are then.
+
+        Raises ModelError if nothing is shared with a GPU (bad-input), or there is too little memory (memory).
+        """
+        if not isinstance(self._model, Resizable):
+            raise ModelError(
+                f"{self.facts.name} runs on {self.facts.runtime}, which shares no experts with a GPU; load it with "
+                "partitioning hybrid.",
+                kind="bad-input",
+            )
+        found = self._model.resize_experts(gpu_expert_bytes)
+        self.facts = msgspec.structs.replace(
+            self.facts, gpu_expert_bytes=found.gpu_expert_bytes, executor=found.executor
+        )
+        return self.facts
 
     def generate(self, request: Generate, emit: Emit, control: Control) -> Finished:
         """Answer ``request``: Prefill, Piece, BeamProgress and Timing go to ``emit``, the rest is returned.

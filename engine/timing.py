@@ -29,6 +29,7 @@ class MovementSums:
     hits: int = 0
     misses: int = 0
     moved: int = 0
+    learned: int = 0
     cpu_s: float = 0.0
     gpu_s: float = 0.0
     both_s: float = 0.0

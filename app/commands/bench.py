@@ -6,7 +6,7 @@ from typing import Any
 
 from app.commands.engine_work import Interruption, do, run_with_engine
 from app.commands.loading import LoadFlags, load_from
-from app.commands.output import ProgressLine, answer, as_json
+from app.commands.output import ProgressLine, answer, as_json, figure
 from app.engine_client import EngineClient
 from app.text_safety import one_line
 from engine.messages import Bench, BenchKind, BenchResult
@@ -46,4 +46,4 @@ def as_text(result: BenchResult) -> str:
 def _cell(value: str | int | float | None) -> str:
     if value is None:
         return _NOTHING
-    return f"{value:.3g}" if isinstance(value, float) else one_line(str(value))
+    return figure(value) if isinstance(value, float) else one_line(str(value))

@@ -224,14 +224,22 @@ def _kernels(facts: DoctorFacts) -> Finding:
 
 def _model(facts: DoctorFacts, model: str) -> list[Finding]:
     if facts.model_problem:
-        # That there is no model yet is said elsewhere, with the way to get one.
-        return [Finding("trunk", f"not known for {model}: {facts.model_problem}", "note")]
+        # That there is no model yet is said elsewhere, with the way to get one; a damaged one is a problem.
+        text = f"not known for {model}: {facts.model_problem}"
+        return [Finding("trunk", text, "problem" if _is_here(model) else "note")]
     trunk = Finding("trunk", f"{facts.runtime} for {model} ({facts.runtime_reason})")
     if facts.calibrated is None:
         return [trunk]
     if facts.calibrated:
         return [trunk, Finding("calibration", facts.calibration)]
     return [trunk, Finding("calibration", facts.calibration, "note", f"privatellm bench experts {shlex.quote(model)}")]
+
+
+def _is_here(model: str) -> bool:
+    try:
+        return store.resolve(model).folder is not None
+    except ModelError:
+        return False
 
 
 def _engine() -> list[Finding]:

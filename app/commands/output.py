@@ -83,6 +83,11 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.1f} GB"
 
 
+def figure(value: float) -> str:
+    """Three digits of ``value``, or all of those before the point: ``0.0123``, ``1.23``, ``1,234``."""
+    return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
+
+
 class ProgressLine:
     """Progress on stderr: one line that changes on a terminal, a line per stage and quarter elsewhere.
 

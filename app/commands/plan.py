@@ -8,7 +8,7 @@ import msgspec
 
 from app.commands.engine_work import Interruption, do, run_with_engine
 from app.commands.loading import LoadFlags, load_from
-from app.commands.output import ProgressLine, WorkFailed, answer, as_json, size
+from app.commands.output import ProgressLine, WorkFailed, answer, as_json, figure, size
 from app.engine_client import EngineClient
 from app.text_safety import one_line
 from engine.messages import DeviceMemory, Plan, Planned
@@ -72,5 +72,5 @@ def _speed(planned: Planned) -> str:
     if planned.tokens_per_s is None:
         return f"No speed is predicted: {planned.basis}" if planned.basis else "No speed is predicted."
     prompt = planned.prefill_tokens_per_s
-    reading = f"; a prompt at {prompt:.3g} tokens/s" if prompt is not None else ""
-    return f"Predicted: {planned.tokens_per_s:.3g} tokens/s{reading} ({planned.basis})"
+    reading = f"; a prompt at {figure(prompt)} tokens/s" if prompt is not None else ""
+    return f"Predicted: {figure(planned.tokens_per_s)} tokens/s{reading} ({planned.basis})"

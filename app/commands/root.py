@@ -261,5 +261,5 @@ def _check_flag(key: str, value: object) -> None:
     try:
         setting.check(value)
     except SettingError as error:
-        flag = _FLAGS.get(key, key.replace("_", "-"))
-        raise typer.BadParameter(str(error), param_hint=f"--{flag}") from None
+        flag = f"--{_FLAGS.get(key, key.replace('_', '-'))}"
+        raise typer.BadParameter(str(error).replace(key, "it", 1), param_hint=flag) from None

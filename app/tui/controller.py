@@ -200,8 +200,9 @@ class ChatController:
             self._wake.set()
         self._status_changed()
 
-    def retry_loading(self) -> None:
-        """Try once more to get the model that could not be had."""
+    def load_again(self) -> None:
+        """Load the model anew, after the answer that runs: it could not be had, or its files were changed."""
+        self.link.forget()
         self.status.problem = ""
         self._wake.set()
 

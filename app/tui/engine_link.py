@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from app.engine_client import Engine, EngineDied
 from app.settings import gpu_expert_bytes
@@ -21,6 +22,7 @@ from engine.messages import (
     Planned,
     Progress,
     Pull,
+    Resize,
     Watch,
 )
 
@@ -68,6 +70,7 @@ class EngineLink:
             wanted = options()
             try:
                 if self.has(wanted):
+                    self._worked = self._loaded
                     self._set(Phase.READY)
                     return True
                 await self._start()
@@ -139,6 +142,10 @@ class EngineLink:
             if isinstance(event, Progress | Done | Failed):
                 yield event
 
+    def forget(self) -> None:
+        """What is loaded is to be loaded anew when it is next needed."""
+        self._loaded = None
+
     def lost(self) -> None:
         """The engine died: nothing is loaded any more."""
         self._loaded = None
@@ -157,6 +164,8 @@ class EngineLink:
 
     async def _fetch_and_load(self, wanted: ChatOptions) -> str:
         """What went wrong; empty if the model is loaded."""
+        if self._differs_in_gpu_memory(wanted):
+            return await self._resize(wanted)
         self.status.model, self.status.problem = wanted.model, ""
         self._loaded = self.status.facts = None
         if self._is_missing(wanted.model):
@@ -166,6 +175,25 @@ class EngineLink:
                 return problem
         self._set(Phase.LOADING)
         return await self._follow(self.engine.new_id, wanted, fetch=False)
+
+    def _differs_in_gpu_memory(self, wanted: ChatOptions) -> bool:
+        """Is the model there, and nothing else asked for than other GPU memory for the experts that share it?"""
+        there, facts = self._loaded, self.status.facts
+        if there is None or facts is None or facts.policy is None:
+            return False
+        return replace(wanted, gpu_expert_memory=there.gpu_expert_memory).loads_like(there)
+
+    async def _resize(self, wanted: ChatOptions) -> str:
+        """Change that while the model stays loaded; what went wrong, and then it is as it was."""
+        request = Resize(id=self.engine.new_id(), gpu_expert_bytes=gpu_expert_bytes(wanted.gpu_expert_memory))
+        async for event in self.engine.stream(request):
+            if isinstance(event, Failed):
+                return event.error
+            if isinstance(event, Loaded):
+                self._loaded = self._worked = wanted
+                self.status.facts = event.facts
+                return ""
+        return "The engine did not say whether it changed the GPU memory for experts."
 
     async def _follow(self, new_id: Callable[[], int], wanted: ChatOptions, *, fetch: bool) -> str:
         request = _pull(new_id(), wanted) if fetch else _load(new_id(), wanted)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.bench.decode import keep_speed
 from engine.bench.prompts import PromptTokenizer, calibration_prompts, count_routes
-from engine.bench.setting import Setting
+from engine.bench.setting import WARM_UP_STEPS, Setting, median, random_tokens, read_prompt, steps
 from engine.bench.spread import Spread, figure, milliseconds
 from engine.bench.streaming import StreamingRead
 from engine.errors import ModelError
@@ -17,6 +18,10 @@ from engine.messages import BenchResult
 from engine.models.files import Experts, ModelFiles
 from engine.models.profiles import profile_key, profile_paths
 from engine.planning.calibration import Calibration
+
+SHORT_PROMPT = 16
+SHORT_STEPS = 8
+"""Decoded once beside the experts: enough for a plan, and short even where a step takes a second."""
 
 COLUMNS = ["tokens", "CPU, ms", "CPU, GB/s of weights", "GPU, ms", "weights to the GPU, ms", "activations, ms"]
 
@@ -62,6 +67,7 @@ def bench_experts(
         f"Streaming read in the same run: {_gigabytes(figures.memory_read)} GB/s.",
         f"Kept as {path}",
         _seed(setting, files, experts, popularity, tokenizer),
+        *_beside_experts(setting, figures),
     ]
     return BenchResult(
         id=request_id,
@@ -118,6 +124,19 @@ def _seed(
         f"{done} of {len(prompts)} calibration prompts used {used} of {experts.count * len(experts.layers)} experts; "
         f"their popularity is kept as {path}"
     )
+
+
+def _beside_experts(setting: Setting, figures: Figures) -> list[str]:
+    """Decode a little, so that plans know what the runtime adds to its weights; a line if that cannot be kept."""
+    if not setting.on_cpu or setting.facts.context_limit <= SHORT_PROMPT + WARM_UP_STEPS + SHORT_STEPS:
+        return []
+    setting.report("decoding", 0, 0, "")
+    prompt = random_tokens(1, SHORT_PROMPT, setting.facts.vocabulary)
+    rows = setting.model.start()
+    read_prompt(setting, rows, prompt)
+    step_s = median(steps(setting, rows, SHORT_STEPS, seed=100))
+    read_bytes = setting.weight_bytes + SHORT_PROMPT * setting.facts.key_value_bytes_per_token
+    return keep_speed(setting, median(figures.memory_read), step_s, read_bytes)
 
 
 def _overlap(figures: Figures, gpu: str) -> list[str]:

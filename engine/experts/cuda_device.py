@@ -2,8 +2,9 @@
 
 Three streams work at once. The trunk's is torch's current one. Copies run on their own, each after the last expert that
 reads its slot (an event per slot). Experts run on a third, after the trunk's work so far and after their copy. At the
-end of a layer the trunk's stream waits for the experts', and as its next layer begins with a transfer to the host, no
-stream ever reuses memory that another still reads.
+end of a layer the trunk's stream waits for the experts'. What experts read and write is allocated by the trunk and kept
+until then, so no stream reuses memory that another still uses. A copy begun between two layers is waited for by the run
+that is given its ticket.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ class CudaDevice:
         self._begun = 0.0
         self._first: torch.cuda.Event | None = None
         self._joined = False
+        self._in_layer = False
+        self._copied: torch.cuda.Event | None = None
 
     @property
     def name(self) -> str:
@@ -88,8 +91,10 @@ class CudaDevice:
         """What torch holds but does not use counts as free: it is used first, or given back when memory runs out."""
         with _translated():
             free, total = torch.cuda.mem_get_info(self._device)
-            kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        return int(free) + int(kept), int(total)
+            # memory_reserved and memory_allocated flatten and sort all of it, twice, which is much for every step.
+            found = torch.cuda.memory_stats_as_nested_dict(self._device)
+            held, used = (found[name]["all"]["current"] for name in ("reserved_bytes", "allocated_bytes"))
+        return int(free) + int(held) - int(used), int(total)
 
     def now(self) -> float:
         return time.perf_counter()
@@ -100,6 +105,8 @@ class CudaDevice:
         stride = slot_bytes + -slot_bytes % ALIGNMENT
         with _translated():
             memory = torch.empty(stride * count, dtype=torch.uint8, device=self._device)
+            # The trunk may have given this memory back a moment ago, with work that uses it still on its way.
+            self._copies.wait_stream(torch.cuda.current_stream(self._device))
         self._numbers += 1
         self._groups[self._numbers] = memory
         slots = [Slot(self._numbers << 20 | place, self._numbers) for place in range(count)]
@@ -139,6 +146,8 @@ class CudaDevice:
     def begin(self) -> None:
         self._first = None
         self._joined = False
+        self._in_layer = True
+        self._copied = None
 
     def copy(self, slot: Slot, pieces: Sequence[HostPiece]) -> Ticket:
         destination = self._slots[slot]
@@ -146,11 +155,15 @@ class CudaDevice:
             last_read = self._last_read.get(slot)
             if last_read is not None:
                 self._copies.wait_event(last_read)
-            self._mark(self._copies)
+            if self._in_layer:
+                self._mark(self._copies)
             for piece in pieces:
                 there = destination[piece.offset : piece.offset + piece.tensor.nbytes]
                 there.copy_(piece.tensor, non_blocking=True)
-            return self._copies.record_event()
+            arrived = self._copies.record_event()
+        if self._in_layer:
+            self._copied = arrived
+        return arrived
 
     def run(
         self,
@@ -174,8 +187,10 @@ class CudaDevice:
                 self._last_read[slot] = self._computing.record_event()
 
     def end(self) -> CudaWork:
+        self._in_layer = False
         with _translated():
-            self._computing.wait_stream(self._copies)
+            if self._copied is not None:
+                self._computing.wait_event(self._copied)
             last = torch.cuda.Event(enable_timing=True)
             last.record(self._computing)
             torch.cuda.current_stream(self._device).wait_event(last)
@@ -226,7 +241,7 @@ def _translated(survived: Callable[[], bool] | None = None) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise OutOfDeviceMemory(_first_line(error)) from error
     except RuntimeError as error:
-        if "out of memory" in str(error).lower():
+        if any(sign in str(error).lower() for sign in ("out of memory", "alloc_failed")):
             raise OutOfDeviceMemory(_first_line(error)) from error
         if not isinstance(error, torch.AcceleratorError) and "CUDA" not in str(error):
             raise  # a mistake of ours, such as matrices that do not fit together

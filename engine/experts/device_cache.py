@@ -67,7 +67,7 @@ class DeviceCache:
         are taken besides.
 
         While the model runs, at least ``reserve`` bytes are kept free for everything else: the cache shrinks for it.
-        Returns a line for the person if less could be had. Raises ModelError if the device is lost.
+        Returns a line for the person if less could be had, or was copied. Raises ModelError if the device is lost.
         """
         self._reserve = reserve
         self._order = tuple(order)
@@ -75,7 +75,7 @@ class DeviceCache:
         try:
             self.staging = self._take(self._staged)
             self.slabs.add(self._take(self._wanted))
-            self._fill(progress)
+            failed = self._fill(progress)
         except DeviceLost as error:
             raise ModelError(
                 f"{self._device.name} stopped working while experts were copied to it ({error}); "
@@ -85,21 +85,27 @@ class DeviceCache:
         self._said = self.slabs.capacity
         size = self._host.slot_bytes
         found, asked = len(self.staging) + self.slabs.capacity, self._staged + self._wanted
-        if found == asked:
-            return []
-        return [
-            f"Another program holds GPU memory: {gigabytes(found * size)} instead of {gigabytes(asked * size)} "
-            "could be had for experts."
-        ]
+        lines = [failed] if failed is not None else []
+        if found < asked:
+            lines.append(
+                f"Another program holds GPU memory: {gigabytes(found * size)} instead of {gigabytes(asked * size)} "
+                "could be had for experts."
+            )
+        return lines
 
     def resize(self, nbytes: int) -> int:
         """Have ``nbytes`` from now on; what there is then. The hottest experts stay, as far as there is room; new room
-        is filled by use, or by popularity where the policy keeps what it was given at load."""
+        is filled with the most popular of the others."""
         self._wanted = self._slots_in(nbytes)
         if self._wanted < self.slabs.capacity:
             self._device.release(self.slabs.shrink(self.slabs.capacity - self._wanted))
-        self._grow(self._wanted - self.slabs.capacity)
+        # Groups are given back as a whole: what is missing now is taken again.
+        self.slabs.add(self._take(self._wanted - self.slabs.capacity))
+        self._tell(self._fill(lambda *_: None))
         self._said = self.slabs.capacity
+        if self.slabs.capacity < self._wanted:
+            wanted = gigabytes(self._wanted * self._host.slot_bytes)
+            self._notice(f"Only {gigabytes(self.nbytes)} of GPU memory instead of {wanted} could be had for experts.")
         return self.nbytes
 
     def close(self) -> None:
@@ -166,18 +172,31 @@ class DeviceCache:
     def _grow(self, slots: int) -> None:
         self.slabs.add(self._take(slots))
         if not self._rule.admits_moved:
-            self._fill(lambda *_: None)
+            self._tell(self._fill(lambda *_: None))
 
-    def _fill(self, progress: ProgressCallback) -> None:
+    def _tell(self, line: str | None) -> None:
+        if line is not None:
+            self._notice(line)
+
+    def _fill(self, progress: ProgressCallback) -> str | None:
+        """Copy the first experts in order that there is room for; a line for the person if some did not arrive."""
         filled = self.slabs.seed(self._order)
         size = self._host.slot_bytes
+        failures: list[CopyFailed] = []
         for done, (key, slot) in enumerate(filled):
             try:
                 self._device.copy(slot, self._host.pieces(*key))
-            except CopyFailed:
+            except CopyFailed as error:
                 self.slabs.drop(*key)
+                failures.append(error)
             progress("copying experts to the GPU", (done + 1) * size, len(filled) * size, "bytes")
         self._device.synchronize()
+        if not failures:
+            return None
+        return (
+            f"Copying {len(failures)} of {len(filled)} experts to {self._device.name} failed ({failures[0]}); they run "
+            "on the CPU until they are copied again."
+        )
 
 
 def gigabytes(nbytes: int) -> str:

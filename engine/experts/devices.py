@@ -169,12 +169,15 @@ class ExpertDevice(Protocol):
     ) -> None:
         """Begin to run the expert in ``slot`` on ``rows`` [tokens, hidden]; ``out`` [tokens, hidden], float32.
 
+        The caller keeps both until :meth:`end`: their memory would else be the trunk's again while they are read.
+
         Raises CopyFailed if the copy ``after`` did not succeed, OutOfDeviceMemory if there is no room to compute.
         """
         ...
 
     def end(self) -> LayerWork:
-        """The trunk's next work waits for all that was begun."""
+        """The trunk's next work waits for all that was begun since :meth:`begin`; a copy begun between layers is waited
+        for by the runs that are given its ticket, and by nobody else."""
         ...
 
     def download(self, *tensors: torch.Tensor) -> list[torch.Tensor]:

@@ -9,68 +9,37 @@ the routes on the trunk's device. So neither the policy nor what the cache holds
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from engine.errors import ModelError
 from engine.experts.cache_worth import CacheWorth
 from engine.experts.device_cache import DeviceCache
-from engine.experts.devices import CopyFailed, DeviceLost, ExpertDevice, LayerWork, OutOfDeviceMemory, Slot, Ticket
+from engine.experts.device_side import DeviceSide, LayerStep
+from engine.experts.devices import DeviceLost, ExpertDevice, LayerWork, OutOfDeviceMemory
 from engine.experts.gates import FamilyGate
 from engine.experts.host_memory import HostExperts
 from engine.experts.local import CpuExperts
-from engine.experts.policy import ActiveExpert, Decision, Policy
+from engine.experts.policy import FEW_TOKENS, ActiveExpert, Policy
 from engine.experts.popularity import Popularity
 from engine.experts.routes import SortedRoutes, host_share, sort_routes
 from engine.experts.slab_cache import Key, SlabCache
+from engine.free_memory import RESERVE_BYTES
 from engine.planning.calibration import Calibration
 from engine.runtimes.protocol import ProgressCallback
 from engine.timing import Recorder
 
-FEW_TOKENS = 64
-"""Up to here the hidden states come to the host together with the routes, and a moved expert may take the place of
-another in the cache. A long prefill needs nearly all experts of a layer: it would leave nothing that decoding needs."""
-
-FAILED_COPIES_TOLD = 5
-"""So many failed copies have a line of their own; a device that fails all the time would fill the screen."""
-
 WORTH_EVERY = 4
 """One in so many layers is asked what it would take without the cache: a decision costs as much as it does."""
-
-
-@dataclass
-class _Step:
-    """One layer of one step: what was decided, and who really runs what."""
-
-    layer: int
-    routes: SortedRoutes
-    active: tuple[ActiveExpert, ...]
-    decision: Decision
-    cpu: set[int]
-    """The experts the CPU runs; one that the GPU could not run is added."""
-    few: bool
-    tickets: dict[int, tuple[Slot, Ticket]] = field(default_factory=dict)
-    """The copies begun, in order."""
-    waiting: deque[int] = field(default_factory=deque)
-    """Experts to be copied once a staging slot is free."""
-
-    @property
-    def needed(self) -> dict[int, tuple[int, int]]:
-        """The active experts."""
-        return self.routes.segments
-
-    def placed(self, place: str) -> list[ActiveExpert]:
-        return [each for each, there in zip(self.active, self.decision.places, strict=True) if there == place]
 
 
 @dataclass(frozen=True)
 class _Pending:
     """A layer whose device may still be at work."""
 
-    step: _Step
+    step: LayerStep
     started: float
     ended: float
     cpu: tuple[float, float] | None
@@ -101,7 +70,6 @@ class HybridExecutor:
         self._host = host
         self._device = device
         self._cpu = cpu
-        self._gates = gates
         self._policy = policy
         self._calibration = calibration
         self._rounded = rounded
@@ -110,6 +78,7 @@ class HybridExecutor:
         self._count = experts.count
         self._memory = DeviceCache(host, device, policy, recorder.notice, experts_per_token)
         self._cache = self._memory.slabs
+        self._side = DeviceSide(host, device, gates, self._memory, policy.cache, recorder)
         self._popularity = Popularity(experts.layers, experts.count)
         self._pending: _Pending | None = None
         self._worth = CacheWorth()
@@ -117,7 +86,6 @@ class HybridExecutor:
         self._judged = policy.cache.kind in ("lru", "lfru") and policy.name != "lru-offload"
         self._uses_cache = True
         self._lost = False
-        self._failed_copies = 0
         self._steps = 0
         recorder.share(self)
 
@@ -136,6 +104,11 @@ class HybridExecutor:
     def gpu_expert_bytes(self) -> int:
         """Device memory that keeps experts between steps."""
         return self._memory.nbytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Device memory for weights on their way."""
+        return len(self._memory.staging) * self._host.slot_bytes
 
     @property
     def slot_bytes(self) -> int:
@@ -163,8 +136,20 @@ class HybridExecutor:
         return self._memory.open(nbytes, order, reserve, progress)
 
     def resize(self, nbytes: int) -> int:
-        """Give the cache ``nbytes`` of device memory while the model is loaded; what it has then."""
-        return self.gpu_expert_bytes if self._lost else self._memory.resize(nbytes)
+        """Give the cache ``nbytes`` of device memory while the model is loaded; what it has then. One that was switched
+        off gets another chance. Raises DeviceLost."""
+        if self._lost:
+            raise DeviceLost("all experts run on the CPU")
+        self.settle()
+        self._uses_cache, self._worth = True, CacheWorth(self._worth.window)
+        return self._memory.resize(nbytes)
+
+    def memory_for_trunk(self) -> int | None:
+        """Bytes of the device's memory that the trunk's work may take, those of the experts included, which make room
+        for it; None if the trunk is not there."""
+        if self._lost or not self._device.holds_trunk:
+            return None
+        return max(0, self._device.memory()[0] + self.gpu_expert_bytes - RESERVE_BYTES)
 
     def make_room(self) -> bool:
         """The trunk ran out of the device's memory: give it half of the experts'; whether there was any."""
@@ -252,8 +237,10 @@ class HybridExecutor:
         if layer == self._layers[0]:
             self._steps += 1
             self._memory.watch()
+            self._side.next_step()
             movement.tokens += hidden.shape[0]
         started = device.now()
+        # Few hidden states come to the host together with the routes: one wait instead of two.
         few = hidden.shape[0] <= FEW_TOKENS
         fetched = device.download(indices, hidden) if few else device.download(indices)
         movement.activation_bytes += fetched[1].nbytes if few else 0
@@ -267,12 +254,12 @@ class HybridExecutor:
             raise
 
     def _run_step(
-        self, step: _Step, hidden: torch.Tensor, on_host: torch.Tensor | None, started: float
+        self, step: LayerStep, hidden: torch.Tensor, on_host: torch.Tensor | None, started: float
     ) -> torch.Tensor:
         """``on_host``: the hidden states, if they came with the routes."""
         device, movement = self._device, self._recorder.movement
-        begun = self._begin_copies(step)
-        there = self._begin_experts(step, hidden) if begun else None
+        begun = self._side.begin_copies(step, self._uses_cache)
+        there = self._side.begin_experts(step, hidden) if begun else None
         cpu = None
         if step.cpu:
             share = host_share(step.routes, step.cpu, self._count, whole=on_host is not None)
@@ -281,6 +268,7 @@ class HybridExecutor:
             outputs = self._cpu.outputs(step.layer, rows, share.indices)
             cpu = (cpu_started, device.now())
         work = device.end() if begun else None
+        step.rows = None
         if there is None:  # all of it on the CPU, and so all tokens: the results are in the order of the routes
             movement.activation_bytes += outputs.nbytes
             routed = device.upload(outputs)
@@ -291,13 +279,14 @@ class HybridExecutor:
                 movement.activation_bytes += results.nbytes
                 out.index_copy_(0, device.upload(share.places), device.upload(results))
             routed = out.index_select(0, back)
+        if self._uses_cache:
+            self._side.learn(step)
         self._pending = _Pending(step, started, device.now(), cpu, work, self._without(step))
         return routed
 
-    def _abandon(self, step: _Step) -> None:
+    def _abandon(self, step: LayerStep) -> None:
         """The step ended half-way: what was being copied is not held to be there."""
-        for expert in step.tickets:
-            self._cache.drop(step.layer, expert)
+        self._side.forget(step.layer, step.tickets)
         with contextlib.suppress(DeviceLost):
             self._device.synchronize()
 
@@ -307,7 +296,7 @@ class HybridExecutor:
         self._recorder.movement.activation_bytes += rows.nbytes
         return rows
 
-    def _decide(self, layer: int, routes: SortedRoutes, few: bool) -> _Step:
+    def _decide(self, layer: int, routes: SortedRoutes, few: bool) -> LayerStep:
         self._count_routes(layer, routes)
         uses, cache = self._uses_cache, self._cache
         active = tuple(
@@ -320,113 +309,11 @@ class HybridExecutor:
         hits = sum(each.resident for each in active)
         self._recorder.movement.hits += hits
         self._recorder.movement.misses += len(active) - hits
-        return _Step(layer, routes, active, decision, cpu, few)
+        return LayerStep(layer, routes, active, decision, cpu, few)
 
     def _count_routes(self, layer: int, routes: SortedRoutes) -> None:
         for expert, (start, stop) in routes.segments.items():
             self._popularity.add(layer, expert, stop - start)
-
-    # --- the device's part ----------------------------------------------------------------------------------------
-
-    def _begin_copies(self, step: _Step) -> bool:
-        """Begin the copies that need not wait for anything; whether the device has anything to do."""
-        moved = sorted(step.placed("pmove"), key=lambda each: -each.tokens)
-        if not moved and not step.placed("gpu"):
-            return False
-        self._device.begin()
-        staged: list[ActiveExpert] = []
-        for each in moved:
-            slot = None
-            if self._uses_cache:
-                slot = self._cache.admit(step.layer, each.expert, step.needed, evict=step.few)
-            if slot is None:
-                staged.append(each)
-            else:
-                self._copy(step, each.expert, slot)
-        step.cpu.update(each.expert for each in staged if not self._memory.staging)
-        step.waiting.extend(each.expert for each in staged if self._memory.staging)
-        for slot in self._memory.staging:
-            self._copy_next(step, slot)
-        return True
-
-    def _copy_next(self, step: _Step, slot: Slot) -> None:
-        """Begin to copy the next expert that waits into the staging slot ``slot``."""
-        while step.waiting and not self._copy(step, step.waiting.popleft(), slot):
-            pass
-
-    def _copy(self, step: _Step, expert: int, slot: Slot) -> bool:
-        try:
-            step.tickets[expert] = (slot, self._device.copy(slot, self._host.pieces(step.layer, expert)))
-        except CopyFailed as error:
-            self._fall_back(step, expert, error)
-            return False
-        self._recorder.movement.weight_bytes += sum(
-            piece.tensor.nbytes for piece in self._host.pieces(step.layer, expert)
-        )
-        return True
-
-    def _begin_experts(self, step: _Step, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Begin all experts of the device, those that are there first. Returns the buffer of the sorted routes' results
-        [routes, hidden], and the place of each route in it."""
-        routes = step.routes
-        places = self._device.upload(torch.stack((routes.order // routes.k, routes.back)))
-        rows = hidden.index_select(0, places[0])
-        out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
-        for each in step.placed("gpu"):
-            slot = self._cache.slot_of(step.layer, each.expert)
-            assert slot is not None
-            self._run_expert(step, each.expert, slot, None, rows, out)
-        staging = set(self._memory.staging)
-        # Grows while it runs: a staging slot takes the next expert once the one in it has begun.
-        done: set[int] = set()
-        while left := [expert for expert in step.tickets if expert not in done]:
-            expert = left[0]
-            done.add(expert)
-            slot, ticket = step.tickets[expert]
-            if self._run_expert(step, expert, slot, ticket, rows, out):
-                self._recorder.movement.moved += 1
-            if slot in staging:
-                self._copy_next(step, slot)
-        if self._policy.cache.copies_whole_layer:
-            self._copy_inactive(step)
-        return out, places[1]
-
-    def _copy_inactive(self, step: _Step) -> None:
-        """What a system that streams whole layers copies besides."""
-        for place, expert in enumerate(sorted(set(range(self._count)) - set(step.needed))):
-            if self._memory.staging:
-                self._copy(replace(step, tickets={}), expert, self._memory.staging[place % len(self._memory.staging)])
-
-    def _run_expert(
-        self, step: _Step, expert: int, slot: Slot, ticket: Ticket | None, rows: torch.Tensor, out: torch.Tensor
-    ) -> bool:
-        start, stop = step.routes.segments[expert]
-        gate = self._gates[step.layer]
-        try:
-            self._device.run(slot, self._host.layout, gate, rows[start:stop], out[start:stop], ticket)
-        except CopyFailed as error:
-            self._fall_back(step, expert, error)
-            return False
-        except OutOfDeviceMemory:
-            step.cpu.add(expert)
-            if ticket is not None and slot not in self._memory.staging:
-                self._cache.drop(step.layer, expert)
-            self._memory.shrink(max(1, self._cache.capacity // 8), step.layer, step.needed)
-            return False
-        return True
-
-    def _fall_back(self, step: _Step, expert: int, error: CopyFailed) -> None:
-        """The expert runs on the CPU in this step, and its slot holds nothing."""
-        self._cache.drop(step.layer, expert)
-        if expert in step.needed:
-            step.cpu.add(expert)
-        self._failed_copies += 1
-        if self._failed_copies <= FAILED_COPIES_TOLD:
-            last = "; more of these are not told" if self._failed_copies == FAILED_COPIES_TOLD else ""
-            self._recorder.notice(
-                f"Copying expert {expert} of layer {step.layer} to {self._device.name} failed ({error}), so it runs "
-                f"on the CPU this time{last}."
-            )
 
     def _lose(self, error: DeviceLost) -> None:
         """Go on without the device. Raises ModelError if the trunk was on it."""
@@ -468,7 +355,7 @@ class HybridExecutor:
         if pending.without_s is not None:
             self._judge(ended - pending.started, pending.without_s)
 
-    def _without(self, step: _Step) -> float | None:
+    def _without(self, step: LayerStep) -> float | None:
         """What the layer should take without a cache; None where nobody asks."""
         if not self._judged or not self._worth.asks or not self._cache.capacity:
             return None

@@ -43,6 +43,13 @@ __all__ = [
     "policy_named",
 ]
 
+FEW_TOKENS = 64
+"""Up to here a moved expert may take the place of another in the cache. A long prefill needs nearly all experts of a
+layer: it would leave nothing that decoding needs."""
+
+CLEARLY = 1.0
+"""By so much more an expert is worth (see CacheRule) that is used clearly more often than another: twice as often."""
+
 CacheKind = Literal["none", "static", "layers", "lru", "lfru"]
 _TUNING_STEPS = 32
 """Most steps of one tuning: each goes to a better neighbour, so this only bounds its time."""
@@ -63,6 +70,9 @@ class CacheRule:
     """An expert whose weights were copied takes the place of another; else its copy is dropped after use."""
     scope: Literal["layer", "global"]
     """The slots are one pool, or every layer has as many of its own."""
+    learns: bool = False
+    """While no expert is copied to be run, those that are used clearly more often than one that is kept are copied in
+    its place, one a step: where copying never pays within a layer, the cache follows the person's use all the same."""
     copies_whole_layer: bool = False
     """The layer's experts are copied whether active or not, as a system that streams layers does."""
 
@@ -118,7 +128,7 @@ class Balanced(_Unchanging):
     """
 
     name: ExpertPolicy = "balanced"
-    cache: CacheRule = CacheRule("lfru", admits_moved=True, scope="global")
+    cache: CacheRule = CacheRule("lfru", admits_moved=True, scope="global", learns=True)
 
     def decide(self, layer: int, active: Sequence[ActiveExpert], calibration: Calibration) -> Decision:
         counted = Counter((each.tokens, each.resident) for each in active)

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from engine.experts.devices import Slot
-from engine.experts.policy import CacheRule
+from engine.experts.policy import CLEARLY, CacheRule
 
 Key = tuple[int, int]
 """(layer, expert)."""
@@ -73,12 +73,18 @@ class SlabCache:
             if key in self._where:
                 self._push(worth, key)
 
-    def admit(self, layer: int, expert: int, needed: Collection[int], evict: bool = True) -> Slot | None:
+    def hottest(self, layer: int, experts: Iterable[int]) -> int | None:
+        """Which of ``experts`` of ``layer`` is worth most."""
+        return max(experts, key=lambda expert: self._value((layer, expert)), default=None)
+
+    def admit(
+        self, layer: int, expert: int, needed: Collection[int], evict: bool = True, clearly: bool = False
+    ) -> Slot | None:
         """The slot into which ``expert`` of ``layer`` is to be copied, from now on held to be there; None: it is not
         to be kept. What had the slot is forgotten.
 
-        Another expert makes room only if the rule admits moved experts, ``evict`` is true, it is worth less, and it is
-        none of the experts ``needed`` in this layer now.
+        Another expert makes room only if the rule admits moved experts, ``evict`` is true, it is worth less (with
+        ``clearly`` by CLEARLY at least), and it is none of the experts ``needed`` in this layer now.
         """
         key = (layer, expert)
         if key in self._where:
@@ -93,7 +99,7 @@ class SlabCache:
         victim = self._coldest(pool, lambda held: held[0] == layer and held[1] in needed)
         if victim is None:
             return None
-        if self.rule.kind == "lfru" and self._value(victim) > self._value(key):
+        if self.rule.kind == "lfru" and self._value(victim) + (CLEARLY if clearly else 0.0) > self._value(key):
             self._push(self._value(victim), victim)
             return None
         slot = self._where.pop(victim)
@@ -129,7 +135,7 @@ class SlabCache:
         if self.rule.kind == "none":
             return []
         if self.rule.kind == "layers":
-            whole = len(self._free[0]) // self._experts if self._experts else 0
+            whole = len(self._slots) // self._experts if self._experts else 0
             chosen = self._layers[len(self._layers) - whole :]
             order = [(layer, expert) for layer in chosen for expert in range(self._experts)]
         filled = []

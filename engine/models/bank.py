@@ -199,6 +199,10 @@ class Bank:
     def experts(self) -> Experts | None:
         return self._experts
 
+    @property
+    def mapped_files(self) -> tuple[MappedFile, ...]:
+        return (self._trunk_file, *(self._experts.mapped_files if self._experts is not None else ()))
+
 
 def _open_experts(folder: Path, manifest: Manifest, shape: ExpertShape | None) -> BankExperts | None:
     if shape is None:
@@ -216,12 +220,12 @@ def _open_experts(folder: Path, manifest: Manifest, shape: ExpertShape | None) -
     for layer in shape.layers:
         path = layer_path(folder, layer)
         if not path.is_file():
-            raise ModelError(f"{path} is missing; prepare the model again.")
+            raise ModelError(f"{path} is missing; fetch or prepare the model again.")
         files[layer] = MappedFile(path)
         if files[layer].size != shape.count * slab.size:
             raise ModelError(
                 f"{path} is damaged: it has {files[layer].size} bytes and should have {shape.count * slab.size}; "
-                "prepare the model again."
+                "fetch or prepare the model again."
             )
     return BankExperts(files, slab, shape.count)
 

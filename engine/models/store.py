@@ -78,6 +78,10 @@ class ResolvedModel:
             raise ModelError(
                 f"{self.source} has not been converted yet; run: privatellm models prepare {_quoted(str(self.source))}"
             )
+        if self.kind == "folder":
+            raise ModelError(
+                f"{self.source} is no model: it lacks config.json or *.safetensors; name another folder.", "bad-input"
+            )
         raise ModelError(f"The model {self.name} is not on this machine; run: privatellm models pull {self.name}")
 
 

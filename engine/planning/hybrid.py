@@ -7,6 +7,7 @@ read from the disk each time, which is slow but not refused. Bytes throughout.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -299,7 +300,8 @@ def _with_speed(
 
 def _nothing_measured(model: ModelSizes) -> str:
     if model.experts:
-        return "nothing was measured for these experts on this machine: run `privatellm bench experts`"
+        command = " ".join(["privatellm bench experts", *([shlex.quote(model.name)] if model.name else [])])
+        return f"nothing was measured for these experts on this machine; `{command}` does it in under a minute"
     return "nothing was measured on this machine"
 
 

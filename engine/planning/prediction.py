@@ -35,6 +35,8 @@ class ModelSizes:
     expert_bytes: int
     key_value_bytes_per_token: int
     bytes_per_weight: int = 2
+    name: str = ""
+    """As a command takes it, for sentences that name one."""
 
     @property
     def slabs(self) -> int:

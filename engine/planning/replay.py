@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.experts.policy import ActiveExpert, CacheRule, Policy
+from engine.experts.policy import CLEARLY, FEW_TOKENS, ActiveExpert, CacheRule, Policy
 from engine.planning.calibration import Calibration
 
 HALF_LIFE_STEPS = 64
@@ -39,6 +39,8 @@ class Replayed:
     hits: int = 0
     misses: int = 0
     moved: int = 0
+    learned: int = 0
+    """Experts copied while the link was idle: in ``weight_bytes``, not in the seconds."""
     cpu_s: float = 0.0
     gpu_s: float = 0.0
 
@@ -102,17 +104,24 @@ class ReplayedCache:
             else:
                 self._worth[key] = self._now
 
-    def admit(self, layer: int, expert: int, needed: Iterable[int]) -> bool:
-        """Keep an expert that was copied, in place of the one worth least; whether it is kept."""
+    def hottest(self, layer: int, experts: Iterable[int]) -> int | None:
+        """Which of ``experts`` of ``layer`` is worth most."""
+        return max(experts, key=lambda expert: self._worth.get((layer, expert), -math.inf), default=None)
+
+    def admit(self, layer: int, expert: int, needed: Iterable[int], evict: bool = True, clearly: bool = False) -> bool:
+        """Keep an expert that was copied, in place of the one worth least, if ``evict``; whether it is kept."""
         pool = self._pool(layer)
         there = self._there[pool]
         if not self._rule.admits_moved or not self._room[pool]:
             return False
         if len(there) >= self._room[pool]:
+            if not evict:
+                return False
             busy = {(layer, other) for other in needed}
             worth, victim = min(((self._worth.get(key, -math.inf), key) for key in there - busy), default=(0.0, None))
             mine = self._worth.get((layer, expert), -math.inf)
-            if victim is None or (self._rule.kind == "lfru" and worth > mine):
+            margin = CLEARLY if clearly else 0.0
+            if victim is None or (self._rule.kind == "lfru" and worth + margin > mine):
                 return False
             there.remove(victim)
         there.add((layer, expert))
@@ -140,13 +149,20 @@ def replay(
         max((_routes(step) / (step.rows * layers) for step in trace if step.rows and layers), default=1.0)
     )
     cache = ReplayedCache(policy.cache, slots, layers, experts, order, per_token)
-    counted = _Sums()
+    counted, idle = _Sums(), 0
     for place, step in enumerate(trace):
         if place == warm_up:
             counted = _Sums()
         counted.seconds.append(0.0)
+        may_learn, few = policy.cache.learns and step.rows <= FEW_TOKENS, step.rows <= FEW_TOKENS
         for layer, routes in enumerate(step.layers):
-            policy = _layer(layer, routes, policy, calibration, cache, experts, counted)
+            before = counted.moved
+            policy, missed = _layer(layer, routes, policy, calibration, cache, experts, counted, few)
+            idle = 0 if counted.moved > before else idle + 1
+            hottest = cache.hottest(layer, missed) if may_learn and idle >= layers else None
+            if hottest is not None and cache.admit(layer, hottest, [expert for expert, _ in routes], clearly=True):
+                counted.learned += 1
+                may_learn = False
     return counted.result()
 
 
@@ -157,18 +173,19 @@ def _routes(step: Step) -> int:
 class _Sums:
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self.copied = self.sent = self.hits = self.misses = self.moved = 0
+        self.copied = self.sent = self.hits = self.misses = self.moved = self.learned = 0
         self.cpu_s = self.gpu_s = 0.0
         self.slab_bytes = self.token_bytes = 0
 
     def result(self) -> Replayed:
         return Replayed(
             seconds=tuple(self.seconds),
-            weight_bytes=self.copied * self.slab_bytes,
+            weight_bytes=(self.copied + self.learned) * self.slab_bytes,
             activation_bytes=self.sent * self.token_bytes,
             hits=self.hits,
             misses=self.misses,
             moved=self.moved,
+            learned=self.learned,
             cpu_s=self.cpu_s,
             gpu_s=self.gpu_s,
         )
@@ -182,14 +199,16 @@ def _layer(
     cache: ReplayedCache,
     experts: int,
     counted: _Sums,
-) -> Policy:
+    few: bool,
+) -> tuple[Policy, list[int]]:
+    """The policy for the next layer, and the missing experts that the CPU ran."""
     active = [ActiveExpert(expert, tokens, (layer, expert) in cache) for expert, tokens in routes]
     decision = policy.decide(layer, active, calibration)
     needed = [each.expert for each in active]
     cache.used(layer, needed)
     moved = [each for each, place in zip(active, decision.places, strict=True) if place == "pmove"]
     for each in moved:
-        cache.admit(layer, each.expert, needed)
+        cache.admit(layer, each.expert, needed, evict=few)
     hits = sum(each.resident for each in active)
     counted.seconds[-1] += max(decision.cpu_s, decision.gpu_s)
     counted.hits += hits
@@ -202,4 +221,5 @@ def _layer(
     counted.slab_bytes = calibration.shape.expert_bytes
     # Float32 there, float32 back: what the CPU's kernels take and give.
     counted.token_bytes = 2 * 4 * calibration.shape.hidden
-    return policy.observe(layer, decision, decision.cpu_s, decision.gpu_s)
+    missed = [e.expert for e, place in zip(active, decision.places, strict=True) if place == "amove" and not e.resident]
+    return policy.observe(layer, decision, decision.cpu_s, decision.gpu_s), missed

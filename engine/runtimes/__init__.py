@@ -66,7 +66,7 @@ def _pick_elsewhere(folder: Path | None, request: Load | None) -> tuple[Runtime,
     reason = why_not_native(folder, request)
     if reason is None:
         return runtime_named("native"), "the default on a CPU"
-    return runtime_named("torch"), f"the faster native trunk cannot run this model, because {reason}"
+    return runtime_named("torch"), f"the faster native trunk is not used, because {reason}"
 
 
 def why_not_native(folder: Path, request: Load) -> str | None:

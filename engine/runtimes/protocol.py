@@ -98,6 +98,23 @@ class Interruptible(Protocol):
 
 
 @runtime_checkable
+class Resizable(Protocol):
+    """A loaded model whose experts may get more or less of a GPU's memory."""
+
+    def resize_experts(self, nbytes: int | None) -> ModelFacts:
+        """Give experts ``nbytes`` of the GPU's memory from now on (None: what is left free); the facts then.
+
+        Raises ModelError if no GPU shares the experts (bad-input), or it has too little (memory).
+        """
+        ...
+
+    def memory_for_rows(self) -> int | None:
+        """Bytes of the GPU that keys and values may take, what experts would give up for them included; None where they
+        are elsewhere."""
+        ...
+
+
+@runtime_checkable
 class CountsRoutes(Protocol):
     """A loaded model that counts which experts its tokens are sent to, whether or not somebody watches."""
 

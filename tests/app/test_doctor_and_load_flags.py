@@ -89,6 +89,21 @@ def test_doctor_says_what_runs_the_model(
     assert "✗ kernels        it was ended by signal 4" in capsys.readouterr().out
 
 
+def test_a_damaged_model_is_a_problem_and_a_missing_one_is_not(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = tmp_path / "own"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"nothing of the kind")
+    (home / "config").mkdir(parents=True)
+    for name, mark in (("starter", "note"), (str(model), "problem")):
+        (home / "config" / "settings.toml").write_text(f'[model]\nmodel = "{name}"\n')
+        run(["doctor", "--json"])
+        found = {finding["about"]: finding for finding in json.loads(capsys.readouterr().out)}
+        assert found["trunk"]["mark"] == mark and f"not known for {name}: " in found["trunk"]["text"]
+
+
 def test_what_a_model_without_a_home_would_run_on_is_not_known(home: Path) -> None:
     facts = doctor.engine_facts(Load(id=0, model="starter"))
     assert isinstance(facts, DoctorFacts)
@@ -121,4 +136,6 @@ def test_flags_come_before_the_settings(home: Path, arguments: list[str], expect
 @pytest.mark.parametrize("flag", [["--threads", "0"], ["--gpu-memory", "-1"], ["--policy", "none"]])
 def test_flags_of_sharing_have_limits(home: Path, capsys: pytest.CaptureFixture[str], flag: list[str]) -> None:
     assert run(["ask", "say:x", *flag]) == 2
-    assert flag[0] in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert flag[0] in said
+    assert "cpu_threads" not in said and "gpu_expert_memory" not in said  # a setting's name means nothing here

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from app.machine import Machine
+from app.machine import Machine, unavailable_reason
 from app.settings import (
     GROUPS,
     SCHEMA,
@@ -18,7 +18,6 @@ from app.settings import (
     Setting,
     SettingError,
     Settings,
-    availability,
     documentation,
     gpu_expert_bytes,
     setting_named,
@@ -220,13 +219,13 @@ def test_what_cannot_be_typed(key: str, typed: str) -> None:
 
 
 def test_what_is_not_available_has_a_reason() -> None:
-    assert availability("partitioning", "ring", MAC) == "not in this version"
-    assert availability("partitioning", "hybrid", LINUX) == "no GPU found"
-    assert availability("partitioning", "hybrid", LINUX_GPU) is None
-    assert availability("runtime", "mlx", LINUX) == "mlx needs Apple Silicon"
-    assert availability("runtime", "mlx", MAC) is None
-    assert availability("runtime", "mlx", dataclasses.replace(MAC, mlx=False)) == "mlx-lm is not installed"
-    assert all(availability(setting.key, "auto", LINUX_GPU) is None for setting in SCHEMA)
+    assert unavailable_reason("partitioning", "ring", MAC) == "not in this version"
+    assert unavailable_reason("partitioning", "hybrid", LINUX) == "no GPU found"
+    assert unavailable_reason("partitioning", "hybrid", LINUX_GPU) is None
+    assert unavailable_reason("runtime", "mlx", LINUX) == "mlx needs Apple Silicon"
+    assert unavailable_reason("runtime", "mlx", MAC) is None
+    assert unavailable_reason("runtime", "mlx", dataclasses.replace(MAC, mlx=False)) == "mlx-lm is not installed"
+    assert all(unavailable_reason(setting.key, "auto", LINUX_GPU) is None for setting in SCHEMA)
 
 
 @pytest.mark.parametrize("key", ["policy", "gpu_expert_memory"])

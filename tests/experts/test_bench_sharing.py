@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from stand_in_device import StandInDevice
 
+from benchmarks.stand_in_device import StandInDevice
 from engine.bench.running import run_bench
 from engine.experts.calibration_file import check_calibration, shape_of
 from engine.experts.measuring import calibration_of, measure

@@ -7,15 +7,15 @@ from typing import get_args
 
 import pytest
 import torch
-from stand_in_device import Speeds, StandInDevice, TimedCpu, calibration_of
 from tiny_models import write_tiny_model
 from torch.nn.functional import silu
 
+from benchmarks.stand_in_device import Faults, Speeds, StandInDevice, TimedCpu, calibration_of
 from engine.experts.gates import family_gate
 from engine.experts.host_memory import HostExperts
 from engine.experts.hybrid import HybridExecutor
 from engine.experts.local import make_local_executor
-from engine.experts.policy import Stream, policy_named
+from engine.experts.policy import Policy, Stream, policy_named
 from engine.experts.popularity_file import seed_order
 from engine.messages import ExpertPolicy
 from engine.models.files import Experts
@@ -44,7 +44,7 @@ def experts_of(folder: Path) -> Experts:
 
 
 def hybrid_on(
-    folder: Path, device: StandInDevice, policy: ExpertPolicy, slots: int, dtype: torch.dtype = torch.float32
+    folder: Path, device: StandInDevice, policy: ExpertPolicy | Policy, slots: int, dtype: torch.dtype = torch.float32
 ) -> tuple[HybridExecutor, Recorder]:
     """A hybrid executor with room for ``slots`` experts on ``device``, the staging slots besides."""
     files = open_model(folder)
@@ -60,7 +60,7 @@ def hybrid_on(
         device,
         TimedCpu(local, device),
         gates,
-        policy_named(policy, experts.count),
+        policy_named(policy, experts.count) if isinstance(policy, str) else policy,
         calibration_of(device.speeds, host.slot_bytes),
         torch.float32,
         recorder,
@@ -132,12 +132,14 @@ def test_counts_equal_the_trace(folder: Path, policy: ExpertPolicy, speeds: Spee
             active += len(indices.unique())
     movement = recorder.frame(0).movement
     assert movement is not None
-    by_kind = {kind: [op for op in device.trace if op.kind == kind] for kind in ("copy", "run", "cpu")}
+    kinds = ("copy", "run", "cpu", "fill")
+    by_kind = {kind: [op for op in device.trace if op.kind == kind] for kind in kinds}
     spans = {kind: [(op.start, op.end) for op in ops] for kind, ops in by_kind.items()}
     on_device = spans["copy"] + spans["run"]
     moved = sum(op.nbytes for op in device.trace if op.kind in ("download", "upload"))
     assert movement.tokens == 88
-    assert movement.weight_bytes == sum(op.nbytes for op in by_kind["copy"])
+    assert movement.weight_bytes == sum(op.nbytes for op in by_kind["copy"] + by_kind["fill"])
+    assert movement.learned == len(by_kind["fill"])
     assert movement.activation_bytes == moved
     assert movement.hits + movement.misses == active
     if policy != "stream":
@@ -159,8 +161,7 @@ def routed_to(experts: Experts, chosen: list[list[int]]) -> tuple[torch.Tensor, 
 def test_copies_overlap_computing(folder: Path) -> None:
     # Four experts, nothing there: the second is copied while the first computes, into the other of two slots.
     device = StandInDevice(speeds=Speeds(copy_s=1.0, gpu_s=0.6))
-    executor, _ = hybrid_on(folder, device, "stream", 0)
-    executor._policy = Stream(on_demand=True)
+    executor, _ = hybrid_on(folder, device, Stream(on_demand=True), 0)
     device.trace.clear()
     executor.run(0, *routed_to(experts_of(folder), [[0, 1], [2, 3]]))
     copies = [op for op in device.trace if op.kind == "copy"]
@@ -171,8 +172,7 @@ def test_copies_overlap_computing(folder: Path) -> None:
     assert [op.start - begun for op in runs] == pytest.approx([1.0, 2.0, 3.0, 4.0])
     # Where computing takes longer, a copy waits until its slot is read.
     slow = StandInDevice(speeds=Speeds(copy_s=1.0, gpu_s=5.0))
-    executor, _ = hybrid_on(folder, slow, "stream", 0)
-    executor._policy = Stream(on_demand=True)
+    executor, _ = hybrid_on(folder, slow, Stream(on_demand=True), 0)
     slow.trace.clear()
     executor.run(0, *routed_to(experts_of(folder), [[0, 1], [2, 3]]))
     copies = [op for op in slow.trace if op.kind == "copy"]
@@ -223,6 +223,68 @@ def test_resizing_while_running(folder: Path) -> None:
     assert len(executor.cache) > 0
     executor.close()
     assert device.buffers == {}
+
+
+def test_new_room_is_filled_at_once_also_where_copying_never_pays(folder: Path) -> None:
+    for policy in ("balanced", "twiddler", "layers", "lru-offload"):
+        device = StandInDevice(speeds=Speeds(copy_s=1000.0))
+        executor, _ = hybrid_on(folder, device, policy, 0)
+        for layers in (1, 2):
+            executor.resize(layers * 8 * executor.slot_bytes)
+            assert len(executor.cache) == layers * 8, policy
+
+
+def test_where_copying_never_pays_the_cache_follows_the_use_all_the_same(folder: Path) -> None:
+    # A copy takes as long as fifty experts on the CPU, so no expert is ever copied to be run.
+    device = StandInDevice(speeds=Speeds(copy_s=50.0))
+    executor, recorder = hybrid_on(folder, device, "balanced", 6)
+    plain, _ = hybrid_on(folder, StandInDevice(), "layers", 0)
+    before = executor.resident()
+    hot = [[expert for expert in range(8) if expert not in row][-2:] for row in before]
+    device.trace.clear()
+    steps = 80
+    for step in range(steps):
+        for layer in executor._layers:
+            hidden, _, weights = routes(experts_of(folder), 1, seed=step * 8 + layer)
+            chosen = torch.tensor([hot[layer]])
+            found = executor.run(layer, hidden, chosen, weights)
+            assert torch.equal(found, plain.run(layer, hidden, chosen, weights))
+    movement = recorder.frame(0).movement
+    assert movement is not None
+    assert movement.moved == 0
+    assert [set(row) for row in executor.resident()] == [set(row) for row in hot]
+    assert movement.learned == 6, "each once: what is in use does not go back and forth"
+    # Nobody waited for a copy: no layer took longer than the CPU would have taken for it, and what travels besides.
+    assert movement.total_s < steps * 3 * (device.speeds.on_cpu(1) * 2 + 10 * device.speeds.activation_s)
+
+
+def test_even_use_moves_nothing(folder: Path) -> None:
+    device = StandInDevice(speeds=Speeds(copy_s=50.0))
+    executor, recorder = hybrid_on(folder, device, "balanced", 12)
+    for step in range(150):
+        for layer in executor._layers:
+            hidden, indices, weights = routes(experts_of(folder), 1, seed=step * 8 + layer)
+            executor.run(layer, hidden, indices, weights)
+    movement = recorder.frame(0).movement
+    assert movement is not None
+    assert movement.learned < 20, "450 layers, 900 routes"
+
+
+def test_a_learned_copy_that_fails_is_said_and_the_expert_runs_on_the_cpu(folder: Path) -> None:
+    for faults in (Faults(copies_refused={1}), Faults(copies_damaged={1})):
+        device = StandInDevice(speeds=Speeds(copy_s=50.0), faults=faults)
+        executor, recorder = hybrid_on(folder, device, "balanced", 0)
+        plain, _ = hybrid_on(folder, StandInDevice(), "layers", 0)
+        executor._memory._wanted = 1
+        executor._memory._grow(1)
+        for step in range(12):
+            hidden, _, weights = routes(experts_of(folder), 1, seed=step)
+            chosen = torch.tensor([[1, 2]])
+            found = executor.run(0, hidden, chosen, weights)
+            assert torch.equal(found, plain.run(0, hidden, chosen, weights))
+        (line,) = recorder.take_notices()
+        assert "so it runs on the CPU this time" in line
+        assert len(executor.cache) == 1, "tried again"
 
 
 def test_no_tokens_and_no_expert_twice(folder: Path) -> None:

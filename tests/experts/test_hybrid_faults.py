@@ -9,19 +9,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from stand_in_device import Faults, Speeds, StandInDevice, TimedCpu, calibration_of
-from test_hybrid_models import MEMORY, executor_of, greedy, load, same
+from test_hybrid_models import MEMORY, PROMPT, executor_of, greedy, load, same
 
+from benchmarks.stand_in_device import Faults, Speeds, StandInDevice, TimedCpu, calibration_of
 from engine.errors import ModelError
-from engine.experts import device_cache, hybrid
+from engine.experts import device_cache, device_side, hybrid
 from engine.experts.calibration_file import calibration_key, save_calibration, shape_of
+from engine.experts.devices import DeviceLost
+from engine.free_memory import RESERVE_BYTES
 from engine.messages import Load
 from engine.models.opening import open_model
 from engine.planning.calibration import Calibration
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.runtimes.torch import sharing
+from engine.runtimes.torch.cache import KeyValueCache
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.runtime import TorchRuntime
+from engine.session import Session
 
 ONE_EXPERT = 3 * 48 * 56 * 4
 
@@ -141,7 +145,7 @@ def test_copies_that_always_fail_are_told_a_few_times(folder: Path, expected: li
     assert len(executor_of(model).cache) == 0
     assert same(greedy(model), expected)
     lines = said(model)
-    assert len(lines) == hybrid.FAILED_COPIES_TOLD
+    assert len(lines) == device_side.FAILED_COPIES_TOLD
     assert lines[-1].endswith("more of these are not told.")
 
 
@@ -206,6 +210,33 @@ def test_the_trunk_gets_the_experts_memory(
     assert any("GPU memory is short" in line for line in said(model))
     monkeypatch.setattr(model, "_forward", forward)
     assert same(greedy(model), expected)
+
+
+def test_beams_get_the_experts_memory(
+    folder: Path, expected: list[np.ndarray], monkeypatch: pytest.MonkeyPatch, small_groups: None
+) -> None:
+    model = load(folder, StandInDevice(MEMORY, holds_trunk=True))
+    full = executor_of(model).cache.capacity
+    session = Session(model, None, ends=(), defaults={})
+    free = executor_of(model)._device.memory()[0]
+    assert session._memory() == free + full * ONE_EXPERT - RESERVE_BYTES
+    rows = model.start()
+    rows.extend(PROMPT)
+    copied, refusals = KeyValueCache.rows_copied, iter(["first", "second", "third"])
+
+    def short(*arguments: object) -> object:
+        if next(refusals, None) is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return copied(*arguments)
+
+    monkeypatch.setattr(KeyValueCache, "rows_copied", short)
+    assert rows.fan_out(3).take_row(1).length == rows.length
+    assert 0 < executor_of(model).cache.capacity <= full // 8
+    assert any("GPU memory is short" in line for line in said(model))
+    monkeypatch.setattr(KeyValueCache, "rows_copied", copied)
+    assert same(greedy(model), expected)
+    # On a device beside the trunk, keys and values are in the host's memory.
+    assert load(folder, StandInDevice(MEMORY)).memory_for_rows() is None
 
 
 @pytest.mark.parametrize("policy", ["lru-offload", "balanced"])
@@ -278,3 +309,32 @@ def test_a_good_cache_stays(folder: Path, expected: list[np.ndarray], monkeypatc
     assert executor_of(model)._worth.state == "decided"
     assert executor_of(model).gpu_expert_bytes > 0
     assert said(model) == []
+
+
+def test_seeds_that_do_not_arrive_are_said(folder: Path, expected: list[np.ndarray]) -> None:
+    device = StandInDevice(MEMORY, faults=Faults(copies_refused={2, 5}))
+    model = load(folder, device, policy="twiddler")
+    assert len(executor_of(model).cache) == executor_of(model).cache.capacity - 2
+    (line,) = [notice for notice in model.facts.notices if notice.startswith("Copying 2 of 24 experts to")]
+    assert "(a fault to order); they run on the CPU" in line
+    assert same(greedy(model), expected)
+
+
+def test_a_gpu_that_cannot_be_used_is_said_and_the_cpu_answers(
+    folder: Path, expected: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone() -> StandInDevice:
+        raise DeviceLost("CUDA error: an illegal memory access was encountered")
+
+    lost = StandInDevice(MEMORY)
+    monkeypatch.setattr(lost, "memory", gone)
+    for find in (gone, lambda: lost):
+        model = TorchRuntime(find).load(folder, Load(id=1, model="mixtral", cpu_threads=1), lambda *_: None)
+        assert model.facts.policy is None
+        (line,) = [notice for notice in model.facts.notices if notice.startswith("The GPU cannot be used (")]
+        assert "so everything runs on the CPU; leave privatellm and start it again" in line
+        assert [int(x.argmax()) for x in greedy(model)] == [int(x.argmax()) for x in expected]
+    # The driver is there, and torch does not see it.
+    monkeypatch.setattr(sharing, "gpu_present", lambda: True)
+    assert any("but torch cannot use it" in notice for notice in load(folder, None).facts.notices)
+    assert load(folder, None, partitioning="cpu").facts.notices == []

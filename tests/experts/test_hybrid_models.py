@@ -9,9 +9,9 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 import pytest
-from stand_in_device import Speeds, StandInDevice, calibration_of
 from tiny_models import TINY_MOE_FAMILIES
 
+from benchmarks.stand_in_device import Speeds, StandInDevice, calibration_of
 from engine.errors import ModelError
 from engine.experts.calibration_file import calibration_key, save_calibration, shape_of
 from engine.experts.hybrid import HybridExecutor

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from stand_in_device import Faults, Speeds, StandInDevice, TimedCpu
 
+from benchmarks.stand_in_device import Faults, Speeds, StandInDevice, TimedCpu
 from engine.experts.calibration_file import shape_of
 from engine.experts.devices import DeviceError
 from engine.experts.measuring import calibration_of, measure

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from engine_process import EngineProcess
+from native_oracle import load_native
 from tiny_models import write_tiny_model
 from torch_oracle import load, prompt
 
@@ -60,6 +61,31 @@ def test_no_token_comes_from_a_changed_file(prepared: Path, kernels: str, monkey
     assert rows.length == 21
 
 
+@needs_library
+@pytest.mark.parametrize("file", ["trunk.safetensors", "experts/layer-00001.slabs"])
+def test_the_native_trunk_takes_no_token_from_a_changed_file(prepared: Path, file: str) -> None:
+    model = load_native(prepared)
+    rows = model.start()
+    rows.extend(list(range(3, 20)))
+    rows.step([5])
+    overwrite(prepared / file)
+    for ask in (lambda: rows.step([6]), lambda: rows.extend([6, 7]), model.start):
+        with pytest.raises(ModelError, match="was changed while the model was open; load the model again"):
+            ask()
+    assert rows.length == 18
+
+
+@needs_library
+def test_the_native_trunk_watches_a_plain_checkpoint(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "plain", "llama")
+    model = load_native(folder)
+    rows = model.start()
+    rows.extend([5, 6, 7])
+    overwrite(next(folder.glob("*.safetensors")))
+    with pytest.raises(ModelError, match="was changed while the model was open"):
+        rows.step([8])
+
+
 def test_a_change_during_a_pass_is_noticed_before_its_logits_are_used(prepared: Path) -> None:
     model = load(prepared)
     rows = model.start()
@@ -86,16 +112,17 @@ from engine.models.safetensors_files import MappedFile
 from engine.runtimes import runtime_named
 
 folder, unguarded, unnoticed = Path(sys.argv[1]), sys.argv[2] == "unguarded", sys.argv[3] == "unnoticed"
+runtime, wanted = sys.argv[4:6]
 if unguarded:
     file_guard.path = lambda: None
-model = runtime_named("torch").load(folder, Load(id=1, model="m", cpu_threads=2), lambda *_: None)
+model = runtime_named(runtime).load(folder, Load(id=1, model="m", cpu_threads=2), lambda *_: None)
 rows = model.start()
 rows.extend(list(range(3, 20)))
 passed = []
 def shorten():
     passed.append(0)
     if len(passed) == 2:
-        for file in (folder / "experts").iterdir():
+        for file in folder.glob(wanted):
             os.truncate(file, 0)
 if unnoticed:
     MappedFile.check_unchanged = lambda self: None
@@ -109,9 +136,11 @@ print("alive")
 """
 
 
-def shorten(folder: Path, guarded: str, noticed: str, kernels: str) -> subprocess.CompletedProcess[str]:
+def shorten(
+    folder: Path, guarded: str, noticed: str, kernels: str, runtime: str = "torch", files: str = "experts/*"
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", _SHORTEN, str(folder), guarded, noticed],
+        [sys.executable, "-c", _SHORTEN, str(folder), guarded, noticed, runtime, files],
         env={**os.environ, library.VARIABLE: kernels},
         capture_output=True,
         text=True,
@@ -131,9 +160,21 @@ def test_files_shortened_during_a_pass_end_the_answer_and_not_the_engine(prepare
 
 
 @needs_library
-def test_pages_that_cannot_be_read_are_noticed_though_the_file_looks_the_same(prepared: Path) -> None:
+@pytest.mark.parametrize("files", ["experts/*", "trunk.safetensors"])
+def test_the_native_trunk_survives_files_shortened_during_a_pass(prepared: Path, files: str) -> None:
+    """Its own weights lie in a mapped file, too."""
+    run = shorten(prepared, "guarded", "noticed", "", "native", files)
+    assert run.returncode == 0, run.stderr
+    said, alive = run.stdout.splitlines()
+    assert "was changed while the model was open; load the model again. 17" in said
+    assert alive == "alive"
+
+
+@needs_library
+@pytest.mark.parametrize("runtime", ["torch", "native"])
+def test_pages_that_cannot_be_read_are_noticed_though_the_file_looks_the_same(prepared: Path, runtime: str) -> None:
     """As on a failing disk."""
-    run = shorten(prepared, "guarded", "unnoticed", "")
+    run = shorten(prepared, "guarded", "unnoticed", "", runtime)
     assert run.returncode == 0, run.stderr
     said, alive = run.stdout.splitlines()
     assert said.startswith("disk A part of ") and "could not be read" in said and said.endswith("again. 17")
@@ -168,11 +209,12 @@ ctypes.string_at(mapped.address, 1)
 
 
 @pytest.mark.slow
-def test_the_person_is_told_and_goes_on(prepared: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("runtime", ["torch", pytest.param("native", marks=needs_library)])
+def test_the_person_is_told_and_goes_on(prepared: Path, tmp_path: Path, runtime: str) -> None:
     """Through the engine process: the answer fails with a sentence, and the model loads again once the file is back."""
     file = expert_files(prepared)[2]
     whole = file.read_bytes()
-    load_it = {"model": str(prepared), "runtime": "torch"}
+    load_it = {"model": str(prepared), "runtime": runtime}
     with EngineProcess(tmp_path / "home") as engine:
         assert isinstance(engine.ask(Load(id=1, **load_it))[-1], Loaded)
         first = engine.ask(Generate(id=2, prompt_ids=[5, 6, 7], max_tokens=6))[-1]

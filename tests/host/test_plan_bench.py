@@ -11,6 +11,7 @@ import pytest
 from engine_process import EngineProcess
 from tiny_models import write_tiny_model
 
+from engine.cpu_threads import usable_cpus
 from engine.messages import (
     Bench,
     BenchKind,
@@ -21,6 +22,7 @@ from engine.messages import (
     Generate,
     Load,
     Loaded,
+    Notice,
     Piece,
     Plan,
     Planned,
@@ -158,6 +160,7 @@ def test_experts_are_measured_once_and_plans_rest_on_it(engine: EngineProcess, h
     (planned,) = engine.ask(Plan(id=61, load=load_of(model)))
     assert isinstance(planned, Planned) and planned.tokens_per_s is not None
     assert planned.prefill_tokens_per_s is not None and "privatellm bench experts" in planned.basis
+    assert "at best" not in planned.basis  # what the runtime adds was measured beside
     (other,) = engine.ask(Plan(id=62, load=Load(id=0, model=str(model), partitioning="cpu", cpu_threads=2)))
     assert isinstance(other, Planned) and other.tokens_per_s is None  # measured with one thread
 
@@ -177,6 +180,18 @@ def test_rounds_that_mean_nothing(engine: EngineProcess, model: Path, rounds: in
 def test_a_context_that_is_too_short_is_said(engine: EngineProcess, model: Path, kind: BenchKind) -> None:
     *_, failed = engine.ask(Bench(id=72, kind=kind, load=load_of(model, context_limit=2), rounds=1))
     assert isinstance(failed, Failed) and failed.kind == "context" and "too short" in failed.error
+
+
+def test_more_threads_than_cpus_are_not_started(engine: EngineProcess, model: Path) -> None:
+    load = Load(id=74, model=str(model), partitioning="cpu", cpu_threads=1000)
+    engine.send(load)
+    said = []
+    while not isinstance(event := engine.next(), Loaded):
+        assert isinstance(event, Progress | Notice)
+        said += [event.text] if isinstance(event, Notice) else []
+    assert len(said) == 1 and said[0].startswith("1000 CPU threads were asked for; this machine runs ")
+    found = engine.ask(Bench(id=75, kind="beams", load=load, rounds=1))[-1]
+    assert isinstance(found, BenchResult) and found.data["threads"] == usable_cpus()
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_benchmark(engine: EngineProcess, model: Path) -> None:

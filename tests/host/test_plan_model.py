@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine import cpu_threads
 from engine import plan_model as planning
 from engine.errors import ModelError
 from engine.experts.calibration_file import calibration_key, save_calibration, shape_of
@@ -115,17 +116,50 @@ def test_predictions_rest_on_what_was_measured_here_and_only_that(
 ) -> None:
     monkeypatch.setattr(planning, "gpu", lambda: None)
     assert planned(folder).tokens_per_s is None
+    monkeypatch.setattr(cpu_threads, "usable_cpus", lambda: 4)
     measure(folder, None, threads=3)
     assert planned(folder).tokens_per_s is None  # with other threads
     found = planned(folder, cpu_threads=3)
     assert found.tokens_per_s is not None and "bench experts" in found.basis and "at best" in found.basis
     measure(folder, None)
     save_speed(calibration_key("float32", None, None), 1e9, "native", 0.5)
+    unknown = planned(folder, runtime="torch")
+    assert unknown.tokens_per_s == planned(folder, runtime="native").tokens_per_s  # never faster than what was measured
+    assert f"privatellm bench decode {folder} --runtime torch" in unknown.basis and "at best" in unknown.basis
     save_speed(calibration_key("float32", None, None), 1e9, "torch", 0.25)
     native, torch = planned(folder, runtime="native"), planned(folder, runtime="torch")
     assert native.tokens_per_s is not None and torch.tokens_per_s is not None
     assert native.tokens_per_s < torch.tokens_per_s < found.tokens_per_s
     assert "at best" not in native.basis
+
+
+def test_what_was_not_measured_is_measured_by_a_command_that_names_the_model(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "gpu", lambda: None)
+    assert f"`privatellm bench experts {folder}`" in planned(folder).basis
+
+
+@pytest.mark.parametrize(
+    ("asked", "threads"),
+    [
+        (None, "2: one per physical core"),
+        (3, "3: as chosen"),
+        (600, "4: 600 were asked for, but this machine runs no more at once"),
+    ],
+)
+def test_threads_and_why(folder: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None, threads: str) -> None:
+    monkeypatch.setattr(planning, "gpu", lambda: None)
+    monkeypatch.setattr(cpu_threads, "usable_cpus", lambda: 4)
+    monkeypatch.setattr(cpu_threads, "physical_cores", lambda: 2)
+    assert reasons(planned(folder, cpu_threads=asked))["threads"] == threads
+
+
+def test_a_context_longer_than_the_model_takes_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "gpu", lambda: None)
+    most = int(open_model(folder).config["max_position_embeddings"])
+    plan = planned(folder, context_limit=most + 5)
+    assert f"{most} tokens: what the model was made for, though {most + 5} were asked for" in reasons(plan)["context"]
 
 
 def test_with_a_gpu_its_own_calibration_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

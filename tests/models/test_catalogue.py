@@ -64,7 +64,7 @@ def test_a_damaged_catalogue_is_said(change: dict[str, object]) -> None:
         parse_catalogue(data)
 
 
-def test_a_name_and_its_repo_are_the_same_model(models: Path) -> None:
+def test_a_name_and_its_repo_are_the_same_model(models: Path, tmp_path: Path) -> None:
     by_name, by_repo = resolve("mixtral-8x7b"), resolve("mistralai/Mixtral-8x7B-Instruct-v0.1")
     assert by_name == by_repo == resolve("MIXTRAL-8X7B")
     assert by_name.plain_folder == models / "mistralai--Mixtral-8x7B-Instruct-v0.1"
@@ -72,6 +72,10 @@ def test_a_name_and_its_repo_are_the_same_model(models: Path) -> None:
     assert find("nothing-like-it") is None
     with pytest.raises(ModelError, match="is not on this machine; run: privatellm models pull mixtral-8x7b"):
         by_name.require_folder()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ModelError, match=r"empty is no model: it lacks config\.json"):
+        resolve(str(empty)).require_folder()
 
 
 def test_any_repo_id_is_a_model(models: Path) -> None:

@@ -269,6 +269,12 @@ def test_a_killed_build_leaves_nothing_that_opens_and_the_next_one_works(home: P
         assert store.installed() == []
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert int(done.stdout.splitlines()[-1]) < 400_000, "kB"
+    folder = store.resolve("starter").require_folder()
+    assert open_model(folder).prepared
+    os.truncate(folder / "experts" / "layer-00007.slabs", 4096)
+    with pytest.raises(ModelError, match="fetch or prepare the model again"):
+        open_model(folder)
+    subprocess.run(command, env=environment, capture_output=True, check=True)
     assert open_model(store.resolve("starter").require_folder()).prepared
     assert store.partial_downloads() == []
     assert store.remove("starter") > 700_000_000

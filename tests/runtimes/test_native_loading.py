@@ -103,7 +103,7 @@ def test_a_model_that_falls_back_says_so_in_one_line(tmp_path: Path, monkeypatch
     facts = load_session(ask_for(folder), no_progress).facts
     assert facts.runtime == "torch"
     assert [line for line in facts.notices if "PRIVATELLM_KERNELS=off" in line] == [
-        "Running on torch: the faster native trunk cannot run this model, because its kernels cannot be used: "
+        "Running on torch: the faster native trunk is not used, because its kernels cannot be used: "
         "switched off by PRIVATELLM_KERNELS=off."
     ]
     assert load_session(ask_for(folder, runtime="torch"), no_progress).facts.runtime == "torch"

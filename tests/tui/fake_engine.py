@@ -34,6 +34,7 @@ from engine.messages import (
     Prefill,
     Progress,
     Pull,
+    Resize,
     Timing,
     Watch,
 )
@@ -71,6 +72,7 @@ class FakeEngine:
         self.dies_at: int | None = None
         self.dies_loading = 0
         self.load_error: str | None = None
+        self.resize_error: str | None = None
         self.load_errors: dict[str, str] = {}
         """By model."""
         self.generate_error: str | None = None
@@ -126,6 +128,13 @@ class FakeEngine:
                 events = self._estimate(request)
             case Pull():
                 events = self._pull(request)
+            case Resize() if self.resize_error is not None:
+                yield Failed(id=request.id, error=self.resize_error, kind="memory")
+                return
+            case Resize(gpu_expert_bytes=nbytes):
+                self.facts = msgspec.structs.replace(self.facts, gpu_expert_bytes=nbytes or 0)
+                yield Loaded(id=request.id, facts=self.facts)
+                return
             case Plan():
                 yield msgspec.structs.replace(self.planned, id=request.id)
                 return

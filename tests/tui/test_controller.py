@@ -57,6 +57,17 @@ async def test_an_early_question_waits_for_the_model(engine: FakeEngine, store: 
         assert chat.path[-1].content == "Paris is the capital."
 
 
+async def test_the_model_in_use_can_be_loaded_again(engine: FakeEngine, store: ConversationStore) -> None:
+    """As an answer asks for that failed because a file was changed."""
+    async with running(Chat(engine, store)) as chat:
+        await chat.until(lambda: chat.controller.status.phase is Phase.READY)
+        chat.controller.load_again()
+        await chat.until(lambda: len(engine.sent(Load)) == 2 and chat.controller.status.phase is Phase.READY)
+        chat.controller.submit("and now?")
+        await chat.answered()
+        assert chat.path[-1].content == "Paris is the capital." and len(engine.sent(Load)) == 2
+
+
 async def test_questions_asked_meanwhile_are_answered_in_order(engine: FakeEngine, store: ConversationStore) -> None:
     engine.gate = asyncio.Event()
     engine.answer = lambda request: [f"to {request.messages[-1].content if request.messages else ''}", "."]

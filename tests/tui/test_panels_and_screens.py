@@ -182,7 +182,7 @@ async def test_a_setting_is_changed_saved_and_used(make_app: MakeApp, engine: Fa
         field.focus()
         field.value = "no number"
         await pilot.press("enter")
-        assert "max_tokens cannot be" in str(rows["max_tokens"].query_one(".setting-help", Static).visual)
+        assert "Longest answer cannot be" in str(rows["max_tokens"].query_one(".setting-help", Static).visual)
         field.value = "7"
         await pilot.press("escape")
         await wait_until(pilot, lambda: app.screen is app.chat)

@@ -162,7 +162,7 @@ class OpensScreens(Screen[None]):
 
     def _use_model(self, model: str) -> None:
         if model == self.controller.options.model:
-            self.controller.retry_loading()
+            self.controller.load_again()
             return
         problem = self.chat_app.change_setting("model", model)
         if problem:

@@ -97,7 +97,8 @@ class SettingRow(Vertical):
         try:
             checked = setting.parse(value) if isinstance(value, str) else setting.check(value)
         except SettingError as error:
-            self._complain(line, str(error))
+            # Here it is known by its label; the key is the file's.
+            self._complain(line, str(error).replace(setting.key, setting.label, 1))
             return
         same = checked == self._chat_app.settings.value(setting.key)
         if setting.takes_effect == "reload":

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
+from engine.experts.kernels.file_guard import FileGuard
 from engine.experts.kernels.pool import Pool
 from engine.experts.popularity import Popularity
 from engine.messages import ModelFacts
@@ -74,6 +75,7 @@ class NativeModel:
         self._facts = facts
         self._recorder = recorder
         self._files: ModelFiles | None = files
+        self._guard = FileGuard(files.mapped_files)
         self._pool = pool
         self._popularity = popularity
         self._page_shape = PageShape(shape.layers, shape.key_value_heads, shape.width, cache_dtype)
@@ -98,14 +100,14 @@ class NativeModel:
         """An empty cache of one row. Raises ModelError if the model's files were changed since it was loaded."""
         if self._files is None:
             raise self._closed()
-        if self._files.experts is not None:
-            self._files.experts.check_unchanged()
+        self._check_files()
         return NativeTokenRows(self, Segments(self._page_shape))
 
     def close(self) -> None:
         """Drop the weights and the mappings of the files. The model cannot run afterwards."""
         self._recorder.enabled = False
         self._weights = None
+        self._guard.close()
         self._files = None
         self._workspace = np.empty(0, np.uint8)
 
@@ -113,11 +115,14 @@ class NativeModel:
         """One forward pass over ``tokens`` [rows][positions] after what is in ``cache``.
 
         Returns the logits after the last position, float32 [rows, vocabulary], or None. A pass that raises leaves
-        the cache as it was.
+        the cache as it was. Raises ModelError if the model's files were changed: what was computed from them then is
+        not handed out.
         """
         if self._weights is None:
             raise self._closed()
         self._check_ids(tokens)
+        if phase == "prefill":
+            self._check_files()
         count = len(tokens[0])
         measured = self._recorder.enabled
         before = self._counts() if measured else {}
@@ -131,8 +136,16 @@ class NativeModel:
         finally:
             if measured:
                 self._recorder.end_step()
+        self._check_files()
         cache.commit(count)
         return logits
+
+    def _check_files(self) -> None:
+        """Raises ModelError if a file of the model is not what it was when it was mapped, or could not be read."""
+        if self._files is not None:
+            for mapped in self._files.mapped_files:
+                mapped.check_unchanged()
+            self._guard.check()
 
     def _pieces(
         self, weights: TrunkWeights, phase: Phase, tokens: list[list[int]], cache: Segments, want_logits: bool

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
+import msgspec
 import torch
 from torch import nn
 
 from engine.errors import ModelError
+from engine.experts.devices import DeviceLost
 from engine.experts.executor import Executor
 from engine.experts.hybrid import HybridExecutor
 from engine.experts.kernels.file_guard import FileGuard
@@ -22,7 +24,10 @@ from engine.runtimes.torch.cache import AnyCache, empty_cache
 from engine.runtimes.torch.experts_module import RoutedExperts, ScaledInputBlock
 from engine.runtimes.torch.hooks import TimingHooks, layer_parts
 from engine.runtimes.torch.rows import TorchTokenRows
+from engine.runtimes.torch.sharing import SharedRoom
 from engine.timing import Phase, Recorder
+
+Done = TypeVar("Done")
 
 
 class TorchModel:
@@ -37,6 +42,7 @@ class TorchModel:
         device: torch.device,
         files: ModelFiles,
         executor: Executor | None,
+        shared: SharedRoom | None = None,
     ) -> None:
         self._module = module
         self._config = config
@@ -47,6 +53,7 @@ class TorchModel:
         self._hooks = TimingHooks(layer_parts(decoder_layers(module)), recorder, device)
         self.device = device
         self.executor = executor
+        self._shared = shared
         self.between_layers: Callable[[], None] | None = None
         module.get_output_embeddings().register_forward_pre_hook(compact_input)
 
@@ -62,6 +69,26 @@ class TorchModel:
     def popularity(self) -> Popularity | None:
         """See :class:`engine.runtimes.protocol.CountsRoutes`."""
         return None if self.executor is None else self.executor.popularity
+
+    def resize_experts(self, nbytes: int | None) -> ModelFacts:
+        """See :class:`engine.runtimes.protocol.Resizable`."""
+        if self._shared is None or self._module is None:
+            raise ModelError(
+                f"The experts of {self._facts.name} are not shared with a GPU; load it with partitioning hybrid.",
+                kind="bad-input",
+            )
+        executor = self._shared.executor
+        found = self._shared.resize(nbytes)
+        self._facts = msgspec.structs.replace(self._facts, gpu_expert_bytes=found, executor=executor.description)
+        return self._facts
+
+    def memory_for_rows(self) -> int | None:
+        """See :class:`engine.runtimes.protocol.Resizable`."""
+        if self._shared is None:
+            return None
+        with suppress(DeviceLost):
+            return self._shared.executor.memory_for_trunk()
+        return None
 
     def start(self) -> TorchTokenRows:
         """An empty cache of one row. Raises ModelError if the model's files were changed since it was loaded."""
@@ -79,7 +106,7 @@ class TorchModel:
         self._files = None
         if isinstance(self.executor, HybridExecutor):
             self.executor.close()
-        self.executor = None
+        self.executor = self._shared = None
 
     def run(self, phase: Phase, tokens: list[list[int]], cache: AnyCache, want_logits: bool) -> Logits | None:
         """One forward pass over ``tokens`` [rows][positions] after what is in ``cache``.
@@ -102,7 +129,7 @@ class TorchModel:
         layers = decoder_layers(self._module)
         try:
             with checked(layers, check), experts_of_last(layers, int(want_logits) if phase == "prefill" else None):
-                logits = self._with_room(tokens, cache, want_logits)
+                logits = self.with_room(lambda: self._forward(tokens, cache, want_logits))
         finally:
             if measured:
                 self._recorder.end_step()
@@ -116,11 +143,11 @@ class TorchModel:
             self._files.experts.check_unchanged()
             self._guard.check()
 
-    def _with_room(self, tokens: list[list[int]], cache: AnyCache, want_logits: bool) -> Logits | None:
-        """The forward pass; if the GPU's memory runs out, the experts there make room and it is run again."""
+    def with_room(self, work: Callable[[], Done]) -> Done:
+        """What ``work`` gives; if the GPU's memory runs out, the experts there make room and it is done again."""
         while True:
             try:
-                return self._forward(tokens, cache, want_logits)
+                return work()
             except torch.OutOfMemoryError:
                 if not isinstance(self.executor, HybridExecutor) or not self.executor.make_room():
                     raise

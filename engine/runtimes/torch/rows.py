@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, Protocol, overload
+from collections.abc import Callable, Sequence
+from typing import Literal, Protocol, TypeVar, overload
 
 import torch
 
@@ -12,6 +12,8 @@ from engine.messages import ModelFacts
 from engine.runtimes.protocol import Logits
 from engine.runtimes.torch.cache import AnyCache
 from engine.timing import Phase
+
+Done = TypeVar("Done")
 
 
 class ForwardPasses(Protocol):
@@ -23,6 +25,10 @@ class ForwardPasses(Protocol):
     def facts(self) -> ModelFacts: ...
 
     def run(self, phase: Phase, tokens: list[list[int]], cache: AnyCache, want_logits: bool) -> Logits | None: ...
+
+    def with_room(self, work: Callable[[], Done]) -> Done:
+        """What ``work`` gives; where memory runs out that experts hold, it is done again with less of them there."""
+        ...
 
 
 class TorchTokenRows:
@@ -88,7 +94,8 @@ class TorchTokenRows:
         if self._rows != 1:
             raise ValueError(f"fan_out works on one row, not on {self._rows}")
         with torch.inference_mode():
-            return TorchTokenRows(self._model, self._cache.rows_copied(0, rows), rows, shared=self.length)
+            cache = self._model.with_room(lambda: self._cache.rows_copied(0, rows))
+            return TorchTokenRows(self._model, cache, rows, shared=self.length)
 
     def reorder(self, parents: Sequence[int]) -> int:
         """Row i becomes a copy of row ``parents[i]``; returns the bytes moved (0 if every row keeps its place)."""
@@ -110,4 +117,4 @@ class TorchTokenRows:
         if not 0 <= row < self._rows:
             raise ValueError(f"there is no row {row} among {self._rows}")
         with torch.inference_mode():
-            return TorchTokenRows(self._model, self._cache.rows_copied(row, 1))
+            return TorchTokenRows(self._model, self._model.with_room(lambda: self._cache.rows_copied(row, 1)))

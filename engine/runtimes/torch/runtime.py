@@ -21,7 +21,7 @@ from engine.runtimes.torch.experts_module import ExpertsPlace, find_experts, gat
 from engine.runtimes.torch.facts import describe
 from engine.runtimes.torch.loading import build_skeleton, fill_trunk, read_config
 from engine.runtimes.torch.model import TorchModel
-from engine.runtimes.torch.sharing import GpuFinder, find_room, make_hybrid, open_cache
+from engine.runtimes.torch.sharing import GpuFinder, SharedRoom, find_room, make_hybrid, open_cache
 from engine.timing import Recorder
 
 
@@ -68,11 +68,13 @@ class TorchRuntime:
             replace_experts(module, places, executor)
         fill_trunk(module, files, dtype, device, progress)
         top_k = experts_per_token(places)
+        shared: SharedRoom | None = None
         if isinstance(executor, HybridExecutor) and room is not None:
+            shared = SharedRoom(executor, room, request)
             lines += open_cache(executor, room, files, request, top_k, progress)
         load_s = time.perf_counter() - started
         facts = describe(module, config, files, request, device, dtype, executor, top_k, load_s, lines)
-        return TorchModel(module, config, facts, recorder, device, files, executor)
+        return TorchModel(module, config, facts, recorder, device, files, executor, shared)
 
 
 def set_threads(threads: int) -> None:

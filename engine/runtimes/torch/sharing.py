@@ -11,7 +11,7 @@ import torch
 from engine.errors import ModelError
 from engine.experts.calibration_file import calibration_key, load_calibration, shape_of
 from engine.experts.device_cache import gigabytes
-from engine.experts.devices import ExpertDevice
+from engine.experts.devices import DeviceLost, ExpertDevice
 from engine.experts.gates import FamilyGate
 from engine.experts.host_memory import HostExperts
 from engine.experts.hybrid import HybridExecutor
@@ -19,6 +19,7 @@ from engine.experts.local import make_cpu_experts
 from engine.experts.local_torch import TorchLocalExecutor
 from engine.experts.policy import Policy, policy_named
 from engine.experts.popularity_file import seed_counts, seed_order
+from engine.experts.reading_ahead import read_rate
 from engine.experts.speed_file import load_speed
 from engine.experts.torch_tensors import NAMES
 from engine.free_memory import available_bytes
@@ -27,6 +28,7 @@ from engine.models.files import Experts, ModelFiles
 from engine.models.sizes import Sizes, sizes_of
 from engine.planning.calibration import Calibration, Processor, estimated
 from engine.planning.hybrid import GPU_RUNTIME_BYTES, Device, Machine, ModelSizes, Wanted, gpu_room, plan, slabs_kept
+from engine.runtimes import gpu_present
 from engine.runtimes.protocol import ProgressCallback
 from engine.timing import Recorder
 
@@ -61,15 +63,26 @@ def find_room(
         )
     if request.partitioning == "cpu":
         return None, []
-    device = find_gpu()
+    try:
+        device = find_gpu()
+        free, total = device.memory() if device is not None else (0, 0)
+    except DeviceLost as error:
+        return None, [
+            f"The GPU cannot be used ({error}), so everything runs on the CPU; leave privatellm and start it again to "
+            "give the GPU another try."
+        ]
     if device is None:
         if request.partitioning == "hybrid":
             return None, ["No GPU that torch can use was found, so everything runs on the CPU."]
+        if gpu_present():
+            return None, [
+                "This machine has a GPU, but torch cannot use it (see `nvidia-smi`), so everything runs on the CPU; "
+                "partitioning cpu says that this is wanted."
+            ]
         return None, []
     sizes = sizes_of(files, NAMES[dtype])
     context = min(sizes.context_limit, request.context_limit or Wanted().context_tokens)
     needed = _model_sizes(sizes, dtype)
-    free, total = device.memory()
     room = gpu_room(needed, Device(device.name, total, free), context, request.prefill_chunk)
     wanted = request.gpu_expert_bytes
     if room >= (wanted or 0):
@@ -103,10 +116,15 @@ def _slower(
         return None
     speed = load_speed(calibration_key(NAMES[dtype], request.cpu_threads, None))
     free, total = device.memory()
+    cpu = Device("CPU", int(psutil.virtual_memory().total), available_bytes())
+    disk = None
+    mapped = sorted(getattr(files.experts, "mapped_files", ()), key=lambda each: each.size)
+    if mapped and sizes.expert_bytes + sizes.trunk_bytes > cpu.free:
+        disk = read_rate(mapped[-1].path)
     counts = seed_counts(files, sizes.experts_per_token) or {}
     planned = plan(
         sizes,
-        Machine(Device("CPU", int(psutil.virtual_memory().total), available_bytes()), Device(device.name, total, free)),
+        Machine(cpu, Device(device.name, total, free), disk_read=disk),
         Wanted(
             policy=request.policy,
             context_tokens=context,
@@ -171,6 +189,39 @@ def open_cache(
     order = seed_order(files, top_k, notices.append)
     notices += executor.open_cache(slabs * executor.slot_bytes, order, GPU_RUNTIME_BYTES // 2, progress)
     return notices
+
+
+@dataclass(frozen=True)
+class SharedRoom:
+    """What resizing needs to know of how ``request`` was met."""
+
+    executor: HybridExecutor
+    room: Room
+    request: Load
+
+    def resize(self, nbytes: int | None) -> int:
+        """Give experts ``nbytes`` of the GPU's memory (None: what is left free); what they have then.
+
+        Raises ModelError (memory), naming the shortfall, if there is too little or the GPU is lost.
+        """
+        executor, room, chunk = self.executor, self.room, self.request.prefill_chunk
+        has = executor.gpu_expert_bytes
+        try:
+            free, total = room.device.memory()
+            # Slots on their way are taken already, and so is the trunk; of keys and values nobody knows how many.
+            there = Device(room.device.name, total, free + has + executor.staging_bytes)
+            most = max(has, gpu_room(replace(room.sizes, trunk_bytes=0), there, room.context_tokens, chunk))
+            if nbytes is not None and nbytes > most:
+                raise ModelError(
+                    f"{room.device.name} lacks {gigabytes(nbytes - most)} for {gigabytes(nbytes)} of experts beside "
+                    f"the trunk, keys and values, and workspace; choose {gigabytes(most)} or less.",
+                    kind="memory",
+                )
+            policy: Policy = policy_named(self.request.policy)
+            slabs = slabs_kept(room.sizes, policy, most if nbytes is None else nbytes)
+            return executor.resize(slabs * executor.slot_bytes)
+        except DeviceLost as error:
+            raise ModelError(f"{room.device.name} stopped working ({error}); load the model again.") from error
 
 
 def _model_sizes(sizes: Sizes, dtype: torch.dtype) -> ModelSizes:

@@ -1,4 +1,4 @@
-"""A device for tests: buffers of its own, two queues in virtual time, and faults to order.
+"""A device for tests and simulations: buffers of its own, two queues in virtual time, and faults to order.
 
 Running an expert reads the slot's bytes and nothing else, with the CPU's own arithmetic: the bytes lie as far from a
 multiple of 64 as they do in the host's memory, because torch's matrix products round by that.
@@ -10,6 +10,7 @@ every run is the same.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -52,6 +53,35 @@ class Speeds:
     def on_cpu(self, tokens: int) -> float:
         return self.cpu_s * (1.0 + 0.1 * (tokens - 1))
 
+    def on_gpu(self, tokens: int) -> float:
+        return self.gpu_s
+
+
+@dataclass(frozen=True)
+class CalibratedSpeeds(Speeds):
+    """The speeds of a machine as measured, or assumed, whatever the size of the weights that are really moved."""
+
+    cpu: Curve = field(default_factory=lambda: Curve((1,), (1.0,)))
+    gpu: Curve = field(default_factory=lambda: Curve((1,), (0.1,)))
+
+    @classmethod
+    def of(cls, calibration: Calibration) -> CalibratedSpeeds:
+        """Raises ValueError if the calibration knows no GPU."""
+        if calibration.gpu is None or calibration.activation_copy is None:
+            raise ValueError(f"the calibration of {calibration.machine!r} has no GPU")
+        return cls(
+            copy_s=calibration.weight_copy,
+            activation_s=calibration.activation_copy.at(1) / 2,
+            cpu=calibration.cpu,
+            gpu=calibration.gpu,
+        )
+
+    def on_cpu(self, tokens: int) -> float:
+        return self.cpu.at(tokens)
+
+    def on_gpu(self, tokens: int) -> float:
+        return self.gpu.at(tokens)
+
 
 def calibration_of(speeds: Speeds, expert_bytes: int, hidden: int = 48, ffn: int = 56) -> Calibration:
     """What measuring a machine of these speeds would give."""
@@ -77,14 +107,15 @@ class Clock:
 class Operation:
     """One entry of the trace; ``start`` and ``end`` in virtual seconds."""
 
-    kind: Literal["copy", "run", "download", "upload", "cpu"]
+    kind: Literal["copy", "run", "download", "upload", "cpu", "fill"]
+    """``fill``: a copy begun between two layers."""
     start: float
     end: float
     nbytes: int = 0
     slot: Slot | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class CopyTicket:
     slot: Slot
     pieces: tuple[HostPiece, ...]
@@ -138,6 +169,9 @@ class StandInDevice:
         self._pending: list[CopyTicket] = []
         self._counts = {"copy": 0, "run": 0, "upload": 0, "any": 0}
         self._copies_free = self._computing_free = 0.0
+        self._in_layer = False
+        self._begun: list[CopyTicket] = []
+        self._read: list[weakref.ref[Any]] = []
         self._first = 0
         self._read_until: dict[Slot, float] = {}
         self._shifts: dict[Slot, int] = {}
@@ -167,7 +201,7 @@ class StandInDevice:
         return slots
 
     def release(self, slots: Sequence[Slot]) -> None:
-        self._operation()
+        self.synchronize()
         for slot in slots:
             del self.buffers[slot]
 
@@ -182,6 +216,8 @@ class StandInDevice:
     def begin(self) -> None:
         self._operation()
         self._first = len(self.trace)
+        self._in_layer = True
+        self._begun, self._read = [], []
 
     def copy(self, slot: Slot, pieces: Sequence[HostPiece]) -> CopyTicket:
         self._operation()
@@ -190,10 +226,15 @@ class StandInDevice:
             raise CopyFailed("a fault to order")
         start = max(self.clock.seconds, self._copies_free, self._read_until.get(slot, 0.0))
         end = self._copies_free = start + self.speeds.copy_s
-        self.trace.append(Operation("copy", start, end, sum(piece.tensor.nbytes for piece in pieces), slot))
+        self.trace.append(
+            Operation(
+                "copy" if self._in_layer else "fill", start, end, sum(piece.tensor.nbytes for piece in pieces), slot
+            )
+        )
         self.buffers[slot].fill_(0x5A)
         ticket = CopyTicket(slot, tuple(pieces), end, number in self.faults.copies_damaged)
         self._pending = [other for other in self._pending if other.slot != slot] + [ticket]
+        self._begun.append(ticket)
         return ticket
 
     def run(
@@ -214,7 +255,8 @@ class StandInDevice:
                 raise CopyFailed("a fault to order, found late")
             self._finish(after)
         start = max(self.clock.seconds, self._computing_free, after.end if after is not None else 0.0)
-        end = self._computing_free = self._read_until[slot] = start + self.speeds.gpu_s
+        end = self._computing_free = self._read_until[slot] = start + self.speeds.on_gpu(len(rows))
+        self._read += [weakref.ref(rows.untyped_storage()), weakref.ref(out.untyped_storage())]
         self.trace.append(Operation("run", start, end, slot=slot))
         shift = self._shifts[slot]
         key = (slot, shift, rows.dtype, gate)
@@ -225,9 +267,15 @@ class StandInDevice:
         out.copy_(self._experts[key].outputs(0, rows, torch.zeros(len(rows), 1, dtype=torch.int64)))
 
     def end(self) -> Work:
+        """Only what this layer began is waited for."""
         self._operation()
-        self.synchronize()
+        self._in_layer = False
+        assert all(reference() is not None for reference in self._read), "memory was given back while it was read"
+        for ticket in self._begun:
+            if not ticket.failed:
+                self._finish(ticket)
         done = [op for op in self.trace[self._first :] if op.kind in ("copy", "run")]
+        self.clock.seconds = max([self.clock.seconds, *(op.end for op in done)])
         return Work(min(op.start for op in done), max(op.end for op in done)) if done else Work(0.0, 0.0)
 
     def download(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -297,7 +345,7 @@ class SlotExperts:
         pass
 
     def _words(self, place: PartView) -> np.ndarray[Any, Any]:
-        width = WIDTHS[self.dtype]().itemsize
+        width = np.dtype(WIDTHS[self.dtype]).itemsize
         whole = self._bytes[place.offset :]
         words = whole[: len(whole) // width * width].view(WIDTHS[self.dtype])
         strides = tuple(step * words.itemsize for step in place.stride)
