@@ -37,7 +37,7 @@ PROBES = "ЖЩЫЮЯЭФЦЧШЪЬБДЗИЛПУ"
 PLACEHOLDER = b"Ask something"
 """What the chat draws where one types, once it is ready for typing."""
 CTRL_N, CTRL_Q, F5, BACKSPACE = b"\x0e", b"\x11", b"\x1b[15~", b"\x7f"
-ANSWER_LIMIT = 600.0
+ANSWER_LIMIT = 120.0
 NO_ANSWER = (0, "", 0, 0.0, 0)
 
 
@@ -51,7 +51,9 @@ def make_home(home: Path, models: Path, model: str, tokens: int, threads: int) -
     wanted = {"model": model, "temperature": 0.0, "max_tokens": tokens, "cpu_threads": threads, "partitioning": "cpu"}
     for key, value in wanted.items():
         settings.change(key, value)
-    return {**os.environ, "PRIVATELLM_HOME": str(home), "TERM": "xterm-256color", "COLORTERM": "truecolor"}
+    # COLUMNS and LINES would be believed before the terminal's own size.
+    inherited = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "LINES")}
+    return {**inherited, "PRIVATELLM_HOME": str(home), "TERM": "xterm-256color", "COLORTERM": "truecolor"}
 
 
 def ask(environment: dict[str, str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from engine.generation.text import IncrementalDecoder, StopStrings
 from engine.messages import AnyEvent, Beam, BeamProgress, Finished, FinishReason, Generate, Notice, Piece
 from engine.timing import Recorder
 
-PIECE_INTERVAL_S = 1 / 30
+PIECE_INTERVAL_S = 1 / 15
 BEAM_INTERVAL_S = 1 / 10
 TIMING_INTERVAL_S = 1 / 4
 
@@ -140,7 +140,7 @@ class Turn:
 
 
 class TextStream:
-    """An answer's tokens on their way to the screen, in pieces at most thirty a second, the first one at once."""
+    """An answer's tokens on their way to the screen, in pieces at most fifteen a second, the first one at once."""
 
     def __init__(self, turn: Turn, decoder: IncrementalDecoder | None, stops: StopStrings) -> None:
         self._turn = turn

@@ -56,7 +56,7 @@ from engine.messages import (
 AUTOSAVE_S = 0.5
 """Half of the second of text that a crash may cost; the other half is for a slow disk."""
 WATCH_ENGINE_S = 1.0
-FIGURES_S = 0.4
+FIGURES_S = 1.0
 """Between two changes of the figures that grow with an answer: nobody reads them faster."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-SHARE = 0.04
+SHARE = 0.03
 """Of one core, for the screen while an answer is written. The engine's threads wait for one another in every layer, so
 what the screen takes from one of them it takes from the answer."""
 

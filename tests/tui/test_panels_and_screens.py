@@ -193,6 +193,24 @@ async def test_a_setting_is_changed_saved_and_used(make_app: MakeApp, engine: Fa
         assert request.max_tokens == 7
 
 
+async def test_leaving_does_not_drop_a_wrong_value_unsaid(make_app: MakeApp, home: Path) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        rows = await open_settings_screen(pilot, app)
+        before = app.settings
+        field = rows["max_tokens"].query_one(Input)
+        field.focus()
+        field.value = "no number"
+        await pilot.press("tab", "escape")
+        await pilot.pause()
+        assert isinstance(app.screen, SettingsScreen) and app.focused is field
+        assert "Longest answer cannot be" in str(rows["max_tokens"].query_one(".setting-help", Static).visual)
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: app.screen is app.chat)
+        assert app.settings == before and not (home / "settings.toml").exists()
+
+
 def prediction_of(app: ChatApp) -> str:
     return str(app.screen.query_one(Prediction).render())
 

@@ -151,6 +151,8 @@ class ChatScreen(OpensScreens):
         match event.update:
             case StatusChanged():
                 self._on_the_way.discard(0)
+                # Blinking is drawing, and what drawing takes the answer lacks.
+                self.prompt.cursor_blink = not self.controller.busy
                 self.query_one(StatusLine).update()
                 self.query_one(Welcome).show(self.controller.status)
                 if self._notice_of_unsaved and not self.controller.status.unsaved:

@@ -90,8 +90,8 @@ class SettingRow(Vertical):
         # A choice that was made where it could be had is still shown as chosen.
         return RadioButton(text, value=choice == value, disabled=bool(reason) and choice != value, name=choice)
 
-    def take(self, value: object) -> None:
-        """Apply ``value``, as typed or chosen, and say what is wrong with it."""
+    def take(self, value: object) -> bool:
+        """Apply ``value``, as typed or chosen; False, and what is wrong with it is said, if it cannot be taken."""
         setting = self.setting
         line = self.query_one(".setting-help", Static)
         try:
@@ -99,7 +99,7 @@ class SettingRow(Vertical):
         except SettingError as error:
             # Here it is known by its label; the key is the file's.
             self._complain(line, str(error).replace(setting.key, setting.label, 1))
-            return
+            return False
         same = checked == self._chat_app.settings.value(setting.key)
         if setting.takes_effect == "reload":
             self._draft.pop(setting.key, None)
@@ -108,12 +108,25 @@ class SettingRow(Vertical):
             self.set_class(not same, "-drafted")
         if same or setting.takes_effect == "reload":
             self._settle(line)
-            return
+            return True
         problem = self._chat_app.change_setting(setting.key, checked)
         if problem:
             self._complain(line, problem)
         else:
             self._settle(line)
+        return not problem
+
+    def take_field(self) -> bool:
+        """As :meth:`take`, of what stands in the field; True where there is none."""
+        match self._control:
+            case Input():
+                return self.take(self._control.value)
+            case TextArea():
+                return self.take(self._control.text)
+        return True
+
+    def focus_control(self) -> None:
+        self._control.focus()
 
     def _complain(self, line: Static, problem: str) -> None:
         line.update(Content(problem))
@@ -175,6 +188,7 @@ class SettingsScreen(Screen[str]):
         self._controller = controller
         self._draft = Draft()
         self._timer: Timer | None = None
+        self._warned = False
 
     def compose(self) -> ComposeResult:
         app = cast(ChatHost, self.app)
@@ -278,12 +292,12 @@ class SettingsScreen(Screen[str]):
 
     def action_leave(self) -> None:
         # A field that still has the focus is taken as it stands.
-        for row in self.query(SettingRow):
-            control = row.query("Input, TextArea").first() if row.query("Input, TextArea") else None
-            if isinstance(control, Input):
-                row.take(control.value)
-            elif isinstance(control, TextArea):
-                row.take(control.text)
+        refused = [row for row in self.query(SettingRow) if not row.take_field()]
+        if refused and not self._warned:
+            self._warned = True
+            refused[0].focus_control()
+            self.notify("This value cannot be taken; esc again leaves it as it was.", severity="warning")
+            return
         self.dismiss(cast(ChatHost, self.app).change_settings(self._draft) if self._draft else "")
 
 
