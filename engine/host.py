@@ -280,8 +280,8 @@ class Host:
 def keeper_for(session: Session, model: str, notice: Callable[[str], None]) -> PopularityKeeper | None:
     """What keeps the use of ``session``'s experts; None for a dense model, or a runtime that does not count it."""
     from engine.experts.popularity_file import PopularityKeeper, ProfileModel
-    from engine.models.profiles import profile_key, profile_paths
-    from engine.models.store import resolve
+    from engine.models.profiles import profile_paths
+    from engine.models.store import profile_key, resolve
     from engine.runtimes.protocol import CountsRoutes
 
     popularity = session.model.popularity if isinstance(session.model, CountsRoutes) else None

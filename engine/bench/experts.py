@@ -16,7 +16,8 @@ from engine.experts.popularity import Popularity
 from engine.experts.popularity_file import model_of, save_profile
 from engine.messages import BenchResult
 from engine.models.files import Experts, ModelFiles
-from engine.models.profiles import profile_key, profile_paths
+from engine.models.profiles import profile_paths
+from engine.models.store import profile_key
 from engine.planning.calibration import Calibration
 
 SHORT_PROMPT = 16

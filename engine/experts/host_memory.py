@@ -22,8 +22,7 @@ import torch
 from engine.errors import ModelError
 from engine.experts.devices import HostPiece, PartView, SlotLayout
 from engine.models.bank import BankExperts
-from engine.models.files import Experts, ExpertWeights, StoredTensor
-from engine.models.safetensors_files import MappedFile
+from engine.models.files import Experts, ExpertWeights, FileMapping, StoredTensor
 from engine.runtimes.protocol import ProgressCallback
 
 ALIGNMENT = 64
@@ -83,7 +82,7 @@ class HostExperts:
 
         Returns a line for the person if they are not locked, or not all. ``available`` bytes of memory: as measured.
         """
-        files: tuple[MappedFile, ...] = getattr(self.experts, "mapped_files", ())
+        files: tuple[FileMapping, ...] = getattr(self.experts, "mapped_files", ())
         wanted = sum(mapped.size for mapped in files)
         room = psutil.virtual_memory().available if available is None else available
         if wanted > LOCKED_SHARE * room:
@@ -145,7 +144,7 @@ class HostExperts:
 class _LockedFile:
     """A second mapping of a file, shared and read-only."""
 
-    def __init__(self, mapped: MappedFile, unregister: Callable[[int], None]) -> None:
+    def __init__(self, mapped: FileMapping, unregister: Callable[[int], None]) -> None:
         mapped.check_unchanged()
         with mapped.path.open("rb") as file:
             self._mapping = mmap.mmap(file.fileno(), mapped.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)

@@ -19,7 +19,8 @@ from engine.experts.popularity import Popularity
 from engine.models.durable_files import new_file
 from engine.models.files import Experts, ModelFiles
 from engine.models.locations import ensure
-from engine.models.profiles import profile_key, profile_paths
+from engine.models.profiles import profile_paths
+from engine.models.store import profile_key
 
 PROFILE_VERSION = 1
 HALF_LIFE_TOKENS = 50_000

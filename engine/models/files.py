@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from engine.models.safetensors_files import MappedFile
 
 
 @dataclass(frozen=True)
@@ -55,6 +52,25 @@ class ExpertWeights:
     gate_bias: StoredTensor | None = None
     up_bias: StoredTensor | None = None
     down_bias: StoredTensor | None = None
+
+
+class FileMapping(Protocol):
+    """A file of the model as it is mapped into this process."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def address(self) -> int:
+        """Where the mapping begins in this process's memory."""
+        ...
+
+    def check_unchanged(self) -> None:
+        """Raises ModelError if the file at this path is no longer the one that was mapped, or was changed."""
+        ...
 
 
 class Experts(Protocol):
@@ -112,7 +128,7 @@ class ModelFiles(Protocol):
         ...
 
     @property
-    def mapped_files(self) -> tuple[MappedFile, ...]:
+    def mapped_files(self) -> tuple[FileMapping, ...]:
         """Every file that tensors lie in, the trunk's too."""
         ...
 

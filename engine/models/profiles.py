@@ -6,20 +6,8 @@ from pathlib import Path
 
 from engine.models.locations import locate
 
-PREPARED = ".prepared"
 SUFFIXES = (".json", ".calibration.json")
 """Learned from the person's own use; from the calibration prompts."""
-
-
-def profile_key(folder: Path) -> str:
-    """One name for the model in ``folder``, the same for its plain folder and for its bank."""
-    folder = folder.absolute()
-    if folder.parent == locate("models").absolute():
-        return folder.name.removesuffix(PREPARED)
-    # As engine.models.store names the bank of a folder that lies elsewhere.
-    from engine.models.store import resolve
-
-    return resolve(str(folder)).prepared_folder.name.removesuffix(PREPARED)
 
 
 def profile_paths(key: str) -> tuple[Path, Path]:

@@ -201,6 +201,14 @@ def remove(name: str) -> int:
     return freed + remove_profiles(key)
 
 
+def profile_key(folder: Path) -> str:
+    """What is learned of the model in ``folder`` is kept under this name: one for its plain folder and its bank."""
+    folder = folder.absolute()
+    if folder.parent == locate("models").absolute():
+        return folder.name.removesuffix(PREPARED)
+    return resolve(str(folder)).prepared_folder.name.removesuffix(PREPARED)
+
+
 def repo_folder_name(repo: str) -> str:
     """``owner/name`` as one folder name."""
     return repo.replace("/", "--")

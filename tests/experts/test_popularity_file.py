@@ -31,7 +31,8 @@ from engine.experts.popularity_file import (
 from engine.models import store
 from engine.models.opening import open_model
 from engine.models.prepare import prepare
-from engine.models.profiles import profile_key, profile_paths
+from engine.models.profiles import profile_paths
+from engine.models.store import profile_key
 
 MODEL = ProfileModel(layers=(1, 3), experts=3, expert_bytes=300)
 

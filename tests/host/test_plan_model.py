@@ -18,7 +18,8 @@ from engine.experts.speed_file import load_speed, save_speed
 from engine.machine import Gpu
 from engine.messages import Load, ModelFacts, Plan, Planned
 from engine.models.opening import open_model
-from engine.models.profiles import profile_key, profile_paths
+from engine.models.profiles import profile_paths
+from engine.models.store import profile_key
 from engine.plan_model import plan_model
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve
 

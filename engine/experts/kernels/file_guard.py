@@ -11,14 +11,14 @@ from collections.abc import Iterable
 
 from engine.errors import ModelError
 from engine.experts.kernels.library import load, path
-from engine.models.safetensors_files import MappedFile
+from engine.models.files import FileMapping
 
 
 class FileGuard:
     """Watches ``files`` until it is closed, and keeps them mapped. Without the library it does nothing."""
 
-    def __init__(self, files: Iterable[MappedFile]) -> None:
-        self._places: dict[int, MappedFile] = {}
+    def __init__(self, files: Iterable[FileMapping]) -> None:
+        self._places: dict[int, FileMapping] = {}
         self._native = _functions()
         if self._native is not None:
             for mapped in files:
