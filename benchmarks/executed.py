@@ -29,10 +29,10 @@ from engine.experts.gates import Activation, FamilyGate
 from engine.experts.host_memory import HostExperts
 from engine.experts.hybrid import HybridExecutor
 from engine.experts.local import make_cpu_experts
-from engine.experts.policy import policy_named
 from engine.messages import ExpertMovement, ExpertPolicy
 from engine.models.files import ExpertWeights, StoredTensor
 from engine.planning.calibration import Calibration, estimated
+from engine.planning.policy import policy_named
 from engine.planning.replay import replay
 from engine.timing import Recorder
 

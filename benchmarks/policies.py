@@ -24,9 +24,9 @@ import msgspec
 import numpy as np
 
 from benchmarks.routes import Floats, mixtral_popularity, popular_order, steps
-from engine.experts.policy import Policy, policy_named
 from engine.messages import ExpertPolicy
 from engine.planning.calibration import Calibration, Curve, ExpertShape, Processor, estimated
+from engine.planning.policy import Policy, policy_named
 from engine.planning.prediction import ModelSizes
 from engine.planning.replay import Step, replay
 

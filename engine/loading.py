@@ -12,7 +12,8 @@ import msgspec
 
 from engine.errors import ModelError
 from engine.messages import Load
-from engine.runtimes.protocol import LoadedModel, ProgressCallback, Runtime
+from engine.progress import ProgressCallback
+from engine.runtimes.protocol import LoadedModel, Runtime
 
 if TYPE_CHECKING:
     from engine.session import Session

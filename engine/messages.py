@@ -24,7 +24,7 @@ RuntimeName = Literal["auto", "native", "torch", "mlx"]
 DtypeName = Literal["auto", "bfloat16", "float32"]
 Partitioning = Literal["auto", "cpu", "hybrid", "ring"]
 ExpertPolicy = Literal["balanced", "twiddler", "monde", "layers", "lru-offload", "stream"]
-"""How GPU and CPU share the experts: ours, the papers', and the papers' baselines (see engine.experts.policy)."""
+"""How GPU and CPU share the experts: ours, the papers', and the papers' baselines (see engine.planning.policy)."""
 BenchKind = Literal["decode", "prefill", "beams", "experts"]
 ErrorKind = Literal["bad-input", "model", "memory", "disk", "network", "context", "internal"]
 

@@ -50,7 +50,7 @@ def loaded_after_importing(modules: list[str], watched: tuple[str, ...]) -> list
         (("engine.messages", "engine.errors", "engine.timing"), (*HEAVY, "numpy", "textual", "app")),
         (("engine.models",), (*HEAVY, "textual", "app")),
         (("engine.planning",), (*HEAVY, "textual", "app", "subprocess", "socket")),
-        (("engine.experts.policy", "engine.experts.balancing"), (*HEAVY, "numpy", "textual", "app")),
+        (("engine.planning.policy", "engine.planning.balancing"), (*HEAVY, "numpy", "textual", "app")),
         (("engine.host", "engine.session", "engine.generation"), (*HEAVY, "textual", "app")),
         (("discovery",), (*HEAVY[:6], "engine", "app", "textual")),
     ],

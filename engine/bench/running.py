@@ -21,7 +21,8 @@ from engine.messages import Bench, BenchResult, ExpertMovement, Load, ModelFacts
 from engine.models.opening import open_model
 from engine.models.sizes import Sizes, sizes_of
 from engine.models.tokenizer import load_tokenizer
-from engine.runtimes.protocol import CountsRoutes, LoadedModel, ProgressCallback
+from engine.progress import ProgressCallback
+from engine.runtimes.protocol import CountsRoutes, LoadedModel
 
 if TYPE_CHECKING:
     from engine.session import Session

@@ -12,7 +12,8 @@ import numpy as np
 
 from engine.errors import Cancelled, ModelError
 from engine.messages import ModelFacts
-from engine.runtimes.protocol import Interrupted, Interruptible, LoadedModel, ProgressCallback, TokenRows
+from engine.progress import ProgressCallback
+from engine.runtimes.protocol import Interrupted, Interruptible, LoadedModel, TokenRows
 
 PROMPT_TOKENS = 64
 """Before decoding is measured, so that there is something to attend to."""

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Sequence
 from engine.errors import ModelError
 from engine.experts.devices import CopyFailed, DeviceLost, ExpertDevice, OutOfDeviceMemory, Slot
 from engine.experts.host_memory import HostExperts
-from engine.experts.policy import Policy
 from engine.experts.slab_cache import Key, SlabCache
-from engine.runtimes.protocol import ProgressCallback
+from engine.planning.policy import Policy
+from engine.progress import ProgressCallback
 
 STAGING_SLOTS = 2
 """For moved experts that the cache does not keep: one is copied while the other computes."""

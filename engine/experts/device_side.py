@@ -12,9 +12,9 @@ from engine.experts.device_cache import DeviceCache
 from engine.experts.devices import CopyFailed, ExpertDevice, OutOfDeviceMemory, Slot, Ticket
 from engine.experts.gates import FamilyGate
 from engine.experts.host_memory import HostExperts
-from engine.experts.policy import ActiveExpert, CacheRule, Decision
 from engine.experts.routes import SortedRoutes
 from engine.experts.slab_cache import Key
+from engine.planning.policy import ActiveExpert, CacheRule, Decision
 from engine.timing import Recorder
 
 FAILED_COPIES_TOLD = 5

@@ -23,7 +23,7 @@ from engine.errors import ModelError
 from engine.experts.devices import HostPiece, PartView, SlotLayout
 from engine.models.bank import BankExperts
 from engine.models.files import Experts, ExpertWeights, FileMapping, StoredTensor
-from engine.runtimes.protocol import ProgressCallback
+from engine.progress import ProgressCallback
 
 ALIGNMENT = 64
 LOCKED_SHARE = 0.8

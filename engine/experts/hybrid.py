@@ -22,13 +22,13 @@ from engine.experts.devices import DeviceLost, ExpertDevice, LayerWork, OutOfDev
 from engine.experts.gates import FamilyGate
 from engine.experts.host_memory import HostExperts
 from engine.experts.local import CpuExperts
-from engine.experts.policy import FEW_TOKENS, ActiveExpert, Policy
 from engine.experts.popularity import Popularity
 from engine.experts.routes import SortedRoutes, host_share, sort_routes
 from engine.experts.slab_cache import Key, SlabCache
 from engine.free_memory import RESERVE_BYTES
 from engine.planning.calibration import Calibration
-from engine.runtimes.protocol import ProgressCallback
+from engine.planning.policy import FEW_TOKENS, ActiveExpert, Policy
+from engine.progress import ProgressCallback
 from engine.timing import Recorder
 
 WORTH_EVERY = 4

@@ -28,7 +28,7 @@ OVERLAP_S = 0.1
 
 Clock = Callable[[], float]
 Report = Callable[[str, int, int, str], None]
-"""As :data:`engine.runtimes.protocol.ProgressCallback`; it raises if somebody asked to stop."""
+"""As :data:`engine.progress.ProgressCallback`; it raises if somebody asked to stop."""
 
 
 class CpuSide(Protocol):

@@ -14,7 +14,7 @@ from engine.experts.local import make_cpu_experts
 from engine.experts.torch_tensors import NAMES
 from engine.free_memory import available_bytes
 from engine.models.files import Experts, ExpertWeights, StoredTensor
-from engine.runtimes.protocol import ProgressCallback
+from engine.progress import ProgressCallback
 from engine.timing import Recorder
 
 CYCLE_BYTES = 2 << 30

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from engine.experts.devices import Slot
-from engine.experts.policy import CLEARLY, CacheRule
+from engine.planning.policy import CLEARLY, CacheRule
 
 Key = tuple[int, int]
 """(layer, expert)."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import httpx2
 
     from engine.models.hub import RemoteFile, Repository
-    from engine.runtimes.protocol import ProgressCallback
+    from engine.progress import ProgressCallback
 
     StopCheck = Callable[[], bool] | None
 

@@ -45,7 +45,7 @@ from engine.models.durable_files import flush, flush_folder, forget_cached, new_
 from engine.models.files import ExpertWeights, StoredTensor
 from engine.models.opening import open_model
 from engine.models.safetensors_files import WIDTHS, encode_header, words_dtype
-from engine.runtimes.protocol import ProgressCallback
+from engine.progress import ProgressCallback
 
 _CHUNK = 8 * 1024 * 1024
 _TILE = (64, 256)

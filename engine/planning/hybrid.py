@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from engine.experts.policy import Policy, policy_named
 from engine.messages import DeviceMemory, ExpertPolicy, PlannedChoice
 from engine.planning.calibration import Calibration
+from engine.planning.policy import Policy, policy_named
 from engine.planning.prediction import (
     PREFILL_TOKENS,
     ModelSizes,

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb
 
-from engine.experts.policy import ActiveExpert, Policy
 from engine.planning.calibration import Calibration, Curve
 from engine.planning.memory import expected_distinct_experts
+from engine.planning.policy import ActiveExpert, Policy
 
 DECODE_CONTEXT = 512
 """Tokens in the cache while decoding, for predictions."""

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.experts.policy import CLEARLY, FEW_TOKENS, ActiveExpert, CacheRule, Policy
 from engine.planning.calibration import Calibration
+from engine.planning.policy import CLEARLY, FEW_TOKENS, ActiveExpert, CacheRule, Policy
 
 HALF_LIFE_STEPS = 64
 """Steps after which a use counts half, where the rule weighs frequency."""

@@ -15,12 +15,10 @@ from numpy.typing import NDArray
 
 from engine.experts.popularity import Popularity
 from engine.messages import Load, ModelFacts
+from engine.progress import ProgressCallback
 from engine.timing import Recorder
 
 Logits = NDArray[np.float32]
-
-ProgressCallback = Callable[[str, int, int, str], None]
-"""``(stage, done, total, unit)`` as in :class:`engine.messages.Progress`."""
 
 
 class TokenRows(Protocol):

@@ -15,12 +15,12 @@ from engine.experts.gates import family_gate
 from engine.experts.host_memory import HostExperts
 from engine.experts.hybrid import HybridExecutor
 from engine.experts.local import make_local_executor
-from engine.experts.policy import Policy, Stream, policy_named
 from engine.experts.popularity_file import seed_order
 from engine.messages import ExpertPolicy
 from engine.models.files import Experts
 from engine.models.opening import open_model
 from engine.models.prepare import prepare
+from engine.planning.policy import Policy, Stream, policy_named
 from engine.timing import Recorder
 
 POLICIES: tuple[ExpertPolicy, ...] = get_args(ExpertPolicy)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.experts.devices import Slot
-from engine.experts.policy import CacheRule, policy_named
 from engine.experts.slab_cache import HALF_LIFE_STEPS, Key, SlabCache
 from engine.messages import ExpertPolicy
+from engine.planning.policy import CacheRule, policy_named
 
 LAYERS = (2, 3, 7)
 EXPERTS = 5

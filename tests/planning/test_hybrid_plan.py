@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.experts.policy import policy_named
 from engine.messages import ExpertPolicy
 from engine.planning.calibration import Calibration, ExpertShape, Processor, estimated
 from engine.planning.hybrid import (
@@ -23,6 +22,7 @@ from engine.planning.hybrid import (
     slabs_kept,
     workspace_bytes,
 )
+from engine.planning.policy import policy_named
 from engine.planning.prediction import (
     PREFILL_TOKENS,
     Shares,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.experts.policy import CacheRule, policy_named
 from engine.messages import ExpertPolicy
 from engine.planning.calibration import ExpertShape, Processor, estimated
+from engine.planning.policy import CacheRule, policy_named
 from engine.planning.replay import ReplayedCache, Step, replay
 
 NAMES = get_args(ExpertPolicy)

@@ -17,6 +17,7 @@ from engine.errors import ModelError
 from engine.messages import Load, ModelFacts
 from engine.models.opening import open_model, read_config
 from engine.models.safetensors_files import WIDTHS
+from engine.progress import ProgressCallback
 from engine.runtimes.mlx import weights
 from engine.runtimes.mlx.cache import layer_windows
 from engine.runtimes.mlx.configuration import complete_config, context_of, translate_config
@@ -26,7 +27,7 @@ from engine.runtimes.mlx.model import MlxModel, memory_named
 from engine.runtimes.mlx.rotary import correct_rotary
 from engine.runtimes.mlx.routing import LAYOUTS
 from engine.runtimes.mlx.spans import Spans
-from engine.runtimes.protocol import Config, ProgressCallback
+from engine.runtimes.protocol import Config
 from engine.timing import Recorder
 
 _DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from engine.errors import ModelError
 from engine.messages import Load
-from engine.runtimes.protocol import LoadedModel, ProgressCallback
+from engine.progress import ProgressCallback
+from engine.runtimes.protocol import LoadedModel
 
 
 def available() -> str | None:

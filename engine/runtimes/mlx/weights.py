@@ -22,9 +22,10 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 from engine.errors import ModelError
 from engine.models.files import ExpertWeights, ModelFiles, StoredTensor
 from engine.models.safetensors_files import TensorEntry, read_header
+from engine.progress import ProgressCallback
 from engine.runtimes.mlx.families import MlxFamily
 from engine.runtimes.mlx.routing import LAYOUTS, Layout
-from engine.runtimes.protocol import Config, ProgressCallback
+from engine.runtimes.protocol import Config
 
 Array = Any
 

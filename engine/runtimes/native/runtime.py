@@ -18,12 +18,12 @@ from engine.experts.popularity import Popularity
 from engine.messages import Load
 from engine.models.files import ModelFiles
 from engine.models.opening import open_model
+from engine.progress import ProgressCallback
 from engine.runtimes.native import rotary
 from engine.runtimes.native.facts import describe
 from engine.runtimes.native.model import NativeModel
 from engine.runtimes.native.shape import read_shape, why_not_shape
 from engine.runtimes.native.weights import TrunkWeights
-from engine.runtimes.protocol import ProgressCallback
 from engine.timing import Recorder
 
 NAMES: Mapping[str, library.Dtype] = {"BF16": "bfloat16", "F32": "float32"}

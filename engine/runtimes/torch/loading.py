@@ -18,7 +18,7 @@ from torch import nn
 from engine.errors import ModelError
 from engine.experts.torch_tensors import view
 from engine.models.files import ModelFiles
-from engine.runtimes.protocol import ProgressCallback
+from engine.progress import ProgressCallback
 
 COMPOSITE_PREFIX = "language_model."
 """Prefix of the text model's tensors in a checkpoint that also sees pictures."""

@@ -16,7 +16,7 @@ from engine.experts.torch_tensors import NAMES, stored_dtype
 from engine.messages import Load
 from engine.models.files import Experts, ModelFiles
 from engine.models.opening import open_model
-from engine.runtimes.protocol import ProgressCallback
+from engine.progress import ProgressCallback
 from engine.runtimes.torch.experts_module import ExpertsPlace, find_experts, gate_of, replace_experts
 from engine.runtimes.torch.facts import describe
 from engine.runtimes.torch.loading import build_skeleton, fill_trunk, read_config

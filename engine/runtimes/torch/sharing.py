@@ -17,7 +17,6 @@ from engine.experts.host_memory import HostExperts
 from engine.experts.hybrid import HybridExecutor
 from engine.experts.local import make_cpu_experts
 from engine.experts.local_torch import TorchLocalExecutor
-from engine.experts.policy import Policy, policy_named
 from engine.experts.popularity_file import seed_counts, seed_order
 from engine.experts.reading_ahead import read_rate
 from engine.experts.speed_file import load_speed
@@ -28,8 +27,9 @@ from engine.models.files import Experts, ModelFiles
 from engine.models.sizes import Sizes, sizes_of
 from engine.planning.calibration import Calibration, Processor, estimated
 from engine.planning.hybrid import GPU_RUNTIME_BYTES, Device, Machine, ModelSizes, Wanted, gpu_room, plan, slabs_kept
+from engine.planning.policy import Policy, policy_named
+from engine.progress import ProgressCallback
 from engine.runtimes import gpu_present
-from engine.runtimes.protocol import ProgressCallback
 from engine.timing import Recorder
 
 GUESSED_CPU = Processor(memory_rate=40e9, operations_rate=1e12, fixed_s=20e-6)

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.experts.policy import Balanced
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
 from engine.planning.layer_time import (
     ActiveExpert,
@@ -23,6 +22,7 @@ from engine.planning.layer_time import (
     layer_sides,
     sides,
 )
+from engine.planning.policy import Balanced
 
 POINTS = (1, 2, 4, 8, 16, 64, 256, 1024)
 

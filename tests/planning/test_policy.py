@@ -10,7 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.experts.policy import (
+from engine.messages import ExpertPolicy
+from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
+from engine.planning.layer_time import layer_sides
+from engine.planning.policy import (
     ActiveExpert,
     Balanced,
     Monde,
@@ -20,9 +23,6 @@ from engine.experts.policy import (
     hot_experts,
     policy_named,
 )
-from engine.messages import ExpertPolicy
-from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
-from engine.planning.layer_time import layer_sides
 
 NAMES = get_args(ExpertPolicy)
 MEASURED = Calibration(

@@ -5,7 +5,7 @@ which of them are in GPU memory, and answers where each runs. What the GPU keeps
 business, by the policy's :class:`CacheRule`. Every policy gives the same logits; they differ in time and bytes.
 
 ==============  ========================================================================================================
-``balanced``    default: the later of GPU and CPU is done as soon as possible (engine.experts.balancing)
+``balanced``    default: the later of GPU and CPU is done as soon as possible (engine.planning.balancing)
 ``twiddler``    Algorithm 1 of the Twiddler paper: each expert by itself, wherever it is done sooner
 ``monde``       MoNDE's load balancing: the hottest H to the GPU, H from the bandwidths, its factor tuned while running
 ``layers``      llama.cpp's -ngl: the experts of some layers on the GPU, those of the others on the CPU
@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from engine.experts.balancing import share
 from engine.messages import ExpertPolicy
+from engine.planning.balancing import share
 from engine.planning.calibration import Calibration
 from engine.planning.layer_time import ActiveExpert, Place, layer_sides
 
