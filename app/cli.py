@@ -44,7 +44,11 @@ def _chat() -> int:
 
 
 def _flush() -> None:
-    """Now, while a reader that is gone can still be dealt with."""
+    """Now, while a reader that is gone can still be dealt with. All is done then: the end of the interpreter, which
+    would die of a ctrl-c, is left alone."""
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         if sys.stdout is not None and not sys.stdout.closed:
             sys.stdout.flush()
