@@ -18,8 +18,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.experts.kernels.bindings import KernelChoice, available
 from engine.experts.kernels.layers import Gate, LayerExperts
-from engine.experts.kernels.library import KernelChoice, available
 from engine.experts.kernels.pool import Pool, physical_cores
 from engine.models.files import ExpertWeights, StoredTensor
 

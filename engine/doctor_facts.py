@@ -13,7 +13,7 @@ import msgspec
 from engine.cpu_threads import threads_of, within_this_machine
 from engine.errors import ModelError
 from engine.experts.calibration_file import calibration_key, load_calibration, shape_of
-from engine.experts.kernels import library
+from engine.experts.kernels import bindings
 from engine.machine import gpu
 from engine.messages import DoctorFacts, Load
 from engine.models.opening import open_model
@@ -34,9 +34,9 @@ def doctor_facts(load: Load) -> DoctorFacts:
 
 def _kernels(load: Load) -> DoctorFacts:
     threads = threads_of(load)
-    built, sets = library.path() is not None, list(library.available())
+    built, sets = bindings.path() is not None, list(bindings.available())
     try:
-        choice = library.choose("float32" if load.dtype == "float32" else "bfloat16")
+        choice = bindings.choose("float32" if load.dtype == "float32" else "bfloat16")
     except ModelError as error:
         return DoctorFacts(built=built, instruction_sets=sets, threads=threads, kernels_problem=str(error))
     return DoctorFacts(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.experts.calibration_file import shape_of
-from engine.experts.kernels.library import VARIABLE
+from engine.experts.kernels.bindings import VARIABLE
 from engine.experts.popularity_file import ProfileModel, model_of
 from engine.experts.reading_ahead import read_rate
 from engine.messages import Load

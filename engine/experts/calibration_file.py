@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.experts.kernels.library import choose
+from engine.experts.kernels.bindings import choose
 from engine.experts.kernels.pool import physical_cores
 from engine.machine import processor
 from engine.models.durable_files import new_file

@@ -10,8 +10,8 @@ import torch
 
 from engine.experts.executor import Executor
 from engine.experts.gates import FamilyGate
+from engine.experts.kernels.bindings import KernelChoice, choose
 from engine.experts.kernels.layers import why_not
-from engine.experts.kernels.library import KernelChoice, choose
 from engine.experts.kernels.pool import physical_cores, shared_pool
 from engine.experts.local_native import NativeLocalExecutor
 from engine.experts.local_torch import TorchLocalExecutor

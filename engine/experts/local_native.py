@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 
 from engine.experts.gates import Activation
+from engine.experts.kernels.bindings import KernelChoice
 from engine.experts.kernels.layers import Gate as KernelGate
 from engine.experts.kernels.layers import LayerExperts, layer_experts
-from engine.experts.kernels.library import KernelChoice
 from engine.experts.kernels.pool import Pool
 from engine.experts.measured import MeasuredExecutor
 from engine.experts.reading_ahead import ReadAhead

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
+from engine.experts.kernels.bindings import KernelChoice, available, load
 from engine.experts.kernels.layers import Gate, LayerExperts, linear
-from engine.experts.kernels.library import KernelChoice, available, load
 from engine.experts.kernels.pool import Pool
 
 SETS = available()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ModelError
-from engine.experts.kernels import library, pool
+from engine.experts.kernels import bindings, pool
 
 COMPILER = (sysconfig.get_config_var("CC") or "cc").split()[0]
 
@@ -22,79 +22,79 @@ COMPILER = (sysconfig.get_config_var("CC") or "cc").split()[0]
 @pytest.fixture
 def absent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As after an installation without a compiler."""
-    monkeypatch.setattr(library, "path", lambda: None)
-    library._opened.cache_clear()
+    monkeypatch.setattr(bindings, "path", lambda: None)
+    bindings._opened.cache_clear()
     yield
-    library._opened.cache_clear()
+    bindings._opened.cache_clear()
 
 
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C compiler here, so there need not be a library")
 def test_where_there_is_a_compiler_there_is_a_library() -> None:
     """The build is optional, so that nothing else would notice that it fails."""
-    assert library.path() is not None, "the native kernels were not built: run `pip install -e .` and read what it says"
-    assert library.load() is not None
-    assert "scalar" in library.available()
+    assert bindings.path() is not None, "not built: run `pip install -e .` and read what it says"
+    assert bindings.load() is not None
+    assert "scalar" in bindings.available()
 
 
 def test_the_best_set_is_chosen_and_the_reason_given() -> None:
-    best = library.choose("bfloat16", {})
-    if library.path() is None:
+    best = bindings.choose("bfloat16", {})
+    if bindings.path() is None:
         assert best.name == "none"
         return
-    assert best.name == library.available()[0]
+    assert best.name == bindings.available()[0]
     assert best.reason == "the CPU has it; PRIVATELLM_KERNELS overrides"
-    assert library.choose("float32", {}).name != "avx512_bf16"
+    assert bindings.choose("float32", {}).name != "avx512_bf16"
 
 
-@pytest.mark.skipif(library.path() is None, reason="not built")
+@pytest.mark.skipif(bindings.path() is None, reason="not built")
 def test_the_environment_overrides() -> None:
-    for name in library.available():
-        assert library.choose("bfloat16", {library.VARIABLE: name}).name == name
-    assert library.choose("bfloat16", {library.VARIABLE: " SCALAR "}).name == "scalar"
-    off = library.choose("bfloat16", {library.VARIABLE: "off"})
+    for name in bindings.available():
+        assert bindings.choose("bfloat16", {bindings.VARIABLE: name}).name == name
+    assert bindings.choose("bfloat16", {bindings.VARIABLE: " SCALAR "}).name == "scalar"
+    off = bindings.choose("bfloat16", {bindings.VARIABLE: "off"})
     assert (off.native, off.reason) == (False, "switched off by PRIVATELLM_KERNELS=off")
 
 
-@pytest.mark.skipif("avx512_bf16" not in library.available(), reason="this CPU lacks AVX512_BF16")
+@pytest.mark.skipif("avx512_bf16" not in bindings.available(), reason="this CPU lacks AVX512_BF16")
 def test_float32_is_never_rounded_even_when_asked() -> None:
-    assert library.choose("float32", {library.VARIABLE: "avx512_bf16"}).name == "avx512f"
+    assert bindings.choose("float32", {bindings.VARIABLE: "avx512_bf16"}).name == "avx512f"
 
 
 def test_a_set_that_is_none_is_refused() -> None:
     with pytest.raises(ModelError, match="PRIVATELLM_KERNELS=sse9 is no set of kernels; use one of scalar, avx2"):
-        library.choose("bfloat16", {library.VARIABLE: "sse9"})
+        bindings.choose("bfloat16", {bindings.VARIABLE: "sse9"})
 
 
-@pytest.mark.skipif(library.path() is None, reason="not built")
+@pytest.mark.skipif(bindings.path() is None, reason="not built")
 def test_a_set_this_cpu_lacks_is_refused() -> None:
-    missing = next(name for name in library.SETS if name not in library.available())
+    missing = next(name for name in bindings.SETS if name not in bindings.available())
     with pytest.raises(ModelError, match=f"PRIVATELLM_KERNELS={missing}, but this CPU lacks it .it has .*scalar"):
-        library.choose("bfloat16", {library.VARIABLE: missing})
+        bindings.choose("bfloat16", {bindings.VARIABLE: missing})
 
 
 def test_without_the_library_torch_answers_and_the_reason_says_how_to_get_it(absent: None) -> None:
-    choice = library.choose("bfloat16", {})
+    choice = bindings.choose("bfloat16", {})
     assert not choice.native
     assert "no C compiler was found when this was installed" in choice.reason
     assert "pip install" in choice.reason
-    assert library.available() == ()
+    assert bindings.available() == ()
     with pytest.raises(ModelError, match="cannot be used"):
-        library.choose("bfloat16", {library.VARIABLE: "scalar"})
+        bindings.choose("bfloat16", {bindings.VARIABLE: "scalar"})
     with pytest.raises(ModelError, match="not built"):
-        library.load()
+        bindings.load()
 
 
 def test_a_damaged_library_is_a_reason_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "_native.so"
     broken.write_bytes(b"not a library")
-    monkeypatch.setattr(library, "path", lambda: broken)
-    library._opened.cache_clear()
+    monkeypatch.setattr(bindings, "path", lambda: broken)
+    bindings._opened.cache_clear()
     try:
-        choice = library.choose("bfloat16", {})
+        choice = bindings.choose("bfloat16", {})
         assert not choice.native
         assert "cannot be opened" in choice.reason
     finally:
-        library._opened.cache_clear()
+        bindings._opened.cache_clear()
 
 
 def test_the_kernels_are_chosen_without_torch() -> None:
@@ -140,7 +140,7 @@ def test_there_are_as_many_cores_as_this_process_may_use() -> None:
     assert 1 <= pool.physical_cores() <= (os.cpu_count() or 1)
 
 
-@pytest.mark.skipif(library.path() is None, reason="not built")
+@pytest.mark.skipif(bindings.path() is None, reason="not built")
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity here")
 def test_a_pool_pins_its_threads_and_not_its_caller() -> None:
     before = os.sched_getaffinity(0)
@@ -148,8 +148,8 @@ def test_a_pool_pins_its_threads_and_not_its_caller() -> None:
     threads = {task.name for task in Path("/proc/self/task").iterdir()}
     made = pool.Pool(2, cpus=[one, one])
     try:
-        memory = (library.ctypes.c_char * (1 << 20))()
-        made.read_seconds(library.ctypes.addressof(memory), len(memory))
+        memory = (bindings.ctypes.c_char * (1 << 20))()
+        made.read_seconds(bindings.ctypes.addressof(memory), len(memory))
         (new,) = {task.name for task in Path("/proc/self/task").iterdir()} - threads
         assert os.sched_getaffinity(int(new)) == {one}
         assert os.sched_getaffinity(0) == before
@@ -157,7 +157,7 @@ def test_a_pool_pins_its_threads_and_not_its_caller() -> None:
         made.close()
 
 
-@pytest.mark.skipif(library.path() is None, reason="not built")
+@pytest.mark.skipif(bindings.path() is None, reason="not built")
 def test_no_threads_is_refused() -> None:
     with pytest.raises(ModelError, match="0 threads cannot be started"):
         pool.Pool(0)

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from engine.errors import ModelError
 from engine.experts.gates import Activation, FamilyGate
-from engine.experts.kernels import library
+from engine.experts.kernels import bindings
 from engine.experts.local import LocalExecutor, make_cpu_experts, make_local_executor
 from engine.experts.local_native import NativeLocalExecutor
 from engine.experts.local_torch import TorchLocalExecutor
@@ -25,7 +25,7 @@ LAYER, K = 1, 2
 CPU = torch.device("cpu")
 SILU = FamilyGate(Activation("silu"), Activation("silu"))
 
-needs_kernels = pytest.mark.skipif(library.path() is None, reason="the native kernels were not built")
+needs_kernels = pytest.mark.skipif(bindings.path() is None, reason="the native kernels were not built")
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +120,7 @@ def test_strided_inputs_are_read_right(folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize("tokens", [1, 5, 60])
 def test_single_routes(folders: dict[str, Path], kernels: str, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU's side of a hybrid executor: only its own routes, neither weighted nor added up."""
-    monkeypatch.setenv(library.VARIABLE, kernels)
+    monkeypatch.setenv(bindings.VARIABLE, kernels)
     experts = experts_in(folders["float32"])
     hidden, indices, weights = routes(experts, tokens)
     cpu, _ = make_cpu_experts(experts, dict.fromkeys(experts.layers, SILU), torch.float32, recorder_for(experts))
@@ -199,13 +199,13 @@ def choose_for(folder: Path, dtype: torch.dtype = torch.float32, gate: FamilyGat
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_native_kernels_run_where_they_can(folders: dict[str, Path], dtype: torch.dtype) -> None:
     description, notices = choose_for(folders["bfloat16"], dtype)
-    best = library.choose("bfloat16" if dtype == torch.bfloat16 else "float32").name
+    best = bindings.choose("bfloat16" if dtype == torch.bfloat16 else "float32").name
     assert description == f"local (native {best}, 2 threads)"
     assert notices == ""
 
 
 def test_switched_off_is_said(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(library.VARIABLE, "off")
+    monkeypatch.setenv(bindings.VARIABLE, "off")
     description, notices = choose_for(folders["bfloat16"], torch.bfloat16)
     assert description == "local (torch, cpu)"
     assert notices == ("The experts run in torch, not in the native kernels: switched off by PRIVATELLM_KERNELS=off.")
@@ -214,7 +214,7 @@ def test_switched_off_is_said(folders: dict[str, Path], monkeypatch: pytest.Monk
 
 
 def test_a_missing_library_is_said_with_the_way_out(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_opened", lambda: (None, "they were not built; install a C compiler"))
+    monkeypatch.setattr(bindings, "_opened", lambda: (None, "they were not built; install a C compiler"))
     description, notices = choose_for(folders["bfloat16"], torch.bfloat16)
     assert description == "local (torch, cpu)"
     assert "not built" in notices and "install a C compiler" in notices
@@ -222,16 +222,16 @@ def test_a_missing_library_is_said_with_the_way_out(folders: dict[str, Path], mo
 
 @needs_kernels
 def test_a_set_that_the_cpu_lacks_is_refused(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking = next(name for name in library.SETS if name not in library.available())
-    monkeypatch.setenv(library.VARIABLE, lacking)
+    lacking = next(name for name in bindings.SETS if name not in bindings.available())
+    monkeypatch.setenv(bindings.VARIABLE, lacking)
     with pytest.raises(ModelError, match=f"{lacking}.*this CPU lacks it"):
         choose_for(folders["bfloat16"], torch.bfloat16)
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", library.available())
+@pytest.mark.parametrize("name", bindings.available())
 def test_every_set_of_this_cpu_runs(folders: dict[str, Path], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(library.VARIABLE, name)
+    monkeypatch.setenv(bindings.VARIABLE, name)
     experts = experts_in(folders["bfloat16"])
     hidden, indices, weights = routes(experts, 7)
     executor = executor_on(experts, torch.bfloat16)

@@ -16,11 +16,11 @@ from torch_oracle import load, prompt
 
 from app.engine_client import how_it_ended
 from engine.errors import ModelError
-from engine.experts.kernels import library
+from engine.experts.kernels import bindings
 from engine.messages import Failed, Finished, Generate, Load, Loaded
 from engine.models.prepare import prepare
 
-needs_library = pytest.mark.skipif(library.path() is None, reason="the native library was not built")
+needs_library = pytest.mark.skipif(bindings.path() is None, reason="the native library was not built")
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def overwrite(file: Path) -> None:
 
 @pytest.mark.parametrize("kernels", ["", "off"])
 def test_no_token_comes_from_a_changed_file(prepared: Path, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(library.VARIABLE, kernels)
+    monkeypatch.setenv(bindings.VARIABLE, kernels)
     model = load(prepared)
     tokens = prompt(model, 20)
     rows = model.start()
@@ -141,7 +141,7 @@ def shorten(
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", _SHORTEN, str(folder), guarded, noticed, runtime, files],
-        env={**os.environ, library.VARIABLE: kernels},
+        env={**os.environ, bindings.VARIABLE: kernels},
         capture_output=True,
         text=True,
         check=False,

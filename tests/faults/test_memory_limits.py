@@ -18,7 +18,7 @@ from tiny_models import write_tiny_model
 from torch_oracle import load, prompt
 
 from engine.experts import local, reading_ahead
-from engine.experts.kernels import library
+from engine.experts.kernels import bindings
 from engine.experts.reading_ahead import ReadAhead, notice_beyond_memory, page_ranges, read_rate
 from engine.free_memory import container_bytes
 from engine.models.opening import open_model
@@ -70,7 +70,7 @@ def test_without_direct_reading_the_cache_is_dropped_first(tmp_path: Path, monke
 def test_the_answer_is_the_same_and_the_experts_are_asked_for_ahead(
     tmp_path: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(library.VARIABLE, kernels)
+    monkeypatch.setenv(bindings.VARIABLE, kernels)
     prepare(write_tiny_model(tmp_path / "plain", "mixtral"), tmp_path / "prepared", lambda *_: None)
     roomy = load(tmp_path / "prepared")
     tokens = prompt(roomy, 20)

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import write_tiny_model
 
-from engine.experts.kernels.library import choose
+from engine.experts.kernels.bindings import choose
 from engine.host import EXIT_BAD_FRAME, environment, physical_cores
 from engine.messages import (
     AnyRequest,

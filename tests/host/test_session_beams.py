@@ -11,7 +11,7 @@ import torch
 from tiny_models import write_tiny_model
 
 from engine.experts import local_torch
-from engine.experts.kernels.library import choose
+from engine.experts.kernels.bindings import choose
 from engine.loading import load_session
 from engine.messages import Finished, Generate, Load, RuntimeName
 from engine.runtimes.torch.model import TorchModel

@@ -84,9 +84,9 @@ def test_every_file_of_the_packages_is_in_the_wheel(wheel: Path) -> None:
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C compiler here")
 def test_the_native_kernels_are_built_and_run_from_the_wheel(environment: Path, tmp_path: Path) -> None:
     program = (
-        "from engine.experts.kernels import library\n"
-        "print(library.path())\n"
-        "print(library.choose('bfloat16', {}).name in library.available())"
+        "from engine.experts.kernels import bindings\n"
+        "print(bindings.path())\n"
+        "print(bindings.choose('bfloat16', {}).name in bindings.available())"
     )
     path, works = run([environment / "bin" / "python", "-c", program], tmp_path).splitlines()
     assert Path(path).is_relative_to(environment)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch_oracle import no_progress
 
-from engine.experts.kernels.library import choose
+from engine.experts.kernels.bindings import choose
 from engine.messages import Load
 from engine.runtimes import runtime_named
 from engine.runtimes.native.model import NativeModel

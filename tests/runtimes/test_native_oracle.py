@@ -16,7 +16,7 @@ from tiny_models import TINY_MOE_FAMILIES, write_tiny_model
 from torch_oracle import library_run, no_progress, our_run, prompt, worst
 from transformers import AutoModelForCausalLM
 
-from engine.experts.kernels.library import available
+from engine.experts.kernels.bindings import available
 from engine.models.prepare import prepare
 from engine.runtimes.protocol import Logits
 

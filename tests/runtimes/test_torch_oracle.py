@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES, write_tiny_model
 from torch_oracle import chunks_of, library_run, load, no_progress, our_run, prompt, typical, worst
 
-from engine.experts.kernels import library
+from engine.experts.kernels import bindings
 from engine.models.files import Experts, ExpertWeights
 from engine.models.opening import open_model
 from engine.models.prepare import prepare
@@ -57,9 +57,9 @@ def folders(family: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 @pytest.fixture(params=["native", "torch"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which kernels run the experts; a dense model has none."""
-    if request.param == "native" and library.path() is None:
+    if request.param == "native" and bindings.path() is None:
         pytest.skip("the native kernels were not built")
-    monkeypatch.setenv(library.VARIABLE, "off" if request.param == "torch" else "")
+    monkeypatch.setenv(bindings.VARIABLE, "off" if request.param == "torch" else "")
     return str(request.param)
 
 
@@ -77,7 +77,7 @@ def test_float32_equals_the_library_in_one_chunk_and_in_several(folders: dict[st
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_bfloat16_equals_the_library(folders: dict[str, Folders], chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(library.VARIABLE, "off")
+    monkeypatch.setenv(bindings.VARIABLE, "off")
     # The reference prefills in the same chunks: in bfloat16 another cut rounds differently, in the library too.
     for form in folders["bfloat16"].forms:
         model = load(form)
@@ -88,7 +88,7 @@ def test_bfloat16_equals_the_library(folders: dict[str, Folders], chunks: int, m
         assert worst(ours, theirs) < BFLOAT16_LIMIT
 
 
-@pytest.mark.skipif(library.path() is None, reason="the native kernels were not built")
+@pytest.mark.skipif(bindings.path() is None, reason="the native kernels were not built")
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_bfloat16_on_the_native_kernels_is_as_near_the_truth_as_the_library(
     folders: dict[str, Folders], chunks: int

@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Iterable
 
 from engine.errors import ModelError
-from engine.experts.kernels.library import load, path
+from engine.experts.kernels.bindings import load, path
 from engine.models.files import FileMapping
 
 

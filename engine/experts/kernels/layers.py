@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
-from engine.experts.kernels.library import (
+from engine.experts.kernels.bindings import (
     ACTIVATIONS,
     WEIGHT_DTYPES,
     Activation,

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from engine.errors import ModelError
-from engine.experts.kernels.library import load
+from engine.experts.kernels.bindings import load
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 _CGROUP = Path("/sys/fs/cgroup")

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.runtimes.native.library import KEY_BLOCK
-from engine.runtimes.native.library import Segment as CSegment
+from engine.runtimes.native.bindings import KEY_BLOCK
+from engine.runtimes.native.bindings import Segment as CSegment
 
 SMALLEST_PAGE = 128
 """Positions of a page, at least; pages of long rows have an eighth of what is there, so that they stay few."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from engine.experts.kernels.library import KernelChoice
+from engine.experts.kernels.bindings import KernelChoice
 from engine.messages import Load, ModelFacts
 from engine.models.files import ModelFiles
 from engine.runtimes.native.shape import Shape

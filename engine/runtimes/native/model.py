@@ -15,8 +15,8 @@ from engine.experts.kernels.pool import Pool
 from engine.experts.popularity import Popularity
 from engine.messages import ModelFacts
 from engine.models.files import ModelFiles
+from engine.runtimes.native.bindings import MEANING, PARTS, Pass, native
 from engine.runtimes.native.cache import PageShape, Segments
-from engine.runtimes.native.library import MEANING, PARTS, Pass, native
 from engine.runtimes.native.rotary import Rotary
 from engine.runtimes.native.rows import NativeTokenRows
 from engine.runtimes.native.shape import Shape

@@ -11,8 +11,8 @@ import numpy as np
 
 from engine import runtimes
 from engine.errors import ModelError
-from engine.experts.kernels import library
-from engine.experts.kernels.library import WEIGHT_DTYPES, choose
+from engine.experts.kernels import bindings
+from engine.experts.kernels.bindings import WEIGHT_DTYPES, choose
 from engine.experts.kernels.pool import physical_cores, shared_pool
 from engine.experts.popularity import Popularity
 from engine.messages import Load
@@ -26,7 +26,7 @@ from engine.runtimes.native.shape import read_shape, why_not_shape
 from engine.runtimes.native.weights import TrunkWeights
 from engine.timing import Recorder
 
-NAMES: Mapping[str, library.Dtype] = {"BF16": "bfloat16", "F32": "float32"}
+NAMES: Mapping[str, bindings.Dtype] = {"BF16": "bfloat16", "F32": "float32"}
 _STORED: Mapping[str, Literal["BF16", "F32"]] = {"bfloat16": "BF16", "float32": "F32"}
 _NUMPY: Mapping[str, np.dtype[Any]] = {"bfloat16": np.dtype(np.uint16), "float32": np.dtype(np.float32)}
 
@@ -108,6 +108,6 @@ def bulk_dtype(files: ModelFiles) -> str:
     return max(sizes, key=lambda dtype: sizes[dtype])
 
 
-def compute_dtype(files: ModelFiles, request: Load) -> library.Dtype:
+def compute_dtype(files: ModelFiles, request: Load) -> bindings.Dtype:
     """What is computed in: as the request says, or as the bulk of the checkpoint is stored."""
     return NAMES[bulk_dtype(files)] if request.dtype == "auto" else request.dtype

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 
-from engine.experts.kernels.library import Matrix, load
+from engine.experts.kernels.bindings import Matrix, load
 from engine.timing import Part
 
 KEY_BLOCK = 16
