@@ -60,6 +60,9 @@ class SmallExperts:
         self._words = numbers.astype(np.float32).view(np.uint32)
         self.nbytes = int(self._words.nbytes)
 
+    def held(self, layer: int) -> range:
+        return range(self.count)
+
     def expert(self, layer: int, expert: int) -> ExpertWeights:
         gate, up, down = self._words[layer, expert]
         shapes = ((FFN, HIDDEN), (FFN, HIDDEN), (HIDDEN, FFN))

@@ -337,6 +337,9 @@ class SlotExperts:
         self.dtype = layout.dtype
         self.nbytes = layout.size
 
+    def held(self, layer: int) -> range:
+        return range(self.count)
+
     def expert(self, layer: int, expert: int) -> ExpertWeights:
         parts = {name: StoredTensor(self.dtype, self._words(place)) for name, place in self._layout.parts.items()}
         return ExpertWeights(**parts)

@@ -130,6 +130,9 @@ class BankExperts:
         """All of one expert as bytes, [slab size], 64-byte aligned."""
         return self._view(layer, expert, "U8", (self.layout.size,), 0)
 
+    def held(self, layer: int) -> range:
+        return range(self.count)
+
     def expert(self, layer: int, expert: int) -> ExpertWeights:
         parts: dict[str, StoredTensor] = {
             place.name: self._view(layer, expert, self.dtype, place.shape, place.offset) for place in self.layout.parts

@@ -144,6 +144,9 @@ class PlainExperts:
         """Whether experts are stored transposed or interleaved, so that their matrices are strided views."""
         return any(source.tensor.strided for source in self._sources.values())
 
+    def held(self, layer: int) -> range:
+        return range(self.count)
+
     def expert(self, layer: int, expert: int) -> ExpertWeights:
         if layer not in self._tensors or not 0 <= expert < self.count:
             raise IndexError(f"no expert {expert} in layer {layer}")

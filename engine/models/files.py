@@ -6,7 +6,7 @@ This module is the contract; :mod:`engine.models.checkpoint` opens plain Hugging
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -94,7 +94,13 @@ class Experts(Protocol):
         """Bytes of all routed experts."""
         ...
 
-    def expert(self, layer: int, expert: int) -> ExpertWeights: ...
+    def held(self, layer: int) -> Sequence[int]:
+        """The experts of ``layer`` that are here, ascending: all, but in a share of a ring."""
+        ...
+
+    def expert(self, layer: int, expert: int) -> ExpertWeights:
+        """Raises IndexError for an expert that is not held."""
+        ...
 
     def check_unchanged(self) -> None:
         """Raises ModelError if a file was changed or shortened since it was opened."""

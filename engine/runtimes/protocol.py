@@ -7,6 +7,7 @@ Token ids are Python ints; logits are float32 numpy arrays on the CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,6 +17,8 @@ from numpy.typing import NDArray
 from engine.experts.popularity import Popularity
 from engine.messages import Load, ModelFacts
 from engine.progress import ProgressCallback
+from engine.ring.layers import LayerExchange
+from engine.ring.seat import Seat
 from engine.timing import Recorder
 
 Logits = NDArray[np.float32]
@@ -112,6 +115,31 @@ class Resizable(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class RingPlace:
+    """A node's place in a ring, for loading a model there: its seat, and the exchange of its MoE layers."""
+
+    seat: Seat
+    exchange: LayerExchange
+
+
+@runtime_checkable
+class Recoverable(Protocol):
+    """A loaded model that other machines run a part of."""
+
+    def recover(self, lost: Exception) -> list[str]:
+        """After :class:`engine.ring.exchange.PeerLost` came out of a pass: form again with those who are left. All rows
+        that were made before are void. Returns a line for each thing the person should know.
+
+        Raises ModelError if that cannot be done, naming the missing gigabytes (memory).
+        """
+        ...
+
+    def between_turns(self) -> list[str]:
+        """Called before a question: takes peers back that returned. If it says anything, all rows are void."""
+        ...
+
+
 @runtime_checkable
 class CountsRoutes(Protocol):
     """A loaded model that counts which experts its tokens are sent to, whether or not somebody watches."""
@@ -128,9 +156,12 @@ class Runtime(Protocol):
     @property
     def name(self) -> str: ...
 
-    def load(self, folder: Path, request: Load, progress: ProgressCallback) -> LoadedModel:
-        """Load the model in ``folder`` (prepared, or plain Hugging Face safetensors).
+    def load(
+        self, folder: Path, request: Load, progress: ProgressCallback, ring: RingPlace | None = None
+    ) -> LoadedModel:
+        """Load the model in ``folder`` (prepared, or plain Hugging Face safetensors; in a ring also a share of one).
 
+        With ``ring`` only the experts of its seat are used, and every MoE layer goes through its exchange.
         Raises :class:`engine.errors.ModelError` if the family is not supported, files are damaged, or it does not fit.
         """
         ...

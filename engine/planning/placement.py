@@ -1,0 +1,35 @@
+"""Which node of a ring holds which expert: the value that planner, transfer and executors share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Placement:
+    """``holders[i][e]``: the ranks that hold expert e of decoder layer ``layers[i]``, ascending, never none.
+
+    More than one rank may hold an expert (the overlapping placement of section 5.3 of the paper of private LLMs on
+    Apple Silicon); which of them runs it is decided per step, from the routes alone, so that all nodes agree.
+    """
+
+    layers: tuple[int, ...]
+    nodes: int
+    holders: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def experts(self) -> int:
+        """Experts per layer."""
+        return len(self.holders[0]) if self.holders else 0
+
+    def holders_of(self, layer: int) -> tuple[tuple[int, ...], ...]:
+        """Per expert of decoder layer ``layer``, its ranks."""
+        return self.holders[self.layers.index(layer)]
+
+    def held(self, rank: int, layer: int) -> tuple[int, ...]:
+        """The experts of ``layer`` that ``rank`` holds, ascending."""
+        return tuple(expert for expert, ranks in enumerate(self.holders_of(layer)) if rank in ranks)
+
+    def count_of(self, rank: int) -> int:
+        """(layer, expert) pairs that ``rank`` holds."""
+        return sum(rank in ranks for row in self.holders for ranks in row)

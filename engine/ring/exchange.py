@@ -1,0 +1,77 @@
+"""The exchange: every node hands its contribution to all others, once per MoE layer, in the same order everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from engine.errors import ModelError
+
+Buffer = bytes | bytearray | memoryview
+
+
+class PeerLost(Exception):
+    """A node of the epoch is gone; nothing of the epoch can be used any more.
+
+    ``ranks`` are those that are known to be gone (empty: not known which).
+    """
+
+    def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+
+
+class RingProtocolError(ModelError):
+    """A peer sent what no node of this version sends: too large, out of order, or with a wrong key."""
+
+
+class Exchange(Protocol):
+    """All-gather among the ranks of an epoch. One thread at a time; no call spins.
+
+    An exchange is one :meth:`send` and one :meth:`receive` on every node; between them a node may compute.
+    """
+
+    @property
+    def name(self) -> str:
+        """``tls``, ``socket``, ``envoy``, ``gloo`` or ``mlx``."""
+        ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def send(self, parts: Sequence[Buffer], capacity: int) -> None:
+        """Begin: ``parts``, one after the other, are this node's contribution (it may be empty). They may be reused
+        when :meth:`receive` has returned. ``capacity`` is the largest contribution any node may make in this exchange,
+        in bytes, the same number on all nodes. Raises PeerLost."""
+        ...
+
+    def receive(self) -> list[memoryview]:
+        """End: all contributions in rank order, this node's own too. They are valid until the next :meth:`send`.
+
+        Waits as long as the others live. Raises PeerLost if one is gone, RingProtocolError if one sent more than
+        ``capacity`` or anything that is not the expected exchange."""
+        ...
+
+    def close(self) -> None:
+        """Close every link. A :meth:`receive` that waits in another thread raises PeerLost. May be called twice."""
+        ...
+
+
+class Link(Protocol):
+    """A connection to one peer that carries frames of bytes, authenticated and (but for ``socket``) encrypted."""
+
+    def send(self, *parts: Buffer) -> None:
+        """One frame. Raises PeerLost."""
+        ...
+
+    def receive(self, limit: int) -> memoryview:
+        """The next frame, of at most ``limit`` bytes; valid until the next call. Waits. Raises PeerLost if the peer
+        is gone or the link was closed here, RingProtocolError."""
+        ...
+
+    def close(self) -> None:
+        """May be called from any thread, and twice."""
+        ...

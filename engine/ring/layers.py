@@ -1,0 +1,60 @@
+"""One node's part in every MoE layer of a pass: who runs what, the exchange, and what comes together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int32]
+Words = NDArray[Any]
+"""Numbers as they travel: float32, or bfloat16 and float16 as uint16 words."""
+
+
+class Local(Protocol):
+    """What a runtime's own experts make of a layer's routes. Called once per layer; twice where routes were mended."""
+
+    def __call__(self, indices: Indices, weights: NDArray[np.float32], extra: tuple[int, ...]) -> Words:
+        """``indices`` [tokens, k] of the routes this node runs, -1 elsewhere; ``weights`` [tokens, k]. ``extra`` are
+        experts to be run on any one token, the results thrown away (they keep memory from being unwired).
+
+        Exact mode: the un-weighted results [tokens * k, width] in the order of the routes (rows of -1 are ignored).
+        Fast mode: their weighted sum [tokens, width], zeros where a token has none here.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What came together. Exact mode: ``outputs`` [tokens * k, width], every route's un-weighted result. Fast mode:
+    ``sums``, one [tokens, width] per rank, to be added in this order. ``indices`` and ``weights`` are the routes that
+    were run: the head's, where nodes disagreed."""
+
+    indices: Indices
+    weights: NDArray[np.float32]
+    outputs: Words | None = None
+    sums: tuple[Words, ...] = ()
+
+
+class LayerExchange(Protocol):
+    """What a runtime needs of the ring; :class:`engine.ring.sharing.RingLayers` is the implementation."""
+
+    def run(
+        self,
+        layer: int,
+        indices: Indices,
+        weights: NDArray[np.float32],
+        local: Local,
+        width: int,
+        word: np.dtype[Any],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Gathered:
+        """Run a layer's routes together with the other nodes.
+
+        ``meanwhile`` is called while the wire is busy (shared experts). Raises PeerLost, RingProtocolError, and
+        :class:`engine.runtimes.protocol.Interrupted` on every node if the head gave the pass up.
+        """
+        ...
