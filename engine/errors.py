@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from engine.messages import ErrorKind
 
 
@@ -18,3 +20,14 @@ class ModelError(Exception):
 
 class Cancelled(ModelError):
     """Somebody asked to stop something long; what was done so far is kept where that is of use."""
+
+
+class PeerLost(Exception):
+    """A node of the epoch is gone; nothing of the epoch can be used any more.
+
+    ``ranks`` are those that are known to be gone (empty: not known which).
+    """
+
+    def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)

@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from engine.conversation_cache import ConversationCache
 from engine.errors import ModelError
-from engine.free_memory import available_bytes, give_back
+from engine.free_memory import available_bytes
 from engine.generation.beams import BeamRule, BeamState, Hypothesis, beam_run, check_beams
 from engine.generation.sampling import Sampler, sampling_rule
 from engine.generation.text import IncrementalDecoder, StopStrings, first_stop
@@ -25,18 +26,19 @@ from engine.messages import (
     Generate,
     Message,
     ModelFacts,
-    Prefill,
 )
 from engine.planning.memory import ModelCosts, estimate_beams, extra_beam_memory, longest_answer
-from engine.runtimes.protocol import Interrupted, Interruptible, LoadedModel, Logits, Resizable, TokenRows
+from engine.runtimes.protocol import (
+    Interrupted,
+    LoadedModel,
+    Logits,
+    Resizable,
+)
 from engine.spoken import SpokenTokens
 from engine.turn import Answer, Turn
 
 SHORTEST_BEAM_ANSWER = 64
 """Tokens an answer may at least have when nobody said how long it may get and memory is what limits it."""
-
-LONG_CHUNK = 128
-"""Tokens of a prefill chunk from which on its buffers are worth giving back to the system."""
 
 STOP_MARGIN = 8
 """Tokens decoded beyond the longest stop string's characters when looking whether a beam has reached it."""
@@ -98,11 +100,9 @@ class Session:
         self._spoken = SpokenTokens(tokenizer) if tokenizer is not None else None
         self._ends = frozenset(ends)
         self._defaults = defaults
-        self._chunk = prefill_chunk
         self._memory = memory or self._free_memory
         self._clock = clock
-        self._rows: TokenRows | None = None
-        self._tokens: list[int] = []
+        self._cache = ConversationCache(model, prefill_chunk)
         self._context: list[int] = []
 
     def _free_memory(self) -> int:
@@ -118,11 +118,11 @@ class Session:
     @property
     def cached_tokens(self) -> tuple[int, ...]:
         """The tokens whose keys and values are in the cache: the prefix the next question may share."""
-        return tuple(self._tokens)
+        return tuple(self._cache.tokens)
 
     def close(self) -> None:
         """Free the memory; the session cannot be used afterwards."""
-        self._forget()
+        self._cache.forget()
         self._model.close()
 
     def resize(self, gpu_expert_bytes: int | None) -> ModelFacts:
@@ -164,7 +164,8 @@ class Session:
         turn = Turn(request, self._model.recorder, emit, control, self._clock, len(prompt))
         try:
             with self._consistent_cache():
-                logits = self._prefill(prompt, turn)
+                self._cache.take_back_peers(turn)
+                logits = self._cache.prefill(prompt, turn)
                 if logits is None:
                     return turn.finished(Answer("", [], "cancelled"))
                 if request.beams > 1:
@@ -177,6 +178,8 @@ class Session:
             return turn.finished(answer)
         finally:
             turn.close()
+            found = self._model.facts
+            self.facts = msgspec.structs.replace(self.facts, ring=found.ring, executor=found.executor)
 
     def estimate_beams(self, request: EstimateBeams) -> BeamEstimates:
         """What beams would cost. Raises ModelError (bad-input) for a width or context that means nothing."""
@@ -193,7 +196,7 @@ class Session:
             experts_per_token=self.facts.experts_per_token,
             key_value_bytes_per_token=self.facts.key_value_bytes_per_token,
         )
-        found = estimate_beams(costs, request.widths, request.context_tokens, len(self._tokens), available)
+        found = estimate_beams(costs, request.widths, request.context_tokens, len(self._cache.tokens), available)
         return BeamEstimates(
             id=request.id,
             estimates=[BeamEstimate(c.width, c.memory_bytes, c.fits, c.relative_step_time) for c in found],
@@ -243,7 +246,7 @@ class Session:
             return most
         per_token = self.facts.key_value_bytes_per_token
         available = self._memory()
-        fits = longest_answer(request.beams, prompt_tokens, available, per_token, len(self._tokens))
+        fits = longest_answer(request.beams, prompt_tokens, available, per_token, len(self._cache.tokens))
         if fits >= most:
             return most
         if request.max_tokens is None and fits >= SHORTEST_BEAM_ANSWER:
@@ -251,80 +254,17 @@ class Session:
         asked = most if request.max_tokens is not None else min(most, SHORTEST_BEAM_ANSWER)
         if fits >= asked:
             return asked
-        needed = extra_beam_memory(request.beams, prompt_tokens, asked, per_token, len(self._tokens))
+        needed = extra_beam_memory(request.beams, prompt_tokens, asked, per_token, len(self._cache.tokens))
         raise ModelError(
             f"{request.beams} beams of {asked} tokens after a prompt of {prompt_tokens} need {_size(needed)} more "
             f"memory for keys and values, but {_size(available)} is free; use fewer beams or fewer tokens.",
             kind="memory",
         )
 
-    def _prefill(self, prompt: list[int], turn: Turn) -> Logits | None:
-        """Bring ``prompt`` into the cache; the logits after it, or None if cancelled before the end."""
-        rows = self._share_prefix(prompt)
-        reused = position = len(self._tokens)
-        turn.emit(Prefill(id=turn.id, done=position, total=len(prompt), reused=reused))
-        logits: Logits | None = None
-        while position < len(prompt):
-            if turn.cancelled():
-                return None
-            chunk = prompt[position : position + self._chunk]
-            position += len(chunk)
-            turn.watch()
-            try:
-                with self._interruptible(turn):
-                    logits = rows.extend(chunk, want_logits=position == len(prompt))
-            except Interrupted:
-                return None
-            self._tokens += chunk
-            if len(chunk) >= LONG_CHUNK:
-                give_back()
-            turn.prefilled += len(chunk)
-            turn.emit(Prefill(id=turn.id, done=position, total=len(prompt), reused=reused))
-            turn.show_timing()
-        return logits
-
-    @contextlib.contextmanager
-    def _interruptible(self, turn: Turn) -> Iterator[None]:
-        """Within it, a forward pass ends early if the turn is cancelled and the runtime can do that."""
-
-        def check() -> None:
-            if turn.cancelled():
-                raise Interrupted
-
-        model = self._model
-        if not isinstance(model, Interruptible):
-            yield
-            return
-        model.between_layers = check
-        try:
-            yield
-        finally:
-            model.between_layers = None
-
-    def _share_prefix(self, prompt: list[int]) -> TokenRows:
-        """The cache cut back to what it has in common with ``prompt``, the last prompt token always left out: its
-        logits are needed."""
-        shared = 0
-        for cached, token in zip(self._tokens, prompt[:-1], strict=False):
-            if cached != token:
-                break
-            shared += 1
-        rows = self._rows
-        if rows is not None and shared == len(self._tokens):
-            return rows
-        if rows is None or shared == 0 or not rows.can_truncate:
-            self._forget()
-            self._rows = rows = self._model.start()
-        else:
-            rows.truncate(shared)
-            del self._tokens[shared:]
-        return rows
-
     # --- the answer -----------------------------------------------------------------------------------------------
 
     def _sample(self, turn: Turn, logits: Logits, sampler: Sampler, stops: StopStrings, most: int) -> Answer:
-        rows = self._rows
-        assert rows is not None
+        prompt = list(self._cache.tokens)
         decoder = IncrementalDecoder(self._tokenizer.decode, self._context) if self._tokenizer else None
         stream = turn.stream(decoder, stops)
         tokens: list[int] = []
@@ -345,13 +285,16 @@ class Session:
                     reason = "cancelled"
             if reason is None:
                 turn.watch()
-                logits = rows.step([token])[0]
-                self._tokens.append(token)
+                stepped = self._cache.step(token, prompt, tokens, turn)
+                if stepped is None:
+                    reason = "cancelled"
+                else:
+                    logits = stepped
                 turn.show_timing()
         return Answer(stream.finish(), tokens, reason)
 
     def _search(self, request: Generate, turn: Turn, logits: Logits, most: int) -> Answer:
-        assert self._rows is not None
+        assert self._cache.rows is not None
         rule = BeamRule(
             width=request.beams,
             max_tokens=most,
@@ -360,22 +303,24 @@ class Session:
             ends=self._ends,
             hits_stop=self._stop_check(request.stop),
         )
-        prompt = list(self._tokens)
-        run = beam_run(self._rows, rule)
+        prompt = list(self._cache.tokens)
+        run = beam_run(self._cache.rows, rule, lambda lost: self._cache.prompt_again(lost, prompt, turn))
         cancelled = False
         turn.watch()
-        for state in run.steps(logits):
-            turn.count_token()
-            turn.show_beams(state.step, lambda state=state: self._beams(state, request.stop))  # type: ignore[misc]
-            turn.show_timing()
-            if not state.done and turn.cancelled():
-                cancelled = True
-                break
-            turn.watch()
-        hypotheses = run.state.hypotheses()
-        best = hypotheses[0]
-        rows, kept = run.keep(best.tokens)
-        self._rows, self._tokens = rows, prompt + kept
+        try:
+            for state in run.steps(logits):
+                turn.count_token()
+                turn.show_beams(state.step, lambda state=state: self._beams(state, request.stop))  # type: ignore[misc]
+                turn.show_timing()
+                if not state.done and turn.cancelled():
+                    cancelled = True
+                    break
+                turn.watch()
+            best = run.state.hypotheses()[0]
+            rows, kept = run.keep(best.tokens)
+            self._cache.rows, self._cache.tokens = rows, prompt + kept
+        except Interrupted:
+            cancelled, best = True, run.state.hypotheses()[0]
         beams = self._beams(run.state, request.stop)
         reason: FinishReason = "cancelled" if cancelled else "stop" if self._ended(best, request.stop) else "length"
         return Answer(beams[0].text, beams[0].token_ids, reason, beams)
@@ -415,17 +360,13 @@ class Session:
 
     # --- keeping the cache honest ---------------------------------------------------------------------------------
 
-    def _forget(self) -> None:
-        self._rows = None
-        self._tokens = []
-
     @contextlib.contextmanager
     def _consistent_cache(self) -> Iterator[None]:
         """If anything goes wrong in a forward pass, nobody knows what the cache holds: start over next time."""
         try:
             yield
         except BaseException as error:
-            self._forget()
+            self._cache.forget()
             if not isinstance(error, ModelError) and ran_out_of_memory(error):
                 raise ModelError(
                     f"Memory ran out while {self.facts.name} was answering, with {_size(self._memory())} free; "

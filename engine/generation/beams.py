@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.errors import ModelError
+from engine.errors import ModelError, PeerLost
 from engine.generation.sampling import greedy_token, largest
 from engine.runtimes.protocol import Logits, TokenRows
 
@@ -228,24 +228,46 @@ class BeamRun:
     _wide: TokenRows | None = None
     _sequences: tuple[tuple[int, ...], ...] = ()
     bytes_moved: int = 0
+    _restore: Callable[[PeerLost], TokenRows] | None = None
 
     def steps(self, logits: Logits) -> Iterator[BeamState]:
         """Runs the search from the logits after the prompt, [vocabulary]; yields the state after each step."""
         move = self.state.advance(logits[None, :])
         yield self.state
         while not self.state.done:
-            if self._wide is None:
-                self._wide = self._rows.fan_out(len(move.tokens))
-                self._sequences = ((),) * len(move.tokens)
-            elif any(parent != row for row, parent in enumerate(move.parents)):
-                self.bytes_moved += self._wide.reorder(move.parents)
-                self._sequences = tuple(self._sequences[parent] for parent in move.parents)
-            stepped = self._wide.step(move.tokens)
-            self._sequences = tuple(
-                (*tokens, token) for tokens, token in zip(self._sequences, move.tokens, strict=True)
-            )
+            stepped = self._step(move)
             move = self.state.advance(stepped)
             yield self.state
+
+    def _step(self, move: Move) -> Logits:
+        """Logits [rows, vocabulary] after ``move``; the rows are made anew if what they lay on is lost."""
+        rows = len(move.tokens)
+        before = self._sequences or ((),) * rows
+        wanted = tuple(before[parent] for parent in move.parents) if self._wide is not None else before
+        try:
+            if self._wide is None:
+                self._wide = self._rows.fan_out(rows)
+            elif any(parent != row for row, parent in enumerate(move.parents)):
+                self.bytes_moved += self._wide.reorder(move.parents)
+            stepped = self._wide.step(move.tokens)
+        except PeerLost as lost:
+            stepped = self._again(lost, wanted, move.tokens)
+        self._sequences = tuple((*tokens, token) for tokens, token in zip(wanted, move.tokens, strict=True))
+        return stepped
+
+    def _again(self, lost: PeerLost, sequences: Sequence[tuple[int, ...]], tokens: Sequence[int]) -> Logits:
+        """New rows that hold ``sequences`` after the prompt, and the logits after ``tokens``."""
+        if self._restore is None:
+            raise lost
+        while True:
+            self._rows = self._restore(lost)
+            try:
+                self._wide = self._rows.fan_out(len(tokens))
+                for column in zip(*sequences, strict=True):
+                    self._wide.step(column)
+                return self._wide.step(tokens)
+            except PeerLost as again:
+                lost = again
 
     def keep(self, tokens: Sequence[int]) -> tuple[TokenRows, list[int]]:
         """The cache that holds most of ``tokens`` (generated, without the prompt), and which of them it holds.
@@ -276,6 +298,7 @@ def _shared(left: Sequence[int], right: Sequence[int]) -> int:
     return min(len(left), len(right))
 
 
-def beam_run(rows: TokenRows, rule: BeamRule) -> BeamRun:
-    """A search from ``rows``: one row that holds the prompt, which stays as it is."""
-    return BeamRun(BeamState(rule), rows)
+def beam_run(rows: TokenRows, rule: BeamRule, restore: Callable[[PeerLost], TokenRows] | None = None) -> BeamRun:
+    """A search from ``rows``: one row that holds the prompt, which stays as it is. ``restore`` gives another such row
+    when a machine that held a part of it is lost; without it that is raised."""
+    return BeamRun(BeamState(rule), rows, _restore=restore)

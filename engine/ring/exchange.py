@@ -5,20 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from engine.errors import ModelError
+from engine.errors import ModelError, PeerLost
+
+__all__ = ["Buffer", "Exchange", "Link", "PeerLost", "RingProtocolError"]
 
 Buffer = bytes | bytearray | memoryview
-
-
-class PeerLost(Exception):
-    """A node of the epoch is gone; nothing of the epoch can be used any more.
-
-    ``ranks`` are those that are known to be gone (empty: not known which).
-    """
-
-    def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(text)
-        self.ranks = tuple(ranks)
 
 
 class RingProtocolError(ModelError):

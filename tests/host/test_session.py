@@ -81,7 +81,7 @@ class Ask:
         return found
 
     def check_cache(self) -> None:
-        rows = self.session._rows
+        rows = self.session._cache.rows
         assert (rows.length if rows is not None else 0) == len(self.session.cached_tokens)
 
     def of(self, kind: type) -> list[Any]:
@@ -396,7 +396,7 @@ def test_running_out_of_memory_is_said_and_survived(
     ask: Ask, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     expected = ask(PROMPT, max_tokens=6).token_ids
-    rows = type(ask.session._rows)
+    rows = type(ask.session._cache.rows)
 
     def fail(*_: object) -> None:
         raise error
@@ -415,7 +415,7 @@ def test_other_errors_pass_and_the_cache_starts_over(ask: Ask, monkeypatch: pyte
         raise RuntimeError("a bug")
 
     with monkeypatch.context() as patched:
-        patched.setattr(type(ask.session._rows), "extend", fail)
+        patched.setattr(type(ask.session._cache.rows), "extend", fail)
         with pytest.raises(RuntimeError, match="a bug"):
             ask([*PROMPT, 1], max_tokens=2)
     assert ask([*PROMPT, 1], max_tokens=2).prefilled_tokens == 8

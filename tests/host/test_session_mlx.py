@@ -36,7 +36,7 @@ def open_session(folder: Path, runtime: Any) -> Session:
 def answer(session: Session, prompt: list[int], **options: Any) -> Finished:
     events: list[AnyEvent] = []
     found = session.generate(Generate(id=2, prompt_ids=prompt, **options), events.append, Nobody())
-    rows = session._rows
+    rows = session._cache.rows
     assert rows is not None and rows.length == len(session.cached_tokens)
     return found
 
