@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +11,10 @@ from typing import Any
 
 import pytest
 from tiny_models import write_tiny_model
+
+
+# Nobody's keychain is written to, in this process or in those that tests start.
+os.environ["PYTHON_KEYRING_BACKEND"] = "keyring.backends.fail.Keyring"
 
 
 def _silent(stage: str, done: int, total: int, unit: str) -> None:

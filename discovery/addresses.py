@@ -1,0 +1,160 @@
+"""This machine's addresses, and in which order addresses of another are tried."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import psutil
+
+IP = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+# Bridges to containers and virtual machines on the same host, and Apple's links between its own gadgets: nobody else
+# is reached through them, and every host that runs containers has the same addresses there. macOS' bridge0 is the
+# Thunderbolt bridge, often the fastest link of all; its bridge100 and up belong to virtual machines.
+_INSIDE = re.compile(
+    r"docker\d|br-[0-9a-f]{6,}$|virbr|veth[0-9a-f]{6,}|lxcbr|lxdbr|incusbr|cni\d|cni-|flannel|cali[0-9a-f]|podman|vmnet"
+    r"|vboxnet|bridge1\d\d$|awdl|llw|anpi|ap\d"
+)
+_TUNNEL = re.compile(r"utun|tun\d|tap\d|wg\d|tailscale|ppp|ipsec|gif|stf|zt")
+
+
+@dataclass(frozen=True, order=True)
+class OwnAddress:
+    """An address of an interface that is up."""
+
+    interface: str
+    ip: str
+    """Without the interface; link-local IPv6 addresses mean nothing without it."""
+    prefix: int
+    """Bits of the network."""
+
+    @property
+    def parsed(self) -> IP:
+        return ipaddress.ip_address(self.ip)
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.parsed.is_loopback
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where another machine says it can be reached."""
+
+    ip: str
+    """A link-local IPv6 address has this machine's interface behind it: ``fe80::1%en0``."""
+    port: int
+    interface: str = ""
+    """This machine's interface into the same network; empty: by way of a router, or not known."""
+
+    @property
+    def text(self) -> str:
+        """``IP:PORT``, or ``[IP]:PORT``."""
+        return f"[{self.ip}]:{self.port}" if ":" in self.ip else f"{self.ip}:{self.port}"
+
+
+def own_addresses() -> list[OwnAddress]:
+    """Every address of every interface that is up, loopback too, in a fixed order."""
+    status = psutil.net_if_stats()
+    found = set()
+    for interface, entries in psutil.net_if_addrs().items():
+        if interface in status and not status[interface].isup:
+            continue
+        for entry in entries:
+            if entry.family not in (socket.AF_INET, socket.AF_INET6):
+                continue
+            ip = entry.address.partition("%")[0]
+            try:
+                width = ipaddress.ip_address(ip).max_prefixlen
+            except ValueError:
+                continue
+            found.add(OwnAddress(interface, ip, _prefix(entry.netmask, width)))
+    return sorted(found)
+
+
+def is_inside(interface: str) -> bool:
+    """Whether only containers and virtual machines of this host are reached through it."""
+    return _INSIDE.match(interface) is not None
+
+
+def announced(own: Iterable[OwnAddress]) -> list[OwnAddress]:
+    """Those that are told to others, best first: without loopback and inner bridges, unless there is nothing else."""
+    candidates = sorted(own, key=_rank)
+    outside = [one for one in candidates if not one.is_loopback and not is_inside(one.interface)]
+    inside = [one for one in candidates if not one.is_loopback]
+    return outside or inside or candidates
+
+
+def towards(others: Iterable[tuple[str, int]], own: Iterable[OwnAddress]) -> tuple[Address, ...]:
+    """Another machine's (ip, port) pairs, without doubles, best first: those in a network of this machine before those
+    behind a router, those on an inner bridge of this machine last (other hosts have the same addresses there)."""
+    mine = list(own)
+    found: dict[str, tuple[tuple[int, ...], Address]] = {}
+    for ip, port in others:
+        try:
+            parsed = ipaddress.ip_address(ip.partition("%")[0])
+        except ValueError:
+            continue
+        if parsed.is_unspecified or parsed.is_multicast:
+            continue
+        scope = ip.partition("%")[2]
+        interface = _named(scope) if scope else _interface_into(parsed, mine)
+        shown = f"{parsed}%{interface}" if parsed.version == 6 and parsed.is_link_local and interface else str(parsed)
+        rank = (
+            int(is_inside(interface)),
+            int(not interface),
+            int(parsed.is_loopback),
+            int(_TUNNEL.match(interface) is not None),
+            int(parsed.version == 6),
+            int(parsed.is_link_local),
+        )
+        found.setdefault(shown, (rank, Address(shown, port, interface)))
+    return tuple(address for _, address in sorted(found.values(), key=lambda entry: (entry[0], entry[1].ip)))
+
+
+def _rank(own: OwnAddress) -> tuple[object, ...]:
+    ip = own.parsed
+    return (
+        is_inside(own.interface),
+        ip.is_loopback,
+        _TUNNEL.match(own.interface) is not None,
+        ip.version == 6,
+        ip.is_link_local,
+        own.interface,
+        own.ip,
+    )
+
+
+def _interface_into(ip: IP, own: list[OwnAddress]) -> str:
+    """The interface whose network has ``ip``, the narrowest network first."""
+    matching = [
+        one
+        for one in own
+        if one.parsed.version == ip.version and ip in ipaddress.ip_network(f"{one.ip}/{one.prefix}", strict=False)
+    ]
+    return max(matching, key=lambda one: one.prefix).interface if matching else ""
+
+
+def _named(scope: str) -> str:
+    """An interface's name for a scope, which may be its number."""
+    if not scope.isdecimal():
+        return scope
+    try:
+        return socket.if_indextoname(int(scope))
+    except (OSError, OverflowError):
+        return ""
+
+
+def _prefix(netmask: str | None, width: int) -> int:
+    """Bits set in a netmask as psutil gives it; an interface without one is a network of one address."""
+    if not netmask:
+        return width
+    try:
+        return int(ipaddress.ip_address(netmask.partition("%")[0])).bit_count()
+    except ValueError:
+        bits = netmask.rpartition("/")[2]
+        return min(int(bits), width) if bits.isdecimal() else width

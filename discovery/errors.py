@@ -1,0 +1,27 @@
+"""What can go wrong between machines. Each text is one sentence: what is wrong, with the value, and what to do."""
+
+from __future__ import annotations
+
+
+class DiscoveryError(Exception):
+    """Something the person asked for cannot be done; the text can be shown as it stands."""
+
+
+class IdentityError(DiscoveryError):
+    """This machine's certificate or private key cannot be read or made."""
+
+
+class PeersError(DiscoveryError):
+    """The paired machine is unknown or named ambiguously, or its file cannot be written."""
+
+
+class PairingError(DiscoveryError):
+    """Two machines were not paired. Nothing was stored on this one."""
+
+
+class DoorError(DiscoveryError):
+    """A port cannot be listened on, or nobody answers at an address."""
+
+
+class TlsError(DiscoveryError):
+    """The other end is not the paired machine, or does not take this one for one."""

@@ -1,0 +1,251 @@
+"""Who this machine is: a private key, its certificate, and the certificate's fingerprint as node id."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import socket
+import stat
+import subprocess
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from discovery import certificates, system_keyring
+from discovery.errors import IdentityError
+from discovery.storage import PRIVATE, locked, put_aside, write_private
+from discovery.system_keyring import KeyringUnavailable
+from discovery.words import WORDS
+
+KEYRING_SERVICE = "privatellm"
+IN_KEYRING = "the system's keyring"
+RENEWAL = (
+    "delete network/certificate.pem there, in the folder that `privatellm locate config` names, and start it again"
+)
+"""How a person gives a machine a new identity; :func:`new_identity` is how a program does."""
+_CERTIFICATE = "certificate.pem"
+_KEY = "private-key.pem"
+_LOCK = "identity.lock"
+_WORDS_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Identity:
+    """This machine's identity. The key is in memory only; :attr:`storage` says where it is kept."""
+
+    node_id: str
+    """SHA-256 of the certificate's DER, 64 hexadecimal digits."""
+    certificate_pem: bytes
+    key_pem: bytes = field(repr=False)
+    storage: str
+    """In words: the system's keyring, or the file."""
+    instance: str
+    """Differs between machines, boots and folders that share a (copied) identity; 16 hexadecimal digits."""
+    notice: str = ""
+    """One sentence to be shown once; empty: nothing is to be said."""
+
+    @functools.cached_property
+    def certificate_der(self) -> bytes:
+        return certificates.der_of(self.certificate_pem)
+
+
+def load_identity(folder: Path) -> Identity:
+    """The identity kept in ``folder``, made there if there is none.
+
+    Two processes that come at the same time get the same one. Raises IdentityError if the key is in a keyring that
+    does not answer now, or if the folder cannot be read or written.
+    """
+    try:
+        with locked(folder / _LOCK):
+            return _load(folder)
+    except OSError as error:
+        raise IdentityError(
+            f"This machine's identity cannot be kept in {folder} ({error.strerror or error}): make the folder writable."
+        ) from error
+
+
+def new_identity(folder: Path) -> Identity:
+    """Replace the identity in ``folder`` by a new one: machines that were paired with the old one have to be paired
+    again. Raises IdentityError."""
+    try:
+        with locked(folder / _LOCK):
+            certificate = folder / _CERTIFICATE
+            if certificate.exists():
+                _delete_key(folder, certificate)
+            (folder / _KEY).unlink(missing_ok=True)
+            certificate.unlink(missing_ok=True)
+            return _create(folder, "This machine has a new identity: pair it with the others again.")
+    except OSError as error:
+        raise IdentityError(
+            f"A new identity cannot be written to {folder} ({error.strerror or error}): make the folder writable."
+        ) from error
+
+
+def short(node_id: str) -> str:
+    """The beginning of a node id, enough to tell the machines of a household apart."""
+    return node_id[:8]
+
+
+def fingerprint_words(node_id: str) -> list[str]:
+    """The first 48 bits of a node id as six words, for two people to compare. Raises ValueError if it is none."""
+    return [WORDS[byte] for byte in bytes.fromhex(node_id)[:_WORDS_SHOWN]]
+
+
+def machine_instance(folder: Path) -> str:
+    """The same for every process of one boot of one machine that uses ``folder``; tells nobody anything else."""
+    parts = (_boot(), str(folder.resolve()))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+class Announced(Protocol):
+    """What is compared of an announcement or a greeting."""
+
+    @property
+    def node_id(self) -> str: ...
+
+    @property
+    def instance(self) -> str: ...
+
+
+def copied_identities(mine: Announced, others: Iterable[Announced]) -> list[str]:
+    """A sentence for every node id that more than one machine claims."""
+    instances: dict[str, set[str]] = {}
+    for other in others:
+        instances.setdefault(other.node_id, set()).add(other.instance)
+    sentences = []
+    if instances.pop(mine.node_id, set()) - {mine.instance}:
+        sentences.append(
+            f"Another machine announces this machine's identity {short(mine.node_id)}: its files were copied; "
+            f"give one of the two a new identity ({RENEWAL}) and pair it again."
+        )
+    sentences += [
+        f"{len(seen)} machines announce the identity {short(node_id)}: the files of one were copied; give one of them "
+        f"a new identity ({RENEWAL}) and pair it again."
+        for node_id, seen in sorted(instances.items())
+        if len(seen) > 1
+    ]
+    return sentences
+
+
+def _load(folder: Path) -> Identity:
+    path = folder / _CERTIFICATE
+    if not path.exists():
+        return _create(folder, "")
+    certificate_pem = path.read_bytes()
+    try:
+        node_id = certificates.fingerprint(certificates.der_of(certificate_pem))
+    except certificates.CertificateError:
+        aside = put_aside(path)
+        return _create(
+            folder, f"The certificate was damaged (now {aside}): this machine has a new identity, pair it again."
+        )
+    key_file = folder / _KEY
+    notice = ""
+    if key_file.exists():
+        notice = _closed_to_others(key_file)
+        key_pem, storage = key_file.read_bytes(), f"the file {key_file}"
+    else:
+        found = _key_from_keyring(folder, node_id)
+        if found is None:
+            return _create(
+                folder,
+                f"The private key of {short(node_id)} is not on this machine (were its files copied from another?): "
+                "this machine has a new identity, pair it again.",
+            )
+        key_pem, storage = found, IN_KEYRING
+    if not certificates.belong_together(key_pem, certificate_pem):
+        put_aside(path)
+        if key_file.exists():
+            put_aside(key_file)
+        return _create(
+            folder,
+            f"The private key does not belong to the certificate {short(node_id)} (both put aside in {folder}): "
+            "this machine has a new identity, pair it again.",
+        )
+    return Identity(
+        node_id=node_id,
+        certificate_pem=certificate_pem,
+        key_pem=key_pem,
+        storage=storage,
+        instance=machine_instance(folder),
+        notice=notice,
+    )
+
+
+def _create(folder: Path, notice: str) -> Identity:
+    """The key is stored first: a certificate on disk has its key somewhere."""
+    key_pem, certificate_pem = certificates.make_certificate()
+    node_id = certificates.fingerprint(certificates.der_of(certificate_pem))
+    key_file = folder / _KEY
+    try:
+        system_keyring.store_secret(KEYRING_SERVICE, _account(folder, node_id), key_pem.decode())
+        storage = IN_KEYRING
+        key_file.unlink(missing_ok=True)
+    except KeyringUnavailable as reason:
+        write_private(key_file, key_pem)
+        storage = f"the file {key_file}"
+        said = f"The private key of this machine is kept in {storage}, readable by you alone, because {reason}."
+        notice = f"{notice} {said}".strip()
+    write_private(folder / _CERTIFICATE, certificate_pem)
+    return Identity(
+        node_id=node_id,
+        certificate_pem=certificate_pem,
+        key_pem=key_pem,
+        storage=storage,
+        instance=machine_instance(folder),
+        notice=notice,
+    )
+
+
+def _account(folder: Path, node_id: str) -> str:
+    """The folder is part of it: a folder that was copied does not find the key, and gets an identity of its own."""
+    return f"{node_id} {folder.resolve()}"
+
+
+def _key_from_keyring(folder: Path, node_id: str) -> bytes | None:
+    try:
+        secret = system_keyring.read_secret(KEYRING_SERVICE, _account(folder, node_id))
+    except KeyringUnavailable as reason:
+        raise IdentityError(
+            f"The private key of this machine ({short(node_id)}) is in the system's keyring, but {reason}: unlock the "
+            f"keyring and try again, or delete {folder / _CERTIFICATE} for a new identity and pair again."
+        ) from reason
+    return None if secret is None else secret.encode()
+
+
+def _delete_key(folder: Path, certificate: Path) -> None:
+    """Best effort: a key that stays behind in the keyring belongs to an identity nobody uses."""
+    try:
+        node_id = certificates.fingerprint(certificates.der_of(certificate.read_bytes()))
+        system_keyring.delete_secret(KEYRING_SERVICE, _account(folder, node_id))
+    except (certificates.CertificateError, KeyringUnavailable):
+        return
+
+
+def _closed_to_others(key_file: Path) -> str:
+    mode = stat.S_IMODE(key_file.stat().st_mode)
+    if mode & 0o077 == 0:
+        return ""
+    key_file.chmod(PRIVATE)
+    return (
+        f"The private key {key_file} could be read by others (mode {mode:o}) and is closed to them now; if somebody "
+        f"may have copied it, delete {key_file.with_name(_CERTIFICATE)} for a new identity and pair again."
+    )
+
+
+def _boot() -> str:
+    """The same until this machine starts again. Containers share the host's, but not its name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {socket.gethostname()}"
+    except OSError:
+        pass
+    try:
+        answer = subprocess.run(["sysctl", "-n", "kern.bootsessionuuid"], capture_output=True, timeout=3, check=True)
+        return answer.stdout.decode().strip()
+    except (OSError, subprocess.SubprocessError):
+        import psutil
+
+        return f"{psutil.boot_time():.0f} {uuid.getnode()}"

@@ -1,0 +1,18 @@
+"""Names that other machines gave themselves: foreign text, made harmless before it is shown or stored."""
+
+from __future__ import annotations
+
+import unicodedata
+
+MAX_NAME = 64
+"""Characters."""
+
+
+def clean_name(text: str) -> str:
+    """``text`` on one line without control, format or private characters, at most 64 characters; may be empty."""
+    kept = "".join(
+        " " if character.isspace() else character
+        for character in text[: 4 * MAX_NAME]
+        if character.isspace() or unicodedata.category(character)[0] != "C"
+    )
+    return " ".join(kept.split())[:MAX_NAME].rstrip()

@@ -1,0 +1,157 @@
+"""Pairing over the door: the side that shows a code and the side on which it is typed."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from discovery.door import dial
+from discovery.errors import DiscoveryError, PairingError
+from discovery.frames import Deadline, FrameError, receive_frame, send_frame
+from discovery.identity import Identity
+from discovery.pairing import Code, PairedPeer, PairingRefused, Reason, ShowingSide, TypingSide, refusal, typed_digits
+from discovery.peers import Peer, PeersFile, new_peer
+
+KIND = "pair"
+"""The door's kind of connection: ``door.register(KIND, service.handle)``."""
+RUN_SECONDS = 10.0
+"""For a whole run; a slower other side is cut off."""
+_SIDE_WAITS = 3.0
+"""How long a run waits for the one before it."""
+
+
+class PairingService:
+    """The machine that shows a code. One code at a time, one run at a time. Thread-safe.
+
+    ``on_paired(peer)`` comes after the peer was stored; ``on_failed(sentence, tries_left)`` when somebody tried and
+    failed. Both are called in the connection's thread.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        peers: PeersFile,
+        name: str,
+        on_paired: Callable[[Peer], None] = lambda peer: None,
+        on_failed: Callable[[str, int], None] = lambda sentence, tries_left: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._identity = identity
+        self._peers = peers
+        self._name = name
+        self._on_paired = on_paired
+        self._on_failed = on_failed
+        self._clock = clock
+        self._code: Code | None = None
+        self._run = threading.Lock()
+
+    def show(self) -> Code:
+        """A new code; the one before is of no more use."""
+        self.hide()
+        self._code = code = Code(self._clock)
+        return code
+
+    def hide(self) -> None:
+        """No code is valid any more."""
+        code, self._code = self._code, None
+        if code is not None:
+            code.void()
+
+    @property
+    def code(self) -> Code | None:
+        """The one that can be typed now."""
+        code = self._code
+        return code if code is not None and code.is_valid else None
+
+    def handle(self, connection: socket.socket, body: bytes, address: tuple[str, int]) -> None:
+        """A connection of the door; closed when this returns."""
+        with contextlib.closing(connection):
+            deadline = Deadline(RUN_SECONDS)
+            with contextlib.suppress(FrameError):
+                first = receive_frame(connection, deadline)
+                if not self._run.acquire(timeout=_SIDE_WAITS):
+                    send_frame(connection, refusal("busy"), deadline)
+                    return
+                try:
+                    self._pair(connection, first, deadline)
+                finally:
+                    self._run.release()
+
+    def _pair(self, connection: socket.socket, first: bytes, deadline: Deadline) -> None:
+        code = self._code
+        try:
+            if code is None:
+                raise PairingRefused("none")
+            side = ShowingSide(self._identity.certificate_der, self._name, code)
+            send_frame(connection, side.on_start(first), deadline)
+            send_frame(connection, side.on_proof(receive_frame(connection, deadline)), deadline)
+            peer = self._store(side.on_farewell(receive_frame(connection, deadline)))
+        except PairingRefused as refused:
+            if not refused.sent:
+                send_frame(connection, refusal(refused.reason), deadline)
+            self._tell(refused.reason, code)
+            return
+        # What is stored here but not there is harmless, and told on the other screen.
+        with contextlib.suppress(FrameError):
+            send_frame(connection, side.stored(), deadline)
+        self._on_paired(peer)
+
+    def _store(self, paired: PairedPeer) -> Peer:
+        peer = new_peer(paired.certificate_der, paired.name)
+        try:
+            self._peers.add(peer)
+        except DiscoveryError as error:
+            self._on_failed(str(error), 0)
+            raise FrameError(str(error)) from error
+        return peer
+
+    def _tell(self, reason: Reason, code: Code | None) -> None:
+        """Attempts without a code are no news: any port scanner makes them."""
+        if reason == "wrong" and code is not None:
+            tries = "one more try" if code.tries_left == 1 else f"{code.tries_left} more tries"
+            self._on_failed(f"A wrong code was typed on another machine; {tries} and it is void.", code.tries_left)
+        elif reason == "exhausted":
+            self._on_failed("A wrong code was typed too often: the code is void, show a new one.", 0)
+        elif reason == "same":
+            self._on_failed(str(PairingRefused("same")), code.tries_left if code else 0)
+
+
+def pair_with(
+    host: str,
+    door_port: int,
+    code: str,
+    identity: Identity,
+    peers: PeersFile,
+    my_name: str,
+    address: str = "",
+) -> Peer:
+    """Pair with the machine whose door that is and that shows ``code``; it is stored in ``peers``.
+
+    ``address`` (``HOST:PORT`` of its control port) is remembered with it. Raises PairingError, DoorError, PeersError.
+    """
+    side = TypingSide(identity.certificate_der, my_name, typed_digits(code))
+    deadline = Deadline(RUN_SECONDS)
+    with contextlib.closing(dial((host, door_port), KIND, seconds=RUN_SECONDS / 2)) as connection:
+        try:
+            send_frame(connection, side.start(), deadline)
+            frame = side.on_reply(receive_frame(connection, deadline))
+            send_frame(connection, frame, deadline)
+            frame = side.on_proof(receive_frame(connection, deadline))
+            send_frame(connection, frame, deadline)
+            paired = side.on_stored(receive_frame(connection, deadline))
+        except PairingRefused as refused:
+            if not refused.sent:
+                with contextlib.suppress(FrameError):
+                    send_frame(connection, refusal(refused.reason), deadline)
+            raise
+        except FrameError as error:
+            raise PairingError(
+                f"The pairing with {host} was broken off, {error}: try again; if it stays so, see whether both run the "
+                "same version of privatellm and whether something between them filters connections."
+            ) from error
+    peer = new_peer(paired.certificate_der, paired.name, address)
+    peers.add(peer)
+    return peer

@@ -1,0 +1,251 @@
+"""The machines this one is paired with, in a file of its owner."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from discovery import certificates
+from discovery.errors import PeersError
+from discovery.identity import short
+from discovery.names import clean_name
+from discovery.storage import locked, put_aside, write_private
+
+MAX_ADDRESSES = 8
+"""Remembered per machine, the last one that worked first."""
+_FORMAT = 1
+_FILE = "peers.json"
+_LOCK = "peers.lock"
+_MAX_FILE = 4 * 1024 * 1024
+
+
+class Peer(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine that was paired with this one: whoever holds the key of this certificate is that machine."""
+
+    node_id: str
+    certificate_pem: str
+    name: str
+    """What it calls itself, or what it was renamed to here; already harmless to show."""
+    paired_at: float
+    """Seconds since 1970, by this machine's clock."""
+    addresses: list[str] = []
+    """``HOST:PORT`` of its control port, the last one that worked first."""
+
+    @property
+    def label(self) -> str:
+        """Its name, or the beginning of its id."""
+        return self.name or short(self.node_id)
+
+
+class _File(msgspec.Struct, kw_only=True):
+    format: int
+    peers: list[Peer]
+
+
+class PeersFile:
+    """``peers.json`` in ``folder``: readers always see the latest state, also when another process wrote it.
+
+    Reading and writing raise PeersError if the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path = folder / _FILE
+        self._mutex = threading.Lock()
+        self._stamp: tuple[int, ...] | None = None
+        self._peers: dict[str, Peer] = {}
+        self._notices: list[str] = []
+
+    def all(self) -> list[Peer]:
+        """In the order of pairing."""
+        with self._mutex:
+            self._refresh()
+            return sorted(self._peers.values(), key=lambda peer: (peer.paired_at, peer.node_id))
+
+    def get(self, node_id: str) -> Peer | None:
+        """The peer with exactly this node id."""
+        with self._mutex:
+            self._refresh()
+            return self._peers.get(node_id)
+
+    def find(self, text: str) -> Peer:
+        """By name (case does not matter) or by the beginning of the node id. Raises PeersError: none, or several."""
+        peers = self.all()
+        wanted = text.strip()
+        found = [peer for peer in peers if wanted and peer.name.casefold() == wanted.casefold()]
+        found = found or [peer for peer in peers if wanted and peer.node_id.startswith(wanted.lower())]
+        if len(found) == 1:
+            return found[0]
+        if not found:
+            known = ", ".join(f"{peer.label} ({short(peer.node_id)})" for peer in peers) or "none"
+            raise PeersError(f"No paired machine is called “{clean_name(text)}”; paired are: {known}.")
+        which = ", ".join(f"{peer.label} ({_distinct(peer, found)})" for peer in found)
+        raise PeersError(f"“{clean_name(text)}” could be {which}: say the id that stands in brackets.")
+
+    def add(self, peer: Peer) -> None:
+        """Add, or replace the one with the same node id."""
+        if certificates.fingerprint(certificates.der_of(peer.certificate_pem.encode())) != peer.node_id:
+            raise PeersError(f"The certificate of {short(peer.node_id)} is not that machine's; pair it again.")
+        tidy = msgspec.structs.replace(peer, name=clean_name(peer.name), addresses=peer.addresses[:MAX_ADDRESSES])
+        self._change(lambda peers: peers.__setitem__(tidy.node_id, tidy))
+
+    def rename(self, node_id: str, name: str) -> Peer:
+        """Raises PeersError if it is not paired or the name is empty."""
+        tidy = clean_name(name)
+        if not tidy:
+            raise PeersError(f"“{name!r}” is not a name: use letters, digits, spaces.")
+        return self._edit(node_id, lambda peer: msgspec.structs.replace(peer, name=tidy))
+
+    def remember_address(self, node_id: str, address: str) -> None:
+        """``HOST:PORT`` worked: it comes first from now on. A machine that is not paired (any more) is ignored."""
+        known = self.get(node_id)
+        if known is None or known.addresses[:1] == [address]:
+            return
+        rest = [other for other in known.addresses if other != address]
+        addresses = [address, *rest][:MAX_ADDRESSES]
+
+        def remember(peers: dict[str, Peer]) -> None:
+            if node_id in peers:
+                peers[node_id] = msgspec.structs.replace(peers[node_id], addresses=addresses)
+
+        self._change(remember)
+
+    def forget(self, node_id: str) -> Peer:
+        """Trust it no longer. Raises PeersError if it is not paired."""
+        known = self.get(node_id)
+        if known is None:
+            raise PeersError(f"{short(node_id)} is not a paired machine.")
+        self._change(lambda peers: peers.pop(node_id, None))
+        return known
+
+    def take_notices(self) -> list[str]:
+        """What is to be said once: a damaged file that was put aside."""
+        with self._mutex:
+            notices, self._notices = self._notices, []
+            return notices
+
+    def _edit(self, node_id: str, change: Callable[[Peer], Peer]) -> Peer:
+        known = self.get(node_id)
+        if known is None:
+            raise PeersError(f"{short(node_id)} is not a paired machine.")
+
+        def edit(peers: dict[str, Peer]) -> None:
+            if node_id in peers:
+                peers[node_id] = change(peers[node_id])
+
+        self._change(edit)
+        return change(known)
+
+    def _change(self, change: Callable[[dict[str, Peer]], object]) -> None:
+        try:
+            with self._mutex, locked(self._folder / _LOCK):
+                self._refresh(always=True)
+                peers = dict(self._peers)
+                change(peers)
+                content = msgspec.json.encode(_File(format=_FORMAT, peers=list(peers.values())))
+                write_private(self._path, msgspec.json.format(content, indent=2))
+                self._peers, self._stamp = peers, _stamp(self._path)
+        except OSError as error:
+            raise PeersError(
+                f"The paired machines cannot be written to {self._path} ({error.strerror or error}): make room, or "
+                "make the folder writable."
+            ) from error
+
+    def _refresh(self, always: bool = False) -> None:
+        stamp = _stamp(self._path)
+        if stamp == self._stamp and not always:
+            return
+        self._peers, self._stamp = {}, stamp
+        if stamp is None:
+            return
+        try:
+            content = self._path.read_bytes() if stamp[-1] <= _MAX_FILE else b""
+            file = msgspec.json.decode(content, type=_File)
+            sound = file.format == _FORMAT and all(_is_sound(peer) for peer in file.peers)
+        except FileNotFoundError:  # put aside by another process a moment ago
+            self._stamp = None
+            return
+        except OSError as error:
+            self._stamp = None
+            raise PeersError(
+                f"The paired machines in {self._path} cannot be read ({error.strerror or error}): let yourself read it."
+            ) from error
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            sound = False
+        if sound:
+            self._peers = {peer.node_id: peer for peer in file.peers}
+            return
+        self._stamp = None
+        try:
+            aside = put_aside(self._path)
+        except FileNotFoundError:  # by another process, a moment ago
+            return
+        self._notices.append(f"The list of paired machines was damaged (now {aside}): pair them again.")
+
+
+class PeersWatch:
+    """Calls ``on_forgotten(node_id)`` soon after a peer was forgotten, by this process or another, until closed."""
+
+    def __init__(self, peers: PeersFile, on_forgotten: Callable[[str], None], seconds: float = 0.25) -> None:
+        self._peers = peers
+        self._on_forgotten = on_forgotten
+        self._seconds = seconds
+        self._known = {peer.node_id for peer in peers.all()}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="peers-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self._seconds):
+            try:
+                now = {peer.node_id for peer in self._peers.all()}
+            except PeersError:  # not readable at this moment: whoever acts on the file is told, here nothing changes
+                continue
+            for node_id in sorted(self._known - now):
+                self._on_forgotten(node_id)
+            self._known = now
+
+
+def new_peer(certificate_der: bytes, name: str, address: str = "") -> Peer:
+    """A machine that has just been paired. Raises CertificateError."""
+    return Peer(
+        node_id=certificates.fingerprint(certificate_der),
+        certificate_pem=certificates.pem_of(certificate_der).decode(),
+        name=clean_name(name),
+        paired_at=time.time(),
+        addresses=[address] if address else [],
+    )
+
+
+def _is_sound(peer: Peer) -> bool:
+    try:
+        return certificates.fingerprint(certificates.der_of(peer.certificate_pem.encode())) == peer.node_id
+    except certificates.CertificateError:
+        return False
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    try:
+        facts = os.stat(path)  # noqa: PTH116  (one call, in a loop that polls)
+    except FileNotFoundError:
+        return None
+    return (facts.st_ino, facts.st_mtime_ns, facts.st_size)
+
+
+def _distinct(peer: Peer, among: list[Peer]) -> str:
+    """The shortest beginning of its id, of at least 8 digits, that no other has."""
+    for length in range(8, len(peer.node_id)):
+        start = peer.node_id[:length]
+        if not any(other is not peer and other.node_id.startswith(start) for other in among):
+            return start
+    return peer.node_id

@@ -1,0 +1,58 @@
+"""No test of this folder touches the system's keyring or the user's home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import keyring
+import pytest
+from discovery_machines import Machine, MemoryKeyring, Shower
+from keyring.backends import fail
+
+from discovery.door import Door
+from discovery.pairing_service import KIND, PairingService
+from discovery.peers import Peer
+
+
+@pytest.fixture(autouse=True)
+def no_keyring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """As on a server without a desktop."""
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    before = keyring.get_keyring()
+    keyring.set_keyring(fail.Keyring())
+    yield
+    keyring.set_keyring(before)
+
+
+@pytest.fixture
+def memory_keyring(no_keyring: None) -> MemoryKeyring:
+    backend = MemoryKeyring()
+    keyring.set_keyring(backend)
+    return backend
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Callable[[str], Machine]:
+    """``machine(name)``: a machine with an identity of its own."""
+    return lambda name: Machine(tmp_path / name.replace(" ", "-"), name)
+
+
+@pytest.fixture
+def shower(machine: Callable[[str], Machine]) -> Iterator[Shower]:
+    shown = machine("Kitchen Mac")
+    paired: list[Peer] = []
+    failed: list[tuple[str, int]] = []
+    now = [1000.0]
+    service = PairingService(
+        shown.identity,
+        shown.peers,
+        shown.name,
+        on_paired=paired.append,
+        on_failed=lambda sentence, tries_left: failed.append((sentence, tries_left)),
+        clock=lambda: now[0],
+    )
+    with_door = Door.open("127.0.0.1")
+    with_door.register(KIND, service.handle)
+    yield Shower(shown, with_door, service, paired, failed, now)
+    with_door.close()

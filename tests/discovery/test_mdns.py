@@ -1,0 +1,431 @@
+"""Machines that announce themselves: between processes, over several interfaces, when addresses change."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import secrets
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zeroconf
+from hypothesis import given
+from hypothesis import strategies as st
+
+from discovery import mdns
+from discovery.addresses import Address, OwnAddress
+from discovery.identity import copied_identities
+from discovery.mdns import SERVICE, Found, Neighbourhood
+
+SCRIPT = Path(__file__).with_name("announcing_process.py")
+LOOPBACK = OwnAddress("lo", "127.0.0.1", 8)
+WITHIN = 20.0
+"""Seconds a test waits at most; what it waits for comes in one or two."""
+
+Heard = dict[str, list[str]]
+"""Node id to addresses."""
+
+
+class Process:
+    """A machine in a process of its own."""
+
+    def __init__(self, node_id: str, instance: str, port: int, only: str, prefix: tuple[str, ...] = ()) -> None:
+        command = [*prefix, sys.executable, str(SCRIPT), node_id, instance, str(port), only]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.heard: Heard = {}
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+
+    def wait(self, condition: Callable[[Heard], bool]) -> bool:
+        """Until what is heard fulfils ``condition``."""
+        end = time.monotonic() + WITHIN
+        while not condition(self.heard):
+            try:
+                line = self._lines.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                return False
+            self.heard = {node_id: texts for node_id, _, texts in json.loads(line)}
+        return True
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(15)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self._reader.join(10)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def begin(*arguments: object, **options: object) -> Process:
+        started.append(Process(*arguments, **options))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.close()
+
+
+def ids() -> tuple[str, str]:
+    return secrets.token_hex(32), secrets.token_hex(8)
+
+
+Own = Callable[[], list[OwnAddress]]
+
+
+class Listening:
+    """A machine in this process; loopback unless told otherwise."""
+
+    def __init__(
+        self, node_id: str, instance: str, port: int, own: Callable[[], list[OwnAddress]] | None = None
+    ) -> None:
+        self.node_id, self.instance = node_id, instance
+        self._changed = threading.Condition()
+        self.found: list[Found] = []
+        self.neighbourhood = Neighbourhood(node_id, instance, port, self._tell, own=own or (lambda: [LOOPBACK]))
+
+    def _tell(self, found: list[Found]) -> None:
+        with self._changed:
+            self.found = found
+            self._changed.notify_all()
+
+    def wait(self, condition: Callable[[list[Found]], bool]) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: condition(self.found), WITHIN)
+
+    def hears(self, node_id: str, texts: tuple[str, ...] | None = None) -> bool:
+        return self.wait(lambda found: any(one.node_id == node_id and texts in (None, one.texts) for one in found))
+
+    def hears_no_more_of(self, node_id: str) -> bool:
+        return self.wait(lambda found: all(one.node_id != node_id for one in found))
+
+
+@pytest.fixture
+def listen() -> Iterator[Callable[..., Listening]]:
+    opened: list[Listening] = []
+
+    def begin(*arguments: object, **options: object) -> Listening:
+        opened.append(Listening(*arguments, **options))  # type: ignore[arg-type]
+        return opened[-1]
+
+    yield begin
+    for one in opened:
+        one.neighbourhood.close()
+
+
+def test_two_processes_see_each_other_and_a_goodbye(start: Callable[..., Process]) -> None:
+    (one, one_instance), (other, other_instance) = ids(), ids()
+    first = start(one, one_instance, 4001, "127.0.0.1")
+    second = start(other, other_instance, 4002, "127.0.0.1")
+    assert first.wait(lambda heard: heard.get(other) == ["127.0.0.1:4002"])
+    assert second.wait(lambda heard: heard.get(one) == ["127.0.0.1:4001"])
+    second.close()
+    assert first.wait(lambda heard: other not in heard)
+
+
+def test_a_machine_that_comes_back_on_another_port_is_seen_there(
+    start: Callable[..., Process], listen: Callable[..., Listening]
+) -> None:
+    node_id, instance = ids()
+    listening = listen(*ids(), 4000)
+    first = start(node_id, instance, 4001, "127.0.0.1")
+    assert listening.hears(node_id, ("127.0.0.1:4001",))
+    first.kill()
+    start(node_id, instance, 4003, "127.0.0.1")
+    assert listening.wait(lambda found: any(one.node_id == node_id and "127.0.0.1:4003" in one.texts for one in found))
+
+
+def test_its_own_announcement_is_heard_and_not_listed(listen: Callable[..., Listening]) -> None:
+    one, other = listen(*ids(), 4000), listen(*ids(), 4001)
+    assert one.hears(other.node_id) and other.hears(one.node_id)
+    end = time.monotonic() + WITHIN
+    while not one.neighbourhood.hearing().own and time.monotonic() < end:
+        threading.Event().wait(0.05)
+    hearing = one.neighbourhood.hearing()
+    assert hearing.own and hearing.others >= 1 and hearing.failure == "" and hearing.interfaces == ("lo",)
+    assert all(found.node_id != one.node_id for found in one.found)
+
+
+def test_what_is_announced_is_an_id_a_version_and_a_port(listen: Callable[..., Listening]) -> None:
+    """No name of a person or a machine: those are told after pairing only."""
+    announcing, hearing = listen(*ids(), 4000), listen(*ids(), 4001)
+    assert hearing.hears(announcing.node_id)
+    opened = zeroconf.Zeroconf(interfaces=["127.0.0.1"])
+    try:
+        name = announcing.neighbourhood._name
+        info = opened.get_service_info(SERVICE, name, timeout=int(WITHIN * 1000))
+    finally:
+        opened.close()
+    assert info is not None and info.server is not None and info.port == 4000
+    node_id, instance = announcing.node_id, announcing.instance
+    assert info.decoded_properties == {"v": "1", "id": node_id, "i": instance}
+    assert name == f"{node_id[:16]}-{instance}-4000.{SERVICE}"
+    host, generation, started = info.server.removesuffix(".local.").split("-")
+    assert host == instance and int(generation) >= 1 and int(started, 16) >= 0
+
+
+def test_a_copied_identity_is_heard_and_named(listen: Callable[..., Listening]) -> None:
+    node_id, instance = ids()
+    original = listen(node_id, instance, 4000)
+    listen(node_id, secrets.token_hex(8), 4001)
+    assert original.hears(node_id)
+    mine = Found(node_id, instance, (), 1)
+    (sentence,) = copied_identities(mine, [found for found in original.found if found.node_id == node_id])
+    assert node_id[:8] in sentence and "copied" in sentence
+
+
+def test_addresses_that_change_are_announced_anew(listen: Callable[..., Listening]) -> None:
+    if sys.platform != "linux":
+        pytest.skip("only Linux has all of 127.0.0.0/8 on its loopback")
+    addresses = [LOOPBACK]
+    moving = listen(*ids(), 4000, own=lambda: list(addresses))
+    watching = listen(*ids(), 4001)
+    assert watching.hears(moving.node_id, ("127.0.0.1:4000",))
+    addresses[:] = [OwnAddress("lo", "127.0.0.7", 8)]
+    assert watching.hears(moving.node_id, ("127.0.0.7:4000",))
+    assert moving.hears(watching.node_id)
+
+
+def test_a_machine_that_slept_announces_itself_anew(
+    listen: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleeping = listen(*ids(), 4000)
+    end = time.monotonic() + WITHIN
+    while not sleeping.neighbourhood.hearing().own and time.monotonic() < end:
+        threading.Event().wait(0.05)
+    generation = sleeping.neighbourhood._generation
+    monkeypatch.setattr(mdns, "_asleep", lambda: time.time() - time.monotonic() + 3600)
+    while sleeping.neighbourhood._generation == generation and time.monotonic() < end:
+        threading.Event().wait(0.05)
+    assert sleeping.neighbourhood._generation == generation + 1
+    other = listen(*ids(), 4001)
+    assert other.hears(sleeping.node_id) and sleeping.hears(other.node_id)
+
+
+def test_a_listener_that_fails_does_not_end_it(listen: Callable[..., Listening]) -> None:
+    heard: queue.SimpleQueue[set[str]] = queue.SimpleQueue()
+
+    def failing(found: list[Found]) -> None:
+        heard.put({one.node_id for one in found})
+        raise RuntimeError("on purpose")
+
+    neighbourhood = Neighbourhood(*ids(), 4000, failing, own=lambda: [LOOPBACK])
+    try:
+        for port in (4001, 4002):
+            other = listen(*ids(), port).node_id
+            while other not in heard.get(timeout=WITHIN):
+                pass
+    finally:
+        neighbourhood.close()
+
+
+def test_without_an_interface_it_says_so_and_begins_when_there_is_one(
+    listen: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    addresses: list[OwnAddress] = []
+    waiting = listen(*ids(), 4000, own=lambda: list(addresses))
+    other = listen(*ids(), 4001)
+    end = time.monotonic() + WITHIN
+    while not waiting.neighbourhood.hearing().failure and time.monotonic() < end:
+        threading.Event().wait(0.05)
+    assert waiting.neighbourhood.hearing().failure == "no network interface is up"
+    addresses.append(LOOPBACK)
+    assert waiting.hears(other.node_id) and other.hears(waiting.node_id)
+    assert waiting.neighbourhood.hearing().failure == ""
+
+
+def test_a_socket_that_cannot_be_opened_is_told_and_tried_again(
+    listen: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mdns, "_RETRY_SECONDS", 1.0)
+    opened = mdns._open
+    failing = threading.Event()
+    tries: list[int] = []
+
+    def refuse(told: list[OwnAddress]) -> zeroconf.Zeroconf:
+        tries.append(1)
+        if not failing.is_set():
+            raise OSError(98, "Address already in use")
+        return opened(told)
+
+    monkeypatch.setattr(mdns, "_open", refuse)
+    refused = listen(*ids(), 4000)
+    end = time.monotonic() + WITHIN
+    while len(tries) < 2 and time.monotonic() < end:
+        threading.Event().wait(0.05)
+    assert refused.neighbourhood.hearing().failure == "Address already in use"
+    failing.set()
+    other = listen(*ids(), 4001)
+    assert other.hears(refused.node_id)
+
+
+def test_announcements_that_are_none_are_ignored_and_counted(listen: Callable[..., Listening]) -> None:
+    good, instance = ids()
+    listening = listen(*ids(), 4000)
+    bad: list[dict[str, str | bytes]] = [
+        {"v": "1", "id": "zz" * 32, "i": instance},
+        {"v": "1", "id": good[:-2], "i": instance},
+        {"v": "one", "id": good, "i": instance},
+        {"v": "1", "id": good, "i": "\x1b[2J"},
+        {"id": good, "i": instance},
+        {"v": "1", "id": b"\xff" * 64, "i": instance},
+        {},
+    ]
+    opened = zeroconf.Zeroconf(interfaces=["127.0.0.1"])
+    try:
+        for number, properties in enumerate([*bad, {"v": "1", "id": good, "i": instance, "more": "x" * 200}]):
+            opened.register_service(
+                zeroconf.ServiceInfo(
+                    SERVICE,
+                    f"{good[:8]}-{number}.{SERVICE}",
+                    port=4010,
+                    properties=properties,
+                    server=f"{good[:8]}-{number}.local.",
+                    parsed_addresses=["127.0.0.1"],
+                ),
+                cooperating_responders=True,
+            )
+        assert listening.hears(good, ("127.0.0.1:4010",))
+        end = time.monotonic() + WITHIN
+        while listening.neighbourhood.hearing().ignored < len(bad) and time.monotonic() < end:
+            threading.Event().wait(0.05)
+        assert listening.neighbourhood.hearing().ignored >= len(bad)
+        assert sum(one.node_id == good for one in listening.found) == 1
+    finally:
+        opened.close()
+
+
+def test_garbage_on_the_mdns_port_harms_nobody(listen: Callable[..., Listening]) -> None:
+    import random
+    import socket
+
+    numbers = random.Random(3)
+    listening = listen(*ids(), 4000)
+    first = listen(*ids(), 4001)
+    assert listening.hears(first.node_id)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton("127.0.0.1"))
+        header = bytes(2) + b"\x84\x00" + bytes(2) + b"\x00\x02" + bytes(4)
+        for number in range(200):
+            junk = numbers.randbytes(numbers.randint(0, 300))
+            sender.sendto(header + junk if number % 2 else junk, ("224.0.0.251", 5353))
+    second = listen(*ids(), 4002)
+    assert listening.hears(second.node_id)
+
+
+def test_closing_leaves_nothing_behind(listen: Callable[..., Listening]) -> None:
+    def threads() -> set[str]:
+        names = {thread.name for thread in threading.enumerate()}
+        return {name for name in names if name == "neighbourhood" or "zeroconf" in name.lower()}
+
+    descriptors = Path("/proc/self/fd")
+    listen(*ids(), 4000).neighbourhood.close()  # what the library loads on its first use stays
+    before = len(list(descriptors.iterdir())) if descriptors.exists() else 0
+    for _ in range(3):
+        one = listen(*ids(), 4000)
+        one.neighbourhood.close()
+        one.neighbourhood.close()
+    assert threads() == set()
+    if before:
+        assert len(list(descriptors.iterdir())) <= before
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([b"v", b"id", b"i", b"x"]),
+        st.one_of(st.none(), st.binary(max_size=80), st.just(b"1"), st.just(b"a" * 64), st.just(b"b" * 16)),
+    ),
+    st.one_of(st.none(), st.integers(-1, 70000)),
+    st.lists(st.one_of(st.text(max_size=20), st.ip_addresses().map(str), st.just("fe80::1%1")), max_size=30),
+)
+def test_any_announcement_is_a_sound_hint_or_nothing(
+    properties: dict[bytes, bytes | None], port: int | None, addresses: list[str]
+) -> None:
+    found = mdns._parsed(properties, port, addresses, [LOOPBACK])
+    if found is not None:
+        assert len(found.node_id) == 64 and len(found.instance) == 16 and found.version >= 0
+        assert 0 < len(found.addresses) <= 16
+        assert all(isinstance(address, Address) and 0 < address.port < 65535 for address in found.addresses)
+
+
+# --- network namespaces: real interfaces, real changes --------------------------------------------------------------
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
+
+
+@pytest.fixture
+def spaces() -> Iterator[tuple[str, str]]:
+    """Two network namespaces with two cables between them: cable0 (10.77.0.x) and cable1 (10.77.1.x)."""
+    if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need Linux, root and the ip command")
+    names = tuple(f"privatellm-{os.getpid()}-{side}" for side in "ab")
+    try:
+        ip("netns", "add", names[0])
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces are not permitted here ({error.stderr.decode().strip()})")
+    try:
+        ip("netns", "add", names[1])
+        for cable in range(2):
+            ends = [f"pv{os.getpid() % 100000}{side}{cable}" for side in "ab"]
+            ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+            for number, (name, end) in enumerate(zip(names, ends, strict=True), start=1):
+                ip("link", "set", end, "netns", name, "name", f"cable{cable}")
+                ip("-n", name, "addr", "add", f"10.77.{cable}.{number}/24", "dev", f"cable{cable}")
+                ip("-n", name, "link", "set", f"cable{cable}", "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        yield names[0], names[1]
+    finally:
+        for name in names:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                ip("netns", "del", name)
+
+
+def inside(space: str) -> tuple[str, ...]:
+    return ("ip", "netns", "exec", space)
+
+
+@pytest.mark.slow
+def test_several_interfaces_and_addresses_that_change(spaces: tuple[str, str], start: Callable[..., Process]) -> None:
+    (one, one_instance), (other, other_instance) = ids(), ids()
+    first = start(one, one_instance, 4001, "all", prefix=inside(spaces[0]))
+    second = start(other, other_instance, 4002, "all", prefix=inside(spaces[1]))
+    assert first.wait(lambda heard: {"10.77.0.2:4002", "10.77.1.2:4002"} <= set(heard.get(other, ())))
+    assert second.wait(lambda heard: {"10.77.0.1:4001", "10.77.1.1:4001"} <= set(heard.get(one, ())))
+    links = [text for text in first.heard[other] if text.startswith("[fe80")]
+    assert all("%cable" in text for text in links)
+
+    ip("-n", spaces[1], "addr", "del", "10.77.0.2/24", "dev", "cable0")
+    ip("-n", spaces[1], "addr", "add", "10.77.0.99/24", "dev", "cable0")
+    assert first.wait(
+        lambda heard: "10.77.0.99:4002" in heard.get(other, ()) and "10.77.0.2:4002" not in heard.get(other, ())
+    )
+
+    ip("-n", spaces[1], "link", "set", "cable1", "down")
+    assert first.wait(lambda heard: other in heard and not any("10.77.1." in text for text in heard[other]))
+    ip("-n", spaces[1], "link", "set", "cable1", "up")
+    assert first.wait(lambda heard: "10.77.1.2:4002" in heard.get(other, ()))
