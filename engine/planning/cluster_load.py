@@ -1,0 +1,194 @@
+"""How many experts each node of a ring runs per layer and token, before anything runs: the paper's E[#exec. experts].
+
+A token goes to ``k`` different experts. Sets of k experts are taken to be as likely as the product of their odds (for
+even use: all alike), which is the distribution that assumes nothing beyond how often each expert is used. Experts with
+the same holders are interchangeable, so outcomes are enumerated as numbers of experts per set of holders; where these
+are too many, they are drawn, the same ones every time. (Paper of private LLMs on Apple Silicon, section 4.4, table 1.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from engine.planning.placement import Placement
+from engine.planning.routing_load import level, whole_weights
+
+ENUMERATED = 4000
+"""Numbers of experts per set of holders that are gone through one by one, per layer."""
+DRAWN = 4000
+"""Otherwise so many are drawn, over all layers."""
+WORK = 24_000
+"""Outcomes looked at in all: of a model with many layers, as many layers as that allows, evenly spread."""
+_CERTAIN = 0.995
+"""An expert used more often than this per token counts as used so often."""
+
+Counts = tuple[int, ...]
+LayerKinds = tuple[tuple[Counts, tuple[float, ...]], ...]
+"""A layer's experts by their holders, and for each the sums of products of its experts' odds: entry n over all choices
+of n of them."""
+
+
+@dataclass(frozen=True)
+class LoadOutcomes:
+    """What can happen in a layer and step, as (probability, experts run by each rank), over all layers alike."""
+
+    outcomes: tuple[tuple[float, Counts], ...]
+
+    def expected(self, cost: Callable[[Counts], float]) -> float:
+        """The mean of ``cost``."""
+        return sum(chance * cost(counts) for chance, counts in self.outcomes)
+
+    def busiest(self, weights: Sequence[float] = ()) -> float:
+        """The mean of the largest number of experts; with ``weights`` (seconds per expert of each rank, or relative),
+        of the largest weighted one."""
+        if not weights:
+            return self.expected(lambda counts: float(max(counts)))
+        return self.expected(lambda counts: max(n * weight for n, weight in zip(counts, weights, strict=True)))
+
+    def per_rank(self) -> tuple[float, ...]:
+        """The mean number of experts each rank runs."""
+        nodes = len(self.outcomes[0][1]) if self.outcomes else 0
+        return tuple(sum(chance * counts[rank] for chance, counts in self.outcomes) for rank in range(nodes))
+
+
+def expected_experts(
+    placement: Placement, per_token: int, popularity: Sequence[Sequence[float]] = (), weights: Sequence[float] = ()
+) -> float:
+    """Experts per layer of the node that has most to do, on average over tokens and layers; with ``weights``, in terms
+    of experts of the fastest node. See :func:`load_outcomes`."""
+    outcomes = load_outcomes(placement, per_token, popularity, weights)
+    relative = [weight / min(weights) for weight in weights] if weights else []
+    return outcomes.busiest(relative)
+
+
+def load_outcomes(
+    placement: Placement, per_token: int, popularity: Sequence[Sequence[float]] = (), weights: Sequence[float] = ()
+) -> LoadOutcomes:
+    """What the nodes run of a token's ``per_token`` experts, shared as :class:`engine.planning.routing_load.Assigner`
+    does with ``weights``. ``popularity``: routes counted before, [layer of the placement][expert]; empty: even use.
+
+    Raises ValueError for a popularity of other layers or experts.
+    """
+    if popularity and [len(row) for row in popularity] != [placement.experts] * len(placement.layers):
+        raise ValueError(f"popularity must have {len(placement.layers)} layers of {placement.experts} experts")
+    wanted = min(per_token, placement.experts)
+    whole = whole_weights(weights, placement.nodes)
+    rows: dict[LayerKinds, int] = {}
+    for place, holders in enumerate(placement.holders):
+        odds = odds_of(popularity[place] if popularity else (), placement.experts, wanted)
+        kinds = kinds_of(holders, odds, wanted)
+        rows[kinds] = rows.get(kinds, 0) + 1
+    found: dict[Counts, float] = {}
+    layers = _spread(list(rows.items()), wanted)
+    total = sum(times for _, times in layers)
+    for kinds, times in layers:
+        for chance, counts in layer_outcomes(kinds, wanted, whole, max(64, DRAWN // len(layers))):
+            found[counts] = found.get(counts, 0.0) + chance * times / total
+    return LoadOutcomes(tuple((chance, counts) for counts, chance in found.items()))
+
+
+def odds_of(popularity: Sequence[float], experts: int, per_token: int) -> list[float]:
+    """Each expert's odds of being one of a token's ``per_token``, from how often it was used before; 1.0 for all if
+    nothing was counted. Products of odds then give each expert about its share of the routes."""
+    total = sum(popularity)
+    if total <= 0 or per_token >= experts:
+        return [1.0] * experts
+    shares = [min(_CERTAIN, max(0.0, routes) * per_token / total) for routes in popularity]
+    # An expert never seen is rare, not impossible: it counts as one route seen half.
+    rare = 0.5 * per_token / (total + 1.0)
+    return [share / (1.0 - share) for share in (max(rare, share) for share in shares)]
+
+
+def kinds_of(holders: Sequence[Counts], odds: Sequence[float], per_token: int) -> LayerKinds:
+    """The experts of a layer with these ``holders`` and ``odds``, of which a token goes to ``per_token``."""
+    sums: dict[Counts, list[float]] = {}
+    for ranks, chance in zip(holders, odds, strict=True):
+        row = sums.setdefault(ranks, [1.0])
+        if len(row) <= per_token:
+            row.append(0.0)
+        for n in range(len(row) - 1, 0, -1):
+            row[n] += row[n - 1] * chance
+    return tuple((ranks, tuple(row)) for ranks, row in sorted(sums.items()))
+
+
+def _rest(kinds: LayerKinds, per_token: int) -> list[list[float]]:
+    """Entry [i][n]: the sum over all choices of n experts from the kinds i and after."""
+    rest = [[1.0] + [0.0] * per_token]
+    for _, row in reversed(kinds):
+        after = rest[-1]
+        rest.append([sum(row[i] * after[n - i] for i in range(min(n, len(row) - 1) + 1)) for n in range(per_token + 1)])
+    return rest[::-1]
+
+
+def possible(kinds: LayerKinds, per_token: int) -> int:
+    """How many numbers of experts per kind there are."""
+    ways = [1] + [0] * per_token
+    for _, row in kinds:
+        ways = [sum(ways[n - i] for i in range(min(n, len(row) - 1) + 1)) for n in range(per_token + 1)]
+    return ways[per_token]
+
+
+def _spread(rows: list[tuple[LayerKinds, int]], per_token: int) -> list[tuple[LayerKinds, int]]:
+    """As many of ``rows`` as the work allows, evenly spread."""
+    most = max((min(ENUMERATED, possible(kinds, per_token)) for kinds, _ in rows), default=1)
+    kept = max(4, WORK // max(1, most))
+    if len(rows) <= kept:
+        return rows
+    return [rows[i * len(rows) // kept] for i in range(kept)]
+
+
+def layer_outcomes(
+    kinds: LayerKinds, per_token: int, weights: Sequence[int], draws: int = DRAWN
+) -> Iterator[tuple[float, Counts]]:
+    """The outcomes of one layer: (probability, experts run by each rank), the same counts maybe more than once. If they
+    are more than ENUMERATED, ``draws`` are drawn."""
+    rest = _rest(kinds, per_token)
+    if possible(kinds, per_token) <= ENUMERATED:
+        chosen = _enumerated(kinds, per_token, rest[0][per_token])
+    else:
+        chosen = _drawn(kinds, per_token, rest, draws)
+    for chance, numbers in chosen:
+        holders = [ranks for (ranks, _), n in zip(kinds, numbers, strict=True) for _ in range(n)]
+        counts = [0] * len(weights)
+        for owner in level(holders, weights):
+            counts[owner] += 1
+        yield chance, tuple(counts)
+
+
+def _enumerated(kinds: LayerKinds, per_token: int, total: float) -> list[tuple[float, Counts]]:
+    """All numbers per kind that add up to ``per_token``."""
+    beginnings: list[tuple[float, int, Counts]] = [(1.0 / total, per_token, ())]
+    for place, (_, row) in enumerate(kinds):
+        after = sum(len(each) - 1 for _, each in kinds[place + 1 :])
+        beginnings = [
+            (chance * row[n], left - n, (*numbers, n))
+            for chance, left, numbers in beginnings
+            for n in range(max(0, left - after), min(left, len(row) - 1) + 1)
+        ]
+    return [(chance, numbers) for chance, _, numbers in beginnings]
+
+
+def _drawn(
+    kinds: LayerKinds, per_token: int, rest: Sequence[Sequence[float]], draws: int
+) -> list[tuple[float, Counts]]:
+    """Numbers per kind, drawn; each kind's given what is left for it and those after."""
+    state = 0x9E3779B97F4A7C15
+    found: dict[Counts, int] = {}
+    for _ in range(draws):
+        left = per_token
+        numbers = []
+        for place, (_, row) in enumerate(kinds):
+            state = (state * 6364136223846793005 + 1442695040888963407) & 0xFFFFFFFFFFFFFFFF
+            mark = (state >> 11) / (1 << 53) * rest[place][left]
+            n, last = 0, min(left, len(row) - 1)
+            while n < last:
+                mark -= row[n] * rest[place + 1][left - n]
+                if mark < 0.0:
+                    break
+                n += 1
+            numbers.append(n)
+            left -= n
+        key = tuple(numbers)
+        found[key] = found.get(key, 0) + 1
+    return [(times / draws, numbers) for numbers, times in found.items()]

@@ -1,0 +1,420 @@
+"""Whether and how machines form a ring for a model: who holds what, in which mode, how fast, or why not. Pure.
+
+Every node of a ring keeps the trunk, its keys and values and a workspace, and a reserve is left to the system; what
+remains of its memory holds experts. The decision names its reason in a sentence for the person.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from msgspec import structs
+
+from engine.messages.ring import NodeShare, RingChoice, RingFacts
+from engine.planning.cluster_load import load_outcomes
+from engine.planning.placement import Placement
+from engine.planning.placing import Room, Shortfall, place
+from engine.planning.prediction import PREFILL_TOKENS
+from engine.planning.ring_nodes import (
+    LinkMeasured,
+    NodeMeasured,
+    RingModel,
+    disk_room,
+    expert_room,
+    node_costs,
+)
+from engine.planning.ring_speed import (
+    Mode,
+    NodeCosts,
+    PassTime,
+    RingSetting,
+    Wire,
+    alone_time,
+    pass_time,
+    step_time,
+)
+from engine.planning.ring_words import (
+    alone_sentence,
+    disk_sentence,
+    elsewhere_sentence,
+    fewer_sentence,
+    left_out_sentence,
+    loading_sentence,
+    mode_sentence,
+    share_capped_sentence,
+    shortfall_sentence,
+    speed_sentence,
+    trunk_sentence,
+)
+from engine.planning.routing_load import LoadingRule
+
+__all__ = ["LinkMeasured", "NodeMeasured", "RingDecision", "RingModel", "expert_room", "node_costs", "plan_ring"]
+
+ANSWER_TOKENS = 128
+"""A turn, for choosing between modes: a prompt of PREFILL_TOKENS and an answer of so many tokens."""
+EXACT_WORTH = 1.10
+"""Sums equal to one machine's are worth so much of a turn's time."""
+FEWER_WORTH = 1.03
+"""Leaving a machine out must make the rest so much faster."""
+ASSUMED_LATENCY_S = 1e-3
+ASSUMED_BYTES_PER_S = 1.25e8
+"""Of a link that was not measured: the paper's latency, and Gigabit Ethernet."""
+
+
+@dataclass(frozen=True)
+class RingDecision:
+    """``ring``: form it as given. ``alone``: the head by itself is faster. ``refused``: it cannot be; ``shortfall``
+    says how many bytes are missing, 0 if that is not why."""
+
+    kind: Literal["ring", "alone", "refused"]
+    reason: str
+    ranks: tuple[str, ...] = ()
+    """Node ids in rank order, the head first; also of the ring that is not formed because one machine is faster."""
+    placement: Placement | None = None
+    mode: Mode = "exact"
+    loading: LoadingRule = "selected"
+    weights: tuple[float, ...] = ()
+    """Relative seconds per expert of each rank, for :class:`engine.planning.routing_load.Assigner`."""
+    facts: RingFacts | None = None
+    shortfall: int = 0
+    step: PassTime | None = None
+    """Predicted; None where too little was measured."""
+    prefill: PassTime | None = None
+    """Of a prompt of PREFILL_TOKENS tokens."""
+    alone_step: PassTime | None = None
+    """Of the head by itself; None too if the model does not fit there."""
+    best_alone: str = ""
+    """Node id of the fastest machine that could run the model by itself."""
+    notices: tuple[str, ...] = ()
+
+
+def plan_ring(
+    model: RingModel,
+    nodes: Sequence[NodeMeasured],
+    links: Sequence[LinkMeasured],
+    choice: RingChoice,
+    popularity: Sequence[Sequence[float]] = (),
+    at_once: float = 1.0,
+) -> RingDecision:
+    """The ring for ``model`` on ``nodes`` (the head first), as far as ``choice`` leaves it open.
+
+    ``popularity``: routes counted before, [MoE layer][expert]. ``at_once``: see RingSetting. Raises ValueError without
+    nodes, and for a popularity of another model.
+    """
+    if not nodes:
+        raise ValueError("a ring needs at least its head")
+    if not model.sizes.experts:
+        return RingDecision("refused", "The model has no experts to share: run it on one machine, partitioning auto.")
+    costs = _alike([node_costs(model, node) for node in nodes], nodes)
+    known = {node.node_id: each for node, each in zip(nodes, costs, strict=True) if each is not None}
+    planner = _Planner(model, known, links, choice, popularity, at_once)
+    chosen = [nodes[0], *(node for node in nodes[1:] if not choice.nodes or node.node_id in choice.nodes)]
+    notices: list[str] = []
+    if not choice.nodes:
+        chosen, notices = _without_the_small(planner, chosen)
+    decision = planner.ring(chosen)
+    if decision.kind == "ring" and decision.step is not None and not choice.nodes and not choice.even_if_slower:
+        decision = _without_the_slow(planner, chosen, decision)
+    decision = replace(decision, notices=(*notices, *decision.notices))
+    return _against_alone(planner, chosen, decision)
+
+
+class _Planner:
+    """Plans for one model and choice, over several sets of nodes."""
+
+    def __init__(
+        self,
+        model: RingModel,
+        costs: Mapping[str, NodeCosts],
+        links: Iterable[LinkMeasured],
+        choice: RingChoice,
+        popularity: Sequence[Sequence[float]],
+        at_once: float,
+    ) -> None:
+        self.model = model
+        self._costs = costs
+        self.choice = choice
+        self._links = {frozenset((link.first, link.second)): link for link in links}
+        self._popularity = popularity
+        self._at_once = at_once
+
+    def ring(self, nodes: Sequence[NodeMeasured]) -> RingDecision:
+        """A ring of exactly ``nodes``, or why there is none."""
+        central = self.is_central(nodes)
+        if self.choice.mode in ("exact", "fast") and _unlike(nodes):
+            return RingDecision(
+                "refused", mode_sentence(self.choice.mode, {n.name: n.kind for n in nodes}, refused=True)
+            )
+        rooms: list[int] = []
+        notices: list[str] = []
+        for rank, node in enumerate(nodes):
+            room = expert_room(self.model, node, central and rank > 0)
+            hand = self.choice.shares.get(node.node_id)
+            if room < 0:
+                return RingDecision("refused", trunk_sentence(node.name, -room), shortfall=-room)
+            if hand is not None and hand > room:
+                notices.append(share_capped_sentence(node.name, hand, room))
+            on_disk = disk_room(self.model, node, central and rank > 0)
+            if on_disk is not None and on_disk < min(room, self.model.sizes.expert_bytes):
+                notices.append(disk_sentence(node.name, on_disk))
+                room = on_disk
+            rooms.append(room if hand is None else min(max(0, hand), room))
+        known = [self._costs[node.node_id] for node in nodes if node.node_id in self._costs]
+        seconds = [each.expert.at(1) for each in known] if len(known) == len(nodes) else [1.0] * len(nodes)
+        grid = self.model.grid
+        placement = place(
+            grid,
+            [Room(room, each) for room, each in zip(rooms, seconds, strict=True)],
+            self._popularity,
+            self.choice.overlap,
+            [node.has for node in nodes] if any(node.has for node in nodes) else (),
+        )
+        if isinstance(placement, Shortfall):
+            by_hand = any(node.node_id in self.choice.shares for node in nodes)
+            reason = shortfall_sentence(placement, [node.name for node in nodes], rooms, by_hand)
+            return RingDecision("refused", reason, shortfall=placement.missing_bytes)
+        weights = tuple(each / min(seconds) for each in seconds)
+        return self._decided(nodes, placement, weights, known if len(known) == len(nodes) else [], central, notices)
+
+    def in_mode(self, mode: Mode) -> _Planner:
+        """The same with the mode given."""
+        choice = structs.replace(self.choice, mode=mode)
+        return _Planner(self.model, self._costs, self._links.values(), choice, self._popularity, self._at_once)
+
+    def is_central(self, nodes: Sequence[NodeMeasured]) -> bool:
+        return self.choice.mode == "central" or (self.choice.mode == "auto" and _unlike(nodes))
+
+    def alone(self, node: NodeMeasured) -> PassTime | None:
+        """A decoding step of ``node`` by itself; None if the model does not fit there or nothing was measured."""
+        costs = self._costs.get(node.node_id)
+        if costs is None or expert_room(self.model, node) < self.model.sizes.expert_bytes:
+            return None
+        return alone_time(self.model.sizes, costs)
+
+    def slowest(self, nodes: Sequence[NodeMeasured]) -> list[NodeMeasured]:
+        """Of the others than the head: the one whose experts take longest, and the one with the slowest links."""
+        step = {name: alone_time(self.model.sizes, each).seconds for name, each in self._costs.items()}
+        by_work = max(nodes[1:], key=lambda node: step.get(node.node_id, 0.0))
+        by_link = max(
+            nodes[1:], key=lambda node: sorted(self._latency(node, other) for other in nodes if other is not node)
+        )
+        return [by_work] if by_work is by_link else [by_work, by_link]
+
+    def _latency(self, first: NodeMeasured, second: NodeMeasured) -> float:
+        link = self._links.get(frozenset((first.node_id, second.node_id)))
+        return link.latency_s if link else ASSUMED_LATENCY_S
+
+    def wire(self, nodes: Sequence[NodeMeasured], central: bool) -> Wire:
+        """The slowest link in use; one that was not measured counts as slow."""
+        latency, rate = 0.0, float("inf")
+        for i, first in enumerate(nodes):
+            for second in nodes[i + 1 :]:
+                if central and i > 0:
+                    continue
+                link = self._links.get(frozenset((first.node_id, second.node_id)))
+                latency = max(latency, self._latency(first, second))
+                rate = min(rate, link.bytes_per_s if link else ASSUMED_BYTES_PER_S)
+        return Wire.of_link(latency, rate)
+
+    def _decided(
+        self,
+        nodes: Sequence[NodeMeasured],
+        placement: Placement,
+        weights: tuple[float, ...],
+        costs: Sequence[NodeCosts],
+        central: bool,
+        notices: list[str],
+    ) -> RingDecision:
+        loading, why_loading = self._loading(nodes)
+        mode: Mode = "central" if central else "fast" if self.choice.mode == "fast" else "exact"
+        step = prefill = None
+        why_mode = mode_sentence(mode, {node.name: node.kind for node in nodes}) if central else ""
+        if costs:
+            step, prefill = self._times(nodes, placement, costs, mode, loading)
+            if self.choice.mode == "auto" and not central and len(nodes) > 1:
+                fast = self._times(nodes, placement, costs, "fast", loading)
+                if _turn(step, prefill) > EXACT_WORTH * _turn(*fast):
+                    why_mode = speed_sentence(_turn(step, prefill), _turn(*fast))
+                    mode, (step, prefill) = "fast", fast
+        reason = " ".join(each for each in (why_mode, why_loading) if each)
+        return RingDecision(
+            kind="ring",
+            reason=reason,
+            ranks=tuple(node.node_id for node in nodes),
+            placement=placement,
+            mode=mode,
+            loading=loading,
+            weights=weights,
+            facts=self._facts(nodes, placement, weights, mode, loading, step, reason),
+            step=step,
+            prefill=prefill,
+            notices=tuple(notices),
+        )
+
+    def _loading(self, nodes: Sequence[NodeMeasured]) -> tuple[LoadingRule, str]:
+        if self.choice.loading != "auto":
+            return self.choice.loading, ""
+        wired = [node.name for node in nodes if node.unified]
+        return ("router-aided", loading_sentence(wired)) if wired and len(nodes) > 1 else ("selected", "")
+
+    def _times(
+        self,
+        nodes: Sequence[NodeMeasured],
+        placement: Placement,
+        costs: Sequence[NodeCosts],
+        mode: Mode,
+        loading: LoadingRule,
+    ) -> tuple[PassTime, PassTime]:
+        """A decoding step, and a prompt of PREFILL_TOKENS."""
+        setting = RingSetting(mode, loading, self.model.word_bytes, self._at_once)
+        wire = self.wire(nodes, mode == "central")
+        sizes = self.model.sizes
+        step = step_time(sizes, placement, costs, wire, setting, self._popularity)
+        return step, pass_time(sizes, placement, costs, wire, setting, PREFILL_TOKENS, self._popularity)
+
+    def _facts(
+        self,
+        nodes: Sequence[NodeMeasured],
+        placement: Placement,
+        weights: Sequence[float],
+        mode: Mode,
+        loading: LoadingRule,
+        step: PassTime | None,
+        reason: str,
+    ) -> RingFacts:
+        sizes = self.model.sizes
+        outcomes = load_outcomes(placement, sizes.experts_per_token, self._popularity, weights)
+        shares = []
+        for rank, (node, expected) in enumerate(zip(nodes, outcomes.per_rank(), strict=True)):
+            trunk = 0 if mode == "central" and rank > 0 else sizes.trunk_bytes
+            experts = placement.count_of(rank)
+            there = trunk if node.has_trunk else 0
+            for layer, row in zip(placement.layers, placement.holders, strict=True):
+                mine = node.has.get(layer, ())
+                there += sizes.slab_bytes * sum(rank in row[expert] for expert in set(mine) if expert < len(row))
+            shares.append(
+                NodeShare(
+                    rank=rank,
+                    node_id=node.node_id,
+                    name=node.name,
+                    experts=experts,
+                    expert_bytes=min(experts * sizes.slab_bytes, sizes.expert_bytes),
+                    trunk_bytes=trunk,
+                    memory_free=node.memory_free,
+                    expected_experts=expected,
+                    has_bytes=there,
+                )
+            )
+        return RingFacts(
+            mode=mode,
+            exchange=self.choice.exchange,
+            loading=loading,
+            nodes=shares,
+            tokens_per_s=step.tokens_per_s if step is not None else None,
+            reason=reason,
+        )
+
+
+def _alike(costs: Sequence[NodeCosts | None], nodes: Sequence[NodeMeasured]) -> list[NodeCosts | None]:
+    """``costs`` with the same for processes of one kind on one machine, the fastest measured: they are the same
+    hardware, and what they measured apart is what else the machine did meanwhile."""
+    best: dict[tuple[str, str], NodeCosts] = {}
+    for node, each in zip(nodes, costs, strict=True):
+        if each is not None and node.machine:
+            key = (node.machine, node.kind)
+            if key not in best or each.expert.at(1) < best[key].expert.at(1):
+                best[key] = each
+    return [
+        best.get((node.machine, node.kind), each) if each is not None else None
+        for node, each in zip(nodes, costs, strict=True)
+    ]
+
+
+def _unlike(nodes: Sequence[NodeMeasured]) -> bool:
+    """Whether nodes would compute other bits than the head."""
+    return any(node.kind != nodes[0].kind for node in nodes)
+
+
+def _turn(step: PassTime, prefill: PassTime) -> float:
+    """Seconds of a turn."""
+    return prefill.seconds + ANSWER_TOKENS * step.seconds
+
+
+def _without_the_small(planner: _Planner, nodes: Sequence[NodeMeasured]) -> tuple[list[NodeMeasured], list[str]]:
+    """The nodes that have room for what every node needs and for one expert, and a line for each other."""
+    central = planner.is_central(nodes)
+    kept, lines = [nodes[0]], []
+    for node in nodes[1:]:
+        room = expert_room(planner.model, node, central)
+        if room >= planner.model.sizes.slab_bytes:
+            kept.append(node)
+        else:
+            lines.append(left_out_sentence(node.name, planner.model.sizes.slab_bytes - room))
+    return kept, lines
+
+
+def _without_the_slow(planner: _Planner, nodes: Sequence[NodeMeasured], best: RingDecision) -> RingDecision:
+    """``best`` (the ring of all ``nodes``), or that of fewer if it is predicted to be clearly faster: one after the
+    other is left out, each time the slowest or the one behind the slowest link, as long as the rest hold the model."""
+    # In one mode: else more machines with exact sums would be weighed against fewer with fast ones.
+    same = planner.in_mode(best.mode)
+    whole = best.step
+    chain: list[tuple[PassTime, list[NodeMeasured]]] = []
+    left = list(nodes)
+    while len(left) > 2:
+        rings: list[tuple[float, int, NodeMeasured, PassTime]] = []
+        for out in same.slowest(left):
+            ring = same.ring([node for node in left if node is not out])
+            if ring.kind == "ring" and ring.step is not None:
+                rings.append((ring.step.seconds, len(rings), out, ring.step))
+        if not rings:
+            break
+        _, _, out, step = min(rings, key=lambda each: each[:2])
+        left = [node for node in left if node is not out]
+        chain.append((step, left))
+    if whole is None or not chain:
+        return best
+    step, kept = min(chain, key=lambda each: each[0].seconds)
+    if step.seconds * FEWER_WORTH > whole.seconds:
+        return best
+    names = [node.name for node in nodes if node not in kept]
+    line = fewer_sentence(names, step.tokens_per_s, whole.tokens_per_s)
+    fewer = planner.ring(kept)
+    return replace(fewer, notices=(*fewer.notices, line))
+
+
+def _against_alone(planner: _Planner, nodes: Sequence[NodeMeasured], ring: RingDecision) -> RingDecision:
+    """``ring``, or the head by itself where that is faster."""
+    head = nodes[0]
+    by_itself = {node.node_id: planner.alone(node) for node in nodes}
+    fits_alone = expert_room(planner.model, head) >= planner.model.sizes.expert_bytes
+    known = [(each.seconds, node.node_id) for node in nodes if (each := by_itself[node.node_id]) is not None]
+    best_s, best = min(known, default=(0.0, ""))
+    step = by_itself[head.node_id]
+    decision = replace(ring, alone_step=step, best_alone=best)
+    if ring.facts is not None:
+        decision = replace(decision, facts=_with_alone(ring.facts, 1.0 / best_s if best else None))
+    if ring.kind != "ring":
+        return decision
+    if len(ring.ranks) == 1:
+        return _alone(decision, "There is no other machine to share with.") if fits_alone else decision
+    if ring.step is None or not best:
+        return decision
+    if step is not None and step.seconds < ring.step.seconds and not planner.choice.even_if_slower:
+        return _alone(decision, alone_sentence(head.name, step.tokens_per_s, len(ring.ranks), ring.step.tokens_per_s))
+    if best != head.node_id and best_s < ring.step.seconds:
+        name = next(node.name for node in nodes if node.node_id == best)
+        line = elsewhere_sentence(name, 1.0 / best_s, ring.step.tokens_per_s)
+        return replace(decision, notices=(*decision.notices, line))
+    return decision
+
+
+def _with_alone(facts: RingFacts, tokens_per_s: float | None) -> RingFacts:
+    return structs.replace(facts, alone_tokens_per_s=tokens_per_s)
+
+
+def _alone(decision: RingDecision, reason: str) -> RingDecision:
+    facts = structs.replace(decision.facts, reason=reason) if decision.facts is not None else None
+    return replace(decision, kind="alone", reason=reason, facts=facts)

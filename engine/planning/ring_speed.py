@@ -1,0 +1,343 @@
+"""How fast a ring will be, predicted from what was measured of its nodes and links before it is formed. Pure.
+
+The paper's equation (1) with measured terms, for unlike nodes:
+
+    pass = sum over the MoE layers of [ nodes(attention and router + experts run) + exchange ] + what is outside of them
+
+where ``nodes`` is the time until the last node is done: the mean over what the routes may be, not the slowest node's
+mean. Shared experts are computed while the wire is busy, so the longer of the two counts. In central mode the head
+alone runs the trunk, and each layer sends twice: routes with hidden states out, the results back. Nodes that are
+processes of one machine share its memory and cores: they are done after the longest of them or after the sum of their
+work over what the machine can do at once, whichever is later. All times are seconds. (Paper of private LLMs on Apple
+Silicon, sections 4.3 and 4.4.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from engine.planning.calibration import Curve
+from engine.planning.cluster_load import LoadOutcomes, load_outcomes
+from engine.planning.placement import Placement
+from engine.planning.prediction import DECODE_CONTEXT, ModelSizes, Shares, expected_tokens
+from engine.planning.routing_load import Assigner, LoadingRule, spare_quota, whole_weights
+
+Mode = Literal["exact", "fast", "central"]
+
+MEASURED_BYTES = 12 * 1024
+"""What a link's latency was measured with."""
+PER_PEER = 0.14
+"""What each peer beyond the first adds to an exchange, as a share of a link's latency: the paper's table 4 has 38, 44
+and 48 ms per token for two, three and four nodes."""
+_HEADER_BYTES = 64
+
+
+@dataclass(frozen=True)
+class NodeCosts:
+    """What one node takes, measured on it alone, as seconds over the tokens of a pass."""
+
+    expert: Curve
+    """One routed expert, for the tokens that are sent to it."""
+    attention: Curve
+    """Attention, norms and router of one MoE layer."""
+    outside: Curve
+    """What is outside the MoE layers, once per pass: dense layers, embedding, head, what a step costs beside."""
+    shared: Curve | None = None
+    """The shared experts of one MoE layer."""
+    fence_s: float = 0.0
+    """Crossing from the processor that computes to the one that sends, and back, per layer."""
+    machine: str = ""
+    """Nodes with the same name are processes of one machine; empty: a machine of its own."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The exchange over the slowest link in use.
+
+    ``latency_s``: MEASURED_BYTES, one way. ``per_peer_s``: what each peer beyond the first adds; 0.0 where the exchange
+    was measured with all nodes.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+    per_peer_s: float = 0.0
+
+    @classmethod
+    def of_link(cls, latency_s: float, bytes_per_s: float) -> Wire:
+        """From the slowest link between two nodes, before all are joined."""
+        return cls(latency_s, bytes_per_s, PER_PEER * latency_s)
+
+    def seconds(self, nbytes: float, peers: int) -> float:
+        """Until ``nbytes``, all that the busiest node sends to its ``peers`` (or gets from them), have arrived; 0.0
+        without peers."""
+        if peers <= 0:
+            return 0.0
+        beyond = max(0.0, nbytes + _HEADER_BYTES * peers - MEASURED_BYTES) / self.bytes_per_s
+        return self.latency_s + (peers - 1) * self.per_peer_s + beyond
+
+
+@dataclass(frozen=True)
+class RingSetting:
+    """What is predicted for. ``word_bytes``: of a number as it travels. ``at_once``: how many nodes' worth of work a
+    machine does in the time of one (1.0: a single node uses all of it)."""
+
+    mode: Mode = "exact"
+    loading: LoadingRule = "selected"
+    word_bytes: int = 4
+    at_once: float = 1.0
+
+
+@dataclass(frozen=True)
+class PassTime:
+    """Seconds of one forward pass, as table 3 splits them: the experts, the exchange, all else."""
+
+    moe_s: float
+    exchange_s: float
+    other_s: float
+    tokens: int = 1
+
+    @property
+    def seconds(self) -> float:
+        return self.moe_s + self.exchange_s + self.other_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A prediction beside what was measured. ``error``: (predicted - measured) / measured time of a token."""
+
+    predicted_s: float
+    measured_s: float
+    error: float
+    within: bool
+    moe_error: float
+    exchange_error: float
+    other_error: float
+
+
+def compare(predicted: PassTime, measured: PassTime, allowed: float = 0.25) -> Compared:
+    """How far ``predicted`` is from ``measured``, in all and by part; the parts' errors are relative to the whole.
+
+    Raises ValueError if the measured time is not above 0.
+    """
+    whole = measured.seconds
+    if not whole > 0:
+        raise ValueError(f"a measured pass takes more than {whole:g} s")
+    error = (predicted.seconds - whole) / whole
+    return Compared(
+        predicted_s=predicted.seconds,
+        measured_s=whole,
+        error=error,
+        within=abs(error) <= allowed,
+        moe_error=(predicted.moe_s - measured.moe_s) / whole,
+        exchange_error=(predicted.exchange_s - measured.exchange_s) / whole,
+        other_error=(predicted.other_s - measured.other_s) / whole,
+    )
+
+
+def step_time(
+    model: ModelSizes,
+    placement: Placement,
+    nodes: Sequence[NodeCosts],
+    wire: Wire,
+    setting: RingSetting,
+    popularity: Sequence[Sequence[float]] = (),
+) -> PassTime:
+    """One decoding step of one token. ``nodes`` in rank order. Raises ValueError for another number of nodes than the
+    placement's."""
+    weights = _weights(nodes, placement)
+    outcomes = load_outcomes(placement, model.experts_per_token, popularity, weights)
+    return _of_outcomes(model, placement, nodes, wire, setting, outcomes, weights)
+
+
+def pass_time(
+    model: ModelSizes,
+    placement: Placement,
+    nodes: Sequence[NodeCosts],
+    wire: Wire,
+    setting: RingSetting,
+    tokens: int,
+    popularity: Sequence[Sequence[float]] = (),
+) -> PassTime:
+    """One forward pass of ``tokens`` tokens, such as a chunk of a prompt. For one token :func:`step_time`."""
+    if tokens <= 1:
+        return step_time(model, placement, nodes, wire, setting, popularity)
+    weights = _weights(nodes, placement)
+    assigner = Assigner(placement, weights)
+    moe = exchange = attention = 0.0
+    known: dict[tuple[object, ...], tuple[float, float, float]] = {}
+    for at, layer in enumerate(placement.layers):
+        use = tuple(popularity[at]) if popularity else ()
+        key = (placement.holders[at], use)
+        if key not in known:
+            counts = _tokens_of(use, placement.experts, model.experts_per_token, tokens)
+            active = [expert for expert, count in enumerate(counts) if count]
+            owners = assigner.owners(layer, active, [counts[expert] for expert in active])
+            experts, rows = [0.0] * len(nodes), [0] * len(nodes)
+            for expert, owner in zip(active, owners, strict=True):
+                experts[owner] += nodes[owner].expert.at(counts[expert])
+                rows[owner] += counts[expert]
+            known[key] = _layer(nodes, setting, wire, model, tokens, experts, rows)
+        trunk, computing, travelling = known[key]
+        attention, moe, exchange = attention + trunk, moe + computing, exchange + travelling
+    other = attention + _together(nodes, [node.outside.at(tokens) for node in nodes], setting)
+    return PassTime(moe, exchange, other, tokens)
+
+
+def alone_time(model: ModelSizes, node: NodeCosts, tokens: int = 1) -> PassTime:
+    """One pass on one machine that holds everything."""
+    layers = model.moe_layers
+    if tokens <= 1:
+        experts = min(model.experts_per_token, model.experts) * node.expert.at(1)
+    else:
+        counts = _tokens_of((), model.experts, model.experts_per_token, tokens)
+        experts = sum(node.expert.at(count) for count in counts)
+    shared = node.shared.at(tokens) if node.shared is not None else 0.0
+    other = layers * (node.attention.at(tokens) + shared) + node.outside.at(tokens)
+    return PassTime(layers * experts, 0.0, other, max(1, tokens))
+
+
+def costs_of(
+    model: ModelSizes,
+    expert: Curve,
+    memory_read: float,
+    layer_overhead_s: float = 0.0,
+    fence_s: float = 0.0,
+    machine: str = "",
+    step_s: float = 0.0,
+) -> NodeCosts:
+    """The costs of a node whose experts take ``expert`` and whose memory is read at ``memory_read`` bytes per second.
+
+    Few tokens take what reading the trunk takes; many take its operations, at the rate of the largest measured expert.
+    The trunk counts as equal in all layers; ``layer_overhead_s`` is what a layer costs beside its weights, ``step_s``
+    what a pass costs beside its layers.
+    """
+    points = tuple(sorted({1, *(tokens for tokens in expert.tokens if tokens >= 1)}))
+    most = expert.tokens[-1]
+    operations = 2.0 * most * model.slab_bytes / model.bytes_per_weight / expert.at(most) if model.slab_bytes else 0.0
+    layers = max(1, model.layers)
+
+    def trunk(tokens: int) -> float:
+        reading = (model.trunk_bytes + DECODE_CONTEXT * model.key_value_bytes_per_token) / memory_read
+        return max(
+            reading, 2.0 * tokens * model.trunk_bytes / model.bytes_per_weight / operations if operations else 0.0
+        )
+
+    per_layer = tuple(trunk(tokens) / layers + layer_overhead_s for tokens in points)
+    dense = layers - model.moe_layers
+    return NodeCosts(
+        expert=expert,
+        attention=Curve(points, per_layer),
+        outside=Curve(points, tuple(step_s + dense * seconds for seconds in per_layer)),
+        fence_s=fence_s,
+        machine=machine,
+    )
+
+
+def measured_costs(model: ModelSizes, alone: PassTime, fence_s: float = 0.0, machine: str = "") -> NodeCosts:
+    """The costs of a node on which one decoding step by itself took ``alone``, for predicting steps of a ring of such
+    nodes. ``fence_s``: what a ring costs per layer even without peers. Raises ValueError without routed experts."""
+    routes = model.moe_layers * min(model.experts_per_token, model.experts)
+    if not routes:
+        raise ValueError("a model without experts has none to be measured")
+    layer = alone.other_s / max(1, model.layers)
+    return NodeCosts(
+        expert=Curve((1,), (alone.moe_s / routes,)),
+        attention=Curve((1,), (layer,)),
+        outside=Curve((1,), (alone.other_s - model.moe_layers * layer,)),
+        fence_s=fence_s,
+        machine=machine,
+    )
+
+
+def _weights(nodes: Sequence[NodeCosts], placement: Placement) -> list[float]:
+    if len(nodes) != placement.nodes:
+        raise ValueError(f"a placement on {placement.nodes} nodes needs as many costs, not {len(nodes)}")
+    return [node.expert.at(1) for node in nodes]
+
+
+def _of_outcomes(
+    model: ModelSizes,
+    placement: Placement,
+    nodes: Sequence[NodeCosts],
+    wire: Wire,
+    setting: RingSetting,
+    outcomes: LoadOutcomes,
+    weights: Sequence[float],
+) -> PassTime:
+    layers = len(placement.layers)
+    held = [placement.count_of(rank) / layers if layers else 0.0 for rank in range(placement.nodes)]
+    whole = whole_weights(weights, placement.nodes)
+    moe = exchange = attention = 0.0
+    for chance, counts in outcomes.outcomes:
+        run = _with_spare(counts, held, whole, setting.loading)
+        experts = [n * node.expert.at(1) for n, node in zip(run, nodes, strict=True)]
+        trunk, computing, travelling = _layer(nodes, setting, wire, model, 1, experts, counts)
+        attention, moe, exchange = attention + chance * trunk, moe + chance * computing, exchange + chance * travelling
+    outside = _together(nodes, [node.outside.at(1) for node in nodes], setting)
+    return PassTime(layers * moe, layers * exchange, layers * attention + outside)
+
+
+def _with_spare(counts: Sequence[int], held: Sequence[float], weights: Sequence[int], rule: LoadingRule) -> list[float]:
+    """The experts that are run, those whose results are thrown away too."""
+    if rule == "selected":
+        return [float(n) for n in counts]
+    if rule == "busy-full":
+        return list(held)
+    owners = [rank for rank, n in enumerate(counts) for _ in range(n)]
+    return [min(max(held[rank], n), n + spare_quota(owners, rank, weights)) for rank, n in enumerate(counts)]
+
+
+def _layer(
+    nodes: Sequence[NodeCosts],
+    setting: RingSetting,
+    wire: Wire,
+    model: ModelSizes,
+    tokens: int,
+    experts: Sequence[float],
+    rows: Sequence[int],
+) -> tuple[float, float, float]:
+    """Seconds of a MoE layer as (attention and router, experts, exchange): together until the last node is done.
+    ``experts``: seconds per node; ``rows``: routes each node runs."""
+    peers = len(nodes) - 1
+    trunks = [node.attention.at(tokens) for node in nodes]
+    shared = [node.shared.at(tokens) if node.shared is not None else 0.0 for node in nodes]
+    fence = max(node.fence_s for node in nodes) if peers else 0.0
+    row = model.hidden * setting.word_bytes
+    if setting.mode == "central":
+        out = wire.seconds(peers * tokens * (model.hidden * 4 + model.experts_per_token * 8), peers)
+        back = wire.seconds(sum(rows[1:]) * model.hidden * 4, peers)
+        experts = [experts[0] + shared[0], *experts[1:]]
+        return trunks[0], _together(nodes, experts, setting), out + back + 2 * fence
+    sent = max(rows) * row if setting.mode == "exact" else tokens * row
+    travelling = max(wire.seconds(peers * sent, peers) + fence, _together(nodes, shared, setting))
+    trunk = _together(nodes, trunks, setting)
+    both = _together(nodes, [a + b for a, b in zip(trunks, experts, strict=True)], setting)
+    return trunk, max(0.0, both - trunk), travelling
+
+
+def _together(nodes: Sequence[NodeCosts], seconds: Sequence[float], setting: RingSetting) -> float:
+    """Until all nodes are done with so much work each, those of one machine sharing it."""
+    work: dict[str, float] = {}
+    for node, each in zip(nodes, seconds, strict=True):
+        if node.machine:
+            work[node.machine] = work.get(node.machine, 0.0) + each
+    return max(max(seconds, default=0.0), *(each / setting.at_once for each in work.values()), 0.0)
+
+
+def _tokens_of(use: Sequence[float], experts: int, per_token: int, tokens: int) -> list[int]:
+    """Tokens per expert to be expected of ``tokens`` tokens."""
+    total = sum(use)
+    if total <= 0:
+        return expected_tokens(Shares.even(experts), per_token, tokens)
+    order = sorted(range(experts), key=lambda expert: (-use[expert], expert))
+    ranked = expected_tokens(Shares(tuple(use[expert] / total for expert in order)), per_token, tokens)
+    counts = [0] * experts
+    for expert, count in zip(order, ranked, strict=True):
+        counts[expert] = count
+    return counts

@@ -1,0 +1,87 @@
+"""The sentences of a ring's plan: what was decided and why, with the values, and what to do. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from engine.planning.placing import Shortfall
+
+
+def gigabytes(nbytes: float) -> str:
+    """``12.3 GB``; small amounts as ``45 MB``, never as zero."""
+    if nbytes >= 1e8:
+        return f"{nbytes / 1e9:.1f} GB"
+    return f"{max(1, round(nbytes / 1e6))} MB"
+
+
+def rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:.1f} tokens/s"
+
+
+def shortfall_sentence(short: Shortfall, names: Sequence[str], rooms: Sequence[int], by_hand: bool) -> str:
+    """The experts do not fit on the nodes."""
+    each = ", ".join(f"{name} {gigabytes(room)}" for name, room in zip(names, rooms, strict=True))
+    out = "allow more by hand, add a machine" if by_hand else "add a machine, free memory"
+    where = "this machine has" if len(names) == 1 else f"these {len(names)} machines have"
+    return (
+        f"{gigabytes(short.missing_bytes)} are missing: the experts take {gigabytes(short.needed_bytes)}, and beside "
+        f"all else {where} room for {gigabytes(short.room_bytes)} ({each}); {out}, or choose a smaller model."
+    )
+
+
+def trunk_sentence(name: str, missing: int) -> str:
+    """A node cannot hold what every node must."""
+    return (
+        f"{name} lacks {gigabytes(missing)} for what every machine of a ring keeps (the weights that are no experts, "
+        "keys and values, and what the system needs); free memory there, shorten the context, or leave it out."
+    )
+
+
+def left_out_sentence(name: str, missing: int) -> str:
+    return f"{name} is left out: it lacks {gigabytes(missing)} for what every machine keeps and one expert."
+
+
+def share_capped_sentence(name: str, asked: int, room: int) -> str:
+    return f"{name} was to hold {gigabytes(asked)} of experts, but has memory for {gigabytes(room)}, which is used."
+
+
+def disk_sentence(name: str, room: int) -> str:
+    return f"{name} has disk space for {gigabytes(room)} of experts, less than it has memory for."
+
+
+def fewer_sentence(names: Sequence[str], without: float, with_them: float) -> str:
+    """Machines that would make the ring slower."""
+    who, them = (f"{names[0]} is", "it") if len(names) == 1 else (f"{', '.join(names)} are", "them")
+    return f"{who} left out: {rate(without)} are predicted without {them}, {rate(with_them)} with {them}."
+
+
+def mode_sentence(mode: str, kinds: Mapping[str, str], refused: bool = False) -> str:
+    """Why central mode, or why not another: machines that compute other bits. ``kinds``: by the nodes' names."""
+    different = ", ".join(f"{name}: {kind or 'unknown'}" for name, kind in kinds.items())
+    if refused:
+        return f"Mode {mode} needs machines that compute alike ({different}); choose the mode auto or central."
+    if len(set(kinds.values())) < 2:
+        return "The head routes, as chosen."
+    return f"The head routes for all, because the machines compute differently ({different})."
+
+
+def speed_sentence(exact_s: float, fast_s: float) -> str:
+    return (
+        "Weighted sums are exchanged, as the wire is slow for more: a question and its answer are predicted to take "
+        f"{fast_s:.1f} s instead of {exact_s:.1f} s."
+    )
+
+
+def loading_sentence(names: Sequence[str]) -> str:
+    return f"Idle experts are kept in use, as memory gets unwired otherwise ({', '.join(names)})."
+
+
+def alone_sentence(name: str, alone: float, machines: int, together: float) -> str:
+    return f"{name} alone is predicted to be faster: {rate(alone)}, {machines} machines together {rate(together)}."
+
+
+def elsewhere_sentence(name: str, alone: float, together: float) -> str:
+    return (
+        f"{name} alone would be faster: {rate(alone)} are predicted there, {rate(together)} together; "
+        "start the chat on that machine."
+    )

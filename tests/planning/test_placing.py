@@ -1,0 +1,246 @@
+"""Placements of experts on nodes: always within limits, and as good as brute force finds them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.planning.cluster_load import expected_experts
+from engine.planning.placement import Placement
+from engine.planning.placing import ExpertGrid, Room, Shortfall, dealt, numbers, place
+
+MB = 1_000_000
+
+
+def placed(grid: ExpertGrid, rooms: Sequence[Room], *rest: object) -> Placement:
+    found = place(grid, rooms, *rest)  # type: ignore[arg-type]
+    assert isinstance(found, Placement)
+    return found
+
+
+def check_valid(grid: ExpertGrid, rooms: Sequence[Room], found: Placement) -> None:
+    assert found.layers == grid.layers
+    assert found.nodes == len(rooms)
+    assert all(len(row) == grid.experts for row in found.holders)
+    for row in found.holders:
+        for ranks in row:
+            assert ranks
+            assert list(ranks) == sorted(set(ranks))
+            assert all(0 <= rank < len(rooms) for rank in ranks)
+    for rank, room in enumerate(rooms):
+        assert found.count_of(rank) * grid.slab_bytes <= max(0, room.expert_bytes)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[ExpertGrid, list[Room], list[list[int]]]:
+    layers, experts = draw(st.integers(1, 4)), draw(st.integers(1, 9))
+    slab = draw(st.sampled_from([1, 7 * MB]))
+    grid = ExpertGrid(tuple(range(2, 2 + layers)), experts, draw(st.integers(1, experts)), slab)
+    room = st.integers(-3, layers * experts + 3).map(lambda slabs: slabs * slab + slab // 2)
+    rooms = draw(st.lists(st.builds(Room, room, st.sampled_from([0.5, 1.0, 1.7, 9.0])), min_size=1, max_size=6))
+    row = st.lists(st.integers(0, 99), min_size=experts, max_size=experts)
+    use = draw(st.one_of(st.just([]), st.lists(row, min_size=layers, max_size=layers)))
+    return grid, rooms, use
+
+
+@given(problems(), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_feasible_exactly_if_the_slabs_fit(
+    problem: tuple[ExpertGrid, list[Room], list[list[int]]], overlap: bool
+) -> None:
+    grid, rooms, use = problem
+    slots = sum(min(max(0, room.expert_bytes) // grid.slab_bytes, grid.slabs) for room in rooms)
+    found = place(grid, rooms, use, overlap)
+    if slots < grid.slabs:
+        assert isinstance(found, Shortfall)
+        assert found.missing_bytes == (grid.slabs - slots) * grid.slab_bytes
+        return
+    assert isinstance(found, Placement)
+    check_valid(grid, rooms, found)
+    if not overlap:
+        assert all(len(ranks) == 1 for row in found.holders for ranks in row)
+    assert place(grid, rooms, use, overlap) == found
+
+
+@given(problems())
+@settings(max_examples=40, deadline=None)
+def test_all_memory_is_used_for_copies(problem: tuple[ExpertGrid, list[Room], list[list[int]]]) -> None:
+    grid, rooms, use = problem
+    found = place(grid, rooms, use)
+    if isinstance(found, Placement):
+        for rank, room in enumerate(rooms):
+            slots = max(0, room.expert_bytes) // grid.slab_bytes
+            assert found.count_of(rank) == min(slots, grid.slabs) or len(rooms) == 1
+
+
+@given(problems(), st.randoms(use_true_random=False))
+@settings(max_examples=100, deadline=None)
+def test_renaming_nodes_changes_little(problem: tuple[ExpertGrid, list[Room], list[list[int]]], random: object) -> None:
+    """The order of the nodes decides ties only: each node gets as many experts, whatever its rank."""
+    grid, rooms, _ = problem
+    slots = [min(max(0, room.expert_bytes) // grid.slab_bytes, grid.slabs) for room in rooms]
+    if sum(slots) < grid.slabs:
+        return
+    order = list(range(len(rooms)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    seconds = [room.seconds for room in rooms]
+    here = numbers(slots, seconds, grid.slabs)
+    there = numbers([slots[i] for i in order], [seconds[i] for i in order], grid.slabs)
+    for place_, rank in enumerate(order):
+        assert abs(there[place_] - here[rank]) <= 1
+
+
+def every_placement(experts: int, slots: Sequence[int]) -> list[tuple[tuple[int, ...], ...]]:
+    """All placements of one layer within ``slots`` that use all memory (a copy more never hurts)."""
+    ranks = range(len(slots))
+    sets = [each for n in range(1, len(slots) + 1) for each in itertools.combinations(ranks, n)]
+    most = [min(slot, experts) for slot in slots]
+    found = []
+    for holders in itertools.product(sets, repeat=experts):
+        if all(sum(rank in each for each in holders) == most[rank] for rank in ranks):
+            found.append(holders)
+    return found
+
+
+@functools.cache
+def best_possible(
+    experts: int, k: int, slots: tuple[int, ...], seconds: tuple[float, ...], use: tuple[int, ...]
+) -> float:
+    known: dict[object, float] = {}
+    for holders in every_placement(experts, slots):
+        key = tuple(sorted(zip(holders, use, strict=True))) if use else tuple(sorted(holders))
+        if key not in known:
+            layer = Placement((0,), len(slots), (holders,))
+            known[key] = expected_experts(layer, k, [list(use)] if use else [], seconds)
+    return min(known.values())
+
+
+SMALL = [
+    (experts, k, slots, seconds, use)
+    for experts, slots in (
+        (4, (2, 2)),
+        (5, (3, 4)),
+        (6, (3, 3)),
+        (6, (4, 4)),
+        (6, (5, 2)),
+        (5, (2, 2, 2)),
+        (6, (2, 2, 2)),
+        (6, (3, 3, 2)),
+    )
+    for k in (2, 3)
+    for seconds in ((1.0, 1.0, 1.0), (1.0, 1.0, 2.0), (1.0, 3.0, 1.5))
+    for use in ((), (50, 20, 20, 5, 3, 2), (10, 9, 8, 1, 1, 1))
+]
+
+
+@pytest.mark.parametrize(("experts", "k", "slots", "seconds", "use"), SMALL)
+def test_as_good_as_the_best_of_all_placements(
+    experts: int, k: int, slots: tuple[int, ...], seconds: tuple[float, ...], use: tuple[int, ...]
+) -> None:
+    seconds, use = seconds[: len(slots)], use[:experts]
+    grid = ExpertGrid((0,), experts, k, MB)
+    rooms = [Room(slot * MB, each) for slot, each in zip(slots, seconds, strict=True)]
+    found = placed(grid, rooms, [list(use)] if use else [])
+    check_valid(grid, rooms, found)
+    reached = expected_experts(found, k, [list(use)] if use else [], seconds)
+    assert reached <= 1.05 * best_possible(experts, k, slots, seconds, use)
+
+
+@pytest.mark.parametrize("slots", [(3, 3), (4, 3), (5, 2), (5, 4), (6, 1)])
+@pytest.mark.parametrize("use", [[], [[9, 5, 1], [1, 1, 1]], [[9, 1, 1], [2, 8, 3]]])
+def test_layers_share_a_nodes_memory_about_best(slots: tuple[int, int], use: list[list[int]]) -> None:
+    """Two layers of three experts on two nodes, against all placements of both layers together."""
+    grid = ExpertGrid((0, 1), 3, 2, MB)
+    found = placed(grid, [Room(slot * MB) for slot in slots], use)
+    check_valid(grid, [Room(slot * MB) for slot in slots], found)
+    best = 9.0
+    for holders in itertools.product([(0,), (1,), (0, 1)], repeat=6):
+        if all(sum(rank in ranks for ranks in holders) <= slots[rank] for rank in range(2)):
+            every = Placement((0, 1), 2, (holders[:3], holders[3:]))
+            best = min(best, expected_experts(every, 2, use))
+    assert expected_experts(found, 2, use) <= 1.12 * best  # the odd slot may be in the other layer
+
+
+def test_the_hottest_experts_are_spread() -> None:
+    use = [[100, 90, 80, 70, 1, 1, 1, 1]]
+    found = placed(ExpertGrid((0,), 8, 2, MB), [Room(2 * MB)] * 4, use)
+    assert {found.holders[0][expert] for expert in range(4)} == {(0,), (1,), (2,), (3,)}
+
+
+def test_copies_lower_the_expected_maximum() -> None:
+    grid = ExpertGrid(tuple(range(4)), 32, 4, MB)
+    reached = []
+    for share in (1.0, 1.25, 1.5, 2.0, 3.0):
+        found = placed(grid, [Room(int(share * 32) * MB)] * 4)
+        reached.append(expected_experts(found, 4))
+    assert reached == sorted(reached, reverse=True)
+    assert reached[-1] < 1.2 < 1.8 < reached[0]
+
+
+def test_unequal_memories_and_speeds() -> None:
+    grid = ExpertGrid(tuple(range(10)), 16, 4, MB)
+    tight = placed(grid, [Room(120 * MB), Room(30 * MB), Room(10 * MB)])
+    assert [tight.count_of(rank) for rank in range(3)] == [120, 30, 10]
+    assert all(11 <= len(tight.held(0, layer)) <= 13 for layer in grid.layers)  # evenly over the layers
+    plenty = placed(grid, [Room(160 * MB, 1.0), Room(160 * MB, 3.0)], (), False)
+    assert plenty.count_of(0) + plenty.count_of(1) == 160
+    assert 120 <= plenty.count_of(0) <= 150
+
+
+def test_a_node_without_room_holds_nothing() -> None:
+    found = placed(ExpertGrid((0, 1), 4, 2, MB), [Room(-5), Room(8 * MB), Room(0)])
+    assert [found.count_of(rank) for rank in range(3)] == [0, 8, 0]
+
+
+def test_one_node_holds_all() -> None:
+    found = placed(ExpertGrid((0, 3), 5, 2, MB), [Room(100 * MB)])
+    assert found.holders == (((0,),) * 5,) * 2
+
+
+def test_what_is_there_already_stays() -> None:
+    """Three nodes become two: those that stay keep what they have, and only what is missing moves."""
+    grid = ExpertGrid(tuple(range(6)), 12, 2, MB)
+    before = placed(grid, [Room(24 * MB)] * 3)
+    has = [{layer: before.held(rank, layer) for layer in grid.layers} for rank in (0, 2)]
+    after = placed(grid, [Room(40 * MB)] * 2, (), True, has)
+    for rank in range(2):
+        for layer in grid.layers:
+            assert set(has[rank][layer]) <= set(after.held(rank, layer))
+    # A head that has the whole model does not thereby keep all of it.
+    whole = {layer: tuple(range(12)) for layer in grid.layers}
+    shared = placed(grid, [Room(72 * MB), Room(72 * MB)], (), False, [whole, {}])
+    assert [shared.count_of(rank) for rank in range(2)] == [36, 36]
+
+
+def test_a_model_of_94_layers_on_eight_nodes_is_placed_at_once() -> None:
+    """The work is bounded: layers that are alike are placed once, and what would take long is not improved."""
+    grid = ExpertGrid(tuple(range(94)), 128, 8, MB)
+    use = [[(expert * 7 + layer * 3) % 128 + 1 for expert in range(128)] for layer in range(94)]
+    found = placed(grid, [Room(2000 * MB, 1.0 + rank / 10) for rank in range(8)], use)
+    check_valid(grid, [Room(2000 * MB)] * 8, found)
+    assert [found.count_of(rank) for rank in range(8)] == [2000] * 8
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 9))
+def test_totals_are_dealt_evenly(totals: list[int], layers: int) -> None:
+    rows = dealt(totals, layers)
+    assert [sum(row[rank] for row in rows) for rank in range(len(totals))] == totals
+    for rank in range(len(totals)):
+        assert max(row[rank] for row in rows) - min(row[rank] for row in rows) <= 1
+    if sum(totals) % layers == 0:
+        assert len({sum(row) for row in rows}) == 1
+
+
+def test_nonsense_is_refused() -> None:
+    grid = ExpertGrid((0,), 4, 2, MB)
+    with pytest.raises(ValueError, match="at least one node"):
+        place(grid, [])
+    with pytest.raises(ValueError, match="seconds per expert"):
+        place(grid, [Room(9 * MB, 0.0)])
+    with pytest.raises(ValueError, match="1 layers of 4 experts"):
+        place(grid, [Room(9 * MB)], [[1, 2]])

@@ -1,0 +1,352 @@
+"""Which ring is formed, which is not, and what the person is told."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.messages.ring import RingChoice, RingFacts
+from engine.planning.calibration import Curve
+from engine.planning.prediction import ModelSizes
+from engine.planning.ring_nodes import (
+    GIB,
+    MAPPED_RESERVE,
+    UNIFIED_RESERVE,
+    LinkMeasured,
+    NodeMeasured,
+    RingModel,
+    expert_room,
+)
+from engine.planning.ring_plan import RingDecision, plan_ring
+
+GB = 1_000_000_000
+SIZES = ModelSizes(
+    layers=48,
+    moe_layers=48,
+    experts=128,
+    experts_per_token=8,
+    hidden=2048,
+    trunk_bytes=3 * GB,
+    expert_bytes=58 * GB,
+    key_value_bytes_per_token=98_304,
+    name="qwen3-30b-a3b",
+)
+MODEL = RingModel(SIZES, tuple(range(48)))
+ETHERNET = (3e-4, 1.1e9)
+RDMA = (1e-5, 5e9)
+
+
+def node(name: str, memory_gb: float = 64, read: float | None = 100e9, **more: object) -> NodeMeasured:
+    memory = round(memory_gb * GB)
+    values: dict[str, object] = {"kind": "native avx512_bf16", "layer_overhead_s": 2e-5, **more}
+    return NodeMeasured(f"{name}-id", name, memory, memory - GB, memory_read=read, **values)  # type: ignore[arg-type]
+
+
+def links(nodes: list[NodeMeasured], kind: tuple[float, float] = ETHERNET) -> list[LinkMeasured]:
+    return [LinkMeasured(a.node_id, b.node_id, *kind) for i, a in enumerate(nodes) for b in nodes[i + 1 :]]
+
+
+def decide(machines: list[NodeMeasured], kind: tuple[float, float] = ETHERNET, **choice: object) -> RingDecision:
+    return plan_ring(MODEL, machines, links(machines, kind), RingChoice(**choice))  # type: ignore[arg-type]
+
+
+def facts(decision: RingDecision) -> RingFacts:
+    assert decision.facts is not None
+    return decision.facts
+
+
+def test_a_model_that_no_machine_holds_alone() -> None:
+    found = decide([node("head", 40), node("second", 40)], RDMA)
+    assert found.kind == "ring"
+    assert found.ranks == ("head-id", "second-id")
+    assert found.placement is not None
+    assert found.mode == "exact"
+    assert found.loading == "selected"
+    assert found.weights == (1.0, 1.0)
+    assert found.alone_step is None
+    assert facts(found).alone_tokens_per_s is None
+    assert found.step is not None
+    assert facts(found).tokens_per_s == pytest.approx(found.step.tokens_per_s)
+    shares = facts(found).nodes
+    assert [share.rank for share in shares] == [0, 1]
+    assert [share.experts for share in shares] == [found.placement.count_of(rank) for rank in range(2)]
+    assert sum(share.expected_experts for share in shares) == pytest.approx(8)
+    assert all(share.trunk_bytes == SIZES.trunk_bytes and share.has_bytes == 0 for share in shares)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(found.facts), type=RingFacts) == found.facts
+
+
+def test_no_share_is_larger_than_its_room() -> None:
+    nodes = [node("head", 40), node("second", 32), node("third", 16)]
+    for share, each in zip(facts(decide(nodes, nodes=[each.node_id for each in nodes])).nodes, nodes, strict=True):
+        assert share.expert_bytes <= expert_room(MODEL, each)
+
+
+def test_one_machine_that_is_faster_is_used_alone() -> None:
+    nodes = [node("head", 96), node("second", 96)]
+    found = decide(nodes, (5e-3, 1e8))
+    assert found.kind == "alone"
+    assert found.alone_step is not None
+    assert found.step is not None
+    assert found.alone_step.seconds < found.step.seconds
+    assert found.reason == (
+        f"head alone is predicted to be faster: {found.alone_step.tokens_per_s:.1f} tokens/s, "
+        f"2 machines together {found.step.tokens_per_s:.1f} tokens/s."
+    )
+    assert facts(found).reason == found.reason
+    assert facts(found).alone_tokens_per_s == pytest.approx(found.alone_step.tokens_per_s)
+    told = decide(nodes, (5e-3, 1e8), even_if_slower=True)
+    assert told.kind == "ring"
+    assert facts(told).alone_tokens_per_s is not None
+
+
+def test_a_ring_that_is_faster_is_formed() -> None:
+    found = decide([node("head", 96), node("second", 96)], RDMA)
+    assert found.kind == "ring"
+    assert found.step is not None
+    assert found.alone_step is not None
+    assert found.step.seconds < found.alone_step.seconds
+
+
+def test_another_machine_alone_would_be_faster() -> None:
+    found = decide([node("laptop", 24, 50e9), node("studio", 192, 800e9)])
+    assert found.kind == "ring"
+    assert found.best_alone == "studio-id"
+    assert any(line.startswith("studio alone would be faster") for line in found.notices)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_is_missing() -> None:
+    nodes = [node("head", 24), node("second", 24)]
+    found = decide(nodes)
+    assert found.kind == "refused"
+    assert found.placement is None
+    slots = sum(expert_room(MODEL, each) // SIZES.slab_bytes for each in nodes)
+    assert found.shortfall == (SIZES.slabs - slots) * SIZES.slab_bytes
+    assert found.reason.startswith(f"{found.shortfall / 1e9:.1f} GB are missing: the experts take 58.0 GB")
+    assert "add a machine" in found.reason
+    # With exactly that much more it fits.
+    more = [replace(nodes[0], memory_total=2 * 24 * GB, memory_free=nodes[0].memory_free + found.shortfall), nodes[1]]
+    assert decide(more).kind == "ring"
+
+
+def test_alone_and_too_small() -> None:
+    found = decide([node("head", 24)])
+    assert found.kind == "refused"
+    assert "this machine has room for" in found.reason
+    enough = decide([node("head", 96)])
+    assert enough.kind == "alone"
+    assert enough.reason == "There is no other machine to share with."
+
+
+def test_memory_by_hand() -> None:
+    nodes = [node("head", 96), node("second", 96)]
+    found = decide(nodes, RDMA, shares={"second-id": 5 * GB}, overlap=False, even_if_slower=True)
+    assert facts(found).nodes[1].expert_bytes <= 5 * GB
+    assert facts(found).nodes[0].expert_bytes >= 53 * GB
+    nothing = decide(nodes, RDMA, shares={"second-id": 0}, even_if_slower=True)
+    assert [share.experts for share in facts(nothing).nodes] == [SIZES.slabs, 0]
+    short = decide(nodes, RDMA, shares={"head-id": 20 * GB, "second-id": 20 * GB})
+    assert short.kind == "refused"
+    assert "allow more by hand" in short.reason
+    much = decide([node("head", 48), node("second", 48)], RDMA, shares={"second-id": 500 * GB})
+    assert any(line.startswith("second was to hold 500.0 GB of experts, but has memory for") for line in much.notices)
+
+
+def test_nodes_by_hand() -> None:
+    nodes = [node("head", 40), node("second", 40), node("third", 40)]
+    assert decide(nodes, RDMA, nodes=["third-id"]).ranks == ("head-id", "third-id")
+
+
+def test_copies_only_where_wanted() -> None:
+    nodes = [node("head", 60), node("second", 60)]
+    assert sum(share.experts for share in facts(decide(nodes, RDMA)).nodes) > SIZES.slabs
+    assert sum(share.experts for share in facts(decide(nodes, RDMA, overlap=False)).nodes) == SIZES.slabs
+
+
+def test_a_machine_without_room_for_the_trunk_is_left_out_unless_it_was_named() -> None:
+    nodes = [node("head", 40), node("second", 40), node("phone", 4)]
+    found = decide(nodes, RDMA)
+    assert found.ranks == ("head-id", "second-id")
+    assert any(line.startswith("phone is left out: it lacks") for line in found.notices)
+    named = decide(nodes, RDMA, nodes=["second-id", "phone-id"])
+    assert named.kind == "refused"
+    assert named.reason.startswith("phone lacks ")
+    assert named.shortfall > 0
+
+
+def test_a_slow_machine_is_left_out_unless_it_was_named_or_is_needed() -> None:
+    fast = [node("head", 40), node("second", 40)]
+    slow = node("slow", 40, 10e9)
+    found = decide([*fast, slow], RDMA)
+    assert found.ranks == ("head-id", "second-id")
+    assert any(line.startswith("slow is left out: ") for line in found.notices)
+    for more in ({"nodes": ["second-id", "slow-id"]}, {"even_if_slower": True}):
+        assert len(decide([*fast, slow], RDMA, **more).ranks) == 3
+    needed = decide([node("head", 30), node("second", 30), node("slow", 30, 10e9)], RDMA)
+    assert len(needed.ranks) == 3
+    behind = [*fast, node("far", 40)]
+    wires = links(fast, RDMA) + [LinkMeasured(each.node_id, "far-id", 20e-3, 1e6) for each in fast]
+    assert plan_ring(MODEL, behind, wires, RingChoice()).ranks == ("head-id", "second-id")
+
+
+@pytest.mark.parametrize(
+    "machines",
+    [
+        [(60, 100e9), (60, 100e9), (60, 20e9), (60, 90e9)],
+        [(40, 100e9), (30, 25e9), (40, 50e9), (30, 100e9)],
+        [(64, 50e9), (64, 400e9), (64, 400e9), (64, 50e9)],
+        [(96, 20e9), (30, 10e9), (30, 10e9), (30, 80e9)],
+    ],
+)
+def test_no_other_choice_of_machines_is_much_faster(machines: list[tuple[float, float]]) -> None:
+    """Against all sets of machines that hold the model, the head in them."""
+    nodes = [node(f"n{i}", memory, read) for i, (memory, read) in enumerate(machines)]
+    found = decide(nodes, RDMA, mode="fast")
+    assert found.step is not None
+    reached = found.step.seconds if found.kind == "ring" else found.alone_step.seconds  # type: ignore[union-attr]
+    best = reached
+    for size in range(1, len(nodes)):
+        for others in itertools.combinations(nodes[1:], size):
+            ids = [each.node_id for each in others]
+            ring = decide(nodes, RDMA, mode="fast", nodes=ids, even_if_slower=True)
+            if ring.kind == "ring" and ring.step is not None:
+                best = min(best, ring.step.seconds)
+    assert reached <= 1.05 * best
+
+
+def test_exact_sums_while_they_cost_little() -> None:
+    nodes = [node("head", 40), node("second", 40)]
+    assert decide(nodes, RDMA).mode == "exact"
+    slow = decide(nodes, (2e-3, 1e7))
+    assert slow.mode == "fast"
+    assert slow.reason.startswith("Weighted sums are exchanged, as the wire is slow for more")
+    assert decide(nodes, (2e-3, 1e7), mode="exact").mode == "exact"
+    assert decide(nodes, RDMA, mode="fast").mode == "fast"
+    assert decide(nodes, RDMA, mode="central").mode == "central"
+
+
+def test_unlike_machines_are_routed_for_by_the_head() -> None:
+    nodes = [node("head", 40), node("second", 40, kind="mlx metal")]
+    found = decide(nodes)
+    assert found.mode == "central"
+    assert "head: native avx512_bf16, second: mlx metal" in found.reason
+    assert [share.trunk_bytes for share in facts(found).nodes] == [SIZES.trunk_bytes, 0]
+    for mode in ("exact", "fast"):
+        refused = decide(nodes, mode=mode)
+        assert refused.kind == "refused"
+        assert "choose the mode auto or central" in refused.reason
+        assert refused.shortfall == 0
+
+
+def test_a_follower_of_central_mode_needs_no_room_for_the_trunk() -> None:
+    second = node("second", 20)
+    beside = expert_room(MODEL, second, central_follower=True) - expert_room(MODEL, second)
+    assert beside == SIZES.trunk_bytes + MODEL.context_tokens * SIZES.key_value_bytes_per_token
+
+
+def test_idle_experts_are_kept_in_use_where_memory_is_unwired() -> None:
+    macs = [node("head", 64, kind="mlx", unified=True), node("second", 64, kind="mlx", unified=True)]
+    found = decide(macs, RDMA, even_if_slower=True)
+    assert found.loading == "router-aided"
+    assert "Idle experts are kept in use" in found.reason
+    assert decide(macs, RDMA, loading="selected").loading == "selected"
+    assert decide([node("head", 40), node("second", 40)], RDMA).loading == "selected"
+
+
+def test_the_reserve() -> None:
+    assert UNIFIED_RESERVE.of(16 * GIB) == 8 * GIB
+    assert UNIFIED_RESERVE.of(64 * GIB) == 16 * GIB
+    assert MAPPED_RESERVE.of(2 * GIB) == GIB // 2
+    mac = node("mac", 64, unified=True)
+    taken = expert_room(MODEL, replace(mac, memory_free=mac.memory_total))
+    assert (
+        expert_room(MODEL, replace(mac, memory_free=mac.memory_total - 10 * GB)) == taken
+    )  # within the reserve anyway
+    assert expert_room(MODEL, replace(mac, memory_free=mac.memory_total - 30 * GB)) == taken - 30 * GB + 16 * GB
+
+
+def test_what_is_there_already_is_not_counted_as_sent() -> None:
+    whole = {layer: tuple(range(128)) for layer in range(48)}
+    found = decide([node("head", 40, has=whole, has_trunk=True), node("second", 40)], RDMA)
+    first, second = facts(found).nodes
+    assert first.has_bytes == SIZES.trunk_bytes + first.experts * SIZES.slab_bytes
+    assert second.has_bytes == 0
+
+
+def test_a_full_disk_limits_what_a_machine_can_hold() -> None:
+    nodes = [node("head", 60), node("second", 60, disk_free=10 * GB)]
+    found = decide(nodes, RDMA, even_if_slower=True)
+    assert facts(found).nodes[1].expert_bytes <= 7 * GB
+    assert any(
+        line == "second has disk space for 7.0 GB of experts, less than it has memory for." for line in found.notices
+    )
+    there = {layer: tuple(range(64)) for layer in range(48)}
+    kept = decide([nodes[0], replace(nodes[1], has=there, has_trunk=True)], RDMA, even_if_slower=True)
+    assert facts(kept).nodes[1].expert_bytes > 29 * GB
+
+
+def test_without_measurements_a_ring_is_formed_without_a_prediction() -> None:
+    found = decide([node("head", 40, None), node("second", 40, None)])
+    assert found.kind == "ring"
+    assert found.step is None
+    assert facts(found).tokens_per_s is None
+
+
+def test_a_measured_expert_counts_more_than_the_memorys_rate() -> None:
+    fast = Curve((1, 16, 512), (1e-4, 2e-4, 2e-3))
+    slow = Curve((1, 16, 512), (3e-4, 6e-4, 6e-3))
+    found = decide([node("head", 60, expert=fast), node("second", 60, expert=slow)], RDMA)
+    assert found.weights == pytest.approx((1.0, 3.0))
+    first, second = facts(found).nodes
+    assert first.expected_experts > 2 * second.expected_experts
+
+
+def test_processes_of_one_machine_are_alike_whatever_they_measured() -> None:
+    fast, slow = Curve((1, 512), (1e-4, 2e-3)), Curve((1, 512), (3e-4, 6e-3))
+    nodes = [node("head", 60, expert=slow, machine="here"), node("second", 60, expert=fast, machine="here")]
+    assert decide(nodes, RDMA, even_if_slower=True).weights == (1.0, 1.0)
+    apart = [replace(each, machine="") for each in nodes]
+    assert decide(apart, RDMA, even_if_slower=True).weights == pytest.approx((3.0, 1.0))
+
+
+def test_popularity_spreads_the_hot_experts() -> None:
+    nodes = [node("head", 40), node("second", 40)]
+    use = [[1000 if expert in (0, 2, 4, 6) else 10 for expert in range(128)] for _ in range(48)]
+    found = plan_ring(MODEL, nodes, links(nodes, RDMA), RingChoice(overlap=False), use)
+    assert found.placement is not None
+    for row in found.placement.holders:
+        assert [row[expert][0] for expert in (0, 2, 4, 6)].count(0) == 2
+
+
+def test_a_dense_model_has_nothing_to_share() -> None:
+    dense = RingModel(replace(SIZES, moe_layers=0, experts=0, experts_per_token=0, expert_bytes=0), ())
+    found = plan_ring(dense, [node("head"), node("second")], [], RingChoice())
+    assert found.kind == "refused"
+    assert "no experts" in found.reason
+    with pytest.raises(ValueError, match="its head"):
+        plan_ring(MODEL, [], [], RingChoice())
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 120), st.sampled_from([None, 20e9, 100e9, 800e9])), min_size=1, max_size=5),
+    st.sampled_from(["auto", "exact", "fast", "central"]),
+    st.booleans(),
+)
+@settings(max_examples=15, deadline=None)
+def test_every_decision_is_complete(machines: list[tuple[int, float | None]], mode: str, overlap: bool) -> None:
+    nodes = [node(f"n{i}", memory, read) for i, (memory, read) in enumerate(machines)]
+    found = decide(nodes, mode=mode, overlap=overlap)
+    if found.kind == "refused":
+        assert found.shortfall > 0
+        assert "GB" in found.reason or "MB" in found.reason
+        return
+    assert found.placement is not None
+    assert found.placement.nodes == len(found.ranks) == len(facts(found).nodes) == len(found.weights)
+    assert found.ranks[0] == "n0-id"
+    rooms = {each.node_id: expert_room(MODEL, each, found.mode == "central" and i > 0) for i, each in enumerate(nodes)}
+    for share in facts(found).nodes:
+        assert share.expert_bytes <= max(0, rooms[share.node_id])
