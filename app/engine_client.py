@@ -25,13 +25,16 @@ from engine.messages import (
     BeamProgress,
     Cancel,
     Hello,
+    NetworkState,
     Notice,
     Piece,
     Prefill,
     Progress,
     ProtocolError,
+    RingChanged,
     Shutdown,
     Timing,
+    WarmUp,
     event_reader,
     pack,
 )
@@ -61,7 +64,7 @@ class Engine(Protocol):
         ...
 
     def stream(self, request: AnyRequest) -> AsyncIterator[AnyEvent]:
-        """Send ``request`` and yield its events, the terminal one (``messages.TERMINAL_EVENTS``) last.
+        """Send ``request`` and yield its events, the terminal one (see :func:`ends`) last.
 
         Raises EngineDied if the process ends before that.
         """
@@ -72,8 +75,22 @@ class Engine(Protocol):
         ...
 
     on_notice: Callable[[Notice], None] | None
-    """Called with events that belong to no request."""
+    """Called with notices that belong to no request."""
+    on_network: Callable[[NetworkState], None] | None
+    """Called whenever something about the network changed."""
+    on_warm_up: Callable[[WarmUp], None] | None
+    """Called while the weights are brought into memory."""
+    on_ring: Callable[[RingChanged], None] | None
+    """Called when the loaded model runs on another ring than before."""
 
+
+def ends(event: AnyEvent) -> bool:
+    """Does nothing more come for the request that ``event`` answers? A NetworkState that answers one is all of it."""
+    return isinstance(event, (*TERMINAL_EVENTS, NetworkState))
+
+
+Unasked = Notice | NetworkState | WarmUp | RingChanged
+"""What the engine says without being asked."""
 
 _READ_BYTES = 256 * 1024
 _HELLO_WAIT_S = 120.0
@@ -91,6 +108,9 @@ class EngineClient:
 
     def __init__(self, command: Sequence[str] | None = None) -> None:
         self.on_notice: Callable[[Notice], None] | None = None
+        self.on_network: Callable[[NetworkState], None] | None = None
+        self.on_warm_up: Callable[[WarmUp], None] | None = None
+        self.on_ring: Callable[[RingChanged], None] | None = None
         self._command = tuple(command) if command is not None else host_command()
         self._ids = itertools.count(1)
         self._starting = asyncio.Lock()
@@ -115,7 +135,7 @@ class EngineClient:
                 return
             if self._child is not None:
                 await self._child.end()
-            self._child = await _Child.start(self._command, self._notice)
+            self._child = await _Child.start(self._command, self._unasked)
 
     async def send(self, request: AnyRequest) -> None:
         child = self._running_child()
@@ -132,7 +152,7 @@ class EngineClient:
                 await child.write(request)
             while not ended:
                 event = await inbox.get()
-                ended = isinstance(event, TERMINAL_EVENTS)
+                ended = ends(event)
                 yield event
         finally:
             child.inboxes.pop(request.id, None)
@@ -157,9 +177,16 @@ class EngineClient:
             raise EngineDied(self._child.reason)
         return self._child
 
-    def _notice(self, notice: Notice) -> None:
-        if self.on_notice is not None:
-            self.on_notice(notice)
+    def _unasked(self, event: Unasked) -> None:
+        match event:
+            case NetworkState() if self.on_network is not None:
+                self.on_network(event)
+            case WarmUp() if self.on_warm_up is not None:
+                self.on_warm_up(event)
+            case RingChanged() if self.on_ring is not None:
+                self.on_ring(event)
+            case Notice() if self.on_notice is not None:
+                self.on_notice(event)
 
 
 def host_command() -> tuple[str, ...]:
@@ -217,11 +244,11 @@ def merge(earlier: AnyEvent, later: AnyEvent) -> AnyEvent | None:
 class _Child:
     """One engine process from its start to its end."""
 
-    def __init__(self, process: asyncio.subprocess.Process, on_notice: Callable[[Notice], None]) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, on_unasked: Callable[[Unasked], None]) -> None:
         self.process = process
         self.inboxes: dict[int, _Inbox] = {}
         self.reason = "The engine is not running."
-        self._on_notice = on_notice
+        self._on_unasked = on_unasked
         self._hello: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
         self._ended = False
         self._ending = False
@@ -229,7 +256,7 @@ class _Child:
         self._watcher = asyncio.create_task(self._watch_end(), name="engine end")
 
     @classmethod
-    async def start(cls, command: Sequence[str], on_notice: Callable[[Notice], None]) -> _Child:
+    async def start(cls, command: Sequence[str], on_unasked: Callable[[Unasked], None]) -> _Child:
         """Raises EngineDied if the process does not come up."""
         log = _open_log()
         try:
@@ -248,7 +275,7 @@ class _Child:
         finally:
             if log is not None:
                 log.close()
-        child = cls(process, on_notice)
+        child = cls(process, on_unasked)
         try:
             hello = await asyncio.wait_for(asyncio.shield(child._hello), _HELLO_WAIT_S)
             if hello.protocol != PROTOCOL_VERSION:
@@ -372,8 +399,8 @@ class _Child:
                 self._hello.set_result(event)
         elif inbox is not None:
             inbox.put(event)
-        elif isinstance(event, Notice):
-            self._on_notice(event)
+        elif isinstance(event, Unasked):
+            self._on_unasked(event)
 
 
 def how_it_ended(code: int, problem: str = "") -> str:

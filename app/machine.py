@@ -58,11 +58,13 @@ def unavailable_reason(key: str, choice: object, machine: Machine | None = None)
             return "torch is not installed"
     if key in ("policy", "gpu_expert_memory"):
         return _no_sharing(machine)
-    if key == "partitioning":
-        if choice == "ring":
-            return "not in this version"
-        if choice == "hybrid":
-            return _no_sharing(machine)
+    if key == "partitioning" and choice == "hybrid":
+        return _no_sharing(machine)
+    if key == "ring_exchange":
+        if choice == "mlx" and not machine.mlx:
+            return "mlx-lm is not installed"
+        if choice == "gloo" and not machine.torch:
+            return "torch is not installed"
     return None
 
 

@@ -10,18 +10,31 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
+
+import msgspec
 
 from app.machine import Machine, unavailable_reason
-from engine.messages import DtypeName, ExpertPolicy, Load, Partitioning, RuntimeName, Sampling
+from app.ring_settings import RingSettings, ring_choice
+from app.setting_fields import (
+    GIB,
+    GROUPS,
+    Choice,
+    Group,
+    Kind,
+    SettingError,
+    TakesEffect,
+    Value,
+    choices,
+)
+from app.setting_fields import setting as _setting
+from app.setting_items import DESCRIPTIONS, ItemError, ItemKind, check_items, split_items
+from engine.messages import DtypeName, ExpertPolicy, Load, NetworkState, Partitioning, RuntimeName, Sampling
 
-Value = str | int | float | bool | None
-Kind = Literal["text", "lines", "integer", "number", "flag", "choice"]
-Group = Literal["model", "answer", "screen"]
-TakesEffect = Literal["now", "reload"]
-
-GROUPS: dict[Group, str] = {"model": "Model", "answer": "Answer", "screen": "Screen"}
-"""The groups in the order they are shown; each is a table of the settings file."""
+__all__ = [
+    "GIB", "GROUPS", "POLICIES", "SCHEMA", "THEMES", "Choice", "Group", "Kind", "Setting", "SettingError", "Settings",
+    "TakesEffect", "Value", "documentation", "gpu_expert_bytes", "setting_named",
+]  # fmt: skip
 
 THEMES = (
     "textual-dark", "textual-light", "ansi-dark", "ansi-light", "atom-one-dark", "atom-one-light", "catppuccin-latte",
@@ -29,8 +42,6 @@ THEMES = (
     "solarized-light", "tokyo-night",
 )  # fmt: skip
 
-
-GIB = 1 << 30
 
 POLICIES: dict[ExpertPolicy, str] = {
     "balanced": "Balanced: whichever split ends first",
@@ -41,16 +52,6 @@ POLICIES: dict[ExpertPolicy, str] = {
     "stream": "All copied when needed (ZeRO-Infinity)",
 }
 """How GPU and CPU share the experts, in plain words, with the paper or program it comes from."""
-
-
-class SettingError(ValueError):
-    """A value is not allowed; the text is one sentence with the value and what is allowed."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    value: str
-    label: str
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,10 @@ class Setting:
     """None is allowed, and means the model's own default (or no limit)."""
     takes_effect: TakesEffect = "now"
     """``now``: from the next answer on; ``reload``: the model is loaded again."""
+    item: ItemKind | None = None
+    """What one of several items may be (kind ``items``)."""
+    most: int | None = None
+    """How many items there may be."""
 
     def check(self, value: object) -> Value:
         """``value`` as this setting keeps it. Raises SettingError."""
@@ -93,17 +98,8 @@ class Setting:
         return _allowed(self)
 
 
-def _setting(group: Group, kind: Kind, label: str, default: Value, help: str, **more: Any) -> Any:
-    metadata = {"group": group, "kind": kind, "label": label, "help": help, **more}
-    return dataclasses.field(default=default, metadata={"setting": metadata})
-
-
-def _choices(**labels: str) -> tuple[Choice, ...]:
-    return tuple(Choice(value, label) for value, label in labels.items())
-
-
 @dataclass(frozen=True)
-class Settings:
+class Settings(RingSettings):
     """All settings with their values."""
 
     model: str = _setting(
@@ -114,13 +110,13 @@ class Settings:
     runtime: RuntimeName = _setting(
         "model", "choice", "Runtime", "auto",
         "What runs the model: our kernels for the commonest families, torch for all of them, mlx on Apple Silicon.",
-        choices=_choices(auto="Best for this machine", native="Own CPU kernels", torch="torch", mlx="mlx"),
+        choices=choices(auto="Best for this machine", native="Own CPU kernels", torch="torch", mlx="mlx"),
         takes_effect="reload",
     )  # fmt: skip
     partitioning: Partitioning = _setting(
         "model", "choice", "Partitioning", "auto",
         "Where the experts live: this machine's CPU, its GPU and CPU, or a ring of machines.",
-        choices=_choices(auto="Best for this machine", cpu="Alone, on the CPU", hybrid="Alone, on GPU + CPU",
+        choices=choices(auto="Best for this machine", cpu="Alone, on the CPU", hybrid="Alone, on GPU + CPU",
                          ring="Ring of machines"),
         takes_effect="reload",
     )  # fmt: skip
@@ -137,7 +133,7 @@ class Settings:
     dtype: DtypeName = _setting(
         "model", "choice", "Number format", "auto",
         "Numbers to compute with; auto takes what the model is stored in.",
-        choices=_choices(auto="As stored", bfloat16="bfloat16", float32="float32"), takes_effect="reload",
+        choices=choices(auto="As stored", bfloat16="bfloat16", float32="float32"), takes_effect="reload",
     )  # fmt: skip
     cpu_threads: int | None = _setting(
         "model", "integer", "CPU threads", None, "Threads for computing; empty: one per physical core.",
@@ -147,6 +143,16 @@ class Settings:
         "model", "integer", "Context limit", None,
         "Most tokens a conversation may have in memory; empty: what the model was made for.",
         minimum=64, maximum=16_777_216, optional=True, takes_effect="reload",
+    )  # fmt: skip
+    keep_resident: bool = _setting(
+        "model", "flag", "Keep ready", True,
+        "Bring the weights into memory in the background, and look after them between questions.",
+        takes_effect="reload",
+    )  # fmt: skip
+    lock_memory: bool = _setting(
+        "model", "flag", "Lock in memory", False,
+        "Lock the weights in memory as well, as far as the system allows: nothing else may push them out.",
+        takes_effect="reload",
     )  # fmt: skip
     system_prompt: str = _setting(
         "answer", "lines", "System prompt", "",
@@ -209,7 +215,8 @@ class Settings:
 
     @property
     def load(self) -> Load:
-        """What the engine is asked to load; its id is set when it is sent."""
+        """What the engine is asked to load; its id is set when it is sent, and what is asked of a ring when that is
+        known (:meth:`load_with`)."""
         return Load(
             id=0,
             model=self.model,
@@ -220,7 +227,13 @@ class Settings:
             context_limit=self.context_limit,
             policy=self.policy,
             gpu_expert_bytes=gpu_expert_bytes(self.gpu_expert_memory),
+            keep_resident=self.keep_resident,
+            lock_memory=self.lock_memory,
         )
+
+    def load_with(self, network: NetworkState) -> Load:
+        """As :attr:`load`, the ring's machines found in ``network``. Raises SettingError."""
+        return msgspec.structs.replace(self.load, ring=ring_choice(self, network))
 
     @property
     def sampling(self) -> Sampling:
@@ -231,7 +244,9 @@ class Settings:
 
 SCHEMA: tuple[Setting, ...] = tuple(
     Setting(key=field.name, default=cast(Value, field.default), **field.metadata["setting"])
+    for group in GROUPS
     for field in dataclasses.fields(Settings)
+    if field.metadata["setting"]["group"] == group
 )
 """Every setting, in the order of the screen."""
 
@@ -273,6 +288,8 @@ def _allowed(setting: Setting) -> str:
         case "integer" | "number":
             kind = "a whole number" if setting.kind == "integer" else "a number"
             words = f"{kind} from {_figure(setting.minimum)} to {_figure(setting.maximum)}"
+        case "items" if setting.item is not None:
+            words = f"{DESCRIPTIONS[setting.item]}, or none"
         case _:
             words = "text"
     return f"{words}, or empty" if setting.optional else words
@@ -309,13 +326,26 @@ def _check(setting: Setting, value: object) -> Value:
         case "choice":
             if isinstance(value, str) and any(choice.value == value for choice in setting.choices):
                 return str(value)
+        case _ if isinstance(value, str):
+            return _check_text(setting, value)
+    raise _refuse(setting, value)
+
+
+def _check_text(setting: Setting, value: str) -> str:
+    match setting.kind:
         case "text":
             # A model's name goes into messages and file names: one line, no control characters.
-            if isinstance(value, str) and value.strip() and value.isprintable():
-                return str(value).strip()
+            if value.strip() and value.isprintable():
+                return value.strip()
+        case "items" if setting.item is not None:
+            try:
+                if setting.most is None or len(split_items(value)) <= setting.most:
+                    return check_items(setting.item, value)
+            except ItemError:
+                raise _refuse(setting, value) from None
         case "lines":
-            if isinstance(value, str) and not any("\ud800" <= character <= "\udfff" for character in value):
-                return str(value)
+            if not any("\ud800" <= character <= "\udfff" for character in value):
+                return value
     raise _refuse(setting, value)
 
 

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PRIVATE = 0o600
+PRIVATE_FOLDER = 0o700
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock file ``path`` (made if absent) against other processes and threads."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=PRIVATE_FOLDER)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -26,7 +27,7 @@ def locked(path: Path) -> Iterator[None]:
 
 def write_private(path: Path, content: bytes) -> None:
     """Replace ``path`` in one step by a file only its owner can read. Raises OSError; the old file is kept then."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=PRIVATE_FOLDER)
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     temporary = Path(name)
     try:

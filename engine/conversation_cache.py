@@ -11,12 +11,15 @@ from collections.abc import Iterator
 
 from engine.errors import ModelError, PeerLost
 from engine.free_memory import give_back
-from engine.messages import Notice, Prefill
+from engine.messages import Notice, Prefill, RingChanged
 from engine.runtimes.protocol import Interrupted, Interruptible, LoadedModel, Logits, Recoverable, TokenRows
 from engine.turn import Turn
 
 LONG_CHUNK = 128
 """Tokens of a prefill chunk from which on its buffers are worth giving back to the system."""
+
+FORMED_AGAIN = 5
+"""So often the ring is formed again within one turn; then the answer ends with what there is."""
 
 
 class ConversationCache:
@@ -30,6 +33,7 @@ class ConversationCache:
         self._chunk = chunk
         self.rows: TokenRows | None = None
         self.tokens: list[int] = []
+        self._formed_again = 0
 
     def forget(self) -> None:
         self.rows = None
@@ -37,6 +41,7 @@ class ConversationCache:
 
     def take_back_peers(self, turn: Turn) -> None:
         """Between two questions a ring may be formed anew, by which the cache is lost."""
+        self._formed_again = 0
         if not isinstance(self._model, Recoverable):
             return
         said = self._model.between_turns()
@@ -91,10 +96,13 @@ class ConversationCache:
     def _form_again(self, lost: PeerLost, turn: Turn) -> None:
         """Nothing of the cache is left. Raises ModelError if those who are there cannot go on."""
         self.forget()
-        if not isinstance(self._model, Recoverable):
+        self._formed_again += 1
+        if not isinstance(self._model, Recoverable) or self._formed_again > FORMED_AGAIN:
             raise ModelError(f"A machine of the ring is gone: {lost}.", kind="network") from lost
         for text in self._model.recover(lost):
             turn.emit(Notice(text=text))
+        found = self._model.facts
+        turn.emit(RingChanged(ring=found.ring, executor=found.executor))
 
     def _fill(self, prompt: list[int], turn: Turn) -> Logits | None:
         rows = self._share_prefix(prompt)

@@ -30,31 +30,40 @@ from engine.messages import (
     AnyRequest,
     Bench,
     Cancel,
+    CloseNetwork,
     Done,
     ErrorKind,
     EstimateBeams,
     Failed,
     Finished,
+    ForgetPeer,
     Generate,
     Hello,
+    ListPeers,
     Load,
     Loaded,
     Notice,
+    OpenNetwork,
+    Pair,
     Plan,
     Prepare,
     Progress,
     ProtocolError,
     Pull,
     Resize,
+    ShowCode,
     Shutdown,
     Watch,
     request_reader,
 )
 from engine.models.locations import locate
 from engine.pipes import EventWriter, Pipes, claim_standard_streams
+from engine.ring.grpc_environment import ONLY_TLS_1_3
 
 if TYPE_CHECKING:
     from engine.experts.popularity_file import PopularityKeeper
+    from engine.residency.ready import Keeping
+    from engine.ring.network import Network
     from engine.session import Session
 
 READ_BYTES = 1 << 16
@@ -112,6 +121,9 @@ class Host:
         self._between_tasks = between_tasks
         self._session: Session | None = None
         self._keeper: PopularityKeeper | None = None
+        self._kept: Keeping | None = None
+        self._network: Network | None = None
+        self._networking = threading.Lock()
         self._tasks: dict[int, Task] = {}
         self._lock = threading.Lock()
         self._answering: queue.SimpleQueue[Task] = queue.SimpleQueue()
@@ -136,8 +148,8 @@ class Host:
                     task.cancel()
             case Pull() | Prepare():
                 self._fetching.put(self._accept(request))
-            case Plan():
-                # The settings screen asks this while an answer is running.
+            case Plan() | OpenNetwork() | CloseNetwork() | ShowCode() | Pair() | ForgetPeer() | ListPeers():
+                # The screen asks this while an answer is running.
                 threading.Thread(target=self._finish, args=(self._accept(request),), daemon=True).start()
             case EstimateBeams() if self._session is not None:
                 # A panel asks this while an answer is running.
@@ -196,6 +208,8 @@ class Host:
                 return _pull(task, request)
             case Prepare():
                 return _prepare(task, request)
+            case OpenNetwork() | CloseNetwork() | ShowCode() | Pair() | ForgetPeer() | ListPeers():
+                return self._the_network().answer(request)
             case _:
                 raise ProtocolError(f"{type(request).__name__} is not answered")
 
@@ -206,9 +220,37 @@ class Host:
         request, said = within_this_machine(request)
         if said:
             self.send(Notice(text=said))
-        self._session = load_session(request, task.report, task.cancelled, self._release)
+        network = self._the_network() if request.partitioning == "ring" else None
+        self._session = load_session(request, task.report, task.cancelled, self._release, network)
         self._keeper = keeper_for(self._session, request.model, lambda text: self.send(Notice(text=text)))
+        self._keep_ready(request)
+        for text in self._session.model.recorder.take_notices():
+            self.send(Notice(text=text))
         return Loaded(id=request.id, facts=self._session.facts)
+
+    def _keep_ready(self, request: Load) -> None:
+        """Have the loaded model's weights brought into memory and looked after, in the background."""
+        from engine.models.store import resolve
+        from engine.residency.ready import Keeping
+
+        if self._kept is None:
+            self._kept = Keeping(self.send)
+        self._kept.loaded(self._loaded().model, resolve(request.model).require_folder(), request)
+
+    def _the_network(self) -> Network:
+        """Made when it is first asked for; it opens no socket by itself."""
+        with self._networking:
+            if self._network is None:
+                from engine.ring.network import Network
+
+                self._network = Network(self.send)
+            return self._network
+
+    def close_network(self) -> None:
+        """Say goodbye to the other machines, if there are any. From any thread."""
+        network = self._network
+        if network is not None:
+            network.close()
 
     def _resize(self, request: Resize) -> AnyEvent:
         session = self._loaded()
@@ -221,18 +263,35 @@ class Host:
         from engine.plan_model import plan_model
 
         session = self._session
-        return plan_model(request, session.facts if session is not None else None)
+        network = self._the_network() if request.load.partitioning == "ring" else None
+        return plan_model(request, session.facts if session is not None else None, network)
 
     def _bench(self, task: Task, request: Bench) -> AnyEvent:
         from engine.bench.running import check_bench, load_for, run_bench
         from engine.loading import find_folder
 
         check_bench(request)
+        if request.kind == "residency":
+            from engine.bench.residency import bench_residency
+
+            # What is loaded would take its memory and its time.
+            self._release()
+            return bench_residency(request, task.report, task.cancelled)
+        if request.kind == "exchange":
+            from engine.bench.exchange import bench_exchange
+
+            return bench_exchange(request, task.report, task.cancelled)
+        if request.kind == "ring":
+            from engine.bench.ring import bench_ring
+
+            self._release()
+            return bench_ring(request, task.report, task.cancelled)
         self._load(task, load_for(request))
         request = msgspec.structs.replace(request, load=within_this_machine(request.load)[0])
         _, folder = find_folder(request.load.model, task.report, task.cancelled)
         try:
-            return run_bench(request, self._loaded(), folder, task.report, task.cancelled)
+            with self._undisturbed():
+                return run_bench(request, self._loaded(), folder, task.report, task.cancelled)
         finally:
             if self._keeper is not None:
                 self._keeper.leave_out()
@@ -241,6 +300,8 @@ class Host:
         """Free the loaded model, so that two never have to fit at once."""
         self.keep_popularity()
         self._keeper = None
+        if self._kept is not None:
+            self._kept.release()
         session, self._session = self._session, None
         if session is not None:
             session.close()
@@ -266,10 +327,16 @@ class Host:
                 tokens_per_s=0.0,
             )
         try:
-            return session.generate(request, self.send, task)
+            with self._undisturbed():
+                finished = session.generate(request, self.send, task)
+                return finished if self._kept is None else self._kept.probed(finished)
         finally:
             if self._keeper is not None:
                 self._keeper.save_if_due()
+
+    def _undisturbed(self) -> contextlib.AbstractContextManager[None]:
+        """Within it the weights are not touched by anything but the model."""
+        return contextlib.nullcontext() if self._kept is None else self._kept.answering()
 
     def _loaded(self) -> Session:
         if self._session is None:
@@ -353,6 +420,9 @@ def environment(threads: int) -> dict[str, str]:
         "TRANSFORMERS_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "DO_NOT_TRACK": "1",
+        # Handshakes that strangers fail at are no news.
+        "GRPC_VERBOSITY": os.environ.get("GRPC_VERBOSITY", "NONE"),
+        **ONLY_TLS_1_3,
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
@@ -399,10 +469,13 @@ def serve(pipes: Pipes) -> NoReturn:
 
 
 def leave(host: Host) -> NoReturn:
-    """End the process; what was learned of the model's use is kept, if the disk does not make us wait for it."""
-    saving = threading.Thread(target=host.keep_popularity, daemon=True)
-    saving.start()
-    saving.join(LAST_SAVE_S)
+    """End the process; what was learned of the model's use is kept, if the disk does not make us wait for it, and
+    the other machines are told."""
+    leaving = [threading.Thread(target=last, daemon=True) for last in (host.keep_popularity, host.close_network)]
+    for thread in leaving:
+        thread.start()
+    for thread in leaving:
+        thread.join(LAST_SAVE_S)
     end_process(0)
 
 

@@ -13,9 +13,10 @@ import msgspec
 from engine.errors import ModelError
 from engine.messages import Load
 from engine.progress import ProgressCallback
-from engine.runtimes.protocol import LoadedModel, Runtime
+from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime
 
 if TYPE_CHECKING:
+    from engine.ring.network import Network
     from engine.session import Session
 
 
@@ -24,8 +25,11 @@ def load_session(
     progress: ProgressCallback,
     should_stop: Callable[[], bool] | None = None,
     release: Callable[[], None] = lambda: None,
+    network: Network | None = None,
 ) -> Session:
     """Load ``request.model`` and make a session of it. Opens no socket; a GGUF file is converted once.
+
+    With partitioning ``ring``, ``network`` must be open, and the machines there share the model's experts.
 
     ``release`` is called before memory is taken: it frees the model that was loaded before, which is not given up for
     a name that is mistyped. Raises ModelError: unknown model (bad-input), not on this machine, damaged, unsupported,
@@ -38,11 +42,16 @@ def load_session(
     started = time.perf_counter()
     check_request(request)
     name, folder = find_folder(request.model, progress, should_stop)
-    runtime, why = pick_runtime(request.runtime, folder, request)
+    runtime, why = pick_runtime(request.runtime, folder, alone(request))
     # "the default ..." is no news; anything else said about an automatic choice is a fallback.
     fallback = request.runtime == "auto" and not why.startswith("the default")
     release()
-    model = load_model(runtime, name, folder, request, progress)
+    if network is None:
+        model = load_model(runtime, name, folder, request, progress)
+    else:
+        from engine.ring.head_model import RingModel
+
+        model = RingModel(name, network.former(name, folder, runtime, request), progress)
     progress("reading the tokenizer", 0, 0, "")
     words = tokenizer.load_tokenizer(folder)
     defaults = read_settings(folder / "generation_config.json")
@@ -68,6 +77,13 @@ def load_session(
         facts=facts,
         prefill_chunk=request.prefill_chunk,
     )
+
+
+def alone(request: Load) -> Load:
+    """How a node of a ring loads its own share: experts that are not on other machines run on the CPU or by mlx."""
+    if request.partitioning != "ring":
+        return request
+    return msgspec.structs.replace(request, partitioning="cpu")
 
 
 def check_request(request: Load) -> None:
@@ -103,12 +119,24 @@ def settings_not_applied(defaults: dict[str, Any]) -> list[str]:
     return [f"The model's own repetition_penalty of {penalty} is not applied: this version has none."]
 
 
-def load_model(runtime: Runtime, name: str, folder: Path, request: Load, progress: ProgressCallback) -> LoadedModel:
-    """As ``runtime.load``, with running out of memory said as such."""
+def load_model(
+    runtime: Runtime,
+    name: str,
+    folder: Path,
+    request: Load,
+    progress: ProgressCallback,
+    ring: RingPlace | None = None,
+) -> LoadedModel:
+    """As ``runtime.load``, with running out of memory said as such; a share of a ring is not loaded without a ring."""
+    from engine.models.store import refuse_share
     from engine.session import ran_out_of_memory
 
+    if ring is None:
+        refuse_share(folder)
     try:
-        return runtime.load(folder, request, progress)
+        return (
+            runtime.load(folder, request, progress) if ring is None else runtime.load(folder, request, progress, ring)
+        )
     except Exception as error:
         if isinstance(error, ModelError) or not ran_out_of_memory(error):
             raise

@@ -12,11 +12,12 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import msgspec
 import psutil
 
 from engine.cpu_threads import reason_for, threads_of, within_this_machine
-from engine.errors import ModelError
 from engine.experts.calibration_file import calibration_key, load_calibration
 from engine.experts.popularity_file import known_counts
 from engine.experts.speed_file import MachineSpeed, load_speed
@@ -31,6 +32,9 @@ from engine.planning.calibration import Calibration
 from engine.planning.hybrid import Device, HybridPlan, Machine, ModelSizes, Wanted
 from engine.planning.hybrid import plan as plan_placement
 
+if TYPE_CHECKING:
+    from engine.ring.network import Network
+
 
 @dataclass(frozen=True)
 class PlannedRuntime:
@@ -38,8 +42,9 @@ class PlannedRuntime:
     reason: str
 
 
-def plan_model(request: Plan, loaded: ModelFacts | None = None) -> Planned:
-    """The plan for ``request.load``. ``loaded``: the model that is loaded now and would make room.
+def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Network | None = None) -> Planned:
+    """The plan for ``request.load``. ``loaded``: the model that is loaded now and would make room. ``network``: where
+    the machines of a ring are, for partitioning ``ring``.
 
     Raises ModelError as loading would: an unknown model (bad-input), one that is not on this machine, damaged,
     unsupported.
@@ -47,9 +52,7 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None) -> Planned:
     load, _ = within_this_machine(request.load)
     check_request(load)
     if load.partitioning == "ring":
-        raise ModelError(
-            "Partitioning 'ring' is not available in this version; choose auto, cpu or hybrid.", kind="bad-input"
-        )
+        return _plan_ring(request, load, loaded, network)
     resolved = resolve(load.model)
     folder = resolved.require_folder()
     headers = read_headers(folder, load)
@@ -84,6 +87,38 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None) -> Planned:
         tokens_per_s=plan.tokens_per_s,
         prefill_tokens_per_s=plan.prefill_tokens_per_s,
         basis=_basis(plan, sizes, speed, runtime.name, load.model),
+    )
+
+
+def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: Network | None) -> Planned:
+    """The same with the machines of ``network``, as far as they can be asked now."""
+    from engine.ring.planning_request import plan_ring_request
+
+    resolved = resolve(load.model)
+    headers = read_headers(resolved.require_folder(), load)
+    alone = msgspec.structs.replace(load, partitioning="cpu")
+    runtime = _planned_runtime(alone, headers, on_gpu=False)
+    notices: list[str] = []
+    plan = plan_ring_request(
+        network, headers, resolved.name, msgspec.structs.replace(alone, runtime=runtime.name), loaded, notices
+    )
+    decision, memory = plan.decision, plan.memory
+    context = min(headers.sizes.context_limit, load.context_limit or Wanted().context_tokens)
+    return Planned(
+        id=request.id,
+        model=resolved.name,
+        family=headers.sizes.family,
+        fits=decision.kind != "refused",
+        shortfall=decision.shortfall,
+        memory=memory,
+        choices=[
+            *_choices(request.load, headers.sizes, runtime, context),
+            PlannedChoice("partitioning", "ring" if decision.kind == "ring" else "this machine", decision.reason),
+            *_said([*notices, *decision.notices]),
+        ],
+        tokens_per_s=plan.tokens_per_s,
+        basis="what the machines measured of themselves and of their links",
+        ring=decision.facts,
     )
 
 

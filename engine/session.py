@@ -26,6 +26,7 @@ from engine.messages import (
     Generate,
     Message,
     ModelFacts,
+    RingChanged,
 )
 from engine.planning.memory import ModelCosts, estimate_beams, extra_beam_memory, longest_answer
 from engine.runtimes.protocol import (
@@ -165,6 +166,7 @@ class Session:
         try:
             with self._consistent_cache():
                 self._cache.take_back_peers(turn)
+                self._keep_facts(emit)
                 logits = self._cache.prefill(prompt, turn)
                 if logits is None:
                     return turn.finished(Answer("", [], "cancelled"))
@@ -178,8 +180,14 @@ class Session:
             return turn.finished(answer)
         finally:
             turn.close()
-            found = self._model.facts
+            self._keep_facts(emit)
+
+    def _keep_facts(self, emit: Emit) -> None:
+        """What a ring that was formed anew changes of the facts; the screen is told."""
+        found = self._model.facts
+        if (found.ring, found.executor) != (self.facts.ring, self.facts.executor):
             self.facts = msgspec.structs.replace(self.facts, ring=found.ring, executor=found.executor)
+            emit(RingChanged(ring=found.ring, executor=found.executor))
 
     def estimate_beams(self, request: EstimateBeams) -> BeamEstimates:
         """What beams would cost. Raises ModelError (bad-input) for a width or context that means nothing."""

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from tiny_models import write_tiny_model
 
-
 # Nobody's keychain is written to, in this process or in those that tests start.
 os.environ["PYTHON_KEYRING_BACKEND"] = "keyring.backends.fail.Keyring"
 

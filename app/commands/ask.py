@@ -12,7 +12,9 @@ import msgspec
 
 from app.commands.engine_work import Interruption, do, run_with_engine
 from app.commands.output import ProgressLine, ReaderGoneError, WorkFailed, answer, as_json, say
+from app.commands.ringing import with_ring
 from app.engine_client import EngineClient, EngineDied
+from app.settings import Settings
 from app.text_safety import Sanitizer, sanitize
 from engine.errors import ModelError
 from engine.messages import (
@@ -38,6 +40,9 @@ class Question:
     load: Load
     generate: Generate
     as_json: bool
+    settings: Settings
+    """How a ring is formed, with partitioning ``ring``; ``peers`` are tried besides those of the settings."""
+    peers: tuple[str, ...] = ()
 
 
 def ask(question: Question) -> int:
@@ -57,7 +62,8 @@ def ask(question: Question) -> int:
             say("The starter model is not on this machine yet; it is made once.")
             await do(engine, Pull(id=engine.new_id(), model=question.load.model), ProgressLine())
         loading = ProgressLine(quiet_elsewhere=True)
-        loaded = await do(engine, msgspec.structs.replace(question.load, id=engine.new_id()), loading)
+        load = await with_ring(engine, question.load, question.settings, question.peers)
+        loaded = await do(engine, msgspec.structs.replace(load, id=engine.new_id()), loading)
         assert isinstance(loaded, Loaded)
         for notice in loaded.facts.notices:
             say(f"note: {notice}")
@@ -164,6 +170,8 @@ def result_object(finished: Finished, facts: ModelFacts) -> dict[str, Any]:
         "policy": facts.policy,
         "gpu_expert_bytes": facts.gpu_expert_bytes,
         "movement": _movement_object(finished),
+        "probe_s": finished.probe_s,
+        "ring": None if facts.ring is None else msgspec.to_builtins(facts.ring),
     }
 
 
@@ -192,6 +200,7 @@ def _timing_object(finished: Finished) -> dict[str, Any]:
         },
         "moe_layers": timing.moe_layers if timing else [],
         "expert_use": timing.expert_use if timing else [],
+        "nodes": [msgspec.to_builtins(node) for node in timing.nodes] if timing else [],
     }
 
 

@@ -10,9 +10,10 @@ import msgspec
 
 from app.commands.ask import Question, read_prompt
 from app.commands.output import WorkFailed, say
+from app.commands.ringing import check_peers
 from app.settings import Settings
 from app.settings_file import open_settings
-from engine.messages import DtypeName, ExpertPolicy, Generate, Load, Message, RuntimeName, Sampling
+from engine.messages import DtypeName, ExpertPolicy, Generate, Load, Message, Partitioning, RuntimeName, Sampling
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 _LARGEST_TOKEN_ID = 2**31 - 1
@@ -31,6 +32,8 @@ class Flags:
     runtime: RuntimeName | None = None
     dtype: DtypeName | None = None
     policy: ExpertPolicy | None = None
+    partitioning: Partitioning | None = None
+    peers: list[str] = field(default_factory=list)
     as_json: bool = False
 
 
@@ -52,14 +55,16 @@ def question_from(flags: Flags) -> Question:
         generate = msgspec.structs.replace(generate, prompt_ids=parse_ids(flags.prompt_ids))
     else:
         generate = msgspec.structs.replace(generate, messages=_messages(flags, settings))
-    return Question(load=load, generate=generate, as_json=flags.as_json)
+    peers = check_peers(flags.peers, ring=load.partitioning == "ring")
+    return Question(load=load, generate=generate, as_json=flags.as_json, settings=settings, peers=peers)
 
 
 def _load(flags: Flags, settings: Settings) -> Load:
     given: dict[str, Any] = {
         key: flags.numbers[key] for key in ("cpu_threads", "gpu_expert_memory") if key in flags.numbers
     }
-    words = {"model": flags.model, "runtime": flags.runtime, "dtype": flags.dtype, "policy": flags.policy}
+    words = {"model": flags.model, "runtime": flags.runtime, "dtype": flags.dtype, "policy": flags.policy,
+             "partitioning": flags.partitioning}  # fmt: skip
     chosen: dict[str, Any] = {**given, **{key: word for key, word in words.items() if word is not None}}
     return replace(settings, **chosen).load
 

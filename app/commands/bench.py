@@ -7,6 +7,7 @@ from typing import Any
 from app.commands.engine_work import Interruption, do, run_with_engine
 from app.commands.loading import LoadFlags, load_from
 from app.commands.output import ProgressLine, answer, as_json, figure
+from app.commands.ringing import with_ring
 from app.engine_client import EngineClient
 from app.text_safety import one_line
 from engine.messages import Bench, BenchKind, BenchResult
@@ -14,12 +15,19 @@ from engine.messages import Bench, BenchKind, BenchResult
 _NOTHING = "–"
 
 
-def bench(kind: BenchKind, flags: LoadFlags, *, rounds: int, in_json: bool) -> int:
-    """Measure, and print the table on stdout; the exit status. Raises WorkFailed."""
-    load = load_from(flags)
+_WITHOUT_MODEL: tuple[BenchKind, ...] = ("exchange", "residency")
+
+
+def bench(kind: BenchKind, flags: LoadFlags, *, rounds: int, nodes: tuple[int, ...], in_json: bool) -> int:
+    """Measure, and print the table on stdout; the exit status. ``nodes``: numbers of processes for ``ring``.
+
+    Raises WorkFailed.
+    """
+    wanted = load_from(flags, needs_model=kind not in _WITHOUT_MODEL)
 
     async def work(engine: EngineClient, interruption: Interruption) -> int:
-        request = Bench(id=engine.new_id(), kind=kind, load=load, rounds=rounds)
+        load = await with_ring(engine, wanted.load, wanted.settings, wanted.peers)
+        request = Bench(id=engine.new_id(), kind=kind, load=load, rounds=rounds, nodes=list(nodes))
         result = await do(engine, request, ProgressLine())
         assert isinstance(result, BenchResult)
         answer(as_json(as_object(result)) if in_json else as_text(result))

@@ -13,12 +13,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
+from app.commands.doctor_network import network
+from app.commands.finding import Finding, Mark
 from app.commands.output import answer, as_json, size
 from app.engine_client import EngineClient, EngineDied, child_environment
 from app.machine import Machine, default_runtime, this_machine
@@ -29,7 +30,6 @@ from engine.messages import DoctorFacts, Load
 from engine.models import store
 from engine.models.locations import KINDS, Kind, locate
 
-Mark = Literal["ok", "note", "problem"]
 _SIGNS: dict[Mark, str] = {"ok": "✓", "note": "·", "problem": "✗"}
 _LIBRARIES = ("torch", "transformers", "mlx", "mlx-lm", "textual", "safetensors", "gguf", "huggingface-hub", "msgspec")
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm")
@@ -37,19 +37,10 @@ _TOOL_WAIT_S = 5.0
 _ENGINE_WAIT_S = 60.0
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the examination; ``way_out`` is what to do about it."""
-
-    about: str
-    text: str
-    mark: Mark = "ok"
-    way_out: str = ""
-
-
-def doctor(*, in_json: bool) -> int:
-    """Print the findings; 1 if one of them is a problem."""
-    findings = examine()
+def doctor(*, in_json: bool, probe: bool = False, peer: str = "") -> int:
+    """Print the findings; 1 if one of them is a problem. ``probe``: look at the network although no ring was set up;
+    ``peer``: the address of a machine to walk to."""
+    findings = examine(probe=probe, peer=peer)
     if in_json:
         answer(as_json([asdict(finding) for finding in findings]))
     else:
@@ -57,7 +48,7 @@ def doctor(*, in_json: bool) -> int:
     return 1 if any(finding.mark == "problem" for finding in findings) else 0
 
 
-def examine() -> list[Finding]:
+def examine(*, probe: bool = False, peer: str = "") -> list[Finding]:
     machine = this_machine()
     examinations: list[Callable[[], list[Finding]]] = [
         _program,
@@ -68,6 +59,7 @@ def examine() -> list[Finding]:
         lambda: _runtime(machine),
         _kernels_and_model,
         _engine,
+        lambda: network(probe=probe, peer=peer),
         _settings,
         _conversations,
         _models,

@@ -46,6 +46,7 @@ def rows() -> list[Row]:
     names = {row.name for row in here}
     begun = [Row(name, "unfinished", nbytes, "", "") for name, nbytes in store.partial_downloads() if name not in names]
     names |= {row.name for row in begun}
+    begun += [Row(name, "share of a ring", nbytes, "", "") for name, nbytes in store.shares()]
     absent = [
         Row(entry.name, "can be made" if entry.origin == "starter" else "can be pulled", int(entry.gigabytes * 1e9),
             entry.family, entry.description)

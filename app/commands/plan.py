@@ -9,16 +9,19 @@ import msgspec
 from app.commands.engine_work import Interruption, do, run_with_engine
 from app.commands.loading import LoadFlags, load_from
 from app.commands.output import ProgressLine, WorkFailed, answer, as_json, figure, size
+from app.commands.ringing import with_ring
 from app.engine_client import EngineClient
+from app.ring_words import how_it_runs, machine_name, speed_words
 from app.text_safety import one_line
-from engine.messages import DeviceMemory, Plan, Planned
+from engine.messages import DeviceMemory, Plan, Planned, RingFacts
 
 
 def plan(flags: LoadFlags, *, in_json: bool) -> int:
     """Print the plan on stdout; the exit status. Raises WorkFailed, also for a plan that cannot fit."""
-    load = load_from(flags)
+    wanted = load_from(flags)
 
     async def work(engine: EngineClient, interruption: Interruption) -> int:
+        load = await with_ring(engine, wanted.load, wanted.settings, wanted.peers)
         planned = await do(engine, Plan(id=engine.new_id(), load=load), ProgressLine(quiet_elsewhere=True))
         assert isinstance(planned, Planned)
         answer(as_json(as_object(planned)) if in_json else as_text(planned))
@@ -42,6 +45,7 @@ def as_text(planned: Planned) -> str:
         [one_line(f"{planned.model} ({planned.family})")],
         [one_line(memory_line(device)) for device in planned.memory],
         [one_line(_speed(planned))],
+        ring_lines(planned.ring) if planned.ring is not None else [],
         [f"{one_line(c.what):{width}}  {one_line(f'{c.choice}: {c.reason}')}" for c in planned.choices],
     ]
     return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
@@ -58,6 +62,21 @@ def memory_line(device: DeviceMemory) -> str:
     used = ", ".join(f"{what} {size(nbytes)}" for what, nbytes in parts.items() if nbytes) or "nothing"
     room = f" of {size(device.total)} ({size(device.free)} free)" if device.total else ""
     return f"{device.device}: {size(sum(parts.values()))}{room}: {used}"
+
+
+def ring_lines(ring: RingFacts) -> list[str]:
+    """The ring in a line, then what each node holds."""
+    fast, alone = figure(ring.tokens_per_s or 0), figure(ring.alone_tokens_per_s or 0)
+    head = f"Ring of {len(ring.nodes)}: {speed_words(ring, f'{fast} tokens/s', f'{alone} tokens/s')}"
+    names = max((len(machine_name(node)) for node in ring.nodes), default=0)
+    nodes = [
+        f"{node.rank}  {machine_name(node):{names}}  {node.experts:,} experts {size(node.expert_bytes)}, trunk "
+        f"{size(node.trunk_bytes)}, {size(node.memory_free)} free, {node.expected_experts:.1f} run a layer"
+        + (f", {size(node.expert_bytes + node.trunk_bytes - node.has_bytes)} to send" if node.rank else "")
+        for node in ring.nodes
+    ]
+    reason = [one_line(ring.reason)] if ring.reason else []
+    return [head, "; ".join(how_it_runs(ring)), *reason, *nodes]
 
 
 def shortfall(planned: Planned) -> str:

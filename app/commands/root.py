@@ -33,10 +33,25 @@ models_app = typer.Typer(
     help="The models on this machine. M is a catalogue name, a Hugging Face repo id, a folder, or a GGUF file.",
 )
 app.add_typer(models_app, name="models")
+peers_app = typer.Typer(
+    rich_markup_mode=None,
+    context_settings=_RAW,
+    invoke_without_command=True,
+    help="The machines this one trusts, and may form a ring with.",
+)
+app.add_typer(peers_app, name="peers")
+
+_BENCHES = "decode, prefill, beams, experts, exchange, ring or residency."
+_MOST_NODES = 16
 
 LocationKind = Literal["config", "data", "models", "logs"]
 _ModelArgument = Annotated[
     str, typer.Argument(metavar="M", help="Catalogue name, Hugging Face repo id, local folder, or GGUF file.")
+]
+_PartitioningOption = Annotated[Partitioning | None, typer.Option(help="Which machines and devices take part.")]
+_PeerOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="HOST:PORT", help="A machine to try besides those that are found; may be repeated."),
 ]
 
 
@@ -94,6 +109,8 @@ def ask(
     stop: Annotated[list[str] | None, typer.Option(metavar="S", help="End before this text; may be repeated.")] = None,
     runtime: Annotated[RuntimeName | None, typer.Option(help="What runs the model.")] = None,
     dtype: Annotated[DtypeName | None, typer.Option(help="Numbers to compute with.")] = None,
+    partitioning: _PartitioningOption = None,
+    peer: _PeerOption = None,
     policy: Annotated[ExpertPolicy | None, typer.Option(help="How GPU and CPU share the experts.")] = None,
     gpu_memory: Annotated[float | None, typer.Option(metavar="GIB", help="GPU memory for experts, in GiB.")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")] = None,
@@ -130,6 +147,8 @@ def ask(
         runtime=runtime,
         dtype=dtype,
         policy=policy,
+        partitioning=partitioning,
+        peers=peer or [],
         as_json=json,
     )
     from app.commands.ask import ask as run_ask
@@ -185,7 +204,8 @@ def plan(
     context: Annotated[int | None, typer.Option(metavar="N", help="Tokens the conversation may have.")] = None,
     runtime: Annotated[RuntimeName | None, typer.Option(help="What runs the model.")] = None,
     dtype: Annotated[DtypeName | None, typer.Option(help="Numbers to compute with.")] = None,
-    partitioning: Annotated[Partitioning | None, typer.Option(help="Which machines and devices take part.")] = None,
+    partitioning: _PartitioningOption = None,
+    peer: _PeerOption = None,
     policy: Annotated[ExpertPolicy | None, typer.Option(help="How GPU and CPU share the experts.")] = None,
     gpu_memory: Annotated[float | None, typer.Option(metavar="GIB", help="GPU memory for experts, in GiB.")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")] = None,
@@ -195,18 +215,21 @@ def plan(
     from app.commands.plan import plan as run_plan
 
     numbers = {"context_limit": context, "gpu_expert_memory": gpu_memory, "cpu_threads": threads}
-    raise typer.Exit(run_plan(_load_flags(model, runtime, dtype, partitioning, policy, numbers), in_json=json))
+    flags = _load_flags(model, runtime, dtype, partitioning, policy, numbers, peer)
+    raise typer.Exit(run_plan(flags, in_json=json))
 
 
 @app.command()
 def bench(
-    kind: Annotated[BenchKind, typer.Argument(metavar="WHAT", help="decode, prefill, beams or experts.")],
+    kind: Annotated[BenchKind, typer.Argument(metavar="WHAT", help=_BENCHES)],
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Absent: the one of the settings.")] = None,
     *,
     rounds: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="Figures are medians over so many.")] = 5,
+    nodes: Annotated[str, typer.Option(metavar="2,3,4", help="Processes on this machine, for `ring`.")] = "2,3,4",
     runtime: Annotated[RuntimeName | None, typer.Option(help="What runs the model.")] = None,
     dtype: Annotated[DtypeName | None, typer.Option(help="Numbers to compute with.")] = None,
-    partitioning: Annotated[Partitioning | None, typer.Option(help="Which machines and devices take part.")] = None,
+    partitioning: _PartitioningOption = None,
+    peer: _PeerOption = None,
     policy: Annotated[ExpertPolicy | None, typer.Option(help="How GPU and CPU share the experts.")] = None,
     gpu_memory: Annotated[float | None, typer.Option(metavar="GIB", help="GPU memory for experts, in GiB.")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")] = None,
@@ -216,16 +239,93 @@ def bench(
     from app.commands.bench import bench as run_bench
 
     numbers = {"gpu_expert_memory": gpu_memory, "cpu_threads": threads}
-    flags = _load_flags(model, runtime, dtype, partitioning, policy, numbers)
-    raise typer.Exit(run_bench(kind, flags, rounds=rounds, in_json=json))
+    flags = _load_flags(model, runtime, dtype, partitioning, policy, numbers, peer)
+    raise typer.Exit(run_bench(kind, flags, rounds=rounds, nodes=_node_counts(nodes), in_json=json))
 
 
 @app.command()
-def doctor(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+def join(
+    name: Annotated[str | None, typer.Option(metavar="N", help="What paired machines call this one.")] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Absent: all interfaces, port 47820 or the next free one.")
+    ] = None,
+    peer: _PeerOption = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a screen: for a service.")] = False,
+) -> None:
+    """Lend this machine to the rings of paired machines, until you leave."""
+    from app.commands.join import JoinFlags
+    from app.commands.join import join as run_join
+
+    raise typer.Exit(run_join(JoinFlags(name, listen, tuple(peer or ()), plain)))
+
+
+@peers_app.callback()
+def peers(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        peers_list()
+
+
+@peers_app.command("list")
+def peers_list(
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    look: Annotated[bool, typer.Option("--look", help="Open the network for a moment: which are there?")] = False,
+) -> None:
+    """The machines this one trusts."""
+    from app.commands.peers import show_peers
+
+    raise typer.Exit(show_peers(in_json=json, look=look))
+
+
+@peers_app.command("pair")
+def peers_pair(
+    peer: Annotated[str, typer.Argument(metavar="PEER", help="HOST:PORT, or the beginning of its node id.")],
+    code: Annotated[str | None, typer.Option(metavar="CODE", help="What it shows; absent: asked for.")] = None,
+) -> None:
+    """Pair with a machine that shows a code; the network is open only for that."""
+    from app.commands.peers import pair
+
+    raise typer.Exit(pair(peer, code))
+
+
+@peers_app.command("new-identity")
+def peers_new_identity(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Give this machine another identity (its files were copied, say): it must be paired anew with every other."""
+    from app.commands.peers import renew_identity
+
+    raise typer.Exit(renew_identity(ask_first=not yes))
+
+
+@peers_app.command("forget")
+def peers_forget(
+    peer: Annotated[str, typer.Argument(metavar="N", help="Its name, or the beginning of its node id.")],
+) -> None:
+    """Trust a machine no longer."""
+    from app.commands.peers import forget
+
+    raise typer.Exit(forget(peer))
+
+
+@app.command()
+def doctor(
+    json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    network: Annotated[
+        bool, typer.Option("--network", help="Look at the network although no ring was set up here.")
+    ] = False,
+    peer: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="A machine to be reached: which step on the way fails?")
+    ] = None,
+) -> None:
     """What was found on this machine, what will run and why, and the way out of what does not."""
     from app.commands.doctor import doctor as examine
+    from app.setting_items import ItemError, check_item
 
-    raise typer.Exit(examine(in_json=json))
+    try:
+        address = check_item("address", peer) if peer is not None else ""
+    except ItemError:
+        raise typer.BadParameter("it takes HOST:PORT", param_hint="--peer") from None
+    raise typer.Exit(examine(in_json=json, probe=network, peer=address))
 
 
 @app.command()
@@ -243,6 +343,7 @@ def _load_flags(
     partitioning: Partitioning | None,
     policy: ExpertPolicy | None,
     numbers: dict[str, float | None],
+    peers: list[str] | None,
 ) -> LoadFlags:
     from app.commands.loading import LoadFlags
 
@@ -250,7 +351,15 @@ def _load_flags(
         _check_flag(key, number)
     _check_flag("model", model)
     given = {key: number for key, number in numbers.items() if number is not None}
-    return LoadFlags(model, runtime, dtype, partitioning, policy, given)
+    return LoadFlags(model, runtime, dtype, partitioning, policy, given, tuple(peers or ()))
+
+
+def _node_counts(text: str) -> tuple[int, ...]:
+    """``2,3,4`` as numbers of nodes."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdecimal() and 1 <= int(word) <= _MOST_NODES for word in words):
+        raise typer.BadParameter(f"it takes numbers from 1 to {_MOST_NODES}, like 2,3,4", param_hint="--nodes")
+    return tuple(map(int, words))
 
 
 def _check_flag(key: str, value: object) -> None:

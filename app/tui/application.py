@@ -21,7 +21,7 @@ from app.settings import SCHEMA, SettingError, Settings
 from app.settings_file import SettingsFile, open_settings
 from app.tui.commands import COMMANDS
 from app.tui.screens.chat import ChatScreen
-from app.tui.state import LOADING, ChatOptions
+from app.tui.state import LOADING, RING, ChatOptions
 
 
 def chat_options(settings: Settings) -> ChatOptions:
@@ -35,11 +35,14 @@ def chat_options(settings: Settings) -> ChatOptions:
         gpu_expert_memory=settings.gpu_expert_memory,
         cpu_threads=settings.cpu_threads,
         context_limit=settings.context_limit,
+        keep_resident=settings.keep_resident,
+        lock_memory=settings.lock_memory,
         system=settings.system_prompt,
         sampling=settings.sampling,
         max_tokens=settings.max_tokens,
         beams=settings.beams,
         length_penalty=settings.length_penalty,
+        **{name: getattr(settings, name) for name in RING},
     )
 
 
@@ -117,7 +120,7 @@ class ChatApp(App[int]):
     def keep_options(self, options: ChatOptions) -> None:
         """Put what is in use again into the settings, and onto the settings screen if that is open."""
         for setting in SCHEMA:
-            if setting.key in LOADING and self.settings.value(setting.key) != getattr(options, setting.key):
+            if setting.key in (*LOADING, *RING) and self.settings.value(setting.key) != getattr(options, setting.key):
                 try:
                     self.settings_file.change(setting.key, getattr(options, setting.key))
                 except SettingError as error:

@@ -25,6 +25,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("model", "Model", "Choose, fetch or load a model", "model", "f3", "[name]"),
     Command("beams", "Beams", "Beam width, candidates and their scores", "beams", "f4", "[width]"),
     Command("timing", "Timing", "Where each token's time goes, and which experts it used", "timing", "f5"),
+    Command("machines", "Machines", "Find, pair and forget machines; form a ring of them", "machines", "f8"),
     Command("settings", "Settings", "Model, sampling, partitioning, colours", "settings", "ctrl+s"),
     Command("again", "Answer again", "Another answer to the last question; the old one stays", "again", "ctrl+r"),
     Command("edit", "Edit the last question", "Ask it in other words, as a branch", "edit_last"),
@@ -36,11 +37,12 @@ COMMANDS: tuple[Command, ...] = (
     Command("quit", "Quit", "Everything is kept", "quit_chat", "ctrl+q"),
 )
 
+_ALIASES = {
+    "exit": "quit", "resume": "chats", "retry": "again", "regenerate": "again", "peers": "machines", "?": "help",
+}  # fmt: skip
+
 _BY_NAME = {command.name: command for command in COMMANDS} | {
-    alias: command
-    for alias, name in {"exit": "quit", "resume": "chats", "retry": "again", "regenerate": "again", "?": "help"}.items()
-    for command in COMMANDS
-    if command.name == name
+    alias: command for alias, name in _ALIASES.items() for command in COMMANDS if command.name == name
 }
 
 

@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 
-from app.conversations.records import MessageRecord, StoreError
+from app.conversations.records import MessageRecord, State, StoreError
 from app.conversations.store import ConversationStore
 from app.engine_client import Engine, EngineDied
 from app.text_safety import sanitize
+from app.tui.branches import alternative, answer_place, stored_alternative
 from app.tui.engine_link import EngineLink
 from app.tui.pulling import Pulling
 from app.tui.saving import RETRY_SAVE_S, Saver, Thread, rename
@@ -28,6 +29,7 @@ from app.tui.state import (
     EntryAdded,
     EntryChanged,
     FellBack,
+    NetworkChanged,
     PathChanged,
     Phase,
     Said,
@@ -38,7 +40,7 @@ from app.tui.state import (
     Update,
     context_to_come,
 )
-from app.tui.turn import Turn, autosave, generate_request
+from app.tui.turn import Turn, autosave, completed, generate_request
 from engine.messages import (
     AnyEvent,
     Beam,
@@ -72,16 +74,18 @@ class ChatController:
         autosave_s: float = AUTOSAVE_S,
         watch_engine_s: float = WATCH_ENGINE_S,
     ) -> None:
+        self._tell = listener
         self.store = store
         self.options = options
         self.status = Status(model=options.model, beams=options.beams)
         self.thread = Thread(system=options.system, model=options.model)
         self.beams: tuple[Beam, ...] = ()
         self.timing: Timing | None = None
-        self.link = EngineLink(engine, self.status, self._status_changed, is_missing, self._fall_back)
+        self.link = EngineLink(
+            engine, self.status, self._status_changed, is_missing, self._fall_back, self._network_changed
+        )
         self.pulling = Pulling(self.link, self._say)
         self._engine = engine
-        self._tell = listener
         self._saver = Saver(store, self._store_problem, self._saved_late)
         self._autosave_s = autosave_s
         self._watch_engine_s = watch_engine_s
@@ -142,9 +146,7 @@ class ChatController:
             self._say("This message has no alternatives.", "information")
             return
         try:
-            alternatives = self.store.siblings(entry.record)
-            position = next(index for index, record in enumerate(alternatives) if record.id == entry.record)
-            chosen = alternatives[(position + offset) % len(alternatives)].id
+            chosen = alternative(self.store, entry.record, offset)
             self._show(self.store.select(chosen), focus=chosen)
         except StoreError as error:
             self._say(str(error), "error")
@@ -382,15 +384,11 @@ class ChatController:
             self._status_changed()
 
     def _finished(self, turn: Turn, event: Finished) -> None:
-        answer = turn.answer
-        answer.content = sanitize(event.text)
-        answer.tokens, answer.tokens_per_s = event.completion_tokens, event.tokens_per_s
-        answer.finish_reason = event.finish_reason
         self.status.tokens_per_s = event.tokens_per_s
         self.status.context_used = event.prompt_tokens + event.completion_tokens
-        stopped = event.finish_reason == "cancelled"
-        note = "Stopped." if stopped else "The length limit was reached." if event.finish_reason == "length" else ""
-        self._end(turn, "stopped" if stopped else "complete", note)
+        self._end(turn, *completed(turn.answer, event))
+        if event.probe_s is not None:
+            self.status.probe_s = event.probe_s
         if event.timing is not None:
             self.timing = event.timing
             self._tell(TimingArrived(event.timing))
@@ -400,12 +398,11 @@ class ChatController:
             if turn.picked is not None:
                 self._take_candidate(turn, turn.picked)
 
-    def _end(self, turn: Turn, state: str, note: str) -> None:
+    def _end(self, turn: Turn, state: State, note: str) -> None:
         if not turn.end():
             return
         answer = turn.answer
-        answer.state = "complete" if state == "complete" else "failed" if state == "failed" else "stopped"
-        answer.note, answer.dirty = note, True
+        answer.state, answer.note, answer.dirty = state, note, True
         self.status.prefill = None
         self._save(turn)
         if self._beam_turn is turn:
@@ -414,20 +411,16 @@ class ChatController:
 
     def _take_candidate(self, turn: Turn, text: str) -> None:
         """``text`` is the answer of ``turn`` from now on, beside the others."""
-        question = turn.path[-1]
         path = self.thread.path if turn.thread is self.thread else []
-        # After a change of branches the same question may be another object: its row in the store is the same.
-        found = [i for i, entry in enumerate(path) if entry is question or (entry.record or 0) == question.record]
-        if not found:
+        index = answer_place(path, turn.path[-1])
+        if index is None:
             self._say("That question is not on the screen any more.", "warning")
             return
-        index = found[0] + 1
-        shown = self.thread.path[index] if index < len(self.thread.path) else None
+        shown = path[index] if index < len(path) else None
         if shown is not None and shown.content == text:
             return
         try:
-            stored = self.store.siblings(shown.record) if shown is not None and shown.record is not None else []
-            same = next((record for record in stored if record.content == text), None)
+            same = stored_alternative(self.store, shown, text)
             if same is not None:
                 self._show(self.store.select(same.id), focus=same.id)
                 return
@@ -481,7 +474,13 @@ class ChatController:
         self._status_changed()
 
     def _engine_notice(self, notice: Notice) -> None:
-        self._say(sanitize(notice.text), "warning")
+        # A machine that is lost and what becomes of the ring are two lines, and both matter.
+        self._tell(Said(sanitize(notice.text), "warning", beside=True))
+
+    def _network_changed(self) -> None:
+        for line in self.link.machines_away():
+            self._tell(Said(line, "warning", beside=True))
+        self._tell(NetworkChanged())
 
     def _count_waiting(self) -> None:
         self.status.waiting = len(self._turns)

@@ -6,8 +6,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+import msgspec
+
 from app.engine_client import Engine, EngineDied
-from app.settings import gpu_expert_bytes
+from app.network import Network, NetworkProblem
+from app.ring_settings import open_network, ring_choice
+from app.ring_words import away, away_lines
+from app.settings import SettingError, gpu_expert_bytes
 from app.tui.state import ChatOptions, Phase, Status
 from engine.messages import (
     AnyEvent,
@@ -23,6 +28,9 @@ from engine.messages import (
     Progress,
     Pull,
     Resize,
+    RingChanged,
+    RingChoice,
+    WarmUp,
     Watch,
 )
 
@@ -35,7 +43,7 @@ class EngineLink:
 
     ``is_missing`` says whether a model has to be fetched (or built) before it can be loaded, and may be.
     ``on_fallback`` is called with the reason when a model cannot be loaded, and with the options that worked before:
-    they are asked for next.
+    they are asked for next. ``on_network`` is called when something about the network changed.
     """
 
     def __init__(
@@ -45,8 +53,12 @@ class EngineLink:
         on_status: Callable[[], None],
         is_missing: Callable[[str], bool],
         on_fallback: Callable[[str, ChatOptions], None] = lambda problem, worked: None,
+        on_network: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine = engine
+        self.network = Network(engine, on_network)
+        self.looking = False
+        """The person asked for machines to be looked for, whatever the partitioning."""
         self.status = status
         self.watching = False
         self._on_status = on_status
@@ -55,6 +67,8 @@ class EngineLink:
         self._loaded: ChatOptions | None = None
         self._worked: ChatOptions | None = None
         self._request: int | None = None
+        engine.on_warm_up = self._warm_up
+        engine.on_ring = self._ring_changed
 
     def has(self, options: ChatOptions) -> bool:
         """Is the engine running with the model that ``options`` ask for?"""
@@ -77,6 +91,7 @@ class EngineLink:
                 problem = await self._fetch_and_load(wanted)
             except EngineDied as died:
                 self._loaded, self.status.facts, problem = None, None, str(died)
+                self.network.lost()
                 deaths += 1
                 if deaths < _ATTEMPTS:
                     continue
@@ -121,8 +136,9 @@ class EngineLink:
         """What loading as ``options`` say would need and give, or why that is unknown; None: no engine is up yet."""
         if not self.engine.running:
             return None
-        request = Plan(id=self.engine.new_id(), load=_load(0, options))
         try:
+            ring = await self._ring(options, only_ask=True)
+            request = Plan(id=self.engine.new_id(), load=_load(0, options, ring))
             async for event in self.engine.stream(request):
                 if isinstance(event, Planned):
                     return event
@@ -130,7 +146,63 @@ class EngineLink:
                     return event.error
         except EngineDied:
             return None
+        except (NetworkProblem, SettingError) as problem:
+            return _sentence(problem)
         return "The engine gave no prediction."
+
+    async def list_machines(self) -> str:
+        """Ask which machines are paired, and there if the network is open; what went wrong."""
+        try:
+            await self._start()
+            await self.network.refresh()
+        except (NetworkProblem, EngineDied) as problem:
+            return _sentence(problem)
+        return ""
+
+    def machines_away(self) -> list[str]:
+        """Look whether machines of the ring are gone, or are there again; what there is to say about it while nothing
+        is asked of the ring (else the engine says what becomes of it)."""
+        facts, before = self.status.facts, self.status.away
+        self.status.away = away(facts.ring if facts is not None else None, self.network.state)
+        if self.status.away == before:
+            return []
+        self._on_status()
+        return away_lines(before, self.status.away) if self.status.phase is Phase.READY else []
+
+    async def look_for_machines(self, options: ChatOptions) -> str:
+        """Open the network, for as long as the chat is open; what went wrong."""
+        try:
+            await self._start()
+            self.looking = True
+            await self.network.ensure_open(open_network(options))
+        except (NetworkProblem, EngineDied) as problem:
+            self.looking = False
+            return _sentence(problem)
+        return ""
+
+    async def stop_looking(self, options: ChatOptions) -> str:
+        """Close the network unless a ring is wanted; what went wrong."""
+        self.looking = False
+        return await self.close_unless_wanted(options)
+
+    async def close_unless_wanted(self, options: ChatOptions) -> str:
+        """The network is open only while machines are looked for or the partitioning is ``ring``; what went wrong."""
+        if self.looking or options.partitioning == "ring" or not self.network.is_open:
+            return ""
+        try:
+            await self.network.close()
+        except (NetworkProblem, EngineDied) as problem:
+            return _sentence(problem)
+        return ""
+
+    async def _ring(self, options: ChatOptions, *, only_ask: bool = False) -> RingChoice:
+        """What is asked of the ring; the network is opened for it. With ``only_ask`` one that is open stays as it is,
+        and the ring with it. Raises NetworkProblem, SettingError, EngineDied."""
+        if options.partitioning != "ring":
+            return RingChoice()
+        if not (only_ask and self.network.is_open):
+            await self.network.ensure_open(open_network(options))
+        return ring_choice(options, self.network.state)
 
     async def pull(self, model: str, on_request: Callable[[int], None]) -> AsyncIterator[Progress | Done | Failed]:
         """Fetch a model. ``on_request`` is given the id by which it can be cancelled. Raises EngineDied."""
@@ -149,7 +221,8 @@ class EngineLink:
     def lost(self) -> None:
         """The engine died: nothing is loaded any more."""
         self._loaded = None
-        self.status.facts = self.status.progress = self.status.prefill = None
+        self.network.lost()
+        self.status.facts = self.status.progress = self.status.prefill = self.status.warm_up = None
         self._set(Phase.RESTARTING)
 
     async def _start(self) -> None:
@@ -158,6 +231,7 @@ class EngineLink:
         self._loaded = None
         if self.status.phase is not Phase.RESTARTING:
             self._set(Phase.STARTING)
+        self.network.lost()
         await self.engine.start()
         if self.watching:
             await self.engine.send(Watch(id=self.engine.new_id(), timing=True))
@@ -174,7 +248,17 @@ class EngineLink:
             if problem:
                 return problem
         self._set(Phase.LOADING)
-        return await self._follow(self.engine.new_id, wanted, fetch=False)
+        if self.looking and wanted.partitioning != "ring":
+            with suppress(NetworkProblem):
+                await self.network.ensure_open(open_network(wanted))
+        try:
+            ring = await self._ring(wanted)
+        except (NetworkProblem, SettingError) as error:
+            return _sentence(error)
+        problem = await self._follow(self.engine.new_id, wanted, fetch=False, ring=ring)
+        if not problem:
+            await self.close_unless_wanted(wanted)
+        return problem
 
     def _differs_in_gpu_memory(self, wanted: ChatOptions) -> bool:
         """Is the model there, and nothing else asked for than other GPU memory for the experts that share it?"""
@@ -195,8 +279,10 @@ class EngineLink:
                 return ""
         return "The engine did not say whether it changed the GPU memory for experts."
 
-    async def _follow(self, new_id: Callable[[], int], wanted: ChatOptions, *, fetch: bool) -> str:
-        request = _pull(new_id(), wanted) if fetch else _load(new_id(), wanted)
+    async def _follow(
+        self, new_id: Callable[[], int], wanted: ChatOptions, *, fetch: bool, ring: RingChoice | None = None
+    ) -> str:
+        request = _pull(new_id(), wanted) if fetch else _load(new_id(), wanted, ring)
         self._request = request.id
         try:
             async for event in self.engine.stream(request):
@@ -217,13 +303,25 @@ class EngineLink:
             case Loaded():
                 self._loaded = self._worked = wanted
                 self.status.facts = event.facts
-                self.status.context_used = None
+                self.status.context_used, self.status.warm_up = None, None
+                self.status.away = away(event.facts.ring, self.network.state)
                 return ""
             case Done():
                 return ""
             case Failed():
                 return event.error
         return None
+
+    def _warm_up(self, progress: WarmUp) -> None:
+        self.status.warm_up = progress if progress.done < progress.total else None
+        self._on_status()
+
+    def _ring_changed(self, news: RingChanged) -> None:
+        facts = self.status.facts
+        if facts is not None:
+            self.status.facts = msgspec.structs.replace(facts, ring=news.ring, executor=news.executor)
+            self.status.away = away(news.ring, self.network.state)
+            self._on_status()
 
     def _set(self, phase: Phase) -> None:
         self.status.phase = phase
@@ -240,7 +338,12 @@ def _pull(request: int, options: ChatOptions) -> Pull:
     return Pull(id=request, model=options.model)
 
 
-def _load(request: int, options: ChatOptions) -> Load:
+def _sentence(problem: Exception) -> str:
+    text = str(problem)
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
+
+
+def _load(request: int, options: ChatOptions, ring: RingChoice | None = None) -> Load:
     return Load(
         id=request,
         model=options.model,
@@ -252,4 +355,7 @@ def _load(request: int, options: ChatOptions) -> Load:
         policy=options.policy,
         gpu_expert_bytes=gpu_expert_bytes(options.gpu_expert_memory),
         prefill_chunk=options.prefill_chunk,
+        ring=ring or RingChoice(),
+        keep_resident=options.keep_resident,
+        lock_memory=options.lock_memory,
     )

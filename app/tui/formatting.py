@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from textual.content import Content
 
+from app.ring_words import latency, ring_name
+from app.text_safety import one_line
 from app.tui.state import BUSY, TOO_LONG, Entry, Phase, Status
 from engine.messages import ModelFacts, Progress
 
@@ -92,10 +94,13 @@ def _activity(status: Status) -> Content:
     text = Content.assemble((f"{dot} ", colour), status.phase.value)
     progress, prefill = status.progress, status.prefill
     if status.phase in (Phase.LOADING, Phase.FETCHING) and progress is not None:
+        if progress.stage != status.phase.value:
+            text = Content.assemble(text, f": {one_line(progress.stage)}")
         if progress.total:
             share = f" {100 * progress.done // progress.total}%"
-            return Content.assemble(text, " ", bar(progress.done, progress.total, 10), share)
-        return text if progress.stage == status.phase.value else Content.assemble(text, f": {progress.stage}")
+            amount = f" of {size(progress.total)}" if progress.unit == "bytes" else ""
+            return Content.assemble(text, " ", bar(progress.done, progress.total, 10), share, amount)
+        return text
     if status.phase is Phase.READING and prefill is not None and prefill.total:
         share = f" {prefill.done}/{prefill.total}"
         return Content.assemble(text, " ", bar(prefill.done, prefill.total, 10), share)
@@ -108,7 +113,9 @@ def _details(status: Status) -> list[str]:
     facts = status.facts
     details = [facts.name if facts is not None else status.model]
     if facts is not None:
-        details.append(engine_name(facts))
+        details.append(engine_name(facts) if facts.ring is None else ring_name(facts.ring, status.away))
+        if facts.ring is not None:
+            details.append(engine_name(facts))
     return [detail for detail in details if detail]
 
 
@@ -116,6 +123,11 @@ def _figures(status: Status) -> list[_Figure]:
     figures: list[_Figure] = []
     if status.beams > 1:
         figures.append(_Figure(f"{status.beams} beams", f"{status.beams}b"))
+    if status.warm_up is not None and status.warm_up.total:
+        share = f"{100 * status.warm_up.done // status.warm_up.total}%"
+        figures.append(_Figure(f"warming up {share}", f"warm {share}", "$text-warning"))
+    elif status.probe_s is not None:
+        figures.append(_Figure(f"after idle {latency(status.probe_s)}", f"idle {latency(status.probe_s)}", _MUTED))
     if status.facts is not None and status.facts.context_limit:
         figures.append(_context(status.context_used, status.facts.context_limit))
     speed = rate(status.tokens_per_s)

@@ -7,6 +7,7 @@ from textual.content import Content
 from app.text_safety import one_line
 from app.tui.charts import flowing
 from app.tui.formatting import bar, rate, size
+from app.tui.ring_view import ring_lines
 from engine.messages import DeviceMemory, Planned
 
 _MUTED = "$foreground-muted"
@@ -18,6 +19,11 @@ def prediction(planned: Planned | str, width: int) -> Content:
     if isinstance(planned, str):
         return Content.assemble(("Not predicted: ", "bold"), (one_line(planned), "$text-error"))
     lines = [_speed(planned, width), *[_memory(device, width) for device in planned.memory]]
+    if planned.ring is not None:
+        # What the ring gives and each machine holds; the speed of the plan is the ring's, so it is said once.
+        lines = [*ring_lines(planned.ring, width), *lines[1:]]
+        if planned.basis:
+            lines.append(Content.styled(one_line(planned.basis), _MUTED))
     if not planned.fits:
         lines.insert(0, _shortfall(planned))
     lines += [

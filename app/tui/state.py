@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import count, zip_longest
 from typing import Literal
 
 from app.conversations.records import MessageRecord, Role, State
+from app.ring_settings import RingSettings
 from engine.messages import (
     Beam,
     DtypeName,
@@ -21,6 +22,7 @@ from engine.messages import (
     RuntimeName,
     Sampling,
     Timing,
+    WarmUp,
 )
 
 _keys = count(1)
@@ -69,8 +71,8 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class ChatOptions:
-    """The settings a conversation depends on."""
+class ChatOptions(RingSettings):
+    """The settings a conversation depends on; those of the ring count with partitioning ``ring``."""
 
     model: str = "starter"
     runtime: RuntimeName = "auto"
@@ -81,6 +83,8 @@ class ChatOptions:
     """In GiB, as the setting of that name."""
     cpu_threads: int | None = None
     context_limit: int | None = None
+    keep_resident: bool = True
+    lock_memory: bool = False
     prefill_chunk: int = 512
     system: str = ""
     sampling: Sampling = field(default_factory=Sampling)
@@ -94,17 +98,21 @@ class ChatOptions:
 
     def loading_as(self, other: ChatOptions) -> ChatOptions:
         """These options with the model of ``other``, loaded in its way."""
-        return replace(self, **{name: getattr(other, name) for name in LOADING})
+        names = (*LOADING, *RING) if other.partitioning == "ring" else LOADING
+        return replace(self, **{name: getattr(other, name) for name in names})
 
     def _loading(self) -> tuple[object, ...]:
-        return tuple(getattr(self, name) for name in LOADING)
+        names = (*LOADING, *RING) if self.partitioning == "ring" else LOADING
+        return tuple(getattr(self, name) for name in names)
 
 
 LOADING = (
     "model", "runtime", "dtype", "partitioning", "policy", "gpu_expert_memory", "cpu_threads", "context_limit",
-    "prefill_chunk",
+    "keep_resident", "lock_memory", "prefill_chunk",
 )  # fmt: skip
 """The options that make another model of it, or the same one loaded in another way."""
+RING = tuple(field.name for field in fields(RingSettings))
+"""The options that make another ring of it."""
 
 
 class Phase(Enum):
@@ -142,6 +150,12 @@ class Status:
     problem: str = ""
     """Why there is no model."""
     beams: int = 1
+    warm_up: WarmUp | None = None
+    """The weights are being brought into memory; None: they are not, or all are there."""
+    away: tuple[str, ...] = ()
+    """Machines of the ring that are gone, and no other ring was formed yet: that happens when it is next needed."""
+    probe_s: float | None = None
+    """Seconds to the first token of the last answer that came after idling."""
 
 
 # --- updates ------------------------------------------------------------------------------------------------------
@@ -197,14 +211,23 @@ class TimingArrived:
 
 
 @dataclass(frozen=True)
+class NetworkChanged:
+    """Who is on the network, or whether it is open, changed."""
+
+
+@dataclass(frozen=True)
 class Said:
-    """One line for the person."""
+    """One line for the person. ``beside``: it stands beside what was said before, not in its place."""
 
     text: str
     severity: Severity = "information"
+    beside: bool = False
 
 
-Update = PathChanged | EntryAdded | EntryChanged | StatusChanged | FellBack | BeamsChanged | TimingArrived | Said
+Update = (
+    PathChanged | EntryAdded | EntryChanged | StatusChanged | FellBack | BeamsChanged | TimingArrived
+    | NetworkChanged | Said
+)  # fmt: skip
 
 
 def prompt_messages(system: str, path: list[Entry]) -> list[Message]:

@@ -6,12 +6,12 @@ import asyncio
 import threading
 from dataclasses import dataclass, field
 
-from app.conversations.records import StoreError
+from app.conversations.records import State, StoreError
 from app.conversations.store import ConversationStore
-from app.text_safety import Sanitizer
+from app.text_safety import Sanitizer, sanitize
 from app.tui.saving import RETRY_SAVE_S, Saver, Thread
 from app.tui.state import ChatOptions, Entry, prompt_messages
-from engine.messages import Generate, Sampling
+from engine.messages import Finished, Generate, Sampling
 
 
 @dataclass(eq=False)
@@ -46,6 +46,16 @@ class Turn:
         with self._writing:
             if not self.ended:
                 store.update(record, content=text)
+
+
+def completed(answer: Entry, event: Finished) -> tuple[State, str]:
+    """Give ``answer`` what ``event`` says of it; how it ended, and what there is to say about that."""
+    answer.content = sanitize(event.text)
+    answer.tokens, answer.tokens_per_s = event.completion_tokens, event.tokens_per_s
+    answer.finish_reason = event.finish_reason
+    if event.finish_reason == "cancelled":
+        return "stopped", "Stopped."
+    return "complete", "The length limit was reached." if event.finish_reason == "length" else ""
 
 
 def generate_request(request_id: int, turn: Turn, options: ChatOptions) -> Generate:

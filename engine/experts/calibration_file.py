@@ -18,7 +18,7 @@ from engine.experts.kernels.bindings import choose
 from engine.experts.kernels.pool import physical_cores
 from engine.machine import processor
 from engine.models.durable_files import new_file
-from engine.models.files import Experts
+from engine.models.files import Experts, first_held
 from engine.models.locations import ensure, locate
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
 
@@ -32,9 +32,9 @@ def machine_key(instruction_set: str, threads: int, gpu: str | None) -> str:
 
 def shape_of(experts: Experts) -> ExpertShape:
     """The shape of a model's experts (all are alike); reads no weights."""
-    first = experts.expert(experts.layers[0], 0)
+    first = experts.expert(*(first_held(experts) or (experts.layers[0], 0)))
     ffn, hidden = first.gate.shape
-    each = experts.nbytes // (experts.count * len(experts.layers))
+    each = experts.nbytes // max(1, sum(len(experts.held(layer)) for layer in experts.layers))
     return ExpertShape(hidden=hidden, ffn=ffn, dtype=experts.dtype, expert_bytes=each)
 
 

@@ -22,7 +22,7 @@ import torch
 from engine.errors import ModelError
 from engine.experts.devices import HostPiece, PartView, SlotLayout
 from engine.models.bank import BankExperts
-from engine.models.files import Experts, ExpertWeights, FileMapping, StoredTensor
+from engine.models.files import Experts, ExpertWeights, FileMapping, StoredTensor, first_held
 from engine.progress import ProgressCallback
 
 ALIGNMENT = 64
@@ -48,7 +48,7 @@ class HostExperts:
         self.experts = experts
         self._pieces: dict[tuple[int, int], tuple[HostPiece, ...]] = {}
         self._locked: list[_LockedFile] = []
-        self.layout, _ = self._place(experts.layers[0], 0)
+        self.layout, _ = self._place(*(first_held(experts) or (experts.layers[0], 0)))
 
     @property
     def slot_bytes(self) -> int:

@@ -16,6 +16,7 @@ import torch
 
 from engine.errors import ModelError
 from engine.experts.cache_worth import CacheWorth
+from engine.experts.combining import weighted_sum
 from engine.experts.device_cache import DeviceCache
 from engine.experts.device_side import DeviceSide, LayerStep
 from engine.experts.devices import DeviceLost, ExpertDevice, LayerWork, OutOfDeviceMemory
@@ -226,10 +227,7 @@ class HybridExecutor:
 
     def _weighted(self, routed: torch.Tensor, hidden: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         """``routed`` [routes, hidden] to [tokens, hidden]: in the order of each token's routes."""
-        results = routed.to(self._rounded).view(hidden.shape[0], -1, hidden.shape[1])
-        if weights is not None:
-            results = results * weights[:, :, None]
-        return results.sum(dim=1, dtype=torch.float32).to(hidden.dtype)
+        return weighted_sum(routed, hidden.shape[0], weights, self._rounded).to(hidden.dtype)
 
     def _shared(self, layer: int, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """What each route's expert makes of its token, float32 [tokens * k, hidden] on the trunk's device."""

@@ -18,7 +18,7 @@ from engine.experts.local_torch import TorchLocalExecutor
 from engine.experts.reading_ahead import ReadAhead, notice_beyond_memory
 from engine.experts.torch_tensors import NAMES, stored_dtype
 from engine.free_memory import available_bytes
-from engine.models.files import Experts
+from engine.models.files import Experts, first_held
 from engine.timing import Recorder
 
 
@@ -51,6 +51,19 @@ class CpuExperts(Protocol):
 
 class LocalExecutor(Executor, CpuExperts, Protocol):
     """All experts run here."""
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """What a route's result is before it is weighted: nothing is lost if it travels in this dtype."""
+        ...
+
+    def combined(self, routed: torch.Tensor, tokens: int, weights: torch.Tensor | None) -> torch.Tensor:
+        """The sum that :meth:`run` makes of results, to the bit, before it is rounded to hidden's dtype.
+
+        ``routed`` [tokens * k, hidden] in ``result_dtype``, in the order of the routes; ``weights`` [tokens, k] as
+        :meth:`run` gets them, None where they went into the input. Returns float32 [tokens, hidden]. ``tokens`` > 0.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -123,7 +136,7 @@ def _unsuitable(experts: Experts, gates: Mapping[int, FamilyGate]) -> str | None
     for layer in experts.layers:
         if gates[layer].activation is None:
             return f"they do not know the activation of layer {layer}'s experts"
-        reason = why_not(experts.expert(layer, 0))
+        reason = next((why_not(experts.expert(layer, number)) for number in experts.held(layer)[:1]), None)
         if reason is not None:
             return f"they cannot read the weights of layer {layer}, because {reason}"
     return None
@@ -138,7 +151,8 @@ def _slow_in_torch(experts: Experts, dtype: torch.dtype) -> list[str]:
             f"The experts are stored as {NAMES[stored]} and converted to {NAMES[dtype]} each time "
             "they are used, which is slow; choose dtype auto to run them as they are."
         )
-    if not experts.expert(experts.layers[0], 0).down.words.flags.c_contiguous:
+    first = first_held(experts)
+    if first is not None and not experts.expert(*first).down.words.flags.c_contiguous:
         lines.append(
             "The experts are stored transposed, which is several times slower on a CPU; "
             "`privatellm models prepare` writes them the other way round."

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from engine.experts.gates import Activation
-from engine.experts.kernels.bindings import KernelChoice
+from engine.experts.kernels.bindings import WEIGHT_DTYPES, KernelChoice, load
 from engine.experts.kernels.layers import Gate as KernelGate
 from engine.experts.kernels.layers import LayerExperts, layer_experts
 from engine.experts.kernels.pool import Pool
@@ -77,6 +77,20 @@ class NativeLocalExecutor(MeasuredExecutor):
         )
         return out
 
+    result_dtype = torch.float32
+
+    def combined(self, routed: torch.Tensor, tokens: int, weights: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`engine.experts.local.LocalExecutor`."""
+        k = routed.shape[0] // tokens
+        shares = torch.ones(tokens, k) if weights is None else _contiguous(weights, torch.float32)
+        results = _contiguous(routed, torch.float32)
+        out = torch.empty(tokens, routed.shape[1])
+        load().pllm_weighted_sum(
+            self._pool.handle, self._choice.number, WEIGHT_DTYPES[self._experts.dtype],
+            results.data_ptr(), shares.data_ptr(), tokens, k, out.shape[1], out.data_ptr(),
+        )  # fmt: skip
+        return out
+
     def _run(
         self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, scale_input: bool
     ) -> torch.Tensor:
@@ -105,7 +119,8 @@ class NativeLocalExecutor(MeasuredExecutor):
         if found is None:
             activation = self._activations[layer]
             gate = KernelGate(activation.kind, activation.alpha, activation.limit)
-            found = self._layers[layer] = layer_experts(self._experts, layer, gate, self._choice)
+            held = self._experts.held(layer)
+            found = self._layers[layer] = layer_experts(self._experts, layer, gate, self._choice, held)
         return found
 
 

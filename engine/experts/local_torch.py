@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import linear, pad
 
+from engine.experts.combining import weighted_sum
 from engine.experts.gates import Gate
 from engine.experts.measured import MeasuredExecutor
 from engine.experts.reading_ahead import ReadAhead
@@ -108,6 +109,21 @@ class TorchLocalExecutor(MeasuredExecutor):
         parts = rows.split(list(sizes.values()))
         results = [self._expert(layer, expert, part) for expert, part in zip(sizes, parts, strict=True)]
         out[chosen] = torch.cat(results).float()
+        return out
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """See :class:`engine.experts.local.LocalExecutor`."""
+        return self._dtype
+
+    def combined(self, routed: torch.Tensor, tokens: int, weights: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`engine.experts.local.LocalExecutor`."""
+        if tokens > 1:
+            return weighted_sum(routed, tokens, weights, self._dtype)
+        out = torch.zeros(1, routed.shape[1], dtype=torch.float32)
+        for position in range(routed.shape[0]):
+            result = routed[position : position + 1]
+            out += result if weights is None else result * weights[:, position, None]
         return out
 
     def _run(

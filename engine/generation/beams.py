@@ -227,6 +227,7 @@ class BeamRun:
     _rows: TokenRows
     _wide: TokenRows | None = None
     _sequences: tuple[tuple[int, ...], ...] = ()
+    _moves: list[Move] = field(default_factory=list)
     bytes_moved: int = 0
     _restore: Callable[[PeerLost], TokenRows] | None = None
 
@@ -247,25 +248,32 @@ class BeamRun:
         try:
             if self._wide is None:
                 self._wide = self._rows.fan_out(rows)
-            elif any(parent != row for row, parent in enumerate(move.parents)):
+            elif _moves_rows(move):
                 self.bytes_moved += self._wide.reorder(move.parents)
             stepped = self._wide.step(move.tokens)
         except PeerLost as lost:
-            stepped = self._again(lost, wanted, move.tokens)
+            stepped = self._again(lost, move)
+        self._moves.append(move)
         self._sequences = tuple((*tokens, token) for tokens, token in zip(wanted, move.tokens, strict=True))
         return stepped
 
-    def _again(self, lost: PeerLost, sequences: Sequence[tuple[int, ...]], tokens: Sequence[int]) -> Logits:
-        """New rows that hold ``sequences`` after the prompt, and the logits after ``tokens``."""
+    def _again(self, lost: PeerLost, last: Move) -> Logits:
+        """New rows that made every move since the prompt, and the logits after ``last``.
+
+        Rows that were given up meanwhile ran in the same passes, and sums may round by who is in a pass: to reach the
+        same bits they are run again too.
+        """
         if self._restore is None:
             raise lost
         while True:
             self._rows = self._restore(lost)
             try:
-                self._wide = self._rows.fan_out(len(tokens))
-                for column in zip(*sequences, strict=True):
-                    self._wide.step(column)
-                return self._wide.step(tokens)
+                self._wide = self._rows.fan_out(len(last.tokens))
+                for number, move in enumerate([*self._moves, last]):
+                    if number and _moves_rows(move):
+                        self.bytes_moved += self._wide.reorder(move.parents)
+                    stepped = self._wide.step(move.tokens)
+                return stepped
             except PeerLost as again:
                 lost = again
 
@@ -288,6 +296,10 @@ class BeamRun:
         if kept.length > prompt_length + shared:
             kept.truncate(prompt_length + shared)
         return kept, list(tokens[:shared])
+
+
+def _moves_rows(move: Move) -> bool:
+    return any(parent != row for row, parent in enumerate(move.parents))
 
 
 def _shared(left: Sequence[int], right: Sequence[int]) -> int:

@@ -29,7 +29,9 @@ from engine.messages.events import (
     PlannedChoice,
     Prefill,
     Progress,
+    RingChanged,
     Timing,
+    WarmUp,
 )
 from engine.messages.framing import (
     FRAME_LIMIT,
@@ -155,6 +157,7 @@ __all__ = [
     "Pull",
     "Request",
     "Resize",
+    "RingChanged",
     "RingChoice",
     "RingFacts",
     "RingMode",
@@ -163,6 +166,7 @@ __all__ = [
     "ShowCode",
     "Shutdown",
     "Timing",
+    "WarmUp",
     "Watch",
     "event_reader",
     "pack",

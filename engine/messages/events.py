@@ -99,6 +99,9 @@ class Finished(Event, frozen=True, kw_only=True, tag="finished"):
     tokens_per_s: float
     beams: list[Beam] = []
     timing: Timing | None = None
+    probe_s: float | None = None
+    """Seconds to the first token, if this was the first answer after more than ten seconds of idling: what weights that
+    were unwired or dropped meanwhile cost. None for any other answer."""
 
 
 class BeamEstimate(msgspec.Struct, frozen=True):
@@ -192,6 +195,23 @@ class NetworkState(Event, frozen=True, kw_only=True, tag="network_state"):
     """What keeps machines from being found, each with what to do."""
 
 
+class WarmUp(Event, frozen=True, kw_only=True, tag="warm_up"):
+    """The weights are being brought into memory in the background: ``done`` of ``total`` bytes. Belongs to no request;
+    answers may come meanwhile, which it waits for. The last one has ``done`` equal to ``total``."""
+
+    done: int
+    total: int
+
+
+class RingChanged(Event, frozen=True, kw_only=True, tag="ring_changed"):
+    """The ring that runs the loaded model is another one, or none (``ring`` None): a machine was lost, or taken back.
+    Belongs to no request; it comes while an answer goes on, or before the first one after it."""
+
+    ring: RingFacts | None
+    executor: str
+    """As in ModelFacts."""
+
+
 class Notice(Event, frozen=True, kw_only=True, tag="notice"):
     """One line the person should see (a fallback taken, a file put aside)."""
 
@@ -214,6 +234,8 @@ AnyEvent = (
     | Failed
     | Notice
     | NetworkState
+    | WarmUp
+    | RingChanged
 )
 
 TERMINAL_EVENTS = (Loaded, Finished, BeamEstimates, Planned, BenchResult, Done, Failed)

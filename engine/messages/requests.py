@@ -31,6 +31,11 @@ class Load(Request, frozen=True, kw_only=True, tag="load"):
     """Tokens per prefill chunk: cancellation and progress happen between chunks."""
     ring: RingChoice = RingChoice()
     """Counts with partitioning ``ring`` only."""
+    keep_resident: bool = True
+    """Bring the weights into memory in the background, and look after them between questions; on Apple Silicon: keep
+    them wired."""
+    lock_memory: bool = False
+    """Lock them in memory as well, as far as the system allows; where GPU and CPU share one memory they are wired."""
 
 
 class Resize(Request, frozen=True, kw_only=True, tag="resize"):
@@ -57,7 +62,7 @@ class Bench(Request, frozen=True, kw_only=True, tag="bench"):
     kind: BenchKind
     load: Load
     rounds: int = 5
-    nodes: list[int] = [2, 3, 4]
+    nodes: list[int] = msgspec.field(default_factory=lambda: [2, 3, 4])
     """``ring``: numbers of processes on this machine, one after the other."""
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from engine.errors import ModelError
 from engine.models.families import ExpertShape, Family, Part, expert_shape, layer_count, part_shape
 from engine.models.files import Experts, ExpertWeights, StoredTensor
 from engine.models.safetensors_files import ALIGNMENT, WIDTHS, MappedFile, TensorEntry, read_header
+from engine.models.share_files import Part as SharePart
 
 MANIFEST = "bank.json"
 TRUNK = "trunk.safetensors"
@@ -102,8 +103,11 @@ def slab_layout(dtype: str, shape: ExpertShape, has_bias: bool) -> SlabLayout:
 class BankExperts:
     """The routed experts of a bank. See :class:`engine.models.files.Experts`."""
 
-    def __init__(self, files: dict[int, MappedFile], layout: SlabLayout, count: int) -> None:
+    def __init__(
+        self, files: dict[int, MappedFile], layout: SlabLayout, count: int, share: SharePart | None = None
+    ) -> None:
         self._files = files
+        self._share = share
         self.layout = layout
         self._count = count
         self._places = {place.name: place for place in layout.parts}
@@ -124,14 +128,14 @@ class BankExperts:
     def nbytes(self) -> int:
         width = WIDTHS[self.dtype]
         expert = sum(math.prod(place.shape) * width for place in self.layout.parts)
-        return expert * self._count * len(self._files)
+        return expert * (self._count * len(self._files) if self._share is None else self._share.count)
 
     def slab(self, layer: int, expert: int) -> StoredTensor:
         """All of one expert as bytes, [slab size], 64-byte aligned."""
         return self._view(layer, expert, "U8", (self.layout.size,), 0)
 
-    def held(self, layer: int) -> range:
-        return range(self.count)
+    def held(self, layer: int) -> Sequence[int]:
+        return range(self.count) if self._share is None else self._share.held(layer)
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
         parts: dict[str, StoredTensor] = {
@@ -154,24 +158,27 @@ class BankExperts:
     def _view(self, layer: int, expert: int, dtype: str, shape: tuple[int, ...], offset: int) -> StoredTensor:
         if layer not in self._files or not 0 <= expert < self._count:
             raise IndexError(f"no expert {expert} in layer {layer}")
+        if self._share is not None and expert not in self._share.held(layer):
+            raise IndexError(f"expert {expert} of layer {layer} is not in this share")
         return self._files[layer].tensor(dtype, shape, expert * self.layout.size + offset)
 
 
 class Bank:
     """A prepared folder, opened. See :class:`engine.models.files.ModelFiles`."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], family: Family) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], family: Family, share: SharePart | None = None) -> None:
         """Checks the manifest and the files' sizes, not their contents (:func:`verify` does).
 
         Raises ModelError naming the file and what is wrong with it.
         """
         self._folder = folder
         self._config = config
+        self._share = share
         self.manifest = read_manifest(folder)
         layer_count(config, family)
         self._trunk_entries: dict[str, TensorEntry] = read_header(folder / TRUNK)
         self._trunk_file = MappedFile(folder / TRUNK)
-        self._experts = _open_experts(folder, self.manifest, expert_shape(config, family))
+        self._experts = _open_experts(folder, self.manifest, expert_shape(config, family), share)
         if self.manifest.family != family.model_type:
             raise ModelError(
                 f"{folder / MANIFEST} is of a {self.manifest.family} model and config.json of a {family.model_type} "
@@ -192,9 +199,18 @@ class Bank:
 
     @property
     def trunk_bytes(self) -> int:
+        if self._share is not None and not self._share.has_trunk:
+            return 0
         return sum(entry.nbytes for entry in self._trunk_entries.values())
 
+    @property
+    def trunk_entries(self) -> dict[str, tuple[str, TensorEntry]]:
+        """The trunk's tensors by name: their file, and where they lie in it."""
+        return {name: (TRUNK, entry) for name, entry in self._trunk_entries.items()}
+
     def trunk(self) -> Iterator[tuple[str, StoredTensor]]:
+        if self._share is not None:
+            self._share.require_trunk()
         for name, entry in self._trunk_entries.items():
             yield name, self._trunk_file.tensor(entry.dtype, entry.shape, entry.start)
 
@@ -207,7 +223,9 @@ class Bank:
         return (self._trunk_file, *(self._experts.mapped_files if self._experts is not None else ()))
 
 
-def _open_experts(folder: Path, manifest: Manifest, shape: ExpertShape | None) -> BankExperts | None:
+def _open_experts(
+    folder: Path, manifest: Manifest, shape: ExpertShape | None, share: SharePart | None
+) -> BankExperts | None:
     if shape is None:
         return None
     slab = manifest.slab
@@ -230,7 +248,7 @@ def _open_experts(folder: Path, manifest: Manifest, shape: ExpertShape | None) -
                 f"{path} is damaged: it has {files[layer].size} bytes and should have {shape.count * slab.size}; "
                 "fetch or prepare the model again."
             )
-    return BankExperts(files, slab, shape.count)
+    return BankExperts(files, slab, shape.count, share)
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from engine.models.families import (
 )
 from engine.models.files import Experts, ExpertWeights, StoredTensor
 from engine.models.safetensors_files import MappedFile, TensorEntry, read_header
+from engine.models.share_files import Part as SharePart
 from engine.models.wording import shown
 
 INDEX = "model.safetensors.index.json"
@@ -38,10 +39,11 @@ _INDEX_LIMIT = 200_000_000
 class Checkpoint:
     """See :class:`engine.models.files.ModelFiles`."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], family: Family) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], family: Family, share: SharePart | None = None) -> None:
         """Opens and checks every file. Raises ModelError naming the file and what is wrong with it."""
         self._folder = folder
         self._config = config
+        self._share = share
         self.family = family
         headers = _read_headers(folder)
         self._files = {name: MappedFile(folder / name) for name in headers}
@@ -52,7 +54,7 @@ class Checkpoint:
             for name, entry in header.items():
                 if collected.is_trunk(file_name, name, entry):
                     self._trunk[name] = (file_name, entry)
-        self._experts = None if shape is None else PlainExperts(collected.finish(folder), shape, self._files)
+        self._experts = None if shape is None else PlainExperts(collected.finish(folder), shape, self._files, share)
 
     @property
     def folder(self) -> Path:
@@ -68,9 +70,18 @@ class Checkpoint:
 
     @property
     def trunk_bytes(self) -> int:
+        if self._share is not None and not self._share.has_trunk:
+            return 0
         return sum(entry.nbytes for _, entry in self._trunk.values())
 
+    @property
+    def trunk_entries(self) -> Mapping[str, tuple[str, TensorEntry]]:
+        """The trunk's tensors by name: their file, and where they lie in it."""
+        return self._trunk
+
     def trunk(self) -> Iterator[tuple[str, StoredTensor]]:
+        if self._share is not None:
+            self._share.require_trunk()
         for name, (file_name, entry) in self._trunk.items():
             yield name, self._files[file_name].tensor(entry.dtype, entry.shape, entry.start)
 
@@ -112,8 +123,11 @@ _Sources = dict[_Key, _Source]
 class PlainExperts:
     """The routed experts of a plain checkpoint. See :class:`engine.models.files.Experts`."""
 
-    def __init__(self, sources: _Sources, shape: ExpertShape, files: Mapping[str, MappedFile]) -> None:
+    def __init__(
+        self, sources: _Sources, shape: ExpertShape, files: Mapping[str, MappedFile], share: SharePart | None = None
+    ) -> None:
         self._sources = sources
+        self._share = share
         self.shape = shape
         self._files = files
         per_layer: dict[int, list[tuple[int | None, Part]]] = {}
@@ -137,19 +151,25 @@ class PlainExperts:
 
     @property
     def nbytes(self) -> int:
-        return sum(source.entry.nbytes for source in self._sources.values())
+        whole = sum(source.entry.nbytes for source in self._sources.values())
+        if self._share is None:
+            return whole
+        # All experts of a model are of one size.
+        return whole // max(1, self.shape.count * len(self.shape.layers)) * self._share.count
 
     @property
     def strided(self) -> bool:
         """Whether experts are stored transposed or interleaved, so that their matrices are strided views."""
         return any(source.tensor.strided for source in self._sources.values())
 
-    def held(self, layer: int) -> range:
-        return range(self.count)
+    def held(self, layer: int) -> Sequence[int]:
+        return range(self.count) if self._share is None else self._share.held(layer)
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
         if layer not in self._tensors or not 0 <= expert < self.count:
             raise IndexError(f"no expert {expert} in layer {layer}")
+        if self._share is not None and expert not in self._share.held(layer):
+            raise IndexError(f"expert {expert} of layer {layer} is not in this share")
         parts: dict[str, StoredTensor] = {}
         gate_up = None
         for first in self._tensors[layer]:
@@ -161,6 +181,23 @@ class PlainExperts:
             if source.tensor.parts == ("gate", "up") and not source.tensor.strided:
                 gate_up = StoredTensor(entry.dtype, whole.words[expert])
         return ExpertWeights(gate_up=gate_up, **parts)
+
+    def spans(self, layer: int, expert: int) -> list[tuple[str, int, int]]:
+        """Where the tensors of one expert lie: file name, first byte, and the one after the last.
+
+        An expert's bytes are in one piece in every tensor, whether or not its matrices are."""
+        found = []
+        for first in self._tensors[layer]:
+            source = self._sources.get((layer, None, first))
+            if source is not None:
+                entry = source.entry
+                size = entry.nbytes // self.count
+                start = entry.start + expert * size
+                found.append((source.file_name, start, start + size))
+            else:
+                source = self._sources[layer, expert, first]
+                found.append((source.file_name, source.entry.start, source.entry.stop))
+        return found
 
     @property
     def mapped_files(self) -> tuple[MappedFile, ...]:

@@ -107,6 +107,11 @@ class Experts(Protocol):
         ...
 
 
+def first_held(experts: Experts) -> tuple[int, int] | None:
+    """Layer and number of the first expert that is here, which stands for all: they are alike. None if none is."""
+    return next(((layer, held[0]) for layer in experts.layers if (held := experts.held(layer))), None)
+
+
 class ModelFiles(Protocol):
     """A model folder, opened."""
 

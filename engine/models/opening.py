@@ -12,6 +12,7 @@ from engine.models.bank import JOURNAL, MANIFEST, Bank
 from engine.models.checkpoint import Checkpoint
 from engine.models.families import check_supported
 from engine.models.files import ModelFiles
+from engine.models.share_files import part_of
 from engine.models.wording import shown
 
 _CONFIG_LIMIT = 20_000_000
@@ -23,7 +24,8 @@ _QUANTIZATION_ADVICE = {
 
 
 def open_model(folder: Path) -> ModelFiles:
-    """The model in ``folder``: one that :func:`engine.models.prepare.prepare` wrote, or plain safetensors.
+    """The model in ``folder``: one that :func:`engine.models.prepare.prepare` wrote, or plain safetensors; or the share
+    of either that a node of a ring keeps (:mod:`engine.models.share_files`), which hands out only what it holds.
 
     Reads headers only and maps the files. Raises ModelError, naming the file and what is wrong with it, if the folder
     is damaged, its family is not supported, or it needs what is refused: pickled weights, remote code, quantisation.
@@ -31,11 +33,12 @@ def open_model(folder: Path) -> ModelFiles:
     config = read_config(folder)
     family = check_supported(config)
     refuse_quantized(config)
+    share = part_of(folder)
     if (folder / MANIFEST).is_file():
-        return Bank(folder, config, family)
+        return Bank(folder, config, family, share)
     if (folder / JOURNAL).is_file():
         raise ModelError(f"{folder} is a preparation that was not finished; prepare the model again.")
-    return Checkpoint(folder, config, family)
+    return Checkpoint(folder, config, family, share)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def prepare(
     files = open_model(source)
     if not isinstance(files, Checkpoint):
         raise ModelError(f"{source} is prepared already; use it as it is.", "bad-input")
-    plan = _make_plan(files)
+    plan = plan_bank(files)
     _check_destination(source, destination)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,9 @@ def prepare(
 
 
 @dataclass(frozen=True)
-class _Plan:
+class BankPlan:
+    """The bank that is to be written of a checkpoint, to the byte but for its manifest."""
+
     files: Checkpoint
     experts: PlainExperts
     slab: SlabLayout
@@ -133,7 +135,8 @@ class _Plan:
         return self.trunk_bytes + self.layer_bytes * len(self.experts.layers)
 
 
-def _make_plan(files: Checkpoint) -> _Plan:
+def plan_bank(files: Checkpoint) -> BankPlan:
+    """Raises ModelError for a dense model."""
     experts = files.experts
     if experts is None:
         raise ModelError(
@@ -147,7 +150,7 @@ def _make_plan(files: Checkpoint) -> _Plan:
     trunk = sorted(files.trunk(), key=lambda item: -WIDTHS[item[1].dtype])
     header = encode_header(((name, tensor.dtype, tensor.shape) for name, tensor in trunk), {"format": "pt"})
     slab = slab_layout(experts.dtype, experts.shape, has_bias)
-    return _Plan(files, experts, slab, _fingerprint(files), trunk, header)
+    return BankPlan(files, experts, slab, _fingerprint(files), trunk, header)
 
 
 def _fingerprint(files: Checkpoint) -> str:
@@ -218,7 +221,7 @@ class _Writer:
     """One run of a preparation."""
 
     def __init__(
-        self, plan: _Plan, destination: Path, progress: ProgressCallback, should_stop: Callable[[], bool]
+        self, plan: BankPlan, destination: Path, progress: ProgressCallback, should_stop: Callable[[], bool]
     ) -> None:
         self._plan = plan
         self._destination = destination
@@ -385,9 +388,7 @@ class _Writer:
     def _copy_settings(self) -> None:
         """Configuration, tokenizer, chat template and licence: the small files beside the weights."""
         for path in sorted(self._plan.files.folder.iterdir()):
-            wanted = path.suffix in _COPIED_SUFFIXES or path.stem.upper() in _COPIED_NAMES
-            ours = path.name in (MANIFEST, JOURNAL) or path.name.endswith(".index.json")
-            if wanted and not ours and path.is_file() and path.stat().st_size <= _COPY_LIMIT:
+            if is_setting(path):
                 with path.open("rb") as original, new_file(self._folder / path.name) as copy:
                     shutil.copyfileobj(original, copy)
 
@@ -417,6 +418,14 @@ class _Writer:
         shutil.rmtree(replaced, ignore_errors=True)
         (self._destination / JOURNAL).unlink()
         self._progress("prepared", plan.nbytes, plan.nbytes, "bytes")
+
+
+def is_setting(path: Path) -> bool:
+    """Whether ``path`` is one of the small files that belong to a model in any form: configuration, tokenizer, chat
+    template, licence."""
+    wanted = path.suffix in _COPIED_SUFFIXES or path.stem.upper() in _COPIED_NAMES
+    ours = path.name in (MANIFEST, JOURNAL) or path.name.endswith(".index.json")
+    return wanted and not ours and path.is_file() and path.stat().st_size <= _COPY_LIMIT
 
 
 def fill_slab(buffer: NDArray[np.uint8], layout: SlabLayout, expert: ExpertWeights) -> None:

@@ -4,6 +4,7 @@ Layout of ``locate("models")``: one folder per model.
 
 - ``owner--name``: a download of the hub repo ``owner/name``; ``starter``; ``gguf--stem--fingerprint``: from a GGUF;
 - ``X.prepared``: the bank written for ``X``; ``local--name--fingerprint.prepared``: for a folder that lies elsewhere;
+- ``name--fingerprints.share``: this machine's part of a model that a ring runs, received from the ring's head;
 - ``X.partial``: something unfinished (a download to be resumed, a conversion that was killed): never opened as a model.
 
 A folder gets its final name only when it is complete, so a name without ``.partial`` is a promise.
@@ -35,6 +36,9 @@ Kind = Literal["starter", "hub", "folder", "gguf"]
 
 PARTIAL = ".partial"
 PREPARED = ".prepared"
+SHARE = ".share"
+SHARE_MANIFEST = "share.json"
+"""The file that makes a folder a share of a model (:mod:`engine.models.share_files`): never a whole one."""
 BANK_MANIFEST = "bank.json"
 """The file that makes a folder a prepared one (:mod:`engine.models.bank`)."""
 
@@ -100,8 +104,20 @@ class InstalledModel:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether ``folder`` is a finished model: it has a config and does not carry the name of something unfinished."""
-    return folder.suffix != PARTIAL and _exists(folder / "config.json")
+    """Whether ``folder`` is a finished model: it has a config, is no share of one, and does not carry the name of
+    something unfinished."""
+    if folder.suffix in (PARTIAL, SHARE) or _exists(folder / SHARE_MANIFEST):
+        return False
+    return _exists(folder / "config.json")
+
+
+def refuse_share(folder: Path) -> None:
+    """Raises ModelError (bad-input) if ``folder`` is a share, which is no model to load by itself."""
+    if _exists(folder / SHARE_MANIFEST):
+        raise ModelError(
+            f"{folder} is this machine's share of a model that a ring runs, not a whole model; name the model itself.",
+            "bad-input",
+        )
 
 
 def resolve(model: str) -> ResolvedModel:
@@ -165,14 +181,26 @@ def partial_downloads() -> list[tuple[str, int]]:
     ]
 
 
+def shares() -> list[tuple[str, int]]:
+    """``(folder name, bytes on disk)`` of this machine's shares of models that rings run: not models, but removable."""
+    root = locate("models")
+    found = sorted(root.glob(f"*{SHARE}")) if root.is_dir() else []
+    return [(folder.name, _disk_bytes(folder)) for folder in found if folder.is_dir()]
+
+
 def remove(name: str) -> int:
     """Delete a model of the models folder, its bank, what is unfinished of it, and what was learned of its use; a
-    person's own folder or GGUF file is never touched (only what was made or learned of it). Returns the bytes freed.
+    person's own folder or GGUF file is never touched (only what was made or learned of it). Or a share, by the name of
+    its folder. Returns the bytes freed.
 
     Raises ModelError if there is nothing to delete or it cannot be deleted.
     """
-    model = resolve(name)
     root = locate("models")
+    if name in (share for share, _ in shares()):
+        freed = _disk_bytes(root / name)
+        _delete([root / name])
+        return freed
+    model = resolve(name)
     base = model.plain_folder if model.plain_folder.parent == root else model.prepared_folder
     key = base.name.removesuffix(PREPARED)
     folders = [root / (key + suffix) for suffix in ("", PREPARED, PARTIAL, PREPARED + PARTIAL)]
@@ -182,6 +210,12 @@ def remove(name: str) -> int:
             return freed
         raise ModelError(f"Nothing of {model.name} is in {root}; `privatellm models` lists what is.", "bad-input")
     freed = sum(folder_bytes(folder) for folder in folders)
+    _delete(folders)
+    return freed + remove_profiles(key)
+
+
+def _delete(folders: list[Path]) -> None:
+    """Raises ModelError if one cannot be deleted."""
     for folder in folders:
         # Renamed first: a removal that is interrupted must not leave half a model under a complete model's name.
         doomed = (
@@ -198,7 +232,6 @@ def remove(name: str) -> int:
                 shutil.rmtree(doomed)
         except OSError as error:
             raise ModelError(f"{folder} could not be deleted: {error.strerror or error}.", "disk") from error
-    return freed + remove_profiles(key)
 
 
 def profile_key(folder: Path) -> str:
@@ -295,6 +328,16 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
+def _disk_bytes(folder: Path) -> int:
+    """Bytes of disk that the files below ``folder`` take: the holes of sparse files take none."""
+    total = 0
+    for base, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += (Path(base) / name).lstat().st_blocks * 512
+    return total
+
+
 def gguf_fingerprint(path: Path) -> str:
     """16 hex digits that change when the GGUF file does: its size, its first and its last megabyte.
 
@@ -342,6 +385,7 @@ def _resolve_path(path: Path) -> ResolvedModel:
             )
         folder = models / f"gguf--{_safe(path.stem)}--{gguf_fingerprint(path)}"
         return ResolvedModel(path.name, "gguf", path, folder, folder.with_name(folder.name + PREPARED))
+    refuse_share(path)
     if path.suffix == PARTIAL:
         raise ModelError(f"{path} is an unfinished download; run `privatellm models pull` again.", "bad-input")
     if path.parent == models.absolute() and not path.name.startswith("local--"):

@@ -58,6 +58,8 @@ EXACT_WORTH = 1.10
 """Sums equal to one machine's are worth so much of a turn's time."""
 FEWER_WORTH = 1.03
 """Leaving a machine out must make the rest so much faster."""
+ELSEWHERE_WORTH = 1.10
+"""A machine must be so much faster by itself than the ring, and than the head by itself, to be worth moving to."""
 ASSUMED_LATENCY_S = 1e-3
 ASSUMED_BYTES_PER_S = 1.25e8
 """Of a link that was not measured: the paper's latency, and Gigabit Ethernet."""
@@ -404,7 +406,8 @@ def _against_alone(planner: _Planner, nodes: Sequence[NodeMeasured], ring: RingD
         return decision
     if step is not None and step.seconds < ring.step.seconds and not planner.choice.even_if_slower:
         return _alone(decision, alone_sentence(head.name, step.tokens_per_s, len(ring.ranks), ring.step.tokens_per_s))
-    if best != head.node_id and best_s < ring.step.seconds:
+    least = min([ring.step.seconds, *([step.seconds] if step is not None else [])])
+    if best != head.node_id and best_s * ELSEWHERE_WORTH <= least:
         name = next(node.name for node in nodes if node.node_id == best)
         line = elsewhere_sentence(name, 1.0 / best_s, ring.step.tokens_per_s)
         return replace(decision, notices=(*decision.notices, line))

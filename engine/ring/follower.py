@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import assert_never
 
 from engine.errors import ModelError
 from engine.ring import commands
 from engine.ring.commands import AnyCommand, Prefixes
-from engine.ring.exchange import Link
+from engine.ring.exchange import Link, PeerLost
+from engine.ring.formation import AbortableLayers
 from engine.runtimes.protocol import Interrupted, LoadedModel, TokenRows
 
 ROWS_LIMIT = 64
 """Rows of tokens a head may have at the same time; it has a few."""
+BEAMS_LIMIT = 256
+"""Rows that one of them may be fanned out into."""
 
 
 class StaleCacheError(ModelError):
@@ -20,14 +24,22 @@ class StaleCacheError(ModelError):
 
 
 class Follower:
-    """Does what the head says. ``model`` was loaded with this node's place in the ring.
+    """Does what the head says. ``model`` was loaded with this node's place in the ring, whose layers are ``layers``.
 
-    ``ran`` is told after every pass how many token positions it had.
+    ``ran`` is told after every pass how many token positions it had; ``around`` makes what a pass runs within.
     """
 
-    def __init__(self, model: LoadedModel, ran: Callable[[int], None] = lambda tokens: None) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        layers: AbortableLayers,
+        ran: Callable[[int], None] = lambda tokens: None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self._model = model
+        self._layers = layers
         self._ran = ran
+        self._around = around
         self._rows: dict[int, tuple[TokenRows, Prefixes]] = {}
 
     def follow(self, link: Link) -> None:
@@ -52,10 +64,12 @@ class Follower:
                 self._put(rows, self._model.start(), Prefixes())
             case commands.Extend(rows, before, tokens, want_logits):
                 found, prefixes = self._checked(rows, before)
+                self._check_tokens(tokens)
                 if self._pass(lambda: found.extend(tokens, want_logits), len(tokens)):
                     self._rows[rows] = (found, prefixes.extended(tokens))
             case commands.Step(rows, before, tokens):
                 found, prefixes = self._checked(rows, before)
+                self._check_tokens(tokens)
                 if self._pass(lambda: found.step(tokens), 1):
                     self._rows[rows] = (found, prefixes.stepped(tokens))
             case commands.Truncate(rows, length):
@@ -64,6 +78,8 @@ class Follower:
                 self._rows[rows] = (found, prefixes.truncated(length))
             case commands.FanOut(rows, into, count):
                 found, prefixes = self._get(rows)
+                if not 0 < count <= BEAMS_LIMIT:
+                    raise ValueError(f"{count} rows of one; at most {BEAMS_LIMIT} are made")
                 self._put(into, found.fan_out(count), prefixes.fanned_out(count))
             case commands.Reorder(rows, parents):
                 found, prefixes = self._get(rows)
@@ -88,12 +104,26 @@ class Follower:
 
     def _pass(self, run: Callable[[], object], tokens: int) -> bool:
         """Whether the pass went through; False if the head gave it up, which leaves the rows as they were."""
+        self._layers.begin_pass()
         try:
-            run()
+            with self._around():
+                run()
         except Interrupted:
             return False
+        except PeerLost:
+            raise
+        except Exception as error:
+            # The others wait in the next layer: they are told what is wrong here.
+            self._layers.give_up(str(error) or type(error).__name__)
+            raise
         self._ran(tokens)
         return True
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raises ValueError for what is no token: not every runtime looks before it reads the embedding."""
+        vocabulary = self._model.facts.vocabulary
+        if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):
+            raise ValueError(f"a token outside of the vocabulary of {vocabulary}")
 
     def _get(self, rows: int) -> tuple[TokenRows, Prefixes]:
         found = self._rows.get(rows)

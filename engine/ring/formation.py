@@ -16,12 +16,17 @@ from engine.runtimes.protocol import LoadedModel
 class AbortableLayers(LayerExchange, Protocol):
     """The head's side of every MoE layer, with the ways out of a pass that is not wanted any more."""
 
+    def begin_pass(self) -> None:
+        """A pass of the model begins; to be called on every node before each."""
+        ...
+
     def abort(self) -> None:
         """From any thread: the running pass ends on all nodes at its next layer, with Interrupted."""
         ...
 
-    def give_up(self) -> None:
-        """The pass ended on the head between two layers: tell the others, who wait in the next one."""
+    def give_up(self, reason: str = "") -> bool:
+        """The pass ended here between two layers: tell the others, who wait in the next one. Returns False if there was
+        nobody to tell, because all layers were through: the others finish the pass."""
         ...
 
 

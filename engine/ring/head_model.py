@@ -15,7 +15,7 @@ from engine.ring import commands
 from engine.ring.commands import Command, Prefixes
 from engine.ring.exchange import PeerLost
 from engine.ring.formation import Formation, Former
-from engine.ring.seat import HEAD
+from engine.ring.seat import HEAD, Seat
 from engine.runtimes.protocol import CountsRoutes, Interrupted, Interruptible, Logits, TokenRows
 from engine.timing import Part, Phase, Recorder
 
@@ -28,6 +28,7 @@ class Epoch:
     def __init__(self, formation: Formation) -> None:
         self.formation = formation
         self.ended = False
+        self.finished_elsewhere = False
         self._next_rows = 0
         self._unused: list[int] = []
 
@@ -58,16 +59,20 @@ class Epoch:
         """A pass on this node, the followers having been told of it.
 
         Raises what it raises; the followers are told of a pass that ended here, so that they do not wait in it.
+        Then ``finished_elsewhere`` says whether it was too late for that.
         """
+        layers = self.formation.layers
+        self.finished_elsewhere = False
+        layers.begin_pass()
         try:
             return work()
-        except PeerLost:
-            raise
+        except PeerLost as error:
+            raise self.formation.lost() or error from error
         except BaseException:
             lost = self.formation.lost()
             if lost is not None:
                 raise lost from None
-            self.formation.layers.give_up()
+            self.finished_elsewhere = not layers.give_up()
             raise
 
 
@@ -181,7 +186,12 @@ class RingRows:
 
     def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
         self._epoch.tell(commands.Extend(self._number, self._prefixes.state, list(tokens), want_logits))
-        logits = self._epoch.run(lambda: self._rows.extend(tokens, want_logits))
+        try:
+            logits = self._epoch.run(lambda: self._rows.extend(tokens, want_logits))
+        except Interrupted:
+            if self._epoch.finished_elsewhere:
+                self._epoch.tell(commands.Truncate(self._number, self.length))
+            raise
         self._prefixes = self._prefixes.extended(tokens)
         return logits
 
@@ -237,6 +247,11 @@ class RingModel:
     @property
     def recorder(self) -> Recorder:
         return self._recorder
+
+    @property
+    def seat(self) -> Seat:
+        """See :class:`engine.runtimes.protocol.Seated`."""
+        return self._epoch.formation.seat
 
     @property
     def popularity(self) -> Popularity | None:

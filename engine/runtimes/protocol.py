@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from engine.experts.popularity import Popularity
 from engine.messages import Load, ModelFacts
 from engine.progress import ProgressCallback
+from engine.residency.keeper import Weights
 from engine.ring.layers import LayerExchange
 from engine.ring.seat import Seat
 from engine.timing import Recorder
@@ -117,10 +118,15 @@ class Resizable(Protocol):
 
 @dataclass(frozen=True)
 class RingPlace:
-    """A node's place in a ring, for loading a model there: its seat, and the exchange of its MoE layers."""
+    """A node's place in a ring, for loading a model there: its seat, and the exchange of its MoE layers.
+
+    ``logits`` False: nobody reads this node's logits (the head samples), so a runtime may leave them out and return
+    [rows, 0]; everything else of a pass, every exchange included, is as it would be with them.
+    """
 
     seat: Seat
     exchange: LayerExchange
+    logits: bool = True
 
 
 @runtime_checkable
@@ -147,6 +153,30 @@ class CountsRoutes(Protocol):
     @property
     def popularity(self) -> Popularity | None:
         """Counted since the model was loaded; None for a dense model."""
+        ...
+
+
+@runtime_checkable
+class Seated(Protocol):
+    """A loaded model that a ring runs."""
+
+    @property
+    def seat(self) -> Seat:
+        """This node's place in the ring, which is another one after the ring was formed anew."""
+        ...
+
+
+@runtime_checkable
+class KeepsWeights(Protocol):
+    """A loaded model whose weights are in a GPU driver's memory (mlx) rather than in pages of files."""
+
+    @property
+    def weights_are_wired(self) -> bool:
+        """The system keeps all of them there by itself."""
+        ...
+
+    def kept_weights(self) -> Weights:
+        """Its weights, to be touched while it does not answer."""
         ...
 
 

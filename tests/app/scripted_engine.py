@@ -20,17 +20,27 @@ from engine.messages import (
     Bench,
     BenchResult,
     Cancel,
+    CloseNetwork,
     DeviceMemory,
     Done,
     Event,
     Failed,
     Finished,
+    ForgetPeer,
     Generate,
     Hello,
+    LendingFacts,
+    ListPeers,
     Load,
     Loaded,
     ModelFacts,
+    NetworkState,
+    NodeId,
+    NodeShare,
     Notice,
+    OpenNetwork,
+    Pair,
+    PeerFacts,
     Piece,
     Plan,
     Planned,
@@ -38,6 +48,8 @@ from engine.messages import (
     Prepare,
     Progress,
     Pull,
+    RingFacts,
+    ShowCode,
     Shutdown,
     pack,
     request_reader,
@@ -111,6 +123,64 @@ def answer(request: Generate) -> None:
             os._exit(3)
 
 
+STUDIO = PeerFacts(
+    node_id="b2" * 32, name="stu\x1b[31mdio", state="paired", addresses=["10.0.0.2:47820"],
+    memory_total=128_000_000_000, memory_free=96_000_000_000, runtime="native", problem="",
+)  # fmt: skip
+NetworkRequest = OpenNetwork | CloseNetwork | ShowCode | Pair | ForgetPeer | ListPeers
+opened: list[OpenNetwork] = []
+
+
+def network(id: int = 0, lending: LendingFacts | None = None) -> NetworkState:
+    peer = msgspec.structs.replace(STUDIO, state="ready") if opened else STUDIO
+    me = NodeId(node_id="a1" * 32, name="laptop", listening=["127.0.0.1:47820"] if opened else [], words=["oak", "tea"])
+    return NetworkState(
+        id=id, me=me, open=bool(opened), peers=[peer], code="1234 5678" if opened and opened[0].lend else "",
+        code_seconds=120, code_tries=3, lending=lending, problems=["no multicast was heard"] if opened else [],
+    )  # fmt: skip
+
+
+def answer_network(request: NetworkRequest, script: str) -> None:
+    """Machines that are always the same; ``0000`` is a wrong code, ``in use`` a port that is taken."""
+    match request:
+        case ListPeers():
+            emit(network(request.id))
+        case OpenNetwork() if script == "in-use":
+            emit(Failed(id=request.id, error="Port 47820 is in use: choose another with --listen.", kind="network"))
+        case Pair(code="0000"):
+            emit(Failed(id=request.id, error="The code is wrong.", kind="network"))
+        case ForgetPeer(peer="nobody"):
+            emit(Failed(id=request.id, error="No paired machine is called nobody.", kind="network"))
+        case OpenNetwork():
+            opened.append(request)
+            emit(Done(id=request.id, path=""), network())
+            if request.lend:
+                share = LendingFacts(
+                    head="desk", model="mixtral", rank=1, nodes=2, experts=12, expert_bytes=637_000_000, stage="ready"
+                )
+                emit(network(lending=share))
+            if script == "dies-when-open":
+                os._exit(3)
+        case CloseNetwork():
+            opened.clear()
+            emit(Done(id=request.id, path=""))
+        case Pair() | ForgetPeer():
+            emit(Done(id=request.id, path="", detail="studio"))
+        case ShowCode():
+            emit(Done(id=request.id, path=""), network())
+
+
+RING = RingFacts(
+    mode="exact", exchange="tls", loading="selected", tokens_per_s=21.3, alone_tokens_per_s=14.2, exchange_s=1.4e-4,
+    nodes=[
+        NodeShare(rank=0, node_id="a1" * 32, name="laptop", experts=640, expert_bytes=11_300_000_000,
+                  trunk_bytes=1_900_000_000, memory_free=24_000_000_000, expected_experts=2.1),
+        NodeShare(rank=1, node_id="b2" * 32, name="studio", experts=2432, expert_bytes=43_100_000_000,
+                  trunk_bytes=1_900_000_000, memory_free=96_000_000_000, expected_experts=5.9),
+    ],
+)  # fmt: skip
+
+
 def planned(request: Plan, shortfall: int = 0) -> Planned:
     """A plan that tells the request back in its choices."""
     return Planned(
@@ -122,6 +192,7 @@ def planned(request: Plan, shortfall: int = 0) -> Planned:
         choices=[PlannedChoice("load", msgspec.json.encode(request.load).decode(), "as\x1b[31m asked")],
         tokens_per_s=None if shortfall else 12.345, prefill_tokens_per_s=None if shortfall else 678.9,
         basis="nothing was measured" if shortfall else "measured",
+        ring=RING if request.load.partitioning == "ring" else None,
     )  # fmt: skip
 
 
@@ -129,7 +200,8 @@ def benched(request: Bench) -> BenchResult:
     return BenchResult(
         id=request.id, title=f"{request.kind} of {request.load.model}", columns=["rows", "ms/step", "GPU, ms"],
         rows=[[1, "10.0 (9.00\u201311.0)", None], [12, "30.0", 2.5]], notes=["a\x1b[2J note"],
-        data={"rounds": request.rounds, "load": msgspec.to_builtins(request.load), "seconds": [0.01, 0.02]},
+        data={"rounds": request.rounds, "nodes": request.nodes, "load": msgspec.to_builtins(request.load),
+              "seconds": [0.01, 0.02]},
     )  # fmt: skip
 
 
@@ -173,6 +245,8 @@ def main(script: str) -> None:
                     emit(Failed(id=request.id, error="The file is truncated.", kind="model"))
                 case Bench():
                     emit(Progress(id=request.id, stage="decoding", done=1, total=2), benched(request))
+                case OpenNetwork() | CloseNetwork() | ShowCode() | Pair() | ForgetPeer() | ListPeers():
+                    answer_network(request, script)
                 case Shutdown() if script != "deaf":
                     return
                 case _:

@@ -386,8 +386,8 @@ def test_doctor_tells_of_a_place_that_is_no_folder(
         assert found["mark"] == "problem" and f"{file} is not a folder" in found["text"] and found["way_out"]
 
 
-def test_commands_of_later_versions_are_absent(home: Path) -> None:
-    for name in ("join", "peers", "plan", "bench"):
+def test_a_command_without_its_arguments_or_unknown_is_refused(home: Path) -> None:
+    for name in ("plan", "bench", "serve"):
         assert run([name]) == 2
 
 

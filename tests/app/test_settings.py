@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.machine import Machine, unavailable_reason
+from app.setting_items import ItemKind
 from app.settings import (
     GROUPS,
     SCHEMA,
@@ -48,10 +49,22 @@ def _values(setting: Setting) -> st.SearchStrategy[Any]:
             values = st.floats(setting.minimum, setting.maximum)
         case "lines":
             values = st.text()
+        case "items":
+            assert setting.item is not None
+            values = st.lists(_ITEMS[setting.item], max_size=setting.most or 3).map(", ".join)
         case _:
             values = st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1).map(str.strip).filter(bool)
     return st.none() | values if setting.optional else values
 
+
+_NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True)
+_ITEMS: dict[ItemKind, st.SearchStrategy[str]] = {
+    "network": st.integers(0, 255).map(lambda byte: f"10.0.{byte}.0/24"),
+    "address": st.tuples(_NAMES, st.integers(1, 65_534)).map(lambda pair: f"{pair[0]}:{pair[1]}"),
+    "place": st.integers(0, 65_534).map(lambda port: f"127.0.0.1:{port}"),
+    "machine": _NAMES,
+    "share": st.tuples(_NAMES, st.integers(0, 99)).map(lambda pair: f"{pair[0]}={pair[1]}"),
+}
 
 _CHANGES = st.lists(
     st.sampled_from(SCHEMA).flatmap(lambda setting: st.tuples(st.just(setting.key), _values(setting))), max_size=8
@@ -219,7 +232,9 @@ def test_what_cannot_be_typed(key: str, typed: str) -> None:
 
 
 def test_what_is_not_available_has_a_reason() -> None:
-    assert unavailable_reason("partitioning", "ring", MAC) == "not in this version"
+    assert unavailable_reason("partitioning", "ring", MAC) is None
+    assert unavailable_reason("ring_exchange", "mlx", LINUX) == "mlx-lm is not installed"
+    assert unavailable_reason("ring_exchange", "gloo", dataclasses.replace(LINUX, torch=False))
     assert unavailable_reason("partitioning", "hybrid", LINUX) == "no GPU found"
     assert unavailable_reason("partitioning", "hybrid", LINUX_GPU) is None
     assert unavailable_reason("runtime", "mlx", LINUX) == "mlx needs Apple Silicon"

@@ -110,7 +110,6 @@ def test_a_plan_answers_while_an_answer_runs(engine: EngineProcess, model: Path)
     ("change", "kind", "said"),
     [
         ({"model": "no-such-model"}, "bad-input", "no-such-model"),
-        ({"partitioning": "ring"}, "bad-input", "ring"),
         ({"prefill_chunk": 0}, "bad-input", "prefill chunk"),
     ],
 )

@@ -211,7 +211,7 @@ def test_experts_are_not_kept_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"partitioning": "ring"}, "'ring' is not available"),
+        ({"partitioning": "ring"}, "'ring' needs a place"),
         ({"partitioning": "hybrid"}, "'hybrid' is not for the mlx runtime"),
     ],
 )

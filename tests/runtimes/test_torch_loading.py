@@ -93,7 +93,7 @@ def test_an_unsupported_family_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"partitioning": "ring"}, "not available in this version"), ({"cpu_threads": 0}, "0 CPU threads")],
+    [({"partitioning": "ring"}, "place in a ring"), ({"cpu_threads": 0}, "0 CPU threads")],
 )
 def test_requests_that_cannot_be_met(tmp_path: Path, options: dict[str, object], words: str) -> None:
     write_tiny_model(tmp_path, "llama")

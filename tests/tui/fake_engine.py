@@ -17,16 +17,25 @@ from engine.messages import (
     BeamEstimates,
     BeamProgress,
     Cancel,
+    CloseNetwork,
     DeviceMemory,
     Done,
     EstimateBeams,
     Failed,
     Finished,
+    ForgetPeer,
     Generate,
+    LendingFacts,
+    ListPeers,
     Load,
     Loaded,
     ModelFacts,
+    NetworkState,
+    NodeId,
     Notice,
+    OpenNetwork,
+    Pair,
+    PeerFacts,
     Piece,
     Plan,
     Planned,
@@ -35,7 +44,10 @@ from engine.messages import (
     Progress,
     Pull,
     Resize,
+    RingChanged,
+    ShowCode,
     Timing,
+    WarmUp,
     Watch,
 )
 
@@ -56,6 +68,74 @@ PLANNED = Planned(
 )  # fmt: skip
 
 
+ME = NodeId(
+    node_id="a1" * 32, name="laptop", listening=["10.0.0.1:47820"], words=["amber", "canyon", "lemon", "orbit"],
+    key_storage="the system's keyring",
+)  # fmt: skip
+STUDIO = PeerFacts(
+    node_id="b2" * 32, name="studio", state="ready", addresses=["10.0.0.2:47820"], memory_total=128_000_000_000,
+    memory_free=96_000_000_000, runtime="native avx512_bf16", version="0.1.0",
+)  # fmt: skip
+STRANGER = PeerFacts(node_id="c3" * 32, addresses=["10.0.0.3:47820"])
+
+
+class FakeNetwork:
+    """Machines that are found when the network is opened; ``codes`` says by which code one can be paired."""
+
+    def __init__(self) -> None:
+        self.peers = [STUDIO, STRANGER]
+        self.codes = {STRANGER.node_id: "4711-2208"}
+        self.names = {STRANGER.node_id: "mini"}
+        self.opened: OpenNetwork | None = None
+        self.code = ""
+        self.problems: list[str] = []
+        self.refusal = ""
+        self.lending: LendingFacts | None = None
+
+    def state(self, id: int = 0) -> NetworkState:
+        there = self.peers if self.opened else [peer for peer in self.peers if peer.state != "found"]
+        shown = there if self.opened else [msgspec.structs.replace(peer, state="paired") for peer in there]
+        return NetworkState(
+            id=id, me=ME if self.opened else msgspec.structs.replace(ME, listening=[]), open=self.opened is not None,
+            peers=shown, code=self.code, code_seconds=118 if self.code else 0, code_tries=3 if self.code else 0,
+            problems=self.problems if self.opened else [], lending=self.lending,
+        )  # fmt: skip
+
+    def answer(self, request: AnyRequest) -> AnyEvent | None:
+        """What ends ``request``; None: it is none of the network's."""
+        match request:
+            case ListPeers():
+                return self.state(request.id)
+            case OpenNetwork() if self.refusal:
+                return Failed(id=request.id, error=self.refusal, kind="network")
+            case OpenNetwork():
+                self.opened = request
+            case CloseNetwork():
+                self.opened = None
+            case ShowCode():
+                self.code = "1234-5678"
+            case Pair() if self.codes.get(self._whole(request.peer)) != request.code:
+                return Failed(id=request.id, error="The code is wrong; 2 tries are left.", kind="network")
+            case Pair():
+                return Done(id=request.id, path="", detail=self._pair(self._whole(request.peer)))
+            case ForgetPeer():
+                self.peers = [peer for peer in self.peers if peer.node_id != self._whole(request.peer)]
+            case _:
+                return None
+        return Done(id=request.id, path="")
+
+    def _whole(self, peer: str) -> str:
+        return next((known.node_id for known in self.peers if known.node_id.startswith(peer)), peer)
+
+    def _pair(self, node_id: str) -> str:
+        name = self.names[node_id]
+        self.peers = [
+            msgspec.structs.replace(peer, name=name, state="ready") if peer.node_id == node_id else peer
+            for peer in self.peers
+        ]
+        return name
+
+
 class FakeEngine:
     """``answer`` gives the pieces of each answer. ``gate`` (when set to an event) holds pieces back from the second on.
 
@@ -64,6 +144,10 @@ class FakeEngine:
 
     def __init__(self, answer: Callable[[Generate], Sequence[str]] | None = None) -> None:
         self.on_notice: Callable[[Notice], None] | None = None
+        self.on_network: Callable[[NetworkState], None] | None = None
+        self.on_warm_up: Callable[[WarmUp], None] | None = None
+        self.on_ring: Callable[[RingChanged], None] | None = None
+        self.network = FakeNetwork()
         self.answer = answer or (lambda request: ["Paris", " is the", " capital."])
         self.requests: list[AnyRequest] = []
         self.cancelled: set[int] = set()
@@ -97,6 +181,12 @@ class FakeEngine:
 
     def die(self) -> None:
         self._running = False
+        self.network.opened = None
+
+    def tell_network(self) -> None:
+        """As the engine does whenever something changed."""
+        if self.on_network is not None:
+            self.on_network(self.network.state())
 
     async def start(self) -> None:
         if self.start_gate is not None:
@@ -119,6 +209,12 @@ class FakeEngine:
         if not self._running:
             raise EngineDied("The engine is not running.")
         self.requests.append(request)
+        answer = self.network.answer(request)
+        if answer is not None:
+            if isinstance(answer, Done):
+                self.tell_network()
+            yield answer
+            return
         match request:
             case Load():
                 events = self._load(request)
@@ -155,7 +251,7 @@ class FakeEngine:
         return bool(watches) and watches[-1].timing
 
     def _crash(self) -> None:
-        self._running = False
+        self.die()
         raise EngineDied("The engine was killed (SIGKILL), most likely because memory ran out.")
 
     async def _load(self, request: Load) -> AsyncIterator[AnyEvent]:

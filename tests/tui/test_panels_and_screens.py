@@ -338,9 +338,10 @@ async def test_what_cannot_be_had_is_greyed_with_the_reason(make_app: MakeApp) -
         await pilot.press("ctrl+s")
         await wait_until(pilot, lambda: isinstance(app.screen, SettingsScreen))
         buttons = {button.name: button for button in app.screen.query(RadioButton)}
-        assert buttons["ring"].disabled
-        assert "not in this version" in str(buttons["ring"].label)
+        assert buttons["hybrid"].disabled
+        assert "no GPU found" in str(buttons["hybrid"].label)
         assert buttons["mlx"].disabled
+        assert not buttons["ring"].disabled
         assert not buttons["cpu"].disabled
 
 

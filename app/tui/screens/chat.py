@@ -28,6 +28,7 @@ from app.tui.state import (
     EntryAdded,
     EntryChanged,
     FellBack,
+    NetworkChanged,
     PathChanged,
     Said,
     Severity,
@@ -41,6 +42,8 @@ from app.tui.widgets.status import StatusLine
 from app.tui.widgets.transcript import Transcript
 from app.tui.widgets.welcome import Welcome
 
+_NOTICES = 3
+"""Lines above the field at most."""
 SETTLED_S = 0.15
 """Some time after which an answer's end has been laid out."""
 
@@ -61,6 +64,7 @@ class ChatScreen(OpensScreens):
         Binding("f3,ctrl+g", "model", "Model", id="chat.model", priority=True),
         Binding("f4,ctrl+b", "beams", "Beams", id="chat.beams", priority=True),
         Binding("f5,ctrl+t", "timing", "Timing", id="chat.timing", priority=True),
+        Binding("f8,ctrl+l", "machines", "Machines", id="chat.machines", priority=True),
         Binding("ctrl+s", "settings", "Settings", id="chat.settings", priority=True),
         Binding("ctrl+n", "new", "New", show=False, id="chat.new", priority=True),
         Binding("ctrl+r", "again", "Again", show=False, id="chat.again", priority=True),
@@ -79,6 +83,7 @@ class ChatScreen(OpensScreens):
         self.controller = ChatController(engine, store, options, self._hear, is_missing=is_missing)
         self.warned_unsaved = False
         self._notice_of_unsaved = False
+        self._said: list[str] = []
         self._runner: Worker[None] | None = None
         self._editing: Entry | None = None
         self._code_copied: dict[int, int] = {}
@@ -160,6 +165,9 @@ class ChatScreen(OpensScreens):
                 self._say_title()
                 if self._panel is not None:
                     self._panel.hear(event.update)
+                self._network_changed()
+            case NetworkChanged():
+                self._network_changed()
             case EntryChanged(entry, live):
                 self._on_the_way.discard(entry.key)
                 self.transcript.change(entry, live=live)
@@ -177,8 +185,8 @@ class ChatScreen(OpensScreens):
                 self._say_title()
             case FellBack(options):
                 self.chat_app.keep_options(options)
-            case Said(text, severity):
-                self.say(text, severity)
+            case Said(text, severity, beside):
+                self.say(text, severity, beside=beside)
             case BeamsChanged() | TimingArrived():
                 if self._panel is not None:
                     self._panel.hear(event.update)
@@ -194,18 +202,21 @@ class ChatScreen(OpensScreens):
             for widget in self._panel.children:
                 widget.refresh()
 
-    def say(self, text: str, severity: Severity = "information") -> None:
-        """One line for the person. What matters stays above the field until the next question; the rest passes."""
+    def say(self, text: str, severity: Severity = "information", *, beside: bool = False) -> None:
+        """One line for the person. What matters stays above the field until the next question, and ``beside`` those
+        before it if it should; the rest passes."""
         if severity == "information":
             self.notify(one_line(text), markup=False, timeout=4)
             return
         if not self.is_mounted:
-            self.call_after_refresh(self.say, text, severity)
+            self.call_after_refresh(self.say, text, severity, beside=beside)
             return
         if not self.is_current:
             self.notify(one_line(text), severity=severity, markup=False)
         notice = self.query_one("#notice", Static)
-        notice.update(Content.assemble(("▌ ", "bold"), one_line(text)))
+        before = [line for line in self._said if line != one_line(text)] if beside and notice.display else []
+        self._said = [*before, one_line(text)][-_NOTICES:]
+        notice.update(Content("\n").join([Content.assemble(("▌ ", "bold"), line) for line in self._said]))
         notice.set_class(severity == "error", "error")
         notice.display = True
         self._notice_of_unsaved = bool(self.controller.status.unsaved)

@@ -32,6 +32,7 @@ KEYS = """
 | f3 or ctrl+g | model |
 | f4 or ctrl+b | beams |
 | f5 or ctrl+t | timing |
+| f8 or ctrl+l | machines: find, pair, form a ring |
 | ctrl+s | settings |
 | ctrl+p | menu of all commands |
 | ctrl+q | quit; everything is kept |

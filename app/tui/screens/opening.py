@@ -16,6 +16,7 @@ from app.tui.state import Severity
 from app.tui.widgets.panel import Panel
 
 if TYPE_CHECKING:
+    from app.tui.screens.machines import MachinesScreen
     from app.tui.screens.panel import PanelScreen
 
 WIDE = 104
@@ -28,6 +29,7 @@ class OpensScreens(Screen[None]):
     controller: ChatController
     _panel: Panel | None = None
     _panel_screen: PanelScreen | None = None
+    _machines: MachinesScreen | None = None
 
     @property
     def chat_app(self) -> ChatHost:
@@ -177,6 +179,20 @@ class OpensScreens(Screen[None]):
             self.focus_prompt()
 
         self.app.push_screen(SettingsScreen(self.controller), left)
+
+    def action_machines(self) -> None:
+        from app.tui.screens.machines import MachinesScreen
+
+        def left(result: None) -> None:
+            self._machines = None
+            self.focus_prompt()
+
+        self._machines = MachinesScreen(self.controller)
+        self.app.push_screen(self._machines, left)
+
+    def _network_changed(self) -> None:
+        if self._machines is not None and self._machines.is_mounted:
+            self._machines.network_changed()
 
     def action_help(self) -> None:
         self.chat_app.action_help()

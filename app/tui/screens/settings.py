@@ -63,7 +63,9 @@ class SettingRow(Vertical):
         help = self.setting.help
         if self._without_effect:
             return Content.assemble((f"Without effect here: {self._without_effect}. ", "italic"), help)
-        return Content(f"{help} Loads the model again." if self.setting.takes_effect == "reload" else help)
+        if self.setting.takes_effect == "now":
+            return Content(help)
+        return Content(f"{help} {'Forms the ring' if self.setting.group == 'ring' else 'Loads the model'} again.")
 
     def _make_control(self, value: Value) -> Widget:
         setting = self.setting
@@ -287,6 +289,7 @@ class SettingsScreen(Screen[str]):
     def action_undo(self) -> None:
         """Show the values in effect again."""
         self._draft.clear()
+        self._close_network()
         self.refresh(recompose=True)
         self.refresh_bindings()
 
@@ -298,7 +301,14 @@ class SettingsScreen(Screen[str]):
             refused[0].focus_control()
             self.notify("This value cannot be taken; esc again leaves it as it was.", severity="warning")
             return
-        self.dismiss(cast(ChatHost, self.app).change_settings(self._draft) if self._draft else "")
+        problem = cast(ChatHost, self.app).change_settings(self._draft) if self._draft else ""
+        self._close_network()
+        self.dismiss(problem)
+
+    def _close_network(self) -> None:
+        """It was opened to predict a ring: if none is wanted now, it is closed again."""
+        controller = self._controller
+        self.app.run_worker(controller.link.close_unless_wanted(controller.options), exit_on_error=False)
 
 
 def _shown(value: Value) -> str:

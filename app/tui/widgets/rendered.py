@@ -21,7 +21,7 @@ class Rendered(Widget):
     def remake(self) -> None:
         """What :meth:`make` gives has changed. The screen is laid out again only if the height is another."""
         before, self._made = self._made, None
-        same_width = before is not None and before[0] == self.size.width
+        same_width = before is not None and 0 < before[0] == self.size.width
         if before is None or not same_width or not self.is_mounted:
             self.refresh(layout=True)
             return

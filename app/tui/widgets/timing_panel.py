@@ -11,11 +11,12 @@ from textual.timer import Timer
 
 from app.tui.charts import heat_legend, heat_map, layer_bars, movement, phase_summary, slowest_line
 from app.tui.controller import ChatController
+from app.tui.node_charts import node_line, overview
 from app.tui.pacing import Pace
 from app.tui.state import TimingArrived, Update
 from app.tui.widgets.panel import Panel
 from app.tui.widgets.rendered import Rendered
-from engine.messages import Timing
+from engine.messages import ExpertMovement, PhaseTimes, Timing
 
 UPDATE_S = 0.2
 SLOWEST_S = 1.0
@@ -30,10 +31,13 @@ class TimingPanel(Panel):
         "Where the time of a token goes. Each bar is a layer, split into attention, router, experts, exchange between "
         "machines, waiting, and the rest; `p` changes between decoding and reading the prompt. Below, how often each "
         "expert was used: rows are layers, columns experts. Where GPU and CPU share the experts, it is said what was "
-        "moved between them, and experts in GPU memory are marked. It is measured only while this panel is open."
+        "moved between them, and experts in GPU memory are marked. In a ring `n` goes from an overview, with the "
+        "slowest node of each layer, to the nodes one by one. It is measured only while this panel is open."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "phase", "Prefill / decode", id="timing.phase"),
+        Binding("n", "node(1)", "Next node", id="timing.node"),
+        Binding("N", "node(-1)", "Node before", show=False, id="timing.node_before"),
         Binding("escape", "screen.close_panel", "Close", id="panel.close"),
     ]
 
@@ -71,6 +75,8 @@ class TimingPanel(Panel):
             self._timer = None
         self._pace.drawn()
         if self._latest is not None:
+            if bool(self._latest.nodes) != self._view.has_nodes:
+                self.refresh_bindings()
             self._view.show(self._latest)
             self._experts.show(self._latest)
 
@@ -81,19 +87,42 @@ class TimingPanel(Panel):
     def action_phase(self) -> None:
         self._view.change_phase()
 
+    def action_node(self, offset: int) -> None:
+        self._view.change_node(offset)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return action != "node" or bool(self._latest is not None and self._latest.nodes)
+
 
 class TimingView(Rendered):
     def __init__(self, timing: Timing | None) -> None:
         super().__init__(classes="timing")
         self._timing = timing
         self._phase: Literal["decode", "prefill"] = "decode"
+        self._node: int | None = None
+        """Of a ring: the rank that is shown; None: the overview."""
+
+    @property
+    def has_nodes(self) -> bool:
+        return self._timing is not None and bool(self._timing.nodes)
 
     def show(self, timing: Timing) -> None:
         self._timing = timing
+        if self._node is not None and self._node >= len(timing.nodes):
+            self._node = None
         self.remake()
 
     def change_phase(self) -> None:
         self._phase = "prefill" if self._phase == "decode" else "decode"
+        self.remake()
+
+    def change_node(self, offset: int) -> None:
+        """From the overview through the nodes and back."""
+        if self._timing is None or not self._timing.nodes:
+            return
+        places = len(self._timing.nodes) + 1
+        place = ((0 if self._node is None else self._node + 1) + offset) % places
+        self._node = place - 1 if place else None
         self.remake()
 
     def make(self, width: int) -> Content:
@@ -103,26 +132,35 @@ class TimingView(Rendered):
                 ("Nothing was measured yet.\n\n", ""),
                 ("While this panel is open the engine measures: ask something.", "$foreground-muted"),
             )
-        phase = timing.decode if self._phase == "decode" else timing.prefill
+        if not timing.nodes:
+            return self._one(timing.decode, timing.prefill, timing.movement, width)
+        head = node_line(timing.nodes, self._node, width)
+        if self._node is None:
+            title = f"{'Decoding' if self._phase == 'decode' else 'Prefill'} by node"
+            heading = Content.assemble((title, "bold"), ("  ms a token", "$foreground-muted"))
+            return Content("\n").join([head, Content(), heading, overview(timing.nodes, self._phase, width)])
+        node = timing.nodes[self._node]
+        movement = timing.movement if self._node == 0 else None
+        return Content("\n").join([head, Content(), self._one(node.decode, node.prefill, movement, width)])
+
+    def _one(self, decode: PhaseTimes, prefill: PhaseTimes, moved: ExpertMovement | None, width: int) -> Content:
+        """One machine: both phases, then the layers of one of them."""
+        phase = decode if self._phase == "decode" else prefill
         name = "Decoding" if self._phase == "decode" else "Prefill"
         parts = [
-            phase_summary("Decode", timing.decode, width),
-            phase_summary("Prefill", timing.prefill, width),
+            phase_summary("Decode", decode, width),
+            Content(),
+            phase_summary("Prefill", prefill, width),
+            Content(),
+            *([movement(moved, width), Content()] if moved is not None else []),
             Content.assemble((f"{name} by layer", "bold"), ("  ms a token", "$foreground-muted")),
             slowest_line(phase.layers),
             layer_bars(phase.layers, width),
         ]
         if phase.outside_layers:
-            parts.append(
-                Content.styled(
-                    f"Outside the layers (embedding, head, sampling): {phase.outside_layers:.2f} ms",
-                    "$foreground-muted",
-                )
-            )
-        lines = [*parts[:1], Content(), parts[1], Content(), *parts[2:]]
-        if timing.movement is not None:
-            lines[4:4] = [movement(timing.movement, width), Content()]
-        return Content("\n").join(line for line in lines)
+            outside = f"Outside the layers (embedding, head, sampling): {phase.outside_layers:.2f} ms"
+            parts.append(Content.styled(outside, "$foreground-muted"))
+        return Content("\n").join(parts)
 
 
 class ExpertsView(Rendered):

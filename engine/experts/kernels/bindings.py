@@ -20,7 +20,7 @@ from engine.errors import ModelError
 Dtype = Literal["bfloat16", "float32"]
 """What a model computes with; ``float32`` keeps activations in float32 whatever the weights are stored as."""
 
-VERSION = 1
+VERSION = 2
 """PLLM_VERSION of native/privatellm_kernels.h; a library of another version is not used."""
 
 VARIABLE = "PRIVATELLM_KERNELS"
@@ -142,9 +142,13 @@ def _declare(native: ctypes.CDLL) -> None:
     native.pllm_linear.argtypes = [pointer, number, pointer, pointer, pointer, whole, whole, pointer, whole]
     native.pllm_linear.restype = number
     native.pllm_experts.argtypes = [
-        pointer, pointer, pointer, pointer, pointer, whole, whole, whole, pointer, pointer, pointer,
+        pointer, pointer, pointer, pointer, pointer, whole, whole, whole, pointer, pointer, pointer, pointer, whole,
     ]  # fmt: skip
     native.pllm_experts.restype = number
+    native.pllm_weighted_sum.argtypes = [pointer, number, number, pointer, pointer, whole, whole, whole, pointer]
+    native.pllm_weighted_sum.restype = None
+    native.pllm_count_routes.argtypes = [pointer, whole, whole, pointer]
+    native.pllm_count_routes.restype = number
     native.pllm_gate.argtypes, native.pllm_gate.restype = [number, pointer, pointer, pointer, whole], None
     native.pllm_exp_sum.argtypes = [number, pointer, ctypes.c_float, whole]
     native.pllm_exp_sum.restype = ctypes.c_float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,7 +85,7 @@ class LayerExperts:
     """
 
     def __init__(self, weights: Mapping[int, ExpertWeights], count: int, gate: Gate, choice: KernelChoice) -> None:
-        """``weights`` by expert number below ``count``; an expert that is absent must never be routed to."""
+        """``weights`` by expert number below ``count``; a route to one that is absent is refused."""
         if not weights:
             raise ModelError("A layer needs at least one expert.")
         self._native = load()
@@ -102,8 +102,8 @@ class LayerExperts:
                 raise ModelError(f"Expert {number} has matrices of {shapes}, unlike the first; the file is damaged.")
             table[number] = _expert(expert)
         self._table = table
-        self._absent = np.array([number not in self._weights for number in range(count)])
         self.count, self.hidden, self.ffn = count, int(hidden), int(ffn)
+        self.held = len(self._weights)
         self._layer = Layer(
             experts=table,
             count=count,
@@ -127,27 +127,33 @@ class LayerExperts:
         outputs_to: int | None = None,
         counts_to: int | None = None,
         scale_input: bool = False,
+        extra: int | None = None,
+        extra_count: int = 0,
     ) -> None:
         """All arguments but the sizes are addresses of contiguous arrays.
 
         ``hidden`` float32 [tokens, hidden]; ``indices`` int32 [tokens, k], -1 for a route that another device runs;
         ``weights`` float32 [tokens, k]; ``sum_to`` float32 [tokens, hidden], the weighted sum in the order of k;
         ``outputs_to`` float32 [tokens * k, hidden], un-weighted (0 for -1); ``counts_to`` int64 [count], added to.
+        ``extra`` int32 [extra_count]: experts that are run on the first token if no route needs them, for nothing.
         A route's result does not depend on the other tokens, to the bit, as long as its expert has at most 16 routes
         in the call, or more than 16; between the two the order of additions differs.
-        Raises ModelError if an index is out of range or memory runs out.
+        Raises ModelError if an index names no expert that is here, or memory runs out.
         """
         code = self._native.pllm_experts(
-            pool.handle, self.address, hidden, indices, weights, tokens, k, scale_input, sum_to, outputs_to, counts_to
-        )
+            pool.handle, self.address, hidden, indices, weights, tokens, k, scale_input, sum_to, outputs_to, counts_to,
+            extra, extra_count,
+        )  # fmt: skip
         if code:
             raise ModelError(f"The experts could not be run: {_MEANING[code]}.", "memory" if code == -2 else "model")
 
 
-def layer_experts(experts: Experts, layer: int, gate: Gate, choice: KernelChoice) -> LayerExperts:
-    """All experts of ``layer`` of a model."""
-    every = {number: experts.expert(layer, number) for number in range(experts.count)}
-    return LayerExperts(every, experts.count, gate, choice)
+def layer_experts(
+    experts: Experts, layer: int, gate: Gate, choice: KernelChoice, held: Sequence[int] | None = None
+) -> LayerExperts:
+    """The experts of ``layer`` of a model: all, or those of ``held``."""
+    numbers = range(experts.count) if held is None else held
+    return LayerExperts({number: experts.expert(layer, number) for number in numbers}, experts.count, gate, choice)
 
 
 def linear(

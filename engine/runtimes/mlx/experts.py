@@ -27,10 +27,12 @@ class Executor(Protocol):
         """For the status line, e.g. ``local (mlx, gpu)``."""
         ...
 
-    def run(self, layer: int, hidden: Array, indices: Array, weights: Array) -> Array:
+    def run(self, layer: int, hidden: Array, indices: Array, weights: Array, beside: Array | None) -> Array:
         """The weighted sum over the routes of ``layer``.
 
         ``hidden`` [..., hidden], ``indices`` and ``weights`` [..., k]; returns [..., hidden] in hidden's dtype.
+        ``beside`` is what else the layer will need and nothing here depends on: an executor that waits for something
+        may have it evaluated meanwhile.
         """
         ...
 
@@ -43,12 +45,13 @@ class LocalExecutor:
         self._spans = spans
         self.description = f"local (mlx, {device})"
 
-    def run(self, layer: int, hidden: Array, indices: Array, weights: Array) -> Array:
-        def weighted_sum() -> Array:
-            outputs = self._experts[layer](hidden, indices)
-            return (outputs * weights[..., None]).sum(axis=-2).astype(outputs.dtype)
+    def run(self, layer: int, hidden: Array, indices: Array, weights: Array, beside: Array | None) -> Array:
+        return self._spans.run(layer, "experts", lambda: weighted_sum(self._experts[layer](hidden, indices), weights))
 
-        return self._spans.run(layer, "experts", weighted_sum)
+
+def weighted_sum(outputs: Array, weights: Array) -> Array:
+    """``outputs`` [..., k, hidden] of k experts, ``weights`` [..., k]: their sum [..., hidden]."""
+    return (outputs * weights[..., None]).sum(axis=-2).astype(outputs.dtype)
 
 
 class RoutedBlock(nn.Module):  # type: ignore[misc]
@@ -68,5 +71,6 @@ class RoutedBlock(nn.Module):  # type: ignore[misc]
             mx.eval(hidden)
         indices, weights = self._spans.run(self._layer, "router", lambda: self._layout.route(self.block, hidden))
         self._spans.routes(self._layer, indices, self._experts)
-        routed = self._executor.run(self._layer, hidden, indices, weights)
-        return self._layout.complete(self.block, hidden, routed)
+        shared = self._layout.shared(self.block, hidden)
+        routed = self._executor.run(self._layer, hidden, indices, weights, shared)
+        return routed if shared is None else routed + shared

@@ -14,20 +14,27 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from engine.errors import ModelError
+from engine.experts.held import check_held, held_by
 from engine.messages import Load, ModelFacts
 from engine.models.opening import open_model, read_config
 from engine.models.safetensors_files import WIDTHS
+from engine.models.share_files import part_of
+from engine.models.weight_layout import layout_of
 from engine.progress import ProgressCallback
+from engine.ring.layers import LayerExchange, Recorded
+from engine.ring.seat import Seat
 from engine.runtimes.mlx import weights
 from engine.runtimes.mlx.cache import layer_windows
 from engine.runtimes.mlx.configuration import complete_config, context_of, translate_config
 from engine.runtimes.mlx.experts import LocalExecutor, RoutedBlock
+from engine.runtimes.mlx.experts_only import MlxExperts
 from engine.runtimes.mlx.families import MlxFamily, check_settings, family_of
 from engine.runtimes.mlx.model import MlxModel, memory_named
+from engine.runtimes.mlx.ring import RingExecutor
 from engine.runtimes.mlx.rotary import correct_rotary
 from engine.runtimes.mlx.routing import LAYOUTS
 from engine.runtimes.mlx.spans import Spans
-from engine.runtimes.protocol import Config
+from engine.runtimes.protocol import Config, RingPlace
 from engine.timing import Recorder
 
 _DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
@@ -44,19 +51,22 @@ class _Plan:
     quantised: Config | None
     device: str
     notices: list[str]
+    seat: Seat | None
+    """The place in a ring."""
 
 
-def load(folder: Path, request: Load, progress: ProgressCallback) -> MlxModel:
+def load(folder: Path, request: Load, progress: ProgressCallback, ring: RingPlace | None = None) -> MlxModel:
     """Loads ``folder``. Raises ModelError if it cannot be run, is damaged, or does not fit."""
     started = time.perf_counter()
-    plan = _plan(folder, request)
+    plan = _plan(folder, request, None if ring is None else ring.seat)
     with memory_named():
         dtype, loaded = _read(plan, request, progress)
-    model = _assemble(plan, request, loaded, dtype)
+    model = _assemble(plan, request, loaded, dtype, None if ring is None else ring.exchange)
     # One token: compiles the kernels, proves that the model runs, and shows the size of its keys and values.
     probe = model.start()
     try:
-        probe.extend([0])
+        with model.alone():
+            probe.extend([0])
     except RuntimeError as error:
         raise ModelError(f"mlx cannot run this model here ({error}): choose the torch runtime") from error
     model.facts = msgspec.structs.replace(
@@ -64,25 +74,44 @@ def load(folder: Path, request: Load, progress: ProgressCallback) -> MlxModel:
         key_value_bytes_per_token=probe.bytes_per_position(),
         load_s=time.perf_counter() - started,
     )
+    if request.keep_resident:
+        said = model.wire(model.facts.key_value_bytes_per_token * model.facts.context_limit)
+        if said:
+            model.facts = msgspec.structs.replace(model.facts, notices=[*model.facts.notices, said])
     return model
 
 
-def _plan(folder: Path, request: Load) -> _Plan:
+def load_experts(folder: Path, request: Load, progress: ProgressCallback, seat: Seat) -> MlxExperts:
+    """The experts of ``seat`` alone, for central mode. Raises ModelError as :func:`load` does."""
+    plan = _plan(folder, request, seat)
+    with memory_named():
+        _, loaded = _read(plan, request, progress, with_trunk=False)
+    spans = Spans(Recorder(len(loaded.layers), loaded.moe_layers, loaded.count))
+    width = int(plan.config.get("hidden_size") or plan.config["d_model"])
+    return MlxExperts(RingExecutor(loaded.experts, seat, None, plan.device, spans), width)
+
+
+def _plan(folder: Path, request: Load, seat: Seat | None) -> _Plan:
     config = read_config(folder)
     family = family_of(config)
     device = "gpu" if mx.default_device() == mx.gpu else "cpu"
-    _check_partitioning(request, device)
+    _check_partitioning(request, device, seat)
     complete = complete_config(folder, config)
     check_settings(complete, family)
     notices = []
     if request.cpu_threads is not None:
         notices.append(f"mlx chooses its own threads: the setting of {request.cpu_threads} is not used")
-    return _Plan(folder, complete, family, _quantisation(config), device, notices)
+    return _Plan(folder, complete, family, _quantisation(config), device, notices, seat)
 
 
-def _check_partitioning(request: Load, device: str) -> None:
+def _check_partitioning(request: Load, device: str, seat: Seat | None) -> None:
+    if seat is not None:
+        return
     if request.partitioning == "ring":
-        raise ModelError("partitioning 'ring' is not available in this version: choose auto", kind="bad-input")
+        raise ModelError(
+            "partitioning 'ring' needs a place in a ring, which this model was loaded without: choose auto",
+            kind="bad-input",
+        )
     if request.partitioning == "hybrid":
         raise ModelError(
             "partitioning 'hybrid' is not for the mlx runtime, where GPU and CPU share one memory: choose auto",
@@ -108,19 +137,28 @@ def _quantisation(config: Config) -> Config | None:
     return dict(found)
 
 
-def _read(plan: _Plan, request: Load, progress: ProgressCallback) -> tuple[str, weights.Loaded]:
+def _read(
+    plan: _Plan, request: Load, progress: ProgressCallback, with_trunk: bool = True
+) -> tuple[str, weights.Loaded]:
     """The weights, and their type in words."""
     translated = translate_config(plan.config)
     entries = weights.entries_for_library(plan.folder)
     if plan.quantised is None and not weights.in_library_layout(entries):
         files = open_model(plan.folder)
+        held = files.experts
+        if held is not None and plan.seat is not None:
+            held = held_by(held, plan.seat.placement, plan.seat.rank)
         stored = files.experts.dtype if files.experts else next(tensor.dtype for _, tensor in files.trunk())
         wanted = _wanted_dtype(plan, request, stored)
-        size = files.trunk_bytes + (files.experts.nbytes if files.experts else 0)
+        size = (files.trunk_bytes if with_trunk else 0) + (held.nbytes if held else 0)
         _check_fits(int(size * _growth(stored, wanted)), plan.device)
-        return _name(stored, wanted), weights.from_files(files, translated, plan.family, wanted, progress)
+        loaded = weights.from_files(files, held, translated, plan.family, wanted, progress, with_trunk)
+        return _name(stored, wanted), loaded
     stored = next((entry.dtype for name, entry in entries.items() if name.endswith("norm.weight")), "F32")
-    size = sum(entry.nbytes for entry in entries.values())
+    if plan.seat is None:
+        here, size = None, sum(entry.nbytes for entry in entries.values())
+    else:
+        here, size = _held_in_library(plan.folder, plan.seat)
     if plan.quantised is not None:
         wanted = _DTYPES.get(request.dtype)
         growth, words = 1.0, f"{plan.quantised.get('bits', 4)}-bit, "
@@ -128,7 +166,20 @@ def _read(plan: _Plan, request: Load, progress: ProgressCallback) -> tuple[str, 
         wanted = _wanted_dtype(plan, request, stored)
         growth, words = _growth(stored, wanted), ""
     _check_fits(int(size * growth), plan.device)
-    return words + _name(stored, wanted), weights.from_library(plan.folder, translated, plan.family, wanted, progress)
+    loaded = weights.from_library(plan.folder, translated, plan.family, wanted, progress, here, with_trunk)
+    return words + _name(stored, wanted), loaded
+
+
+def _held_in_library(folder: Path, seat: Seat) -> tuple[dict[int, tuple[int, ...]], int]:
+    """The experts of ``seat`` by layer, of a folder in mlx-lm's layout, and the bytes of its trunk and of those.
+
+    Raises ModelError if the ring's plan is not for this model, or some of them are not here.
+    """
+    layout = layout_of(folder)
+    placement = seat.placement
+    part = part_of(folder)
+    held = check_held(placement, seat.rank, layout.layers, layout.count, part.held if part is not None else None)
+    return held, layout.trunk_bytes + sum(map(len, held.values())) * layout.expert_bytes
 
 
 def _wanted_dtype(plan: _Plan, request: Load, stored: str) -> Any:
@@ -143,17 +194,19 @@ def _wanted_dtype(plan: _Plan, request: Load, stored: str) -> Any:
     return None if stored == "F32" else mx.float32
 
 
-def _assemble(plan: _Plan, request: Load, loaded: weights.Loaded, dtype: str) -> MlxModel:
+def _assemble(
+    plan: _Plan, request: Load, loaded: weights.Loaded, dtype: str, exchange: LayerExchange | None
+) -> MlxModel:
     layout = LAYOUTS.get(plan.config["model_type"])
-    spans = Spans(Recorder(len(loaded.layers), loaded.experts, loaded.count))
+    spans = Spans(Recorder(len(loaded.layers), loaded.moe_layers, loaded.count))
     context = context_of(plan.config, plan.family)
     windows = [window or context.window for window in layer_windows(loaded.model)]
     rotary = correct_rotary(loaded.layers, plan.config.get("rope_parameters") or {})
-    executor = LocalExecutor(loaded.experts, plan.device, spans)
+    executor = _executor(plan, loaded, spans, exchange)
     trunk = _bytes(loaded.model)
     parameters = get_total_parameters(loaded.model) + sum(map(get_total_parameters, loaded.experts.values()))
     if layout is not None:
-        for index in loaded.experts:
+        for index in loaded.moe_layers:
             block = loaded.layers[index][layout.block]
             loaded.layers[index][layout.block] = RoutedBlock(block, index, loaded.count, layout, executor, spans)
     notices = [*plan.notices, *(each for each in (context.notice, rotary) if each)]
@@ -161,13 +214,13 @@ def _assemble(plan: _Plan, request: Load, loaded: weights.Loaded, dtype: str) ->
         name=plan.folder.name,
         family=plan.config["model_type"],
         runtime="mlx",
-        executor=executor.description if loaded.experts else "none (dense)",
+        executor=executor.description if loaded.moe_layers else "none (dense)",
         device=plan.device,
         dtype=dtype,
         layers=len(loaded.layers),
         experts=loaded.count,
-        experts_per_token=_experts_per_token(plan.config) if loaded.experts else 0,
-        moe_layers=list(loaded.experts),
+        experts_per_token=_experts_per_token(plan.config) if loaded.moe_layers else 0,
+        moe_layers=list(loaded.moe_layers),
         vocabulary=int(plan.config["vocab_size"]),
         hidden=int(plan.config.get("hidden_size") or plan.config["d_model"]),
         context_limit=min(context.limit, request.context_limit or context.limit),
@@ -178,7 +231,18 @@ def _assemble(plan: _Plan, request: Load, loaded: weights.Loaded, dtype: str) ->
         notices=notices,
     )
     attention = "norm_attn_norm" if "norm_attn_norm" in loaded.layers[0] else "self_attn"
-    return MlxModel(loaded.model, plan.family.backbone, attention, windows, spans, facts)
+    ring = executor if isinstance(executor, RingExecutor) else None
+    return MlxModel(loaded.model, plan.family.backbone, attention, windows, spans, facts, ring, loaded.experts)
+
+
+def _executor(
+    plan: _Plan, loaded: weights.Loaded, spans: Spans, exchange: LayerExchange | None
+) -> LocalExecutor | RingExecutor:
+    if plan.seat is None:
+        return LocalExecutor(loaded.experts, plan.device, spans)
+    if exchange is not None and isinstance(exchange, Recorded):
+        exchange.recorder = spans.recorder
+    return RingExecutor(loaded.experts, plan.seat, exchange, plan.device, spans)
 
 
 def _experts_per_token(config: Config) -> int:

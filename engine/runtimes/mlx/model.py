@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,9 +10,12 @@ import mlx.core as mx
 import numpy as np
 
 from engine.errors import ModelError
+from engine.experts.popularity import Popularity
 from engine.messages import ModelFacts
 from engine.runtimes.mlx import spans as timed
+from engine.runtimes.mlx import wired
 from engine.runtimes.mlx.cache import RowCache, evaluate, move_rows
+from engine.runtimes.mlx.ring import RingExecutor
 from engine.runtimes.mlx.spans import Spans
 from engine.runtimes.protocol import Logits
 from engine.timing import Phase, Recorder
@@ -40,11 +43,19 @@ class MlxModel:
     """An mlx-lm model whose MoE blocks are ours. One step at a time.
 
     ``backbone`` is the attribute that holds the decoder without the head, ``attention`` a layer's attention,
-    ``windows`` each layer's sliding window.
+    ``windows`` each layer's sliding window; ``ring`` runs the experts, if the model is in a ring.
     """
 
     def __init__(
-        self, model: Any, backbone: str, attention: str, windows: list[int | None], spans: Spans, facts: ModelFacts
+        self,
+        model: Any,
+        backbone: str,
+        attention: str,
+        windows: list[int | None],
+        spans: Spans,
+        facts: ModelFacts,
+        ring: RingExecutor | None = None,
+        experts: Mapping[int, Any] | None = None,
     ) -> None:
         self._model = model
         self._backbone = backbone
@@ -52,17 +63,57 @@ class MlxModel:
         self._windows = windows
         self._spans = spans
         self._timed = False
+        self._ring = ring
+        self._experts = experts or {}
+        self._wired = False
+        self.weights_are_wired = False
+        """See :class:`engine.runtimes.protocol.KeepsWeights`."""
+        self.between_layers: Callable[[], None] | None = None
+        """See :class:`engine.runtimes.protocol.Interruptible`. Outside a ring nothing is computed before the graph of
+        all layers is built, and it is not asked."""
         self.facts = facts
 
     @property
     def recorder(self) -> Recorder:
         return self._spans.recorder
 
+    @property
+    def popularity(self) -> Popularity | None:
+        """See :class:`engine.runtimes.protocol.CountsRoutes`: counted in a ring, where routes come to the host."""
+        return self._ring.popularity if self._ring is not None else None
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within it, a model in a ring runs without the other nodes; its answers are of no use."""
+        if self._ring is None:
+            yield
+            return
+        self._ring.alone = True
+        try:
+            yield
+        finally:
+            self._ring.alone = False
+
+    def wire(self, key_values: int) -> str:
+        """Have the system keep the weights, and ``key_values`` bytes, in the GPU's memory until the model is closed.
+        Returns a line for the person if it will not keep all of it."""
+        self._wired = True
+        self.weights_are_wired, said = wired.wire(self.facts.trunk_bytes + self.facts.expert_bytes, key_values)
+        return said
+
+    def kept_weights(self) -> wired.MlxWeights:
+        """See :class:`engine.runtimes.protocol.KeepsWeights`."""
+        return wired.MlxWeights(wired.arrays_of(self._model, self._experts))
+
     def start(self) -> MlxRows:
         return MlxRows(self, [RowCache(window) for window in self._windows], rows=1, length=0)
 
     def close(self) -> None:
-        self._model = None
+        self._model = self._ring = None
+        self._experts = {}
+        if self._wired:
+            wired.LIMIT.restore()
+            self._wired = False
         mx.clear_cache()
 
     def hidden(self, tokens: list[list[int]], caches: list[RowCache]) -> Array:
@@ -94,6 +145,8 @@ class MlxModel:
     def step(self, phase: Phase, tokens: int) -> Iterator[None]:
         """One forward pass; measured if somebody looks."""
         recorder = self.recorder
+        if self._ring is not None:
+            self._ring.check = self.between_layers if phase == "prefill" else None
         self._watch(recorder.enabled)
         if not self._timed:
             yield

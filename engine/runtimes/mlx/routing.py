@@ -24,12 +24,12 @@ Routes = tuple[Array, Array]
 @dataclass(frozen=True)
 class Layout:
     """Where a family's MoE block lies in a decoder layer (``block``), where its routed experts lie in that block
-    (``experts``), how it routes, and how it completes the routed sum (shared experts)."""
+    (``experts``), how it routes, and what it adds to the routed sum (shared experts)."""
 
     block: str
     experts: str
     route: Callable[[Block, Array], Routes]
-    complete: Callable[[Block, Array, Array], Array]
+    shared: Callable[[Block, Array], Array | None]
 
 
 def _top(scores: Array, k: int) -> Array:
@@ -86,16 +86,16 @@ def _dbrx(block: Block, hidden: Array) -> Routes:
     return indices, weights.astype(hidden.dtype)
 
 
-def _nothing(block: Block, hidden: Array, routed: Array) -> Array:
-    return routed
+def _nothing(block: Block, hidden: Array) -> Array | None:
+    return None
 
 
-def _gated_shared_expert(block: Block, hidden: Array, routed: Array) -> Array:
-    return routed + mx.sigmoid(block.shared_expert_gate(hidden)) * block.shared_expert(hidden)
+def _gated_shared_expert(block: Block, hidden: Array) -> Array | None:
+    return mx.sigmoid(block.shared_expert_gate(hidden)) * block.shared_expert(hidden)
 
 
-def _shared_experts(block: Block, hidden: Array, routed: Array) -> Array:
-    return routed + block.shared_experts(hidden) if "shared_experts" in block else routed
+def _shared_experts(block: Block, hidden: Array) -> Array | None:
+    return block.shared_experts(hidden) if "shared_experts" in block else None
 
 
 LAYOUTS: dict[str, Layout] = {

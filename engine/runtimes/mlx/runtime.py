@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.errors import ModelError
 from engine.messages import Load
 from engine.progress import ProgressCallback
-from engine.runtimes.protocol import LoadedModel
+from engine.runtimes.protocol import LoadedModel, RingPlace
 
 
 def available() -> str | None:
@@ -28,7 +28,9 @@ class MlxRuntime:
 
     name = "mlx"
 
-    def load(self, folder: Path, request: Load, progress: ProgressCallback) -> LoadedModel:
+    def load(
+        self, folder: Path, request: Load, progress: ProgressCallback, ring: RingPlace | None = None
+    ) -> LoadedModel:
         """Loads the model in ``folder``: prepared, plain Hugging Face safetensors, or quantised by mlx-lm.
 
         Raises ModelError if mlx is missing, the family is not one it runs, files are damaged, or it does not fit.
@@ -40,4 +42,4 @@ class MlxRuntime:
             from engine.runtimes.mlx.loading import load
         except Exception as error:  # native libraries and mlx-lm's own set-up fail in more ways than ImportError
             raise ModelError(f"mlx is installed and cannot be used here ({error}): choose the torch runtime") from error
-        return load(folder, request, progress)
+        return load(folder, request, progress, ring)

@@ -8,7 +8,7 @@ is published), which mlx-lm's own loader reads.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 from engine.errors import ModelError
-from engine.models.files import ExpertWeights, ModelFiles, StoredTensor
+from engine.models.files import Experts, ExpertWeights, ModelFiles, StoredTensor
 from engine.models.safetensors_files import TensorEntry, read_header
 from engine.progress import ProgressCallback
 from engine.runtimes.mlx.families import MlxFamily
@@ -45,7 +45,9 @@ class Loaded:
     """The backbone's own list of decoder layers."""
     experts: dict[int, Any]
     count: int
-    """Routed experts per layer."""
+    """Routed experts per layer, those of other nodes too."""
+    moe_layers: tuple[int, ...]
+    """All layers that have routed experts, held here or not."""
 
 
 def decoder_layers(model: Any, family: MlxFamily) -> list[Any]:
@@ -68,15 +70,24 @@ def in_library_layout(names: Iterable[str]) -> bool:
     return any(mark in name for name in names for mark in _LIBRARY_NAMES)
 
 
-def from_files(files: ModelFiles, config: Config, family: MlxFamily, dtype: Any, progress: ProgressCallback) -> Loaded:
-    """Builds the model of ``files`` in ``dtype`` (None: as stored). ``config`` is translated for mlx-lm.
+def from_files(
+    files: ModelFiles,
+    held: Experts | None,
+    config: Config,
+    family: MlxFamily,
+    dtype: Any,
+    progress: ProgressCallback,
+    with_trunk: bool = True,
+) -> Loaded:
+    """Builds the model of ``files`` in ``dtype`` (None: as stored), with the experts that ``held`` holds.
 
-    Raises ModelError if a tensor is missing, not expected, or of the wrong shape.
+    ``config`` is translated for mlx-lm. Without a trunk only the experts can be used. Raises ModelError if a tensor is
+    missing, not expected, or of the wrong shape.
     """
     model = _build(config, family)
     layers = decoder_layers(model, family)
     experts = _take_experts(layers, LAYOUTS.get(config["model_type"]))
-    total = files.trunk_bytes + (files.experts.nbytes if files.experts else 0)
+    total = files.trunk_bytes + (held.nbytes if held else 0)
     done = 0
 
     def read(tensor: StoredTensor) -> Array:
@@ -85,31 +96,44 @@ def from_files(files: ModelFiles, config: Config, family: MlxFamily, dtype: Any,
         done += tensor.nbytes
         return array
 
-    trunk = {}
-    for name, tensor in files.trunk():
-        trunk[name] = read(tensor)
-        progress("loading weights", done, total, "bytes")
-    _assign(model, _keep_precision(model, trunk, files), files.folder)
-    trunk.clear()
-    # Now, so that no unconverted copy waits while the experts are read.
-    mx.eval(model.parameters())
-    expected = files.experts.layers if files.experts else ()
+    if with_trunk:
+        trunk = {}
+        for name, tensor in files.trunk():
+            trunk[name] = read(tensor)
+            progress("loading weights", done, total, "bytes")
+        _assign(model, _keep_precision(model, trunk, files), files.folder)
+        trunk.clear()
+        # Now, so that no unconverted copy waits while the experts are read.
+        mx.eval(model.parameters())
+    expected = held.layers if held else ()
     if tuple(expected) != tuple(experts):
         raise ModelError(
             f"{files.folder} has routed experts in layers {list(expected)}, "
             f"the configuration asks for {list(experts)}: fetch the model again"
         )
-    for layer, module in experts.items():
-        assert files.experts is not None
-        stack_experts(module, [files.experts.expert(layer, e) for e in range(files.experts.count)], read)
+    for layer, module in list(experts.items()):
+        assert held is not None
+        if held.held(layer):
+            stack_experts(module, [held.expert(layer, e) for e in held.held(layer)], read)
+        else:
+            del experts[layer]
         progress("loading weights", done, total, "bytes")
-    return Loaded(model, layers, experts, files.experts.count if files.experts else 0)
+    return Loaded(model, layers, experts, held.count if held else 0, tuple(expected))
 
 
-def from_library(folder: Path, config: Config, family: MlxFamily, dtype: Any, progress: ProgressCallback) -> Loaded:
+def from_library(
+    folder: Path,
+    config: Config,
+    family: MlxFamily,
+    dtype: Any,
+    progress: ProgressCallback,
+    held: Mapping[int, Sequence[int]] | None = None,
+    with_trunk: bool = True,
+) -> Loaded:
     """Loads a folder written by mlx-lm with mlx-lm's own loader, and evaluates it layer by layer.
 
-    ``config`` is translated for mlx-lm. ``dtype`` is for what is not quantised (None: as stored).
+    ``config`` is translated for mlx-lm. ``dtype`` is for what is not quantised (None: as stored). ``held[layer]`` are
+    the experts to keep, ascending (None: all). Without a trunk only the experts can be used.
     """
     from mlx_lm.utils import load_model
 
@@ -124,12 +148,30 @@ def from_library(folder: Path, config: Config, family: MlxFamily, dtype: Any, pr
         del parameters
     layers = decoder_layers(model, family)
     experts = _take_experts(layers, LAYOUTS.get(config["model_type"]))
-    for index, layer in enumerate(layers):
-        mx.eval(layer.parameters(), experts[index].parameters() if index in experts else [])
-        progress("loading weights", index + 1, len(layers), "layers")
-    mx.eval(model.parameters())
     count = next((int(module.gate_proj.num_experts) for module in experts.values()), 0)
-    return Loaded(model, layers, experts, count)
+    moe_layers = tuple(experts)
+    for index, layer in enumerate(layers):
+        if index in experts and held is not None:
+            if held[index]:
+                keep_experts(experts[index], held[index])
+            else:
+                del experts[index]
+        trunk = layer.parameters() if with_trunk else []
+        mx.eval(trunk, experts[index].parameters() if index in experts else [])
+        progress("loading weights", index + 1, len(layers), "layers")
+    if with_trunk:
+        mx.eval(model.parameters())
+    return Loaded(model, layers, experts, count, moe_layers)
+
+
+def keep_experts(module: Any, held: Sequence[int]) -> None:
+    """Leaves only the experts ``held`` in a ``SwitchGLU``, in that order, lazily."""
+    chosen = mx.array(list(held), dtype=mx.int32)
+    for part in _PROJECTIONS:
+        linear = module[f"{part}_proj"]
+        for name in ("weight", "bias", "scales", "biases", "global_scale"):
+            if linear.get(name) is not None:
+                linear[name] = linear[name][chosen]
 
 
 def to_array(tensor: StoredTensor, dtype: Any = None) -> Array:

@@ -108,6 +108,19 @@ class Pass(ctypes.Structure):
     )
 
 
+class Cut(ctypes.Structure):
+    """``pllm_cut``."""
+
+    _fields_ = (
+        ("hidden", ctypes.c_void_p),
+        ("indices", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("sum", ctypes.c_void_p),
+        ("rows", ctypes.c_int64),
+        ("layer", ctypes.c_int64),
+    )
+
+
 @functools.cache
 def native() -> ctypes.CDLL:
     """The library with the trunk's functions declared. Raises ModelError, saying why, where it is missing."""
@@ -116,4 +129,8 @@ def native() -> ctypes.CDLL:
     library.pllm_trunk_bytes.argtypes = [pointer, pointer, ctypes.c_int]
     library.pllm_trunk_bytes.restype = ctypes.c_size_t
     library.pllm_trunk_run.argtypes, library.pllm_trunk_run.restype = [pointer, pointer, pointer], ctypes.c_int
+    library.pllm_trunk_to_routes.argtypes = [pointer, pointer, pointer, pointer]
+    library.pllm_trunk_to_routes.restype = ctypes.c_int
+    library.pllm_trunk_shared.argtypes = [pointer, pointer, pointer, ctypes.c_int64]
+    library.pllm_trunk_shared.restype = ctypes.c_int
     return library

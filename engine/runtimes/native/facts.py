@@ -6,24 +6,33 @@ import math
 
 from engine.experts.kernels.bindings import KernelChoice
 from engine.messages import Load, ModelFacts
-from engine.models.files import ModelFiles
+from engine.models.files import Experts, ModelFiles
+from engine.ring.seat import Seat
 from engine.runtimes.native.shape import Shape
 
 
 def describe(
-    shape: Shape, files: ModelFiles, request: Load, dtype: str, choice: KernelChoice, threads: int, load_s: float
+    shape: Shape,
+    files: ModelFiles,
+    request: Load,
+    dtype: str,
+    choice: KernelChoice,
+    threads: int,
+    load_s: float,
+    seat: Seat | None = None,
 ) -> ModelFacts:
-    """The facts of the model in ``files``, which computes in ``dtype`` with the kernels ``choice``."""
+    """The facts of the model in ``files``, which computes in ``dtype`` with the kernels ``choice``; ``seat`` is its
+    place in a ring. Bytes are those of its share there, parameters those of the whole model."""
     experts = files.experts
     numbers = sum(math.prod(tensor.shape) for _, tensor in files.trunk())
     if experts is not None:
-        numbers += experts.nbytes // (2 if experts.dtype == "BF16" else 4)
+        numbers += _one_expert(experts) // (2 if experts.dtype == "BF16" else 4) * experts.count * len(experts.layers)
     limit = shape.context if request.context_limit is None else min(shape.context, request.context_limit)
     return ModelFacts(
         name=request.model,
         family=shape.family,
         runtime="native",
-        executor="none (dense)" if experts is None else f"native ({choice.name}, cpu)",
+        executor=_executor(files, choice, seat),
         device="cpu",
         dtype=dtype,
         layers=shape.layers,
@@ -34,10 +43,30 @@ def describe(
         hidden=shape.hidden,
         context_limit=limit,
         trunk_bytes=files.trunk_bytes,
-        expert_bytes=0 if experts is None else experts.nbytes,
+        expert_bytes=_expert_bytes(experts, seat),
         key_value_bytes_per_token=shape.key_value_numbers * (2 if dtype == "bfloat16" else 4),
         parameters=numbers,
         load_s=load_s,
         trunk=f"native ({choice.name}, {threads} {'thread' if threads == 1 else 'threads'})",
         notices=["No GPU was found, so everything runs on the CPU."] if request.partitioning == "hybrid" else [],
     )
+
+
+def _one_expert(experts: Experts) -> int:
+    """Bytes of one expert: all of a model are of one size. 0 where none is here."""
+    here = sum(len(experts.held(layer)) for layer in experts.layers)
+    return experts.nbytes // here if here else 0
+
+
+def _expert_bytes(experts: Experts | None, seat: Seat | None) -> int:
+    if experts is None:
+        return 0
+    return experts.nbytes if seat is None else _one_expert(experts) * seat.placement.count_of(seat.rank)
+
+
+def _executor(files: ModelFiles, choice: KernelChoice, seat: Seat | None) -> str:
+    if files.experts is None:
+        return "none (dense)"
+    if seat is None:
+        return f"native ({choice.name}, cpu)"
+    return f"ring (rank {seat.rank} of {seat.nodes}, {seat.mode}, native {choice.name}, cpu)"

@@ -17,6 +17,7 @@ from engine.messages import ModelFacts
 from engine.models.files import ModelFiles
 from engine.runtimes.native.bindings import MEANING, PARTS, Pass, native
 from engine.runtimes.native.cache import PageShape, Segments
+from engine.runtimes.native.ring import RingTrunk
 from engine.runtimes.native.rotary import Rotary
 from engine.runtimes.native.rows import NativeTokenRows
 from engine.runtimes.native.shape import Shape
@@ -50,8 +51,10 @@ class Angles:
         wanted = max(-(-positions // _ANGLES) * _ANGLES, have + have // 4)
         angles = np.arange(have, wanted, dtype=np.float32)[:, None] * self._rotary.inverse_frequencies[None]
         factor = np.float32(self._rotary.factor)
-        self.cosine = np.concatenate([self.cosine, np.cos(angles) * factor])
-        self.sine = np.concatenate([self.sine, np.sin(angles) * factor])
+        # In float64 and rounded: numpy's float32 routines differ by CPU, and nodes of a ring must not.
+        exact = angles.astype(np.float64)
+        self.cosine = np.concatenate([self.cosine, np.cos(exact).astype(np.float32) * factor])
+        self.sine = np.concatenate([self.sine, np.sin(exact).astype(np.float32) * factor])
 
 
 class NativeModel:
@@ -68,7 +71,9 @@ class NativeModel:
         pool: Pool,
         popularity: Popularity | None,
         cache_dtype: np.dtype[Any],
+        ring: RingTrunk | None = None,
     ) -> None:
+        """``ring`` runs the passes if routed experts are shared with other machines."""
         self._shape = shape
         self._weights: TrunkWeights | None = weights
         self._angles = Angles(rotary)
@@ -78,6 +83,7 @@ class NativeModel:
         self._guard = FileGuard(files.mapped_files)
         self._pool = pool
         self._popularity = popularity
+        self._ring = ring
         self._page_shape = PageShape(shape.layers, shape.key_value_heads, shape.width, cache_dtype)
         self._workspace: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._seconds = np.zeros((shape.layers, len(PARTS)))
@@ -107,6 +113,7 @@ class NativeModel:
         """Drop the weights and the mappings of the files. The model cannot run afterwards."""
         self._recorder.enabled = False
         self._weights = None
+        self._ring = None
         self._guard.close()
         self._files = None
         self._workspace = np.empty(0, np.uint8)
@@ -114,7 +121,8 @@ class NativeModel:
     def run(self, phase: Phase, tokens: list[list[int]], cache: Segments, want_logits: bool) -> Logits | None:
         """One forward pass over ``tokens`` [rows][positions] after what is in ``cache``.
 
-        Returns the logits after the last position, float32 [rows, vocabulary], or None. A pass that raises leaves
+        Returns the logits after the last position, float32 [rows, vocabulary] ([rows, 0] at a place in a ring that has
+        no use for them), or None. A pass that raises leaves
         the cache as it was. Raises ModelError if the model's files were changed: what was computed from them then is
         not handed out.
         """
@@ -138,6 +146,8 @@ class NativeModel:
                 self._recorder.end_step()
         self._check_files()
         cache.commit(count)
+        if logits is not None and self._ring is not None and not self._ring.logits:
+            return logits[:, :0]
         return logits
 
     def _check_files(self) -> None:
@@ -159,7 +169,7 @@ class NativeModel:
         for first in range(0, count, PIECE):
             piece = np.ascontiguousarray(ids[:, first : first + PIECE])
             last = first + PIECE >= count
-            self._one_pass(weights, phase, piece, start + first, table, segments, logits if last else None)
+            self._one_pass(weights, phase, piece, start + first, table, segments, logits if last else None, first == 0)
         if self._workspace.nbytes > KEPT_BYTES:
             self._workspace = np.empty(0, np.uint8)
         return logits
@@ -173,6 +183,7 @@ class NativeModel:
         table: Any,
         segments: int,
         logits: Logits | None,
+        begins: bool,
     ) -> None:
         library, layers = native(), self._shape.layers
         call = Pass(
@@ -191,6 +202,11 @@ class NativeModel:
         address = ctypes.addressof(call)
         call.workspace = self._room(library.pllm_trunk_bytes(weights.address, address, self._pool.threads))
         check = self.between_layers if phase == "prefill" else None
+        if self._ring is not None:
+            seconds = self._seconds if self._recorder.enabled else None
+            pool = self._pool.handle
+            self._ring.run(pool, weights.address, call, weights.shared_layers, seconds, check, begins)
+            return
         for layer in range(layers if check is not None else 1):
             if check is not None:
                 check()

@@ -11,7 +11,6 @@ import numpy as np
 
 from engine import runtimes
 from engine.errors import ModelError
-from engine.experts.kernels import bindings
 from engine.experts.kernels.bindings import WEIGHT_DTYPES, choose
 from engine.experts.kernels.pool import physical_cores, shared_pool
 from engine.experts.popularity import Popularity
@@ -19,14 +18,18 @@ from engine.messages import Load
 from engine.models.files import ModelFiles
 from engine.models.opening import open_model
 from engine.progress import ProgressCallback
+from engine.ring.layers import Recorded
 from engine.runtimes.native import rotary
+from engine.runtimes.native.dtypes import bulk_dtype, compute_dtype
+from engine.runtimes.native.experts_only import HeldExperts
 from engine.runtimes.native.facts import describe
 from engine.runtimes.native.model import NativeModel
+from engine.runtimes.native.ring import RingTrunk
 from engine.runtimes.native.shape import read_shape, why_not_shape
 from engine.runtimes.native.weights import TrunkWeights
+from engine.runtimes.protocol import RingPlace
 from engine.timing import Recorder
 
-NAMES: Mapping[str, bindings.Dtype] = {"BF16": "bfloat16", "F32": "float32"}
 _STORED: Mapping[str, Literal["BF16", "F32"]] = {"bfloat16": "BF16", "float32": "F32"}
 _NUMPY: Mapping[str, np.dtype[Any]] = {"bfloat16": np.dtype(np.uint16), "float32": np.dtype(np.float32)}
 
@@ -38,15 +41,18 @@ class NativeRuntime:
     def name(self) -> str:
         return "native"
 
-    def load(self, folder: Path, request: Load, progress: ProgressCallback) -> NativeModel:
+    def load(
+        self, folder: Path, request: Load, progress: ProgressCallback, ring: RingPlace | None = None
+    ) -> NativeModel:
         """Load the model in ``folder``; all its weights stay in the mapped files.
 
+        With ``ring`` only the experts of its seat are used, and its exchange gets the model's recorder.
         Raises ModelError if the native trunk cannot run it, saying why, or the files are damaged.
         """
         started = time.perf_counter()
         progress("opening the model", 0, 0, "")
         files = open_model(folder)
-        reason = why_not(files.config, files, request)
+        reason = why_not(files.config, files, request, in_ring=ring is not None)
         if reason is not None:
             raise ModelError(
                 f"The native runtime cannot run {request.model}: {reason}; choose the runtime auto or torch.",
@@ -60,19 +66,29 @@ class NativeRuntime:
         experts = files.experts
         shape = read_shape(files.config, () if experts is None else experts.layers)
         popularity = None if experts is None else Popularity(experts.layers, experts.count)
-        weights = TrunkWeights(files, shape, choice, exact, _STORED[dtype], popularity)
+        weights = TrunkWeights(files, shape, choice, exact, _STORED[dtype], popularity, in_ring=ring is not None)
         recorder = Recorder(shape.layers, shape.moe_layers, 0 if experts is None else experts.count)
         angles = rotary.rotary(shape.rope, shape.width, shape.context)
         progress("reading the trunk", files.trunk_bytes, files.trunk_bytes, "bytes")
         load_s = time.perf_counter() - started
-        facts = describe(shape, files, request, dtype, choice, threads, load_s)
+        facts = describe(shape, files, request, dtype, choice, threads, load_s, None if ring is None else ring.seat)
         pool = shared_pool(threads)
-        return NativeModel(shape, weights, angles, facts, recorder, files, pool, popularity, _NUMPY[dtype])
+        trunk = None
+        if ring is not None and experts is not None and popularity is not None:
+            held = HeldExperts(experts, ring.seat, shape.activation, choice, pool, shape.hidden)
+            trunk = RingTrunk(ring, held, shape.top_k, shape.hidden, popularity)
+            if isinstance(ring.exchange, Recorded):
+                ring.exchange.recorder = recorder
+        return NativeModel(shape, weights, angles, facts, recorder, files, pool, popularity, _NUMPY[dtype], trunk)
 
 
-def why_not(config: Mapping[str, Any], files: ModelFiles, request: Load) -> str | None:
-    """Why the native trunk does not run this model as it is asked for, in a few words; None if it does."""
-    if request.partitioning == "ring":
+def why_not(config: Mapping[str, Any], files: ModelFiles, request: Load, in_ring: bool = False) -> str | None:
+    """Why the native trunk does not run this model as it is asked for, in a few words; None if it does.
+
+    ``in_ring``: as a node of one."""
+    if in_ring and files.experts is None:
+        return "it has no experts that machines could share"
+    if request.partitioning == "ring" and not in_ring:
         return "it runs on one machine, and the partitioning is ring"
     if request.partitioning == "hybrid" and runtimes.gpu_present():
         return "it runs on the CPU alone, and the partitioning is hybrid"
@@ -96,18 +112,3 @@ def _why_not_stored(files: ModelFiles, request: Load) -> str | None:
     if request.dtype == "bfloat16" and bulk_dtype(files) == "F32":
         return "the weights are stored as float32 and would have to be converted to bfloat16"
     return None
-
-
-def bulk_dtype(files: ModelFiles) -> str:
-    """What most of the weights are stored as, by safetensors' name."""
-    if files.experts is not None:
-        return files.experts.dtype
-    sizes: dict[str, int] = {}
-    for _, tensor in files.trunk():
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
-    return max(sizes, key=lambda dtype: sizes[dtype])
-
-
-def compute_dtype(files: ModelFiles, request: Load) -> bindings.Dtype:
-    """What is computed in: as the request says, or as the bulk of the checkpoint is stored."""
-    return NAMES[bulk_dtype(files)] if request.dtype == "auto" else request.dtype

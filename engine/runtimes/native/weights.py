@@ -82,14 +82,17 @@ class TrunkWeights:
         exact: KernelChoice,
         cache_dtype: str,
         popularity: Popularity | None,
+        in_ring: bool = False,
     ) -> None:
         """``choice`` are the kernels of projections and experts, ``exact`` those that keep activations in float32.
+        ``in_ring``: the routed experts are run elsewhere.
 
         Raises ModelError naming the first tensor that is missing, unexpected or of the wrong shape.
         """
         self._shape = shape
         self._choice = choice
         self._popularity = popularity
+        self._in_ring = in_ring
         self._tensors = tensors = Tensors(files)
         self._experts: list[LayerExperts] = []
         self._layers = (TrunkLayer * shape.layers)()
@@ -123,6 +126,7 @@ class TrunkWeights:
         )
         tensors.check_all_taken(shape.family)
         self.address = ctypes.addressof(self.trunk)
+        self.shared_layers = frozenset(i for i in range(shape.layers) if self._layers[i].shared)
 
     def _fill_layer(self, index: int, layer: TrunkLayer, experts: Experts | None) -> None:
         shape, tensors, prefix = self._shape, self._tensors, f"model.layers.{index}."
@@ -152,11 +156,17 @@ class TrunkWeights:
 
     def _fill_moe(self, index: int, layer: TrunkLayer, experts: Experts) -> None:
         shape, prefix = self._shape, f"model.layers.{index}."
+        if shape.top_k > experts.count:
+            raise ModelError(
+                f"config.json sends every token to {shape.top_k} experts, but there are {experts.count}; "
+                "fetch the model again."
+            )
         names = [prefix + name for name in shape.routers]
         layer.router = self._tensors.matrix(names, experts.count, shape.hidden)
-        routed = layer_experts(experts, index, Gate(shape.activation), self._choice)
-        self._experts.append(routed)
-        layer.experts = routed.address
+        if not self._in_ring:
+            routed = layer_experts(experts, index, Gate(shape.activation), self._choice)
+            self._experts.append(routed)
+            layer.experts = routed.address
         if self._popularity is not None:
             layer.counts = self._popularity.address(index)
         if shape.shared_ffn:

@@ -13,6 +13,8 @@ from torch import nn
 from engine.errors import ModelError
 from engine.experts.executor import Executor
 from engine.experts.gates import FamilyGate, family_gate
+from engine.experts.ring_torch import RingExecutor
+from engine.runtimes.torch.overlap import overlap_shared
 
 _LAYER_AND_PLACE = re.compile(r"\.(?:layers|blocks)\.(\d+)\.(.+)\.experts$")
 
@@ -42,7 +44,7 @@ class RoutedExperts(nn.Module):  # type: ignore[misc]
 
     def forward(self, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1])
-        out = _of_the_last(self.last, self.executor.run, self.layer, rows, indices, weights)
+        out = _of_the_last(self.last, self.executor, self.executor.run, self.layer, rows, indices, weights)
         return out.view(hidden.shape)
 
 
@@ -65,9 +67,13 @@ class ScaledInputBlock(nn.Module):  # type: ignore[misc]
         hidden = hidden.reshape(-1, hidden.shape[-1])
         scores, logits = self.router(hidden)
         indices = torch.topk(logits, self.top_k, dim=1).indices
-        out: torch.Tensor = self.shared_expert(hidden)
+        found: list[torch.Tensor] = []
+        if isinstance(self.executor, RingExecutor):
+            self.executor.while_busy(lambda: found.append(self.shared_expert(hidden)))
         run, shares = self.executor.run_scaled_input, scores.gather(1, indices)
-        out.add_(_of_the_last(self.last, run, self.layer, hidden, indices, shares))
+        routed = _of_the_last(self.last, self.executor, run, self.layer, hidden, indices, shares)
+        out: torch.Tensor = found[0] if found else self.shared_expert(hidden)
+        out.add_(routed)
         return out, logits
 
 
@@ -75,14 +81,22 @@ _Run = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _of_the_last(
-    last: int | None, run: _Run, layer: int, rows: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
+    last: int | None,
+    executor: Executor,
+    run: _Run,
+    layer: int,
+    rows: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
 ) -> torch.Tensor:
     """``run`` for the last ``last`` of ``rows`` [tokens, hidden], zeros for the others; None: for all of them."""
     if last is None or last >= len(rows):
         return run(layer, rows, indices, weights)
     out = torch.zeros_like(rows)
-    if last:
-        out[-last:] = run(layer, rows[-last:], indices[-last:], weights[-last:])
+    # In a ring the other nodes come to this layer too.
+    if last or isinstance(executor, RingExecutor):
+        first = len(rows) - last
+        out[first:] = run(layer, rows[first:], indices[first:], weights[first:])
     return out
 
 
@@ -155,6 +169,8 @@ def replace_experts(model: nn.Module, places: list[ExpertsPlace], executor: Exec
             setattr(model.get_submodule(parent), child, ScaledInputBlock(place.layer, executor, place.block))
         else:
             setattr(place.block, "experts", RoutedExperts(place.layer, executor))  # noqa: B010
+            if isinstance(executor, RingExecutor):
+                overlap_shared(place.block, executor)
 
 
 def _scales_input(block: nn.Module) -> bool:

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.experts.executor import Executor
 from engine.experts.hybrid import HybridExecutor
-from engine.experts.local import LocalExecutor
 from engine.experts.torch_tensors import NAMES, stored_dtype
 from engine.messages import Load, ModelFacts
-from engine.models.files import ModelFiles
+from engine.models.files import Experts, ModelFiles
 
 
 def describe(
@@ -21,12 +21,14 @@ def describe(
     request: Load,
     device: torch.device,
     dtype: torch.dtype,
-    executor: HybridExecutor | LocalExecutor | None,
+    executor: Executor | None,
+    held: Experts | None,
     top_k: int,
     load_s: float,
     notices: list[str],
 ) -> ModelFacts:
-    """The facts of ``module``, filled from ``files``; ``top_k`` is how many experts each token is sent to."""
+    """The facts of ``module``, filled from ``files``; ``top_k`` is how many experts each token is sent to, ``held`` the
+    experts that are run here."""
     hybrid = executor if isinstance(executor, HybridExecutor) else None
     experts = files.experts
     stored = {tensor.data_ptr(): tensor for tensor in module.state_dict().values()}.values()
@@ -46,7 +48,7 @@ def describe(
         hidden=config.hidden_size,
         context_limit=context_limit(config, request.context_limit),
         trunk_bytes=sum(tensor.nbytes for tensor in stored),
-        expert_bytes=0 if experts is None else experts.nbytes,
+        expert_bytes=0 if held is None else held.nbytes,
         key_value_bytes_per_token=key_value_numbers(config) * dtype.itemsize,
         parameters=sum(p.numel() for p in module.parameters()) + expert_parameters,
         load_s=load_s,

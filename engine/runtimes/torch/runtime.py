@@ -11,18 +11,23 @@ import torch
 from engine.errors import ModelError
 from engine.experts.cuda_device import find_gpu
 from engine.experts.hybrid import HybridExecutor
-from engine.experts.local import LocalExecutor, make_local_executor
+from engine.experts.local import LocalExecutor
+from engine.experts.ring_torch import RingExecutor
 from engine.experts.torch_tensors import NAMES, stored_dtype
 from engine.messages import Load
 from engine.models.files import Experts, ModelFiles
 from engine.models.opening import open_model
 from engine.progress import ProgressCallback
+from engine.runtimes.protocol import RingPlace
 from engine.runtimes.torch.experts_module import ExpertsPlace, find_experts, gate_of, replace_experts
 from engine.runtimes.torch.facts import describe
 from engine.runtimes.torch.loading import build_skeleton, fill_trunk, read_config
 from engine.runtimes.torch.model import TorchModel
+from engine.runtimes.torch.ring import experts_here, make_on_cpu
 from engine.runtimes.torch.sharing import GpuFinder, SharedRoom, find_room, make_hybrid, open_cache
 from engine.timing import Recorder
+
+AnyExecutor = HybridExecutor | RingExecutor | LocalExecutor
 
 
 class TorchRuntime:
@@ -35,8 +40,12 @@ class TorchRuntime:
     def name(self) -> str:
         return "torch"
 
-    def load(self, folder: Path, request: Load, progress: ProgressCallback) -> TorchModel:
+    def load(
+        self, folder: Path, request: Load, progress: ProgressCallback, ring: RingPlace | None = None
+    ) -> TorchModel:
         """Load the model in ``folder``; its routed experts stay in the mapped files.
+
+        In a ring this node's experts run on its CPU, whether or not there is a GPU.
 
         Raises ModelError if the family is not supported, the files are damaged, or the request cannot be met here.
         """
@@ -47,24 +56,21 @@ class TorchRuntime:
         files = open_model(folder)
         config = read_config(folder)
         dtype = pick_dtype(files, request)
-        room, lines = find_room(self._find_gpu, files, dtype, request)
+        room, lines = find_room(self._find_gpu, files, dtype, request, in_ring=ring is not None)
         device = room.device.torch_device if room is not None else torch.device("cpu")
         module: Any = build_skeleton(config, dtype)
         places = find_experts(module)
         check_layers(places, files.experts)
         recorder = Recorder(config.num_hidden_layers, [place.layer for place in places], count_of(files.experts))
-        executor: HybridExecutor | LocalExecutor | None = None
-        if files.experts is not None:
+        executor: AnyExecutor | None = None
+        held = experts_here(files.experts, ring)
+        if held is not None:
             gates = {place.layer: gate_of(place.experts) for place in places}
             if room is not None:
-                executor, said = make_hybrid(room, files.experts, gates, dtype, recorder, request)
-                lines += said
+                executor, said = make_hybrid(room, held, gates, dtype, recorder, request)
             else:
-                local = make_local_executor(
-                    files.experts, gates, dtype, device, recorder, request.cpu_threads, files.trunk_bytes
-                )
-                executor = local.executor
-                lines += local.notices
+                executor, said = make_on_cpu(held, gates, dtype, recorder, request, ring, files.trunk_bytes)
+            lines += said
             replace_experts(module, places, executor)
         fill_trunk(module, files, dtype, device, progress)
         top_k = experts_per_token(places)
@@ -73,7 +79,7 @@ class TorchRuntime:
             shared = SharedRoom(executor, room, request)
             lines += open_cache(executor, room, files, request, top_k, progress)
         load_s = time.perf_counter() - started
-        facts = describe(module, config, files, request, device, dtype, executor, top_k, load_s, lines)
+        facts = describe(module, config, files, request, device, dtype, executor, held, top_k, load_s, lines)
         return TorchModel(module, config, facts, recorder, device, files, executor, shared)
 
 

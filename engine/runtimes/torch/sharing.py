@@ -51,15 +51,19 @@ class Room:
 
 
 def find_room(
-    find_gpu: GpuFinder, files: ModelFiles, dtype: torch.dtype, request: Load
+    find_gpu: GpuFinder, files: ModelFiles, dtype: torch.dtype, request: Load, in_ring: bool = False
 ) -> tuple[Room | None, list[str]]:
     """The GPU on which ``request`` puts the trunk, if any, and what the person should know about that choice.
 
     Raises ModelError (memory), naming the shortfall, if the GPU or memory on it was asked for and there is too little.
     """
+    if in_ring:
+        return None, ["In a ring the GPU is not used: this node's experts run on its CPU."] if gpu_present() else []
     if request.partitioning == "ring":
         raise ModelError(
-            "Partitioning 'ring' is not available in this version; choose auto, cpu or hybrid.", kind="bad-input"
+            "Partitioning 'ring' needs a place in a ring, which this model was loaded without; choose auto, cpu or "
+            "hybrid.",
+            kind="bad-input",
         )
     if request.partitioning == "cpu":
         return None, []

@@ -19,15 +19,17 @@ typedef struct plan {
     const pllm_layer *layer;
     const pllm_routes *routes;
     const kernel_set *kernels;
-    int64_t active;                   /* experts that have routes */
+    int64_t active;                   /* experts that have routes, or are run all the same */
+    int64_t alone_count;              /* those of them that have none */
     int64_t input_stride, act_stride; /* of a row, in elements */
     int64_t ffn_rows, hidden_rows;    /* of a task */
     int64_t tasks;
     int any_many, any_few, own_input;
     int32_t *first;      /* [count + 1]: where each expert's routes begin in `sorted` */
-    int32_t *sorted;     /* route numbers, token * k + position, by expert and then ascending */
+    int32_t *sorted;     /* route numbers, token * k + position, by expert and then ascending; 0 for an extra expert */
     int32_t *place;      /* [tokens * k]: where a route is in `sorted`, or -1 */
     int32_t *list;       /* [active]: the experts */
+    int32_t *alone;      /* [alone_count]: those without routes */
     int64_t *row_offset; /* [active]: the first of an expert's rows in `tiles` and `act` */
     char *input, *input_own; /* rows of tokens (of sorted routes, if the input is scaled); shared, or this thread's */
     char *tiles;             /* shared: inputs of experts of many routes */
@@ -48,8 +50,9 @@ static void *take(arena *from, size_t bytes) {
     return part;
 }
 
-static void lay_out(plan *p, const pllm_layer *layer, int64_t tokens, int64_t k, arena *own, arena *shared) {
-    const int64_t routes = MAX(tokens * k, 1);
+static void lay_out(plan *p, const pllm_layer *layer, int64_t tokens, int64_t k, int64_t extra, arena *own,
+                    arena *shared) {
+    const int64_t routes = MAX(tokens * k, 1) + extra;
     const int64_t rows = 2 * routes; /* a tile may be nearly empty, but only experts of many routes have tiles */
     p->layer = layer;
     p->kernels = pllm_kernels(layer->set, layer->dtype);
@@ -59,6 +62,7 @@ static void lay_out(plan *p, const pllm_layer *layer, int64_t tokens, int64_t k,
     p->sorted = take(own, (size_t)routes * 4);
     p->place = take(own, (size_t)routes * 4);
     p->list = take(own, (size_t)layer->count * 4);
+    p->alone = take(own, (size_t)extra * 4);
     p->row_offset = take(own, (size_t)layer->count * 8);
     p->panel = take(own, PANEL_BYTES);
     p->part = take(own, (size_t)(routes * MOST_ROWS) * 4);
@@ -73,10 +77,17 @@ static int64_t routes_of(const plan *p, int64_t expert) { return p->first[expert
 
 static void sort_routes(plan *p) {
     const int64_t count = p->layer->count, all = p->routes->tokens * p->routes->k;
-    const int32_t *indices = p->routes->indices;
+    const int32_t *indices = p->routes->indices, *extra = p->routes->extra;
     memset(p->first, 0, (size_t)(count + 1) * 4);
     for (int64_t i = 0; i < all; i++)
         if (indices[i] >= 0) p->first[indices[i] + 1]++;
+    /* Not beside routes: with one more an expert could have many instead of few, and the additions another order. */
+    p->alone_count = 0;
+    for (int64_t i = 0; i < (p->routes->tokens ? p->routes->extra_count : 0); i++) {
+        if (p->first[extra[i] + 1]) continue;
+        p->first[extra[i] + 1] = 1;
+        p->alone[p->alone_count++] = extra[i];
+    }
     p->active = 0;
     for (int64_t e = 0; e < count; e++) {
         if (p->first[e + 1]) p->list[p->active++] = (int32_t)e;
@@ -88,6 +99,7 @@ static void sort_routes(plan *p) {
         p->place[i] = p->first[indices[i]]++; /* moves each start to the next one's; moved back below */
         p->sorted[p->place[i]] = (int32_t)i;
     }
+    for (int64_t i = 0; i < p->alone_count; i++) p->sorted[p->first[p->alone[i]]++] = 0;
     memmove(p->first + 1, p->first, (size_t)count * 4);
     p->first[0] = 0;
 }
@@ -257,7 +269,7 @@ void pllm_experts_part(pllm_pool *pool, const pllm_layer *layer, const pllm_rout
                        void *shared, int thread, int threads) {
     plan p = {.routes = routes};
     arena own = {.base = scratch}, common = {.base = shared};
-    lay_out(&p, layer, routes->tokens, routes->k, &own, &common);
+    lay_out(&p, layer, routes->tokens, routes->k, routes->extra_count, &own, &common);
     make_plan(&p, threads);
     if (p.own_input) {
         fill_rows(&p, 0, 1);
@@ -270,14 +282,16 @@ void pllm_experts_part(pllm_pool *pool, const pllm_layer *layer, const pllm_rout
     pllm_pool_barrier(pool);
     const int64_t blocks = divided_up(layer->hidden, p.hidden_rows);
     for (int64_t task; (task = pllm_pool_next(pool)) < blocks;) down_task(&p, task);
-    if (thread == 0 && routes->counts)
-        for (int64_t i = 0; i < p.active; i++) routes->counts[p.list[i]] += routes_of(&p, p.list[i]);
+    if (thread > 0 || !routes->counts) return;
+    for (int64_t i = 0; i < p.active; i++) routes->counts[p.list[i]] += routes_of(&p, p.list[i]);
+    for (int64_t i = 0; i < p.alone_count; i++) routes->counts[p.alone[i]]--;
 }
 
-void pllm_experts_bytes(const pllm_layer *layer, int64_t tokens, int64_t k, size_t *per_thread, size_t *shared) {
+void pllm_experts_bytes(const pllm_layer *layer, int64_t tokens, int64_t k, int64_t extra_count, size_t *per_thread,
+                        size_t *shared) {
     plan p;
     arena own = {0}, common = {0};
-    lay_out(&p, layer, tokens, k, &own, &common);
+    lay_out(&p, layer, tokens, k, extra_count, &own, &common);
     *per_thread = own.used;
     *shared = common.used;
 }
@@ -294,15 +308,24 @@ static void experts_region(int thread, int threads, void *argument) {
                       pllm_pool_shared(call->pool), thread, threads);
 }
 
+/* Whether all of `experts` [number] are there. Below 0 is nobody, which only routes may be. */
+static int all_there(const pllm_layer *layer, const int32_t *experts, int64_t number, int32_t lowest) {
+    for (int64_t i = 0; i < number; i++)
+        if (experts[i] < lowest || experts[i] >= layer->count ||
+            (experts[i] >= 0 && !layer->experts[experts[i]].gate.data))
+            return 0;
+    return 1;
+}
+
 int pllm_experts(pllm_pool *pool, const pllm_layer *layer, const float *hidden, const int32_t *indices,
                  const float *weights, int64_t tokens, int64_t k, int64_t scale_input, float *sum, float *outputs,
-                 int64_t *counts) {
+                 int64_t *counts, const int32_t *extra, int64_t extra_count) {
     if (!pllm_has(layer->set)) return PLLM_E_SET;
-    if (tokens < 0 || k < 1) return PLLM_E_ARGUMENT;
-    for (int64_t i = 0; i < tokens * k; i++)
-        if (indices[i] >= layer->count) return PLLM_E_ARGUMENT;
+    if (tokens < 0 || k < 1 || extra_count < 0 || extra_count > layer->count) return PLLM_E_ARGUMENT;
+    if (!all_there(layer, indices, tokens * k, INT32_MIN) || !all_there(layer, extra, extra_count, 0))
+        return PLLM_E_ARGUMENT;
     size_t per_thread, shared;
-    pllm_experts_bytes(layer, MIN(tokens, CHUNK_TOKENS), k, &per_thread, &shared);
+    pllm_experts_bytes(layer, MIN(tokens, CHUNK_TOKENS), k, extra_count, &per_thread, &shared);
     pllm_pool_lock(pool);
     int result = pllm_pool_reserve_locked(pool, per_thread, shared);
     for (int64_t t = 0; t < tokens && result == PLLM_OK; t += CHUNK_TOKENS) {
@@ -317,9 +340,50 @@ int pllm_experts(pllm_pool *pool, const pllm_layer *layer, const float *hidden, 
             .sum = sum ? sum + t * layer->hidden : NULL,
             .outputs = outputs ? outputs + t * k * layer->hidden : NULL,
             .counts = counts,
+            .extra = t ? NULL : extra,
+            .extra_count = t ? 0 : extra_count,
         };
         pllm_pool_run_locked(pool, experts_region, &call);
     }
     pllm_pool_unlock(pool);
     return result;
+}
+
+/* ---- What was computed elsewhere ------------------------------------------------------------------------------ */
+
+/* Values up to which the sum is made by the caller alone: less work than waking the others. */
+#define ALONE_VALUES 65536
+
+typedef struct sum_call {
+    const kernel_set *kernels;
+    const float *outputs, *weights;
+    float *sum;
+    int64_t tokens, k, hidden;
+} sum_call;
+
+static void sum_region(int thread, int threads, void *argument) {
+    const sum_call *call = argument;
+    const int64_t hidden = call->hidden;
+    for (int64_t t = call->tokens * thread / threads; t < call->tokens * (thread + 1) / threads; t++) {
+        float *sum = call->sum + t * hidden;
+        memset(sum, 0, (size_t)hidden * 4);
+        for (int64_t route = t * call->k; route < (t + 1) * call->k; route++)
+            call->kernels->add_scaled(sum, call->outputs + route * hidden, call->weights[route], hidden);
+    }
+}
+
+void pllm_weighted_sum(pllm_pool *pool, int set, int dtype, const float *outputs, const float *weights, int64_t tokens,
+                       int64_t k, int64_t hidden, float *sum) {
+    sum_call call = {pllm_kernels(set, dtype), outputs, weights, sum, tokens, k, hidden};
+    if (tokens * k * hidden <= ALONE_VALUES)
+        sum_region(0, 1, &call);
+    else
+        pllm_pool_run(pool, sum_region, &call);
+}
+
+int pllm_count_routes(const int32_t *indices, int64_t routes, int64_t count, int64_t *counts) {
+    for (int64_t i = 0; i < routes; i++)
+        if (indices[i] < 0 || indices[i] >= count) return PLLM_E_ARGUMENT;
+    for (int64_t i = 0; i < routes; i++) counts[indices[i]]++;
+    return PLLM_OK;
 }

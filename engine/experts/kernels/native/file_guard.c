@@ -6,6 +6,7 @@
 #define _DEFAULT_SOURCE
 #define _DARWIN_C_SOURCE
 
+#include <errno.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -44,20 +45,39 @@ static range *holder(uintptr_t address) {
     return NULL;
 }
 
+/* Not a fault: another process, or this one, asked for the signal. It has no address. */
+static int was_sent(const siginfo_t *information) {
+    return information->si_code <= 0 || information->si_code == SI_USER;
+}
+
+/* What would have happened without this handler, which stays where it is if the process lives on. */
+static void pass_on(int number, siginfo_t *information, void *context) {
+    if (before.sa_flags & SA_SIGINFO) {
+        before.sa_sigaction(number, information, context);
+    } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
+        before.sa_handler(number);
+    } else if (before.sa_handler == SIG_DFL || !was_sent(information)) {
+        /* A fault comes again when this returns, and ends the process; what was sent has to be sent again. */
+        sigaction(number, &before, NULL);
+        if (was_sent(information)) raise(number);
+    }
+}
+
 /* Only what is safe in a signal handler: atomics and system calls. */
 static void on_bus_error(int number, siginfo_t *information, void *context) {
-    (void)context;
-    uintptr_t address = (uintptr_t)information->si_addr;
-    range *found = holder(address);
+    const int error = errno;
+    const uintptr_t address = (uintptr_t)information->si_addr;
+    range *found = was_sent(information) ? NULL : holder(address);
     if (found) {
         void *page = (void *)(address / page_size * page_size);
         if (mmap(page, page_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) == page) {
             atomic_fetch_add(&found->faults, 1);
+            errno = error;
             return;
         }
     }
-    /* Faults again when this returns, this time for the handler before. */
-    sigaction(number, &before, NULL);
+    pass_on(number, information, context);
+    errno = error;
 }
 
 int pllm_guard_add(const void *start, size_t bytes) {

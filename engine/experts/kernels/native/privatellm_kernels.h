@@ -18,7 +18,7 @@
 #endif
 
 /* Raised whenever a structure or a function of this file changes: the Python side refuses another number. */
-#define PLLM_VERSION 1
+#define PLLM_VERSION 2
 
 enum { PLLM_OK = 0, PLLM_E_SET = -1, PLLM_E_MEMORY = -2, PLLM_E_ARGUMENT = -3 };
 
@@ -137,20 +137,31 @@ typedef struct pllm_routes {
     float *sum;          /* [tokens, hidden]: the weighted sum, added up in the order of k, or NULL */
     float *outputs;      /* [tokens * k, hidden]: each route's own, un-weighted result (0 for -1), or NULL */
     int64_t *counts;     /* [count]: routes of each expert, added to what is there, or NULL */
+    const int32_t *extra; /* [extra_count]: experts to be run on the first token as well, the results thrown away;
+                             those that have routes are run for these alone. Not without tokens */
+    int64_t extra_count;
 } pllm_routes;
 
-/* Bytes of scratch and shared memory pllm_experts_part needs for up to `tokens` tokens. */
-PLLM_API void pllm_experts_bytes(const pllm_layer *layer, int64_t tokens, int64_t k, size_t *per_thread,
-                                 size_t *shared);
+/* Bytes of scratch and shared memory pllm_experts_part needs for up to `tokens` tokens and `extra_count` experts. */
+PLLM_API void pllm_experts_bytes(const pllm_layer *layer, int64_t tokens, int64_t k, int64_t extra_count,
+                                 size_t *per_thread, size_t *shared);
 /* Inside a region; `scratch` and `shared` of the sizes above, 64-byte aligned. Holds one barrier, or two when there
    are many tokens, and uses pllm_pool_next: call it directly after a barrier. When it returns on one thread the others
    may still be writing their part of the result: a barrier must follow. Indices must be below layer.count. */
 PLLM_API void pllm_experts_part(pllm_pool *pool, const pllm_layer *layer, const pllm_routes *routes, void *scratch,
                                 void *shared, int thread, int threads);
-/* The whole layer on all threads, in chunks of at most 1024 tokens. Arguments are those of pllm_routes. */
+/* The whole layer on all threads, in chunks of at most 1024 tokens. Arguments are those of pllm_routes.
+   PLLM_E_ARGUMENT: an index is not below layer.count, or names an expert whose matrices are not there (data NULL). */
 PLLM_API int pllm_experts(pllm_pool *pool, const pllm_layer *layer, const float *hidden, const int32_t *indices,
                           const float *weights, int64_t tokens, int64_t k, int64_t scale_input, float *sum,
-                          float *outputs, int64_t *counts);
+                          float *outputs, int64_t *counts, const int32_t *extra, int64_t extra_count);
+/* sum[tokens, hidden] of un-weighted results `outputs` [tokens * k, hidden] and `weights` [tokens, k], to the bit what
+   pllm_experts gives for `sum` with a layer of that set and dtype. `set` must be available. */
+PLLM_API void pllm_weighted_sum(pllm_pool *pool, int set, int dtype, const float *outputs, const float *weights,
+                                int64_t tokens, int64_t k, int64_t hidden, float *sum);
+/* counts[e] += how often e is among `indices` [routes]. Nothing is added and PLLM_E_ARGUMENT returned if one of them is
+   not an expert below `count`. */
+PLLM_API int pllm_count_routes(const int32_t *indices, int64_t routes, int64_t count, int64_t *counts);
 
 /* ---- Measuring -------------------------------------------------------------------------------------------- */
 

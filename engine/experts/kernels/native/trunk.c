@@ -52,15 +52,16 @@ static void experts_bytes(const trunk_job *job, size_t *own, size_t *shared) {
     for (int64_t i = 0; i < job->trunk->layer_count; i++) {
         const pllm_trunk_layer *layer = job->trunk->layers + i;
         size_t one = 0, all = 0;
-        pllm_experts_bytes(layer->experts, job->positions, layer->router.data ? job->trunk->top_k : 1, &one, &all);
+        if (layer->experts)
+            pllm_experts_bytes(layer->experts, job->positions, layer->router.data ? job->trunk->top_k : 1, 0, &one, &all);
         *own = MAX(*own, one), *shared = MAX(*shared, all);
         if (!layer->shared) continue;
-        pllm_experts_bytes(layer->shared, job->positions, 1, &one, &all);
+        pllm_experts_bytes(layer->shared, job->positions, 1, 0, &one, &all);
         *own = MAX(*own, one), *shared = MAX(*shared, all);
     }
 }
 
-static size_t own_layout(const trunk_job *job, own_area *own, char *base, size_t experts) {
+static size_t own_layout(const trunk_job *job, own_area *own, char *base) {
     const pllm_trunk *trunk = job->trunk;
     const int64_t few = MIN(job->positions, FEW_LIMIT), widest = MAX(trunk->hidden, job->joined);
     const int64_t queries = MAX(job->block, ROW_GROUP) * job->group, k = MAX(trunk->top_k, 1);
@@ -75,7 +76,7 @@ static size_t own_layout(const trunk_job *job, own_area *own, char *base, size_t
     own->input = take(&at, 1, pllm_input_bytes(few, widest));
     own->exact = take(&at, 1, pllm_input_bytes(FEW_LIMIT, trunk->hidden));
     own->linear = take(&at, 1, pllm_linear_scratch());
-    own->experts = take(&at, 1, experts);
+    own->experts = take(&at, 1, job->own_experts);
     own->rotated = take(&at, MAX(queries, 2) * trunk->width, 4);
     own->scores = take(&at, queries * SCORE_TILE, 4);
     own->packed_queries = take(&at, queries * trunk->width, 2);
@@ -98,12 +99,12 @@ static size_t layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pass *p
     job->projected = job->joined + 2 * trunk->key_value_heads * trunk->width;
     job->block = MAX(16, divided_up(BLOCK_QUERIES, job->group));
     const int64_t length = pass->start + pass->tokens;
-    job->chunk_length = pllm_chunk_length(length, trunk->key_value_heads, threads);
+    job->chunk_length = pllm_chunk_length(length);
     job->chunk_limit = divided_up(length, job->chunk_length) + pass->segment_count;
     const int64_t parts = trunk->key_value_heads * job->chunk_limit * pass->rows * job->group;
     const int64_t many = positions > FEW_LIMIT ? positions : 0;
-    size_t own, shared;
-    experts_bytes(job, &own, &shared);
+    size_t shared;
+    experts_bytes(job, &job->own_experts, &shared);
     char *at = pass->workspace;
     job->h = take(&at, many * trunk->hidden, 4);
     job->normed = take(&at, many * trunk->hidden, 4);
@@ -113,6 +114,7 @@ static size_t layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pass *p
     job->shared_out = take(&at, positions * trunk->hidden, 4);
     job->router = take(&at, FEW_LIMIT * expert_count(trunk), 4);
     job->weights = take(&at, positions * k, 4);
+    job->shared_weights = take(&at, positions, 4);
     job->indices = take(&at, positions * k, 4);
     job->zeros = take(&at, positions, 4);
     job->input = take(&at, 1, pllm_input_bytes(positions, MAX(trunk->hidden, job->joined)));
@@ -122,7 +124,7 @@ static size_t layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pass *p
     job->part_sum = take(&at, parts * trunk->width, 4);
     job->own = at;
     own_area area;
-    job->own_bytes = aligned(own_layout(job, &area, at, own));
+    job->own_bytes = aligned(own_layout(job, &area, at));
     return (size_t)(at - (char *)pass->workspace) + job->own_bytes * (size_t)threads;
 }
 
@@ -271,11 +273,20 @@ static int attend_layer(walk *w, int64_t index, int last) {
 
 /* ---- Routes ----------------------------------------------------------------------------------------------- */
 
-/* The k largest logits of a row, largest first, the first of equals first, and their shares of the softmax. */
+/* The k largest logits of a row, largest first, the first of equals first, and their shares of the softmax. Where there
+   is none, because a logit is no number, the weights are no numbers either, as everything that comes of them. */
 static void choose(const walk *w, float *logits, int64_t count, int32_t *indices, float *weights) {
     const pllm_trunk *trunk = w->job->trunk;
     float largest = -INFINITY, chosen = 0;
-    for (int64_t i = 0; i < count; i++) largest = MAX(largest, logits[i]);
+    int none = 0;
+    for (int64_t i = 0; i < count; i++) {
+        largest = MAX(largest, logits[i]);
+        none |= isnan(logits[i]);
+    }
+    if (none || isinf(largest)) {
+        for (int64_t slot = 0; slot < trunk->top_k; slot++) indices[slot] = (int32_t)slot, weights[slot] = NAN;
+        return;
+    }
     const float total = pllm_exp_sum(trunk->exact_set, logits, largest, count);
     for (int64_t slot = 0; slot < trunk->top_k; slot++) {
         int64_t best = 0;
@@ -336,38 +347,53 @@ static void run_experts(walk *w, const pllm_layer *experts, const int32_t *indic
     barrier(w);
 }
 
-/* From the second norm to the experts' weighted sum in job->out. Returns the shared expert's part, or NULL. */
-static const float *feed_forward(walk *w, int64_t index) {
+static void shared_expert(walk *w, int64_t index) {
+    const trunk_job *job = w->job;
+    const pllm_trunk_layer *layer = job->trunk->layers + index;
+    float *weights = w->few ? w->own.shared_weights : job->shared_weights;
+    shared_weights(w, layer, weights);
+    barrier(w);
+    run_experts(w, layer->shared, job->zeros, weights, 1, job->shared_out, NULL);
+    mark(w, index, PLLM_OTHER);
+}
+
+/* From the second norm to the experts' weighted sum in job->out, or to the routes if the pass is cut there; 0 then. */
+static int feed_forward(walk *w, int64_t index) {
     const trunk_job *job = w->job;
     const pllm_trunk_layer *layer = job->trunk->layers + index;
     residual_norm(w, job->out, layer->output_bias, NULL, layer->ffn_norm);
     mark(w, index, PLLM_OTHER);
     int32_t *indices = w->few ? w->own.indices : job->indices;
-    float *weights = w->few ? w->own.weights : job->weights, *shared = w->few ? w->own.shared_weights : job->weights;
-    int64_t *counts = NULL;
+    float *weights = w->few ? w->own.weights : job->weights;
     if (layer->router.data) {
-        if (layer->shared) {
-            shared_weights(w, layer, shared);
-            barrier(w);
-            run_experts(w, layer->shared, job->zeros, shared, 1, job->shared_out, NULL);
-            mark(w, index, PLLM_OTHER);
-        }
+        if (layer->shared && !job->cut) shared_expert(w, index);
         route(w, layer, indices, weights);
         mark(w, index, PLLM_ROUTER);
-        counts = layer->counts;
+        if (job->cut) {
+            if (w->thread == 0) *job->cut = (pllm_cut){w->normed, indices, weights, job->out, w->rows, index};
+            return 0;
+        }
     } else {
         for (int64_t row = share_start(w); row < share_end(w); row++) weights[row] = 1, indices[row] = 0;
     }
     if (!w->few) barrier(w);
-    run_experts(w, layer->experts, indices, weights, layer->router.data ? job->trunk->top_k : 1, job->out, counts);
+    run_experts(w, layer->experts, indices, weights, layer->router.data ? job->trunk->top_k : 1, job->out,
+                layer->router.data ? layer->counts : NULL);
     mark(w, index, layer->router.data ? PLLM_EXPERTS : PLLM_OTHER);
-    return layer->router.data && layer->shared ? job->shared_out : NULL;
+    return 1;
 }
 
-static void head(walk *w, const float *other) {
+/* The shared expert's part of the layer before `index`, or NULL. */
+static const float *shared_before(const walk *w, int64_t index) {
+    if (index == 0) return NULL;
+    const pllm_trunk_layer *layer = w->job->trunk->layers + index - 1;
+    return layer->router.data && layer->shared ? w->job->shared_out : NULL;
+}
+
+static void head(walk *w) {
     const trunk_job *job = w->job;
     const pllm_trunk *trunk = job->trunk;
-    residual_norm(w, job->out, NULL, other, trunk->final_norm);
+    residual_norm(w, job->out, NULL, shared_before(w, trunk->layer_count), trunk->final_norm);
     fill_input(w, w->normed, &trunk->head);
     project(w, &trunk->head, job->pass->logits, trunk->head.rows);
     if (trunk->logits_divisor == 1.0F) return;
@@ -377,42 +403,80 @@ static void head(walk *w, const float *other) {
         job->pass->logits[i] /= trunk->logits_divisor;
 }
 
+/* The thread's own memory, and what goes on after `layers` layers. */
+static void set_out(walk *w, int thread, int threads, const trunk_job *job, int64_t layers) {
+    *w = (walk){.job = job, .thread = thread, .threads = threads};
+    own_layout(job, &w->own, job->own + (size_t)thread * job->own_bytes);
+    /* keep_last: after the last layer's attention a prompt is one row. */
+    set_mode(w, layers == job->trunk->layer_count && job->pass->tokens > 1 ? 1 : job->positions);
+    mark(w, 0, -1);
+}
+
 static void region(int thread, int threads, void *argument) {
     const trunk_job *job = argument;
     const pllm_trunk *trunk = job->trunk;
     const pllm_pass *pass = job->pass;
-    walk w = {.job = job, .thread = thread, .threads = threads};
-    size_t experts, ignored;
-    experts_bytes(job, &experts, &ignored);
-    own_layout(job, &w.own, job->own + (size_t)thread * job->own_bytes, experts);
-    set_mode(&w, job->positions);
+    walk w;
+    set_out(&w, thread, threads, job, pass->first_layer);
     if (pass->first_layer == 0) embed(&w);
     mark(&w, 0, -1);
-    const float *other = NULL;
     for (int64_t i = pass->first_layer; i < pass->last_layer; i++) {
-        const int fresh = i == pass->first_layer;
-        if (fresh && i > 0) other = trunk->layers[i - 1].shared ? job->shared_out : NULL;
-        residual_norm(&w, i > 0 ? job->out : NULL, NULL, other, trunk->layers[i].attention_norm);
+        residual_norm(&w, i > 0 ? job->out : NULL, NULL, shared_before(&w, i), trunk->layers[i].attention_norm);
         mark(&w, i, PLLM_OTHER);
         const int more = attend_layer(&w, i, i == trunk->layer_count - 1);
         mark(&w, i, PLLM_ATTENTION);
-        if (!more) return;
-        other = feed_forward(&w, i);
+        if (!more || !feed_forward(&w, i)) return;
     }
-    if (pass->last_layer == trunk->layer_count) head(&w, other);
+    if (pass->last_layer == trunk->layer_count && pass->logits) head(&w);
 }
 
-int pllm_trunk_run(pllm_pool *pool, const pllm_trunk *trunk, const pllm_pass *pass) {
+static void shared_region(int thread, int threads, void *argument) {
+    const trunk_job *job = argument;
+    walk w;
+    set_out(&w, thread, threads, job, job->shared_layer + 1);
+    shared_expert(&w, job->shared_layer);
+}
+
+static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
     if (pass->rows < 1 || pass->tokens < 1 || (pass->rows > 1 && pass->tokens > 1) || pass->first_layer < 0 ||
-        pass->last_layer > trunk->layer_count || pass->first_layer >= pass->last_layer || pass->segment_count < 1)
+        pass->last_layer > trunk->layer_count || pass->first_layer > pass->last_layer || pass->segment_count < 1)
         return PLLM_E_ARGUMENT;
     const pllm_segment *last = pass->segments + pass->segment_count - 1;
     if (pass->segments[0].start != 0 || last->start + last->count < pass->start + pass->tokens) return PLLM_E_ARGUMENT;
-    if (!(pllm_available() >> trunk->set & 1) || !(pllm_available() >> trunk->exact_set & 1)) return PLLM_E_SET;
+    return pllm_has(trunk->set) && pllm_has(trunk->exact_set) ? PLLM_OK : PLLM_E_SET;
+}
+
+static int run(pllm_pool *pool, const pllm_trunk *trunk, const pllm_pass *pass, pllm_cut *cut) {
+    const int wrong = check(trunk, pass);
+    if (wrong) return wrong;
+    for (int64_t i = pass->first_layer; i < pass->last_layer; i++)
+        if (!trunk->layers[i].experts && !(cut && trunk->layers[i].router.data)) return PLLM_E_ARGUMENT;
     trunk_job job;
     layout(&job, trunk, pass, pllm_pool_threads(pool));
     job.pool = pool;
+    job.cut = cut;
     if (pass->first_layer == 0) memset(job.zeros, 0, (size_t)job.positions * 4);
     pllm_pool_run(pool, region, &job);
+    return PLLM_OK;
+}
+
+int pllm_trunk_run(pllm_pool *pool, const pllm_trunk *trunk, const pllm_pass *pass) {
+    return run(pool, trunk, pass, NULL);
+}
+
+int pllm_trunk_to_routes(pllm_pool *pool, const pllm_trunk *trunk, const pllm_pass *pass, pllm_cut *cut) {
+    *cut = (pllm_cut){.layer = -1};
+    return run(pool, trunk, pass, cut);
+}
+
+int pllm_trunk_shared(pllm_pool *pool, const pllm_trunk *trunk, const pllm_pass *pass, int64_t layer) {
+    const int wrong = check(trunk, pass);
+    if (wrong || layer < 0 || layer >= trunk->layer_count) return wrong ? wrong : PLLM_E_ARGUMENT;
+    if (!trunk->layers[layer].shared) return PLLM_OK;
+    trunk_job job;
+    layout(&job, trunk, pass, pllm_pool_threads(pool));
+    job.pool = pool;
+    job.shared_layer = layer;
+    pllm_pool_run(pool, shared_region, &job);
     return PLLM_OK;
 }

@@ -2,8 +2,8 @@
 
    A dense feed-forward network is one expert that every token is sent to. A pass runs layers first_layer..last_layer)
    for all its positions in one region of the pool; it can be cut between layers, the residual stream stays in the
-   workspace. Within a layer the pieces are apart as well (trunk.c: attend_layer, feed_forward up to the routes, the
-   experts, and the residual at the next layer's norm), so that another executor can take the experts' place. */
+   workspace. It can also be cut between a layer's routes and its experts, so that another executor runs those: the
+   piece up to there, the shared expert, and the rest of the pass are calls of their own. */
 #ifndef PRIVATELLM_TRUNK_H
 #define PRIVATELLM_TRUNK_H
 
@@ -25,7 +25,7 @@ typedef struct pllm_trunk_layer {
     const float *attention_norm, *ffn_norm; /* [hidden] */
     const float *query_norm, *key_norm;     /* [width] or the whole projection; NULL with PLLM_NORM_NONE */
     const float *query_bias, *key_bias, *value_bias, *output_bias; /* or NULL */
-    const pllm_layer *experts;
+    const pllm_layer *experts; /* NULL with a router: they are run elsewhere, and the pass is cut before them */
     const pllm_layer *shared; /* NULL: none */
     int64_t *counts;          /* [experts]: routes of each, added to what is there; or NULL */
     int64_t window;           /* positions a query sees, its own included; 0: all */
@@ -62,11 +62,27 @@ typedef struct pllm_pass {
     int64_t segment_count, rows, tokens, start, first_layer, last_layer;
 } pllm_pass;
 
+/* Where a pass stopped before the routed experts of `layer`. The addresses lie in the pass's workspace. */
+typedef struct pllm_cut {
+    const float *hidden;    /* [rows, hidden]: what the experts read */
+    const int32_t *indices; /* [rows, top_k] */
+    const float *weights;   /* [rows, top_k] */
+    float *sum;             /* [rows, hidden]: where the experts' weighted sum is to be put */
+    int64_t rows;           /* positions that go on from here */
+    int64_t layer;          /* -1: the pass did not stop, all its layers were run */
+} pllm_cut;
+
 /* Workspace of a pass, whatever layers it is cut into. */
 PLLM_API size_t pllm_trunk_bytes(const pllm_trunk *trunk, const pllm_pass *pass, int threads);
 /* Layers first_layer..last_layer). `tokens` above 1 need rows = 1. Keys and values of the new positions are written
    into the segments. With the last layer, the logits. In it, only the rows whose logits are wanted are computed
    beyond keys and values. PLLM_E_ARGUMENT: numbers that do not fit together. */
 PLLM_API int pllm_trunk_run(pllm_pool *pool, const pllm_trunk *trunk, const pllm_pass *pass);
+/* The same up to the routes of the first of these layers that has a router; `cut` says which. The pass goes on with
+   first_layer = cut->layer + 1, once `sum` is filled and pllm_trunk_shared was called; with first_layer = last_layer =
+   layer_count only the logits are left. */
+PLLM_API int pllm_trunk_to_routes(pllm_pool *pool, const pllm_trunk *trunk, const pllm_pass *pass, pllm_cut *cut);
+/* The shared expert of `layer`, at whose routes the pass stopped; nothing where there is none. */
+PLLM_API int pllm_trunk_shared(pllm_pool *pool, const pllm_trunk *trunk, const pllm_pass *pass, int64_t layer);
 
 #endif

@@ -4,15 +4,12 @@
 
 #include <math.h>
 
-#define LARGEST_CHUNKS 64
-#define SMALLEST_CHUNK 128
+#define MOST_CHUNKS 16
 
-int64_t pllm_chunk_length(int64_t positions, int64_t heads, int threads) {
-    /* A few tasks per thread, so that all end at about the same time; not so many that joining them costs. */
-    const int64_t tasks = divided_up(4 * (int64_t)threads, heads);
-    int64_t length = MAX(divided_up(positions, tasks), divided_up(positions, LARGEST_CHUNKS));
-    length = MAX(length, SMALLEST_CHUNK);
-    return divided_up(length, SCORE_TILE / 2) * (SCORE_TILE / 2);
+/* Enough tasks for many threads, and not so many that joining them costs. The number of threads has no part in it, so
+   that nodes of a ring that have more or fewer compute the same to the bit. */
+int64_t pllm_chunk_length(int64_t positions) {
+    return divided_up(divided_up(positions, MOST_CHUNKS), SCORE_TILE) * SCORE_TILE;
 }
 
 static int64_t lowest(const pllm_trunk_layer *layer, int64_t position) {
@@ -43,7 +40,8 @@ static void ready_head(const trunk_job *job, float *to, const float *from, const
     if (norm && trunk->head_norm == PLLM_NORM_WHOLE)
         for (int64_t d = 0; d < width; d++) to[d] *= whole * norm[base + d];
     if (trunk->clip > 0)
-        for (int64_t d = 0; d < width; d++) to[d] = MIN(MAX(to[d], -trunk->clip), trunk->clip);
+        for (int64_t d = 0; d < width; d++) /* what is no number stays so */
+            to[d] = to[d] < -trunk->clip ? -trunk->clip : to[d] > trunk->clip ? trunk->clip : to[d];
 }
 
 static const pllm_segment *segment_of(const pllm_pass *pass, int64_t position) {

@@ -37,15 +37,17 @@ typedef struct trunk_job {
     int64_t group;     /* query heads per key/value head */
     int64_t block;     /* positions of a prefill's query block */
     int64_t chunk_length, chunk_limit;
-    float *h, *normed, *qkv, *attended, *out, *shared_out, *router, *weights;
+    float *h, *normed, *qkv, *attended, *out, *shared_out, *router, *weights, *shared_weights;
     int32_t *indices, *zeros;
     void *input, *experts;
     float *part_maximum, *part_total, *part_sum; /* [key/value head][chunk][row * group + i]([width]) */
     char *own;
-    size_t own_bytes;
+    size_t own_bytes, own_experts;
+    pllm_cut *cut;        /* NULL: the routed experts are run here too */
+    int64_t shared_layer; /* pllm_trunk_shared: the layer */
 } trunk_job;
 
-int64_t pllm_chunk_length(int64_t positions, int64_t heads, int threads);
+int64_t pllm_chunk_length(int64_t positions);
 
 /* Adds keys and values of all positions of the (only) row to the cache, and makes their queries ready in
    place, from `first_query` on. No barrier. */

@@ -1,0 +1,123 @@
+"""``privatellm join``: lend this machine to the rings of paired machines; on a screen, or in lines for a service."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from app.commands.engine_work import Interruption, run_with_engine
+from app.commands.output import ReaderGoneError, WorkFailed, answer, say
+from app.engine_client import EngineClient
+from app.lending import Lender
+from app.network import NetworkProblem
+from app.ring_settings import open_network
+from app.setting_fields import SettingError
+from app.settings_file import open_settings
+from app.text_safety import one_line
+from engine.messages import OpenNetwork
+
+
+@dataclass(frozen=True)
+class JoinFlags:
+    """The command line as given."""
+
+    name: str | None = None
+    listen: str | None = None
+    peers: tuple[str, ...] = ()
+    plain: bool = False
+
+
+def join(flags: JoinFlags) -> int:
+    """Lend this machine until it is asked back; the exit status. Raises WorkFailed."""
+    wanted = network_from(flags)
+    if flags.plain or not _has_screen():
+        return _in_lines(wanted)
+    from app.interrupts import leave_on_interrupt, raise_on_interrupt
+    from app.tui.lending_app import run_lending
+
+    raise_on_interrupt()
+    try:
+        return run_lending(wanted)
+    finally:
+        leave_on_interrupt()
+
+
+def network_from(flags: JoinFlags) -> OpenNetwork:
+    """Flags come before the settings. Raises WorkFailed (status 2) for a flag that is not allowed."""
+    file = open_settings()
+    for notice in file.notices:
+        say(f"note: {notice}")
+    settings = file.settings
+    given = {"ring_name": flags.name, "ring_listen": flags.listen}
+    try:
+        for key, value in given.items():
+            settings = settings.with_value(key, value) if value is not None else settings
+        settings = settings.with_value("ring_peers", ", ".join([settings.ring_peers, *flags.peers]))
+    except SettingError as error:
+        flag = {"ring_name": "--name", "ring_listen": "--listen", "ring_peers": "--peer"}
+        key = str(error).partition(" ")[0]
+        raise WorkFailed(str(error).replace(key, flag.get(key, key), 1), status=2) from error
+    return open_network(settings, lend=True)
+
+
+def _has_screen() -> bool:
+    streams = (sys.stdin, sys.stdout)
+    return all(stream is not None and not stream.closed and stream.isatty() for stream in streams)
+
+
+def _in_lines(wanted: OpenNetwork) -> int:
+    """What happens, in lines with the time on stdout, until SIGTERM, ctrl-c, or nobody reads them any more."""
+
+    async def work(engine: EngineClient, interruption: Interruption) -> int:
+        leaving = asyncio.Event()
+        gone: list[Exception] = []
+
+        def tell(line: str) -> None:
+            try:
+                answer(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {one_line(line)}\n")
+            except (ReaderGoneError, WorkFailed) as error:
+                gone.append(error)
+                leaving.set()
+
+        lender = Lender(engine, wanted, tell)
+        interruption.ask_first(leaving.set)
+        with _terminated(leaving.set):
+            lending = asyncio.create_task(lender.run(), name="lending")
+            left = asyncio.create_task(leaving.wait(), name="leaving")
+            try:
+                await asyncio.wait({lending, left}, return_when=asyncio.FIRST_COMPLETED)
+                if lending.done():
+                    await lending
+            except NetworkProblem as problem:
+                raise WorkFailed(str(problem)) from problem
+            finally:
+                for task in (lending, left):
+                    task.cancel()
+                    with suppress(asyncio.CancelledError, Exception):
+                        await task
+            if engine.running:
+                await lender.leave()
+        if gone:
+            raise gone[0]
+        tell("This machine is no longer lent.")
+        return 0
+
+    return run_with_engine(work)
+
+
+@contextmanager
+def _terminated(act: Callable[[], None]) -> Iterator[None]:
+    """Within, SIGTERM (how a service is ended) calls ``act``, in the event loop."""
+    loop = asyncio.get_running_loop()
+    before = signal.getsignal(signal.SIGTERM)
+    loop.add_signal_handler(signal.SIGTERM, act)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,144 @@
+"""``privatellm peers``: the machines that are trusted; pairing with one, forgetting one."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, cast
+
+import msgspec
+
+from app.commands.engine_work import Interruption, run_with_engine
+from app.commands.output import WorkFailed, answer, as_json, say, size
+from app.engine_client import EngineClient
+from app.network import Network, NetworkProblem, close_quietly
+from app.ring_settings import open_network
+from app.ring_words import STATES, link_words, short_id
+from app.settings_file import open_settings
+from app.text_safety import one_line
+from engine.messages import NetworkState, PeerFacts
+
+_NOTHING = "–"
+
+
+def show_peers(*, in_json: bool, look: bool) -> int:
+    """Print the paired machines; with ``look`` the network is opened for a moment, to see which are there."""
+
+    async def work(engine: EngineClient, interruption: Interruption) -> int:
+        network = Network(engine)
+        try:
+            if look:
+                await network.ensure_open(open_network(open_settings().settings))
+            state = await network.refresh()
+        except NetworkProblem as problem:
+            raise WorkFailed(str(problem)) from problem
+        if look:
+            await close_quietly(network)
+        answer(as_json(as_object(state)) if in_json else as_text(state))
+        for problem_found in state.problems:
+            say(f"note: {problem_found}")
+        return 0
+
+    return run_with_engine(work)
+
+
+def pair(peer: str, code: str | None) -> int:
+    """Pair with the machine that shows a code; the network is open only for that."""
+    typed = code if code is not None else _ask_for_code(peer)
+
+    async def work(engine: EngineClient, interruption: Interruption) -> int:
+        network = Network(engine)
+        try:
+            await network.ensure_open(open_network(open_settings().settings), wait=False)
+            if ":" not in peer:
+                await network.wait_for(lambda state: any(found.node_id.startswith(peer) for found in state.peers))
+            name = await network.pair(peer, typed)
+        except NetworkProblem as problem:
+            raise WorkFailed(str(problem)) from problem
+        finally:
+            await close_quietly(network)
+        say(f"Paired with {name}.")
+        return 0
+
+    return run_with_engine(work)
+
+
+def forget(peer: str) -> int:
+    """Trust the machine no longer; needs no network."""
+
+    async def work(engine: EngineClient, interruption: Interruption) -> int:
+        try:
+            await Network(engine).forget(peer)
+        except NetworkProblem as problem:
+            raise WorkFailed(str(problem)) from problem
+        say(f"{peer} is forgotten: it is trusted no longer.")
+        return 0
+
+    return run_with_engine(work)
+
+
+def renew_identity(*, ask_first: bool) -> int:
+    """Another key and certificate for this machine. A person at a terminal is asked; a script is taken at its word.
+
+    Raises WorkFailed.
+    """
+    from discovery.errors import DiscoveryError
+    from discovery.identity import fingerprint_words, new_identity, short
+    from engine.models.locations import ensure
+
+    if ask_first and sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty():
+        say("Give this machine another identity? It must then be paired anew with every other. [y/N]")
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            say("Nothing was changed.")
+            return 1
+    try:
+        identity = new_identity(ensure("config") / "network")
+    except DiscoveryError as error:
+        raise WorkFailed(str(error)) from error
+    words = " ".join(fingerprint_words(identity.node_id))
+    say(f"This machine is now {short(identity.node_id)} ({words}); start what runs of privatellm here anew.")
+    return 0
+
+
+def _ask_for_code(peer: str) -> str:
+    """Raises WorkFailed (status 2) if there is nobody to ask."""
+    if sys.stdin is None or sys.stdin.closed:
+        raise WorkFailed("no code: give it with --code, stdin is closed", status=2)
+    if sys.stdin.isatty():
+        say(f"The code that {peer} shows:")
+    typed = sys.stdin.readline().strip()
+    if not typed:
+        raise WorkFailed("no code: type the one that the other machine shows, or give it with --code", status=2)
+    return typed
+
+
+def as_object(state: NetworkState) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    found = cast(dict[str, Any], msgspec.to_builtins(state))
+    return {key: found[key] for key in ("me", "open", "peers", "problems")}
+
+
+def as_text(state: NetworkState) -> str:
+    me = state.me
+    words = f"  {' '.join(map(one_line, me.words))}" if me.words else ""
+    first = f"this machine: {one_line(me.name)}  {short_id(me.node_id)}{words}\n"
+    if not state.peers:
+        hint = "run privatellm join on another one, then privatellm peers pair HOST:PORT"
+        return f"{first}No machine is paired: {hint}.\n"
+    rows = [["name", "node id", "state", "address", "link", "memory", "runtime"], *map(_row, state.peers)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    problems = [f"{one_line(peer.name) or short_id(peer.node_id)}: {one_line(peer.problem)}" for peer in state.peers
+                if peer.problem]  # fmt: skip
+    return first + "\n".join([*lines, *problems]) + "\n"
+
+
+def _row(peer: PeerFacts) -> list[str]:
+    return [
+        one_line(peer.name) or _NOTHING,
+        short_id(peer.node_id),
+        STATES[peer.state],
+        one_line(peer.addresses[0]) if peer.addresses else _NOTHING,
+        link_words(peer.link) if peer.link is not None else _NOTHING,
+        f"{size(peer.memory_free)} of {size(peer.memory_total)} free" if peer.memory_total else _NOTHING,
+        one_line(peer.runtime) or _NOTHING,
+    ]

@@ -1,0 +1,193 @@
+"""This machine lent to the rings of others (``privatellm join``): the engine kept up with the network open, and what
+happens, in lines. No Textual."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from app.engine_client import Engine, EngineDied
+from app.network import Network, NetworkProblem, close_quietly
+from app.ring_words import STATES, link_words, machine_name, short_id, size
+from app.text_safety import one_line
+from engine.messages import LendingFacts, NetworkState, Notice, OpenNetwork, PeerFacts
+
+WATCH_S = 0.5
+"""Between two looks whether the engine is still there."""
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
+"""Before an engine that died is started again: the first time, and at most; it doubles each time."""
+STEADY_S = 120.0
+"""An engine that lived so long died of something new: the wait begins at the first again."""
+_STEPS = 4
+"""Progress is said so many times."""
+
+
+class Lender:
+    """Keeps an engine running with the network open for lending, until :meth:`leave`.
+
+    ``say`` is given one line for each thing that happened; ``changed`` is called when :attr:`state` is another. The
+    engine must have been started once: that it cannot be at all is the caller's to say.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        wanted: OpenNetwork,
+        say: Callable[[str], None],
+        changed: Callable[[], None] = lambda: None,
+        *,
+        first_wait_s: float = FIRST_WAIT_S,
+    ) -> None:
+        self.network = Network(engine, self._network_changed)
+        self.restarting = False
+        """The engine died and is not up again yet."""
+        self._engine = engine
+        self._wanted = wanted
+        self._say = say
+        self._changed = changed
+        self._first_wait_s = first_wait_s
+        self._before: NetworkState | None = None
+        engine.on_notice = self._notice
+
+    @property
+    def state(self) -> NetworkState | None:
+        return self.network.state
+
+    async def run(self) -> None:
+        """Lend this machine, for ever. Raises NetworkProblem if the network cannot be opened the first time, and
+        EngineDied if the engine dies before that."""
+        await self._open()
+        loop = asyncio.get_running_loop()
+        wait, since = self._first_wait_s, loop.time()
+        while True:
+            await asyncio.sleep(WATCH_S)
+            if self._engine.running:
+                continue
+            if loop.time() - since > STEADY_S:
+                wait = self._first_wait_s
+            wait = await self._come_back(wait)
+            since = loop.time()
+
+    async def new_code(self) -> None:
+        """Raises NetworkProblem, EngineDied."""
+        await self.network.show_code()
+
+    async def leave(self) -> None:
+        """Leave the ring and close every socket."""
+        await close_quietly(self.network)
+
+    async def _open(self) -> None:
+        await self._engine.start()
+        await self.network.ensure_open(self._wanted, wait=False)
+        if self.restarting:
+            self.restarting = False
+            self._changed()
+
+    async def _come_back(self, wait: float) -> float:
+        """Start the engine again, as often as it takes; how long to wait the next time."""
+        self.restarting = True
+        self.network.lost()
+        problem = "The engine ended."
+        while True:
+            self._say(f"{problem} It is started again in {wait:g} s.")
+            await asyncio.sleep(wait)
+            wait = min(2 * wait, LONGEST_WAIT_S)
+            try:
+                await self._open()
+            except (EngineDied, NetworkProblem) as error:
+                problem = str(error)
+                continue
+            self._say("The engine is back, and this machine can be used again.")
+            return wait
+
+    def _network_changed(self) -> None:
+        before, self._before = self._before, self.network.state
+        if self._before is not None:
+            for line in told(before, self._before):
+                self._say(line)
+        self._changed()
+
+    def _notice(self, notice: Notice) -> None:
+        self._say(one_line(notice.text))
+
+
+def told(before: NetworkState | None, after: NetworkState) -> list[str]:
+    """What happened between two states, a line each."""
+    lines = _about_me(before, after)
+    known = {peer.node_id: peer for peer in before.peers} if before is not None else {}
+    for peer in after.peers:
+        newly = before is not None and peer.node_id not in known and peer.state != "found"
+        lines += [f"Paired with {machine_name(peer)}."] if newly else _about_peer(known.get(peer.node_id), peer)
+    there = {peer.node_id for peer in after.peers}
+    lines += [f"{machine_name(peer)} is gone." for peer in known.values() if peer.node_id not in there and peer.name]
+    lines += _about_lending(before.lending if before is not None else None, after.lending)
+    said = before.problems if before is not None else []
+    return lines + [one_line(problem) for problem in after.problems if problem not in said]
+
+
+def _about_me(before: NetworkState | None, after: NetworkState) -> list[str]:
+    lines = []
+    me = after.me
+    if after.open and (before is None or not before.open):
+        words = f" ({' '.join(map(one_line, me.words))})" if me.words else ""
+        where = ", ".join(map(one_line, me.listening)) or "no address"
+        lines.append(f"{one_line(me.name) or 'This machine'}, {short_id(me.node_id)}{words}, listens at {where}.")
+        if me.key_storage:
+            lines.append(f"Its private key is kept in {one_line(me.key_storage)}.")
+    if before is not None and before.open and not after.open:
+        lines.append("The network is closed.")
+    if after.code and (before is None or before.code != after.code):
+        lines.append(
+            f"Code: {one_line(after.code)} (valid for {after.code_seconds} s, {after.code_tries} tries). Type it on "
+            "the machine with the chat."
+        )
+    return lines
+
+
+def _about_peer(before: PeerFacts | None, after: PeerFacts) -> list[str]:
+    if before is not None and (before.state, before.problem) == (after.state, after.problem):
+        return []
+    if before is None and after.state in ("paired", "found"):
+        # Of what is only announced nothing is known; that a paired machine is not there yet is no news.
+        return []
+    name = machine_name(after)
+    if before is not None and before.state == "found" and after.state != "found":
+        return [f"Paired with {name}."]
+    link = f" ({link_words(after.link)})" if after.link is not None and after.state in ("ready", "ring") else ""
+    problem = f": {one_line(after.problem)}" if after.problem else ""
+    return [f"{name}: {STATES[after.state]}{link}{problem}."]
+
+
+def _about_lending(before: LendingFacts | None, after: LendingFacts | None) -> list[str]:
+    if after is None:
+        # Of a ring that was formed the engine says how it ended.
+        return [f"{one_line(before.head)} formed no ring with this machine."] if before and not before.nodes else []
+    lines = [] if before is not None else [f"{one_line(after.head)} forms a ring with this machine."]
+    if after.nodes and (before is None or _place(before) != _place(after)):
+        amount = f", {size(after.expert_bytes)}" if after.expert_bytes else ""
+        lines.append(
+            f"In the ring of {one_line(after.head)}: {one_line(after.model)}, rank {after.rank} of {after.nodes}, "
+            f"{after.experts:,} experts{amount}."
+        )
+    same = before is not None and before.stage == after.stage
+    if not after.stage or (same and _step(before) == _step(after)):
+        return lines
+    stage = one_line(after.stage)
+    if after.total:
+        lines.append(f"{stage.capitalize()}: {min(100, 100 * after.done // after.total)} %.")
+    elif not same and after.stage != "answering" and not _went_idle(before, after):
+        lines.append(f"{stage.capitalize()}.")
+    return lines
+
+
+def _place(facts: LendingFacts) -> tuple[str, str, int, int]:
+    return facts.head, facts.model, facts.rank, facts.nodes
+
+
+def _went_idle(before: LendingFacts | None, after: LendingFacts) -> bool:
+    """From an answer back to waiting for the next: nobody need be told."""
+    return before is not None and before.stage == "answering" and after.stage == "ready"
+
+
+def _step(facts: LendingFacts | None) -> int:
+    return facts.done * _STEPS // facts.total if facts is not None and facts.total > 0 else 0

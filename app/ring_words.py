@@ -1,0 +1,103 @@
+"""Machines, links and rings in words, for the commands and the screens. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from app.text_safety import one_line
+from engine.messages import LinkFacts, NetworkState, NodeShare, PeerFacts, PeerState, RingFacts
+
+STATES: dict[PeerState, str] = {
+    "found": "found, not paired",
+    "paired": "paired, not there",
+    "ready": "ready",
+    "ring": "in the ring",
+    "busy": "lent to another",
+    "lost": "lost",
+    "refused": "cannot be used",
+}
+_SHOWN_OF_ID = 8
+_EXCHANGES = {"auto": "fastest", "mlx": "mx.distributed"}
+
+
+def latency(seconds: float) -> str:
+    """``85 µs``, ``1.20 ms``, ``1.5 s``"""
+    if seconds < 0.9995e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.1f} s"
+
+
+def bandwidth(bytes_per_s: float) -> str:
+    """``118 MB/s``, ``2.4 GB/s``"""
+    return f"{bytes_per_s / 1e9:.1f} GB/s" if bytes_per_s >= 0.9995e9 else f"{bytes_per_s / 1e6:.0f} MB/s"
+
+
+def size(nbytes: float) -> str:
+    """Decimal units: ``637 MB``, ``43.1 GB``"""
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 999.5e6 else f"{nbytes / 1e6:.0f} MB"
+
+
+def link_words(link: LinkFacts) -> str:
+    """``en5, 85 µs, 1.2 GB/s``"""
+    return one_line(f"{link.interface}, {latency(link.latency_s)}, {bandwidth(link.bytes_per_s)}")
+
+
+def short_id(node_id: str) -> str:
+    """Enough of a node id to tell machines apart, and to type."""
+    return one_line(node_id[:_SHOWN_OF_ID])
+
+
+def machine_name(peer: PeerFacts | NodeShare) -> str:
+    """Its name; of one that is not paired only the beginning of its id is known."""
+    return one_line(peer.name) or short_id(peer.node_id)
+
+
+def ring_name(ring: RingFacts, gone: Sequence[str] = ()) -> str:
+    """``ring of 3 · tls, encrypted``; with machines that are ``gone``: ``ring of 3, studio is gone``"""
+    if len(ring.nodes) < 2:
+        return "no ring: this machine alone"
+    if gone:
+        return f"ring of {len(ring.nodes)}, {', '.join(gone)} {'is' if len(gone) == 1 else 'are'} gone"
+    return f"ring of {len(ring.nodes)} · {exchange_words(ring)}"
+
+
+def away(ring: RingFacts | None, state: NetworkState | None) -> tuple[str, ...]:
+    """Names of the machines of ``ring`` that do not answer any more."""
+    if ring is None or state is None or len(ring.nodes) < 2:
+        return ()
+    there = {peer.node_id: peer for peer in state.peers}
+    others = [node for node in ring.nodes if node.node_id != state.me.node_id]
+    return tuple(
+        machine_name(node)
+        for node in others
+        if (peer := there.get(node.node_id)) is None or peer.state not in ("ring", "ready")
+    )
+
+
+def away_lines(before: Sequence[str], now: Sequence[str]) -> list[str]:
+    """What became of a ring's machines between two looks, a line each; ``before`` and ``now`` are those away."""
+    gone = [f"{name} is gone; the next answer is given by a ring without it." for name in now if name not in before]
+    return [*gone, *[f"{name} is there again." for name in before if name not in now]]
+
+
+def exchange_words(ring: RingFacts) -> str:
+    """``tls, encrypted``, ``gloo, plain text``"""
+    name = _EXCHANGES.get(ring.exchange, ring.exchange)
+    return f"{name}, {'encrypted' if ring.encrypted else 'plain text'}"
+
+
+def how_it_runs(ring: RingFacts) -> list[str]:
+    """Mode, exchange with what one takes, and the idle experts, in words."""
+    took = f" ({latency(ring.exchange_s)} each)" if ring.exchange_s is not None else ""
+    loading = {"selected": "no idle experts run", "router-aided": "idle experts: router-aided",
+               "busy-full": "idle experts: busy full", "auto": ""}[ring.loading]  # fmt: skip
+    return [part for part in (f"{ring.mode} mode", f"{exchange_words(ring)}{took}", loading) if part]
+
+
+def speed_words(ring: RingFacts, figure: str, alone: str) -> str:
+    """The prediction beside that of one machine; ``figure`` and ``alone`` are the two as shown."""
+    if ring.tokens_per_s is None:
+        return "no speed is predicted for the ring"
+    if ring.alone_tokens_per_s is None:
+        return f"about {figure}; no machine could run it alone"
+    return f"about {figure}; the best machine alone {alone}"

@@ -1,0 +1,127 @@
+"""A ring and its machines as ``Content``: in the prediction, on the screen of machines, for a lent machine. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+from textual.content import Content
+
+from app.ring_words import STATES, how_it_runs, link_words, machine_name, short_id
+from app.text_safety import one_line
+from app.tui.charts import flowing
+from app.tui.formatting import bar, rate, size
+from engine.messages import NodeShare, PeerFacts, PeerState, RingFacts
+
+_MUTED = "$foreground-muted"
+_BAR = 10
+_BESIDE = 30
+"""Cells from which on what a node holds stands beside its name."""
+_DOTS: dict[PeerState, tuple[str, str]] = {
+    "found": ("○", "$text-accent"),
+    "paired": ("○", _MUTED),
+    "ready": ("●", "$text-success"),
+    "ring": ("◉", "$text-primary"),
+    "busy": ("◍", "$text-warning"),
+    "lost": ("✗", "$text-error"),
+    "refused": ("✗", "$text-error"),
+}
+
+
+def ring_lines(ring: RingFacts, width: int, *, me: str = "") -> list[Content]:
+    """The ring in lines: its speed beside one machine's, how it runs, what each node holds. ``me``: this node's id."""
+    formed = bool(ring.epoch)
+    if len(ring.nodes) < 2:
+        return _one_machine(ring, width)
+    head = [Content.styled(f"Ring of {len(ring.nodes)}{'' if formed else ', planned'}", "bold"), *_speed(ring)]
+    lines = [flowing(head, width)]
+    if ring.reason:
+        lines.append(Content.styled(one_line(ring.reason), "$text-warning"))
+    how = [*how_it_runs(ring), *_trunk(ring)]
+    lines.append(flowing([Content.styled(part, _MUTED) for part in how], width))
+    most = max((node.expert_bytes for node in ring.nodes), default=0)
+    names = max((len(_name(node, me)) for node in ring.nodes), default=0)
+    own_trunk = len({node.trunk_bytes for node in ring.nodes}) > 1
+    shown = list(map(_settled, ring.nodes)) if formed else ring.nodes
+    return lines + [_node(node, f"{_name(node, me):{names}}", most, width, own_trunk) for node in shown]
+
+
+def _one_machine(ring: RingFacts, width: int) -> list[Content]:
+    """A ring was asked for, and one machine is used instead."""
+    lines = [flowing([Content.styled("No ring: this machine alone", "bold"), *_speed(ring)], width)]
+    return [*lines, Content.styled(one_line(ring.reason), "$text-warning")] if ring.reason else lines
+
+
+def _settled(node: NodeShare) -> NodeShare:
+    """A node of a ring that is formed: everything was sent, and what memory is left is said of the machine."""
+    return msgspec.structs.replace(node, memory_free=0, has_bytes=node.trunk_bytes + node.expert_bytes)
+
+
+def _trunk(ring: RingFacts) -> list[str]:
+    """The trunk, if it is the same on all nodes; else each says its own."""
+    (first, *others) = {node.trunk_bytes for node in ring.nodes} or {0}
+    return [] if others or not first else [f"trunk {size(first)} on each"]
+
+
+def _speed(ring: RingFacts) -> list[Content]:
+    if ring.tokens_per_s is None:
+        return [Content.styled("no speed predicted", _MUTED)]
+    slower = ring.alone_tokens_per_s is not None and ring.alone_tokens_per_s >= ring.tokens_per_s
+    items = [
+        Content.styled(f"about {rate(ring.tokens_per_s)}", "bold $text-warning" if slower else "bold $text-success")
+    ]
+    if ring.alone_tokens_per_s is None:
+        return [*items, Content.styled("fits on no machine alone", _MUTED)]
+    return [*items, Content.styled(f"one machine alone {rate(ring.alone_tokens_per_s)}", "bold" if slower else _MUTED)]
+
+
+def _name(node: NodeShare, me: str) -> str:
+    return f"{machine_name(node)}{' (here)' if node.node_id == me else ''}"
+
+
+def _node(node: NodeShare, name: str, most: int, width: int, own_trunk: bool) -> Content:
+    """One node on a line, or on as many as it needs."""
+    held = node.trunk_bytes + node.expert_bytes
+    title = Content.assemble((f"{node.rank} ", _MUTED), (name, "bold"), "  ", bar(node.expert_bytes, most, _BAR))
+    parts = [Content(f"{node.experts:,} experts {size(node.expert_bytes)}")]
+    if own_trunk:
+        parts.append(Content.styled(f"trunk {size(node.trunk_bytes)}", _MUTED))
+    if node.memory_free:
+        short = held > node.memory_free
+        parts.append(Content.styled(f"of {size(node.memory_free)} free", "$text-error" if short else _MUTED))
+    if node.expected_experts:
+        parts.append(Content.styled(f"{node.expected_experts:.1f} run a layer", _MUTED))
+    if node.rank and held > node.has_bytes:
+        parts.append(Content.styled(f"{size(held - node.has_bytes)} to send", "$text-accent"))
+    rest = max(8, width - title.cell_length - 2)
+    body = flowing(parts, rest if rest >= _BESIDE else width - 2)
+    indent = title.cell_length + 2 if rest >= _BESIDE else 2
+    lines = body.split("\n")
+    if rest < _BESIDE:
+        return Content("\n").join([title, *[Content.assemble(" " * indent, line) for line in lines]])
+    first, *others = lines
+    return Content("\n").join(
+        [Content.assemble(title, "  ", first), *[Content.assemble(" " * indent, line) for line in others]]
+    )
+
+
+def peer_lines(peer: PeerFacts, width: int) -> Content:
+    """A machine: its name and state, then its link and memory, then what is wrong with it."""
+    dot, colour = _DOTS[peer.state]
+    title = [Content.assemble((f"{dot} ", colour), (machine_name(peer), "bold"), ("  " + STATES[peer.state], colour))]
+    facts = []
+    if peer.name:
+        facts.append(short_id(peer.node_id))
+    if peer.link is not None:
+        facts.append(link_words(peer.link))
+    elif peer.addresses:
+        facts.append(one_line(peer.addresses[0]))
+    if peer.memory_total:
+        facts.append(f"{size(peer.memory_free)} of {size(peer.memory_total)} free")
+    if peer.runtime:
+        facts.append(one_line(peer.runtime))
+    lines = [flowing(title, width)]
+    if facts:
+        body = flowing([Content.styled(fact, _MUTED) for fact in facts], max(8, width - 2))
+        lines += [Content.assemble("  ", line) for line in body.split("\n")]
+    if peer.problem:
+        lines.append(Content.styled(f"  {one_line(peer.problem)}", "$text-error"))
+    return Content("\n").join(lines)

@@ -1,0 +1,238 @@
+"""The machines on the network: which were found, are paired, form a ring; pairing, forming and forgetting."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import ClassVar, cast
+
+from textual import on, work
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.screen import Screen
+from textual.widgets import Footer, OptionList, Static
+from textual.widgets.option_list import Option
+
+from app.engine_client import EngineDied
+from app.network import NetworkProblem
+from app.ring_words import machine_name, short_id
+from app.text_safety import one_line
+from app.tui.charts import flowing
+from app.tui.controller import ChatController
+from app.tui.hosting import ChatHost
+from app.tui.ring_view import peer_lines, ring_lines
+from app.tui.screens.asking import AskText, Confirm
+from app.tui.widgets.rendered import Rendered
+from engine.messages import NetworkState, PeerFacts
+
+_MUTED = "$foreground-muted"
+_ANOTHER = "another machine, by its address…"
+
+
+class MachinesScreen(Screen[None]):
+    """Shows what the engine tells of the network, and asks it for what the keys say."""
+
+    HELP = (
+        "Machines that answer together. `l` looks for machines: until then no socket is open; `l` again stops it. `p` "
+        "(or `enter`) pairs with the marked one: on that machine runs `privatellm join`, whose code you type here; "
+        "`c` shows a code here instead, to be typed there. `f` forms a ring with the paired machines that are there, "
+        "and again: leaves it. `x` forgets a machine: it is trusted no longer, and a link to it is cut. What is "
+        "announced on the network is a hint: the name of a machine is known only once it is paired."
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,f8,ctrl+l", "leave", "Close", key_display="esc", id="machines.close"),
+        Binding("l", "look", "Look", id="machines.look"),
+        Binding("p", "pair", "Pair", id="machines.pair"),
+        Binding("c", "code", "Code", id="machines.code"),
+        Binding("f", "form", "Form / leave", id="machines.form"),
+        Binding("x", "forget", "Forget", id="machines.forget"),
+        Binding("f1", "app.help", "Help", id="machines.help"),
+    ]
+
+    def __init__(self, controller: ChatController) -> None:
+        super().__init__()
+        self._controller = controller
+        self._peers: list[PeerFacts] = []
+
+    def compose(self) -> ComposeResult:
+        yield Static("Machines", classes="screen-title", markup=False)
+        with VerticalScroll(id="machines-about", can_focus=False):
+            yield Here(self._controller)
+        yield OptionList(id="machines")
+        yield Static("", id="machines-problem", markup=False)
+        yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        self.query_one(OptionList).focus()
+        self.network_changed()
+        self._refresh()
+
+    def network_changed(self) -> None:
+        """The engine said something new of the network."""
+        self.query_one(Here).remake()
+        self._draw()
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._draw)
+
+    # --- drawing --------------------------------------------------------------------------------------------------
+
+    @property
+    def _state(self) -> NetworkState | None:
+        return self._controller.link.network.state
+
+    def _draw(self) -> None:
+        machines = self.query_one(OptionList)
+        marked = self._marked()
+        self._peers = list(self._state.peers) if self._state is not None else []
+        width = max(20, machines.size.width - 4)
+        prompts = [peer_lines(peer, width) for peer in self._peers]
+        machines.set_options([*map(Option, prompts), Option(Content.styled(f"+ {_ANOTHER}", _MUTED))])
+        index = next((i for i, peer in enumerate(self._peers) if marked and peer.node_id == marked.node_id), 0)
+        machines.highlighted = index
+        self.refresh_bindings()
+
+    def _marked(self) -> PeerFacts | None:
+        index = self.query_one(OptionList).highlighted
+        return self._peers[index] if index is not None and index < len(self._peers) else None
+
+    def _say(self, text: str, *, problem: bool = True) -> None:
+        line = self.query_one("#machines-problem", Static)
+        line.update(Content(one_line(text)))
+        line.set_class(problem, "problem")
+
+    # --- keys -----------------------------------------------------------------------------------------------------
+
+    @on(OptionList.OptionSelected)
+    def _chosen(self, event: OptionList.OptionSelected) -> None:
+        event.stop()
+        self.action_pair()
+
+    @work(group="network", exit_on_error=False)
+    async def _refresh(self) -> None:
+        await self._do("", self._controller.link.list_machines())
+
+    @work(group="network", exit_on_error=False)
+    async def action_look(self) -> None:
+        """Open the network, or close it again."""
+        link, options = self._controller.link, self._controller.options
+        if not link.network.is_open:
+            await self._do("Looking for machines…", link.look_for_machines(options))
+        elif options.partitioning == "ring":
+            self._say("The ring needs the network: f leaves the ring first.")
+        else:
+            await self._do("", link.stop_looking(options))
+
+    @work(group="network", exit_on_error=False)
+    async def action_pair(self) -> None:
+        peer = self._marked()
+        if not self._controller.link.network.is_open:
+            self._say("Look for machines first (l): until then no socket is open.")
+            return
+        if peer is not None and peer.name:
+            self._say(f"{machine_name(peer)} is paired already; x forgets it.", problem=False)
+            return
+        where = short_id(peer.node_id) if peer is not None else await self.app.push_screen_wait(
+            AskText("Its address (HOST:PORT), as privatellm join shows it")
+        )  # fmt: skip
+        if not where:
+            return
+        code = await self.app.push_screen_wait(AskText(f"The code that {one_line(where)} shows"))
+        if code:
+            target = peer.node_id if peer is not None else where
+            await self._do("Pairing…", self._pair(target, code))
+
+    async def _pair(self, target: str, code: str) -> str:
+        try:
+            name = await self._controller.link.network.pair(target, code)
+        except (NetworkProblem, EngineDied) as problem:
+            return str(problem)
+        self.notify(f"Paired with {one_line(name)}.", markup=False)
+        return ""
+
+    @work(group="network", exit_on_error=False)
+    async def action_code(self) -> None:
+        if not self._controller.link.network.is_open:
+            self._say("Look for machines first (l): until then no socket is open.")
+            return
+        await self._do("", self._quietly(self._controller.link.network.show_code()))
+
+    @work(group="network", exit_on_error=False)
+    async def action_forget(self) -> None:
+        peer = self._marked()
+        if peer is None or not peer.name:
+            self._say("Only a paired machine can be forgotten.")
+            return
+        question = f"Forget {machine_name(peer)}?"
+        detail = "It is trusted no longer, and a link to it is cut. To use it again, pair it again."
+        if await self.app.push_screen_wait(Confirm(question, detail)):
+            await self._do("", self._quietly(self._controller.link.network.forget(peer.node_id)))
+
+    def action_form(self) -> None:
+        """Load the model on a ring of the paired machines, or on this machine alone again."""
+        leaving = self._controller.options.partitioning == "ring"
+        if not leaving and not any(peer.state == "ready" for peer in self._peers):
+            self._say("No paired machine is there: pair one first (p).")
+            return
+        problem = cast(ChatHost, self.app).change_setting("partitioning", "auto" if leaving else "ring")
+        if problem:
+            self._say(problem)
+        else:
+            self.dismiss(None)
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
+
+    @staticmethod
+    async def _quietly(asked: Awaitable[None]) -> str:
+        try:
+            await asked
+        except (NetworkProblem, EngineDied) as problem:
+            return str(problem)
+        return ""
+
+    async def _do(self, busy: str, asked: Awaitable[str]) -> None:
+        """Say what goes on, wait for it, say what went wrong."""
+        self._say(busy, problem=False)
+        problem = await asked
+        if self.is_mounted:
+            self._say(problem)
+            self.network_changed()
+
+
+class Here(Rendered):
+    """This machine, the code that is valid, what is wrong with the network, and the ring."""
+
+    def __init__(self, controller: ChatController) -> None:
+        super().__init__(classes="here")
+        self._controller = controller
+
+    def make(self, width: int) -> Content:
+        state = self._controller.link.network.state
+        facts = self._controller.status.facts
+        if state is None:
+            return Content.styled("Asking the engine…", _MUTED)
+        lines = [flowing(_me(state), width)]
+        if not state.open:
+            lines.append(Content.styled("No socket is open. l looks for machines.", _MUTED))
+        if state.code:
+            tries = f"{state.code_tries} tr{'y' if state.code_tries == 1 else 'ies'}"
+            left = f"  valid for {state.code_seconds} s, {tries}: type it on the other machine"
+            lines.append(Content.assemble("Code ", (f" {one_line(state.code)} ", "bold reverse"), (left, _MUTED)))
+        lines += [Content.styled(f"! {one_line(problem)}", "$text-warning") for problem in state.problems]
+        if facts is not None and facts.ring is not None:
+            lines += [Content(), *ring_lines(facts.ring, width, me=state.me.node_id)]
+        return Content("\n").join(lines)
+
+
+def _me(state: NetworkState) -> list[Content]:
+    me = state.me
+    parts = [Content.assemble("This machine: ", (one_line(me.name) or short_id(me.node_id), "bold"))]
+    if me.words:
+        parts.append(Content.styled(" ".join(map(one_line, me.words)), "$text-accent"))
+    if me.listening:
+        parts.append(Content.styled(f"listening at {', '.join(map(one_line, me.listening))}", _MUTED))
+    if me.key_storage:
+        parts.append(Content.styled(f"key in {one_line(me.key_storage)}", _MUTED))
+    return parts

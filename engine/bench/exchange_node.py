@@ -1,0 +1,216 @@
+"""One node of ``bench exchange``: ``python -m engine.bench.exchange_node`` is told by its stdin what to measure.
+
+Each line in and out is one message in JSON. The process ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+import psutil
+
+from discovery.certificates import der_of, fingerprint
+from discovery.door import Door
+from discovery.identity import Identity
+from engine.errors import ModelError
+from engine.messages.ring import ExchangeName
+from engine.ring.accepting import Links
+from engine.ring.epochs import Epoch, Member
+from engine.ring.exchange import Exchange, PeerLost
+from engine.ring.opening import open_exchange
+from engine.ring.transports import time_exchanges
+
+LOOPBACK = ("127.0.0.0/8", "::1/128")
+WAIT_S = 0.3
+"""How long a node is kept waiting to see what that costs the processor."""
+MOST_LINE = 1 << 20
+
+
+class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
+    """The node's own identity; it answers with :class:`NodePort`."""
+
+    rank: int
+    certificate: bytes
+    private_key: bytes
+    host: str = "127.0.0.1"
+    """Where it listens."""
+
+
+class NodePort(msgspec.Struct, frozen=True, kw_only=True):
+    port: int
+
+
+class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
+    certificate: bytes
+    port: int
+    host: str = "127.0.0.1"
+
+
+class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Connect ``exchanges`` with ``neighbours`` (all nodes by rank); it answers with :class:`NodeConnected`."""
+
+    epoch: str
+    key: bytes
+    neighbours: list[Neighbour]
+    exchanges: list[ExchangeName]
+
+
+class NodeConnected(msgspec.Struct, frozen=True, kw_only=True):
+    exchanges: list[ExchangeName]
+    problems: dict[str, str]
+
+
+class NodeRound(msgspec.Struct, frozen=True, kw_only=True):
+    """Measure ``exchanges`` in turn, each with all ``sizes``; it answers with :class:`NodeTimes`."""
+
+    exchanges: list[ExchangeName]
+    sizes: list[int]
+    repeats: list[int]
+    warm: int
+    what: Literal["times", "waiting", "digests"] = "times"
+    """Or what waiting for the last rank costs the processor; or what arrives of bytes that differ by rank and size."""
+
+
+class NodeTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of every exchange, by its name and size; share of one core while waiting, by name."""
+
+    seconds: dict[str, dict[str, list[float]]] = {}
+    busy: dict[str, float] = {}
+    digests: dict[str, str] = {}
+    """SHA-256 of all that arrived, in the order of ranks and sizes, by name."""
+
+
+class Node:
+    """What the process has between two messages."""
+
+    def __init__(self, setup: NodeSetup) -> None:
+        self._rank = setup.rank
+        identity = Identity(
+            node_id=fingerprint(der_of(setup.certificate)),
+            certificate_pem=setup.certificate,
+            key_pem=setup.private_key,
+            storage="memory",
+            instance="0" * 16,
+        )
+        self._links = Links(identity)
+        self._door = Door.open(setup.host)
+        self._links.attach(self._door)
+        self._exchanges: dict[ExchangeName, Exchange] = {}
+
+    @property
+    def port(self) -> int:
+        return self._door.port
+
+    def connect(self, plan: NodePlan) -> NodeConnected:
+        members = tuple(
+            Member(rank, fingerprint(der_of(one.certificate)), one.certificate, (f"{one.host}:{one.port}",))
+            for rank, one in enumerate(plan.neighbours)
+        )
+        problems: dict[str, str] = {}
+        for name in plan.exchanges:
+            epoch = Epoch(f"{plan.epoch} {name}", self._rank, members, plan.key, LOOPBACK)
+            try:
+                self._exchanges[name] = open_exchange(name, self._links, epoch)
+            except (ModelError, PeerLost, OSError) as error:
+                problems[name] = str(error)
+        return NodeConnected(exchanges=list(self._exchanges), problems=problems)
+
+    def measure(self, wanted: NodeRound) -> NodeTimes:
+        """Raises PeerLost, RingProtocolError."""
+        if wanted.what == "digests":
+            return NodeTimes(digests={name: digest(self._exchanges[name], wanted.sizes) for name in wanted.exchanges})
+        if wanted.what == "waiting":
+            return NodeTimes(busy={name: self._busy_while_waiting(self._exchanges[name]) for name in wanted.exchanges})
+        seconds: dict[str, dict[str, list[float]]] = defaultdict(dict)
+        for name in wanted.exchanges:
+            for size, repeats in zip(wanted.sizes, wanted.repeats, strict=True):
+                times = time_exchanges(self._exchanges[name], size, wanted.warm + repeats)
+                seconds[name][str(size)] = times[wanted.warm :]
+        return NodeTimes(seconds=seconds)
+
+    def _busy_while_waiting(self, exchange: Exchange) -> float:
+        exchange.send((b"x",), 1)
+        exchange.receive()
+        late = exchange.rank == exchange.size - 1
+        if late:
+            time.sleep(WAIT_S)
+        exchange.send((b"x",), 1)
+        began, busy = time.perf_counter(), _processor_seconds()
+        exchange.receive()
+        share = (_processor_seconds() - busy) / max(1e-9, time.perf_counter() - began)
+        return 0.0 if late else share
+
+    def close(self) -> None:
+        for exchange in self._exchanges.values():
+            exchange.close()
+        self._links.close()
+        self._door.close()
+
+
+def contribution(rank: int, size: int) -> bytes:
+    """What a node contributes where digests are compared: ``rank`` bytes less than ``size``, of its own."""
+    return random.Random(f"{rank} of {size}").randbytes(max(0, size - rank))
+
+
+def digest(exchange: Exchange, sizes: Sequence[int]) -> str:
+    """SHA-256 of what all nodes contributed. Raises PeerLost, RingProtocolError."""
+    found = hashlib.sha256()
+    for size in sizes:
+        exchange.send((contribution(exchange.rank, size),), size)
+        for part in exchange.receive():
+            found.update(len(part).to_bytes(8, "big"))
+            found.update(part)
+    return found.hexdigest()
+
+
+def _processor_seconds() -> float:
+    """Of this process and its children: an envoy is one."""
+    total = 0.0
+    me = psutil.Process()
+    for process in (me, *me.children()):
+        times = process.cpu_times()
+        total += times.user + times.system
+    return total
+
+
+def _hear(kind: type[Any]) -> Any:
+    line = sys.stdin.buffer.readline(MOST_LINE)
+    return msgspec.json.decode(line, type=kind) if line else None
+
+
+def _say(message: msgspec.Struct) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def main() -> None:
+    """Serve the bench until it closes this process's stdin."""
+    setup = _hear(NodeSetup)
+    if setup is None:
+        return
+    node = Node(setup)
+    try:
+        _say(NodePort(port=node.port))
+        plan = _hear(NodePlan)
+        if plan is not None:
+            _say(node.connect(plan))
+            while (wanted := _hear(NodeRound)) is not None:
+                _say(node.measure(wanted))
+    finally:
+        # An exchange of another library may wait for nodes that were ended already: this process ends all the same.
+        threading.Timer(2.0, os._exit, (0,)).start()
+        node.close()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,310 @@
+"""``bench residency``: what idling costs, by how weights are packed (the paper of private LLMs, algorithms 1 and 2).
+
+A chain of matrix products stands for the layers of a model; between two layers the benchmark waits, longer and longer,
+and sees whether the weights are then still where they were. Unstacked, every matrix lies in a file and an array of its
+own; prestacked, all of them in one. No model is loaded.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.bench.spread import Spread, figure
+from engine.errors import Cancelled, ModelError
+from engine.experts.kernels.bindings import KernelChoice, choose
+from engine.experts.kernels.layers import linear
+from engine.experts.kernels.pool import Pool, physical_cores, shared_pool
+from engine.free_memory import available_bytes
+from engine.machine import processor
+from engine.messages import Bench, BenchResult
+from engine.models.files import StoredTensor
+from engine.models.locations import ensure
+from engine.models.safetensors_files import MappedFile, encode_header, read_header
+from engine.models.store import check_space
+from engine.progress import ProgressCallback
+
+Packing = Literal["unstacked", "prestacked"]
+PACKINGS: tuple[Packing, ...] = ("unstacked", "prestacked")
+
+MATRICES = 3
+"""Per layer, as in the paper: those of one expert."""
+WAITS_MS = (0, *(2**power for power in range(12)))
+"""0, 1, 2, 4, ... 2048, between two layers."""
+PAPER = "40 layers of 3 matrices of 8192 × 8192 on a Mac Studio with an M2 Ultra"
+
+LAYERS = 8
+"""Fewer than the paper's 40: the time goes by the product of layers and waits."""
+LARGEST = 8192
+_STEP = 256
+_MEMORY_SHARE = 0.1
+_WAITING_S = 20.0
+"""Samples of a wait are given up beyond so many seconds of waiting; one is always taken."""
+_TENSOR = "weight"
+_ROWS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class Size:
+    """``layers`` of MATRICES matrices [n, n] in bfloat16."""
+
+    layers: int
+    n: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of one packing."""
+        return self.layers * MATRICES * self.n * self.n * 2
+
+
+class Multiplier(Protocol):
+    """Multiplies a row by the matrices of one layer, one after the other, and waits for the result."""
+
+    @property
+    def description(self) -> str: ...
+
+    def reset(self) -> None:
+        """Begin with the first row again."""
+        ...
+
+    def layer(self, index: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def size_for(memory: int, layers: int = LAYERS) -> Size:
+    """The largest matrices of which ``layers`` take a tenth of ``memory`` bytes, at most the paper's. Pure."""
+    n = int((_MEMORY_SHARE * memory / (layers * MATRICES * 2)) ** 0.5) // _STEP * _STEP
+    return Size(layers, max(_STEP, min(LARGEST, n)))
+
+
+def samples_for(wait_ms: int, layers: int, most: int) -> int:
+    """How often a wait is measured: ``most`` times, fewer where that took too long. Pure."""
+    return max(1, min(most, int(_WAITING_S / max(1e-9, wait_ms * layers / 1000.0))))
+
+
+def bench_residency(
+    request: Bench,
+    report: ProgressCallback,
+    cancelled: Callable[[], bool],
+    size: Size | None = None,
+    waits_ms: tuple[int, ...] | None = None,
+) -> BenchResult:
+    """Run both packings with all ``waits_ms`` (None: WAITS_MS). Raises ModelError if disk or memory are too small,
+    Cancelled."""
+    size, waits_ms = size or size_for(available_bytes()), waits_ms or WAITS_MS
+    in_mlx = _wants_mlx(request)
+    threads = request.load.cpu_threads or physical_cores()
+    with _folder(size) as folder:
+        write_matrices(folder, size, report)
+        seconds: dict[Packing, list[list[float]]] = {}
+        description = ""
+        for packing in PACKINGS:
+            multiplier = _open(folder, packing, size, in_mlx, threads)
+            try:
+                description = multiplier.description
+                seconds[packing] = measure(multiplier, size, packing, request.rounds, waits_ms, report, cancelled)
+            finally:
+                multiplier.close()
+    return _result(request, size, waits_ms, seconds, description)
+
+
+def measure(
+    multiplier: Multiplier,
+    size: Size,
+    packing: Packing,
+    rounds: int,
+    waits_ms: tuple[int, ...],
+    report: ProgressCallback,
+    cancelled: Callable[[], bool],
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[list[float]]:
+    """Algorithm 2: per wait, the seconds of each sample without the waiting."""
+    found = []
+    for place, wait_ms in enumerate(waits_ms):
+        report(f"{packing}, waiting {wait_ms} ms", place, len(waits_ms), "")
+        multiplier.reset()
+        for layer in range(size.layers):  # the warm-up
+            multiplier.layer(layer)
+        samples = []
+        for _ in range(samples_for(wait_ms, size.layers, rounds)):
+            multiplier.reset()
+            working = 0.0
+            for layer in range(size.layers):
+                if cancelled():
+                    raise Cancelled("Stopped while measuring.")
+                begun = clock()
+                multiplier.layer(layer)
+                working += clock() - begun
+                _wait(wait_ms / 1000.0, cancelled)
+            samples.append(working)
+        found.append(samples)
+    return found
+
+
+def write_matrices(folder: Path, size: Size, report: ProgressCallback) -> None:
+    """Both packings of the same matrices, as safetensors: ``0-0.safetensors`` and on, and ``stacked.safetensors``."""
+    shape = (size.layers, MATRICES, size.n, size.n)
+    random = np.random.default_rng(0)
+    done = 0
+    with (folder / "stacked.safetensors").open("wb") as stacked:
+        stacked.write(encode_header([(_TENSOR, "BF16", shape)], {"format": "pt"}))
+        for layer in range(size.layers):
+            for number in range(MATRICES):
+                with _matrix_path(folder, layer, number).open("wb") as single:
+                    single.write(encode_header([(_TENSOR, "BF16", (size.n, size.n))], {"format": "pt"}))
+                    for start in range(0, size.n, _ROWS_AT_ONCE):
+                        words = _random_words(random, min(_ROWS_AT_ONCE, size.n - start), size.n)
+                        single.write(words.tobytes())
+                        stacked.write(words.tobytes())
+                done += 2 * size.nbytes // (size.layers * MATRICES)
+                report("writing matrices", done, 2 * size.nbytes, "bytes")
+
+
+class NativeMultiplier:
+    """On the CPU: the native kernels, straight from the mapped files, as the native runtime reads its weights."""
+
+    def __init__(self, folder: Path, packing: Packing, size: Size, pool: Pool, choice: KernelChoice) -> None:
+        self._pool, self._choice = pool, choice
+        self._first = np.ones((1, size.n), dtype=np.float32)
+        self._row: NDArray[np.float32] = self._first
+        places = [[(layer, number) for number in range(MATRICES)] for layer in range(size.layers)]
+        if packing == "prestacked":
+            self._layers = _stacked_matrices(folder / "stacked.safetensors", size, places)
+        else:
+            self._layers = [[_single_matrix(_matrix_path(folder, *place), size) for place in row] for row in places]
+
+    @property
+    def description(self) -> str:
+        return f"native kernels ({self._choice.name}), {self._pool.threads} threads, from mapped files"
+
+    def reset(self) -> None:
+        self._row = self._first
+
+    def layer(self, index: int) -> None:
+        for weight in self._layers[index]:
+            self._row = linear(self._pool, self._choice, weight, None, self._row)
+
+    def close(self) -> None:
+        self._layers.clear()
+
+
+def _open(folder: Path, packing: Packing, size: Size, in_mlx: bool, threads: int) -> Multiplier:
+    if in_mlx:
+        from engine.runtimes.mlx.packing import MlxMultiplier
+
+        return MlxMultiplier(folder, packing, size.layers, MATRICES, size.n)
+    choice = choose("bfloat16")
+    if not choice.native:
+        raise ModelError(
+            f"This benchmark needs the native kernels, or mlx, and the kernels cannot run: {choice.reason}."
+        )
+    return NativeMultiplier(folder, packing, size, shared_pool(threads), choice)
+
+
+def _wants_mlx(request: Bench) -> bool:
+    """Raises ModelError if mlx was asked for and is not installed."""
+    there = importlib.util.find_spec("mlx") is not None
+    if request.load.runtime == "mlx":
+        if not there:
+            raise ModelError("mlx is not installed; choose another runtime for this benchmark.", "bad-input")
+        return True
+    return request.load.runtime == "auto" and there and sys.platform == "darwin" and platform.machine() == "arm64"
+
+
+@contextmanager
+def _folder(size: Size) -> Iterator[Path]:
+    """A folder for the matrices, gone afterwards."""
+    base = ensure("data")
+    check_space(base, 2 * size.nbytes, "This benchmark")
+    folder = Path(tempfile.mkdtemp(prefix="bench-residency-", dir=base))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _matrix_path(folder: Path, layer: int, number: int) -> Path:
+    return folder / f"{layer}-{number}.safetensors"
+
+
+def _single_matrix(path: Path, size: Size) -> StoredTensor:
+    return MappedFile(path).tensor("BF16", (size.n, size.n), read_header(path)[_TENSOR].start)
+
+
+def _stacked_matrices(path: Path, size: Size, places: list[list[tuple[int, int]]]) -> list[list[StoredTensor]]:
+    """All matrices as views of one mapping."""
+    mapped = MappedFile(path)
+    first = read_header(path)[_TENSOR].start
+    step = size.n * size.n * 2
+
+    def view(layer: int, number: int) -> StoredTensor:
+        return mapped.tensor("BF16", (size.n, size.n), first + (layer * MATRICES + number) * step)
+
+    return [[view(*place) for place in row] for row in places]
+
+
+def _random_words(random: np.random.Generator, rows: int, columns: int) -> NDArray[np.uint16]:
+    """bfloat16 words of such a size that a chain of products neither grows nor fades."""
+    values = random.standard_normal((rows, columns), dtype=np.float32) / np.float32(columns**0.5)
+    words: NDArray[np.uint16] = (values.view(np.uint32) >> 16).astype(np.uint16)
+    return words
+
+
+def _wait(seconds: float, cancelled: Callable[[], bool]) -> None:
+    """Sleep, and look now and then whether to stop."""
+    until = time.perf_counter() + seconds
+    while (left := until - time.perf_counter()) > 0:
+        time.sleep(min(left, 0.1))
+        if left > 0.1 and cancelled():
+            return
+
+
+def _result(
+    request: Bench,
+    size: Size,
+    waits_ms: tuple[int, ...],
+    seconds: dict[Packing, list[list[float]]],
+    description: str,
+) -> BenchResult:
+    rows: list[list[str | int | float | None]] = []
+    for place, wait_ms in enumerate(waits_ms):
+        spreads = [Spread.of(seconds[packing][place]) for packing in PACKINGS]
+        samples = len(seconds["unstacked"][place])
+        rows.append([wait_ms, *(str(each.mapped(lambda value: value * 1000.0)) for each in spreads), samples])
+    each = size.nbytes / 1e9
+    return BenchResult(
+        id=request.id,
+        title=f"Residency: {size.layers} layers of {MATRICES} matrices {size.n} × {size.n} in bfloat16",
+        columns=["wait, ms", "unstacked, ms", "prestacked, ms", "samples"],
+        rows=rows,
+        notes=[
+            f"{processor()}: {description}.",
+            f"Median (range) of the time without the waits; {figure(each)} GB of weights in either packing.",
+            f"The paper has {PAPER}: prestacked stays even up to 512 ms, unstacked up to 8 ms.",
+        ],
+        data={
+            "kind": "residency",
+            "rounds": request.rounds,
+            "processor": processor(),
+            "runtime": description,
+            "layers": size.layers,
+            "matrices_per_layer": MATRICES,
+            "n": size.n,
+            "bytes": size.nbytes,
+            "waits_ms": list(waits_ms),
+            "seconds": {packing: seconds[packing] for packing in PACKINGS},
+        },
+    )

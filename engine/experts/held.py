@@ -1,0 +1,96 @@
+"""The experts of a model that one node of a ring runs, whatever lies on its disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from engine.errors import ModelError
+from engine.models.files import Experts, ExpertWeights
+from engine.planning.placement import Placement
+
+
+class HeldExperts:
+    """See :class:`engine.models.files.Experts`: of ``experts`` only those of ``held``, by layer, ascending."""
+
+    def __init__(self, experts: Experts, held: Mapping[int, tuple[int, ...]]) -> None:
+        self._experts = experts
+        self._held = dict(held)
+        self._numbers = {layer: frozenset(numbers) for layer, numbers in held.items()}
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self._experts.layers
+
+    @property
+    def count(self) -> int:
+        return self._experts.count
+
+    @property
+    def dtype(self) -> str:
+        return self._experts.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the held ones."""
+        return sum(
+            _nbytes(self.expert(layer, numbers[0])) * len(numbers) for layer, numbers in self._held.items() if numbers
+        )
+
+    @property
+    def mapped_files(self) -> Sequence[Any]:
+        """The files they lie in, as far as ``experts`` tells."""
+        found: Sequence[Any] = getattr(self._experts, "mapped_files", ())
+        return found
+
+    def held(self, layer: int) -> Sequence[int]:
+        return self._held[layer]
+
+    def expert(self, layer: int, expert: int) -> ExpertWeights:
+        """Raises IndexError for an expert that is not held."""
+        if expert not in self._numbers[layer]:
+            raise IndexError(f"expert {expert} of layer {layer} is not held by this node")
+        return self._experts.expert(layer, expert)
+
+    def check_unchanged(self) -> None:
+        self._experts.check_unchanged()
+
+
+def held_by(experts: Experts, placement: Placement, rank: int) -> HeldExperts:
+    """The experts of ``rank``. Raises ModelError if ``placement`` is not for this model, or the files lack one."""
+    return HeldExperts(experts, check_held(placement, rank, experts.layers, experts.count, experts.held))
+
+
+def check_held(
+    placement: Placement,
+    rank: int,
+    layers: Sequence[int],
+    count: int,
+    here: Callable[[int], Sequence[int]] | None,
+) -> dict[int, tuple[int, ...]]:
+    """The experts of ``rank`` by layer, for a model with ``count`` experts in each of ``layers``.
+
+    ``here(layer)`` are those in this machine's files (None: all). Raises ModelError if ``placement`` is not for this
+    model, or an expert is not here.
+    """
+    if placement.layers != tuple(layers) or placement.experts != count:
+        raise ModelError(
+            f"The ring's plan is for {placement.experts} experts in layers {list(placement.layers)}, and the model "
+            f"here has {count} in layers {list(layers)}; form the ring again.",
+            kind="model",
+        )
+    held = {layer: placement.held(rank, layer) for layer in placement.layers}
+    for layer, wanted in held.items():
+        missing = sorted(set(wanted) - set(here(layer))) if here is not None else []
+        if missing:
+            raise ModelError(
+                f"Experts {missing} of layer {layer} are this node's in the ring and not on its disk; form the ring "
+                "again, so that they are sent.",
+                kind="model",
+            )
+    return held
+
+
+def _nbytes(weights: ExpertWeights) -> int:
+    tensors = (weights.gate, weights.up, weights.down, weights.gate_bias, weights.up_bias, weights.down_bias)
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

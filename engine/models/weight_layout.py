@@ -1,0 +1,286 @@
+"""Where the weights of a model folder lie, byte by byte: what belongs to the trunk, and what to each expert.
+
+The same for every form of folder: prepared slabs, plain checkpoints, and those that mlx-lm wrote or that are quantised,
+in which an expert is one row of each of several stacked tensors. Reads headers only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelError
+from engine.models.bank import EXPERTS_FOLDER, JOURNAL, MANIFEST, Bank, BankExperts, layer_path
+from engine.models.checkpoint import INDEX, Checkpoint, PlainExperts
+from engine.models.families import check_supported, expert_shape
+from engine.models.opening import open_model, read_config
+from engine.models.prepare import is_setting
+from engine.models.safetensors_files import TensorEntry, read_header
+from engine.models.share_files import Form
+from engine.models.store import SHARE_MANIFEST
+
+PIECE_BYTES = 64 * 1024 * 1024
+"""The trunk travels in pieces of about this size, cut between tensors."""
+
+_LIBRARY_MARKS = (".switch_mlp.", ".experts.gate_proj.weight", ".embed_q.weight", ".ffn.experts.0.w1.weight")
+"""Parts of names that only checkpoints written by mlx-lm have."""
+_LIBRARY_EXPERT = re.compile(r".*?\.(?:layers|blocks)\.(\d+)\..*?\.(?:switch_mlp|experts)\.(?:(\d+)\.)?.+")
+
+
+@dataclass(frozen=True, order=True)
+class Run:
+    """Bytes ``start`` to ``stop`` of file number ``file``."""
+
+    file: int
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+Runs = tuple[Run, ...]
+TrunkTensor = tuple[str, int, TensorEntry]
+"""Name, number of its file, and where it lies."""
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """A model folder's bytes. ``files`` are names relative to ``folder`` with their sizes; ``headers[i]`` is how many
+    bytes of file i come before its first tensor."""
+
+    folder: Path
+    config: dict[str, Any]
+    form: Form
+    files: tuple[tuple[str, int], ...]
+    headers: tuple[int, ...]
+    layers: tuple[int, ...]
+    count: int
+    """Experts per layer; 0 for a dense model."""
+    experts: Mapping[tuple[int, int], Runs]
+    trunk: tuple[tuple[TrunkTensor, ...], ...]
+    """Its tensors, in pieces."""
+    opened: Bank | Checkpoint | None
+    """None for the form ``library``."""
+
+    @property
+    def trunk_bytes(self) -> int:
+        return sum(entry.nbytes for piece in self.trunk for _, _, entry in piece)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of one expert, as stored."""
+        return sum(run.nbytes for run in next(iter(self.experts.values()), ()))
+
+    @cached_property
+    def settings(self) -> tuple[Path, ...]:
+        """The small files beside the weights: configuration, tokenizer, chat template, licence."""
+        ours = {SHARE_MANIFEST, JOURNAL}
+        wanted = (path for path in sorted(self.folder.iterdir()) if path.name not in ours)
+        return tuple(path for path in wanted if is_setting(path) or path.name in (MANIFEST, INDEX))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same for folders whose files have the same names, sizes and headers, so that the same bytes lie in the
+        same places."""
+        digest = hashlib.blake2b(digest_size=16)
+        for (name, size), header in zip(self.files, self.headers, strict=True):
+            digest.update(f"{name}\0{size}\n".encode())
+            if header:
+                with (self.folder / name).open("rb") as file:
+                    digest.update(file.read(header))
+        return digest.hexdigest()
+
+
+def layout_of(folder: Path) -> WeightLayout:
+    """Raises ModelError if ``folder`` is no model, is damaged, or is of a family that is not supported."""
+    config = read_config(folder)
+    entries = None if (folder / MANIFEST).is_file() else _library_entries(folder, config)
+    if entries is not None:
+        return _library_layout(folder, config, entries)
+    opened = open_model(folder)
+    if isinstance(opened, Bank):
+        return _bank_layout(opened)
+    assert isinstance(opened, Checkpoint)
+    return _plain_layout(opened)
+
+
+def runs_of(piece: Iterable[TrunkTensor]) -> Runs:
+    """The bytes of a piece of the trunk."""
+    return merged(Run(file, entry.start, entry.stop) for _, file, entry in piece)
+
+
+def merged(runs: Iterable[Run]) -> Runs:
+    """``runs`` in the order of the files, adjacent ones as one."""
+    found: list[Run] = []
+    for run in sorted(runs):
+        if run.nbytes == 0:
+            continue
+        if found and found[-1].file == run.file and found[-1].stop >= run.start:
+            found[-1] = Run(run.file, found[-1].start, max(run.stop, found[-1].stop))
+        else:
+            found.append(run)
+    return tuple(found)
+
+
+def quantisation_words(config: Mapping[str, Any], dtype: str) -> str:
+    """How the weights are stored, for a person; ``dtype`` is safetensors' name of an expert's or the trunk's type."""
+    settings = config.get("quantization") or config.get("quantization_config")
+    if not isinstance(settings, dict):
+        return {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}.get(dtype, dtype)
+    method = settings.get("quant_method") or settings.get("mode")
+    bits, group = settings.get("bits"), settings.get("group_size")
+    parts = [str(method)] if isinstance(method, str) and method != "affine" else []
+    parts += [f"{bits}-bit"] if isinstance(bits, int) else []
+    parts += [f"in groups of {group}"] if isinstance(group, int) else []
+    return " ".join(parts) or "quantised"
+
+
+# --- one form each ------------------------------------------------------------------------------------------------
+
+
+def _bank_layout(bank: Bank) -> WeightLayout:
+    experts = bank.experts
+    files = {str(mapped.path.relative_to(bank.folder)): mapped.size for mapped in bank.mapped_files}
+    numbers = {name: number for number, name in enumerate(files)}
+    runs: dict[tuple[int, int], Runs] = {}
+    if isinstance(experts, BankExperts):
+        size = experts.layout.size
+        for layer in experts.layers:
+            number = numbers[f"{EXPERTS_FOLDER}/{layer_path(bank.folder, layer).name}"]
+            for expert in range(experts.count):
+                runs[layer, expert] = (Run(number, expert * size, (expert + 1) * size),)
+    return _layout(bank, "bank", files, bank.trunk_entries, runs)
+
+
+def _plain_layout(checkpoint: Checkpoint) -> WeightLayout:
+    experts = checkpoint.experts
+    files = {mapped.path.name: mapped.size for mapped in checkpoint.mapped_files}
+    numbers = {name: number for number, name in enumerate(files)}
+    runs: dict[tuple[int, int], Runs] = {}
+    if isinstance(experts, PlainExperts):
+        for layer in experts.layers:
+            for expert in range(experts.count):
+                spans = experts.spans(layer, expert)
+                runs[layer, expert] = merged(Run(numbers[name], start, stop) for name, start, stop in spans)
+    return _layout(checkpoint, "plain", files, checkpoint.trunk_entries, runs)
+
+
+def _layout(
+    opened: Bank | Checkpoint,
+    form: Form,
+    files: Mapping[str, int],
+    trunk: Mapping[str, tuple[str, TensorEntry]],
+    runs: Mapping[tuple[int, int], Runs],
+) -> WeightLayout:
+    numbers = {name: number for number, name in enumerate(files)}
+    experts = opened.experts
+    return WeightLayout(
+        folder=opened.folder,
+        config=opened.config,
+        form=form,
+        files=tuple(files.items()),
+        headers=tuple(_header_bytes(opened.folder / name) for name in files),
+        layers=experts.layers if experts is not None else (),
+        count=experts.count if experts is not None else 0,
+        experts=runs,
+        trunk=_pieces([(name, numbers[file], entry) for name, (file, entry) in trunk.items()]),
+        opened=opened,
+    )
+
+
+def _library_entries(folder: Path, config: Mapping[str, Any]) -> dict[str, dict[str, TensorEntry]] | None:
+    """The tensors by file of a folder in mlx-lm's layout or quantised; None for any other."""
+    paths = sorted(folder.glob("model*.safetensors"))
+    if not config.get("quantization") and not config.get("quantization_config"):
+        # One header tells: mlx-lm renames the experts of all layers or of none.
+        names = (name for path in paths for name in read_header(path))
+        if not any(mark in name for name in names for mark in _LIBRARY_MARKS):
+            return None
+    return {path.name: read_header(path) for path in paths}
+
+
+def _library_layout(
+    folder: Path, config: dict[str, Any], entries: Mapping[str, Mapping[str, TensorEntry]]
+) -> WeightLayout:
+    family = check_supported(config)
+    shape = expert_shape(config, family)
+    layers, count = (shape.layers, shape.count) if shape is not None else ((), 0)
+    trunk: list[TrunkTensor] = []
+    spans: dict[tuple[int, int], list[Run]] = {}
+    for number, (file_name, tensors) in enumerate(entries.items()):
+        for name, entry in tensors.items():
+            found = _LIBRARY_EXPERT.fullmatch(name)
+            if found is None or int(found[1]) not in layers:
+                trunk.append((name, number, entry))
+                continue
+            layer = int(found[1])
+            if found[2] is not None:
+                spans.setdefault((layer, int(found[2])), []).append(Run(number, entry.start, entry.stop))
+                continue
+            if not entry.shape or entry.shape[0] != count:
+                raise ModelError(
+                    f"{file_name}: tensor {name} has shape {list(entry.shape)}, but config.json asks for {count} "
+                    "experts; the files do not belong together: fetch the model again."
+                )
+            size = entry.nbytes // count
+            for expert in range(count):
+                start = entry.start + expert * size
+                spans.setdefault((layer, expert), []).append(Run(number, start, start + size))
+    wanted = {(layer, expert) for layer in layers for expert in range(count)}
+    if set(spans) != wanted:
+        raise ModelError(f"{folder} has not the experts that config.json asks for; fetch the model again.")
+    return WeightLayout(
+        folder=folder,
+        config=config,
+        form="library",
+        files=tuple((name, (folder / name).stat().st_size) for name in entries),
+        headers=tuple(_header_bytes(folder / name) for name in entries),
+        layers=layers,
+        count=count,
+        experts={key: merged(runs) for key, runs in sorted(spans.items())},
+        trunk=_pieces(trunk),
+        opened=None,
+    )
+
+
+def _pieces(tensors: list[TrunkTensor]) -> tuple[tuple[TrunkTensor, ...], ...]:
+    pieces: list[list[TrunkTensor]] = []
+    size = 0
+    for tensor in sorted(tensors, key=lambda each: (each[1], each[2].start, each[0])):
+        if not pieces or size >= PIECE_BYTES or pieces[-1][-1][1] != tensor[1]:
+            pieces.append([])
+            size = 0
+        pieces[-1].append(tensor)
+        size += tensor[2].nbytes
+    return tuple(map(tuple, pieces))
+
+
+def _header_bytes(path: Path) -> int:
+    """How many bytes of a safetensors file come before its first tensor; 0 for slabs."""
+    if path.suffix != ".safetensors":
+        return 0
+    with path.open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+def settings_fingerprint(paths: Iterable[Path]) -> str:
+    """Of files' names and contents."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(paths):
+        data = path.read_bytes()
+        digest.update(f"{path.name}\0{len(data)}\n".encode() + data)
+    return digest.hexdigest()
+
+
+def config_fingerprint(config: Mapping[str, Any]) -> str:
+    """Of a configuration without what a tool notes about itself in it."""
+    kept = {key: value for key, value in config.items() if key not in ("transformers_version", "_name_or_path")}
+    return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,183 @@
+"""Weights that lie in mapped files: which pages of them this node uses, whether they are in memory, touching and
+locking them.
+
+The files are mapped a second time, shared and read-only: both mappings show the same pages of the system's cache, so
+what is touched or locked here is there for the runtime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import ModelError
+from engine.models.share_files import part_of
+from engine.models.weight_layout import Run, layout_of, merged, runs_of
+from engine.residency.deciding import lockable
+
+PIECE_BYTES = 8 * 1024 * 1024
+"""Touched at once; between two pieces an answer may begin."""
+_PAGE = mmap.PAGESIZE
+
+
+@dataclass(frozen=True)
+class Locked:
+    """What was locked of what was wanted, in bytes, and why not more."""
+
+    nbytes: int
+    wanted: int
+    reason: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.nbytes / 1e9:.1f} of {self.wanted / 1e9:.1f} GB of weights are locked in memory"
+        return f"{text} ({self.reason})" if self.reason else text
+
+
+class MappedWeights:
+    """The trunk and the held experts of a model folder, in the order in which a pass uses them."""
+
+    own_memory = False
+
+    def __init__(self, folder: Path, held: Mapping[int, Sequence[int]] | None = None) -> None:
+        """``held``: experts by layer that are used here; None: all that are here. Raises ModelError."""
+        layout = layout_of(folder)
+        share = part_of(folder)
+        # Touching a hole of a share would fill memory with zeros.
+        trunk = layout.trunk if share is None or share.has_trunk else ()
+        runs: list[Run] = [run for piece in trunk for run in runs_of(piece)]
+        for layer in layout.layers:
+            here: Sequence[int] = range(layout.count) if share is None else share.held(layer)
+            mine = here if held is None else [expert for expert in held.get(layer, ()) if expert in here]
+            runs += merged(run for expert in mine for run in layout.experts[layer, expert])
+        self._files = [_Mapping(folder / name) for name, _ in layout.files]
+        self._pieces = [piece for run in runs for piece in _cut(run)]
+        self._locked: list[tuple[int, int]] = []
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each piece."""
+        return [piece.nbytes for piece in self._pieces]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes)
+
+    def touch(self, index: int) -> None:
+        """Read a word of every page of a piece, which brings it into memory."""
+        piece = self._pieces[index]
+        view = self._files[piece.file].data[piece.start : piece.stop]
+        int(view[::_PAGE].max())
+        int(view[-1])
+
+    def resident(self, index: int) -> bool:
+        """Whether every page of a piece is in memory."""
+        present, pages = self._present(index)
+        return present == pages
+
+    def fraction(self) -> float:
+        """How much of it is in memory, from 0 to 1; of nothing, all."""
+        found = [self._present(index) for index in range(len(self._pieces))]
+        pages = sum(count for _, count in found)
+        return sum(count for count, _ in found) / pages if pages else 1.0
+
+    def lock(self, available: int) -> Locked:
+        """Lock pages in memory, in order, as far as the system allows and ``available`` bytes of memory suggest."""
+        wanted = self.nbytes
+        allowed = _allowed_to_lock()
+        room = lockable(wanted, allowed, available)
+        reason = "" if room == wanted else _why_less(allowed, available)
+        done = 0
+        for piece in self._pieces:
+            if done + piece.nbytes > room:
+                break
+            problem = self._lock(piece)
+            if problem is not None:
+                reason = problem
+                break
+            done += piece.nbytes
+        return Locked(done, wanted, reason if done < wanted else "")
+
+    def close(self) -> None:
+        """Unlock and unmap everything."""
+        for address, nbytes in self._locked:
+            _libc.munlock(address, nbytes)
+        self._locked.clear()
+        self._pieces.clear()
+        for mapping in self._files:
+            mapping.close()
+        self._files.clear()
+
+    def _lock(self, piece: Run) -> str | None:
+        address, nbytes = self._pages(piece)
+        if _libc.mlock(address, nbytes):
+            code = ctypes.get_errno()
+            return "the system refused more" if code in (errno.ENOMEM, errno.EPERM, errno.EAGAIN) else os.strerror(code)
+        self._locked.append((address, nbytes))
+        return None
+
+    def _present(self, index: int) -> tuple[int, int]:
+        """Pages of a piece that are in memory, and how many it has."""
+        address, nbytes = self._pages(self._pieces[index])
+        pages = -(-nbytes // _PAGE)
+        states = np.zeros(pages, dtype=np.uint8)
+        if _libc.mincore(address, nbytes, states.ctypes.data):
+            return 0, pages
+        return int((states & 1).sum()), pages
+
+    def _pages(self, piece: Run) -> tuple[int, int]:
+        """Address and bytes of the whole pages that hold a piece."""
+        start = piece.start - piece.start % _PAGE
+        return self._files[piece.file].address + start, piece.stop - start
+
+
+class _Mapping:
+    """A file, mapped shared and read-only."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with path.open("rb") as file:
+                self._mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{path} cannot be mapped ({error}); check the file.") from error
+        self.data: NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8)
+        self.address = int(self.data.ctypes.data)
+
+    def close(self) -> None:
+        del self.data
+        # A view that somebody still holds keeps it mapped until it is gone.
+        with contextlib.suppress(BufferError):
+            self._mapping.close()
+
+
+def _cut(run: Run) -> list[Run]:
+    starts = range(run.start, run.stop, PIECE_BYTES)
+    return [Run(run.file, start, min(run.stop, start + PIECE_BYTES)) for start in starts]
+
+
+def _allowed_to_lock() -> int | None:
+    """Bytes this process may lock; None: no limit."""
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if soft == resource.RLIM_INFINITY or os.geteuid() == 0 else soft
+
+
+def _why_less(allowed: int | None, available: int) -> str:
+    if allowed is not None and allowed < available:
+        return f"this process may lock {allowed / 1e6:.1f} MB; `ulimit -l` raises that"
+    return f"{available / 1e9:.1f} GB of memory are free"
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+for _name in ("mlock", "munlock"):
+    getattr(_libc, _name).argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]

@@ -1,0 +1,164 @@
+"""One loaded model kept ready: its weights' keeper, and the probe that tells what idling costs all the same."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from engine.errors import ModelError
+from engine.free_memory import available_bytes
+from engine.messages import AnyEvent, Finished, Load, Notice, WarmUp
+from engine.residency.keeper import IdleProbe, Keeper, Weights
+from engine.residency.mapped import MappedWeights
+from engine.ring.seat import Seat
+from engine.runtimes.protocol import KeepsWeights, LoadedModel, Seated
+
+Held = Mapping[int, Sequence[int]]
+"""Decoder layer to the experts that this node runs."""
+
+
+class Ready:
+    """Keeps ``model``, which was loaded from ``folder``, in fast memory until it is closed.
+
+    ``held``: the experts it runs in a ring; None: all. ``tell(done, total)`` hears of the warm-up, in bytes;
+    ``notice(text)`` what a person should know. Both are called in the keeper's thread. Where keeping is switched off in
+    ``request``, or the files cannot be opened, only the probe works.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        folder: Path,
+        request: Load,
+        held: Held | None = None,
+        tell: Callable[[int, int], None] = lambda done, total: None,
+        notice: Callable[[str], None] = lambda text: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self.probe = IdleProbe(clock)
+        self.keeper: Keeper | None = None
+        if not request.keep_resident:
+            return
+        try:
+            weights: Weights
+            if isinstance(model, KeepsWeights):
+                weights = model.kept_weights()
+                self.keeper = Keeper(weights, tell, wired=model.weights_are_wired)
+            else:
+                weights = mapped = MappedWeights(folder, held)
+                lock = (lambda: _lock(mapped, notice)) if request.lock_memory else None
+                self.keeper = Keeper(weights, tell, after_warm_up=lock)
+        except (ModelError, OSError) as error:
+            notice(f"The weights are not kept in memory: {error}")
+            return
+        self.keeper.start()
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Around an answer: nothing is touched within it."""
+        self.probe.begin()
+        try:
+            with self.keeper.answering() if self.keeper is not None else contextlib.nullcontext():
+                yield
+        finally:
+            self.probe.end()
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """Around one pass that a follower runs for the head; the first one after idling is the probe."""
+        with self.answering():
+            begun = self._clock()
+            yield
+            self.probe.first_token(self._clock() - begun)
+
+    def probed(self, finished: Finished) -> Finished:
+        """``finished``, within :meth:`answering`, with the probe's figure if this was the first answer after idling."""
+        if not finished.ttft_s:
+            return finished
+        found = self.probe.first_token(finished.ttft_s)
+        return finished if found is None else msgspec.structs.replace(finished, probe_s=found)
+
+    @property
+    def probe_s(self) -> float | None:
+        """Seconds to the first token after more than ten seconds of idling, as last measured."""
+        return self.probe.probe_s
+
+    def close(self) -> None:
+        """Stop; call it before the model is closed. May be called twice."""
+        if self.keeper is not None:
+            self.keeper.close()
+
+
+class Keeping:
+    """What a host keeps ready: the model it has loaded, in a ring the experts that are its own at this moment."""
+
+    def __init__(self, send: Callable[[AnyEvent], None]) -> None:
+        self._send = send
+        self._ready: Ready | None = None
+        self._made: tuple[LoadedModel, Path, Load] | None = None
+        self._seat: Seat | None = None
+        self._warming = 0
+        """Bytes that are to be brought into memory; 0: nothing is, or all are there."""
+
+    def loaded(self, model: LoadedModel, folder: Path, request: Load) -> None:
+        """Keep ``model`` from now on."""
+        self.release()
+        self._made = (model, folder, request)
+        self._seat = seat_of(model)
+        self._ready = Ready(
+            model,
+            folder,
+            request,
+            None if self._seat is None else held_in(self._seat),
+            self._warm_up,
+            lambda text: self._send(Notice(text=text)),
+        )
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Around an answer or a measurement; a ring that was formed anew within it is kept as it is then."""
+        try:
+            with self._ready.answering() if self._ready is not None else contextlib.nullcontext():
+                yield
+        finally:
+            if self._made is not None and seat_of(self._made[0]) is not self._seat:
+                self.loaded(*self._made)
+
+    def probed(self, finished: Finished) -> Finished:
+        """See :meth:`Ready.probed`."""
+        return finished if self._ready is None else self._ready.probed(finished)
+
+    def release(self) -> None:
+        """Nothing is kept any more; to be called before the model is closed."""
+        ready, self._ready, self._made = self._ready, None, None
+        if ready is not None:
+            ready.close()
+        total, self._warming = self._warming, 0
+        if total:
+            # Nothing is warmed up any more: who shows it must not wait for the rest.
+            self._send(WarmUp(done=total, total=total))
+
+    def _warm_up(self, done: int, total: int) -> None:
+        self._warming = total if done < total else 0
+        self._send(WarmUp(done=done, total=total))
+
+
+def seat_of(model: LoadedModel) -> Seat | None:
+    """Its place in a ring as it is now; None on one machine."""
+    return model.seat if isinstance(model, Seated) else None
+
+
+def held_in(seat: Seat) -> dict[int, Sequence[int]]:
+    """The experts of a place in a ring, by layer."""
+    return {layer: seat.placement.held(seat.rank, layer) for layer in seat.placement.layers}
+
+
+def _lock(weights: MappedWeights, notice: Callable[[str], None]) -> None:
+    locked = weights.lock(available_bytes())
+    if locked.reason:
+        notice(f"{locked}.")

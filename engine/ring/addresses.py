@@ -1,0 +1,84 @@
+"""Addresses of nodes as ``HOST:PORT``: read, found for this machine, and the door beside the port."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+import psutil
+
+from discovery.addresses import announced
+from discovery.addresses import own_addresses as addresses_here
+from engine.errors import ModelError
+
+MOST_LISTED = 16
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of ``HOST:PORT`` or ``[IPv6]:PORT``. Raises ModelError (bad-input) for anything else."""
+    host, colon, port = text.strip().rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or not 0 <= int(port) <= 65534:
+        raise ModelError(f"“{text}” is no address; write HOST:PORT, such as 192.168.1.7:47820.", kind="bad-input")
+    return host, int(port)
+
+
+def shown_address(host: str, port: int) -> str:
+    """``HOST:PORT``, with brackets where the host is an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def door_of(address: str) -> str:
+    """The address of the door of the node whose control port is ``address``."""
+    host, port = parse_address(address)
+    return shown_address(host, port + 1)
+
+
+def control_of(door: str) -> str:
+    """The address of the control port of the node whose door is ``door``."""
+    host, port = parse_address(door)
+    return shown_address(host, port - 1)
+
+
+def plain_ip(host: str) -> str:
+    """An IPv4 address that came in an IPv6 socket, as IPv4."""
+    try:
+        ip = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        return str(ip.ipv4_mapped)
+    return host
+
+
+def own_addresses(host: str, port: int) -> list[str]:
+    """Where this node can be reached, best first: ``host``, or the addresses of this machine if it listens on all.
+
+    Link-local IPv6 addresses are left out: they mean nothing without the other machine's name of the interface.
+    """
+    if host not in ("", "0.0.0.0", "::"):
+        return [shown_address(host, port)]
+    own = [one for one in announced(addresses_here()) if not (one.parsed.version == 6 and one.parsed.is_link_local)]
+    return [shown_address(one.ip, port) for one in own][:MOST_LISTED]
+
+
+def own_ip_towards(address: str) -> str:
+    """This machine's IP from which packets to ``address`` (``HOST:PORT``) go; empty if it cannot be told. Sends
+    nothing."""
+    host, port = parse_address(address)
+    try:
+        family, kind, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(there)
+            return plain_ip(str(probe.getsockname()[0]))
+    except OSError:
+        return ""
+
+
+def interface_towards(address: str) -> str:
+    """The name of the interface that packets to ``address`` (``HOST:PORT``) leave by; empty if it cannot be told."""
+    own = own_ip_towards(address)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == own.partition("%")[0] for one in addresses if own):
+            return str(name)
+    return ""

@@ -1,0 +1,102 @@
+"""mlx's weights in the GPU's memory: how much of it macOS may not take away, and using them so that it does not.
+
+The wired limit belongs to the process. It is what this node's weights, keys and values need, with a reserve for the
+system (:func:`engine.residency.deciding.wiring`), set when a model is loaded and restored when it is closed.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+import psutil
+from mlx.utils import tree_flatten
+
+from engine.residency.deciding import Wiring, wiring
+
+Array = Any
+
+
+class WiredLimit:
+    """What this process may keep wired. ``set_limit(bytes)`` returns the limit before."""
+
+    def __init__(self, set_limit: Any = None) -> None:
+        self._set = set_limit or mx.set_wired_limit
+        self._before: int | None = None
+
+    @property
+    def is_set(self) -> bool:
+        return self._before is not None
+
+    def set(self, nbytes: int) -> None:
+        """Once until it is restored; what was before is remembered. Raises what mlx raises for a limit it refuses."""
+        before = self._set(nbytes)
+        if self._before is None:
+            self._before = int(before)
+
+    def restore(self) -> None:
+        """As it was before; may be called twice."""
+        before, self._before = self._before, None
+        if before is not None:
+            self._set(before)
+
+
+LIMIT = WiredLimit()
+atexit.register(LIMIT.restore)
+
+
+def wire(share: int, key_values: int) -> tuple[bool, str]:
+    """Wire ``share`` bytes of weights and room for ``key_values``. Whether all weights are wired, and a line for the
+    person if not all of it is; nothing and no line where mlx has no GPU, whose memory could be wired."""
+    if mx.default_device() != mx.gpu:
+        return False, ""
+    info = mx.device_info()
+    recommended = info.get("max_recommended_working_set_size")
+    memory = int(info.get("memory_size") or psutil.virtual_memory().total)
+    found = wiring(share, key_values, memory, None if recommended is None else int(recommended))
+    try:
+        LIMIT.set(found.limit)
+    except (RuntimeError, ValueError) as error:
+        return False, f"No memory is kept wired for the weights ({error}): the first token after a pause may be slow."
+    return found.limit >= share, said_of(found, share)
+
+
+def said_of(found: Wiring, share: int) -> str:
+    """A line for the person, empty if everything is wired."""
+    if not found.short:
+        return ""
+    what = "the weights" if found.limit < share else "keys and values"
+    return (
+        f"{found.limit / 1e9:.1f} GB are kept wired, {found.short / 1e9:.1f} GB of {what} are not: "
+        "the system keeps a reserve, and the first token after a pause may be slow."
+    )
+
+
+class MlxWeights:
+    """See :class:`engine.residency.keeper.Weights`: each array is a piece; adding it up uses all of its memory."""
+
+    def __init__(self, arrays: list[Array]) -> None:
+        self._arrays = arrays
+        self.own_memory = mx.default_device() == mx.gpu
+        """On a CPU it is memory like any other, which nobody unwires."""
+
+    @property
+    def sizes(self) -> list[int]:
+        return [int(array.nbytes) for array in self._arrays]
+
+    def touch(self, index: int) -> None:
+        mx.eval(self._arrays[index].sum())
+
+    def resident(self, index: int) -> bool:
+        return not self.own_memory
+
+    def close(self) -> None:
+        self._arrays = []
+
+
+def arrays_of(model: Any, experts: Mapping[int, Any]) -> list[Array]:
+    """All weights: of the trunk ``model``, then of ``experts``, modules by layer."""
+    modules = [model, *(experts[layer] for layer in sorted(experts))]
+    return [array for module in modules for _, array in tree_flatten(module.parameters())]

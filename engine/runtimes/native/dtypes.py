@@ -1,0 +1,26 @@
+"""What a model computes in: what it is stored as, unless the person says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from engine.experts.kernels.bindings import Dtype
+from engine.messages import Load
+from engine.models.files import ModelFiles
+
+NAMES: Mapping[str, Dtype] = {"BF16": "bfloat16", "F32": "float32"}
+
+
+def bulk_dtype(files: ModelFiles) -> str:
+    """What most of the weights are stored as, by safetensors' name."""
+    if files.experts is not None:
+        return files.experts.dtype
+    sizes: dict[str, int] = {}
+    for _, tensor in files.trunk():
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
+    return max(sizes, key=lambda dtype: sizes[dtype])
+
+
+def compute_dtype(files: ModelFiles, request: Load) -> Dtype:
+    """What is computed in: as the request says, or as the bulk of the checkpoint is stored."""
+    return NAMES[bulk_dtype(files)] if request.dtype == "auto" else request.dtype

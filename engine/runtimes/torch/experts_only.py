@@ -1,0 +1,83 @@
+"""A node's experts without a trunk, by torch or the native kernels: what it is in central mode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.errors import ModelError
+from engine.experts.held import held_by
+from engine.experts.kernels.file_guard import FileGuard
+from engine.experts.local import LocalExecutor, make_local_executor
+from engine.messages import Load
+from engine.models.files import Experts
+from engine.models.opening import open_model
+from engine.ring.layers import Indices
+from engine.ring.seat import Seat
+from engine.runtimes.torch.experts_module import find_experts, gate_of
+from engine.runtimes.torch.loading import build_skeleton, read_config
+from engine.runtimes.torch.runtime import pick_dtype
+from engine.timing import Recorder
+
+
+class TorchExperts:
+    """See :class:`engine.ring.central.ExpertRunner`. ``width``: numbers of a hidden state."""
+
+    def __init__(self, local: LocalExecutor, experts: Experts, width: int, dtype: torch.dtype) -> None:
+        self._local: LocalExecutor | None = local
+        self._experts = experts
+        self._guard = FileGuard(getattr(experts, "mapped_files", ()))
+        self._dtype = dtype
+        self.width = width
+        self.description = local.description
+
+    def run_experts(
+        self,
+        layer: int,
+        hidden: NDArray[np.float32],
+        indices: Indices,
+        weights: NDArray[np.float32],
+        extra: Sequence[int],
+        scale: bool,
+    ) -> NDArray[np.float32]:
+        """See :class:`engine.ring.central.ExpertRunner`. Raises ModelError if the files were changed."""
+        if self._local is None:
+            raise ModelError("The experts are closed; load them again.", kind="internal")
+        with torch.inference_mode():
+            rows = torch.from_numpy(hidden).to(self._dtype)
+            shares = torch.from_numpy(weights).to(self._dtype)
+            if extra:
+                self._local.outputs(layer, rows[:1], torch.tensor([list(extra)], dtype=torch.int32))
+            found = self._local.outputs(layer, rows, torch.from_numpy(indices), shares if scale else None)
+        self._experts.check_unchanged()
+        self._guard.check()
+        out: NDArray[np.float32] = found.numpy()
+        return out
+
+    def close(self) -> None:
+        """Drop the mappings of the files."""
+        self._local = None
+        self._guard.close()
+
+
+def load_experts(folder: Path, request: Load, seat: Seat) -> TorchExperts:
+    """The experts of ``seat`` from the model, or the share of one, in ``folder``.
+
+    Raises ModelError if the family is not supported, or they are not here.
+    """
+    files = open_model(folder)
+    if files.experts is None:
+        raise ModelError(f"{request.model} has no experts to share; it runs on one machine.", kind="bad-input")
+    config: Any = read_config(folder)
+    dtype = pick_dtype(files, request)
+    places = find_experts(build_skeleton(config, dtype))
+    held = held_by(files.experts, seat.placement, seat.rank)
+    recorder = Recorder(config.num_hidden_layers, held.layers, held.count)
+    gates = {place.layer: gate_of(place.experts) for place in places}
+    local = make_local_executor(held, gates, dtype, torch.device("cpu"), recorder, request.cpu_threads)
+    return TorchExperts(local.executor, held, int(config.hidden_size), dtype)

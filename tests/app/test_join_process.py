@@ -1,0 +1,142 @@
+"""``privatellm join --plain`` as a service runs it: real processes on the loopback interface, ended in every way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 60.0
+
+
+class Joined:
+    """A machine that is lent: its process, and what it said so far."""
+
+    def __init__(self, home: Path, *arguments: str) -> None:
+        self.home = home
+        self._file = (home / "said").open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "app.cli", "join", "--plain", "--listen", "127.0.0.1:0", *arguments],
+            stdout=self._file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=ROOT, env=environment(home),
+        )  # fmt: skip
+
+    @property
+    def said(self) -> str:
+        return (self.home / "said").read_text("utf-8")
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        end = time.monotonic() + WAIT_S
+        while not holds():
+            assert time.monotonic() < end and self.process.poll() is None, self.said
+            time.sleep(0.05)
+
+    def end(self, number: int) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(WAIT_S)
+
+    @property
+    def engines(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children()
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                child.kill()
+            self.process.kill()
+            self.process.wait()
+        self._file.close()
+
+
+def environment(home: Path) -> dict[str, str]:
+    return {**os.environ, "PRIVATELLM_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def joined(tmp_path: Path) -> Iterator[Joined]:
+    machine = Joined(tmp_path, "--name", "studio")
+    yield machine
+    machine.close()
+
+
+def test_it_says_who_it_is_and_sigterm_is_an_orderly_end(joined: Joined) -> None:
+    joined.until(lambda: "Code: " in joined.said)
+    (engine,) = joined.engines
+    listening = [line for line in joined.said.splitlines() if "studio," in line and "listens at 127.0.0.1:" in line]
+    assert listening and listening[0][:4].isdecimal()  # the time stands before it
+    assert joined.end(signal.SIGTERM) == 0
+    assert joined.said.splitlines()[-1].endswith("This machine is no longer lent.")
+    assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+
+
+def test_ctrl_c_ends_it_with_its_status(joined: Joined) -> None:
+    joined.until(lambda: "Code: " in joined.said)
+    engines = joined.engines
+    assert joined.end(signal.SIGINT) == 130
+    assert "Traceback" not in joined.said
+    assert not any(engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE for engine in engines)
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_is_started_again(joined: Joined) -> None:
+    joined.until(lambda: "Code: " in joined.said)
+    joined.engines[0].kill()
+    joined.until(lambda: "this machine can be used again" in joined.said)
+    assert "The engine ended. It is started again in 1 s." in joined.said
+    joined.until(lambda: joined.said.count("Code: ") == 2)
+    assert joined.end(signal.SIGTERM) == 0
+
+
+def test_nobody_reading_ends_it(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "app.cli", "join", "--plain", "--listen", "127.0.0.1:0"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, cwd=ROOT, env=environment(tmp_path),
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    try:
+        assert process.wait(WAIT_S) == 0
+        assert b"Traceback" not in process.stderr.read()
+    finally:
+        process.stderr.close()
+        process.kill()
+
+
+@pytest.mark.slow
+def test_two_machines_are_paired_by_the_code_and_one_forgets_the_other(joined: Joined, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+
+    def peers(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "app.cli", "peers", *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, env=environment(other), check=False, timeout=WAIT_S
+        )
+
+    joined.until(lambda: "Code: " in joined.said)
+    address = joined.said.split("listens at ")[1].split()[0].rstrip(".,")
+    code = joined.said.split("Code: ")[1].split(" (")[0]
+    wrong = "".join("1" if digit == "0" else "0" if digit.isdecimal() else digit for digit in code)
+    refused = peers("pair", address, "--code", wrong)
+    assert refused.returncode == 1 and "code" in refused.stderr and not refused.stdout
+    paired = peers("pair", address, "--code", code)
+    assert paired.returncode == 0 and "Paired with studio." in paired.stderr
+    assert "studio" in peers("list").stdout
+    joined.until(lambda: "Paired with" in joined.said)
+    again = peers("pair", address, "--code", code)
+    assert again.returncode == 1  # a code is good for one machine
+    assert peers("forget", "studio").returncode == 0
+    assert "No machine is paired" in peers("list").stdout
+
+
+def test_what_lends_knows_nothing_of_the_screen() -> None:
+    program = "import sys, app.commands.join, app.lending, app.network; print([m for m in ('textual', 'grpc', 'zeroconf', 'torch') if m in sys.modules])"  # fmt: skip  # noqa: E501
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,386 @@
+"""What strangers can use up, and what a machine that is paired and means harm can do: as little as is said."""
+
+from __future__ import annotations
+
+import math
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+from paired_nodes import Nodes, eventually, make_identity
+from test_control_plane import spec_with
+
+from discovery.peers import new_peer
+from engine.errors import ModelError
+from engine.messages.ring import LinkFacts
+from engine.planning.calibration import Curve, ExpertShape
+from engine.planning.placement import Placement
+from engine.ring import commands, measuring_node
+from engine.ring.beats import MOST_ADDRESSES, PeerWatch
+from engine.ring.client import Unreachable
+from engine.ring.control_messages import (
+    Empty,
+    EpochMember,
+    EpochSpec,
+    Forming,
+    Greeting,
+    Linked,
+    LinkMeasured,
+    LoadShare,
+    NodeFacts,
+    NodeLoad,
+    check_facts,
+    check_spec,
+    unpack,
+)
+from engine.ring.epoch_links import EpochLinks
+from engine.ring.epochs import Epoch
+from engine.ring.exchange import RingProtocolError
+from engine.ring.follower import BEAMS_LIMIT, Follower
+from engine.ring.lending import Lender
+from engine.ring.local_ring import LocalEngine, open_network
+from engine.ring.node import Node
+from engine.ring.server import MOST_CALLS_EACH, MOST_CONNECTIONS, Method
+from engine.ring.sharing import HEADER, reason_in
+from engine.ring.survey import check_link
+
+pytestmark = pytest.mark.usefixtures("no_keyring")
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Nodes]:
+    nodes = Nodes(tmp_path, "Anna", "Bob", lend=True)
+    yield nodes
+    nodes.close()
+
+
+# --- strangers ------------------------------------------------------------------------------------------------------
+
+
+def test_silent_strangers_are_few_and_cut_off(pair: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = pair.nodes[1].server.port
+    begin = time.monotonic()
+    knocking = [socket.create_connection(("127.0.0.1", port)) for _ in range(3 * MOST_CONNECTIONS)]
+    try:
+        time.sleep(0.5)
+        open_here = [
+            one
+            for one in psutil.Process().net_connections("inet")
+            if one.laddr.port == port and one.status == "ESTABLISHED"
+        ]
+        assert len(open_here) <= MOST_CONNECTIONS + 8
+        for connection in knocking:
+            connection.settimeout(20)
+            try:
+                assert connection.recv(100) == b""
+            except ConnectionError:
+                continue
+        assert time.monotonic() - begin < 15
+    finally:
+        for connection in knocking:
+            connection.close()
+    eventually(pair.ready)
+
+
+def test_a_node_speaks_no_older_tls(tmp_path: Path) -> None:
+    (tmp_path / "config" / "network").mkdir(parents=True)
+    engine = LocalEngine(tmp_path)
+    try:
+        port = int(open_network(engine, "one").rpartition(":")[2])
+        for newest, works in ((ssl.TLSVersion.TLSv1_2, False), (ssl.TLSVersion.TLSv1_3, True)):
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            context.maximum_version = newest
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+                try:
+                    with context.wrap_socket(connection) as secured:
+                        assert secured.version() == "TLSv1.3"
+                        assert works
+                except (ssl.SSLError, ConnectionError):
+                    assert not works
+    finally:
+        engine.close()
+
+
+def test_an_unauthenticated_client_is_not_told_who_else_is_paired(pair: Nodes) -> None:
+    """The server could name the certificates that it accepts, as TLS allows."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    messages: list[bytes] = []
+    context._msg_callback = lambda *said: messages.append(bytes(said[-1]))  # type: ignore[attr-defined]
+    session = context.wrap_bio(incoming, outgoing)
+    with socket.create_connection(("127.0.0.1", pair.nodes[1].server.port), timeout=10) as connection:
+        while True:
+            try:
+                session.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                connection.sendall(outgoing.read())
+                incoming.write(connection.recv(1 << 16))
+    everything = b"".join(messages)
+    certificate = ssl.PEM_cert_to_DER_cert(pair.identities[1].certificate_pem.decode())
+    assert certificate in everything  # so it would be seen if more was said
+    name = pair.identities[0].certificate_der[60:100]
+    assert name not in certificate
+    assert name not in everything
+
+
+def test_hints_do_not_put_out_where_a_machine_was_found() -> None:
+    watch = PeerWatch("a" * 64, "one", lambda address: pytest.fail("not started"), Any, Any, lambda: None)  # type: ignore[arg-type]
+    watch.try_addresses(["192.168.7.2:47820"], keep=True)
+    for flood in range(100):
+        watch.try_addresses([f"10.0.{flood}.{each}:1" for each in range(16)])
+    found = watch.view().addresses
+    assert "192.168.7.2:47820" in found[:2]
+    assert len(found) <= MOST_ADDRESSES
+
+
+# --- a machine that is paired ---------------------------------------------------------------------------------------
+
+
+def test_one_machine_cannot_take_all_the_calls(pair: Nodes) -> None:
+    enough = threading.Event()
+
+    def slow(caller: Any, body: Any) -> Iterator[Forming]:
+        while caller.active() and not enough.wait(0.05):
+            yield Forming(stage="busy")
+
+    pair.nodes[1].add_methods({"Form": Method(LoadShare, slow, "down")})
+    client = pair.client(1, pair.identities[0])
+    try:
+        running = [client.stream("Form", LoadShare(epoch="x", exchange="tls"), Forming) for _ in range(40)]
+        begun = refused = 0
+        for answers in running:
+            try:
+                next(answers)
+                begun += 1
+            except Unreachable:
+                refused += 1
+        assert begun <= MOST_CALLS_EACH
+        assert refused >= 40 - MOST_CALLS_EACH
+        for answers in running:
+            answers.cancel()
+        enough.set()
+        eventually(lambda: client.call("Beat", NodeLoad(process="x", memory_total=1, memory_free=1), NodeLoad))
+    finally:
+        enough.set()
+        client.close()
+
+
+def good_facts(**changes: Any) -> NodeFacts:
+    values: dict[str, Any] = {
+        "memory_total": 8 << 30,
+        "memory_free": 4 << 30,
+        "memory_read": 1e10,
+        "disk_free": 1 << 40,
+        "expert": Curve((1, 2, 4), (1e-3, 1e-3, 2e-3)),
+        "instruction_set": "avx2",
+        "runtimes": ["torch"],
+        "processor": "p",
+        "system": "s",
+        "threads": 2,
+    }
+    return NodeFacts(**(values | changes))
+
+
+def test_figures_of_a_machine_are_accepted() -> None:
+    check_facts(good_facts())
+    check_facts(good_facts(expert=None, runtimes=[]))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"memory_total": 0},
+        {"memory_total": 1 << 62},
+        {"memory_free": -1},
+        {"disk_free": -5},
+        {"memory_read": 0.0},
+        {"memory_read": math.nan},
+        {"memory_read": math.inf},
+        {"threads": 0},
+        {"expert": Curve((), ())},
+        {"expert": Curve((1, 2), (1e-3,))},
+        {"expert": Curve((2, 1), (1e-3, 1e-3))},
+        {"expert": Curve((1, 2), (1e-3, math.nan))},
+        {"expert": Curve((1, 2), (0.0, -1.0))},
+        {"layer_overhead_s": {"native": math.inf}},
+        {"layer_overhead_s": {"native": -1.0}},
+        {"processor": "x" * 5000},
+    ],
+)
+def test_figures_that_no_machine_has_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(RingProtocolError):
+        check_facts(good_facts(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"latency_s": 0.0},
+        {"latency_s": math.nan},
+        {"bytes_per_s": -1.0},
+        {"bytes_per_s": math.inf},
+        {"address": "somewhere"},
+        {"others": ["x"] * 1000},
+        {"interface": "e" * 5000},
+    ],
+)
+def test_links_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
+    good = LinkFacts(interface="en0", address="10.0.0.2:47821", latency_s=1e-4, bytes_per_s=1e9)
+    check_link(good)
+    with pytest.raises(ModelError):
+        check_link(msgspec.structs.replace(good, **changes))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"name": "x" * 5000},
+        {"listening": ["10.0.0.1:1"] * 1000},
+        {"listening": ["1" * 5000]},
+        {"instance": "x" * 100_000},
+    ],
+)
+def test_greetings_are_short(pair: Nodes, said: dict[str, Any]) -> None:
+    greeting = msgspec.structs.replace(pair.nodes[0].greeting(), **said)
+    with pytest.raises(RingProtocolError):
+        unpack(msgspec.msgpack.encode(greeting), Greeting)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"epoch": ""}, {"epoch": "e\n"}, {"epoch": "e" * 65}, {"weights": [1.0, math.nan]}, {"prefill_chunk": 0}],
+)
+def test_epochs_that_no_head_makes_are_refused(changes: dict[str, Any]) -> None:
+    check_spec(spec_with())
+    with pytest.raises(RingProtocolError):
+        check_spec(spec_with(**changes))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ExpertShape(hidden=1 << 20, ffn=1 << 20, dtype="F32", expert_bytes=1),
+        ExpertShape(hidden=1 << 40, ffn=1, dtype="F32", expert_bytes=1 << 42),
+        ExpertShape(hidden=-4, ffn=-4, dtype="BF16", expert_bytes=96),
+        ExpertShape(hidden=8, ffn=8, dtype="../../../etc/x", expert_bytes=96),
+        ExpertShape(hidden=8, ffn=8, dtype="", expert_bytes=96),
+        ExpertShape(hidden=8, ffn=8, dtype="F32", expert_bytes=0),
+    ],
+)
+def test_experts_that_no_model_has_are_not_measured(shape: ExpertShape) -> None:
+    with pytest.raises(ModelError):
+        measuring_node.measure_node(SimpleNamespace(shape=shape, dtype="float32"), 1)  # type: ignore[arg-type]
+
+
+def test_no_more_threads_than_there_are_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(measuring_node, "memory_rate", lambda threads: asked.append(threads) or 1e9)
+    monkeypatch.setattr(measuring_node, "load_speed", lambda key: None)
+    measuring_node.measure_node(SimpleNamespace(shape=None, dtype="float32"), 1_000_000)  # type: ignore[arg-type]
+    assert asked == [measuring_node.usable_cpus()]
+
+
+class _Rows:
+    def extend(self, tokens: list[int], want_logits: bool) -> None:
+        raise AssertionError("it must not come to this")
+
+    step = fan_out = extend
+
+
+class _Model:
+    facts = SimpleNamespace(vocabulary=100)
+
+    def start(self) -> _Rows:
+        return _Rows()
+
+
+@pytest.mark.parametrize("tokens", [[100], [-1], [5, 2**40]])
+def test_tokens_that_are_none_reach_no_runtime(tokens: list[int]) -> None:
+    follower = Follower(_Model(), SimpleNamespace())  # type: ignore[arg-type]
+    follower.do(commands.Start(1))
+    before = commands.Prefixes().state
+    for command in (commands.Extend(1, before, tokens, True), commands.Step(1, before, tokens)):
+        with pytest.raises(ValueError, match="vocabulary of 100"):
+            follower.do(command)
+
+
+@pytest.mark.parametrize("count", [0, -1, BEAMS_LIMIT + 1, 2**62])
+def test_a_row_is_fanned_out_into_few(count: int) -> None:
+    follower = Follower(_Model(), SimpleNamespace())  # type: ignore[arg-type]
+    follower.do(commands.Start(1))
+    with pytest.raises(ValueError, match="rows of one"):
+        follower.do(commands.FanOut(1, 2, count))
+
+
+def test_what_a_node_says_of_its_failure_is_fit_to_be_shown() -> None:
+    said = HEADER.pack(1, 1, 2, bytes(8)) + b"broken \x1b]0;evil\x07\x1b[2J\nsecond line"
+    shown = reason_in(memoryview(said))
+    assert shown.isprintable()
+    assert "broken" in shown
+
+
+# --- forgotten machines ---------------------------------------------------------------------------------------------
+
+
+def formed_with(node: Node, lender: Lender, head: str, other: str) -> EpochSpec:
+    """The state that Connect leaves, without the links."""
+    members = [
+        EpochMember(rank=rank, node_id=node_id, certificate=b"")
+        for rank, node_id in enumerate((head, node.identity.node_id, other))
+    ]
+    placement = Placement((0,), 3, (((0,), (1,), (2,)),))
+    spec = spec_with(members=members, placement=placement, weights=[])
+    lender._spec, lender._head = spec, head
+    lender._links = EpochLinks(Epoch("e", 1, (), bytes(32)))
+    return spec
+
+
+def test_forgetting_another_member_ends_the_epoch_and_keeps_it_out(tmp_path: Path, pair: Nodes) -> None:
+    eventually(pair.ready)
+    follower, peers = pair.nodes[1], pair.peers[1]
+    third, _ = make_identity(tmp_path / "third")
+    peers.add(new_peer(third.certificate_der, "Carla"))
+    follower.table.refresh()
+    time.sleep(1.0)  # until whoever watches the file knows it
+    lender = Lender(follower)
+    client = pair.client(1, pair.identities[0])
+    try:
+        spec = formed_with(follower, lender, pair.identities[0].node_id, third.node_id)
+        links = lender._links
+        assert links is not None
+        peers.forget(third.node_id)
+        took = eventually(lambda: lender.lent().epoch == "")
+        assert took < 1.0
+        assert links._closed
+        again = msgspec.structs.replace(spec, version=follower.version)
+        with pytest.raises(ModelError, match="has forgotten"):
+            client.call("Connect", again, Empty)
+        vouched = Linked(epoch="e", node_id=third.node_id, certificate=third.certificate_pem)
+        with pytest.raises(ModelError, match="has forgotten"):
+            client.call("MeasureLinks", vouched, LinkMeasured)
+        assert follower.certificate_of(third.node_id) is None
+        peers.add(new_peer(third.certificate_der, "Carla"))
+        assert client.call("MeasureLinks", vouched, LinkMeasured).link is None
+    finally:
+        client.close()
+        lender.close()
+
+
+def test_links_made_after_an_epoch_ended_are_closed() -> None:
+    closed: list[str] = []
+    links = EpochLinks(Epoch("e", 1, (), bytes(32)))
+    links.close()
+    with pytest.raises(Exception, match="ended while its links"):
+        links.add_commands({0: SimpleNamespace(close=lambda: closed.append("command"))})  # type: ignore[dict-item]
+    assert closed == ["command"]

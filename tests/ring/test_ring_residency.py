@@ -1,0 +1,152 @@
+"""In a ring each node keeps the experts that are its own in memory, also after the ring was formed anew."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from thread_ring import ThreadFormer, split
+
+from engine.messages import AnyEvent, Load, Notice, WarmUp
+from engine.models.weight_layout import layout_of
+from engine.residency import keeper
+from engine.residency.ready import Keeping, Ready, held_in, seat_of
+from engine.ring import commands
+from engine.ring.exchange import PeerLost
+from engine.ring.follower import Follower
+from engine.ring.head_model import RingModel
+from engine.ring.seat import Seat
+
+TinyModel = Callable[..., Path]
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "residency"]
+
+
+class Warmth:
+    """The totals of the warm-ups that were finished."""
+
+    def __init__(self) -> None:
+        self.totals: list[int] = []
+        self.notices: list[str] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, event: AnyEvent) -> None:
+        with self._changed:
+            if isinstance(event, WarmUp) and event.done == event.total:
+                self.totals.append(event.total)
+            if isinstance(event, Notice):
+                self.notices.append(event.text)
+            self._changed.notify_all()
+
+    def wait(self, count: int) -> int:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.totals) >= count, PATIENCE_S)
+            return self.totals[count - 1]
+
+
+def test_the_head_keeps_its_own_experts_and_more_when_it_is_alone(tiny_model: TinyModel):
+    folder = tiny_model("mixtral")
+    layout = layout_of(folder)
+    request = Load(id=1, model=str(folder), runtime="torch", cpu_threads=1)
+    former = ThreadFormer(folder, request, ["head", "other"], layout.layers, layout.count)
+    model = RingModel("m", former, lambda *_: None)
+    seat = seat_of(model)
+    assert seat is not None and seat.nodes == 2
+    warmth = Warmth()
+    keeping = Keeping(warmth)
+    keeping.loaded(model, folder, request)
+    half = layout.trunk_bytes + layout.expert_bytes * len(layout.experts) // 2
+    assert warmth.wait(1) == half
+    with keeping.answering():
+        former.formations[-1].kill(1)
+        former.names.remove("other")
+        model.recover(PeerLost("killed"))
+    assert warmth.wait(2) == layout.trunk_bytes + layout.expert_bytes * len(layout.experts)
+    with keeping.answering():
+        pass
+    keeping.release()
+    keeping.release()
+    assert len(warmth.totals) == 2 and warmth.notices == []
+    model.close()
+
+
+def test_a_place_in_a_ring_names_its_experts():
+    placement = split((0, 2), 5, 2, overlap=1)
+    assert held_in(Seat("epoch", 1, placement)) == {0: (0, 1, 3), 2: (0, 1, 3)}
+
+
+class Layers:
+    """What a follower needs of its layers."""
+
+    def begin_pass(self) -> None: ...
+
+    def give_up(self, reason: str = "") -> bool:
+        return False
+
+
+class Rows:
+    length = 0
+
+    def extend(self, tokens: Any, want_logits: bool = True) -> None: ...
+
+
+class Model:
+    def start(self) -> Rows:
+        return Rows()
+
+
+def test_a_follower_touches_nothing_while_a_pass_runs():
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        entered.append("in")
+        yield
+        entered.append("out")
+
+    follower = Follower(Model(), Layers(), lambda tokens: entered.append(f"ran {tokens}"), around)  # type: ignore[arg-type]
+    follower.do(commands.Start(0))
+    assert entered == []
+    follower.do(commands.Extend(0, commands.Prefixes().state, [5, 6], False))
+    assert entered == ["in", "out", "ran 2"]
+
+
+def test_the_first_pass_after_idling_is_the_probe(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch):
+    now = 0.0
+    folder = tiny_model("mixtral")
+    request = Load(id=1, model=str(folder), keep_resident=False)
+    ready = Ready(Model(), folder, request, clock=lambda: now)  # type: ignore[arg-type]
+    with ready.passing():
+        now += 1.0
+    assert ready.probe_s is None
+    now += keeper.IDLE_S + 1
+    with ready.passing():
+        now += 0.5
+    with ready.passing():
+        now += 3.0
+    assert ready.probe_s == 0.5
+    now += keeper.IDLE_S + 1
+    with contextlib.suppress(PeerLost), ready.passing():
+        raise PeerLost("gone")
+    assert ready.probe_s == 0.5
+    ready.close()
+
+
+def test_a_folder_that_is_gone_is_one_line(tmp_path: Path):
+    said: list[str] = []
+    ready = Ready(Model(), tmp_path / "gone", Load(id=1, model="m"), notice=said.append)  # type: ignore[arg-type]
+    assert said == [f"The weights are not kept in memory: {tmp_path / 'gone'} does not exist; name a folder with "
+                    "config.json and safetensors files."]  # fmt: skip
+    with ready.answering():
+        pass
+    ready.close()

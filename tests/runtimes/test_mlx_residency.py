@@ -1,0 +1,151 @@
+"""mlx's weights: all of them are touched between questions, and the wired limit is set once and restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+mx = pytest.importorskip("mlx.core")
+pytest.importorskip("mlx_lm")
+
+from mlx_oracle import write_comparable, write_quantised  # noqa: E402
+
+from engine.errors import ModelError  # noqa: E402
+from engine.messages import Load  # noqa: E402
+from engine.residency.deciding import Wiring  # noqa: E402
+from engine.residency.ready import Ready  # noqa: E402
+from engine.runtimes.mlx import wired  # noqa: E402
+from engine.runtimes.mlx.runtime import MlxRuntime  # noqa: E402
+from engine.runtimes.mlx.wired import WiredLimit, said_of  # noqa: E402
+from engine.runtimes.protocol import KeepsWeights, LoadedModel  # noqa: E402
+
+PATIENCE_S = 60.0
+
+
+def quiet(stage: str, done: int, total: int, unit: str) -> None:
+    """Nobody looks at the progress."""
+
+
+def loaded(folder: Path, **options: Any) -> LoadedModel:
+    return MlxRuntime().load(folder, Load(id=1, model=str(folder), **options), quiet)
+
+
+@pytest.mark.parametrize("write", [write_comparable, write_quantised])
+def test_every_weight_is_touched(tmp_path: Path, write: Callable[..., Path]):
+    folder = write(tmp_path / "model", "qwen3_moe")
+    model = loaded(folder)
+    assert isinstance(model, KeepsWeights)
+    weights = model.kept_weights()
+    on_gpu = mx.default_device() == mx.gpu
+    assert weights.own_memory == on_gpu and weights.resident(0) != on_gpu
+    assert sum(weights.sizes) == model.facts.trunk_bytes + model.facts.expert_bytes
+    news: list[tuple[int, int]] = []
+    ready = Ready(model, folder, Load(id=1, model="m"), tell=lambda done, total: news.append((done, total)))
+    assert ready.keeper is not None and ready.keeper.wait_until_warm(PATIENCE_S)
+    with ready.answering():
+        before = ready.keeper.touched
+        rows = model.start()
+        rows.extend([3, 4, 5])
+        assert ready.keeper.touched == before
+    ready.close()
+    assert ready.keeper.problem == ""
+    assert news[-1] == (sum(weights.sizes), sum(weights.sizes))
+    model.close()
+
+
+class Limits:
+    """What mlx would be told."""
+
+    def __init__(self, before: int = 7) -> None:
+        self.now = before
+        self.told: list[int] = []
+
+    def __call__(self, nbytes: int) -> int:
+        before, self.now = self.now, nbytes
+        self.told.append(nbytes)
+        return before
+
+
+def test_the_limit_is_restored():
+    limits = Limits()
+    limit = WiredLimit(limits)
+    limit.restore()
+    assert limits.told == [] and not limit.is_set
+    limit.set(100)
+    limit.set(200)
+    assert limit.is_set
+    limit.restore()
+    limit.restore()
+    assert limits.told == [100, 200, 7]
+
+
+@pytest.fixture
+def a_mac(monkeypatch: pytest.MonkeyPatch) -> Limits:
+    """32 GB of memory, of which the GPU is to use 24."""
+    limits = Limits()
+    monkeypatch.setattr(wired, "LIMIT", WiredLimit(limits))
+    monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
+    facts = {"memory_size": 32 * 10**9, "max_recommended_working_set_size": 24 * 10**9}
+    monkeypatch.setattr(mx, "device_info", lambda: facts)
+    return limits
+
+
+def test_the_share_and_its_keys_and_values_are_wired(a_mac: Limits):
+    assert wired.wire(10 * 10**9, 2 * 10**9) == (True, "")
+    assert a_mac.now == 12 * 10**9
+
+
+def test_what_is_not_wired_is_said(a_mac: Limits):
+    all_of_it, said = wired.wire(23 * 10**9, 4 * 10**9)
+    assert (all_of_it, a_mac.now) == (True, 24 * 10**9)
+    assert said.startswith("24.0 GB are kept wired, 3.0 GB of keys and values are not")
+    all_of_it, said = wired.wire(30 * 10**9, 0)
+    assert not all_of_it and "6.0 GB of the weights are not" in said
+
+
+def test_a_refused_limit_is_said(a_mac: Limits, monkeypatch: pytest.MonkeyPatch):
+    def refuse(nbytes: int) -> int:
+        raise ValueError("too large")
+
+    monkeypatch.setattr(wired, "LIMIT", WiredLimit(refuse))
+    assert wired.wire(10**9, 0) == (
+        False,
+        "No memory is kept wired for the weights (too large): the first token after a pause may be slow.",
+    )
+
+
+def test_loading_wires_and_closing_restores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    limits = Limits()
+    limit = WiredLimit(limits)
+
+    def wire(share: int, key_values: int) -> tuple[bool, str]:
+        limit.set(share + key_values)
+        return True, "a line"
+
+    monkeypatch.setattr(wired, "LIMIT", limit)
+    monkeypatch.setattr(wired, "wire", wire)
+    folder = write_comparable(tmp_path / "model", "mixtral")
+    model = loaded(folder, context_limit=100)
+    facts = model.facts
+    assert limits.now == facts.trunk_bytes + facts.expert_bytes + 100 * facts.key_value_bytes_per_token
+    assert facts.notices[-1] == "a line"
+    model.close()
+    model.close()
+    assert limits.told[1:] == [7]
+    assert loaded(folder, keep_resident=False).facts.notices[-1:] != ["a line"]
+    assert len(limits.told) == 2
+
+
+def test_nothing_is_wired_without_a_gpu():
+    assert wired.wire(10**9, 10**9) == (False, "")
+    assert said_of(Wiring(5, 0), 5) == ""
+
+
+def test_a_closed_model_has_no_weights(tmp_path: Path):
+    model = loaded(write_comparable(tmp_path / "model", "mixtral"))
+    model.close()
+    with pytest.raises(ModelError):
+        model.start().extend([1])

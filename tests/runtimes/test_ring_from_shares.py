@@ -1,0 +1,117 @@
+"""A node that has only the trunk and its own experts on its disk, as they were sent, does what a whole model does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from memory_exchange import must_succeed, on_all_ranks
+from ring_places import placed, places
+
+from engine.errors import ModelError
+from engine.experts.held import HeldExperts, check_held, held_by
+from engine.messages import Load
+from engine.models.opening import open_model
+from engine.planning.placement import Placement
+from engine.ring.expert_runners import load_experts
+from engine.ring.seat import Seat
+from engine.ring.share_store import ShareStore
+from engine.ring.transfer import offer, stream
+from engine.runtimes import runtime_named
+from engine.runtimes.protocol import LoadedModel, Logits
+
+
+def quiet(*_: Any) -> None:
+    """Nobody looks at the progress."""
+
+
+@pytest.fixture(autouse=True)
+def one_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Which of torch's kernels runs is a setting of the process; nothing touches the person's home."""
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+
+
+def share_of(folder: Path, placement: Placement, rank: int, at: Path, trunk: bool = True) -> Path:
+    held = {layer: list(placement.held(rank, layer)) for layer in placement.layers}
+    offered = offer(folder, held, quiet) if trunk else offer(folder, held, quiet, trunk=False)
+    store = ShareStore(at / f"node-{rank}")
+    need = store.need(offered, quiet)
+    store.receive(offered, need.wanted, stream(folder, offered, need.wanted), quiet)
+    return need.folder
+
+
+def answer(model: LoadedModel) -> list[Logits | None]:
+    rows = model.start()
+    return [rows.extend([3, 9, 27, 81, 100, 33]), rows.step([5]), rows.step([6])]
+
+
+def compare(folder: Path, runtime: str, placement: Placement, tmp_path: Path, dtype: str = "auto") -> None:
+    request = Load(id=1, model=folder.name, dtype=dtype, runtime=runtime)
+    alone = answer(runtime_named(runtime).load(folder, request, quiet))
+    made = places(placement)
+    folders = [folder, *(share_of(folder, placement, rank, tmp_path) for rank in range(1, placement.nodes))]
+    models = [
+        runtime_named(runtime).load(each, request, quiet, place) for each, place in zip(folders, made, strict=True)
+    ]
+    for found in must_succeed(on_all_ranks(lambda rank: answer(models[rank]), placement.nodes)):
+        for ours, expected in zip(found, alone, strict=True):
+            assert ours is not None and expected is not None and np.array_equal(ours, expected)
+    for model in models:
+        model.close()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_torch(family: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tiny_model(family)
+    experts = open_model(folder).experts
+    assert experts is not None
+    compare(folder, "torch", placed(tuple(experts.layers), experts.count, 3, "overlapping"), tmp_path, "float32")
+
+
+def test_mlx_4_bit(tmp_path: Path) -> None:
+    pytest.importorskip("mlx_lm")
+    from mlx_oracle import write_quantised
+
+    compare(write_quantised(tmp_path / "model", "mixtral"), "mlx", placed((0, 1, 2), 8, 2, "overlapping"), tmp_path)
+
+
+@pytest.mark.parametrize("runtime", ["torch", "mlx", "native"])
+def test_central_nodes_need_no_trunk(runtime: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    if runtime == "mlx":
+        pytest.importorskip("mlx_lm")
+    folder = tiny_model("mixtral")
+    placement = placed((0, 1, 2), 8, 2)
+    share = share_of(folder, placement, 1, tmp_path, trunk=False)
+    request = Load(id=1, model=folder.name, dtype="float32", cpu_threads=1)
+    runner = load_experts(runtime, share, request, Seat("e", 1, placement, "central"), quiet)
+    whole = load_experts("torch", folder, request, Seat("e", 0, placed((0, 1, 2), 8, 1), "central"), quiet)
+    hidden = np.random.default_rng(1).normal(size=(3, runner.width)).astype(np.float32)
+    assert placement.held(1, 1) == (0, 2, 4, 6)
+    indices = np.array([[0, -1], [2, 4], [-1, 6]], np.int32)
+    weights = np.ones((3, 2), np.float32)
+    found = runner.run_experts(1, hidden, indices, weights, (), False)
+    expected = whole.run_experts(1, hidden, indices, weights, (), False)
+    rows = np.flatnonzero(indices.reshape(-1) >= 0)
+    assert np.allclose(found[rows], expected[rows], rtol=1e-4, atol=1e-5)
+    runner.close()
+    whole.close()
+
+
+def test_an_expert_that_is_not_here_is_named(tiny_model: Callable[..., Path]) -> None:
+    experts = open_model(tiny_model("mixtral")).experts
+    assert experts is not None
+    placement = placed((0, 1, 2), 8, 2)
+    less = HeldExperts(experts, dict.fromkeys(experts.layers, (0, 1, 2, 3)))
+    with pytest.raises(ModelError, match=r"Experts \[4, 6\] of layer 0"):
+        held_by(less, placement, 0)
+    held = held_by(experts, placement, 1)
+    assert held.held(1) == placement.held(1, 1) and held.nbytes * 2 == experts.nbytes
+    with pytest.raises(IndexError, match="not held"):
+        held.expert(0, 0)
+    with pytest.raises(ModelError, match="form the ring again"):
+        check_held(placement, 0, (0, 1), 8, None)

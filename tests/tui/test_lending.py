@@ -1,0 +1,179 @@
+"""A lent machine: what is told of it in lines and on its screen, and what happens when its engine dies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+from fake_engine import ME, STRANGER, STUDIO, FakeEngine
+from screen_helpers import wait_until
+from textual.pilot import Pilot
+
+from app.lending import Lender, told
+from app.tui.lending_app import Events, LendingApp, Lent
+from app.tui.lending_view import large, lending_view
+from app.tui.screens.asking import Confirm
+from engine.messages import LendingFacts, LinkFacts, NetworkState, OpenNetwork
+
+LINK = LinkFacts(
+    interface="en5", address="10.0.0.2:47821", latency_s=85e-6, bytes_per_s=2.3e9, others=["en0 192.168.1.7: 450 µs"]
+)
+SHARE = LendingFacts(
+    head="desk", model="mixtral-8x7b", rank=1, nodes=2, experts=132, expert_bytes=43_100_000_000,
+    stage="receiving weights", done=12_400_000_000, total=43_100_000_000, link=LINK,
+)  # fmt: skip
+ANSWERING = msgspec.structs.replace(SHARE, stage="answering", done=0, total=0, tokens=1834, busy=0.62, probe_s=0.041)
+CLOSED = NetworkState(me=msgspec.structs.replace(ME, listening=[]), open=False)
+OPEN = NetworkState(me=ME, open=True, code="1234 5678", code_seconds=120, code_tries=3)
+JOIN = OpenNetwork(id=0, lend=True)
+
+
+# --- in lines -----------------------------------------------------------------------------------------------------
+
+
+def test_opening_tells_who_this_is_and_the_code() -> None:
+    lines = told(CLOSED, OPEN)
+    assert lines[0] == "laptop, a1a1a1a1 (amber canyon lemon orbit), listens at 10.0.0.1:47820."
+    assert any(line.startswith("Code: 1234 5678 (valid for 120 s, 3 tries)") for line in lines)
+    assert told(OPEN, msgspec.structs.replace(OPEN, code_seconds=119)) == []
+    assert told(OPEN, CLOSED) == ["The network is closed."]
+
+
+def test_machines_come_and_go() -> None:
+    before = msgspec.structs.replace(OPEN, peers=[STRANGER])
+    assert told(OPEN, before) == []  # what is only announced is a hint
+    paired = msgspec.structs.replace(OPEN, peers=[msgspec.structs.replace(STRANGER, name="mini", state="ready")])
+    assert told(before, paired) == told(OPEN, paired) == ["Paired with mini."]
+    refused = msgspec.structs.replace(
+        OPEN,
+        peers=[msgspec.structs.replace(STRANGER, name="mini", state="refused", problem="version 0.1 there\x1b[2J")],
+    )
+    assert told(paired, refused) == ["mini: cannot be used: version 0.1 there."]
+    assert told(paired, OPEN) == ["mini is gone."]
+
+
+def test_a_share_is_told_by_quarters_and_an_answer_not_at_all() -> None:
+    first = msgspec.structs.replace(SHARE, model="", rank=0, nodes=0, experts=0, stage="")
+    states = [
+        msgspec.structs.replace(OPEN, lending=lending)
+        for lending in (
+            None, first, SHARE, msgspec.structs.replace(SHARE, done=13_000_000_000),
+            msgspec.structs.replace(SHARE, done=22_000_000_000),
+            msgspec.structs.replace(SHARE, stage="ready", done=0, total=0), ANSWERING,
+            msgspec.structs.replace(ANSWERING, stage="ready"), None,
+        )
+    ]  # fmt: skip
+    lines = [line for before, after in itertools.pairwise(states) for line in told(before, after)]
+    assert lines == [
+        "desk forms a ring with this machine.",
+        "In the ring of desk: mixtral-8x7b, rank 1 of 2, 132 experts, 43.1 GB.",
+        "Receiving weights: 28 %.",
+        "Receiving weights: 51 %.",
+        "Ready.",
+    ]
+    assert told(states[1], states[0]) == ["desk formed no ring with this machine."]
+
+
+async def test_an_engine_that_dies_is_started_again_with_its_network(engine: FakeEngine) -> None:
+    lines: list[str] = []
+    lender = Lender(engine, JOIN, lines.append, first_wait_s=0.01)
+    running = asyncio.create_task(lender.run())
+    await _until(lambda: engine.network.opened)
+    engine.die()
+    engine.network.refusal = "Port 47820 is in use: choose another."
+    await _until(lambda: any("in use" in line for line in lines))
+    assert lender.restarting and lender.state is not None and not lender.state.open
+    engine.network.refusal = ""
+    await _until(lambda: any("can be used again" in line for line in lines))
+    assert engine.starts == 2 and engine.network.opened is not None and not lender.restarting
+    await lender.leave()
+    assert engine.network.opened is None
+    running.cancel()
+
+
+async def _until(holds: Callable[[], object]) -> None:
+    for _ in range(1000):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it never came about")
+
+
+# --- on the screen ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [20, 36, 76, 116])
+@pytest.mark.parametrize("lending", [None, SHARE, ANSWERING])
+def test_it_fits(width: int, lending: LendingFacts | None) -> None:
+    state = msgspec.structs.replace(OPEN, lending=lending, peers=[STUDIO], problems=["No multicast \x1b[31mwas heard."])
+    view = lending_view(state, True, width)
+    assert "1234 5678" in view.plain and "\x1b" not in view.plain
+    if lending is None and width > 40:
+        assert all(len(line) <= width for line in view.plain.splitlines())
+
+
+def test_large_digits_have_three_lines() -> None:
+    lines = large("0123 4567-89")
+    assert len(lines) == 3 and any("█" in line for line in lines)
+    assert large("abc") == ["abc"]
+
+
+async def test_leaving_a_ring_that_answers_is_asked_once(engine: FakeEngine) -> None:
+    engine.network.lending = ANSWERING
+    app = LendingApp(engine, JOIN)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: app.lender.state is not None and app.lender.state.lending)
+        await pilot.press("q")
+        await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
+        await pilot.press("q", "n")
+        await wait_until(pilot, lambda: not isinstance(app.screen, Confirm))
+        assert engine.network.opened is not None
+        await pilot.press("q")
+        await wait_until(pilot, lambda: isinstance(app.screen, Confirm))
+        await pilot.press("y")
+        await wait_until(pilot, lambda: app.return_value is not None)
+    assert app.return_value == 0 and engine.network.opened is None
+
+
+async def test_a_new_code_and_a_restart_are_shown(engine: FakeEngine) -> None:
+    app = LendingApp(engine, JOIN, first_wait_s=0.05)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await wait_until(pilot, lambda: engine.network.opened)
+        await pilot.press("c")
+        await wait_until(pilot, lambda: "1234-5678" in app.query_one(Lent).render().plain)
+        engine.start_gate = asyncio.Event()
+        engine.die()
+        await wait_until(pilot, lambda: "is started again" in app.query_one(Lent).render().plain)
+        engine.start_gate.set()
+        await wait_until(pilot, lambda: "can be used again" in app.query_one(Events).render().plain)
+        assert "is started again." not in app.query_one(Lent).render().plain
+
+
+async def test_a_machine_that_cannot_be_lent_says_why(engine: FakeEngine) -> None:
+    engine.network.refusal = "Port 47820 is in use: choose another."
+    app = LendingApp(engine, JOIN)
+    async with app.run_test() as pilot:
+        await wait_until(pilot, lambda: app.return_value is not None)
+    assert (app.return_value, app.problem) == (1, "Port 47820 is in use: choose another.")
+
+
+@pytest.mark.parametrize("size", [(80, 24), (40, 20)], ids=["80x24", "40x20"])
+@pytest.mark.parametrize("stage", ["waiting", "answering"])
+def test_how_it_looks(
+    snap_compare: Callable[..., bool], engine: FakeEngine, size: tuple[int, int], stage: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("app.tui.lending_app.time.strftime", lambda form: "12:00:00")
+    engine.network.code = "1234 5678" if stage == "waiting" else ""
+    engine.network.lending = ANSWERING if stage == "answering" else None
+    app = LendingApp(engine, JOIN)
+
+    async def before(pilot: Pilot[int]) -> None:
+        await wait_until(pilot, lambda: "studio" in app.query_one(Events).render().plain)
+        await pilot.pause()
+
+    run_before: Callable[[Pilot[int]], Awaitable[None]] = before
+    assert snap_compare(app, terminal_size=size, run_before=run_before)
