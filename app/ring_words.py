@@ -17,7 +17,7 @@ STATES: dict[PeerState, str] = {
     "refused": "cannot be used",
 }
 _SHOWN_OF_ID = 8
-_EXCHANGES = {"auto": "fastest", "mlx": "mx.distributed"}
+_EXCHANGES = {"mlx": "mx.distributed"}
 
 
 def latency(seconds: float) -> str:
@@ -42,6 +42,14 @@ def link_words(link: LinkFacts) -> str:
     return one_line(f"{link.interface}, {latency(link.latency_s)}, {bandwidth(link.bytes_per_s)}")
 
 
+def to_send(node: NodeShare) -> str:
+    """``482 MB to send``; what a machine has is asked only when the ring is formed: until then it is the most."""
+    held = node.trunk_bytes + node.expert_bytes
+    if not node.rank or held <= node.has_bytes:
+        return ""
+    return f"{'' if node.has_bytes else 'up to '}{size(held - node.has_bytes)} to send"
+
+
 def short_id(node_id: str) -> str:
     """Enough of a node id to tell machines apart, and to type."""
     return one_line(node_id[:_SHOWN_OF_ID])
@@ -63,7 +71,7 @@ def ring_name(ring: RingFacts, gone: Sequence[str] = ()) -> str:
 
 def away(ring: RingFacts | None, state: NetworkState | None) -> tuple[str, ...]:
     """Names of the machines of ``ring`` that do not answer any more."""
-    if ring is None or state is None or len(ring.nodes) < 2:
+    if ring is None or state is None or not state.open or len(ring.nodes) < 2:
         return ()
     there = {peer.node_id: peer for peer in state.peers}
     others = [node for node in ring.nodes if node.node_id != state.me.node_id]
@@ -81,7 +89,9 @@ def away_lines(before: Sequence[str], now: Sequence[str]) -> list[str]:
 
 
 def exchange_words(ring: RingFacts) -> str:
-    """``tls, encrypted``, ``gloo, plain text``"""
+    """``tls, encrypted``, ``gloo, plain text``; of a ring that is only planned nothing is measured yet"""
+    if ring.exchange == "auto":
+        return "the fastest exchange"
     name = _EXCHANGES.get(ring.exchange, ring.exchange)
     return f"{name}, {'encrypted' if ring.encrypted else 'plain text'}"
 

@@ -70,7 +70,7 @@ class SmallExperts:
             *(StoredTensor(self.dtype, part.reshape(s)) for part, s in zip((gate, up, down), shapes, strict=True))
         )
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, layer: int | None = None) -> None:
         """Nobody else can reach them."""
 
 

@@ -344,7 +344,7 @@ class SlotExperts:
         parts = {name: StoredTensor(self.dtype, self._words(place)) for name, place in self._layout.parts.items()}
         return ExpertWeights(**parts)
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, layer: int | None = None) -> None:
         pass
 
     def _words(self, place: PartView) -> np.ndarray[Any, Any]:

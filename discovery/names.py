@@ -16,3 +16,9 @@ def clean_name(text: str) -> str:
         if character.isspace() or unicodedata.category(character)[0] != "C"
     )
     return " ".join(kept.split())[:MAX_NAME].rstrip()
+
+
+def plain_text(text: str, most: int = 200) -> str:
+    """``text`` from another machine, fit for a sentence: one line, printable characters only, not too long."""
+    shown = "".join(character if character.isprintable() else " " for character in text[:most])
+    return " ".join(shown.split())

@@ -329,7 +329,7 @@ def _transcript(typing: bytes, showing: bytes, typing_message: bytes, showing_me
 def _expect(frame: bytes, kind: type[T]) -> T:
     try:
         decoded = _decoder.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise PairingRefused("bad") from error
     if isinstance(decoded, Refusal):
         raise PairingRefused(decoded.reason, sent=True)

@@ -86,3 +86,12 @@ def _left_of(folder: Path) -> int | None:
         except (OSError, ValueError):
             continue
     return None
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is how Python, torch or mlx say that memory ran out."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    text = str(error).lower()
+    signs = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc", "[metal::malloc]")
+    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)

@@ -399,7 +399,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def _kind(error: BaseException) -> ErrorKind:
-    from engine.session import ran_out_of_memory
+    from engine.free_memory import ran_out_of_memory
 
     if isinstance(error, OSError) and error.filename is not None:
         return "disk"

@@ -13,7 +13,7 @@ import msgspec
 from engine.errors import ModelError
 from engine.messages import Load
 from engine.progress import ProgressCallback
-from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime
+from engine.runtimes.loading import load_model
 
 if TYPE_CHECKING:
     from engine.ring.network import Network
@@ -117,32 +117,6 @@ def settings_not_applied(defaults: dict[str, Any]) -> list[str]:
     if penalty in (None, 1, 1.0):
         return []
     return [f"The model's own repetition_penalty of {penalty} is not applied: this version has none."]
-
-
-def load_model(
-    runtime: Runtime,
-    name: str,
-    folder: Path,
-    request: Load,
-    progress: ProgressCallback,
-    ring: RingPlace | None = None,
-) -> LoadedModel:
-    """As ``runtime.load``, with running out of memory said as such; a share of a ring is not loaded without a ring."""
-    from engine.models.store import refuse_share
-    from engine.session import ran_out_of_memory
-
-    if ring is None:
-        refuse_share(folder)
-    try:
-        return (
-            runtime.load(folder, request, progress) if ring is None else runtime.load(folder, request, progress, ring)
-        )
-    except Exception as error:
-        if isinstance(error, ModelError) or not ran_out_of_memory(error):
-            raise
-        raise ModelError(
-            f"{name} does not fit in the memory that is free; choose a smaller model.", kind="memory"
-        ) from error
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -13,10 +13,13 @@ from engine.experts.kernels.bindings import VARIABLE
 from engine.experts.popularity_file import ProfileModel, model_of
 from engine.experts.reading_ahead import read_rate
 from engine.messages import Load
+from engine.models.families import check_supported, expert_shape
 from engine.models.files import Experts
 from engine.models.opening import open_model
-from engine.models.sizes import Sizes, sizes_of
+from engine.models.sizes import Sizes, sizes_in_library, sizes_of
+from engine.models.weight_layout import WeightLayout, is_library, layout_of
 from engine.planning.calibration import ExpertShape
+from engine.runtimes import mlx_by_default
 from engine.runtimes.native.runtime import why_not
 
 REMEMBERED = 8
@@ -45,27 +48,62 @@ _lock = threading.Lock()
 
 def read_headers(folder: Path, load: Load) -> Headers:
     """Raises ModelError as opening the model does. From any thread."""
-    choices = (load.dtype, load.partitioning, load.cpu_threads, load.context_limit, os.environ.get(VARIABLE))
+    kernels = os.environ.get(VARIABLE)
+    choices = (load.runtime, load.dtype, load.partitioning, load.cpu_threads, load.context_limit, kernels)
     key = (folder, *choices, *_fingerprint(folder))
     with _lock:
         if key in _headers:
             _headers.move_to_end(key)
             return _headers[key]
-    files = open_model(folder)
-    experts = files.experts
-    found = Headers(
-        folder=folder,
-        sizes=sizes_of(files, load.dtype),
-        shape=None if experts is None else shape_of(experts),
-        profile=None if experts is None else model_of(experts),
-        not_native=why_not(files.config, files, load),
-        largest=None if experts is None else _largest(experts),
-    )
+    found = _in_library(folder, load) or _headers_of(folder, load)
     with _lock:
         _headers[key] = found
         while len(_headers) > REMEMBERED:
             _headers.popitem(last=False)
     return found
+
+
+def _headers_of(folder: Path, load: Load) -> Headers:
+    files = open_model(folder)
+    experts = files.experts
+    return Headers(
+        folder=folder,
+        sizes=sizes_of(files, load.dtype),
+        shape=None if experts is None else shape_of(experts),
+        profile=None if experts is None else model_of(experts),
+        not_native=why_not(files.config, files, load, in_ring=load.partitioning == "ring"),
+        largest=None if experts is None else _largest(experts),
+    )
+
+
+def _in_library(folder: Path, load: Load) -> Headers | None:
+    """Of a folder that mlx-lm wrote, which only the runtime mlx reads; None for any other folder or runtime."""
+    mlx = load.runtime == "mlx" or (load.runtime == "auto" and mlx_by_default())
+    if not mlx or not is_library(folder):
+        return None
+    layout = layout_of(folder)
+    shape = expert_shape(layout.config, check_supported(layout.config))
+    sizes = sizes_in_library(layout, load.dtype)
+    sound = shape is not None and layout.experts
+    files = {number: nbytes for number, (_, nbytes) in enumerate(layout.files)}
+    return Headers(
+        folder=folder,
+        sizes=sizes,
+        shape=ExpertShape(sizes.hidden, sizes.ffn, _expert_dtype(layout), layout.expert_bytes) if sound else None,
+        profile=ProfileModel(layout.layers, layout.count, sizes.expert_bytes) if sound else None,
+        not_native="mlx-lm wrote the weights",
+        largest=folder / layout.files[max(files, key=lambda number: files[number])][0] if sound else None,
+    )
+
+
+def _expert_dtype(layout: WeightLayout) -> str:
+    """``BF16`` or ``F32``; ``Q4`` for 4-bit weights."""
+    settings = layout.config.get("quantization") or layout.config.get("quantization_config")
+    if isinstance(settings, dict):
+        bits = settings.get("bits")
+        return f"Q{bits}" if isinstance(bits, int) and 0 < bits < 100 else "Q4"
+    trunk = next(iter(layout.trunk), ())
+    return next((entry.dtype for name, _, entry in trunk if name.endswith("norm.weight")), "BF16")
 
 
 def disk_rate(path: Path) -> float | None:

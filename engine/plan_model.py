@@ -113,7 +113,9 @@ def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: Ne
         memory=memory,
         choices=[
             *_choices(request.load, headers.sizes, runtime, context),
-            PlannedChoice("partitioning", "ring" if decision.kind == "ring" else "this machine", decision.reason),
+            PlannedChoice(
+                "partitioning", "ring" if decision.kind == "ring" else "this machine", decision.reason or "as chosen"
+            ),
             *_said([*notices, *decision.notices]),
         ],
         tokens_per_s=plan.tokens_per_s,

@@ -11,7 +11,7 @@ import msgspec
 
 from engine.conversation_cache import ConversationCache
 from engine.errors import ModelError
-from engine.free_memory import available_bytes
+from engine.free_memory import available_bytes, ran_out_of_memory
 from engine.generation.beams import BeamRule, BeamState, Hypothesis, beam_run, check_beams
 from engine.generation.sampling import Sampler, sampling_rule
 from engine.generation.text import IncrementalDecoder, StopStrings, first_stop
@@ -382,15 +382,6 @@ class Session:
                     kind="memory",
                 ) from error
             raise
-
-
-def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` is how Python, torch or mlx say that memory ran out."""
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return True
-    text = str(error).lower()
-    signs = ("can't allocate memory", "not enough memory", "out of memory", "std::bad_alloc", "[metal::malloc]")
-    return isinstance(error, RuntimeError) and any(sign in text for sign in signs)
 
 
 def _size(nbytes: int) -> str:

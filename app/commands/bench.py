@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from app.commands.engine_work import Interruption, do, run_with_engine
 from app.commands.loading import LoadFlags, load_from
 from app.commands.output import ProgressLine, answer, as_json, figure
@@ -23,10 +25,14 @@ def bench(kind: BenchKind, flags: LoadFlags, *, rounds: int, nodes: tuple[int, .
 
     Raises WorkFailed.
     """
-    wanted = load_from(flags, needs_model=kind not in _WITHOUT_MODEL)
+    by_default = kind == "ring" and flags.model is None
+    wanted = load_from(flags, needs_model=kind not in _WITHOUT_MODEL and not by_default)
 
     async def work(engine: EngineClient, interruption: Interruption) -> int:
         load = await with_ring(engine, wanted.load, wanted.settings, wanted.peers)
+        if by_default:
+            # The starter and a model made up on the spot, not whatever the person talks to.
+            load = msgspec.structs.replace(load, model="")
         request = Bench(id=engine.new_id(), kind=kind, load=load, rounds=rounds, nodes=list(nodes))
         result = await do(engine, request, ProgressLine())
         assert isinstance(result, BenchResult)

@@ -11,7 +11,7 @@ from app.commands.loading import LoadFlags, load_from
 from app.commands.output import ProgressLine, WorkFailed, answer, as_json, figure, size
 from app.commands.ringing import with_ring
 from app.engine_client import EngineClient
-from app.ring_words import how_it_runs, machine_name, speed_words
+from app.ring_words import how_it_runs, machine_name, speed_words, to_send
 from app.text_safety import one_line
 from engine.messages import DeviceMemory, Plan, Planned, RingFacts
 
@@ -72,7 +72,7 @@ def ring_lines(ring: RingFacts) -> list[str]:
     nodes = [
         f"{node.rank}  {machine_name(node):{names}}  {node.experts:,} experts {size(node.expert_bytes)}, trunk "
         f"{size(node.trunk_bytes)}, {size(node.memory_free)} free, {node.expected_experts:.1f} run a layer"
-        + (f", {size(node.expert_bytes + node.trunk_bytes - node.has_bytes)} to send" if node.rank else "")
+        + (f", {sending}" if (sending := to_send(node)) else "")
         for node in ring.nodes
     ]
     reason = [one_line(ring.reason)] if ring.reason else []

@@ -70,6 +70,7 @@ def status_line(status: Status, width: int) -> Content:
     left = _activity(status)
     details = _details(status)
     figures = _figures(status)
+    on_a_ring = status.facts is not None and status.facts.ring is not None
     for keep in range(len(details), -1, -1):
         middle = [Content.styled(text, _MUTED) for text in details[:keep]]
         for shown in (figures, [figure.short for figure in figures], [figure.short for figure in figures[-1:]], []):
@@ -78,7 +79,8 @@ def status_line(status: Status, width: int) -> Content:
             gap = width - line.cell_length - right.cell_length
             if gap >= 2 or (gap >= 0 and not right.plain):
                 return Content.assemble(line, " " * gap, right)
-            if keep:
+            # What a ring is, and who of it is gone, matters more than figures in full.
+            if keep and (shown is not figures or not on_a_ring):
                 break
     return left.truncate(max(width, 0), ellipsis=True)
 

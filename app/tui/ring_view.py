@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from textual.content import Content
 
-from app.ring_words import STATES, how_it_runs, link_words, machine_name, short_id
+from app.ring_words import STATES, how_it_runs, link_words, machine_name, short_id, to_send
 from app.text_safety import one_line
 from app.tui.charts import flowing
 from app.tui.formatting import bar, rate, size
@@ -89,8 +89,8 @@ def _node(node: NodeShare, name: str, most: int, width: int, own_trunk: bool) ->
         parts.append(Content.styled(f"of {size(node.memory_free)} free", "$text-error" if short else _MUTED))
     if node.expected_experts:
         parts.append(Content.styled(f"{node.expected_experts:.1f} run a layer", _MUTED))
-    if node.rank and held > node.has_bytes:
-        parts.append(Content.styled(f"{size(held - node.has_bytes)} to send", "$text-accent"))
+    if sending := to_send(node):
+        parts.append(Content.styled(sending, "$text-accent"))
     rest = max(8, width - title.cell_length - 2)
     body = flowing(parts, rest if rest >= _BESIDE else width - 2)
     indent = title.cell_length + 2 if rest >= _BESIDE else 2

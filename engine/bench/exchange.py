@@ -157,7 +157,7 @@ class _NodeProcess:
         self.rank = rank
         self.private_key, self.certificate = make_certificate()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "engine.bench.exchange_node"],
+            [sys.executable, "-P", "-m", "engine.bench.exchange_node"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -2,7 +2,8 @@
 
 The nodes are engine processes of their own, on loopback, which share this machine's cores and memory: what can be
 compared is how the methods' parts relate, not how many tokens a cluster would write. Beside every measurement stands
-what the model of the cluster predicted before the ring was formed.
+what the model of the cluster predicted: as planned before the ring was formed, and with the terms that were measured
+on one node alone and on the exchange of all.
 """
 
 from __future__ import annotations
@@ -10,37 +11,49 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from engine.bench.decode import bench_decode
+from engine.bench.own_cores import bound, cores_here, shared_out
+from engine.bench.ring_table import Row, result_of
 from engine.bench.running import weight_bytes_per_token
 from engine.bench.setting import WARM_UP_STEPS, Setting, random_tokens, read_prompt, steps
-from engine.bench.spread import figure
+from engine.bench.synthetic_moe import MoeShape, write_moe
 from engine.errors import Cancelled, ModelError
 from engine.experts.kernels.pool import physical_cores
-from engine.loading import alone, find_folder, load_model
-from engine.machine import processor
-from engine.messages import Bench, BenchResult, Load, OpenNetwork, PhaseTimes
+from engine.loading import alone, find_folder
+from engine.messages import Bench, BenchResult, OpenNetwork, PhaseTimes
 from engine.messages.ring import LoadingName, RingChoice, RingFacts, RingMode
+from engine.model_headers import read_headers
+from engine.models.catalogue import STARTER
 from engine.models.opening import open_model
 from engine.models.sizes import sizes_of
-from engine.planning.ring_speed import Compared, PassTime, compare
+from engine.planning.ring_speed import PassTime, StepTerms, measured_costs
 from engine.progress import ProgressCallback
 from engine.ring.forming import RingFormer, Trial
 from engine.ring.head_model import RingModel
 from engine.ring.local_ring import NETWORK, LocalRing, temporary_home
+from engine.ring.measuring_node import experts_at_once
 from engine.ring.network import Network
+from engine.ring.ring_of_one import ring_of_one
 from engine.runtimes import pick_runtime
-from engine.runtimes.protocol import LoadedModel, Runtime
+from engine.runtimes.loading import load_model
+from engine.runtimes.protocol import LoadedModel
 
 STEPS = 24
 """Decoded per round."""
 PROMPT = 32
 MOST_NODES = 8
 THERE_S = 30.0
+SWEEPS = 2
+"""The rings are formed so often, the second time in the opposite order: what else the machine does meanwhile, and
+getting warm, then meets them alike."""
+TRIES = 2
+"""A ring that lost a node while it was formed is formed once more."""
+MADE_UP = "synthetic-moe"
 
 
 @dataclass(frozen=True)
@@ -60,51 +73,69 @@ DECENTRALISED = Method("P-L_R-D", "fast", "router-aided")
 TABLE_3 = (NAIVE, BUSY_FULL, DECENTRALISED)
 
 
-@dataclass(frozen=True)
-class Row:
-    """What one method took on so many nodes: seconds per token, the head's. ``predicted`` None: nothing to go by."""
+@dataclass
+class Samples:
+    """What one method took on so many nodes, per token: a part per round; of the ring as last formed, the rest."""
 
-    method: str
+    method: Method | None
+    """None: one node by itself."""
     nodes: int
-    measured: PassTime
-    low: float
-    high: float
-    predicted: PassTime | None
-    compared: Compared | None
-    ring: RingFacts | None
+    in_parts: bool = False
+    """By itself, but as a node of a ring runs it: cut at every MoE layer, for an exchange with nobody."""
+    parts: list[PassTime] = field(default_factory=list)
+    planned: PassTime | None = None
+    terms: StepTerms | None = None
+    ring: RingFacts | None = None
+
+    def median(self) -> PassTime:
+        return PassTime(
+            statistics.median(part.moe_s for part in self.parts),
+            statistics.median(part.exchange_s for part in self.parts),
+            statistics.median(part.other_s for part in self.parts),
+        )
 
 
-def bench_ring(request: Bench, report: ProgressCallback, cancelled: Callable[[], bool]) -> BenchResult:
-    """The methods of table 3 on the fewest nodes asked for, then the last of them on more (table 4).
+def bench_ring(
+    request: Bench, report: ProgressCallback, cancelled: Callable[[], bool], made_up: MoeShape | None = None
+) -> BenchResult:
+    """The methods of table 3 on the fewest nodes asked for, then the last of them on more (table 4); for the model of
+    ``request``, or without one for the starter and one made up (of the shape ``made_up``).
 
-    Raises ModelError (bad-input), Cancelled.
+    Raises ModelError (bad-input, disk), Cancelled.
     """
     if not request.nodes or not all(2 <= nodes <= MOST_NODES for nodes in request.nodes):
         raise ModelError(
             f"A ring on one machine is measured with 2 to {MOST_NODES} processes, not {request.nodes}.",
             kind="bad-input",
         )
-    name, folder = find_folder(request.load.model, report, cancelled)
     counts = sorted(set(request.nodes))
-    plan = [(method, counts[0]) for method in TABLE_3] + [(DECENTRALISED, count) for count in counts[1:]]
+    wanted = request.load.model
+    name, folder = find_folder(wanted or STARTER, report, cancelled)
     with temporary_home() as home:
+        models = [(name, folder)]
+        if not wanted:
+            models.append((MADE_UP, write_moe(home / MADE_UP, made_up or MoeShape(), report)))
         (home / NETWORK).mkdir(parents=True, mode=0o700)
+        cores = cores_here()
+        own = shared_out(cores, counts[-1])
         # The same in every row: what is compared is nodes, not threads.
-        threads = max(1, physical_cores() // counts[-1])
-        bench = _Bench(request, name, folder, threads, report, cancelled)
-        rows = [bench.by_itself()]
-        with LocalRing(home, counts[-1] - 1, [folder]) as ring:
+        threads = request.load.cpu_threads or max(1, physical_cores() // counts[-1])
+        rows: list[Row] = []
+        with (
+            bound(own[0] if own else ()),
+            LocalRing(home, counts[-1] - 1, [folder for _, folder in models], threads, own[1:]) as ring,
+        ):
             network = Network(lambda event: None, home / NETWORK)
             try:
                 network.answer(OpenNetwork(id=0, name="head", listen="127.0.0.1:0", peers=ring.addresses))
                 ids = [identity.node_id for identity in ring.identities[1:]]
                 _until_there(network, len(ids), cancelled)
-                for method, nodes in plan:
-                    report(f"{method.name} on {nodes} nodes", len(rows) - 1, len(plan), "")
-                    rows.append(bench.together(network, method, ids[: nodes - 1]))
+                for name, folder in models:
+                    bench = _Bench(request, name, folder, threads, network, report, cancelled)
+                    rows += bench.rows(ids, counts)
             finally:
                 network.close()
-    return _result(request, name, threads, rows)
+    return result_of(request, threads, bool(own), len(cores) or physical_cores(), STEPS, rows)
 
 
 def _until_there(network: Network, count: int, cancelled: Callable[[], bool]) -> None:
@@ -118,12 +149,15 @@ def _until_there(network: Network, count: int, cancelled: Callable[[], bool]) ->
 
 
 class _Bench:
+    """Measures one model. ``network``: the head's, to which the other nodes' processes are known."""
+
     def __init__(
         self,
         request: Bench,
         name: str,
         folder: Path,
         threads: int,
+        network: Network,
         report: ProgressCallback,
         cancelled: Callable[[], bool],
     ) -> None:
@@ -131,9 +165,10 @@ class _Bench:
         self._name = name
         self._folder = folder
         self._threads = threads
+        self._network = network
         self._report = report
         self._cancelled = cancelled
-        as_node = alone(msgspec.structs.replace(request.load, partitioning="ring"))
+        as_node = alone(msgspec.structs.replace(request.load, model=name, partitioning="ring"))
         self._runtime, _ = pick_runtime(request.load.runtime, folder, as_node)
         self._load = msgspec.structs.replace(
             as_node,
@@ -141,39 +176,103 @@ class _Bench:
             keep_resident=False,
             cpu_threads=threads,
         )
+        shape = read_headers(folder, self._load).shape
+        report("measuring experts", 0, 0, "")
+        self._at_once = 1.0 if shape is None else experts_at_once(shape, threads, max(1, physical_cores() // threads))
 
-    def by_itself(self) -> Row:
-        """One node without a ring, and what a layer costs there beside its weights, for the predictions."""
-        model = load_model(self._runtime, self._name, self._folder, self._load, self._report)
+    def rows(self, ids: Sequence[str], counts: Sequence[int]) -> list[Row]:
+        """Every method and number of nodes, in the order of the table. ``ids`` of the other nodes."""
+        plan = [
+            Samples(None, 1),
+            Samples(None, 1, in_parts=True),
+            *(Samples(method, counts[0]) for method in TABLE_3),
+            *(Samples(DECENTRALISED, count) for count in counts[1:]),
+        ]
+        sweeps = min(SWEEPS, self._rounds)
+        for sweep in range(sweeps):
+            rounds = self._rounds // sweeps + (sweep < self._rounds % sweeps)
+            for samples in plan if sweep % 2 == 0 else reversed(plan):
+                said = _name_of(samples)
+                self._report(f"{self._name}: {said}, nodes: {samples.nodes}", sweep, sweeps, "")
+                if samples.method is None:
+                    self._by_itself(samples, rounds)
+                else:
+                    self._together(samples, samples.method, ids[: samples.nodes - 1], rounds)
+        in_parts = plan[1].median()
+        return [self._row(samples, in_parts) for samples in plan]
+
+    def _row(self, samples: Samples, in_parts: PassTime) -> Row:
+        predicted = None
+        if samples.terms is not None and samples.ring is not None:
+            terms = samples.terms
+            computing = PassTime(in_parts.moe_s, 0.0, in_parts.other_s)
+            costs = measured_costs(terms.model, computing, in_parts.exchange_s / terms.model.moe_layers, "this")
+            predicted = terms.with_nodes(costs, self._at_once).with_exchange(samples.ring.exchange_s or 0.0).step()
+        seconds = [part.seconds for part in samples.parts]
+        return Row(
+            model=self._name,
+            method=_name_of(samples),
+            nodes=samples.nodes,
+            measured=samples.median(),
+            low=min(seconds),
+            high=max(seconds),
+            planned=samples.planned,
+            predicted=predicted,
+            at_once=self._at_once,
+            exchange=samples.ring.exchange if samples.ring is not None else "",
+            exchange_s=samples.ring.exchange_s if samples.ring is not None else None,
+        )
+
+    def _by_itself(self, samples: Samples, rounds: int) -> None:
+        """One node without a ring, and what a layer costs there beside its weights, for the plans."""
+        headers = read_headers(self._folder, self._load)
+        layers = headers.profile.layers if headers.profile is not None else ()
+        place = ring_of_one(layers, headers.sizes.experts) if samples.in_parts else None
+        model = load_model(self._runtime, self._name, self._folder, self._load, self._report, place)
         try:
-            # Keeps what a layer costs here beside its weights: the predictions rest on it.
-            bench_decode(self._setting(model), 0)
-            return Row("one node", 1, *self._measured(model), None, None, None)
+            if not samples.parts and not samples.in_parts:
+                # Keeps what a layer costs here beside its weights: the plans rest on it.
+                bench_decode(self._setting(model), 0)
+            samples.parts += self._measured(model, rounds)
         finally:
             model.close()
 
-    def together(self, network: Network, method: Method, followers: Sequence[str]) -> Row:
-        nodes = len(followers) + 1
+    def _together(self, samples: Samples, method: Method, followers: Sequence[str], rounds: int) -> None:
+        model, former = self._formed(method, followers)
+        try:
+            samples.parts += self._measured(model, rounds)
+            samples.ring = model.facts.ring
+            if former.decision is not None:
+                samples.planned, samples.terms = former.decision.step, former.decision.terms
+        finally:
+            model.close()
+
+    def _formed(self, method: Method, followers: Sequence[str]) -> tuple[RingModel, RingFormer]:
+        """A ring of all these nodes. Raises ModelError if one of them is left out again and again."""
         choice = RingChoice(
             nodes=list(followers),
             mode=method.mode,
             loading=method.loading,
             exchange="tls",
-            overlap=method is DECENTRALISED and nodes > 2,
+            overlap=method is DECENTRALISED and len(followers) > 1,
             even_if_slower=True,
         )
         load = msgspec.structs.replace(self._load, ring=choice)
-        trial = Trial(method.one_by_one, self._threads, max(1.0, physical_cores() / self._threads))
-        former = _former(network, self._name, self._folder, self._runtime, load, trial)
-        model = RingModel(self._name, former, self._report)
-        try:
-            taken, low, high = self._measured(model)
-            facts = model.facts.ring
-        finally:
+        trial = Trial(method.one_by_one, self._threads, self._at_once)
+        said = ""
+        for _ in range(TRIES):
+            node = self._network.node
+            surveyor = self._network.surveyor(node.identity.node_id, self._folder, load)
+            former = RingFormer(node, self._name, self._folder, self._runtime, load, surveyor, trial)
+            model = RingModel(self._name, former, self._report)
+            ring = model.facts.ring
+            if ring is not None and len(ring.nodes) == len(followers) + 1:
+                return model, former
+            said = " ".join(model.recorder.take_notices())
             model.close()
-        predicted = former.decision.step if former.decision is not None else None
-        compared = compare(predicted, taken) if predicted is not None else None
-        return Row(method.name, nodes, taken, low, high, predicted, compared, facts)
+        raise ModelError(
+            f"A ring of {len(followers) + 1} processes could not be formed on this machine: {said}", kind="network"
+        )
 
     def _setting(self, model: LoadedModel) -> Setting:
         sizes = sizes_of(open_model(self._folder), self._load.dtype)
@@ -182,18 +281,18 @@ class _Bench:
             facts=model.facts,
             rounds=self._rounds,
             prefill_chunk=self._load.prefill_chunk,
-            threads=self._load.cpu_threads or physical_cores(),
+            threads=self._threads,
             weight_bytes=weight_bytes_per_token(model.facts, sizes),
             report=self._report,
             cancelled=self._cancelled,
         )
 
-    def _measured(self, model: LoadedModel) -> tuple[PassTime, float, float]:
-        """Medians over the rounds of a token's time in its parts, and the fastest and slowest round's seconds."""
+    def _measured(self, model: LoadedModel, rounds: int) -> list[PassTime]:
+        """A token's time in its parts, the mean of each round's steps."""
         setting = self._setting(model)
         prompt = random_tokens(1, min(PROMPT, setting.prompt_tokens(STEPS + WARM_UP_STEPS)), model.facts.vocabulary)
         parts = []
-        for index in range(self._rounds):
+        for index in range(rounds):
             rows = model.start()
             read_prompt(setting, rows, prompt)
             model.recorder.enabled = True
@@ -202,13 +301,13 @@ class _Bench:
             parts.append(parts_of(model.recorder.frame(0).decode))
             model.recorder.enabled = False
             del rows
-        seconds = [part.seconds for part in parts]
-        middle = PassTime(
-            statistics.median(part.moe_s for part in parts),
-            statistics.median(part.exchange_s for part in parts),
-            statistics.median(part.other_s for part in parts),
-        )
-        return middle, min(seconds), max(seconds)
+        return parts
+
+
+def _name_of(samples: Samples) -> str:
+    if samples.method is not None:
+        return samples.method.name
+    return "one, in parts" if samples.in_parts else "one node"
 
 
 def parts_of(decode: PhaseTimes) -> PassTime:
@@ -216,63 +315,3 @@ def parts_of(decode: PhaseTimes) -> PassTime:
     experts = sum(layer.experts for layer in decode.layers) / 1000.0
     communication = sum(layer.exchange + layer.wait for layer in decode.layers) / 1000.0
     return PassTime(experts, communication, max(0.0, decode.per_token / 1000.0 - experts - communication))
-
-
-def _former(network: Network, name: str, folder: Path, runtime: Runtime, load: Load, trial: Trial) -> RingFormer:
-    node = network.node
-    surveyor = network.surveyor(node.identity.node_id, folder, load)
-    return RingFormer(node, name, folder, runtime, load, surveyor, trial)
-
-
-def _result(request: Bench, name: str, threads: int, rows: Sequence[Row]) -> BenchResult:
-    table: list[list[str | int | float | None]] = []
-    for row in rows:
-        took = row.measured
-        table.append(
-            [
-                row.method,
-                row.nodes,
-                figure(took.moe_s * 1e3),
-                figure(took.exchange_s * 1e3),
-                figure(took.other_s * 1e3),
-                f"{figure(took.seconds * 1e3)} ({figure(row.low * 1e3)}–{figure(row.high * 1e3)})",
-                figure(took.tokens_per_s),
-                figure(row.predicted.tokens_per_s) if row.predicted is not None else None,
-                f"{row.compared.error * 100:+.0f} %" if row.compared is not None else None,
-            ]
-        )
-    notes = [
-        f"{processor()}: the nodes are processes of this machine, each with {threads} "
-        f"thread{'s' * (threads != 1)}, and share its {physical_cores()} cores and its memory.",
-        "Milliseconds per token, the head's; waiting for the slowest node counts as communication. The predicted time "
-        "was made before the ring was formed; its error is of the time of a token.",
-        "naive and P-L_B are central, P-L_R-D is decentralised (paper on Apple Silicon, tables 3 and 4).",
-    ]
-    return BenchResult(
-        id=request.id,
-        title=f"Rings on this machine, {name}",
-        columns=["method", "nodes", "MoE", "communication", "other", "ms/token", "tokens/s", "predicted", "error"],
-        rows=table,
-        notes=notes,
-        data={
-            "model": name,
-            "rounds": request.rounds,
-            "threads_per_node": threads,
-            "steps_per_round": STEPS,
-            "rows": [
-                {
-                    "method": row.method,
-                    "nodes": row.nodes,
-                    "moe_s": row.measured.moe_s,
-                    "communication_s": row.measured.exchange_s,
-                    "other_s": row.measured.other_s,
-                    "predicted_s": row.predicted.seconds if row.predicted is not None else None,
-                    "predicted_moe_s": row.predicted.moe_s if row.predicted is not None else None,
-                    "predicted_communication_s": row.predicted.exchange_s if row.predicted is not None else None,
-                    "error": row.compared.error if row.compared is not None else None,
-                    "within_25_percent": row.compared.within if row.compared is not None else None,
-                }
-                for row in rows
-            ],
-        },
-    )

@@ -52,8 +52,8 @@ class HeldExperts:
             raise IndexError(f"expert {expert} of layer {layer} is not held by this node")
         return self._experts.expert(layer, expert)
 
-    def check_unchanged(self) -> None:
-        self._experts.check_unchanged()
+    def check_unchanged(self, layer: int | None = None) -> None:
+        self._experts.check_unchanged(layer)
 
 
 def held_by(experts: Experts, placement: Placement, rank: int) -> HeldExperts:

@@ -63,7 +63,8 @@ class Bench(Request, frozen=True, kw_only=True, tag="bench"):
     load: Load
     rounds: int = 5
     nodes: list[int] = msgspec.field(default_factory=lambda: [2, 3, 4])
-    """``ring``: numbers of processes on this machine, one after the other."""
+    """``ring``: numbers of processes on this machine, one after the other. Without a model in ``load`` it measures the
+    starter, and one made up on the spot."""
 
 
 class Generate(Request, frozen=True, kw_only=True, tag="generate"):

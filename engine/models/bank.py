@@ -151,8 +151,8 @@ class BankExperts:
         """The files that hold experts."""
         return tuple(self._files.values())
 
-    def check_unchanged(self) -> None:
-        for mapped in self._files.values():
+    def check_unchanged(self, layer: int | None = None) -> None:
+        for mapped in self._files.values() if layer is None else (self._files[layer],):
             mapped.check_unchanged()
 
     def _view(self, layer: int, expert: int, dtype: str, shape: tuple[int, ...], offset: int) -> StoredTensor:

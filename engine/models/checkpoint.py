@@ -205,7 +205,7 @@ class PlainExperts:
         names = dict.fromkeys(source.file_name for source in self._sources.values())
         return tuple(self._files[name] for name in names)
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, layer: int | None = None) -> None:
         for mapped in self._files.values():
             mapped.check_unchanged()
 

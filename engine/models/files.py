@@ -102,8 +102,9 @@ class Experts(Protocol):
         """Raises IndexError for an expert that is not held."""
         ...
 
-    def check_unchanged(self) -> None:
-        """Raises ModelError if a file was changed or shortened since it was opened."""
+    def check_unchanged(self, layer: int | None = None) -> None:
+        """Raises ModelError if a file was changed or shortened since it was opened. ``layer``: look only at the files
+        of that layer, as far as they are known apart."""
         ...
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from engine.errors import ModelError
 from engine.models.families import check_supported, expert_shape, language_config, layer_count
 from engine.models.files import ModelFiles
+from engine.models.weight_layout import WeightLayout
 from engine.models.wording import shown
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -48,16 +49,61 @@ class Sizes:
         return _WIDTHS.get(self.dtype, 2)
 
 
+class _Stored(Protocol):
+    """Of a tensor."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class _Routed:
+    """The routed experts: layers that have them, experts per layer, bytes of all, and their dtype."""
+
+    layers: int
+    count: int
+    nbytes: int
+    dtype: str
+
+
 def sizes_of(files: ModelFiles, dtype: str = "auto") -> Sizes:
     """Raises ModelError if ``config.json`` does not give a size, naming it."""
-    family = check_supported(files.config)
-    config = language_config(files.config, family)
-    stored, trunk, embedding = _trunk(files)
     experts = files.experts
+    routed = None
+    if experts is not None:
+        routed = _Routed(len(experts.layers), experts.count, experts.nbytes, experts.dtype)
+    return _sizes(files.config, _trunk(files.trunk(), files.config), routed, dtype)
+
+
+def sizes_in_library(layout: WeightLayout, dtype: str = "auto") -> Sizes:
+    """The same of a folder that mlx-lm wrote, whose weights may be quantised: those stay as they are stored.
+
+    Raises ModelError.
+    """
+    entries = [(name, entry) for piece in layout.trunk for name, _, entry in piece]
+    stored, trunk, embedding = _trunk(entries, layout.config)
+    # Norms are never quantised: what they are stored in is what the library computes with.
+    norm = next((entry.dtype for name, entry in entries if name.endswith("norm.weight")), "BF16")
+    nbytes = layout.expert_bytes * len(layout.experts)
+    routed = _Routed(len(layout.layers), layout.count, nbytes, norm) if layout.experts else None
+    if stored not in _WIDTHS:
+        dtype = _NAMES.get(norm, norm)
+        return _sizes(layout.config, (dtype, trunk, embedding), routed, dtype)
+    return _sizes(layout.config, (stored, trunk, embedding), routed, dtype)
+
+
+def _sizes(whole: Mapping[str, Any], about_trunk: tuple[str, int, int], experts: _Routed | None, dtype: str) -> Sizes:
+    """``about_trunk``: see :func:`_trunk`."""
+    family = check_supported(whole)
+    config = language_config(whole, family)
+    stored, trunk, embedding = about_trunk
     if experts is not None:
         stored = _NAMES.get(experts.dtype, experts.dtype)
     chosen = stored if dtype == "auto" else dtype
-    shape = expert_shape(files.config, family)
+    shape = expert_shape(whole, family)
     # torch converts the trunk; experts are read as they are.
     scale = _WIDTHS.get(chosen, 2) / _WIDTHS.get(stored, 2)
     hidden = _number(config, "hidden_size", "d_model")
@@ -65,8 +111,8 @@ def sizes_of(files: ModelFiles, dtype: str = "auto") -> Sizes:
         family=family.model_type,
         dtype=chosen,
         stored=stored,
-        layers=layer_count(files.config, family),
-        moe_layers=0 if experts is None else len(experts.layers),
+        layers=layer_count(whole, family),
+        moe_layers=0 if experts is None else experts.layers,
         experts=0 if experts is None else experts.count,
         experts_per_token=0 if experts is None else experts_per_token(config),
         hidden=hidden,
@@ -110,18 +156,18 @@ def key_value_numbers(config: Mapping[str, Any]) -> int:
     return per_layer * kept
 
 
-def _trunk(files: ModelFiles) -> tuple[str, int, int]:
+def _trunk(tensors: Iterable[tuple[str, _Stored]], config: Mapping[str, Any]) -> tuple[str, int, int]:
     """The trunk's commonest dtype, its bytes, and those of an embedding that is not the head."""
     by_dtype: dict[str, int] = {}
     embedding = 0
     has_head = False
-    for name, tensor in files.trunk():
+    for name, tensor in tensors:
         by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.nbytes
         has_head = has_head or name.endswith("lm_head.weight")
-        if name.endswith(("embed_tokens.weight", "wte.weight")):
+        if name.rpartition(".")[0].endswith(("embed_tokens", "wte")):
             embedding += tensor.nbytes
     dtype = max(by_dtype, key=lambda stored: by_dtype[stored], default="BF16")
-    tied = bool(files.config.get("tie_word_embeddings", False))
+    tied = bool(config.get("tie_word_embeddings", False))
     total = sum(by_dtype.values())
     if tied and has_head:  # stored twice, kept once
         return _NAMES.get(dtype, dtype), total - embedding, 0

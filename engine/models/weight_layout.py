@@ -99,6 +99,11 @@ class WeightLayout:
         return digest.hexdigest()
 
 
+def is_library(folder: Path) -> bool:
+    """Whether ``folder`` is in mlx-lm's layout, or quantised. Raises ModelError if it is no model."""
+    return not (folder / MANIFEST).is_file() and _library_entries(folder, read_config(folder)) is not None
+
+
 def layout_of(folder: Path) -> WeightLayout:
     """Raises ModelError if ``folder`` is no model, is damaged, or is of a family that is not supported."""
     config = read_config(folder)

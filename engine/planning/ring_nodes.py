@@ -52,6 +52,8 @@ class NodeMeasured:
     fence_s: float = 0.0
     machine: str = ""
     """See :class:`engine.planning.ring_speed.NodeCosts`."""
+    processor: str = ""
+    """Its name and the threads in use; machines with the same are taken to be equally fast. Empty: unknown."""
     has: Mapping[int, Sequence[int]] = field(default_factory=dict)
     """Per decoder layer, the experts of this model that are on its disk."""
     has_trunk: bool = False

@@ -30,10 +30,10 @@ from engine.planning.ring_speed import (
     NodeCosts,
     PassTime,
     RingSetting,
+    StepTerms,
     Wire,
     alone_time,
     pass_time,
-    step_time,
 )
 from engine.planning.ring_words import (
     alone_sentence,
@@ -58,6 +58,8 @@ EXACT_WORTH = 1.10
 """Sums equal to one machine's are worth so much of a turn's time."""
 FEWER_WORTH = 1.03
 """Leaving a machine out must make the rest so much faster."""
+NOISE = 1.25
+"""Measurements of equal machines differ by less than this factor; more is a real difference, such as slower memory."""
 ELSEWHERE_WORTH = 1.10
 """A machine must be so much faster by itself than the ring, and than the head by itself, to be worth moving to."""
 ASSUMED_LATENCY_S = 1e-3
@@ -83,6 +85,8 @@ class RingDecision:
     shortfall: int = 0
     step: PassTime | None = None
     """Predicted; None where too little was measured."""
+    terms: StepTerms | None = None
+    """What :attr:`step` was predicted from."""
     prefill: PassTime | None = None
     """Of a prompt of PREFILL_TOKENS tokens."""
     alone_step: PassTime | None = None
@@ -231,7 +235,7 @@ class _Planner:
     ) -> RingDecision:
         loading, why_loading = self._loading(nodes)
         mode: Mode = "central" if central else "fast" if self.choice.mode == "fast" else "exact"
-        step = prefill = None
+        step = prefill = terms = None
         why_mode = mode_sentence(mode, {node.name: node.kind for node in nodes}) if central else ""
         if costs:
             step, prefill = self._times(nodes, placement, costs, mode, loading)
@@ -240,6 +244,7 @@ class _Planner:
                 if _turn(step, prefill) > EXACT_WORTH * _turn(*fast):
                     why_mode = speed_sentence(_turn(step, prefill), _turn(*fast))
                     mode, (step, prefill) = "fast", fast
+            terms = self._terms(nodes, placement, costs, mode, loading)
         reason = " ".join(each for each in (why_mode, why_loading) if each)
         return RingDecision(
             kind="ring",
@@ -251,6 +256,7 @@ class _Planner:
             weights=weights,
             facts=self._facts(nodes, placement, weights, mode, loading, step, reason),
             step=step,
+            terms=terms,
             prefill=prefill,
             notices=tuple(notices),
         )
@@ -261,6 +267,18 @@ class _Planner:
         wired = [node.name for node in nodes if node.unified]
         return ("router-aided", loading_sentence(wired)) if wired and len(nodes) > 1 else ("selected", "")
 
+    def _terms(
+        self,
+        nodes: Sequence[NodeMeasured],
+        placement: Placement,
+        costs: Sequence[NodeCosts],
+        mode: Mode,
+        loading: LoadingRule,
+    ) -> StepTerms:
+        setting = RingSetting(mode, loading, self.model.word_bytes, self._at_once)
+        wire = self.wire(nodes, mode == "central")
+        return StepTerms(self.model.sizes, placement, tuple(costs), wire, setting, self._popularity)
+
     def _times(
         self,
         nodes: Sequence[NodeMeasured],
@@ -270,11 +288,9 @@ class _Planner:
         loading: LoadingRule,
     ) -> tuple[PassTime, PassTime]:
         """A decoding step, and a prompt of PREFILL_TOKENS."""
-        setting = RingSetting(mode, loading, self.model.word_bytes, self._at_once)
-        wire = self.wire(nodes, mode == "central")
-        sizes = self.model.sizes
-        step = step_time(sizes, placement, costs, wire, setting, self._popularity)
-        return step, pass_time(sizes, placement, costs, wire, setting, PREFILL_TOKENS, self._popularity)
+        terms = self._terms(nodes, placement, costs, mode, loading)
+        prefill = pass_time(terms.model, placement, costs, terms.wire, terms.setting, PREFILL_TOKENS, self._popularity)
+        return terms.step(), prefill
 
     def _facts(
         self,
@@ -320,18 +336,32 @@ class _Planner:
 
 
 def _alike(costs: Sequence[NodeCosts | None], nodes: Sequence[NodeMeasured]) -> list[NodeCosts | None]:
-    """``costs`` with the same for processes of one kind on one machine, the fastest measured: they are the same
-    hardware, and what they measured apart is what else the machine did meanwhile."""
-    best: dict[tuple[str, str], NodeCosts] = {}
-    for node, each in zip(nodes, costs, strict=True):
-        if each is not None and node.machine:
-            key = (node.machine, node.kind)
-            if key not in best or each.expert.at(1) < best[key].expert.at(1):
-                best[key] = each
-    return [
-        best.get((node.machine, node.kind), each) if each is not None else None
-        for node, each in zip(nodes, costs, strict=True)
-    ]
+    """``costs`` with the fastest measured for nodes that are the same hardware: what they measured apart is what else
+    went on meanwhile. That holds for processes of one kind on one machine, whatever they measured, and for machines
+    with the same processor as long as they differ by no more than NOISE."""
+    found = list(costs)
+    for index, (node, each) in enumerate(zip(nodes, costs, strict=True)):
+        if each is None:
+            continue
+        same = [
+            other
+            for one, other in zip(nodes, costs, strict=True)
+            if other is not None and _same_hardware(node, one, each, other)
+        ]
+        best = min(same, key=lambda other: other.expert.at(1))
+        found[index] = replace(best, machine=each.machine)
+    return found
+
+
+def _same_hardware(first: NodeMeasured, second: NodeMeasured, costs: NodeCosts, others: NodeCosts) -> bool:
+    if first is second:
+        return True
+    if first.kind != second.kind:
+        return False
+    if first.machine and first.machine == second.machine:
+        return True
+    alike = bool(first.processor) and first.processor == second.processor
+    return alike and costs.expert.at(1) <= NOISE * others.expert.at(1)
 
 
 def _unlike(nodes: Sequence[NodeMeasured]) -> bool:

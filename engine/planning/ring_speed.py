@@ -15,7 +15,7 @@ Silicon, sections 4.3 and 4.4.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from engine.planning.calibration import Curve
@@ -138,6 +138,34 @@ def compare(predicted: PassTime, measured: PassTime, allowed: float = 0.25) -> C
         exchange_error=(predicted.exchange_s - measured.exchange_s) / whole,
         other_error=(predicted.other_s - measured.other_s) / whole,
     )
+
+
+@dataclass(frozen=True)
+class StepTerms:
+    """All that a decoding step of one ring is predicted from, so that a term can be measured better and put in."""
+
+    model: ModelSizes
+    placement: Placement
+    nodes: tuple[NodeCosts, ...]
+    wire: Wire
+    setting: RingSetting
+    popularity: Sequence[Sequence[float]] = ()
+
+    def step(self) -> PassTime:
+        return step_time(self.model, self.placement, self.nodes, self.wire, self.setting, self.popularity)
+
+    def with_exchange(self, seconds: float) -> StepTerms:
+        """The exchange took ``seconds`` once all nodes were joined. It is measured with nodes that send at the same
+        time, so that none of them sleeps; in a step they wait for each other, which takes a link's latency at least."""
+        if len(self.nodes) < 2:
+            return self
+        before = self.wire.latency_s + (len(self.nodes) - 2) * self.wire.per_peer_s
+        return replace(self, wire=Wire(max(seconds, before), self.wire.bytes_per_s))
+
+    def with_nodes(self, each: NodeCosts, at_once: float) -> StepTerms:
+        """All nodes are like ``each``, whose machine does ``at_once`` nodes' work in the time of one."""
+        nodes = (each,) * len(self.nodes)
+        return replace(self, nodes=nodes, setting=replace(self.setting, at_once=at_once))
 
 
 def step_time(

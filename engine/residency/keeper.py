@@ -7,40 +7,16 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from engine.free_memory import available_bytes
-from engine.residency.deciding import STANDBY_SHARE, WARM_UP_SHARE, pause_after, standby_period, touchable
+from engine.planning.residency import STANDBY_SHARE, WARM_UP_SHARE, pause_after, standby_period, touchable
+from engine.runtimes.protocol import Weights
 
 IDLE_S = 10.0
 """After so long without a question, the next one's first token tells what idling cost."""
 QUIET_S = 0.3
 """So long after an answer, or after a pass for the ring's head, the next one may yet follow: nothing is touched."""
 _NEWS_S = 0.25
-
-
-class Weights(Protocol):
-    """Weights in pieces, in the order in which a pass uses them. Asked from the keeper's thread only."""
-
-    @property
-    def own_memory(self) -> bool:
-        """They are in a GPU driver's memory, not in pages of files."""
-        ...
-
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each piece."""
-        ...
-
-    def touch(self, index: int) -> None:
-        """Use the memory of a piece."""
-        ...
-
-    def resident(self, index: int) -> bool:
-        """Whether a piece need not be touched."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class IdleProbe:

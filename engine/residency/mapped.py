@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from engine.errors import ModelError
 from engine.models.share_files import part_of
 from engine.models.weight_layout import Run, layout_of, merged, runs_of
-from engine.residency.deciding import lockable
+from engine.planning.residency import lockable
 
 PIECE_BYTES = 8 * 1024 * 1024
 """Touched at once; between two pieces an answer may begin."""

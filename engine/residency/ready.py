@@ -12,10 +12,10 @@ import msgspec
 from engine.errors import ModelError
 from engine.free_memory import available_bytes
 from engine.messages import AnyEvent, Finished, Load, Notice, WarmUp
-from engine.residency.keeper import IdleProbe, Keeper, Weights
+from engine.residency.keeper import IdleProbe, Keeper
 from engine.residency.mapped import MappedWeights
 from engine.ring.seat import Seat
-from engine.runtimes.protocol import KeepsWeights, LoadedModel, Seated
+from engine.runtimes.protocol import KeepsWeights, LoadedModel, Seated, Weights
 
 Held = Mapping[int, Sequence[int]]
 """Decoder layer to the experts that this node runs."""

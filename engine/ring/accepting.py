@@ -86,7 +86,15 @@ class Links:
                 kept = self._accept_measuring(connection, body, request, by)
             else:
                 kept = self._accept_expected(connection, body, request, address, by)
-        except (msgspec.DecodeError, UnicodeDecodeError, PeerLost, RingProtocolError, DiscoveryError, OSError):
+        except (
+            msgspec.DecodeError,
+            UnicodeDecodeError,
+            RecursionError,
+            PeerLost,
+            RingProtocolError,
+            DiscoveryError,
+            OSError,
+        ):
             kept = False
         if not kept:
             connection.close()
@@ -115,9 +123,12 @@ class Links:
         return True
 
     def _accept_measuring(self, connection: socket.socket, body: bytes, request: LinkRequest, by: float) -> bool:
-        certificate = self._certificate_of(request.node_id)
-        if certificate is None or self._serve_measuring is None or request.transport != "tls":
+        own = request.node_id == self.identity.node_id
+        if own or self._serve_measuring is None or request.transport != "tls":
             return False
+        # Who is not known gets the same handshake, in which only this machine could show what is asked for: otherwise
+        # anybody could find out who is paired with whom.
+        certificate = self._certificate_of(request.node_id) or self.identity.certificate_pem
         member = Member(request.from_rank, request.node_id, certificate)
         wire = self._prove(connection, body, request, member, b"", by)
         wire.push((WELCOME,))

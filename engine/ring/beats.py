@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from discovery.names import plain_text
 from engine.errors import ModelError
 from engine.ring.client import PeerClient, Unreachable
-from engine.ring.control_messages import CONTROL_PROTOCOL, Greeting, NodeLoad, plain_text
+from engine.ring.control_messages import CONTROL_PROTOCOL, Greeting, NodeLoad
 from engine.ring.exchange import PeerLost
 
 BEAT_S = 0.5
-LOST_S = 2.0
-"""A machine that was not heard of for so long is gone."""
+LOST_S = 2.5
+"""A machine that was not heard of for so long is gone. One that is killed is noticed earlier: its links end."""
 UNANSWERED_S = 2.5
 """A follower that calls but cannot be called for so long is of no use to its head."""
 REFUSED_S = 1.0
@@ -50,8 +51,8 @@ class PeerView:
     load: NodeLoad | None
     addresses: tuple[str, ...]
     problem: str
-    unanswered_s: float = 0.0
-    """Seconds since it last answered a call of this machine; it may be heard of by its own calls all the same."""
+    reachable: bool = True
+    """Alive, and it answers: one that cannot be called may be heard of by its own calls all the same."""
 
 
 def silence_allowed(refused: bool, patient: bool) -> float:
@@ -151,7 +152,7 @@ class PeerWatch:
                 self._theirs,
                 tuple(self._addresses),
                 self._problem,
-                self._clock() - self._answered,
+                alive and (self.patient or self._clock() - self._answered < UNANSWERED_S),
             )
 
     def close(self) -> None:

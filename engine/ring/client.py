@@ -8,9 +8,10 @@ from typing import Any, TypeVar, cast, get_args
 
 import grpc
 
+from discovery.names import plain_text
 from engine.errors import ModelError
 from engine.messages import ErrorKind
-from engine.ring.control_messages import MESSAGE_LIMIT, SERVICE, Control, pack, plain_text, unpack
+from engine.ring.control_messages import MESSAGE_LIMIT, SERVICE, Control, pack, unpack
 from engine.ring.exchange import PeerLost, RingProtocolError
 from engine.ring.server import Credentials
 

@@ -113,7 +113,7 @@ def decode_command(frame: bytes | memoryview) -> AnyCommand:
     """Raises ModelError for anything that is no command."""
     try:
         command: AnyCommand = _commands.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"The head sent something that is no command of this version: {error}.") from error
     return command
 
@@ -122,7 +122,7 @@ def decode_times(frame: bytes | memoryview) -> Times:
     """Raises ModelError for anything else."""
     try:
         return _times.decode(frame)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"A node sent something that is no measurement of this version: {error}.") from error
 
 

@@ -38,6 +38,8 @@ from engine.ring.wires import Wire
 
 __all__ = ["Epoch", "Links", "Member", "connect_commands", "connect_mesh", "connect_wires", "dial_link"]
 _RETRY_S = (0.02, 0.05, 0.1, 0.25)
+_PATIENCE_S = (0.5, 1.0, 2.0, HANDSHAKE_S)
+"""With one address, in the first rounds: one that leads nowhere must not keep the others from being tried."""
 _POLL_S = 0.1
 """Between two looks at whether the epoch was given up."""
 _GRACE_S = 0.5
@@ -165,8 +167,9 @@ def _dial_until(
             if stop.is_set():
                 break
             try:
+                patience = _PATIENCE_S[min(attempt, len(_PATIENCE_S) - 1)]
                 wire = dial_link(
-                    links, epoch, member, purpose, transport, address, min(by, time.monotonic() + HANDSHAKE_S)
+                    links, epoch, member, purpose, transport, address, min(by, time.monotonic() + patience)
                 )
             except (PeerLost, RingProtocolError, DiscoveryError, OSError) as error:
                 reason = str(error)

@@ -109,6 +109,8 @@ class NodeFacts(Control, frozen=True, kw_only=True):
     system: str
     threads: int
     layer_overhead_s: dict[str, float] = {}
+    fence_s: float = 0.0
+    """What a ring costs it per MoE layer beside experts and wire."""
     machine: str = ""
     """The same for all processes of one machine."""
     unified_memory: bool = False
@@ -266,12 +268,6 @@ def unpack(data: bytes, kind: type[Body]) -> Body:
     return body
 
 
-def plain_text(text: str, most: int = 200) -> str:
-    """``text`` from another machine, fit for a sentence: one line, printable characters only, not too long."""
-    shown = "".join(character if character.isprintable() else " " for character in text[:most])
-    return " ".join(shown.split())
-
-
 def check_spec(spec: EpochSpec) -> None:
     """Raises RingProtocolError for an epoch whose parts do not fit together."""
     ranks = [member.rank for member in spec.members]
@@ -300,7 +296,7 @@ def check_facts(facts: NodeFacts) -> None:
     rates = [facts.memory_read, *(curve.seconds if curve is not None else ())]
     if not all(0 < rate < math.inf for rate in rates):
         raise RingProtocolError("A machine says that it reads memory, or runs an expert, at no rate.")
-    if not all(0 <= seconds < math.inf for seconds in facts.layer_overhead_s.values()):
+    if not all(0 <= seconds < math.inf for seconds in (facts.fence_s, *facts.layer_overhead_s.values())):
         raise RingProtocolError("A machine says that a layer takes it no number of seconds.")
     if curve is not None:
         ascending = all(a < b for a, b in zip(curve.tokens, curve.tokens[1:], strict=False))

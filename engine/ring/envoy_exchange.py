@@ -16,10 +16,10 @@ from typing import TypeVar
 
 import msgspec
 
+from discovery.names import plain_text
 from engine.errors import ModelError
 from engine.ring.accepting import Links
 from engine.ring.connecting import connect_wires
-from engine.ring.control_messages import plain_text
 from engine.ring.envoy_messages import (
     BYE,
     CONTROL,

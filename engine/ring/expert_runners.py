@@ -33,8 +33,8 @@ def layers_for(seat: Seat, exchange: Exchange, one_by_one: bool = False) -> Abor
 
 
 def load_experts(runtime: str, folder: Path, load: Load, seat: Seat, progress: ProgressCallback) -> LoadedExperts:
-    """The experts of ``seat`` without a trunk, in ``folder``. Not by ``mlx``, they run on the native kernels if those
-    can, else in torch.
+    """The experts of ``seat`` without a trunk, in ``folder``, by ``runtime``; by torch where native kernels are wanted
+    and cannot be used.
 
     Raises ModelError if they are not here, cannot be run, or do not fit.
     """

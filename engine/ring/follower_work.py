@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Protocol
 
 from engine.cpu_threads import within_this_machine
-from engine.loading import load_model
 from engine.messages import Load
 from engine.progress import ProgressCallback
 from engine.residency.ready import Ready, held_in
@@ -21,6 +20,7 @@ from engine.ring.follower import Follower
 from engine.ring.measuring_node import runtimes
 from engine.ring.seat import Seat
 from engine.runtimes import runtime_named
+from engine.runtimes.loading import load_model
 from engine.runtimes.protocol import LoadedModel, RingPlace
 
 WINDOW_S = 5.0
@@ -114,8 +114,7 @@ class ModelWork:
 
 
 class CentralWork:
-    """Central: this node's experts only, run on what the head sends, by what this machine has: the head's runtime need
-    not be installed here."""
+    """Central: this node's experts only, run on what the head sends, by the head's runtime if it is installed here."""
 
     def __init__(
         self,
@@ -125,7 +124,9 @@ class CentralWork:
         progress: ProgressCallback,
         ran: Callable[[int], None],
     ) -> None:
-        own = "mlx" if next(iter(runtimes()), "") == "mlx" else "torch"
+        here = runtimes()
+        # The head's, where it is installed: then the bits are those of one machine.
+        own = spec.runtime if spec.runtime in here else "mlx" if here[:1] == ["mlx"] else "torch"
         seat = seat_of(spec)
         self._experts = load_experts(own, folder, load_of(spec), seat, progress)
         self._layers = len(seat.placement.layers)

@@ -34,6 +34,8 @@ class Following:
     ) -> None:
         self.ended: str | None = None
         """Why it ended; None while it goes on."""
+        self.failed_here = False
+        """It ended because of this machine; the others were told."""
         self.tokens = 0
         self.warming: tuple[int, int] | None = None
         """Bytes of the weights that were brought into memory, of how many; None before and after."""
@@ -79,7 +81,10 @@ class Following:
     def _run(self) -> None:
         try:
             self._work.run()
-        except (PeerLost, ModelError) as error:
+        except PeerLost as error:
+            self.ended = str(error)
+        except ModelError as error:
+            self.failed_here = True
             self.ended = str(error)
         except BaseException as error:
             self.ended = f"this machine failed with {type(error).__name__}"

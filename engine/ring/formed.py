@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.messages.ring import RingFacts
-from engine.ring.beats import UNANSWERED_S
 from engine.ring.client import PeerClient, Unreachable
 from engine.ring.control_messages import Empty, EndEpoch
 from engine.ring.epoch_links import EpochLinks
@@ -117,7 +116,7 @@ class FormedRing:
             return "is not paired any more"
         if not view.alive:
             return "does not answer any more"
-        if view.unanswered_s > UNANSWERED_S:
+        if not view.reachable:
             return "cannot be reached any more"
         epoch = view.load.epoch if view.load is not None else ""
         if epoch == self.seat.epoch:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from discovery.names import plain_text
 from engine.errors import ModelError
 from engine.messages import Load
 from engine.messages.ring import ExchangeName, RingFacts
@@ -25,7 +26,6 @@ from engine.ring.control_messages import (
     EpochSpec,
     Forming,
     LoadShare,
-    plain_text,
 )
 from engine.ring.epoch_links import EpochLinks, connect_epoch, epoch_of
 from engine.ring.exchange import PeerLost
@@ -157,10 +157,11 @@ class RingFormer:
         there = self._there()
         self._considered = {one.node_id for one in there}
         notices = self._absent(there)
+        gone: set[str] = set()
         while True:
             try:
                 formed = self._form_with(there, notices, progress)
-                formed.notices = [line for line in formed.notices if line not in self._said]
+                formed.notices = [line for line in formed.notices if line not in self._said and line not in gone]
                 self._said.update(formed.notices)
                 return formed
             except NodeRefused as refused:
@@ -168,6 +169,9 @@ class RingFormer:
                 notices.append(f"{self._node.table.name_of(refused.node_id)} is left out of the ring: {refused}")
                 if refused.gone:
                     self._considered.discard(refused.node_id)
+                    if self._formed is not None:
+                        # That it is lost is said in a line of its own.
+                        gone.add(notices[-1])
                 there = [one for one in there if one.node_id != refused.node_id]
 
     def _absent(self, there: Sequence[Candidate]) -> list[str]:
@@ -209,8 +213,8 @@ class RingFormer:
         return decide(self._surveyor.headers, self._name, self._load, order, survey, self._trial.at_once)
 
     def _alone(self, decision: RingDecision, notices: list[str], progress: ProgressCallback) -> FormedRing:
-        from engine.loading import load_model
         from engine.planning.placement import Placement
+        from engine.runtimes.loading import load_model
 
         model = load_model(self._runtime, self._name, self._folder, self._load, progress)
         placement = decision.placement or Placement((), 1, ())
@@ -247,6 +251,7 @@ class RingFormer:
             epoch=ring.epoch,
             exchange=exchange,
             exchange_s=exchange_s,
+            tokens_per_s=_predicted_again(ring.decision, exchange_s),
             encrypted=exchange in ("tls", "envoy"),
             nodes=shares,
         )
@@ -340,10 +345,15 @@ class RingFormer:
         if ring.decision.mode == "central":
             available = [name for name in available if name not in IN_STEP_ONLY]
         allowed = allowed_exchanges(self._choice.exchange, hosts, self._choice.trusted, available, self._load.runtime)
+        if allowed == ["mlx"]:
+            # A process has one group in its life: the ring must not fail because that is gone.
+            allowed = ["tls", "mlx"]
         if self._chosen is not None:
             # Forming again after a loss must be quick: what was used before, and one that works everywhere, as a dead
             # group of another engine cannot be made again.
-            return list(dict.fromkeys([self._chosen if self._chosen in allowed else allowed[0], "tls"]))
+            # Other machines, or the same ones after a loss, cannot go on with a group of mlx.
+            again = self._chosen in allowed and (self._chosen != "mlx" or self._formed is None)
+            return list(dict.fromkeys([self._chosen if again else allowed[0], "tls"]))
         # What may fail comes last: nodes that wait for it in vain have all they need by then.
         return sorted(allowed, key=lambda name: CERTAIN.index(name) if name in CERTAIN else len(CERTAIN))
 
@@ -351,7 +361,8 @@ class RingFormer:
         self, ring: Ring, specs: Mapping[int, EpochSpec], links: EpochLinks, progress: ProgressCallback
     ) -> tuple[ExchangeName, float]:
         """The exchange that was chosen, and its median on the slowest node in seconds."""
-        progress("connecting", 0, 0, "")
+        names = ", ".join(one.name for one in ring.members.values())
+        progress(f"connecting to {names}, measuring the exchange", 0, 0, "")
 
         def connect(rank: int, one: Candidate) -> Connected:
             return ask(one, lambda: one.client.call("Connect", specs[rank], Connected, CONNECT_S))
@@ -383,10 +394,12 @@ class RingFormer:
             for name, seconds in links.medians.items()
             if all(isinstance(answer, Connected) and name in answer.medians for answer in answers)
         }
-        before = self._chosen
+        wanted = self._choice.exchange
+        before = self._chosen or (wanted if wanted != "auto" else None)
         if before is not None and before not in medians:
             self._fallen_back = (
-                f"The exchange “{before}” could not be made again ({links.problems.get(before, 'lost')})"
+                f"The exchange “{before}” could not be made{' again' if self._chosen else ''} "
+                f"({links.problems.get(before, 'not by every node, or not a second time').rstrip('.')})"
             )
         chosen = self._chosen = before if before in medians else choose_exchange(medians)
         return chosen, medians[chosen]
@@ -397,7 +410,7 @@ class RingFormer:
         self, ring: Ring, spec: EpochSpec, links: EpochLinks, exchange: ExchangeName, progress: ProgressCallback
     ) -> tuple[LoadedModel, AbortableLayers, list[str]]:
         """Every node loads its share, at the same time; the head's model and layers, and lines for the person."""
-        from engine.loading import load_model
+        from engine.runtimes.loading import load_model
 
         layers = layers_for(seat_of(spec), links.keep(exchange), spec.one_by_one)
         loading = _Loading(ring, exchange, self._node.table.heard_from)
@@ -479,6 +492,12 @@ class _Loading:
             calls = list(self._calls)
         for call in calls:
             call.cancel()
+
+
+def _predicted_again(decision: RingDecision, exchange_s: float) -> float | None:
+    """Tokens per second, now that the exchange was measured with all nodes."""
+    terms = decision.terms
+    return None if terms is None else terms.with_exchange(exchange_s).step().tokens_per_s
 
 
 def _first_failure(future: Future[Connected]) -> Connected | NodeRefused:

@@ -287,8 +287,12 @@ class RingModel:
         self._end()
         self._begin()
         gone = [name for name in before.values() if name not in self._epoch.formation.names.values()]
-        who = ", ".join(gone) if gone else "a machine of the ring"
-        return [f"Lost {who} ({why}); {self._going_on()}."]
+        silent = [before[rank] for rank in getattr(why, "ranks", ()) if rank in before]
+        who = ", ".join(gone or [f"{name} for a moment" for name in silent]) or "a machine of the ring"
+        reason = str(why).rstrip(".")
+        for name in before.values():
+            reason = reason.removeprefix(f"{name} is gone: ").removeprefix(f"{name} ")
+        return [f"Lost {who}: {reason}; {self._going_on()}."]
 
     def between_turns(self) -> list[str]:
         """See :class:`engine.runtimes.protocol.Recoverable`."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from discovery.identity import short
+from discovery.names import plain_text
 from engine.errors import Cancelled, ModelError
 from engine.messages.ring import LendingFacts
 from engine.models.locations import locate
@@ -34,7 +35,6 @@ from engine.ring.control_messages import (
     WantedFacts,
     Wants,
     check_spec,
-    plain_text,
 )
 from engine.ring.epoch_links import EpochLinks, connect_epoch, epoch_of
 from engine.ring.exchange import RingProtocolError
@@ -146,10 +146,16 @@ class Lender:
         if self._watching is not threading.current_thread():
             self._watching.join(2.0)
 
-    def release(self, why: str = "") -> None:
-        """End whatever epoch there is: links closed, the share unloaded. ``why``: what went wrong, if anything did."""
+    def release(self, why: str = "", only: Following | None = None) -> None:
+        """End whatever epoch there is: links closed, the share unloaded. ``why``: what went wrong, if anything did.
+        ``only``: nothing is done if another one has taken its place meanwhile."""
         with self._lock:
             links, following = self._links, self._following
+            if only is not None and only is not following:
+                return
+            if following is not None and following.failed_here:
+                # The head, which was told, may be quicker to end the epoch than this machine is to notice.
+                why = following.ended or why
             over = "" if self._spec is None else self._said_at_end(why)
             self._links = self._following = self._spec = self._offered = self._need = None
             self._head, self._stage, self._done, self._total = "", "", 0, 0
@@ -229,7 +235,7 @@ class Lender:
             elif spec is None and idle > RESERVED_S:
                 self.release("its head formed no ring")
             elif following is not None and following.ended is not None:
-                self.release(following.ended)
+                self.release(following.ended, only=following)
 
     def _is_forming(self, head: str, idle: float) -> bool:
         """Whether the head said that it loads a model, not long ago."""
@@ -263,6 +269,7 @@ class Lender:
 
     def _offer(self, caller: Caller, pieces: Iterator[Piece]) -> Wants:
         self._take(caller)
+        self._leave_epoch_before()
         data = bytearray()
         for piece in pieces:
             data += piece.data
@@ -274,6 +281,16 @@ class Lender:
         with self._lock:
             self._offered, self._need = offered, need
         return Wants(wanted=encode_wanted(need.wanted), nbytes=need.nbytes, has_bytes=need.has_bytes)
+
+    def _leave_epoch_before(self) -> None:
+        """Its head forms anew: this machine may have been cut off, and not have heard of the end."""
+        with self._lock:
+            links, following = self._links, self._following
+            self._links = self._following = self._spec = None
+        if links is not None:
+            links.close()
+        if following is not None:
+            following.close()
 
     def _receive(self, caller: Caller, pieces: Iterator[Piece]) -> Received:
         self._take(caller)

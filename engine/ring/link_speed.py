@@ -21,6 +21,9 @@ ECHO_BYTES = 12 * 1024
 """One exchange of a decoding step of the paper's model and size."""
 ROUNDS = 30
 WARM_ROUNDS = 5
+PAUSE_S = 0.0005
+"""Before each round: between the exchanges of a step both ends wait for a layer's experts, and waking costs more than
+an answer to who is still awake."""
 PIECE_BYTES = 1 << 18
 MOST_BYTES = 32 << 20
 MOST_SECONDS = 0.3
@@ -62,6 +65,7 @@ def measure_latency(link: Link, nbytes: int = ECHO_BYTES, rounds: int = ROUNDS) 
     payload = bytes(nbytes)
     times = []
     for _ in range(WARM_ROUNDS + rounds):
+        time.sleep(PAUSE_S)
         began = time.perf_counter()
         link.send(_ECHO, payload)
         if len(link.receive(nbytes)) != nbytes:

@@ -51,7 +51,7 @@ class LocalEngine:
         self,
         home: Path,
         environment: Mapping[str, str] | None = None,
-        arguments: Sequence[str] = ("-m", "engine.host"),
+        arguments: Sequence[str] = ("-P", "-m", "engine.host"),
     ) -> None:
         self.home = home
         env = {**os.environ, "PRIVATELLM_HOME": str(home), "GRPC_VERBOSITY": "NONE", **(environment or {})}
@@ -154,10 +154,18 @@ def _trust(home: Path, peer: Identity, name: str) -> None:
 class LocalRing:
     """``followers`` lent engine processes, each paired with the head whose home is ``head``, and listening.
 
-    ``models``: model folders that they find as their own, so that no weights are sent.
+    ``models``: model folders that they find as their own, so that no weights are sent. ``threads``: of libraries that
+    choose for themselves (what a ring computes with is in its Load); ``cpus``: where each may run, if not anywhere.
     """
 
-    def __init__(self, head: Path, followers: int, models: Sequence[Path] = (), threads: int | None = None) -> None:
+    def __init__(
+        self,
+        head: Path,
+        followers: int,
+        models: Sequence[Path] = (),
+        threads: int | None = None,
+        cpus: Sequence[frozenset[int]] = (),
+    ) -> None:
         """Raises ModelError if a process does not start."""
         self._folder = Path(tempfile.mkdtemp(prefix="privatellm-ring-"))
         self.engines: list[LocalEngine] = []
@@ -170,7 +178,12 @@ class LocalRing:
                     (home / "models" / model.name).symlink_to(model, target_is_directory=True)
             self.identities = pair_homes([head, *homes])
             environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
-            self.engines = [LocalEngine(home, environment) for home in homes]
+            for index, home in enumerate(homes):
+                engine = LocalEngine(home, environment)
+                self.engines.append(engine)
+                if index < len(cpus):
+                    # Before it has other threads, which will be there too.
+                    os.sched_setaffinity(engine.process.pid, cpus[index])
             self.addresses = [
                 open_network(engine, f"node {index + 1}", lend=True) for index, engine in enumerate(self.engines)
             ]

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import psutil
@@ -35,6 +36,7 @@ from engine.models.files import ExpertWeights, StoredTensor
 from engine.models.locations import locate
 from engine.planning.calibration import Curve, ExpertShape, Processor
 from engine.ring.control_messages import NodeFacts, WantedFacts
+from engine.ring.measuring_layer import layer_seconds
 
 TOKENS = (1, 2, 4, 8, 16, 64)
 BUDGET_S = 1.0
@@ -42,6 +44,8 @@ BUDGET_S = 1.0
 CYCLE_BYTES = 256 << 20
 """The experts run in turn have so many bytes together: over the caches of most processors."""
 READ_BYTES = 256 << 20
+AT_ONCE_S = 0.15
+"""For each of the rounds in which experts of several processes are measured."""
 _WIDTH = {"BF16": 2, "F16": 2, "F32": 4}
 _DTYPE = re.compile(r"[A-Za-z0-9_-]{1,16}")
 _OPERATIONS_PER_BYTE = 4.0
@@ -75,6 +79,7 @@ def measure_node(wanted: WantedFacts, threads: int | None = None) -> NodeFacts:
         processor=processor(),
         system=f"{platform.system()} {platform.machine()}",
         threads=count,
+        fence_s=layer_seconds(wanted.shape.hidden) if wanted.shape is not None else 0.0,
         layer_overhead_s=dict(speed.layer_overhead_s) if speed is not None else {},
         machine=this_machine(),
         unified_memory=sys.platform == "darwin" and platform.machine() == "arm64",
@@ -176,6 +181,40 @@ def _measured(shape: ExpertShape, dtype: str, threads: int) -> Curve:
             turn += 1
     medians = [max(1e-9, statistics.median(samples[tokens][1:] or samples[tokens])) for tokens in TOKENS]
     return Curve(TOKENS, tuple(never_falling(medians)))
+
+
+def experts_at_once(shape: ExpertShape, threads: int, processes: int) -> float:
+    """How many experts that many processes of ``threads`` threads run together in the time in which one runs one: they
+    have one memory, and perhaps one cache. Raises ModelError if an expert of ``shape`` cannot be had in memory."""
+    choice = choose("float32" if shape.dtype == "F32" else "bfloat16")
+    if processes < 2:
+        return 1.0
+    if not choice.native or shape.dtype not in ("BF16", "F32"):
+        return max(1.0, memory_rate(threads * processes) / memory_rate(threads))
+    check_shape(shape)
+    count = max(1, min(32, min(CYCLE_BYTES, available_bytes() // 4) // _measured_bytes(shape)))
+    weights = {expert: _like(shape) for expert in range(count)}
+
+    def rate(process: int, pool: Pool, layer: LayerExperts, together: threading.Barrier) -> float:
+        together.wait()
+        begun, done = time.perf_counter(), 0
+        while time.perf_counter() - begun < AT_ONCE_S:
+            _one(layer, pool, 1, (process * count // processes + done) % count)
+            done += 1
+        return done / (time.perf_counter() - begun)
+
+    with ThreadPoolExecutor(processes, thread_name_prefix="measuring experts") as several:
+        pools = [Pool(threads) for _ in range(processes)]
+        layers = [LayerExperts(weights, count, Gate("silu"), choice) for _ in range(processes)]
+        rounds: list[float] = []
+        for _ in range(3):
+            alone = rate(0, pools[0], layers[0], threading.Barrier(1))
+            all_of_them = threading.Barrier(processes)
+            found = several.map(rate, range(processes), pools, layers, [all_of_them] * processes)
+            rounds.append(sum(found) / alone)
+        for pool in pools:
+            pool.close()
+    return max(1.0, min(float(processes), statistics.median(rounds)))
 
 
 def _one(layer: LayerExperts, pool: Pool, tokens: int, expert: int) -> float:

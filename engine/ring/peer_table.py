@@ -264,10 +264,8 @@ class PeerTable:
         if problem:
             return "refused"
         with self._lock:
-            if view.node_id in self._lost and not view.alive:
-                return "lost"
-            if not view.alive:
-                return "paired"
+            if not view.reachable:
+                return "lost" if view.node_id in self._lost else "paired"
             if view.node_id in self._ring:
                 return "ring"
         lent_elsewhere = view.load is not None and view.load.head not in ("", self._identity.node_id)

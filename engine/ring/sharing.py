@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.ring.control_messages import plain_text
+from discovery.names import plain_text
 from engine.ring.exchange import Buffer, Exchange, PeerLost, RingProtocolError
 from engine.ring.layers import Gathered, Indices, Local, Words
 from engine.ring.routing import Router, SharedRoutes

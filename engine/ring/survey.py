@@ -304,7 +304,9 @@ def planned_nodes(survey: Survey, order: Sequence[tuple[str, str]], runtime: str
                 expert=facts.expert,
                 memory_read=facts.memory_read,
                 layer_overhead_s=overhead.get(runs, overhead.get("native", 0.0)),
+                fence_s=facts.fence_s,
                 machine=facts.machine if shared > 1 else "",
+                processor=f"{facts.processor}, {facts.threads} threads" if facts.processor else "",
                 has={layer: tuple(experts) for layer, experts in facts.has.items()},
                 has_trunk=facts.has_trunk,
             )

@@ -93,5 +93,10 @@ def gpu_present() -> bool:
     return not built_for_cpu and (any(devices.glob("nvidia[0-9]*")) or (devices / "kfd").exists())
 
 
+def mlx_by_default() -> bool:
+    """Whether ``auto`` is mlx on this machine."""
+    return _on_apple_silicon() and importlib.util.find_spec(_NEEDS["mlx"]) is not None
+
+
 def _on_apple_silicon() -> bool:
     return sys.platform == "darwin" and platform.machine() == "arm64"

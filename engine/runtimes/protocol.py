@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from engine.experts.popularity import Popularity
 from engine.messages import Load, ModelFacts
 from engine.progress import ProgressCallback
-from engine.residency.keeper import Weights
 from engine.ring.layers import LayerExchange
 from engine.ring.seat import Seat
 from engine.timing import Recorder
@@ -164,6 +163,30 @@ class Seated(Protocol):
     def seat(self) -> Seat:
         """This node's place in the ring, which is another one after the ring was formed anew."""
         ...
+
+
+class Weights(Protocol):
+    """Weights in pieces, in the order in which a pass uses them. Asked from the keeper's thread only."""
+
+    @property
+    def own_memory(self) -> bool:
+        """They are in a GPU driver's memory, not in pages of files."""
+        ...
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each piece."""
+        ...
+
+    def touch(self, index: int) -> None:
+        """Use the memory of a piece."""
+        ...
+
+    def resident(self, index: int) -> bool:
+        """Whether a piece need not be touched."""
+        ...
+
+    def close(self) -> None: ...
 
 
 @runtime_checkable

@@ -98,7 +98,7 @@ def test_a_plan_on_a_ring_shows_its_nodes(home: Path, capsys: pytest.CaptureFixt
     out, _ = written(capsys)
     assert "Ring of 2: about 21.3 tokens/s; the best machine alone 14.2 tokens/s" in out
     assert "exact mode; tls, encrypted (140 µs each); no idle experts run" in out
-    assert "1  studio  2,432 experts 43.1 GB, trunk 1.9 GB, 96.0 GB free, 5.9 run a layer, 45.0 GB to send" in out
+    assert "1  studio  2,432 experts 43.1 GB, trunk 1.9 GB, 96.0 GB free, 5.9 run a layer, up to 45.0 GB to send" in out
 
 
 def test_the_settings_of_the_ring_reach_the_engine(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zeroconf
@@ -23,7 +24,7 @@ from hypothesis import strategies as st
 from discovery import mdns
 from discovery.addresses import Address, OwnAddress
 from discovery.identity import copied_identities
-from discovery.mdns import SERVICE, Found, Neighbourhood
+from discovery.mdns import MAX_SERVICES, SERVICE, Found, Neighbourhood, _Seen
 
 SCRIPT = Path(__file__).with_name("announcing_process.py")
 LOOPBACK = OwnAddress("lo", "127.0.0.1", 8)
@@ -429,3 +430,21 @@ def test_several_interfaces_and_addresses_that_change(spaces: tuple[str, str], s
     assert first.wait(lambda heard: other in heard and not any("10.77.1." in text for text in heard[other]))
     ip("-n", spaces[1], "link", "set", "cable1", "up")
     assert first.wait(lambda heard: "10.77.1.2:4002" in heard.get(other, ()))
+
+
+def test_a_flood_of_announcements_takes_no_memory() -> None:
+    """What is kept of announcements has limits here, and in the library whose records these are."""
+    heard = Neighbourhood("a" * 64, "b" * 16, 1234, lambda found: None, own=list)
+    try:
+        other = Found("c" * 64, "d" * 16, (Address("10.0.0.1", 1),), 1)
+        with heard._mutex:
+            heard._seen = {f"real-{number}": _Seen(other, time.monotonic()) for number in range(MAX_SERVICES)}
+        library = SimpleNamespace(loop=None)
+        for number in range(20_000):
+            heard._heard(library, SERVICE, f"{number}.{SERVICE}", SimpleNamespace(name="Added"))  # type: ignore[arg-type]
+        assert heard.hearing().ignored == MAX_SERVICES
+        assert len(heard._seen) == MAX_SERVICES
+        assert not heard._resolving
+    finally:
+        heard.close()
+    assert zeroconf.const._MAX_CACHE_RECORDS <= 100_000

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from engine.models.durable_files import forget_cached
 from engine.models.prepare import prepare
 from engine.models.weight_layout import layout_of
-from engine.residency import deciding
+from engine.planning import residency as deciding
 from engine.residency.keeper import IDLE_S, IdleProbe, Keeper
 from engine.residency.mapped import PIECE_BYTES, MappedWeights
 from engine.ring.share_store import ShareStore

@@ -119,6 +119,28 @@ def test_another_machine_alone_would_be_faster() -> None:
     assert any(line.startswith("studio alone would be faster") for line in found.notices)
 
 
+def test_a_machine_that_is_hardly_faster_is_not_worth_moving_to() -> None:
+    # The head alone is as fast as the other one: there is nothing to be gained there, however slow the ring is.
+    nodes = [node("head", 96, 60e9), node("attic", 96, 63e9)]
+    found = decide(nodes, (5e-3, 1e8), even_if_slower=True)
+    assert found.kind == "ring" and found.best_alone == "attic-id"
+    assert not [line for line in found.notices if "alone would be faster" in line]
+    much = decide([node("head", 96, 60e9), node("attic", 96, 80e9)], (5e-3, 1e8), even_if_slower=True)
+    assert any(line.startswith("attic alone would be faster") for line in much.notices)
+
+
+def test_noise_between_equal_machines_idles_none_of_them() -> None:
+    fast, slow = Curve((1, 512), (1e-4, 2e-3)), Curve((1, 512), (1.2e-4, 2.4e-3))
+    nodes = [node("head", 60, expert=slow, processor="x, 2"), node("second", 60, expert=fast, processor="x, 2")]
+    found = decide(nodes, RDMA, even_if_slower=True)
+    assert found.weights == (1.0, 1.0)
+    assert [share.expected_experts for share in facts(found).nodes] == pytest.approx([4, 4], rel=0.1)
+    other = [nodes[0], replace(nodes[1], processor="y, 2")]
+    assert decide(other, RDMA, even_if_slower=True).weights == pytest.approx((1.2, 1.0))
+    slower = replace(nodes[0], expert=Curve((1, 512), (2e-4, 4e-3)))
+    assert decide([slower, nodes[1]], RDMA, even_if_slower=True).weights == pytest.approx((2.0, 1.0))
+
+
 def test_a_model_that_does_not_fit_is_refused_with_what_is_missing() -> None:
     nodes = [node("head", 24), node("second", 24)]
     found = decide(nodes)

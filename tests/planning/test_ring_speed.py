@@ -17,6 +17,7 @@ from engine.planning.ring_speed import (
     NodeCosts,
     PassTime,
     RingSetting,
+    StepTerms,
     Wire,
     alone_time,
     compare,
@@ -56,6 +57,23 @@ def test_two_equal_nodes_by_hand() -> None:
     assert found.exchange_s == pytest.approx(4 * 1e-4)
     assert found.other_s == pytest.approx(4 * 2e-3 + 5e-3)
     assert found.tokens_per_s == pytest.approx(1 / found.seconds)
+
+
+def test_terms_are_put_in_as_they_are_measured() -> None:
+    """A ring of three, whose exchange is measured with all nodes, then the nodes on the machine they share."""
+    terms = StepTerms(MODEL, apart(3), (NODE,) * 3, Wire.of_link(1e-4, 1e9), RingSetting("fast"))
+    assert terms.step() == step_time(MODEL, apart(3), [NODE] * 3, terms.wire, terms.setting)
+    joined = terms.with_exchange(5e-4)
+    assert joined.step().exchange_s == pytest.approx(4 * 5e-4)
+    assert joined.step().moe_s == terms.step().moe_s
+    assert terms.with_exchange(1e-6).step().exchange_s == pytest.approx(terms.step().exchange_s)
+    one = replace(NODE, machine="this")
+    assert joined.with_nodes(one, 3.0).step() == joined.step()
+    crowded = joined.with_nodes(one, 1.0).step()
+    assert crowded.other_s == pytest.approx(3 * joined.step().other_s)
+    assert crowded.moe_s == pytest.approx(4 * 2 * 1e-3)
+    alone = StepTerms(MODEL, apart(1), (NODE,), WIRE, RingSetting())
+    assert alone.with_exchange(1.0) is alone
 
 
 def test_one_node_is_the_machine_alone() -> None:

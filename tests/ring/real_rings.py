@@ -60,10 +60,13 @@ class RealRing:
             raise
 
     def all_ready(self, seconds: float = 30.0, since: int = 0) -> None:
+        """All have answered, whatever they said."""
         wanted = len(self.engines) - 1
         self.head.wait(
-            lambda event: isinstance(event, NetworkState)
-            and sum(peer.state in ("ready", "ring") for peer in event.peers) == wanted,
+            lambda event: (
+                isinstance(event, NetworkState)
+                and sum(peer.state in ("ready", "ring", "refused") for peer in event.peers) == wanted
+            ),
             seconds,
             since,
         )

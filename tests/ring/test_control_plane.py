@@ -286,7 +286,7 @@ def test_greeting_that_names_another_machine_is_refused(pair: Nodes) -> None:
 
 
 def test_silence_allowed() -> None:
-    assert silence_allowed(refused=False, patient=False) == LOST_S <= 2.0
+    assert silence_allowed(refused=False, patient=False) == LOST_S <= 2.5
     assert silence_allowed(refused=True, patient=False) == REFUSED_S < LOST_S
     assert silence_allowed(refused=True, patient=True) == REFUSED_S
     assert silence_allowed(refused=False, patient=True) == BUSY_S

@@ -9,18 +9,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grpc
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linked_nodes import make_identity
+from linked_nodes import LinkedNodes, make_identity
 
 from discovery.identity import Identity
 from discovery.tls import TLS_NAME
-from engine.ring.envoy_exchange import EnvoyExchange
+from engine.ring.envoy_exchange import EnvoyExchange, connect_envoy
 from engine.ring.envoy_messages import (
     BYE,
     CONTROL,
@@ -292,3 +293,21 @@ def test_control_messages_are_read_one_by_one() -> None:
         exchange.hear(EnvoyReady, time.monotonic() + 0.2)
     exchange.close()
     other.close()
+
+
+def test_a_folder_called_engine_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked_nodes: Callable[..., LinkedNodes]
+) -> None:
+    """The envoy is a process that is started wherever the person happens to be."""
+    for package in ("engine", "engine/ring", "engine/ring/exchanges"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("open('run', 'w')\n", encoding="utf-8")
+    (tmp_path / "msgspec.py").write_text("open('run', 'w')\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    ring = linked_nodes(2).everywhere(lambda node: connect_envoy(node.links, node.epoch))
+    for exchange in ring:
+        exchange.send((b"x",), 10)
+    assert [[bytes(part) for part in exchange.receive()] for exchange in ring] == [[b"x", b"x"]] * 2
+    for exchange in ring:
+        exchange.close()
+    assert not (tmp_path / "run").exists()

@@ -18,7 +18,10 @@ import pytest
 from paired_nodes import Nodes, eventually, make_identity
 from test_control_plane import spec_with
 
+from discovery.door import dial
+from discovery.pairing import PAIRING_VERSION, Code, PairingRefused, ShowingSide, Start
 from discovery.peers import new_peer
+from discovery.tls import client_context
 from engine.errors import ModelError
 from engine.messages.ring import LinkFacts
 from engine.planning.calibration import Curve, ExpertShape
@@ -28,6 +31,7 @@ from engine.ring.beats import MOST_ADDRESSES, PeerWatch
 from engine.ring.client import Unreachable
 from engine.ring.control_messages import (
     Empty,
+    EndEpoch,
     EpochMember,
     EpochSpec,
     Forming,
@@ -42,7 +46,7 @@ from engine.ring.control_messages import (
     unpack,
 )
 from engine.ring.epoch_links import EpochLinks
-from engine.ring.epochs import Epoch
+from engine.ring.epochs import LINK_KIND, Epoch, LinkRequest
 from engine.ring.exchange import RingProtocolError
 from engine.ring.follower import BEAMS_LIMIT, Follower
 from engine.ring.lending import Lender
@@ -132,6 +136,26 @@ def test_an_unauthenticated_client_is_not_told_who_else_is_paired(pair: Nodes) -
     name = pair.identities[0].certificate_der[60:100]
     assert name not in certificate
     assert name not in everything
+
+
+def test_a_stranger_cannot_find_out_who_is_paired(tmp_path: Path, pair: Nodes) -> None:
+    """A link for measuring ends in the same way whether or not the machine whose id is claimed is paired."""
+    stranger, _ = make_identity(tmp_path / "stranger")
+    target = new_peer(pair.identities[1].certificate_der, "")
+
+    def told(node_id: str) -> tuple[bool, str]:
+        request = LinkRequest(purpose="measure", transport="tls", epoch="e", from_rank=0, to_rank=1, node_id=node_id)
+        with dial(("127.0.0.1", pair.nodes[1].door.port), LINK_KIND, msgspec.msgpack.encode(request)) as connection:
+            connection.settimeout(5)
+            try:
+                secured = client_context(stranger, target).wrap_socket(connection)
+                return True, f"received {len(secured.recv(100))}"
+            except ssl.SSLError as error:
+                return False, str(error.reason)
+
+    paired, unknown = told(pair.identities[0].node_id), told("0" * 64)
+    assert paired == unknown
+    assert "ALERT" in paired[1]
 
 
 def test_hints_do_not_put_out_where_a_machine_was_found() -> None:
@@ -289,6 +313,23 @@ def test_no_more_threads_than_there_are_processors(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(measuring_node, "load_speed", lambda key: None)
     measuring_node.measure_node(SimpleNamespace(shape=None, dtype="float32"), 1_000_000)  # type: ignore[arg-type]
     assert asked == [measuring_node.usable_cpus()]
+
+
+NESTED = b"\x91" * 5000 + b"\x90"
+
+
+def test_nested_without_end_is_refused_everywhere() -> None:
+    with pytest.raises(RingProtocolError):
+        unpack(b"\x81\xa1x" + NESTED, EndEpoch)
+    with pytest.raises(ModelError):
+        commands.decode_command(b"\x82\xa4type\xa4drop\xa1x" + NESTED)
+    with pytest.raises(ModelError):
+        commands.decode_times(b"\x81\xa1x" + NESTED)
+    code = Code()
+    start = msgspec.msgpack.encode(Start(PAIRING_VERSION, b"c", b"m"))
+    with pytest.raises(PairingRefused):
+        ShowingSide(b"mine", "name", code).on_start(bytes((start[0] + 1,)) + start[1:] + NESTED)
+    assert code.is_valid
 
 
 class _Rows:

@@ -6,11 +6,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from thread_ring import ThreadFormer, split
 
+from engine.errors import ModelError
 from engine.messages import AnyEvent, Load, Notice, WarmUp
 from engine.models.weight_layout import layout_of
 from engine.residency import keeper
@@ -80,6 +82,35 @@ def test_the_head_keeps_its_own_experts_and_more_when_it_is_alone(tiny_model: Ti
     model.close()
 
 
+def test_a_ring_that_changes_in_an_answer_that_fails_is_kept_all_the_same(tiny_model: TinyModel):
+    folder = tiny_model("mixtral")
+    layout = layout_of(folder)
+    request = Load(id=1, model=str(folder), runtime="torch", cpu_threads=1)
+    former = ThreadFormer(folder, request, ["head", "other"], layout.layers, layout.count)
+    model = RingModel("m", former, lambda *_: None)
+    warmth = Warmth()
+    keeping = Keeping(warmth)
+    keeping.loaded(model, folder, request)
+    warmth.wait(1)
+    with pytest.raises(ModelError, match="given up"), keeping.answering():
+        former.formations[-1].kill(1)
+        former.names.remove("other")
+        model.recover(PeerLost("killed"))
+        raise ModelError("The answer was given up.")
+    assert warmth.wait(2) == layout.trunk_bytes + layout.expert_bytes * len(layout.experts)
+    keeping.release()
+    model.close()
+
+
+def test_a_warm_up_that_is_broken_off_is_over_for_the_screen():
+    told: list[AnyEvent] = []
+    keeping = Keeping(told.append)
+    keeping._warm_up(100, 1000)
+    keeping.release()
+    keeping.release()
+    assert told == [WarmUp(done=100, total=1000), WarmUp(done=1000, total=1000)]
+
+
 def test_a_place_in_a_ring_names_its_experts():
     placement = split((0, 2), 5, 2, overlap=1)
     assert held_in(Seat("epoch", 1, placement)) == {0: (0, 1, 3), 2: (0, 1, 3)}
@@ -101,6 +132,8 @@ class Rows:
 
 
 class Model:
+    facts = SimpleNamespace(vocabulary=100)
+
     def start(self) -> Rows:
         return Rows()
 

@@ -11,7 +11,7 @@ from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
 from engine.experts.kernels.bindings import choose
-from engine.messages import AnyEvent, Finished, Generate, Load, Notice, Piece, Prefill, Timing
+from engine.messages import AnyEvent, Finished, Generate, Load, Notice, Piece, Prefill, RingChanged, Timing
 from engine.models.opening import open_model
 from engine.ring.head_model import RingModel
 from engine.session import Session
@@ -139,6 +139,8 @@ def test_a_lost_machine_does_not_change_the_answer(setting: Setting, rank: int) 
     gone = setting.former.formations[0].names[rank]
     assert f"Lost {gone}" in setting.ring.notices
     assert "2 machines" in setting.ring.notices
+    changed = [event for event in setting.ring.events if isinstance(event, RingChanged)]
+    assert changed and changed[-1].ring == setting.formation.facts == setting.ring.session.facts.ring
     assert len(setting.former.formations) == 2
     in_step(setting)
 

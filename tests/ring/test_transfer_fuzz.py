@@ -104,6 +104,8 @@ BAD_NAMES = [
     "model.safetensors\n",
     "model.bin",
     "experts/layer-1.slabs",
+    "experts/layer-٠٠٠٠١.slabs",
+    "m" * 10_000_000 + ".safetensors",
     "",
 ]
 
@@ -119,6 +121,10 @@ def test_files_that_no_model_has(name: str):
     [
         Item("setting/../config.json", 2, 1),
         Item("setting/share.json", 2, 1),
+        Item("setting/Share.JSON", 2, 1),
+        Item("setting/share.json.", 2, 1),
+        Item("setting/model.SafeTensors", 2, 1),
+        Item("setting/modeling.PY ", 2, 1),
         Item("setting/.bashrc", 2, 1),
         Item("setting/model.safetensors", 2, 1),
         Item("setting/modeling.py", 2, 1),
@@ -219,3 +225,24 @@ def test_what_is_left_of_an_item(lengths: list[int], done: int):
     whole = [(file, byte) for file, start, stop in runs for byte in range(start, stop)]
     left = transfer._after(runs, done)
     assert [(run.file, byte) for run in left for byte in range(run.start, run.stop)] == whole[done:]
+
+
+def test_names_that_some_file_systems_take_for_the_same():
+    settings = tuple(Item(f"setting/{name}", 2, zlib.crc32(b"{}")) for name in ("config.json", "Config.json"))
+    with pytest.raises(RingProtocolError, match="twice"):
+        decode_offer(encode_offer(an_offer(items=settings)))
+    files = (("model.safetensors", 1000), ("Model.safetensors", 1000))
+    with pytest.raises(RingProtocolError, match="no file of weights"):
+        decode_offer(encode_offer(an_offer(files=files)))
+
+
+def test_more_files_than_may_be_open():
+    files = tuple((f"m{number}.safetensors", 1000) for number in range(5000))
+    with pytest.raises(RingProtocolError, match="5000 files"):
+        decode_offer(encode_offer(an_offer(files=files)))
+
+
+def test_the_same_weights_are_not_sent_over_and_over(tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(bytes(1000))
+    with pytest.raises(RingProtocolError, match="more than once"):
+        next(transfer.stream(tmp_path, an_offer(), [Wanted(2)] * 1000))

@@ -15,7 +15,7 @@ from mlx_oracle import write_comparable, write_quantised  # noqa: E402
 
 from engine.errors import ModelError  # noqa: E402
 from engine.messages import Load  # noqa: E402
-from engine.residency.deciding import Wiring  # noqa: E402
+from engine.planning.residency import Wiring  # noqa: E402
 from engine.residency.ready import Ready  # noqa: E402
 from engine.runtimes.mlx import wired  # noqa: E402
 from engine.runtimes.mlx.runtime import MlxRuntime  # noqa: E402

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -344,3 +345,15 @@ def test_a_shared_expert_is_run_whether_or_not_the_exchange_has_time_for_it(tiny
     folder = tiny_model("qwen2_moe")
     model = in_ring(folder, RingPlace(Seat("epoch", 0, placement_of(folder, 1)), Answers(lambda found: found)))
     assert same(conversation(model), conversation(load_native(folder)))
+
+
+def test_nodes_whose_logits_nobody_reads_leave_them_out(tiny_model: TinyModel) -> None:
+    """The head's answers are the same, all nodes take part in the same exchanges, and keys and values stay equal."""
+    folder = tiny_model("mixtral", dtype="float32")
+    alone = conversation(load_native(folder))
+    seats = places(placement_of(folder, 3))
+    models = [in_ring(folder, replace(place, logits=place.seat.rank == 0)) for place in seats]
+    head, *others = together(models)
+    assert same(head, alone)
+    for found in others:
+        assert [len(logits) for logits in found] == [0] * len(alone)

@@ -13,7 +13,6 @@ from native_oracle import needs_kernels
 from ring_places import placed, places
 
 from engine.errors import ModelError
-from engine.loading import load_model
 from engine.messages import Load
 from engine.models.prepare import prepare
 from engine.models.weight_layout import layout_of
@@ -21,6 +20,7 @@ from engine.planning.placement import Placement
 from engine.ring.share_store import ShareStore
 from engine.ring.transfer import offer, stream
 from engine.runtimes import runtime_named
+from engine.runtimes.loading import load_model
 from engine.runtimes.protocol import LoadedModel, Logits, RingPlace
 
 TinyModel = Callable[..., Path]

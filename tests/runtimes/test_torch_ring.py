@@ -16,7 +16,6 @@ from tiny_models import TINY_MOE_FAMILIES
 from torch_oracle import no_progress, prompt
 
 from engine.errors import ModelError
-from engine.experts.ring_torch import RingExecutor
 from engine.messages import Load
 from engine.models.opening import open_model
 from engine.planning.placement import Placement
@@ -26,6 +25,7 @@ from engine.ring.seat import Loading, Mode
 from engine.ring.sharing import NodeFailed, RingLayers
 from engine.runtimes.protocol import Interrupted, Logits, RingPlace
 from engine.runtimes.torch.model import TorchModel
+from engine.runtimes.torch.ring_executor import RingExecutor
 from engine.runtimes.torch.runtime import TorchRuntime
 
 

@@ -12,6 +12,7 @@ from screen_helpers import MakeApp, ask, controller, notice, ready, wait_until
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, RadioSet, Static
 
+from app.ring_words import to_send
 from app.tui.application import ChatApp
 from app.tui.formatting import status_line
 from app.tui.node_charts import node_line, overview, slowest_by_layer
@@ -35,6 +36,7 @@ from engine.messages import (
     PhaseTimes,
     Plan,
     Planned,
+    RingChanged,
     RingFacts,
     Timing,
 )
@@ -258,6 +260,47 @@ async def test_losing_a_machine_is_one_line_above_the_field(make_app: MakeApp, e
         assert "line" not in notice(app)
 
 
+async def test_another_ring_is_shown_at_once(make_app: MakeApp, engine: FakeEngine) -> None:
+    app = make_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(pilot, app)
+        status = controller(app).status
+        assert status.facts is not None
+        status.facts = msgspec.structs.replace(status.facts, ring=FORMED)
+        engine.network.opened = OpenNetwork(id=1)
+        engine.network.peers = [msgspec.structs.replace(STUDIO, state="ring")]
+        engine.tell_network()
+        assert status.away == () and "ring of 2 · tls, encrypted" in status_line(status, 120).plain
+        engine.network.peers = [msgspec.structs.replace(STUDIO, state="lost")]
+        engine.tell_network()
+        assert status.away == ("studio",) and "ring of 2, studio is gone" in status_line(status, 120).plain
+        await wait_until(pilot, lambda: "studio is gone; the next answer is given by a ring without it." in notice(app))
+        engine.network.peers = [msgspec.structs.replace(STUDIO, state="ready")]
+        engine.tell_network()
+        await wait_until(pilot, lambda: "studio is there again." in notice(app))
+        assert engine.on_ring is not None
+        alone = msgspec.structs.replace(FORMED, epoch="", nodes=FORMED.nodes[:1])
+        engine.on_ring(RingChanged(ring=alone, executor="local (torch, cpu)"))
+        assert status.facts.ring == alone
+        assert "no ring: this machine alone" in status_line(status, 120).plain
+
+
+async def test_what_becomes_of_a_ring_is_the_engines_to_say_while_it_answers(
+    make_app: MakeApp, engine: FakeEngine
+) -> None:
+    app = make_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(pilot, app)
+        status = controller(app).status
+        assert status.facts is not None
+        status.facts, status.phase = msgspec.structs.replace(status.facts, ring=FORMED), Phase.ANSWERING
+        engine.network.opened = OpenNetwork(id=1)
+        engine.network.peers = [msgspec.structs.replace(STUDIO, state="lost")]
+        engine.tell_network()
+        await pilot.pause()
+        assert status.away == ("studio",) and "studio" not in notice(app)
+
+
 # --- settings -----------------------------------------------------------------------------------------------------
 
 
@@ -299,13 +342,28 @@ def test_a_planned_ring_says_what_each_node_holds(width: int) -> None:
     slower = msgspec.structs.replace(RING, tokens_per_s=9.0, reason="One machine alone is faster.")
     text = prediction(msgspec.structs.replace(PLANNED, ring=slower), width).plain
     assert "one machine alone 14.2 tok/s" in text and "One machine alone is faster." in text
-    assert "2,432 experts 43.1 GB" in text and "45.0 GB to send" in text and "trunk 1.9 GB on each" in text
+    assert "2,432 experts 43.1 GB" in text and "up to 45.0 GB to send" in text and "trunk 1.9 GB on each" in text
     assert all(len(line) <= width for line in text.splitlines() if not _prose(line))
 
 
 def _prose(line: str) -> bool:
     """Sentences, and the parts of a memory, are wrapped where they are drawn."""
     return any(mark in line for mark in (" · ", " – ", "measured"))
+
+
+def test_one_machine_instead_of_a_ring_says_why() -> None:
+    alone = msgspec.structs.replace(RING, nodes=RING.nodes[:1], reason="laptop alone is predicted to be faster.")
+    text = "\n".join(line.plain for line in ring_lines(alone, 80))
+    assert text.startswith("No ring: this machine alone") and "laptop alone is predicted to be faster." in text
+    assert "exact" not in text and "experts" not in text
+
+
+def test_what_is_sent_is_the_most_as_long_as_nobody_was_asked() -> None:
+    first, second = RING.nodes
+    assert to_send(first) == ""
+    assert to_send(second) == "up to 45.0 GB to send"
+    assert to_send(msgspec.structs.replace(second, has_bytes=1_900_000_000)) == "43.1 GB to send"
+    assert to_send(msgspec.structs.replace(second, has_bytes=45_000_000_000)) == ""
 
 
 def test_unequal_trunks_and_too_little_memory_are_said() -> None:

@@ -200,6 +200,12 @@ def test_the_status_line_fits(status: Status, width: int) -> None:
     assert status_line(status, width).cell_length <= max(width, 0)
 
 
+def test_what_is_loaded_is_said_beside_how_much() -> None:
+    sending = Progress(stage="sending weights to attic", done=10**8, total=10**9, unit="bytes")
+    line = status_line(Status(phase=Phase.LOADING, model="starter", progress=sending), 120).plain
+    assert "loading: sending weights to attic ━───────── 10% of 1.0 GB" in line
+
+
 def test_the_status_line_leaves_out_what_matters_least() -> None:
     wide = status_line(_STATUSES[3], 120).plain
     assert all(text in wide for text in ("answering", "starter", "local", "context 1,900/2,048", "12.3 tok/s"))

@@ -1,8 +1,14 @@
-"""The exchange over mx.distributed's ring, for networks that the person calls trusted: it sends in plain text, and lets
-whoever comes first connect.
+"""The exchange over mx.distributed, for networks that the person calls trusted: it sends in plain text, and in its TCP
+ring whoever comes first connects.
 
 A process can have one such group in its life: a dead one cannot be made again, and a stopped peer hangs it for ever. So
-the all-gathers run in a thread that is left behind then, and the next epoch of this process uses other links.
+the group outlives its epoch, and the next one of the very same processes goes on with it; after a loss the all-gather
+that hangs is left behind in its thread, and this process uses other links until it ends.
+
+Where mlx has JACCL (RDMA over Thunderbolt 5, on Macs on which the person has allowed it with ``rdma_ctl enable``) and
+every node reaches each other one over an interface of its own, that is used, else the TCP ring. JACCL follows its
+documentation of mlx 0.32: it never ran where this was written, which has no such hardware. Only what leads up to it is
+tested. If it fails once, this process uses the TCP ring from then on.
 """
 
 from __future__ import annotations
@@ -11,31 +17,63 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
+import psutil
 
 from engine.errors import ModelError
 from engine.messages.ring import ExchangeName
 from engine.ring.accepting import Links
 from engine.ring.collective import CollectiveExchange, Gathering
-from engine.ring.connecting import connect_mesh
-from engine.ring.epochs import Epoch, in_networks, split_address
+from engine.ring.connecting import connect_wires
+from engine.ring.epochs import Epoch
 from engine.ring.exchange import Exchange, PeerLost
+from engine.ring.mesh import Mesh
+from engine.ring.transports import allowed_exchanges
 
-MOST_ADDRESS = 256
+MOST_TOLD = 4096
+MOST_BOOTSTRAP = 1 << 20
+"""What JACCL's nodes tell each other of their connections is far less."""
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What a node tells the others before they make a group, or go on with the one they have."""
+
+    address: str = ""
+    """``IP:PORT`` for the TCP ring; empty: this process had its group, or has no address on a trusted network."""
+    group: str = ""
+    """The epoch in which these nodes made a group that still works; empty if there is none."""
+    devices: list[str] = []
+    """By rank, the RDMA device towards that node, none for itself; empty: no JACCL here."""
+
+
+_told = msgspec.msgpack.Decoder(Told)
 
 
 class _Life:
+    """The one group of this process."""
+
+    group: Any = None
+    made_in = ""
+    """The epoch."""
+    members: tuple[str, ...] = ()
+    """Node ids by rank."""
+    in_step = False
+    """No all-gather of it is under way or was given up."""
     used = False
     """Whether this process has, or had, a group."""
+    no_jaccl = False
+    """It failed before."""
 
 
 def available() -> bool:
-    """Whether this process can still have a group."""
+    """Whether this process can still make a group."""
     return not _Life.used and bool(mx.distributed.is_available("ring"))
 
 
@@ -60,56 +98,136 @@ class MlxGathering(Gathering):
     def gather(self, block: bytearray) -> list[memoryview]:
         """See :class:`engine.ring.collective.Gathering`."""
         given = mx.array(np.frombuffer(block, np.uint8))
+        _Life.in_step = False
         try:
             found = mx.distributed.all_gather(given, group=self._group, stream=mx.cpu)
             mx.eval(found)
         except RuntimeError as error:
             raise PeerLost(f"mlx lost a node: {error}") from error
+        _Life.in_step = True
         rows = np.array(found).reshape(self.size, len(block))
         return [row.data for row in rows]
 
     def end(self) -> None:
-        """See :class:`engine.ring.collective.Gathering`: mlx has no way to end a group."""
+        """See :class:`engine.ring.collective.Gathering`: mlx has no way to end a group, and the next
+        epoch may go on with it."""
 
 
 def connect_mlx(links: Links, epoch: Epoch) -> Exchange:
-    """mx.distributed among all nodes of ``epoch``; each of them calls this. They tell their ports over authenticated
-    links first.
+    """mx.distributed among all nodes of ``epoch``; each of them calls this. They tell each other over authenticated
+    links first what each has.
 
     Raises ModelError (network) if a node of them cannot, PeerLost.
     """
-    mesh = connect_mesh(links, epoch, "tls")
+    wires = connect_wires(links, epoch, "exchange", "tls")
+    mesh = Mesh(epoch.rank, len(epoch.members), wires)
+    members = tuple(member.node_id for member in sorted(epoch.members, key=lambda member: member.rank))
+    kept = _Life.made_in if _Life.in_step and members == _Life.members else ""
     try:
-        address = _free_address(epoch) if available() else ""
-        mesh.send([address.encode()], MOST_ADDRESS)
-        addresses = [bytes(told).decode("ascii", "replace") for told in mesh.receive()]
-        if not all(addresses):
-            who = addresses.index("")
-            raise ModelError(
-                f"mx.distributed cannot be used: node {who} has no group left, as a process can have one only; "
-                "the ring uses other links until privatellm is started again there.",
-                kind="network",
-            )
-        _Life.used = True
-        with _described(epoch.rank, addresses):
-            group = mx.distributed.init(strict=True, backend="ring")
-        if group.size() != len(addresses):
-            raise ModelError(f"mx.distributed connected {group.size()} of {len(addresses)} nodes.", kind="network")
+        # Whoever comes first may connect to what mlx opens: on trusted networks only, whatever addresses were told.
+        ends = [end for wire in wires.values() for end in (wire.local_address, wire.remote_address)]
+        allowed_exchanges("mlx", ends, epoch.trusted, ["mlx"])
+        row = _devices({rank: wire.local_address for rank, wire in wires.items()}, epoch.rank, len(members))
+        told = Told(_free_address(wire.local_address for wire in wires.values()) if available() else "", kept, row)
+        mesh.send([msgspec.msgpack.encode(told)], MOST_TOLD)
+        all_told = [_told.decode(each) for each in mesh.receive()]
+        if kept and {each.group for each in all_told} == {kept}:
+            return CollectiveExchange(MlxGathering(_Life.group))
+        group = _made(mesh, epoch.rank, all_told)
+        if group.size() != len(members):
+            raise ModelError(f"mx.distributed connected {group.size()} of {len(members)} nodes.", kind="network")
+        _Life.group, _Life.made_in, _Life.members, _Life.in_step = group, epoch.epoch, members, True
         return CollectiveExchange(MlxGathering(group))
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, msgspec.DecodeError) as error:
         raise ModelError(f"mx.distributed could not connect the nodes: {error}.", kind="network") from error
     finally:
         mesh.close()
 
 
-def _free_address(epoch: Epoch) -> str:
-    """``IP:PORT`` of this node, IPv4 because mlx knows no other, on a trusted network, with a port that is free now;
-    empty if it has none."""
-    member = next(member for member in epoch.members if member.rank == epoch.rank)
-    for address in member.addresses:
-        host, _ = split_address(address)
-        if not in_networks(host, epoch.trusted):
-            continue  # whoever comes first may connect
+def _made(mesh: Mesh, rank: int, told: Sequence[Told]) -> Any:
+    """A new group. Raises ModelError (network) if a node has had one, RuntimeError."""
+    addresses = [each.address for each in told]
+    if not all(addresses):
+        raise ModelError(
+            f"mx.distributed cannot be used: node {addresses.index('')} has no group left, as a process can have one "
+            "only; the ring uses other links until privatellm is started again there.",
+            kind="network",
+        )
+    matrix = device_matrix([each.devices for each in told])
+    if matrix is None:
+        _Life.used = True
+        with _described(rank, MLX_HOSTFILE=[[address] for address in addresses]):
+            return mx.distributed.init(strict=True, backend="ring")
+    try:
+        with _described(rank, MLX_IBV_DEVICES=matrix):
+            group = mx.distributed.init(
+                strict=True, backend="jaccl", all_gather_factory=lambda rank, size: side_channel(mesh)
+            )
+    except (RuntimeError, ValueError):
+        _Life.no_jaccl = True
+        raise
+    _Life.used = True
+    return group
+
+
+# --- JACCL ----------------------------------------------------------------------------------------------------------
+
+
+def _devices(own_addresses: Mapping[int, str], rank: int, size: int) -> list[str]:
+    """See :attr:`Told.devices`. ``own_addresses``: this node's, by the rank of the node that is reached from there."""
+    if _Life.no_jaccl or not mx.distributed.is_available("jaccl"):
+        return []
+    interfaces = {
+        entry.address.partition("%")[0]: name for name, entries in psutil.net_if_addrs().items() for entry in entries
+    }
+    return device_row(own_addresses, interfaces, rank, size)
+
+
+def device_row(own_addresses: Mapping[int, str], interfaces: Mapping[str, str], rank: int, size: int) -> list[str]:
+    """The RDMA device of node ``rank`` towards each of ``size`` nodes, as macOS names them after the interface of the
+    Thunderbolt port; empty if an address belongs to no interface that a cable can end in.
+
+    ``interfaces``: the names by address.
+    """
+    row = []
+    for other in range(size):
+        name = interfaces.get(own_addresses.get(other, "").partition("%")[0], "")
+        if other != rank and not name.startswith("en"):
+            return []
+        row.append("" if other == rank else f"rdma_{name}")
+    return row
+
+
+def device_matrix(rows: Sequence[Sequence[str]]) -> list[list[str | None]] | None:
+    """MLX_IBV_DEVICES for nodes that told ``rows``: per rank and other rank its device, null for itself. None unless
+    all have one for every other node, and no node needs one device for two of them."""
+    for rank, row in enumerate(rows):
+        others = [device for other, device in enumerate(row) if other != rank]
+        if len(row) != len(rows) or not all(others) or len(set(others)) != len(others):
+            return None
+    return [[device if other != rank else None for other, device in enumerate(row)] for rank, row in enumerate(rows)]
+
+
+def side_channel(mesh: Mesh) -> Callable[[bytes, int], bytes]:
+    """The all-gather by which JACCL's nodes tell each other of their connections: over links that are authenticated.
+
+    Raises RuntimeError if another node contributes something else than was agreed.
+    """
+
+    def gather(own: bytes, nbytes: int) -> bytes:
+        mesh.send([bytes(own[:nbytes])], MOST_BOOTSTRAP)
+        found = [bytes(part) for part in mesh.receive()]
+        if any(len(part) != nbytes for part in found):
+            raise RuntimeError(f"a node told {max(map(len, found))} bytes of its connections instead of {nbytes}")
+        return b"".join(found)
+
+    return gather
+
+
+def _free_address(hosts: Iterable[str]) -> str:
+    """``IP:PORT`` at the first of this node's ``hosts`` that is IPv4, as mlx knows no other, with a port that is free
+    now; empty if there is none."""
+    for host in hosts:
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.bind((host, 0))
             return f"{host}:{probe.getsockname()[1]}"
@@ -117,13 +235,16 @@ def _free_address(epoch: Epoch) -> str:
 
 
 @contextmanager
-def _described(rank: int, addresses: list[str]) -> Iterator[None]:
-    """The environment from which mlx's ring takes who is who."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump([[address] for address in addresses], file)
-        file.flush()
-        before = {name: os.environ.get(name) for name in ("MLX_RANK", "MLX_HOSTFILE")}
-        os.environ.update(MLX_RANK=str(rank), MLX_HOSTFILE=file.name)
+def _described(rank: int, **files: object) -> Iterator[None]:
+    """The environment from which mlx takes who is who: variables that name a file, with what is in it."""
+    with tempfile.TemporaryDirectory(prefix="privatellm-mlx-") as folder:
+        wanted = {"MLX_RANK": str(rank)}
+        for name, content in files.items():
+            path = Path(folder) / f"{name.lower()}.json"
+            path.write_text(json.dumps(content), encoding="ascii")
+            wanted[name] = str(path)
+        before = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
         try:
             yield
         finally:

@@ -1,7 +1,7 @@
 """mlx's weights in the GPU's memory: how much of it macOS may not take away, and using them so that it does not.
 
 The wired limit belongs to the process. It is what this node's weights, keys and values need, with a reserve for the
-system (:func:`engine.residency.deciding.wiring`), set when a model is loaded and restored when it is closed.
+system (:func:`engine.planning.residency.wiring`), set when a model is loaded and restored when it is closed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import mlx.core as mx
 import psutil
 from mlx.utils import tree_flatten
 
-from engine.residency.deciding import Wiring, wiring
+from engine.planning.residency import Wiring, wiring
 
 Array = Any
 
@@ -75,7 +75,7 @@ def said_of(found: Wiring, share: int) -> str:
 
 
 class MlxWeights:
-    """See :class:`engine.residency.keeper.Weights`: each array is a piece; adding it up uses all of its memory."""
+    """See :class:`engine.runtimes.protocol.Weights`: each array is a piece; adding it up uses all of its memory."""
 
     def __init__(self, arrays: list[Array]) -> None:
         self._arrays = arrays

@@ -178,8 +178,8 @@ class ExpertsOnly:
         if len(rows):
             address, to = rows.ctypes.data, outputs.ctypes.data
             self._held.run(layer, address, indices, shares.ctypes.data, extra, outputs_to=to, scale_input=scale)
-        for mapped in self._files.mapped_files:
-            mapped.check_unchanged()
+        if self._files.experts is not None:
+            self._files.experts.check_unchanged(layer)
         self._guard.check()
         return outputs
 

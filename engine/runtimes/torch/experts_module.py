@@ -13,8 +13,8 @@ from torch import nn
 from engine.errors import ModelError
 from engine.experts.executor import Executor
 from engine.experts.gates import FamilyGate, family_gate
-from engine.experts.ring_torch import RingExecutor
 from engine.runtimes.torch.overlap import overlap_shared
+from engine.runtimes.torch.ring_executor import RingExecutor
 
 _LAYER_AND_PLACE = re.compile(r"\.(?:layers|blocks)\.(\d+)\.(.+)\.experts$")
 

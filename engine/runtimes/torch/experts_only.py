@@ -54,7 +54,7 @@ class TorchExperts:
             if extra:
                 self._local.outputs(layer, rows[:1], torch.tensor([list(extra)], dtype=torch.int32))
             found = self._local.outputs(layer, rows, torch.from_numpy(indices), shares if scale else None)
-        self._experts.check_unchanged()
+        self._experts.check_unchanged(layer)
         self._guard.check()
         out: NDArray[np.float32] = found.numpy()
         return out

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.experts.ring_torch import RingExecutor
+from engine.runtimes.torch.ring_executor import RingExecutor
 
 SHARED = ("shared_expert", "shared_experts")
 """What families call them, in the MoE block."""

@@ -12,7 +12,6 @@ from engine.errors import ModelError
 from engine.experts.cuda_device import find_gpu
 from engine.experts.hybrid import HybridExecutor
 from engine.experts.local import LocalExecutor
-from engine.experts.ring_torch import RingExecutor
 from engine.experts.torch_tensors import NAMES, stored_dtype
 from engine.messages import Load
 from engine.models.files import Experts, ModelFiles
@@ -24,6 +23,7 @@ from engine.runtimes.torch.facts import describe
 from engine.runtimes.torch.loading import build_skeleton, fill_trunk, read_config
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.ring import experts_here, make_on_cpu
+from engine.runtimes.torch.ring_executor import RingExecutor
 from engine.runtimes.torch.sharing import GpuFinder, SharedRoom, find_room, make_hybrid, open_cache
 from engine.timing import Recorder
 

@@ -1,0 +1,35 @@
+"""Loading a model by whatever runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.errors import ModelError
+from engine.free_memory import ran_out_of_memory
+from engine.messages import Load
+from engine.models.store import refuse_share
+from engine.progress import ProgressCallback
+from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime
+
+
+def load_model(
+    runtime: Runtime,
+    name: str,
+    folder: Path,
+    request: Load,
+    progress: ProgressCallback,
+    ring: RingPlace | None = None,
+) -> LoadedModel:
+    """As ``runtime.load``, with running out of memory said as such; a share of a ring is not loaded without a ring."""
+    if ring is None:
+        refuse_share(folder)
+    try:
+        return (
+            runtime.load(folder, request, progress) if ring is None else runtime.load(folder, request, progress, ring)
+        )
+    except Exception as error:
+        if isinstance(error, ModelError) or not ran_out_of_memory(error):
+            raise
+        raise ModelError(
+            f"{name} does not fit in the memory that is free; choose a smaller model.", kind="memory"
+        ) from error

@@ -1,0 +1,291 @@
+"""Machines of a ring that are killed or stopped while something goes on: the conversation goes on all the same."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ring_faults import EXACT, NOISE_S, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring, eventually, write_model
+
+from engine.messages import BeamProgress, Failed, Finished, Load, Loaded, Notice, Piece, Prefill, Progress
+from engine.messages.ring import RingChoice
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+LONG = 400
+LONG_PROMPT = [3 + (7 * place + place // 11) % 150 for place in range(1500)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
+    oracle = Oracle(tmp_path_factory.mktemp("alone") / "home", model)
+    yield oracle
+    oracle.engine.close()
+
+
+@pytest.fixture
+def three() -> Iterator[Ring]:
+    with Ring(2) as ring:
+        yield ring
+
+
+@pytest.fixture
+def two() -> Iterator[Ring]:
+    with Ring(1) as ring:
+        yield ring
+
+
+def noticed(ring: Ring, gone: Machine, since: int, began: float, allowed: float) -> None:
+    """The head's screen shows the machine as lost in time."""
+    ring.until(
+        lambda peers: any(one.node_id == gone.identity.node_id and one.state in ("lost", "paired") for one in peers),
+        30,
+        since,
+    )
+    assert time.monotonic() - began < allowed + NOISE_S
+
+
+@pytest.mark.parametrize(
+    ("number", "allowed"), [(signal.SIGKILL, 2.0), (signal.SIGSTOP, 3.0)], ids=["killed", "stopped"]
+)
+def test_lost_in_an_answer(three: Ring, model: Path, alone: Oracle, number: signal.Signals, allowed: float) -> None:
+    first = three.load(model).facts.ring
+    assert first is not None
+    since = three.mark()
+    asked = three.ask(LONG)
+    piece = three.until_tokens(asked, 20)
+    gone, left = three.followers
+    began = time.monotonic()
+    gone.signal(number)
+    noticed(three, gone, since, began, allowed)
+    found = three.finished(asked)
+    assert found.token_ids == alone(LONG).token_ids
+    assert piece.tokens < LONG
+    told = [text for text in three.notices(since) if f"Lost {gone.name}" in text]
+    assert len(told) == 1
+    assert "2 machines" in told[0]
+    # Nothing was shown twice and nothing is missing.
+    counts = [event.tokens for event in three.engine.events[since:] if isinstance(event, Piece)]
+    assert counts == sorted(counts)
+    assert counts[-1] == LONG
+    eventually(lambda: (found := left.lending()) is not None and found.nodes == 2)
+    if number is signal.SIGKILL:
+        return
+    # It wakes up, does not answer for the ring that is over, and is taken back at the next question.
+    since = three.mark()
+    gone.signal(signal.SIGCONT)
+    three.until_ready(since)
+    assert three.answer(LONG, OTHER_PROMPT).token_ids == alone(LONG, OTHER_PROMPT).token_ids
+    assert any(f"{gone.name} came back" in text for text in three.notices(since))
+    eventually(lambda: (found := gone.lending()) is not None and found.nodes == 3)
+
+
+def test_killed_in_a_prompt(three: Ring, model: Path, alone: Oracle) -> None:
+    three.load(model, prefill_chunk=16)
+    since = three.mark()
+    asked = three.ask(40, LONG_PROMPT)
+    three.engine.wait(lambda event: isinstance(event, Prefill) and event.id == asked and event.done >= 160, 60)
+    gone = three.followers[1]
+    began = time.monotonic()
+    gone.kill()
+    noticed(three, gone, since, began, 2.0)
+    assert three.finished(asked).token_ids == alone(40, LONG_PROMPT).token_ids
+    assert any(f"Lost {gone.name}" in text for text in three.notices(since))
+
+
+def test_killed_in_a_beam_search(three: Ring, model: Path, alone: Oracle) -> None:
+    three.load(model)
+    since = three.mark()
+    asked = three.ask(80, beams=4)
+    three.engine.wait(lambda event: isinstance(event, BeamProgress) and event.step >= 5, 60, since)
+    gone = three.followers[0]
+    began = time.monotonic()
+    gone.kill()
+    noticed(three, gone, since, began, 2.0)
+    found, expected = three.finished(asked), alone(80, beams=4)
+    assert [(beam.token_ids, beam.score) for beam in found.beams] == [(b.token_ids, b.score) for b in expected.beams]
+    assert any(f"Lost {gone.name}" in text for text in three.notices(since))
+
+
+def test_both_killed_one_after_the_other(three: Ring, model: Path, alone: Oracle) -> None:
+    three.load(model)
+    since = three.mark()
+    asked = three.ask(LONG)
+    three.until_tokens(asked, 20)
+    three.followers[0].kill()
+    three.engine.wait(lambda event: isinstance(event, Notice) and "Lost" in event.text, 60, since)
+    three.followers[1].kill()
+    assert three.finished(asked).token_ids == alone(LONG).token_ids
+    assert any("this machine alone" in text for text in three.notices(since))
+
+
+def test_killed_between_two_questions(three: Ring, model: Path, alone: Oracle) -> None:
+    three.load(model)
+    first = three.answer(16)
+    since = three.mark()
+    gone = three.followers[0]
+    began = time.monotonic()
+    gone.kill()
+    noticed(three, gone, since, began, 2.0)
+    longer = [*PROMPT, *first.token_ids, 11, 12]
+    assert three.answer(24, longer).token_ids == alone(24, longer).token_ids
+    assert len([text for text in three.notices(since) if f"Lost {gone.name}" in text]) == 1
+
+
+def test_killed_and_asked_at_once(three: Ring, model: Path, alone: Oracle) -> None:
+    """The question comes before anybody has noticed."""
+    three.load(model)
+    three.answer(8)
+    since = three.mark()
+    three.followers[1].kill()
+    assert three.answer(24, OTHER_PROMPT).token_ids == alone(24, OTHER_PROMPT).token_ids
+    assert len([text for text in three.notices(since) if "Lost" in text]) == 1
+
+
+@pytest.mark.parametrize("stage", ["measuring the machines", "comparing weights", "connecting", "opening the model"])
+def test_killed_while_the_ring_is_formed(three: Ring, model: Path, alone: Oracle, stage: str) -> None:
+    request = Load(id=three.engine.new_id(), model=str(model), partitioning="ring", ring=EXACT)
+    three.engine.send(request)
+    reached = three.engine.wait(
+        lambda event: isinstance(event, Loaded) or (isinstance(event, Progress) and event.stage.startswith(stage)), 60
+    )
+    assert isinstance(reached, Progress)
+    gone = three.followers[0]
+    gone.kill()
+    loaded = three.engine.wait(lambda event: isinstance(event, (Loaded, Failed)) and event.id == request.id, 60)
+    assert isinstance(loaded, Loaded), loaded
+    assert three.answer(24).token_ids == alone(24).token_ids
+    eventually(lambda: (found := three.followers[1].lending()) is not None and found.nodes == 2)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_lost_while_weights_are_sent(three: Ring, tmp_path: Path, alone: Oracle, number: signal.Signals) -> None:
+    from tiny_models import write_tiny_model
+
+    large = write_tiny_model(
+        tmp_path / "larger",
+        "mixtral",
+        num_local_experts=8,
+        hidden_size=576,
+        intermediate_size=2048,
+        num_hidden_layers=4,
+    )
+    since = three.mark()
+    request = Load(id=three.engine.new_id(), model=str(large), partitioning="ring", ring=EXACT)
+    three.engine.send(request)
+    reached = three.engine.wait(
+        lambda event: (
+            isinstance(event, Loaded)
+            or (isinstance(event, Progress) and event.stage.startswith("sending weights") and event.done > 0)
+        ),
+        120,
+    )
+    assert isinstance(reached, Progress)
+    gone = three.followers[0]
+    gone.signal(number)
+    loaded = three.engine.wait(lambda event: isinstance(event, (Loaded, Failed)) and event.id == request.id, 60)
+    assert isinstance(loaded, Loaded), loaded
+    assert len(three.answer(4).token_ids) == 4
+    eventually(lambda: three.state_of(gone) in ("lost", "paired"))
+    since = three.mark()
+    if number is signal.SIGSTOP:
+        gone.signal(signal.SIGCONT)
+    else:
+        gone.start(lend=True)
+    eventually(lambda: three.state_of(gone) == "ready")
+    answered = three.answer(4)
+    assert len(answered.token_ids) == 4
+    assert any(f"{gone.name} came back" in text for text in three.notices(since))
+    # What had arrived before was not sent again.
+    eventually(lambda: (found := gone.lending()) is not None and found.nodes == 3)
+
+
+def test_stopped_head_frees_its_follower_for_another(two: Ring, model: Path, tmp_path: Path, alone: Oracle) -> None:
+    two.load(model)
+    assert two.answer(8).token_ids == alone(8).token_ids
+    follower = two.followers[0]
+    eventually(lambda: follower.lending() is not None)
+    began = time.monotonic()
+    two.head.signal(signal.SIGSTOP)
+    eventually(lambda: follower.lending() is None)
+    assert time.monotonic() - began < 3.0 + NOISE_S
+    other = Machine(tmp_path / "other", "other head")
+    try:
+        other.trust(follower)
+        follower.trust(other)
+        other.start(peers=[follower.address])
+        borrowed = Ring.__new__(Ring)
+        borrowed.head, borrowed.followers, borrowed.machines = other, [follower], [other]
+        borrowed.until_ready()
+        loaded = borrowed.load(model)
+        assert loaded.facts.ring is not None
+        assert len(loaded.facts.ring.nodes) == 2
+        assert borrowed.answer(24).token_ids == alone(24).token_ids
+        # The first head wakes up: its ring is over, the machine is lent elsewhere, and it goes on by itself.
+        since = two.mark()
+        two.head.signal(signal.SIGCONT)
+        two.until(lambda peers: peers[0].state == "busy", since=since)
+        assert two.answer(24, OTHER_PROMPT).token_ids == alone(24, OTHER_PROMPT).token_ids
+        lending = follower.lending()
+        assert lending is not None
+        assert lending.head == "other head"
+        assert borrowed.answer(24, OTHER_PROMPT).token_ids == alone(24, OTHER_PROMPT).token_ids
+    finally:
+        other.close()
+
+
+def test_what_is_left_cannot_hold_the_experts(two: Ring, model: Path, alone: Oracle) -> None:
+    """The missing gigabytes are named, the text that was written stays, and a machine that returns makes it whole."""
+    shares = {two.head.identity.node_id: 8 * 3 * 48 * 56 * 4 * 3 * 5 // 8}
+    choice = RingChoice(even_if_slower=True, mode="exact", exchange="tls", shares=shares, overlap=False)
+    two.load(model, choice)
+    since = two.mark()
+    asked = two.ask(LONG)
+    piece = two.until_tokens(asked, 20)
+    gone = two.followers[0]
+    gone.kill()
+    failed = two.last(asked)
+    assert isinstance(failed, Failed), failed
+    assert failed.kind == "memory"
+    assert "missing" in failed.error
+    assert "GB" in failed.error or "MB" in failed.error
+    assert gone.name in failed.error
+    written = [event for event in two.engine.events[since:] if isinstance(event, Piece)]
+    assert written[-1].tokens >= piece.tokens
+    # Asked again meanwhile, it says the same, and hangs not.
+    again = two.last(two.ask(8))
+    assert isinstance(again, Failed)
+    assert "missing" in again.error
+    eventually(lambda: two.state_of(gone) in ("lost", "paired"))
+    gone.start(lend=True)
+    eventually(lambda: two.state_of(gone) == "ready")
+    assert two.answer(LONG).token_ids == alone(LONG).token_ids
+
+
+def test_a_follower_that_leaves_by_itself(two: Ring, model: Path, alone: Oracle) -> None:
+    """``join`` is ended by the person there, in the middle of an answer."""
+    two.load(model)
+    since = two.mark()
+    asked = two.ask(LONG)
+    two.until_tokens(asked, 20)
+    two.followers[0].engine.close()
+    assert two.finished(asked).token_ids == alone(LONG).token_ids
+    assert any("this machine alone" in text for text in two.notices(since))
+
+
+def test_finished_is_the_last_word(two: Ring, model: Path) -> None:
+    """A loss after the answer's last token changes nothing about it."""
+    two.load(model)
+    found = two.answer(8)
+    two.followers[0].kill()
+    assert isinstance(found, Finished)
+    assert found.finish_reason == "length"
+    assert len(two.answer(8).token_ids) == 8

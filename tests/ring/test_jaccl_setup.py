@@ -1,0 +1,69 @@
+"""What leads up to JACCL: which RDMA device reaches whom, and how the nodes tell each other of their connections."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.ring.mesh import Mesh
+
+group = pytest.importorskip("engine.runtimes.mlx.group", reason="mlx is not installed", exc_type=ImportError)
+
+INTERFACES = {"10.0.0.1": "en5", "10.0.1.1": "en6", "127.0.0.1": "lo0", "fe80::1": "en7"}
+
+
+def test_devices_are_named_after_the_interfaces_of_the_links() -> None:
+    assert group.device_row({0: "10.0.0.1", 2: "10.0.1.1"}, INTERFACES, 1, 3) == ["rdma_en5", "", "rdma_en6"]
+    assert group.device_row({1: "fe80::1%en7"}, INTERFACES, 0, 2) == ["", "rdma_en7"]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "192.168.0.9", ""])
+def test_no_device_where_no_cable_ends(address: str) -> None:
+    assert group.device_row({1: address}, INTERFACES, 0, 2) == []
+
+
+def test_the_matrix_has_a_device_for_every_pair_and_null_for_oneself() -> None:
+    rows = [["", "rdma_en5", "rdma_en6"], ["rdma_en5", "", "rdma_en6"], ["rdma_en5", "rdma_en6", ""]]
+    assert group.device_matrix(rows) == [
+        [None, "rdma_en5", "rdma_en6"],
+        ["rdma_en5", None, "rdma_en6"],
+        ["rdma_en5", "rdma_en6", None],
+    ]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [["", "rdma_en5"], []],
+        [["", "rdma_en5"], ["", ""]],
+        [["", "a"], ["a", "", "b"]],
+        [["", "en", "en"], ["a", "", "b"], ["a", "b", ""]],
+    ],
+)
+def test_no_matrix_unless_all_nodes_have_a_device_for_each_other(rows: list[list[str]]) -> None:
+    assert group.device_matrix(rows) is None
+
+
+class _Given(Mesh):
+    """What the others told is given."""
+
+    def __init__(self, *told: bytes) -> None:
+        self.told = told
+        self.sent: list[bytes] = []
+
+    def send(self, parts: object, capacity: int) -> None:
+        assert isinstance(parts, list)
+        self.sent += parts
+
+    def receive(self) -> list[memoryview]:
+        return [memoryview(each) for each in self.told]
+
+
+def test_the_side_channel_gives_all_in_the_order_of_their_ranks() -> None:
+    mesh = _Given(b"abcd", b"efgh")
+    assert group.side_channel(mesh)(b"abcd", 4) == b"abcdefgh"
+    assert mesh.sent == [b"abcd"]
+
+
+def test_the_side_channel_refuses_another_length() -> None:
+    with pytest.raises(RuntimeError, match="5 bytes"):
+        group.side_channel(_Given(b"abcd", b"efghi"))(b"abcd", 4)
