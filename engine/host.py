@@ -23,6 +23,7 @@ import msgspec
 
 from engine.cpu_threads import within_this_machine
 from engine.errors import Cancelled, ModelError
+from engine.exchange.grpc_environment import ONLY_TLS_1_3
 from engine.experts.kernels.pool import physical_cores
 from engine.messages import (
     PROTOCOL_VERSION,
@@ -58,12 +59,11 @@ from engine.messages import (
 )
 from engine.models.locations import locate
 from engine.pipes import EventWriter, Pipes, claim_standard_streams
-from engine.ring.grpc_environment import ONLY_TLS_1_3
 
 if TYPE_CHECKING:
     from engine.experts.popularity_file import PopularityKeeper
     from engine.residency.ready import Keeping
-    from engine.ring.network import Network
+    from engine.ring.control.network import Network
     from engine.session import Session
 
 READ_BYTES = 1 << 16
@@ -241,7 +241,7 @@ class Host:
         """Made when it is first asked for; it opens no socket by itself."""
         with self._networking:
             if self._network is None:
-                from engine.ring.network import Network
+                from engine.ring.control.network import Network
 
                 self._network = Network(self.send)
             return self._network

@@ -16,7 +16,7 @@ from engine.progress import ProgressCallback
 from engine.runtimes.loading import load_model
 
 if TYPE_CHECKING:
-    from engine.ring.network import Network
+    from engine.ring.control.network import Network
     from engine.session import Session
 
 
@@ -49,7 +49,7 @@ def load_session(
     if network is None:
         model = load_model(runtime, name, folder, request, progress)
     else:
-        from engine.ring.head_model import RingModel
+        from engine.ring.running.head_model import RingModel
 
         model = RingModel(name, network.former(name, folder, runtime, request), progress)
     progress("reading the tokenizer", 0, 0, "")

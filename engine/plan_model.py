@@ -33,7 +33,7 @@ from engine.planning.hybrid import Device, HybridPlan, Machine, ModelSizes, Want
 from engine.planning.hybrid import plan as plan_placement
 
 if TYPE_CHECKING:
-    from engine.ring.network import Network
+    from engine.ring.control.network import Network
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Network
 
 def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: Network | None) -> Planned:
     """The same with the machines of ``network``, as far as they can be asked now."""
-    from engine.ring.planning_request import plan_ring_request
+    from engine.ring.control.planning_request import plan_ring_request
 
     resolved = resolve(load.model)
     headers = read_headers(resolved.require_folder(), load)

@@ -32,12 +32,12 @@ from engine.bench.exchange_node import (
 )
 from engine.bench.spread import figure
 from engine.errors import Cancelled, ModelError
+from engine.exchange.transports import IN_PLAIN_TEXT
 from engine.machine import processor
 from engine.messages import Bench, BenchResult
 from engine.messages.ring import ExchangeName
 from engine.progress import ProgressCallback
-from engine.ring.opening import available_exchanges
-from engine.ring.transports import IN_PLAIN_TEXT
+from engine.ring.control.opening import available_exchanges
 
 SIZES = (12 * 1024, 96 * 1024, 1 << 20)
 COMPARED = (0, 1, 2, 5, *SIZES, (2 << 20) + 3)

@@ -22,12 +22,12 @@ from discovery.certificates import der_of, fingerprint
 from discovery.door import Door
 from discovery.identity import Identity
 from engine.errors import ModelError
+from engine.exchange.accepting import Links
+from engine.exchange.epochs import Epoch, Member
+from engine.exchange.exchange import Exchange, PeerLost
+from engine.exchange.transports import time_exchanges
 from engine.messages.ring import ExchangeName
-from engine.ring.accepting import Links
-from engine.ring.epochs import Epoch, Member
-from engine.ring.exchange import Exchange, PeerLost
-from engine.ring.opening import open_exchange
-from engine.ring.transports import time_exchanges
+from engine.ring.control.opening import open_exchange
 
 LOOPBACK = ("127.0.0.0/8", "::1/128")
 WAIT_S = 0.3

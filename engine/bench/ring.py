@@ -33,12 +33,12 @@ from engine.models.opening import open_model
 from engine.models.sizes import sizes_of
 from engine.planning.ring_speed import PassTime, StepTerms, measured_costs
 from engine.progress import ProgressCallback
-from engine.ring.forming import RingFormer, Trial
-from engine.ring.head_model import RingModel
-from engine.ring.local_ring import NETWORK, LocalRing, temporary_home
-from engine.ring.measuring_node import experts_at_once
-from engine.ring.network import Network
-from engine.ring.ring_of_one import ring_of_one
+from engine.ring.control.forming import RingFormer, Trial
+from engine.ring.control.local_ring import NETWORK, LocalRing, temporary_home
+from engine.ring.control.measuring_node import experts_at_once
+from engine.ring.control.network import Network
+from engine.ring.control.ring_of_one import ring_of_one
+from engine.ring.running.head_model import RingModel
 from engine.runtimes import pick_runtime
 from engine.runtimes.loading import load_model
 from engine.runtimes.protocol import LoadedModel

@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 
 from engine.errors import ModelError
+from engine.exchange.seat import Seat
 from engine.free_memory import available_bytes
 from engine.messages import AnyEvent, Finished, Load, Notice, WarmUp
 from engine.residency.keeper import IdleProbe, Keeper
 from engine.residency.mapped import MappedWeights
-from engine.ring.seat import Seat
 from engine.runtimes.protocol import KeepsWeights, LoadedModel, Seated, Weights
 
 Held = Mapping[int, Sequence[int]]

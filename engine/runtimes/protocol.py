@@ -14,11 +14,11 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.exchange.layers import LayerExchange
+from engine.exchange.seat import Seat
 from engine.experts.popularity import Popularity
 from engine.messages import Load, ModelFacts
 from engine.progress import ProgressCallback
-from engine.ring.layers import LayerExchange
-from engine.ring.seat import Seat
 from engine.timing import Recorder
 
 Logits = NDArray[np.float32]
@@ -133,7 +133,7 @@ class Recoverable(Protocol):
     """A loaded model that other machines run a part of."""
 
     def recover(self, lost: Exception) -> list[str]:
-        """After :class:`engine.ring.exchange.PeerLost` came out of a pass: form again with those who are left. All rows
+        """After :class:`engine.errors.PeerLost` came out of a pass: form again with those who are left. All rows
         that were made before are void. Returns a line for each thing the person should know.
 
         Raises ModelError if that cannot be done, naming the missing gigabytes (memory).

@@ -31,7 +31,7 @@ from engine.messages import (
     Sampling,
 )
 from engine.messages.ring import LendingFacts, PeerFacts, RingChoice
-from engine.ring.local_ring import LocalEngine
+from engine.ring.control.local_ring import LocalEngine
 
 PROMPT = [3, 14, 15, 9, 26, 5]
 OTHER_PROMPT = [90, 91, 7, 33, 64, 12, 77, 101]
@@ -126,7 +126,7 @@ class Machine:
 
 ANNOUNCE_PROXY = """
 # Others are told to come by way of {port}.
-from engine.ring import node as _node
+from engine.ring.control import node as _node
 _greeting = _node.Node.greeting
 _node.Node.greeting = lambda self: __import__("msgspec").structs.replace(
     _greeting(self), port={port}, listening=["127.0.0.1:{port}"])

@@ -14,7 +14,7 @@ import pytest
 from ring_faults import Oracle, Ring, eventually, write_model
 
 from engine.messages import OpenNetwork
-from engine.ring.local_ring import LocalEngine
+from engine.ring.control.local_ring import LocalEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

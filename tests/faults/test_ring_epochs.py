@@ -60,7 +60,7 @@ def test_killed_and_back_over_every_exchange(model: Path, alone: Oracle, exchang
 OTHER_TOKENS = """
 # Once, in the middle of an answer, this node's keys and values are those of other tokens than the head's.
 import os
-from engine.ring import commands, follower
+from engine.ring.running import commands, follower
 _do = follower.Follower.do
 _once = []
 def do(self, command):

@@ -20,8 +20,8 @@ from engine.models.weight_layout import layout_of
 from engine.planning import residency as deciding
 from engine.residency.keeper import IDLE_S, IdleProbe, Keeper
 from engine.residency.mapped import PIECE_BYTES, MappedWeights
-from engine.ring.share_store import ShareStore
-from engine.ring.transfer import offer, stream
+from engine.ring.weights.share_store import ShareStore
+from engine.ring.weights.transfer import offer, stream
 
 TinyModel = Callable[..., Path]
 GB = 10**9

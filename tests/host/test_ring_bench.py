@@ -22,9 +22,9 @@ from engine.experts.kernels.bindings import choose
 from engine.messages import Bench, BenchResult, Load
 from engine.models.opening import open_model
 from engine.planning.calibration import ExpertShape
-from engine.ring.measuring_layer import layer_seconds
-from engine.ring.measuring_node import experts_at_once
-from engine.ring.ring_of_one import ring_of_one
+from engine.ring.control.measuring_layer import layer_seconds
+from engine.ring.control.measuring_node import experts_at_once
+from engine.ring.control.ring_of_one import ring_of_one
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel
 

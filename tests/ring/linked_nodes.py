@@ -11,9 +11,9 @@ from typing import Any
 from discovery import certificates
 from discovery.door import Door
 from discovery.identity import Identity
-from engine.ring.connecting import Epoch, Links, Member, connect_mesh
-from engine.ring.link_speed import answer_measuring
-from engine.ring.mesh import Mesh
+from engine.exchange.connecting import Epoch, Links, Member, connect_mesh
+from engine.exchange.link_speed import answer_measuring
+from engine.exchange.mesh import Mesh
 
 LOOPBACK = ("127.0.0.0/8",)
 

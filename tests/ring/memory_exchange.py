@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from engine.ring.exchange import Buffer, PeerLost, RingProtocolError
+from engine.exchange.exchange import Buffer, PeerLost, RingProtocolError
 
 Done = TypeVar("Done")
 PATIENCE_S = 30.0
@@ -26,8 +26,8 @@ class MemoryRing:
 
 
 class MemoryExchange:
-    """See :class:`engine.ring.exchange.Exchange`. ``sent`` are the bytes of each contribution, ``idle_s`` the seconds
-    it waited for others."""
+    """See :class:`engine.exchange.exchange.Exchange`. ``sent`` are the bytes of each contribution, ``idle_s`` the
+    seconds it waited for others."""
 
     name = "memory"
 

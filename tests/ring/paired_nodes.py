@@ -9,9 +9,9 @@ from pathlib import Path
 from discovery.identity import Identity, load_identity
 from discovery.peers import PeersFile, new_peer
 from engine.messages import OpenNetwork
-from engine.ring.client import PeerClient
-from engine.ring.node import Node
-from engine.ring.server import Credentials
+from engine.ring.control.client import PeerClient
+from engine.ring.control.node import Node
+from engine.ring.control.server import Credentials
 
 WAIT_S = 20.0
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from engine.messages import Beam, Finished, Generate, Load, Loaded, NetworkState, Sampling, Shutdown
 from engine.messages.ring import RingChoice, RingFacts
-from engine.ring.local_ring import LocalEngine, open_network, pair_homes
+from engine.ring.control.local_ring import LocalEngine, open_network, pair_homes
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30, 12, 64, 3, 88, 120, 7, 55, 90, 33]
 ANSWER = 12
@@ -30,7 +30,7 @@ class Machine:
 def with_runtimes(*names: str) -> Machine:
     """A machine on which only these runtimes are installed."""
     return Machine(
-        before="import engine.ring.measuring_node as measuring, engine.ring.follower_work as work\n"
+        before="import engine.ring.control.measuring_node as measuring, engine.ring.control.follower_work as work\n"
         f"measuring.runtimes = work.runtimes = lambda: {list(names)!r}"
     )
 

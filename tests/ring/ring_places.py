@@ -6,10 +6,10 @@ from typing import Any
 
 from memory_exchange import MemoryRing
 
+from engine.exchange.exchange import Exchange
+from engine.exchange.seat import Loading, Mode, Seat
 from engine.planning.placement import Placement
-from engine.ring.exchange import Exchange
-from engine.ring.seat import Loading, Mode, Seat
-from engine.ring.sharing import RingLayers
+from engine.ring.running.sharing import RingLayers
 from engine.runtimes.protocol import RingPlace
 
 PLACEMENTS = ("even", "unequal", "overlapping")

@@ -13,13 +13,13 @@ from memory_exchange import MemoryRing, on_all_ranks
 from ring_places import placed
 
 from engine.errors import ModelError
+from engine.exchange.exchange import PeerLost, RingProtocolError
+from engine.exchange.seat import Loading, Seat
 from engine.messages import Load
 from engine.models.opening import open_model
-from engine.ring.central import SHAPE, CentralHead, CentralNode
-from engine.ring.exchange import PeerLost, RingProtocolError
-from engine.ring.expert_runners import layers_for, load_experts
-from engine.ring.seat import Loading, Seat
-from engine.ring.sharing import HEADER, NodeFailed, RingLayers
+from engine.ring.running.central import SHAPE, CentralHead, CentralNode
+from engine.ring.running.expert_runners import layers_for, load_experts
+from engine.ring.running.sharing import HEADER, NodeFailed, RingLayers
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, RingPlace
 

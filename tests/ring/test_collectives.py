@@ -24,9 +24,9 @@ from memory_exchange import on_all_ranks
 from discovery import certificates
 from engine.bench.exchange_node import Neighbour, NodeConnected, NodePlan, NodePort, NodeRound, NodeSetup, NodeTimes
 from engine.errors import ModelError
-from engine.ring.collective import BLOCK, LENGTH, ROOM, CollectiveExchange, Gathering
-from engine.ring.exchange import Exchange, PeerLost, RingProtocolError
-from engine.ring.opening import open_exchange
+from engine.exchange.collective import BLOCK, LENGTH, ROOM, CollectiveExchange, Gathering
+from engine.exchange.exchange import Exchange, PeerLost, RingProtocolError
+from engine.ring.control.opening import open_exchange
 from engine.runtimes.torch.gloo import connect_gloo
 
 
@@ -203,8 +203,8 @@ def test_gloo_is_refused_on_a_link_that_nobody_called_trusted(linked_nodes: Call
 MLX_NODE = """
 import json, sys
 import mlx.core as mx
-from engine.ring.collective import CollectiveExchange
-from engine.ring.exchange import PeerLost
+from engine.exchange.collective import CollectiveExchange
+from engine.exchange.exchange import PeerLost
 from engine.runtimes.mlx.group import MlxGathering
 
 rank, size = int(sys.argv[1]), int(sys.argv[2])

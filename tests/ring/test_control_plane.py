@@ -20,16 +20,16 @@ from paired_nodes import Nodes, eventually, make_identity
 from discovery.identity import load_identity
 from discovery.peers import new_peer
 from engine.errors import ModelError
+from engine.exchange.exchange import RingProtocolError
 from engine.messages import OpenNetwork
 from engine.planning.placement import Placement
-from engine.ring import control_messages as messages
-from engine.ring.beats import BUSY_S, LOST_S, REFUSED_S, silence_allowed, version_problem
-from engine.ring.client import Unreachable
-from engine.ring.control_messages import LENDING, SERVICE, EndEpoch, EpochMember, EpochSpec, Greeting, NodeLoad
-from engine.ring.exchange import RingProtocolError
-from engine.ring.lending import Lender
-from engine.ring.node import Node
-from engine.ring.server import ControlServer, Credentials, Method
+from engine.ring.control import control_messages as messages
+from engine.ring.control.beats import BUSY_S, LOST_S, REFUSED_S, silence_allowed, version_problem
+from engine.ring.control.client import Unreachable
+from engine.ring.control.control_messages import LENDING, SERVICE, EndEpoch, EpochMember, EpochSpec, Greeting, NodeLoad
+from engine.ring.control.lending import Lender
+from engine.ring.control.node import Node
+from engine.ring.control.server import ControlServer, Credentials, Method
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
 
@@ -241,7 +241,7 @@ def test_an_epoch_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:
 
 def test_other_version_is_refused_with_both_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = iter(["0.9.1", "0.8.0"])
-    monkeypatch.setattr("engine.ring.node.privatellm_version", lambda: next(versions))
+    monkeypatch.setattr("engine.ring.control.node.privatellm_version", lambda: next(versions))
     nodes = Nodes(tmp_path, "Anna", "Bob")
     try:
         eventually(lambda: nodes.nodes[0].table.facts()[0].state == "refused")

@@ -21,8 +21,8 @@ from linked_nodes import LinkedNodes, make_identity
 
 from discovery.identity import Identity
 from discovery.tls import TLS_NAME
-from engine.ring.envoy_exchange import EnvoyExchange, connect_envoy
-from engine.ring.envoy_messages import (
+from engine.exchange.envoy_exchange import EnvoyExchange, connect_envoy
+from engine.exchange.envoy_messages import (
     BYE,
     CONTROL,
     FRAME,
@@ -36,8 +36,8 @@ from engine.ring.envoy_messages import (
     EnvoySetup,
     EnvoyTargets,
 )
-from engine.ring.epochs import Epoch, Member
-from engine.ring.exchange import PeerLost, RingProtocolError
+from engine.exchange.epochs import Epoch, Member
+from engine.exchange.exchange import PeerLost, RingProtocolError
 
 EPOCH = "the epoch"
 
@@ -50,7 +50,7 @@ class LoneEnvoy:
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "engine.ring.envoy", str(theirs.fileno())], pass_fds=(theirs.fileno(),)
+                [sys.executable, "-m", "engine.exchange.envoy", str(theirs.fileno())], pass_fds=(theirs.fileno(),)
             )
         members = tuple(
             Member(rank, one.node_id, one.certificate_pem) for rank, one in enumerate((self.mine, self.identity))
@@ -212,7 +212,7 @@ def test_an_envoy_that_is_told_nonsense_ends() -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "engine.ring.envoy", str(theirs.fileno())], pass_fds=(theirs.fileno(),)
+                [sys.executable, "-m", "engine.exchange.envoy", str(theirs.fileno())], pass_fds=(theirs.fileno(),)
             )
             theirs.close()
             ours.sendall(said)
@@ -226,7 +226,7 @@ def test_nobody_to_connect_to_is_said_in_time() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "engine.ring.envoy", str(theirs.fileno())], pass_fds=(theirs.fileno(),)
+            [sys.executable, "-m", "engine.exchange.envoy", str(theirs.fileno())], pass_fds=(theirs.fileno(),)
         )
     exchange = EnvoyExchange(Epoch(EPOCH, 1, (), bytes(32)), ours, process)
     peer = EnvoyPeer(rank=0, node_id="0" * 64, certificate=lone.mine.certificate_pem, name="the laptop")

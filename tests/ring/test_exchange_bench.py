@@ -7,7 +7,7 @@ import pytest
 from engine.bench.exchange import SIZES, bench_exchange, measure_nodes, percentiles
 from engine.errors import Cancelled, ModelError
 from engine.messages import Bench, Load
-from engine.ring.opening import available_exchanges
+from engine.ring.control.opening import available_exchanges
 
 
 def a_request(nodes: list[int], rounds: int = 1) -> Bench:

@@ -10,14 +10,12 @@ from hypothesis import strategies as st
 from linked_nodes import LinkedNodes, make_identity
 
 from engine.errors import ModelError
-from engine.messages.ring import ExchangeName
-from engine.ring.accepting import Links
-from engine.ring.connecting import connect_mesh
-from engine.ring.epochs import Epoch
-from engine.ring.exchange import RingProtocolError
-from engine.ring.link_speed import ECHO_BYTES, answer_measuring, measure_bandwidth, measure_latency
-from engine.ring.opening import available_exchanges, open_exchange
-from engine.ring.transports import (
+from engine.exchange.accepting import Links
+from engine.exchange.connecting import connect_mesh
+from engine.exchange.epochs import Epoch
+from engine.exchange.exchange import RingProtocolError
+from engine.exchange.link_speed import ECHO_BYTES, answer_measuring, measure_bandwidth, measure_latency
+from engine.exchange.transports import (
     IN_PLAIN_TEXT,
     PREFERENCE,
     TIE,
@@ -25,6 +23,8 @@ from engine.ring.transports import (
     choose_exchange,
     measure_exchange,
 )
+from engine.messages.ring import ExchangeName
+from engine.ring.control.opening import available_exchanges, open_exchange
 
 ALL: list[ExchangeName] = list(PREFERENCE)
 HOME = ["192.168.7.0/24"]
@@ -110,7 +110,7 @@ def test_a_measured_link_answers_nothing_but_measurements(linked_nodes: Callable
 
     from wire_pairs import plain_pair
 
-    from engine.ring.links import WireLink
+    from engine.exchange.links import WireLink
 
     left, right = (WireLink(wire) for wire in plain_pair())
     errors: list[BaseException] = []

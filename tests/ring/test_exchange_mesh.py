@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from linked_nodes import LinkedNodes
 
-from engine.ring.exchange import Exchange, PeerLost, RingProtocolError
-from engine.ring.mesh import Mesh
-from engine.ring.opening import open_exchange
+from engine.exchange.exchange import Exchange, PeerLost, RingProtocolError
+from engine.exchange.mesh import Mesh
+from engine.ring.control.opening import open_exchange
 
 OURS = ("tls", "socket", "envoy")
 Make = Callable[..., LinkedNodes]

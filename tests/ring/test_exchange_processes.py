@@ -22,12 +22,12 @@ from linked_nodes import LOOPBACK, make_identity
 from discovery import certificates
 from discovery.door import Door
 from engine.bench.exchange_node import Neighbour, NodeConnected, NodePlan, NodePort, NodeRound, NodeSetup
+from engine.exchange.accepting import Links
+from engine.exchange.epochs import Epoch, Member
+from engine.exchange.exchange import Exchange, PeerLost
+from engine.exchange.wires import SILENT_S
 from engine.messages.ring import ExchangeName
-from engine.ring.accepting import Links
-from engine.ring.epochs import Epoch, Member
-from engine.ring.exchange import Exchange, PeerLost
-from engine.ring.opening import open_exchange
-from engine.ring.wires import SILENT_S
+from engine.ring.control.opening import open_exchange
 
 TRANSPORTS: tuple[ExchangeName, ...] = ("tls", "socket", "envoy")
 NOTICED_S = 2.0

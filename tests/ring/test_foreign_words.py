@@ -66,7 +66,7 @@ def test_what_a_peer_says_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_versions_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     versions = iter(["1.0", EVIL])
-    monkeypatch.setattr("engine.ring.node.privatellm_version", lambda: next(versions))
+    monkeypatch.setattr("engine.ring.control.node.privatellm_version", lambda: next(versions))
     nodes = Nodes(tmp_path, "Anna", "Bob")
     try:
         for node in nodes.nodes:

@@ -13,7 +13,7 @@ from test_node_process import Head, model
 from discovery.peers import PeersFile
 from engine.messages import Loaded
 from engine.messages.ring import RingChoice
-from engine.ring.local_ring import NETWORK, LocalEngine
+from engine.ring.control.local_ring import NETWORK, LocalEngine
 
 __all__ = ["model"]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

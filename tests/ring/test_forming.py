@@ -13,14 +13,15 @@ from paired_nodes import Nodes, eventually, make_identity
 from tests_models import tiny_mixtral
 
 from engine.errors import Cancelled, ModelError
+from engine.exchange.addresses import control_of, door_of, own_addresses, parse_address, plain_ip, shown_address
+from engine.exchange.exchange import PeerLost
 from engine.messages import Load
 from engine.messages.ring import LinkFacts, RingChoice
 from engine.model_headers import read_headers
 from engine.planning.calibration import Curve, ExpertShape
 from engine.planning.placement import Placement
-from engine.ring.addresses import control_of, door_of, own_addresses, parse_address, plain_ip, shown_address
-from engine.ring.client import Unreachable
-from engine.ring.control_messages import (
+from engine.ring.control.client import Unreachable
+from engine.ring.control.control_messages import (
     Connected,
     EpochMember,
     EpochSpec,
@@ -31,13 +32,12 @@ from engine.ring.control_messages import (
     NodeFacts,
     WantedFacts,
 )
-from engine.ring.exchange import PeerLost
-from engine.ring.follower_work import Busy
-from engine.ring.forming import RingFormer
-from engine.ring.lending import Lender
-from engine.ring.measuring_links import measure_best, reachable
-from engine.ring.measuring_node import measure_node
-from engine.ring.survey import (
+from engine.ring.control.follower_work import Busy
+from engine.ring.control.forming import RingFormer
+from engine.ring.control.lending import Lender
+from engine.ring.control.measuring_links import measure_best, reachable
+from engine.ring.control.measuring_node import measure_node
+from engine.ring.control.survey import (
     Candidate,
     NodeRefused,
     Survey,
@@ -319,7 +319,7 @@ def test_candidates_are_lent_free_and_wanted(three: Nodes) -> None:
 
 def test_forming_with_nobody_is_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from engine.messages import OpenNetwork
-    from engine.ring.node import Node
+    from engine.ring.control.node import Node
     from engine.runtimes import runtime_named
 
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))

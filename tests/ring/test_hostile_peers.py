@@ -23,13 +23,15 @@ from discovery.pairing import PAIRING_VERSION, Code, PairingRefused, ShowingSide
 from discovery.peers import new_peer
 from discovery.tls import client_context
 from engine.errors import ModelError
+from engine.exchange.epochs import LINK_KIND, Epoch, LinkRequest
+from engine.exchange.exchange import RingProtocolError
 from engine.messages.ring import LinkFacts
 from engine.planning.calibration import Curve, ExpertShape
 from engine.planning.placement import Placement
-from engine.ring import commands, measuring_node
-from engine.ring.beats import MOST_ADDRESSES, PeerWatch
-from engine.ring.client import Unreachable
-from engine.ring.control_messages import (
+from engine.ring.control import measuring_node
+from engine.ring.control.beats import MOST_ADDRESSES, PeerWatch
+from engine.ring.control.client import Unreachable
+from engine.ring.control.control_messages import (
     Empty,
     EndEpoch,
     EpochMember,
@@ -45,16 +47,15 @@ from engine.ring.control_messages import (
     check_spec,
     unpack,
 )
-from engine.ring.epoch_links import EpochLinks
-from engine.ring.epochs import LINK_KIND, Epoch, LinkRequest
-from engine.ring.exchange import RingProtocolError
-from engine.ring.follower import BEAMS_LIMIT, Follower
-from engine.ring.lending import Lender
-from engine.ring.local_ring import LocalEngine, open_network
-from engine.ring.node import Node
-from engine.ring.server import MOST_CALLS_EACH, MOST_CONNECTIONS, Method
-from engine.ring.sharing import HEADER, reason_in
-from engine.ring.survey import check_link
+from engine.ring.control.epoch_links import EpochLinks
+from engine.ring.control.lending import Lender
+from engine.ring.control.local_ring import LocalEngine, open_network
+from engine.ring.control.node import Node
+from engine.ring.control.server import MOST_CALLS_EACH, MOST_CONNECTIONS, Method
+from engine.ring.control.survey import check_link
+from engine.ring.running import commands
+from engine.ring.running.follower import BEAMS_LIMIT, Follower
+from engine.ring.running.sharing import HEADER, reason_in
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.ring.mesh import Mesh
+from engine.exchange.mesh import Mesh
 
 group = pytest.importorskip("engine.runtimes.mlx.group", reason="mlx is not installed", exc_type=ImportError)
 

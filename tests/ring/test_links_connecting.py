@@ -18,13 +18,13 @@ from linked_nodes import LinkedNode, LinkedNodes, make_identity
 from discovery.door import Door, dial
 from discovery.errors import DiscoveryError
 from engine.errors import ModelError
+from engine.exchange.connecting import Epoch, Links, connect_commands, connect_mesh, dial_link
+from engine.exchange.epochs import LINK_KIND, LinkRequest, Member, Transport, in_networks, split_address
+from engine.exchange.exchange import PeerLost, RingProtocolError
+from engine.exchange.link_speed import measure_link
+from engine.exchange.wires import Wire
 from engine.messages.ring import ExchangeName
-from engine.ring.connecting import Epoch, Links, connect_commands, connect_mesh, dial_link
-from engine.ring.epochs import LINK_KIND, LinkRequest, Member, Transport, in_networks, split_address
-from engine.ring.exchange import PeerLost, RingProtocolError
-from engine.ring.link_speed import measure_link
-from engine.ring.opening import open_exchange
-from engine.ring.wires import Wire
+from engine.ring.control.opening import open_exchange
 
 Make = Callable[..., LinkedNodes]
 SOON = 2.0
@@ -278,7 +278,7 @@ def test_a_link_opened_for_one_purpose_is_not_taken_for_another(linked_nodes: Ma
     one = nodes.nodes[1]
     expected = one.links.expect(one.epoch, "command", "tls", nodes.members[0])
 
-    import engine.ring.connecting as connecting  # the way is changed, not the node
+    import engine.exchange.connecting as connecting  # the way is changed, not the node
 
     real = connecting.dial
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from linked_nodes import make_identity
 from wire_pairs import close_all, plain_pair, plain_victim, recorded_frames, tls_pair
 
-from engine.ring.exchange import PeerLost, RingProtocolError
-from engine.ring.links import WireLink
-from engine.ring.wires import GOODBYE, HEADER, LARGEST_FRAME, TAG_BYTES, PlainWire, Wire
+from engine.exchange.exchange import PeerLost, RingProtocolError
+from engine.exchange.links import WireLink
+from engine.exchange.wires import GOODBYE, HEADER, LARGEST_FRAME, TAG_BYTES, PlainWire, Wire
 
 IDENTITIES = (make_identity(), make_identity())
 SIZES = (0, 1, 11, 12, 13, 16_383, 16_384, 65_507, 65_508, 65_509, 65_536, 70_000, 262_144, 262_145, 2_000_000)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from engine.models.prepare import prepare
 from engine.models.share_files import ModelIdentity
 from engine.models.weight_layout import layout_of
-from engine.ring.identity_of_model import differences, identity_of
+from engine.ring.weights.identity_of_model import differences, identity_of
 
 TinyModel = Callable[..., Path]
 

@@ -33,7 +33,7 @@ from engine.messages import (
     ShowCode,
 )
 from engine.messages.ring import RingChoice
-from engine.ring.local_ring import LocalEngine, LocalRing, open_network
+from engine.ring.control.local_ring import LocalEngine, LocalRing, open_network
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

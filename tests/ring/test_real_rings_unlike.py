@@ -66,7 +66,7 @@ def test_other_modes_are_refused_between_unlike_machines(unlike: RealRing, model
 
 def test_another_version_is_refused_with_both_named(tmp_path: Path, model: Path) -> None:
     """Whether the head finds it out at the greeting or at forming."""
-    older = Machine(before="import engine.ring.node as node\nnode.privatellm_version = lambda: '0.0.1'")
+    older = Machine(before="import engine.ring.control.node as node\nnode.privatellm_version = lambda: '0.0.1'")
     with RealRing(tmp_path / "ring", [Machine(), Machine(), older]) as ring:
         loaded = ring.load(model, "native", 2, mode="exact")
         assert loaded.facts.ring is not None

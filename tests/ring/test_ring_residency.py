@@ -13,15 +13,15 @@ import pytest
 from thread_ring import ThreadFormer, split
 
 from engine.errors import ModelError
+from engine.exchange.exchange import PeerLost
+from engine.exchange.seat import Seat
 from engine.messages import AnyEvent, Load, Notice, WarmUp
 from engine.models.weight_layout import layout_of
 from engine.residency import keeper
 from engine.residency.ready import Keeping, Ready, held_in, seat_of
-from engine.ring import commands
-from engine.ring.exchange import PeerLost
-from engine.ring.follower import Follower
-from engine.ring.head_model import RingModel
-from engine.ring.seat import Seat
+from engine.ring.running import commands
+from engine.ring.running.follower import Follower
+from engine.ring.running.head_model import RingModel
 
 TinyModel = Callable[..., Path]
 PATIENCE_S = 60.0

@@ -13,7 +13,7 @@ from engine.errors import ModelError
 from engine.experts.kernels.bindings import choose
 from engine.messages import AnyEvent, Finished, Generate, Load, Notice, Piece, Prefill, RingChanged, Timing
 from engine.models.opening import open_model
-from engine.ring.head_model import RingModel
+from engine.ring.running.head_model import RingModel
 from engine.session import Session
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30, 12, 64, 3, 88, 120, 7, 55, 90, 33]

@@ -17,17 +17,17 @@ from engine.models.opening import open_model
 from engine.models.prepare import prepare
 from engine.models.share_files import read_share
 from engine.models.weight_layout import layout_of
-from engine.ring.share_store import ShareStore
-from engine.ring.transfer import Offer, encode_offer, offer, stream
+from engine.ring.weights.share_store import ShareStore
+from engine.ring.weights.transfer import Offer, encode_offer, offer, stream
 
 TinyModel = Callable[..., Path]
 
 RECEIVER = """
 import os, signal, sys
 from pathlib import Path
-from engine.ring import share_store
-from engine.ring.share_store import ShareStore
-from engine.ring.transfer import decode_offer, stream
+from engine.ring.weights import share_store
+from engine.ring.weights.share_store import ShareStore
+from engine.ring.weights.transfer import decode_offer, stream
 
 share_store.SYNC_BYTES = 200_000
 models, source, offered, limit = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])

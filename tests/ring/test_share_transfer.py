@@ -19,15 +19,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import Cancelled, ModelError
+from engine.exchange.exchange import RingProtocolError
 from engine.models import store
 from engine.models.opening import open_model
 from engine.models.prepare import prepare
 from engine.models.share_files import read_share
 from engine.models.weight_layout import layout_of
-from engine.ring import share_store, transfer
-from engine.ring.exchange import RingProtocolError
-from engine.ring.share_store import Need, ShareStore
-from engine.ring.transfer import Offer, Wanted, decode_offer, encode_offer, offer, outline, stream
+from engine.ring.weights import share_store, transfer
+from engine.ring.weights.share_store import Need, ShareStore
+from engine.ring.weights.transfer import Offer, Wanted, decode_offer, encode_offer, offer, outline, stream
 
 TinyModel = Callable[..., Path]
 PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from memory_exchange import MemoryRing, must_succeed, on_all_ranks
 from numpy.typing import NDArray
 
+from engine.exchange.exchange import PeerLost, RingProtocolError
+from engine.exchange.layers import Gathered, Words
+from engine.exchange.seat import Loading, Mode, Seat
 from engine.planning.placement import Placement
-from engine.ring.exchange import PeerLost, RingProtocolError
-from engine.ring.layers import Gathered, Words
-from engine.ring.routing import FEW_ROUTES, Router
-from engine.ring.seat import Loading, Mode, Seat
-from engine.ring.sharing import HEADER, REASON_BYTES, NodeFailed, RingLayers
+from engine.ring.running.routing import FEW_ROUTES, Router
+from engine.ring.running.sharing import HEADER, REASON_BYTES, NodeFailed, RingLayers
 from engine.runtimes.protocol import Interrupted
 from engine.timing import Recorder
 

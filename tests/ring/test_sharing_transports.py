@@ -12,12 +12,12 @@ from ring_places import placed
 from test_central import Doubling, ask
 from test_sharing import LAYERS, CountedExperts, one_pass, routes_for, run, seats
 
+from engine.exchange.exchange import PeerLost
+from engine.exchange.seat import Seat
 from engine.messages.ring import ExchangeName
-from engine.ring.central import CentralHead, CentralNode
-from engine.ring.exchange import PeerLost
-from engine.ring.opening import open_exchange
-from engine.ring.seat import Seat
-from engine.ring.sharing import RingLayers
+from engine.ring.control.opening import open_exchange
+from engine.ring.running.central import CentralHead, CentralNode
+from engine.ring.running.sharing import RingLayers
 from engine.runtimes.protocol import Interrupted
 
 TRANSPORTS: tuple[ExchangeName, ...] = ("tls", "socket", "envoy", "gloo")

@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ModelError
+from engine.exchange.exchange import RingProtocolError
 from engine.models.share_files import ModelIdentity, read_share
 from engine.models.weight_layout import Run, merged
-from engine.ring import transfer
-from engine.ring.exchange import RingProtocolError
-from engine.ring.share_store import ShareStore
-from engine.ring.transfer import (
+from engine.ring.weights import transfer
+from engine.ring.weights.share_store import ShareStore
+from engine.ring.weights.transfer import (
     CHUNK_BYTES,
     Chunk,
     Item,

@@ -22,11 +22,11 @@ from discovery.identity import Identity
 from discovery.pairing import TypingSide
 from discovery.peers import new_peer
 from discovery.tls import TLS_NAME, client_context
+from engine.exchange.epochs import Epoch, LinkRequest, Member, Purpose, Transport
 from engine.messages import OpenNetwork
-from engine.ring.control_messages import LENDING, SERVICE
-from engine.ring.epochs import Epoch, LinkRequest, Member, Purpose, Transport
-from engine.ring.lending import Lender
-from engine.ring.node import Node
+from engine.ring.control.control_messages import LENDING, SERVICE
+from engine.ring.control.lending import Lender
+from engine.ring.control.node import Node
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
 

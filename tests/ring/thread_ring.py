@@ -10,13 +10,13 @@ from pathlib import Path
 from memory_exchange import MemoryRing
 
 from engine.errors import ModelError, PeerLost
+from engine.exchange.exchange import Buffer
+from engine.exchange.seat import Loading, Mode, Seat
 from engine.messages import Load, RingFacts
 from engine.planning.placement import Placement
 from engine.progress import ProgressCallback
-from engine.ring.exchange import Buffer
-from engine.ring.follower import Follower
-from engine.ring.seat import Loading, Mode, Seat
-from engine.ring.sharing import RingLayers
+from engine.ring.running.follower import Follower
+from engine.ring.running.sharing import RingLayers
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel, RingPlace
 
@@ -24,7 +24,7 @@ PATIENCE_S = 60.0
 
 
 class MemoryLink:
-    """One end of a link between threads; see :class:`engine.ring.exchange.Link`."""
+    """One end of a link between threads; see :class:`engine.exchange.exchange.Link`."""
 
     def __init__(self) -> None:
         self.inbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -62,7 +62,7 @@ def split(layers: tuple[int, ...], experts: int, nodes: int, overlap: int = 0) -
 
 
 class ThreadFormation:
-    """See :class:`engine.ring.formation.Formation`."""
+    """See :class:`engine.ring.running.formation.Formation`."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class ThreadFormation:
 
 
 class ThreadFormer:
-    """See :class:`engine.ring.formation.Former`; ``names`` are those who are there now."""
+    """See :class:`engine.ring.running.formation.Former`; ``names`` are those who are there now."""
 
     def __init__(self, folder: Path, request: Load, names: list[str], layers: tuple[int, ...], experts: int) -> None:
         self.names = names

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from discovery.tls import client_context, server_context
-from engine.ring.epochs import Member, as_peer
-from engine.ring.handshakes import tls_wire
-from engine.ring.wires import PlainWire, TlsWire, Wire
+from engine.exchange.epochs import Member, as_peer
+from engine.exchange.handshakes import tls_wire
+from engine.exchange.wires import PlainWire, TlsWire, Wire
 
 KEY_AB, KEY_BA = b"a" * 32, b"b" * 32
 LIMIT_S = 10.0

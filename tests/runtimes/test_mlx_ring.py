@@ -16,10 +16,10 @@ from mlx_oracle import MOE_FAMILIES, prompt_of, write_model, write_quantised  # 
 from ring_places import placed, places  # noqa: E402
 
 from engine.errors import ModelError  # noqa: E402
+from engine.exchange.seat import Loading  # noqa: E402
 from engine.messages import Load  # noqa: E402
 from engine.planning.placement import Placement  # noqa: E402
-from engine.ring.seat import Loading  # noqa: E402
-from engine.ring.sharing import RingLayers  # noqa: E402
+from engine.ring.running.sharing import RingLayers  # noqa: E402
 from engine.runtimes.mlx.model import MlxModel  # noqa: E402
 from engine.runtimes.mlx.runtime import MlxRuntime  # noqa: E402
 from engine.runtimes.protocol import Interrupted, Logits, RingPlace  # noqa: E402

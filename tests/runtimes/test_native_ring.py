@@ -21,14 +21,14 @@ from tiny_models import TINY_MOE_FAMILIES
 from torch_oracle import no_progress, prompt
 
 from engine.errors import ModelError
+from engine.exchange.exchange import PeerLost
+from engine.exchange.layers import Gathered, LayerExchange
+from engine.exchange.seat import Seat
 from engine.experts.kernels.bindings import available
 from engine.messages import Load
 from engine.models.opening import open_model
 from engine.planning.placement import Placement
-from engine.ring.exchange import PeerLost
-from engine.ring.layers import Gathered, LayerExchange
-from engine.ring.seat import Seat
-from engine.ring.sharing import RingLayers
+from engine.ring.running.sharing import RingLayers
 from engine.runtimes import runtime_named, why_not_native
 from engine.runtimes.native.model import NativeModel
 from engine.runtimes.protocol import Interrupted, Logits, RingPlace

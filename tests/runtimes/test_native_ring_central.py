@@ -15,12 +15,12 @@ from test_native_ring import conversation, in_ring, same
 from tiny_models import TINY_MOE_FAMILIES
 
 from engine.errors import ModelError
+from engine.exchange.exchange import PeerLost
+from engine.exchange.seat import Loading, Seat
 from engine.messages import Load
 from engine.models.opening import open_model
 from engine.planning.placement import Placement
-from engine.ring.central import CentralHead, CentralNode
-from engine.ring.exchange import PeerLost
-from engine.ring.seat import Loading, Seat
+from engine.ring.running.central import CentralHead, CentralNode
 from engine.runtimes.native.experts_only import ExpertsOnly, load_experts
 from engine.runtimes.protocol import RingPlace
 

@@ -13,14 +13,14 @@ from memory_exchange import must_succeed, on_all_ranks
 from ring_places import placed, places
 
 from engine.errors import ModelError
+from engine.exchange.seat import Seat
 from engine.experts.held import HeldExperts, check_held, held_by
 from engine.messages import Load
 from engine.models.opening import open_model
 from engine.planning.placement import Placement
-from engine.ring.expert_runners import load_experts
-from engine.ring.seat import Seat
-from engine.ring.share_store import ShareStore
-from engine.ring.transfer import offer, stream
+from engine.ring.running.expert_runners import load_experts
+from engine.ring.weights.share_store import ShareStore
+from engine.ring.weights.transfer import offer, stream
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel, Logits
 

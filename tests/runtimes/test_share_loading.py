@@ -17,8 +17,8 @@ from engine.messages import Load
 from engine.models.prepare import prepare
 from engine.models.weight_layout import layout_of
 from engine.planning.placement import Placement
-from engine.ring.share_store import ShareStore
-from engine.ring.transfer import offer, stream
+from engine.ring.weights.share_store import ShareStore
+from engine.ring.weights.transfer import offer, stream
 from engine.runtimes import runtime_named
 from engine.runtimes.loading import load_model
 from engine.runtimes.protocol import LoadedModel, Logits, RingPlace

@@ -16,13 +16,13 @@ from tiny_models import TINY_MOE_FAMILIES
 from torch_oracle import no_progress, prompt
 
 from engine.errors import ModelError
+from engine.exchange.exchange import PeerLost
+from engine.exchange.seat import Loading, Mode
 from engine.messages import Load
 from engine.models.opening import open_model
 from engine.planning.placement import Placement
-from engine.ring.exchange import PeerLost
-from engine.ring.opening import open_exchange
-from engine.ring.seat import Loading, Mode
-from engine.ring.sharing import NodeFailed, RingLayers
+from engine.ring.control.opening import open_exchange
+from engine.ring.running.sharing import NodeFailed, RingLayers
 from engine.runtimes.protocol import Interrupted, Logits, RingPlace
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.ring_executor import RingExecutor

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
-from engine.ring.layers import Indices
+from engine.exchange.layers import Indices
 from engine.runtimes.mlx.model import memory_named
 from engine.runtimes.mlx.ring import RingExecutor
 
 
 class MlxExperts:
-    """See :class:`engine.ring.central.ExpertRunner`. ``width``: numbers of a hidden state."""
+    """See :class:`engine.ring.running.central.ExpertRunner`. ``width``: numbers of a hidden state."""
 
     def __init__(self, executor: RingExecutor, width: int) -> None:
         self._executor = executor
@@ -31,7 +31,7 @@ class MlxExperts:
         extra: Sequence[int],
         scale: bool,
     ) -> NDArray[np.float32]:
-        """See :class:`engine.ring.central.ExpertRunner`. Raises ModelError if memory runs out."""
+        """See :class:`engine.ring.running.central.ExpertRunner`. Raises ModelError if memory runs out."""
         if scale:
             raise ModelError("mlx runs no family that scales its experts' inputs; choose the torch runtime.")
         with memory_named():

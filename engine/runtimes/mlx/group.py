@@ -28,14 +28,14 @@ import numpy as np
 import psutil
 
 from engine.errors import ModelError
+from engine.exchange.accepting import Links
+from engine.exchange.collective import CollectiveExchange, Gathering
+from engine.exchange.connecting import connect_wires
+from engine.exchange.epochs import Epoch
+from engine.exchange.exchange import Exchange, PeerLost
+from engine.exchange.mesh import Mesh
+from engine.exchange.transports import allowed_exchanges
 from engine.messages.ring import ExchangeName
-from engine.ring.accepting import Links
-from engine.ring.collective import CollectiveExchange, Gathering
-from engine.ring.connecting import connect_wires
-from engine.ring.epochs import Epoch
-from engine.ring.exchange import Exchange, PeerLost
-from engine.ring.mesh import Mesh
-from engine.ring.transports import allowed_exchanges
 
 MOST_TOLD = 4096
 MOST_BOOTSTRAP = 1 << 20
@@ -96,7 +96,7 @@ class MlxGathering(Gathering):
         return int(self._group.size())
 
     def gather(self, block: bytearray) -> list[memoryview]:
-        """See :class:`engine.ring.collective.Gathering`."""
+        """See :class:`engine.exchange.collective.Gathering`."""
         given = mx.array(np.frombuffer(block, np.uint8))
         _Life.in_step = False
         try:
@@ -109,7 +109,7 @@ class MlxGathering(Gathering):
         return [row.data for row in rows]
 
     def end(self) -> None:
-        """See :class:`engine.ring.collective.Gathering`: mlx has no way to end a group, and the next
+        """See :class:`engine.exchange.collective.Gathering`: mlx has no way to end a group, and the next
         epoch may go on with it."""
 
 

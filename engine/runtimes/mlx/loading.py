@@ -14,6 +14,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from engine.errors import ModelError
+from engine.exchange.layers import LayerExchange, Recorded
+from engine.exchange.seat import Seat
 from engine.experts.held import check_held, held_by
 from engine.messages import Load, ModelFacts
 from engine.models.opening import open_model, read_config
@@ -21,8 +23,6 @@ from engine.models.safetensors_files import WIDTHS
 from engine.models.share_files import part_of
 from engine.models.weight_layout import layout_of
 from engine.progress import ProgressCallback
-from engine.ring.layers import LayerExchange, Recorded
-from engine.ring.seat import Seat
 from engine.runtimes.mlx import weights
 from engine.runtimes.mlx.cache import layer_windows
 from engine.runtimes.mlx.configuration import complete_config, context_of, translate_config

@@ -13,10 +13,10 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.exchange.layers import Gathered, Indices, LayerExchange, NeedsHidden, Words
+from engine.exchange.seat import Seat
 from engine.experts.popularity import Popularity
 from engine.planning.placement import Placement
-from engine.ring.layers import Gathered, Indices, LayerExchange, NeedsHidden, Words
-from engine.ring.seat import Seat
 from engine.runtimes.mlx.experts import weighted_sum
 from engine.runtimes.mlx.spans import Spans
 
@@ -124,7 +124,7 @@ class RingExecutor:
         extra: tuple[int, ...],
         dtype: Any,
     ) -> Words:
-        """See :class:`engine.ring.layers.Local`."""
+        """See :class:`engine.exchange.layers.Local`."""
         results = self.results(layer, rows, indices, dtype, extra)
         if self._mode != "fast":
             return _to_words(results if self._mode == "exact" else results.astype(mx.float32))

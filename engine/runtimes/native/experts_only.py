@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
+from engine.exchange.layers import Indices
+from engine.exchange.seat import Seat
 from engine.experts.kernels.bindings import WEIGHT_DTYPES, KernelChoice, choose, load
 from engine.experts.kernels.file_guard import FileGuard
 from engine.experts.kernels.layers import Gate, LayerExperts, layer_experts
@@ -18,8 +20,6 @@ from engine.experts.kernels.pool import Pool, physical_cores, shared_pool
 from engine.messages import Load
 from engine.models.files import Experts, ModelFiles
 from engine.models.opening import open_model
-from engine.ring.layers import Indices
-from engine.ring.seat import Seat
 from engine.runtimes.native.dtypes import compute_dtype
 from engine.runtimes.native.shape import ACTIVATIONS, Activation, why_not_shape
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from engine import runtimes
 from engine.errors import ModelError
+from engine.exchange.layers import Recorded
 from engine.experts.kernels.bindings import WEIGHT_DTYPES, choose
 from engine.experts.kernels.pool import physical_cores, shared_pool
 from engine.experts.popularity import Popularity
@@ -18,7 +19,6 @@ from engine.messages import Load
 from engine.models.files import ModelFiles
 from engine.models.opening import open_model
 from engine.progress import ProgressCallback
-from engine.ring.layers import Recorded
 from engine.runtimes.native import rotary
 from engine.runtimes.native.dtypes import bulk_dtype, compute_dtype
 from engine.runtimes.native.experts_only import HeldExperts

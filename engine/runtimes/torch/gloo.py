@@ -9,14 +9,14 @@ import torch
 from torch import distributed
 
 from engine.errors import ModelError
+from engine.exchange.accepting import Links
+from engine.exchange.collective import CollectiveExchange, Gathering
+from engine.exchange.connecting import connect_wires
+from engine.exchange.epochs import Epoch
+from engine.exchange.exchange import Exchange, PeerLost
+from engine.exchange.mesh import Mesh
+from engine.exchange.transports import allowed_exchanges
 from engine.messages.ring import ExchangeName
-from engine.ring.accepting import Links
-from engine.ring.collective import CollectiveExchange, Gathering
-from engine.ring.connecting import connect_wires
-from engine.ring.epochs import Epoch
-from engine.ring.exchange import Exchange, PeerLost
-from engine.ring.mesh import Mesh
-from engine.ring.transports import allowed_exchanges
 
 SILENCE_S = 120.0
 """Gloo gives a peer up that is silent for so long in an exchange; the beats notice earlier."""
@@ -55,7 +55,7 @@ class GlooGathering(Gathering):
         return self._size
 
     def gather(self, block: bytearray) -> list[memoryview]:
-        """See :class:`engine.ring.collective.Gathering`."""
+        """See :class:`engine.exchange.collective.Gathering`."""
         group = self._group
         if group is None:
             raise PeerLost("The ring's links were closed.")
@@ -68,7 +68,7 @@ class GlooGathering(Gathering):
         return [memoryview(each.numpy()) for each in found]
 
     def end(self) -> None:
-        """See :class:`engine.ring.collective.Gathering`."""
+        """See :class:`engine.exchange.collective.Gathering`."""
         # Its sockets close when nobody has it any more.
         group, self._group = self._group, None
         if group is not None:

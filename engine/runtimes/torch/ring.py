@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import torch
 
+from engine.exchange.layers import Recorded
 from engine.experts.gates import FamilyGate
 from engine.experts.held import held_by
 from engine.experts.local import LocalExecutor, make_local_executor
 from engine.messages import Load
 from engine.models.files import Experts
-from engine.ring.layers import Recorded
 from engine.runtimes.protocol import RingPlace
 from engine.runtimes.torch.ring_executor import RingExecutor
 from engine.timing import Recorder

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.exchange.layers import Gathered, Indices, NeedsHidden, Words
 from engine.experts.local import LocalExecutor
 from engine.experts.popularity import Popularity
-from engine.ring.layers import Gathered, Indices, NeedsHidden, Words
 from engine.runtimes.protocol import RingPlace
 from engine.timing import Recorder
 
@@ -111,7 +111,7 @@ class RingExecutor:
         extra: tuple[int, ...],
         scale_input: bool,
     ) -> Words:
-        """See :class:`engine.ring.layers.Local`."""
+        """See :class:`engine.exchange.layers.Local`."""
         if extra:
             self._own.outputs(layer, hidden[:1], torch.tensor([extra], dtype=torch.int32))
         routed = self._own.outputs(layer, hidden, torch.from_numpy(mine), weights if scale_input else None)

@@ -1,0 +1,297 @@
+"""Whether the paired machines are there: each is greeted, then asked twice a second how it is.
+
+Both sides ask, so that each notices the other's silence by its own clock; no clock is compared with another machine's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from discovery.names import plain_text
+from engine.errors import ModelError
+from engine.exchange.exchange import PeerLost
+from engine.ring.control.client import PeerClient, Unreachable
+from engine.ring.control.control_messages import CONTROL_PROTOCOL, Greeting, NodeLoad
+
+BEAT_S = 0.5
+LOST_S = 2.5
+"""A machine that was not heard of for so long is gone. One that is killed is noticed earlier: its links end."""
+UNANSWERED_S = 2.5
+"""A follower that calls but cannot be called for so long is of no use to its head."""
+REFUSED_S = 1.0
+"""One whose port nobody listens at any more is gone after so long."""
+BUSY_S = 20.0
+"""While its process loads a model: importing libraries can keep it from answering."""
+FORMING = "forming"
+"""The stage of a head that forms: it may be silent for longer."""
+BEAT_TIMEOUT_S = 1.5
+HELLO_TIMEOUT_S = 2.0
+RETRY_S = 1.0
+"""Between two rounds of looking for a machine that is not there; news of an address cut it short."""
+MOST_ADDRESSES = 16
+MOST_KEPT = 8
+
+Connect = Callable[[str], PeerClient]
+
+
+@dataclass(frozen=True)
+class PeerView:
+    """A paired machine as it is now. ``client`` is None while it cannot be reached."""
+
+    node_id: str
+    name: str
+    alive: bool
+    client: PeerClient | None
+    greeting: Greeting | None
+    load: NodeLoad | None
+    addresses: tuple[str, ...]
+    problem: str
+    reachable: bool = True
+    """Alive, and it answers: one that cannot be called may be heard of by its own calls all the same."""
+
+
+def silence_allowed(refused: bool, patient: bool) -> float:
+    """Seconds without a word after which a machine counts as lost."""
+    if refused:
+        return REFUSED_S
+    return BUSY_S if patient else LOST_S
+
+
+class PeerWatch:
+    """Keeps the connection to one paired machine; a thread of its own, ended by :meth:`close`.
+
+    ``greet`` and ``load`` make this machine's own words; ``changed`` is told when anything a screen shows is different,
+    ``worked`` at which address the machine was found.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        name: str,
+        connect: Connect,
+        greet: Callable[[], Greeting],
+        load: Callable[[], NodeLoad],
+        changed: Callable[[], None],
+        worked: Callable[[str], None] = lambda address: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.node_id = node_id
+        self.patient = False
+        """More silence is allowed: it loads a model."""
+        self._name = name
+        self._connect = connect
+        self._greet = greet
+        self._load = load
+        self._changed = changed
+        self._worked = worked
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._addresses: list[str] = []
+        self._worked_at: list[str] = []
+        self._client: PeerClient | None = None
+        self._greeting: Greeting | None = None
+        self._theirs: NodeLoad | None = None
+        self._heard = -1e9
+        self._answered = -1e9
+        self._refused = False
+        self._was_alive = False
+        self._problem = ""
+        self._poke = threading.Event()
+        self._closed = False
+        self._thread = threading.Thread(target=self._watch, name=f"beats-{node_id[:8]}", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def try_addresses(self, addresses: list[str], keep: bool = False) -> None:
+        """Where it may be found; the newest hint is tried first. ``keep``: those that no hint puts out, however many
+        come, because the machine was found there or a person named them."""
+        with self._lock:
+            if keep:
+                self._worked_at = list(dict.fromkeys([*addresses, *self._worked_at]))[:MOST_KEPT]
+            fresh = [address for address in addresses if address not in self._addresses]
+            if not fresh:
+                return
+            kept = [address for address in self._addresses if address in self._worked_at]
+            hints = [address for address in fresh + self._addresses if address not in kept]
+            hints = hints[: MOST_ADDRESSES - len(kept)]
+            # In turns: whoever floods the network with hints must not keep this one from where it found the machine.
+            turns = zip_longest(hints, kept)
+            self._addresses = [address for turn in turns for address in turn if address is not None]
+        self._poke.set()
+
+    def heard_from(self, load: NodeLoad | None = None) -> None:
+        """It called us."""
+        with self._lock:
+            self._heard = self._clock()
+            if load is not None:
+                self._theirs = load
+            client = self._client
+        if client is None:
+            self._poke.set()
+
+    def beat_now(self) -> None:
+        """Tell it at once how this machine is."""
+        self._poke.set()
+
+    def view(self) -> PeerView:
+        with self._lock:
+            silent = self._clock() - self._heard
+            alive = silent < silence_allowed(self._refused, self.patient) and not self._problem
+            return PeerView(
+                self.node_id,
+                self._name,
+                alive,
+                self._client if alive else None,
+                self._greeting,
+                self._theirs,
+                tuple(self._addresses),
+                self._problem,
+                alive and (self.patient or self._clock() - self._answered < UNANSWERED_S),
+            )
+
+    def close(self) -> None:
+        self._closed = True
+        self._poke.set()
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def join(self, timeout: float) -> None:
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout)
+
+    def _watch(self) -> None:
+        while not self._closed:
+            client = self._client
+            if client is None:
+                found = self._find()
+                wait = BEAT_S if found else RETRY_S
+            else:
+                self._beat(client)
+                wait = BEAT_S if self._client is not None else 0.0
+            alive = self.view().alive
+            if alive != self._was_alive:
+                self._was_alive = alive
+                self._changed()
+            self._poke.wait(wait)
+            self._poke.clear()
+
+    def _beat(self, client: PeerClient) -> None:
+        try:
+            theirs = client.call("Beat", self._load(), NodeLoad, BEAT_TIMEOUT_S)
+        except (Unreachable, ModelError, PeerLost) as error:
+            self._drop(client, refused="cannot be reached" in str(error))
+            return
+        with self._lock:
+            again = self._greeting is not None and theirs.process != self._greeting.process
+            news = self._theirs is None or _shown(theirs) != _shown(self._theirs)
+            self._heard, self._theirs, self._refused = self._clock(), theirs, False
+            self._answered = self._heard
+        if again:
+            # Another process answers at the same place: it has to be greeted anew.
+            self._drop(client, refused=False)
+        elif news:
+            self._changed()
+
+    def _drop(self, client: PeerClient, refused: bool) -> None:
+        with self._lock:
+            if self._client is client:
+                self._client = None
+            self._refused = refused
+        client.close()
+
+    def _find(self) -> bool:
+        """Greet it at one address after the other."""
+        with self._lock:
+            addresses = list(self._addresses)
+        problem = ""
+        for address in addresses:
+            if self._closed:
+                return False
+            client = self._connect(address)
+            try:
+                greeting = client.call("Hello", self._greet(), Greeting, HELLO_TIMEOUT_S)
+                problem = self._unfit(greeting)
+            except Unreachable:
+                client.close()
+                continue
+            except (ModelError, PeerLost) as error:
+                client.close()
+                problem = str(error)
+                continue
+            if problem:
+                client.close()
+                self._found(None, greeting, address, problem)
+                return False
+            self._found(client, greeting, address, "")
+            return True
+        if problem:
+            self._found(None, None, "", problem)
+        return False
+
+    def _found(self, client: PeerClient | None, greeting: Greeting | None, address: str, problem: str) -> None:
+        with self._lock:
+            if self._closed and client is not None:
+                client.close()
+                client = None
+            news = problem != self._problem
+            self._client, self._problem = client, problem
+            if greeting is not None:
+                self._greeting = greeting
+                self._name = plain_text(greeting.name, 64) or self._name
+                self._heard = self._answered = self._clock()
+                self._refused = False
+            if address:
+                self._addresses = [address] + [other for other in self._addresses if other != address]
+                self._worked_at = [address, *(other for other in self._worked_at if other != address)][:MOST_KEPT]
+        if client is not None:
+            self._worked(address)
+        if news or client is not None:
+            self._changed()
+
+    def _unfit(self, greeting: Greeting) -> str:
+        """Why this machine cannot be used, in a sentence; empty if it can."""
+        if greeting.node_id != self.node_id:
+            return "It calls itself by another node id than its certificate says; forget it and pair again."
+        return version_problem(greeting, self._greet())
+
+
+@contextlib.contextmanager
+def patience(watches: Sequence[PeerWatch]) -> Iterator[None]:
+    """Within it these machines may be silent for longer, as they load a model."""
+    for watch in watches:
+        watch.patient = True
+    try:
+        yield
+    finally:
+        for watch in watches:
+            watch.patient = False
+
+
+def version_problem(theirs: Greeting, ours: Greeting) -> str:
+    """A sentence with both values if the two cannot be in a ring together; else empty."""
+    name = plain_text(theirs.name, 64) or theirs.node_id[:12]
+    if theirs.version != ours.version:
+        return (
+            f"{name} has privatellm {plain_text(theirs.version, 32)} and this machine has {ours.version}; "
+            "install the same version on both."
+        )
+    if theirs.protocol != CONTROL_PROTOCOL:
+        return (
+            f"{name} speaks ring protocol {theirs.protocol} and this machine {CONTROL_PROTOCOL}; "
+            "install the same version on both."
+        )
+    return ""
+
+
+def _shown(load: NodeLoad) -> tuple[object, ...]:
+    """What of a load a screen shows, coarse enough not to change all the time. Memory in steps of 1 %."""
+    step = max(1, load.memory_total // 100)
+    return (load.memory_free // step, load.runtime, load.lends, load.head, load.epoch, load.stage)

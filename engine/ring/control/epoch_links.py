@@ -1,0 +1,107 @@
+"""All links of one epoch as one node has them: the exchanges that were tried and measured, and the command links."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping, Sequence
+
+from engine.errors import ModelError
+from engine.exchange.accepting import Links
+from engine.exchange.connecting import connect_commands
+from engine.exchange.epochs import Epoch, Member
+from engine.exchange.exchange import Exchange, Link, PeerLost
+from engine.exchange.transports import DECODE_BYTES, measure_exchange
+from engine.messages.ring import ExchangeName
+from engine.ring.control.control_messages import EpochSpec
+from engine.ring.control.opening import open_exchange
+
+
+class EpochLinks:
+    """Made by :func:`connect_epoch`. :meth:`close` may be called from any thread, and twice: it wakes who waits."""
+
+    def __init__(self, epoch: Epoch) -> None:
+        self.epoch = epoch
+        self.medians: dict[ExchangeName, float] = {}
+        self.problems: dict[ExchangeName, str] = {}
+        self.commands: dict[int, Link] = {}
+        self._exchanges: dict[ExchangeName, Exchange] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def add(self, name: ExchangeName, exchange: Exchange) -> None:
+        with self._lock:
+            self._exchanges[name] = exchange
+            closed = self._closed
+        if closed:
+            exchange.close()
+            raise PeerLost("The epoch was ended while its links were made.")
+
+    def add_commands(self, links: Mapping[int, Link]) -> None:
+        with self._lock:
+            self.commands.update(links)
+            closed = self._closed
+        if closed:
+            for link in links.values():
+                link.close()
+            raise PeerLost("The epoch was ended while its links were made.")
+
+    def drop(self, name: ExchangeName) -> None:
+        with self._lock:
+            exchange = self._exchanges.pop(name, None)
+        if exchange is not None:
+            exchange.close()
+
+    def keep(self, name: ExchangeName) -> Exchange:
+        """The exchange ``name``; all others are closed. Raises ModelError if it was not connected."""
+        with self._lock:
+            kept = self._exchanges.get(name)
+            others = [other for other in self._exchanges if other != name]
+        if kept is None:
+            raise ModelError(f"The exchange “{name}” was not connected; form the ring again.", kind="network")
+        for other in others:
+            self.drop(other)
+        return kept
+
+    def close(self) -> None:
+        self.epoch.given_up.set()
+        with self._lock:
+            self._closed = True
+            exchanges = list(self._exchanges.values())
+            commands = list(self.commands.values())
+        for exchange in exchanges:
+            with contextlib.suppress(PeerLost, OSError):
+                exchange.close()
+        for link in commands:
+            with contextlib.suppress(PeerLost, OSError):
+                link.close()
+
+
+def connect_epoch(links: Links, found: EpochLinks, names: Sequence[ExchangeName], commands: bool) -> None:
+    """Make the command links, then connect and measure the exchanges ``names`` one by one; all nodes at once.
+
+    An exchange that cannot be made is noted and left out. Raises ModelError (network) if none can, or no command link.
+    """
+    if commands:
+        found.add_commands(connect_commands(links, found.epoch))
+    for name in names:
+        if found.epoch.given_up.is_set():
+            raise PeerLost("The epoch was ended while its links were made.")
+        try:
+            exchange = open_exchange(name, links, found.epoch)
+            found.add(name, exchange)
+            found.medians[name] = measure_exchange(exchange, DECODE_BYTES)
+        except (ModelError, PeerLost, OSError) as error:
+            found.problems[name] = str(error)
+            found.drop(name)
+    if names and not found.medians:
+        raise ModelError(next(iter(found.problems.values())), kind="network")
+
+
+def epoch_of(spec: EpochSpec, names: Mapping[int, str]) -> Epoch:
+    """What the links need of an epoch. ``names`` by rank: those that this node knows."""
+    members = tuple(
+        Member(one.rank, one.node_id, one.certificate, tuple(one.addresses), names.get(one.rank, ""))
+        for one in spec.members
+    )
+    return Epoch(spec.epoch, spec.rank, members, spec.key, tuple(spec.trusted))

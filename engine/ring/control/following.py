@@ -1,0 +1,99 @@
+"""A follower's epoch: its share of the model, loaded, and a thread that works until the epoch ends."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import msgspec
+
+from engine.errors import ModelError
+from engine.exchange.exchange import PeerLost
+from engine.exchange.seat import HEAD
+from engine.messages.ring import ExchangeName
+from engine.progress import ProgressCallback
+from engine.ring.control.control_messages import EpochSpec, Forming
+from engine.ring.control.epoch_links import EpochLinks
+from engine.ring.control.follower_work import Busy, CentralWork, ModelWork, TimedExchange, TimedLink, Work
+from engine.ring.weights.transfer import Offer, outline
+
+JOIN_S = 3.0
+
+
+class Following:
+    """Loads when it is made; raises ModelError, Cancelled from ``progress``, PeerLost."""
+
+    def __init__(
+        self,
+        spec: EpochSpec,
+        links: EpochLinks,
+        exchange: ExchangeName,
+        folder: Path,
+        offered: Offer | None,
+        progress: ProgressCallback,
+    ) -> None:
+        self.ended: str | None = None
+        """Why it ended; None while it goes on."""
+        self.failed_here = False
+        """It ended because of this machine; the others were told."""
+        self.tokens = 0
+        self.warming: tuple[int, int] | None = None
+        """Bytes of the weights that were brought into memory, of how many; None before and after."""
+        self.expert_bytes = outline(folder).expert_bytes * spec.placement.count_of(spec.rank)
+        self._links = links
+        self._offered = offered
+        self._busy = Busy()
+        chosen = links.keep(exchange)
+        self._work: Work
+        if spec.mode == "central":
+            self._work = CentralWork(spec, TimedExchange(chosen, self._busy), folder, progress, self._ran)
+        else:
+            link = TimedLink(links.commands[HEAD], self._busy)
+            self._work = ModelWork(spec, chosen, link, folder, progress, self._ran, self._warm)
+        self._thread = threading.Thread(target=self._run, name="following", daemon=True)
+
+    def ready(self) -> Forming:
+        identity = msgspec.json.encode(self._offered.identity).decode() if self._offered is not None else ""
+        return Forming(
+            stage="ready", ready=True, identity=identity, executor=self._work.executor, notices=self._work.notices
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def probe_s(self) -> float | None:
+        """Seconds of the first pass after idling, as last measured."""
+        return self._work.probe_s
+
+    def busy(self) -> float:
+        """Share of the last seconds in which it did something for the head."""
+        return self._busy.share()
+
+    def close(self) -> None:
+        """End the links and the thread, and free the model."""
+        self._links.close()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(JOIN_S)
+        if not self._thread.is_alive():
+            self._work.close()
+
+    def _run(self) -> None:
+        try:
+            self._work.run()
+        except PeerLost as error:
+            self.ended = str(error)
+        except ModelError as error:
+            self.failed_here = True
+            self.ended = str(error)
+        except BaseException as error:
+            self.ended = f"this machine failed with {type(error).__name__}"
+            raise
+        finally:
+            self._links.close()
+
+    def _warm(self, done: int, total: int) -> None:
+        self.warming = (done, total) if done < total else None
+
+    def _ran(self, tokens: int) -> None:
+        self.tokens += tokens

@@ -1,0 +1,179 @@
+"""A ring that was formed, as the head has it, and the watch over its nodes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import ModelError
+from engine.exchange.exchange import Link, PeerLost
+from engine.exchange.layers import Gathered, Indices, Local
+from engine.exchange.seat import HEAD, Seat
+from engine.messages.ring import RingFacts
+from engine.ring.control.client import PeerClient, Unreachable
+from engine.ring.control.control_messages import Empty, EndEpoch
+from engine.ring.control.epoch_links import EpochLinks
+from engine.ring.control.peer_table import PeerTable
+from engine.ring.running.formation import AbortableLayers
+from engine.runtimes.protocol import LoadedModel
+
+WATCH_S = 0.1
+END_S = 1.0
+
+
+class FormedRing:
+    """See :class:`engine.ring.running.formation.Formation`.
+
+    ``nodes``: node ids by rank; ``links`` None: one machine alone."""
+
+    def __init__(
+        self,
+        table: PeerTable,
+        seat: Seat,
+        facts: RingFacts,
+        model: LoadedModel,
+        layers: AbortableLayers,
+        links: EpochLinks | None,
+        nodes: Mapping[int, str],
+        names: Mapping[int, str],
+        notices: list[str],
+    ) -> None:
+        self.seat = seat
+        self.facts = facts
+        self.model = model
+        self.layers = layers
+        self.names = dict(names)
+        self.notices = notices
+        self.nodes = dict(nodes)
+        self._table = table
+        self._links = links
+        self._lost: PeerLost | None = None
+        self._seen: set[int] = set()
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._watching = threading.Thread(target=self._watch, name="ring-watch", daemon=True)
+        table.set_ring(self.nodes.values())
+        if self.others:
+            self._watching.start()
+
+    @property
+    def command_links(self) -> Mapping[int, Link]:
+        return self._links.commands if self._links is not None else {}
+
+    @property
+    def others(self) -> dict[int, str]:
+        """The followers' node ids by rank."""
+        return {rank: node_id for rank, node_id in self.nodes.items() if rank != HEAD}
+
+    def lost(self) -> PeerLost | None:
+        return self._lost
+
+    def forgotten(self, node_id: str) -> None:
+        """A machine is no longer paired: if it is in the ring, the ring ends now."""
+        for rank, other in self.others.items():
+            if other == node_id:
+                self._lose(rank, "is not paired any more")
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+        if self._lost is None:
+            # Told first, they do not take the closing of the links for a loss.
+            end_epoch(self._table, self.others.values(), self.seat.epoch)
+        if self._links is not None:
+            self._links.close()
+        if self._watching.is_alive() and self._watching is not threading.current_thread():
+            self._watching.join(END_S)
+        if self._lost is not None:
+            end_epoch(self._table, self.others.values(), self.seat.epoch)
+        gone = [self.nodes[rank] for rank in self._lost.ranks] if self._lost is not None else []
+        self._table.set_ring([], gone)
+        self.model.close()
+
+    def tell_over(self) -> None:
+        """Tell the others that it is over, as this machine's network closes: they need not take it for a loss."""
+        if not self._closed.is_set() and self._lost is None:
+            end_epoch(self._table, self.others.values(), self.seat.epoch)
+
+    def _watch(self) -> None:
+        """Notice who is gone, so that nobody waits for it: the exchange is closed then."""
+        while not self._closed.wait(WATCH_S):
+            for rank, node_id in self.others.items():
+                why = self._gone(rank, node_id)
+                if why:
+                    self._lose(rank, why)
+                    return
+
+    def _gone(self, rank: int, node_id: str) -> str:
+        view = self._table.view(node_id)
+        if view is None:
+            return "is not paired any more"
+        if not view.alive:
+            return "does not answer any more"
+        if not view.reachable:
+            return "cannot be reached any more"
+        epoch = view.load.epoch if view.load is not None else ""
+        if epoch == self.seat.epoch:
+            self._seen.add(rank)
+        elif rank in self._seen:
+            return "left the ring"
+        return ""
+
+    def _lose(self, rank: int, why: str) -> None:
+        with self._lock:
+            if self._lost is None:
+                self._lost = PeerLost(f"{self.names[rank]} {why}", [rank])
+        self._table.set_ring([node_id for other, node_id in self.nodes.items() if other != rank], [self.nodes[rank]])
+        if self._links is not None:
+            self._links.close()
+
+
+class AloneLayers:
+    """Of a ring of one, whose model asks nobody: a pass is stopped by its own means."""
+
+    def begin_pass(self) -> None:
+        return
+
+    def abort(self) -> None:
+        return
+
+    def give_up(self, reason: str = "") -> bool:
+        return False
+
+    def run(
+        self,
+        layer: int,
+        indices: Indices,
+        weights: NDArray[np.float32],
+        local: Local,
+        width: int,
+        word: np.dtype[Any],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Gathered:
+        raise ModelError("A model that runs alone exchanges nothing.", kind="internal")
+
+
+def end_epoch(table: PeerTable, nodes: Iterable[str], epoch: str) -> None:
+    """Tell ``nodes`` (node ids) that ``epoch`` is over, all at once; who does not answer notices by itself."""
+    clients: list[PeerClient] = []
+    for node_id in nodes:
+        view = table.view(node_id)
+        if view is not None and view.client is not None:
+            clients.append(view.client)
+    if not clients:
+        return
+
+    def end(client: PeerClient) -> None:
+        with contextlib.suppress(ModelError, PeerLost, Unreachable):
+            client.call("End", EndEpoch(epoch=epoch), Empty, END_S)
+
+    with ThreadPoolExecutor(len(clients), thread_name_prefix="ending") as pool:
+        list(pool.map(end, clients))

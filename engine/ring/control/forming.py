@@ -1,0 +1,509 @@
+"""Forming a ring, as the head does it: who is there, what each can do, the plan, the weights, the links, the model."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from discovery.names import plain_text
+from engine.errors import ModelError
+from engine.exchange.addresses import own_ip_towards, parse_address, plain_ip
+from engine.exchange.exchange import PeerLost
+from engine.exchange.seat import HEAD, Seat
+from engine.exchange.transports import IN_STEP_ONLY, allowed_exchanges, choose_exchange
+from engine.messages import Load
+from engine.messages.ring import ExchangeName, RingFacts
+from engine.planning.ring_plan import RingDecision
+from engine.progress import ProgressCallback
+from engine.ring.control.beats import FORMING, patience
+from engine.ring.control.client import Answers, Unreachable
+from engine.ring.control.control_messages import (
+    Connected,
+    EpochMember,
+    EpochSpec,
+    Forming,
+    LoadShare,
+)
+from engine.ring.control.epoch_links import EpochLinks, connect_epoch, epoch_of
+from engine.ring.control.follower_work import seat_of
+from engine.ring.control.formed import AloneLayers, FormedRing, end_epoch
+from engine.ring.control.node import Lent, Node, door_addresses
+from engine.ring.control.opening import available_exchanges
+from engine.ring.control.sending import Sending
+from engine.ring.control.survey import (
+    Candidate,
+    NodeRefused,
+    Survey,
+    Surveyor,
+    ask,
+    candidates,
+    check_all,
+    decide,
+    most_likely,
+)
+from engine.ring.running.expert_runners import layers_for
+from engine.ring.running.formation import AbortableLayers
+from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime
+
+CERTAIN: tuple[ExchangeName, ...] = ("tls", "socket", "envoy")
+CONNECT_S = 60.0
+"""Connecting and measuring every exchange that may be used."""
+POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What only a benchmark changes. ``one_by_one``: central mode calls experts one after the other, the paper's naive
+    version; ``threads``: of every node, as they are processes of one machine, which does ``at_once`` nodes' work in the
+    time of one."""
+
+    one_by_one: bool = False
+    threads: int | None = None
+    at_once: float = 1.0
+
+
+_NO_TRIAL = Trial()
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What is about to be formed. ``members``: the followers by rank."""
+
+    epoch: str
+    decision: RingDecision
+    facts: RingFacts
+    survey: Survey
+    members: dict[int, Candidate]
+    key: bytes
+
+
+class RingFormer:
+    """See :class:`engine.ring.running.formation.Former`.
+
+    The model ``name`` is whole in ``folder``, and ``runtime`` runs it."""
+
+    def __init__(
+        self,
+        node: Node,
+        name: str,
+        folder: Path,
+        runtime: Runtime,
+        load: Load,
+        surveyor: Surveyor,
+        trial: Trial = _NO_TRIAL,
+    ) -> None:
+        """``load``: as this machine loads its own share, by ``runtime``; its ``ring`` is what the person chose."""
+        self._node = node
+        self._name = name
+        self._folder = folder
+        self._runtime = runtime
+        self._load = load
+        self._choice = load.ring
+        self._surveyor = surveyor
+        self._trial = trial
+        self.decision: RingDecision | None = None
+        """Of the last forming."""
+        self._formed: FormedRing | None = None
+        self._considered: set[str] = set()
+        self._chosen: ExchangeName | None = None
+        self._said: set[str] = set()
+        self._fallen_back = ""
+        node.on_forgotten(self._forgotten)
+
+    # --- see Former -----------------------------------------------------------------------------------------------
+
+    def form(self, progress: ProgressCallback) -> FormedRing:
+        if self._formed is not None:
+            self._formed.close()
+        self._node.lent = lambda: Lent(stage=FORMING)
+        try:
+            self._formed = self._form(progress)
+        finally:
+            # The others must not go on being patient with a head that is stopped from now on.
+            self._node.lent = Lent
+            self._node.table.beat_now()
+        return self._formed
+
+    def changed(self) -> bool:
+        there = {one.node_id for one in self._there()}
+        formed = self._formed
+        lost = formed is not None and formed.lost() is not None
+        news = bool(there - self._considered)
+        # Who goes and comes back is news then.
+        self._considered &= there | set(formed.others.values() if formed is not None else ())
+        return news or lost
+
+    def close(self) -> None:
+        if self._formed is not None:
+            self._formed.close()
+        self._node.off_forgotten(self._forgotten)
+
+    def tell_over(self) -> None:
+        """The network is about to close: the machines of the ring are told. From any thread."""
+        formed = self._formed
+        if formed is not None:
+            formed.tell_over()
+
+    # --- the steps ------------------------------------------------------------------------------------------------
+
+    def _there(self) -> list[Candidate]:
+        return candidates(self._node, self._choice.nodes)
+
+    def _form(self, progress: ProgressCallback) -> FormedRing:
+        there = self._there()
+        self._considered = {one.node_id for one in there}
+        notices = self._absent(there)
+        gone: set[str] = set()
+        while True:
+            try:
+                formed = self._form_with(there, notices, progress)
+                formed.notices = [line for line in formed.notices if line not in self._said and line not in gone]
+                self._said.update(formed.notices)
+                return formed
+            except NodeRefused as refused:
+                # Whoever is left may do without it; if not, the plan says what is missing.
+                notices.append(f"{self._node.table.name_of(refused.node_id)} is left out of the ring: {refused}")
+                if refused.gone:
+                    self._considered.discard(refused.node_id)
+                    if self._formed is not None:
+                        # That it is lost is said in a line of its own.
+                        gone.add(notices[-1])
+                there = [one for one in there if one.node_id != refused.node_id]
+
+    def _absent(self, there: Sequence[Candidate]) -> list[str]:
+        present = {one.node_id for one in there}
+        names = [self._node.table.name_of(node_id) for node_id in self._choice.nodes if node_id not in present]
+        names = [name for name in names if name != self._node.table.name_of(self._node.identity.node_id)]
+        return [f"{', '.join(names)}: not there, so the ring is formed without."] if names else []
+
+    def _form_with(self, there: Sequence[Candidate], notices: list[str], progress: ProgressCallback) -> FormedRing:
+        survey = self._surveyor.survey(self._node, there, self._load.runtime, progress, threads=self._trial.threads)
+        decision = self.decision = self.plan(survey, there)
+        if decision.kind == "refused":
+            said = " ".join([*notices, decision.reason])
+            raise ModelError(said, kind="memory" if decision.shortfall else "bad-input")
+        if self._formed is None:
+            # Said once: the figures are a little different each time.
+            notices = [*notices, *decision.notices]
+        if decision.kind == "alone" or len(decision.ranks) == 1:
+            return self._alone(decision, [*notices, decision.reason], progress)
+        by_id = {one.node_id: one for one in there}
+        assert decision.facts is not None and decision.placement is not None
+        ring = Ring(
+            epoch=secrets.token_hex(8),
+            decision=decision,
+            facts=decision.facts,
+            survey=survey,
+            members={rank: by_id[node_id] for rank, node_id in enumerate(decision.ranks) if rank != HEAD},
+            key=secrets.token_bytes(32),
+        )
+        try:
+            return self._together(ring, notices, progress)
+        except BaseException:
+            end_epoch(self._node.table, [one.node_id for one in ring.members.values()], ring.epoch)
+            raise
+
+    def plan(self, survey: Survey, there: Sequence[Candidate]) -> RingDecision:
+        """What the planner makes of the survey."""
+        order = [(self._node.identity.node_id, self._node.name), *((one.node_id, one.name) for one in there)]
+        return decide(self._surveyor.headers, self._name, self._load, order, survey, self._trial.at_once)
+
+    def _alone(self, decision: RingDecision, notices: list[str], progress: ProgressCallback) -> FormedRing:
+        from engine.planning.placement import Placement
+        from engine.runtimes.loading import load_model
+
+        model = load_model(self._runtime, self._name, self._folder, self._load, progress)
+        placement = decision.placement or Placement((), 1, ())
+        facts = decision.facts or RingFacts(mode="exact", exchange="auto", loading="selected", nodes=[])
+        me = self._node.identity.node_id
+        facts = msgspec.structs.replace(facts, nodes=[share for share in facts.nodes if share.node_id == me])
+        return FormedRing(
+            self._node.table,
+            Seat("", HEAD, placement),
+            facts,
+            model,
+            AloneLayers(),
+            None,
+            {HEAD: me},
+            {HEAD: self._node.name},
+            notices,
+        )
+
+    def _together(self, ring: Ring, notices: list[str], progress: ProgressCallback) -> FormedRing:
+        has = Sending(self._folder, self._name, ring.decision, ring.members).send(progress)
+        specs = self._specs(ring)
+        links = EpochLinks(epoch_of(specs[HEAD], {rank: one.name for rank, one in ring.members.items()}))
+        try:
+            exchange, exchange_s = self._connect(ring, specs, links, progress)
+            model, layers, said = self._load_all(ring, specs[HEAD], links, exchange, progress)
+        except BaseException:
+            links.close()
+            raise
+        shares = [
+            msgspec.structs.replace(share, has_bytes=has.get(share.rank, share.has_bytes)) for share in ring.facts.nodes
+        ]
+        facts = msgspec.structs.replace(
+            ring.facts,
+            epoch=ring.epoch,
+            exchange=exchange,
+            exchange_s=exchange_s,
+            tokens_per_s=_predicted_again(ring.decision, exchange_s),
+            encrypted=exchange in ("tls", "envoy"),
+            nodes=shares,
+        )
+        me = self._node.identity.node_id
+        return FormedRing(
+            self._node.table,
+            seat_of(specs[HEAD]),
+            facts,
+            model,
+            layers,
+            links,
+            {HEAD: me, **{rank: one.node_id for rank, one in ring.members.items()}},
+            {HEAD: self._node.name, **{rank: one.name for rank, one in ring.members.items()}},
+            [*notices, *said, *self._take_fallen_back(exchange)],
+        )
+
+    def _take_fallen_back(self, exchange: ExchangeName) -> list[str]:
+        said, self._fallen_back = self._fallen_back, ""
+        return [f"{said}; {exchange} is used."] if said else []
+
+    # --- links ----------------------------------------------------------------------------------------------------
+
+    def _specs(self, ring: Ring) -> dict[int, EpochSpec]:
+        """By rank: the same epoch for all, with the addresses that each of them reaches the others at best."""
+        decision = ring.decision
+        assert decision.placement is not None
+        ids = dict(enumerate(decision.ranks))
+        certificates = {
+            rank: (
+                self._node.identity.certificate_pem
+                if rank == HEAD
+                else self._node.table.peer(node_id).certificate_pem.encode()
+            )
+            for rank, node_id in ids.items()
+        }
+        exchanges = self._exchanges(ring)
+        specs = {}
+        for rank, node_id in ids.items():
+            members = [
+                EpochMember(
+                    rank=other,
+                    node_id=other_id,
+                    certificate=certificates[other],
+                    addresses=self._best_first(ring, node_id, other_id, other),
+                )
+                for other, other_id in ids.items()
+            ]
+            specs[rank] = EpochSpec(
+                epoch=ring.epoch,
+                version=self._node.version,
+                rank=rank,
+                members=members,
+                key=ring.key,
+                trusted=list(self._choice.trusted),
+                placement=decision.placement,
+                mode=decision.mode,
+                link=ring.survey.links.get((ids[HEAD], node_id)),
+                one_by_one=self._trial.one_by_one,
+                cpu_threads=self._trial.threads,
+                loading=decision.loading,
+                weights=list(decision.weights),
+                exchanges=exchanges,
+                model=self._name,
+                runtime=self._load.runtime,
+                dtype=self._load.dtype,
+                context_limit=self._load.context_limit,
+                prefill_chunk=self._load.prefill_chunk,
+            )
+        return specs
+
+    def _best_first(self, ring: Ring, from_id: str, to_id: str, rank: int) -> list[str]:
+        """Addresses of the door of ``to_id`` for ``from_id``."""
+        if rank == HEAD:
+            # It dials by itself, but engines that make their own connections must know where it is.
+            own = door_addresses(self._node.listening)
+            first = ring.survey.links.get((to_id, from_id)) or next(iter(ring.survey.links.values()))
+            near = own_ip_towards(first.address)
+            return sorted(own, key=lambda address: parse_address(address)[0] != near)
+        link = ring.survey.links.get((from_id, to_id))
+        doors = list(ring.members[rank].doors)
+        return list(dict.fromkeys([link.address, *doors])) if link is not None else doors
+
+    def _exchanges(self, ring: Ring) -> list[ExchangeName]:
+        used = {link.address for link in ring.survey.links.values()}
+        hosts = sorted({plain_ip(parse_address(address)[0]) for address in used})
+        available = [
+            name
+            for name in available_exchanges()
+            if all(name in ring.survey.facts[one.node_id].exchanges for one in ring.members.values())
+        ]
+        if ring.decision.mode == "central":
+            available = [name for name in available if name not in IN_STEP_ONLY]
+        allowed = allowed_exchanges(self._choice.exchange, hosts, self._choice.trusted, available, self._load.runtime)
+        if allowed == ["mlx"]:
+            # A process has one group in its life: the ring must not fail because that is gone.
+            allowed = ["tls", "mlx"]
+        if self._chosen is not None:
+            # Forming again after a loss must be quick: what was used before, and one that works everywhere, as a dead
+            # group of another engine cannot be made again.
+            # Other machines, or the same ones after a loss, cannot go on with a group of mlx.
+            again = self._chosen in allowed and (self._chosen != "mlx" or self._formed is None)
+            return list(dict.fromkeys([self._chosen if again else allowed[0], "tls"]))
+        # What may fail comes last: nodes that wait for it in vain have all they need by then.
+        return sorted(allowed, key=lambda name: CERTAIN.index(name) if name in CERTAIN else len(CERTAIN))
+
+    def _connect(
+        self, ring: Ring, specs: Mapping[int, EpochSpec], links: EpochLinks, progress: ProgressCallback
+    ) -> tuple[ExchangeName, float]:
+        """The exchange that was chosen, and its median on the slowest node in seconds."""
+        names = ", ".join(one.name for one in ring.members.values())
+        progress(f"connecting to {names}, measuring the exchange", 0, 0, "")
+
+        def connect(rank: int, one: Candidate) -> Connected:
+            return ask(one, lambda: one.client.call("Connect", specs[rank], Connected, CONNECT_S))
+
+        with ThreadPoolExecutor(len(ring.members), thread_name_prefix="connecting nodes") as pool:
+            asked = {rank: pool.submit(connect, rank, one) for rank, one in ring.members.items()}
+            for future in asked.values():
+                # Links to a node that is gone are not waited for.
+                future.add_done_callback(lambda done: links.close() if done.exception() is not None else None)
+            failure: Exception | None = None
+            try:
+                connect_epoch(self._node.links, links, specs[HEAD].exchanges, commands=specs[HEAD].mode != "central")
+            except (ModelError, PeerLost) as error:
+                failure = error
+                links.close()
+                end_epoch(self._node.table, [one.node_id for one in ring.members.values()], ring.epoch)
+            answers = [_first_failure(future) for future in asked.values()]
+        refused = [answer for answer in answers if isinstance(answer, NodeRefused)]
+        unreachable = any(isinstance(one.__cause__, Unreachable) for one in refused)
+        if isinstance(failure, ModelError) and len(refused) == len(answers) and not unreachable:
+            # It is nobody's fault in particular: the exchange that was asked for cannot be had.
+            raise failure
+        if refused:
+            raise most_likely(refused)
+        if failure is not None:
+            raise failure
+        medians = {
+            name: max([seconds, *(answer.medians[name] for answer in answers if isinstance(answer, Connected))])
+            for name, seconds in links.medians.items()
+            if all(isinstance(answer, Connected) and name in answer.medians for answer in answers)
+        }
+        wanted = self._choice.exchange
+        before = self._chosen or (wanted if wanted != "auto" else None)
+        if before is not None and before not in medians:
+            self._fallen_back = (
+                f"The exchange “{before}” could not be made{' again' if self._chosen else ''} "
+                f"({links.problems.get(before, 'not by every node, or not a second time').rstrip('.')})"
+            )
+        chosen = self._chosen = before if before in medians else choose_exchange(medians)
+        return chosen, medians[chosen]
+
+    # --- loading --------------------------------------------------------------------------------------------------
+
+    def _load_all(
+        self, ring: Ring, spec: EpochSpec, links: EpochLinks, exchange: ExchangeName, progress: ProgressCallback
+    ) -> tuple[LoadedModel, AbortableLayers, list[str]]:
+        """Every node loads its share, at the same time; the head's model and layers, and lines for the person."""
+        from engine.runtimes.loading import load_model
+
+        layers = layers_for(seat_of(spec), links.keep(exchange), spec.one_by_one)
+        loading = _Loading(ring, exchange, self._node.table.heard_from)
+        watches = [watch for one in ring.members.values() if (watch := self._node.table.watch(one.node_id)) is not None]
+        with patience(watches), ThreadPoolExecutor(len(ring.members), thread_name_prefix="loading nodes") as pool:
+            asked = {rank: pool.submit(loading.follow, rank) for rank in ring.members}
+            try:
+                place = RingPlace(seat_of(spec), layers)
+                model = load_model(
+                    self._runtime, self._name, self._folder, self._load, loading.noticing(asked, progress), place
+                )
+                loading.wait(asked, progress)
+            except BaseException:
+                loading.cancel()
+                raise
+        ready = {rank: future.result() for rank, future in asked.items()}
+        said = [f"{ring.members[rank].name}: {plain_text(line)}" for rank, one in ready.items() for line in one.notices]
+        return model, layers, said
+
+    def _forgotten(self, node_id: str) -> None:
+        if self._formed is not None:
+            self._formed.forgotten(node_id)
+
+
+class _Loading:
+    """The followers' loading, followed from threads, one per node."""
+
+    def __init__(self, ring: Ring, exchange: ExchangeName, heard: Callable[[str], None]) -> None:
+        self._ring = ring
+        self._heard = heard
+        self._wanted = LoadShare(epoch=ring.epoch, exchange=exchange)
+        self._calls: list[Answers[Forming]] = []
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._stages: dict[int, Forming] = {}
+
+    def follow(self, rank: int) -> Forming:
+        one = self._ring.members[rank]
+
+        def run() -> Forming:
+            call = one.client.stream("Form", self._wanted, Forming)
+            with self._lock:
+                self._calls.append(call)
+                stopped = self._stopped
+            if stopped:
+                call.cancel()
+            for news in call:
+                self._stages[rank] = news
+                self._heard(one.node_id)
+                if news.ready:
+                    return news
+            raise PeerLost("it ended loading its share without a word")
+
+        return ask(one, run)
+
+    def wait(self, asked: Mapping[int, Future[Forming]], progress: ProgressCallback) -> None:
+        """Until all are ready. Raises NodeRefused as soon as one fails, and what ``progress`` raises."""
+        noticing = self.noticing(asked, progress)
+        for rank, future in asked.items():
+            while not future.done():
+                news = self._stages.get(rank)
+                stage = f"{self._ring.members[rank].name}: {plain_text(news.stage, 100) if news else 'loading'}"
+                noticing(stage, news.done if news else 0, news.total if news else 0, news.unit if news else "")
+                threading.Event().wait(POLL_S)
+        check_all(asked.values())
+
+    def noticing(self, asked: Mapping[int, Future[Forming]], progress: ProgressCallback) -> ProgressCallback:
+        """``progress``, which ends what it is told of if a follower has failed meanwhile."""
+
+        def checked(stage: str, done: int, total: int, unit: str) -> None:
+            check_all(asked.values())
+            progress(stage, done, total, unit)
+
+        return checked
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._stopped = True
+            calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+
+
+def _predicted_again(decision: RingDecision, exchange_s: float) -> float | None:
+    """Tokens per second, now that the exchange was measured with all nodes."""
+    terms = decision.terms
+    return None if terms is None else terms.with_exchange(exchange_s).step().tokens_per_s
+
+
+def _first_failure(future: Future[Connected]) -> Connected | NodeRefused:
+    try:
+        return future.result()
+    except NodeRefused as refused:
+        return refused

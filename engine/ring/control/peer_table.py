@@ -1,0 +1,272 @@
+"""Everybody this node knows of: paired machines with their connections, and those that only announce themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from discovery.errors import DiscoveryError
+from discovery.identity import Identity, short
+from discovery.peers import Peer, PeersFile
+from discovery.tls import TLS_NAME, grpc_material
+from engine.errors import ModelError
+from engine.exchange.addresses import plain_ip, shown_address
+from engine.messages.ring import LinkFacts, PeerFacts, PeerState
+from engine.ring.control.beats import PeerView, PeerWatch, version_problem
+from engine.ring.control.client import PeerClient
+from engine.ring.control.control_messages import MOST_ADDRESSES, Greeting, NodeLoad
+from engine.ring.control.server import Caller, Credentials
+
+JOIN_S = 2.0
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A machine that mDNS tells of: a hint, never trusted. ``addresses`` are of its control port."""
+
+    node_id: str
+    instance: str
+    addresses: tuple[str, ...]
+
+
+class PeerTable:
+    """From any thread. ``greet`` and ``load`` are this machine's own words; ``changed`` is told of every change."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        peers: PeersFile,
+        greet: Callable[[], Greeting],
+        load: Callable[[], NodeLoad],
+        changed: Callable[[], None],
+        tried: Iterable[str] = (),
+    ) -> None:
+        self._identity = identity
+        self._peers = peers
+        self._greet = greet
+        self._load = load
+        self._changed = changed
+        self._tried = list(tried)
+        self._lock = threading.Lock()
+        self._watches: dict[str, PeerWatch] = {}
+        self._announced: dict[str, Announced] = {}
+        self._links: dict[str, LinkFacts] = {}
+        self._refused: dict[str, str] = {}
+        self._ring: set[str] = set()
+        self._lost: set[str] = set()
+        self._closed = False
+
+    # --- whom this machine trusts ---------------------------------------------------------------------------------
+
+    def paired(self, node_id: str) -> bool:
+        return self._peers.get(node_id) is not None
+
+    def server_credentials(self) -> Credentials:
+        return Credentials(*grpc_material(self._identity, self._peers.all()))
+
+    def peer(self, node_id: str) -> Peer:
+        """Raises ModelError if it is not paired."""
+        found = self._peers.get(node_id)
+        if found is None:
+            raise ModelError(f"{short(node_id)} is not paired with this machine; pair it first.", kind="network")
+        return found
+
+    def name_of(self, node_id: str) -> str:
+        found = self._peers.get(node_id)
+        return found.label if found is not None else short(node_id)
+
+    # --- who is there ---------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Watch everybody who is paired now, and nobody else."""
+        paired = {peer.node_id: peer for peer in self._peers.all() if peer.node_id != self._identity.node_id}
+        gone: list[PeerWatch] = []
+        with self._lock:
+            if self._closed:
+                return
+            for node_id in [node_id for node_id in self._watches if node_id not in paired]:
+                gone.append(self._watches.pop(node_id))
+            fresh = {node_id: peer for node_id, peer in paired.items() if node_id not in self._watches}
+            for node_id, peer in fresh.items():
+                watch = self._watches[node_id] = PeerWatch(
+                    node_id,
+                    peer.label,
+                    self._connecting(peer),
+                    self._greet,
+                    self._load,
+                    self._changed,
+                    self._remember(node_id),
+                )
+                announced = self._announced.get(node_id)
+                watch.try_addresses([*peer.addresses, *self._tried], keep=True)
+                watch.try_addresses(list(announced.addresses) if announced else [])
+                watch.start()
+        for watch in gone:
+            watch.close()
+        if gone or fresh:
+            self._changed()
+
+    def announced(self, found: Iterable[Announced]) -> None:
+        """What mDNS tells now."""
+        with self._lock:
+            self._announced = {one.node_id: one for one in found}
+            watches = dict(self._watches)
+            hints = dict(self._announced)
+        for node_id, one in hints.items():
+            if node_id in watches:
+                watches[node_id].try_addresses(list(one.addresses))
+        self._changed()
+
+    def greeted(self, caller: Caller, greeting: Greeting) -> None:
+        """A paired machine said Hello. Raises ModelError if it cannot be in a ring with this one."""
+        self.refresh()
+        problem = version_problem(greeting, self._greet())
+        if greeting.node_id != caller.node_id:
+            problem = "A greeting names another machine than its certificate does."
+        with self._lock:
+            self._refused[caller.node_id] = problem
+            watch = self._watches.get(caller.node_id)
+        if problem:
+            self._changed()
+            raise ModelError(problem, kind="network")
+        if watch is not None:
+            here = shown_address(plain_ip(caller.address), greeting.port)
+            watch.try_addresses([here, *greeting.listening[:MOST_ADDRESSES]])
+            watch.heard_from()
+
+    def beat(self, caller: Caller, load: NodeLoad) -> None:
+        with self._lock:
+            watch = self._watches.get(caller.node_id)
+        if watch is not None:
+            watch.heard_from(load)
+
+    def heard_from(self, node_id: str) -> None:
+        """It answered a call that is no beat."""
+        watch = self.watch(node_id)
+        if watch is not None:
+            watch.heard_from()
+
+    def beat_now(self) -> None:
+        """Tell everybody at once how this machine is."""
+        with self._lock:
+            watches = list(self._watches.values())
+        for watch in watches:
+            watch.beat_now()
+
+    def view(self, node_id: str) -> PeerView | None:
+        with self._lock:
+            watch = self._watches.get(node_id)
+        return watch.view() if watch is not None else None
+
+    def views(self) -> list[PeerView]:
+        with self._lock:
+            watches = list(self._watches.values())
+        return [watch.view() for watch in watches]
+
+    def watch(self, node_id: str) -> PeerWatch | None:
+        with self._lock:
+            return self._watches.get(node_id)
+
+    def find_announced(self, text: str) -> Announced:
+        """The one machine whose node id begins with ``text``. Raises ModelError: none, or several."""
+        with self._lock:
+            found = [one for one in self._announced.values() if text and one.node_id.startswith(text.lower())]
+        if len(found) != 1:
+            what = "No machine" if not found else "More than one machine"
+            raise ModelError(
+                f"{what} announces itself as “{text}”; give more of its id, or its address as HOST:PORT.",
+                kind="bad-input",
+            )
+        return found[0]
+
+    def forget(self, node_id: str) -> None:
+        """It is no longer paired: end its connection."""
+        with self._lock:
+            watch = self._watches.pop(node_id, None)
+            self._links.pop(node_id, None)
+            self._refused.pop(node_id, None)
+        if watch is not None:
+            watch.close()
+        self._changed()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            watches = list(self._watches.values())
+            self._watches.clear()
+        for watch in watches:
+            watch.close()
+        for watch in watches:
+            watch.join(JOIN_S)
+
+    def _remember(self, node_id: str) -> Callable[[str], None]:
+        def remember(address: str) -> None:
+            # A file that cannot be written makes the machine harder to find the next time, no more.
+            with contextlib.suppress(DiscoveryError):
+                self._peers.remember_address(node_id, address)
+
+        return remember
+
+    def _connecting(self, peer: Peer) -> Callable[[str], PeerClient]:
+        credentials = Credentials(*grpc_material(self._identity, [peer]))
+        return lambda address: PeerClient(address, credentials, TLS_NAME)
+
+    # --- what a screen shows --------------------------------------------------------------------------------------
+
+    def set_ring(self, nodes: Iterable[str], lost: Iterable[str] = ()) -> None:
+        """These are in the ring now, and those were and are gone."""
+        with self._lock:
+            self._ring, self._lost = set(nodes), set(lost)
+        self._changed()
+
+    def set_link(self, node_id: str, link: LinkFacts) -> None:
+        with self._lock:
+            self._links[node_id] = link
+        self._changed()
+
+    def facts(self) -> list[PeerFacts]:
+        """Paired machines in the order of pairing, then those that only announce themselves."""
+        paired = self._peers.all()
+        known = {peer.node_id for peer in paired} | {self._identity.node_id}
+        with self._lock:
+            announced = [one for one in self._announced.values() if one.node_id not in known]
+        found = [
+            PeerFacts(node_id=one.node_id, state="found", addresses=list(one.addresses))
+            for one in sorted(announced, key=lambda one: one.node_id)
+        ]
+        return [*(self._facts_of(peer) for peer in paired), *found]
+
+    def _facts_of(self, peer: Peer) -> PeerFacts:
+        view = self.view(peer.node_id)
+        with self._lock:
+            refused = self._refused.get(peer.node_id, "")
+            link = self._links.get(peer.node_id)
+        if view is None:
+            return PeerFacts(node_id=peer.node_id, name=peer.label, state="paired", addresses=list(peer.addresses))
+        load = view.load if view.alive else None
+        problem = view.problem or refused
+        return PeerFacts(
+            node_id=peer.node_id,
+            name=peer.label,
+            state=self._state(view, problem),
+            addresses=list(view.addresses) or list(peer.addresses),
+            link=link if view.alive else None,
+            memory_total=load.memory_total if load else 0,
+            memory_free=load.memory_free if load else 0,
+            runtime=load.runtime if load else "",
+            version=view.greeting.version if view.greeting else "",
+            problem=problem,
+        )
+
+    def _state(self, view: PeerView, problem: str) -> PeerState:
+        if problem:
+            return "refused"
+        with self._lock:
+            if not view.reachable:
+                return "lost" if view.node_id in self._lost else "paired"
+            if view.node_id in self._ring:
+                return "ring"
+        lent_elsewhere = view.load is not None and view.load.head not in ("", self._identity.node_id)
+        return "busy" if lent_elsewhere else "ready"

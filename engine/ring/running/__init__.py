@@ -1,0 +1,1 @@
+"""A ring that runs: who runs which expert, the head's model, its followers."""

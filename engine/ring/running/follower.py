@@ -1,0 +1,146 @@
+"""A follower of a decentralised ring: it runs the same passes as the head, on its own keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import assert_never
+
+from engine.errors import ModelError
+from engine.exchange.exchange import Link, PeerLost
+from engine.ring.running import commands
+from engine.ring.running.commands import AnyCommand, Prefixes
+from engine.ring.running.formation import AbortableLayers
+from engine.runtimes.protocol import Interrupted, LoadedModel, TokenRows
+
+ROWS_LIMIT = 64
+"""Rows of tokens a head may have at the same time; it has a few."""
+BEAMS_LIMIT = 256
+"""Rows that one of them may be fanned out into."""
+
+
+class StaleCacheError(ModelError):
+    """What the head goes on from is not what is in this node's cache."""
+
+
+class Follower:
+    """Does what the head says. ``model`` was loaded with this node's place in the ring, whose layers are ``layers``.
+
+    ``ran`` is told after every pass how many token positions it had; ``around`` makes what a pass runs within.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        layers: AbortableLayers,
+        ran: Callable[[int], None] = lambda tokens: None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._model = model
+        self._layers = layers
+        self._ran = ran
+        self._around = around
+        self._rows: dict[int, tuple[TokenRows, Prefixes]] = {}
+
+    def follow(self, link: Link) -> None:
+        """Take commands until the link ends: that raises PeerLost.
+
+        Raises ModelError if a pass failed here or the head wants what this node does not have; the epoch is then to
+        be ended, with that sentence.
+        """
+        while True:
+            command = commands.decode_command(link.receive(commands.COMMAND_LIMIT))
+            try:
+                reply = self.do(command)
+            except (ValueError, IndexError) as error:
+                raise StaleCacheError(f"The head asked for what cannot be done with these rows: {error}.") from error
+            if reply is not None:
+                link.send(commands.encode(reply))
+
+    def do(self, command: AnyCommand) -> commands.Times | None:
+        """One command; what is to be answered, if anything."""
+        match command:
+            case commands.Start(rows):
+                self._put(rows, self._model.start(), Prefixes())
+            case commands.Extend(rows, before, tokens, want_logits):
+                found, prefixes = self._checked(rows, before)
+                self._check_tokens(tokens)
+                if self._pass(lambda: found.extend(tokens, want_logits), len(tokens)):
+                    self._rows[rows] = (found, prefixes.extended(tokens))
+            case commands.Step(rows, before, tokens):
+                found, prefixes = self._checked(rows, before)
+                self._check_tokens(tokens)
+                if self._pass(lambda: found.step(tokens), 1):
+                    self._rows[rows] = (found, prefixes.stepped(tokens))
+            case commands.Truncate(rows, length):
+                found, prefixes = self._get(rows)
+                found.truncate(length)
+                self._rows[rows] = (found, prefixes.truncated(length))
+            case commands.FanOut(rows, into, count):
+                found, prefixes = self._get(rows)
+                if not 0 < count <= BEAMS_LIMIT:
+                    raise ValueError(f"{count} rows of one; at most {BEAMS_LIMIT} are made")
+                self._put(into, found.fan_out(count), prefixes.fanned_out(count))
+            case commands.Reorder(rows, parents):
+                found, prefixes = self._get(rows)
+                found.reorder(parents)
+                self._rows[rows] = (found, prefixes.reordered(parents))
+            case commands.TakeRow(rows, into, row):
+                found, prefixes = self._get(rows)
+                self._put(into, found.take_row(row), prefixes.taken(row))
+            case commands.Drop(rows=numbers):
+                for number in numbers:
+                    self._rows.pop(number, None)
+            case commands.Measure(enabled, forget):
+                self._model.recorder.enabled = enabled
+                if forget:
+                    self._model.recorder.reset()
+            case commands.AskTimes():
+                frame = self._model.recorder.frame(0)
+                return commands.Times(frame.prefill, frame.decode)
+            case _:
+                assert_never(command)
+        return None
+
+    def _pass(self, run: Callable[[], object], tokens: int) -> bool:
+        """Whether the pass went through; False if the head gave it up, which leaves the rows as they were."""
+        self._layers.begin_pass()
+        try:
+            with self._around():
+                run()
+        except Interrupted:
+            return False
+        except PeerLost:
+            raise
+        except Exception as error:
+            # The others wait in the next layer: they are told what is wrong here.
+            self._layers.give_up(str(error) or type(error).__name__)
+            raise
+        self._ran(tokens)
+        return True
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raises ValueError for what is no token: not every runtime looks before it reads the embedding."""
+        vocabulary = self._model.facts.vocabulary
+        if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):
+            raise ValueError(f"a token outside of the vocabulary of {vocabulary}")
+
+    def _get(self, rows: int) -> tuple[TokenRows, Prefixes]:
+        found = self._rows.get(rows)
+        if found is None:
+            raise StaleCacheError(f"The head goes on with rows {rows}, which this node does not have; form again.")
+        return found
+
+    def _put(self, rows: int, made: TokenRows, prefixes: Prefixes) -> None:
+        if len(self._rows) >= ROWS_LIMIT:
+            raise StaleCacheError(f"The head asked for more than {ROWS_LIMIT} rows of tokens; form again.")
+        self._rows[rows] = (made, prefixes)
+
+    def _checked(self, rows: int, before: int) -> tuple[TokenRows, Prefixes]:
+        found, prefixes = self._get(rows)
+        if prefixes.state != before:
+            raise StaleCacheError(
+                f"The head goes on from other tokens ({before:016x}) than this node has in its cache "
+                f"({prefixes.state:016x}); form again."
+            )
+        return found, prefixes

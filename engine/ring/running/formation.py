@@ -1,0 +1,94 @@
+"""What forming a ring gives to the head's model, and what asks for it: the border between control plane and model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from engine.exchange.exchange import Link, PeerLost
+from engine.exchange.layers import LayerExchange
+from engine.exchange.seat import Seat
+from engine.messages.ring import RingFacts
+from engine.progress import ProgressCallback
+from engine.runtimes.protocol import LoadedModel
+
+
+class AbortableLayers(LayerExchange, Protocol):
+    """The head's side of every MoE layer, with the ways out of a pass that is not wanted any more."""
+
+    def begin_pass(self) -> None:
+        """A pass of the model begins; to be called on every node before each."""
+        ...
+
+    def abort(self) -> None:
+        """From any thread: the running pass ends on all nodes at its next layer, with Interrupted."""
+        ...
+
+    def give_up(self, reason: str = "") -> bool:
+        """The pass ended here between two layers: tell the others, who wait in the next one. Returns False if there was
+        nobody to tell, because all layers were through: the others finish the pass."""
+        ...
+
+
+class Formation(Protocol):
+    """One epoch of a ring, as the head has it. Everything in it is void once :meth:`close` was called."""
+
+    @property
+    def seat(self) -> Seat: ...
+
+    @property
+    def facts(self) -> RingFacts: ...
+
+    @property
+    def model(self) -> LoadedModel:
+        """The head's own, loaded with its :class:`engine.runtimes.protocol.RingPlace`."""
+        ...
+
+    @property
+    def layers(self) -> AbortableLayers: ...
+
+    @property
+    def command_links(self) -> Mapping[int, Link]:
+        """To every follower, by rank; empty in a ring of one, and in central mode."""
+        ...
+
+    @property
+    def names(self) -> Mapping[int, str]:
+        """Every node's name by rank, the head's too."""
+        ...
+
+    @property
+    def notices(self) -> list[str]:
+        """What the person should know of how it was formed, a line each."""
+        ...
+
+    def lost(self) -> PeerLost | None:
+        """Who is known to be gone, by beats or a closed link; the exchange is closed by then, so nobody waits. From
+        any thread."""
+        ...
+
+    def close(self) -> None:
+        """End the epoch everywhere: followers unload, links close, the head's model too. May be called twice."""
+        ...
+
+
+class Former(Protocol):
+    """Forms a model's ring with whoever of the wanted nodes is there, as often as it is asked."""
+
+    def form(self, progress: ProgressCallback) -> Formation:
+        """A new epoch with those who are there now; the formation before must be closed.
+
+        Plans, sends what a node lacks, has every node load its share, measures and chooses the exchange. If one
+        machine alone is faster (and that was not excluded), a ring of one: no link, no exchange.
+        Raises ModelError: it does not fit (memory, naming the missing gigabytes), a node refused (network), or
+        Cancelled.
+        """
+        ...
+
+    def changed(self) -> bool:
+        """Whether a node of the wanted ones came back since :meth:`form`, or one of the ring went."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will be formed."""
+        ...

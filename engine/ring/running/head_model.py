@@ -1,0 +1,326 @@
+"""The head's model of a ring: to everything above it an ordinary loaded model, whose rows live on every node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from engine.errors import ModelError
+from engine.exchange.exchange import PeerLost
+from engine.exchange.seat import HEAD, Seat
+from engine.experts.popularity import Popularity
+from engine.messages import ModelFacts, NodeTimes, Timing
+from engine.progress import ProgressCallback
+from engine.ring.running import commands
+from engine.ring.running.commands import Command, Prefixes
+from engine.ring.running.formation import Formation, Former
+from engine.runtimes.protocol import CountsRoutes, Interrupted, Interruptible, Logits, TokenRows
+from engine.timing import Part, Phase, Recorder
+
+Done = TypeVar("Done")
+
+
+class Epoch:
+    """A formation and the commands to its followers. One thread at a time."""
+
+    def __init__(self, formation: Formation) -> None:
+        self.formation = formation
+        self.ended = False
+        self.finished_elsewhere = False
+        self._next_rows = 0
+        self._unused: list[int] = []
+
+    def new_rows(self) -> int:
+        self._next_rows += 1
+        return self._next_rows
+
+    def no_longer(self, rows: int) -> None:
+        """Nobody uses ``rows``; the followers are told with the next command. From any thread."""
+        self._unused.append(rows)
+
+    def tell(self, command: Command) -> None:
+        """Send ``command`` to every follower. Raises PeerLost."""
+        links = self.formation.command_links
+        if self.ended:
+            raise PeerLost("the ring's epoch is over")
+        if not links:
+            return
+        frames = [commands.encode(command)]
+        if self._unused:
+            unused, self._unused = self._unused, []
+            frames.insert(0, commands.encode(commands.Drop(unused)))
+        for link in links.values():
+            for frame in frames:
+                link.send(frame)
+
+    def run(self, work: Callable[[], Done]) -> Done:
+        """A pass on this node, the followers having been told of it.
+
+        Raises what it raises; the followers are told of a pass that ended here, so that they do not wait in it.
+        Then ``finished_elsewhere`` says whether it was too late for that.
+        """
+        layers = self.formation.layers
+        self.finished_elsewhere = False
+        layers.begin_pass()
+        try:
+            return work()
+        except PeerLost as error:
+            raise self.formation.lost() or error from error
+        except BaseException:
+            lost = self.formation.lost()
+            if lost is not None:
+                raise lost from None
+            self.finished_elsewhere = not layers.give_up()
+            raise
+
+
+class RingRecorder(Recorder):
+    """The recorder of whatever epoch there is; frames have the followers' times beside the head's."""
+
+    def __init__(self, epoch: Epoch, facts: ModelFacts) -> None:
+        self._epoch = epoch
+        self._waiting: list[str] = []
+        super().__init__(facts.layers, facts.moe_layers, facts.experts)
+
+    @property
+    def inner(self) -> Recorder:
+        return self._epoch.formation.model.recorder
+
+    def follow(self, epoch: Epoch) -> None:
+        """Another epoch has begun; measuring goes on there if it did."""
+        was = self.enabled
+        self._epoch = epoch
+        if was:
+            self.enabled = True
+
+    @property
+    def enabled(self) -> bool:
+        return self.inner.enabled
+
+    @enabled.setter
+    def enabled(self, wanted: bool) -> None:
+        if self.inner.enabled != wanted:
+            self.inner.enabled = wanted
+            self._measure(forget=False)
+
+    def reset(self) -> None:
+        super().reset()
+        self.inner.reset()
+        if self._measuring_elsewhere:
+            self._measure(forget=True)
+
+    def notice(self, text: str) -> None:
+        self._waiting.append(text)
+
+    def take_notices(self) -> list[str]:
+        taken, self._waiting = self._waiting, []
+        return taken + self.inner.take_notices()
+
+    def begin_step(self, phase: Phase, tokens: int) -> None:
+        self.inner.begin_step(phase, tokens)
+
+    def end_step(self) -> None:
+        self.inner.end_step()
+
+    def add(self, layer: int, part: Part, seconds: float) -> None:
+        self.inner.add(layer, part, seconds)
+
+    def frame(self, request_id: int) -> Timing:
+        own = self.inner.frame(request_id)
+        names = self._epoch.formation.names
+        if len(names) < 2:
+            return own
+        nodes = [NodeTimes(rank=HEAD, name=names[HEAD], prefill=own.prefill, decode=own.decode)]
+        for rank, found in sorted(self._ask().items()):
+            nodes.append(NodeTimes(rank=rank, name=names[rank], prefill=found.prefill, decode=found.decode))
+        return msgspec.structs.replace(own, nodes=nodes)
+
+    @property
+    def _measuring_elsewhere(self) -> bool:
+        return bool(getattr(self, "_told", False))
+
+    def _measure(self, forget: bool) -> None:
+        """Tell the followers. A peer that is lost is noticed by the next pass, not by its being measured."""
+        self._told = self.inner.enabled or forget
+        try:
+            self._epoch.tell(commands.Measure(self.inner.enabled, forget))
+        except PeerLost:
+            return
+
+    def _ask(self) -> dict[int, commands.Times]:
+        links = self._epoch.formation.command_links
+        if self._epoch.ended:
+            return {}
+        try:
+            self._epoch.tell(commands.AskTimes())
+            return {rank: commands.decode_times(link.receive(commands.REPLY_LIMIT)) for rank, link in links.items()}
+        except PeerLost:
+            return {}
+
+
+class RingRows:
+    """See :class:`engine.runtimes.protocol.TokenRows`: the head's rows, and the same operations on every follower."""
+
+    def __init__(self, epoch: Epoch, rows: TokenRows, number: int, prefixes: Prefixes) -> None:
+        self._epoch = epoch
+        self._rows = rows
+        self._number = number
+        self._prefixes = prefixes
+
+    def __del__(self) -> None:
+        self._epoch.no_longer(self._number)
+
+    @property
+    def rows(self) -> int:
+        return self._rows.rows
+
+    @property
+    def length(self) -> int:
+        return self._rows.length
+
+    @property
+    def can_truncate(self) -> bool:
+        return self._rows.can_truncate
+
+    def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
+        self._epoch.tell(commands.Extend(self._number, self._prefixes.state, list(tokens), want_logits))
+        try:
+            logits = self._epoch.run(lambda: self._rows.extend(tokens, want_logits))
+        except Interrupted:
+            if self._epoch.finished_elsewhere:
+                self._epoch.tell(commands.Truncate(self._number, self.length))
+            raise
+        self._prefixes = self._prefixes.extended(tokens)
+        return logits
+
+    def step(self, tokens: Sequence[int]) -> Logits:
+        self._epoch.tell(commands.Step(self._number, self._prefixes.state, list(tokens)))
+        logits = self._epoch.run(lambda: self._rows.step(tokens))
+        self._prefixes = self._prefixes.stepped(tokens)
+        return logits
+
+    def truncate(self, length: int) -> None:
+        self._rows.truncate(length)
+        self._prefixes = self._prefixes.truncated(length)
+        self._epoch.tell(commands.Truncate(self._number, length))
+
+    def fan_out(self, rows: int) -> RingRows:
+        into = self._epoch.new_rows()
+        wide = RingRows(self._epoch, self._rows.fan_out(rows), into, self._prefixes.fanned_out(rows))
+        self._epoch.tell(commands.FanOut(self._number, into, rows))
+        return wide
+
+    def reorder(self, parents: Sequence[int]) -> int:
+        moved = self._rows.reorder(parents)
+        self._prefixes = self._prefixes.reordered(parents)
+        self._epoch.tell(commands.Reorder(self._number, list(parents)))
+        return moved
+
+    def take_row(self, row: int) -> RingRows:
+        into = self._epoch.new_rows()
+        taken = RingRows(self._epoch, self._rows.take_row(row), into, self._prefixes.taken(row))
+        self._epoch.tell(commands.TakeRow(self._number, into, row))
+        return taken
+
+
+class RingModel:
+    """See :class:`engine.runtimes.protocol.LoadedModel` and :class:`engine.runtimes.protocol.Recoverable`.
+
+    ``name`` is what the person calls the model. Forms the first epoch; raises ModelError if that cannot be done.
+    """
+
+    def __init__(self, name: str, former: Former, progress: ProgressCallback) -> None:
+        self._name = name
+        self._former = former
+        self._epoch = Epoch(former.form(progress))
+        self._recorder = RingRecorder(self._epoch, self.facts)
+        for line in self._epoch.formation.notices:
+            self._recorder.notice(line)
+
+    @property
+    def facts(self) -> ModelFacts:
+        formation = self._epoch.formation
+        return msgspec.structs.replace(formation.model.facts, ring=formation.facts)
+
+    @property
+    def recorder(self) -> Recorder:
+        return self._recorder
+
+    @property
+    def seat(self) -> Seat:
+        """See :class:`engine.runtimes.protocol.Seated`."""
+        return self._epoch.formation.seat
+
+    @property
+    def popularity(self) -> Popularity | None:
+        """See :class:`engine.runtimes.protocol.CountsRoutes`: every node counts all routes, so the head's will do."""
+        model = self._epoch.formation.model
+        return model.popularity if isinstance(model, CountsRoutes) else None
+
+    @property
+    def between_layers(self) -> Callable[[], None] | None:
+        """See :class:`engine.runtimes.protocol.Interruptible`."""
+        model = self._epoch.formation.model
+        return model.between_layers if isinstance(model, Interruptible) else None
+
+    @between_layers.setter
+    def between_layers(self, check: Callable[[], None] | None) -> None:
+        model = self._epoch.formation.model
+        if isinstance(model, Interruptible):
+            model.between_layers = check
+
+    def start(self) -> TokenRows:
+        number = self._epoch.new_rows()
+        self._epoch.tell(commands.Start(number))
+        return RingRows(self._epoch, self._epoch.formation.model.start(), number, Prefixes())
+
+    def close(self) -> None:
+        self._end()
+        self._former.close()
+
+    def recover(self, lost: Exception) -> list[str]:
+        """See :class:`engine.runtimes.protocol.Recoverable`."""
+        before = self._epoch.formation.names
+        why = self._epoch.formation.lost() or lost
+        self._end()
+        self._begin()
+        gone = [name for name in before.values() if name not in self._epoch.formation.names.values()]
+        silent = [before[rank] for rank in getattr(why, "ranks", ()) if rank in before]
+        who = ", ".join(gone or [f"{name} for a moment" for name in silent]) or "a machine of the ring"
+        reason = str(why).rstrip(".")
+        for name in before.values():
+            reason = reason.removeprefix(f"{name} is gone: ").removeprefix(f"{name} ")
+        return [f"Lost {who}: {reason}; {self._going_on()}."]
+
+    def between_turns(self) -> list[str]:
+        """See :class:`engine.runtimes.protocol.Recoverable`."""
+        lost = self._epoch.formation.lost()
+        if lost is not None:
+            return self.recover(lost)
+        if not self._former.changed():
+            return []
+        before = self._epoch.formation.names.values()
+        self._end()
+        self._begin()
+        back = [name for name in self._epoch.formation.names.values() if name not in before]
+        return [f"{', '.join(back)} came back; {self._going_on()}."] if back else [f"Now {self._going_on()}."]
+
+    def _going_on(self) -> str:
+        names = self._epoch.formation.names
+        return f"going on with {len(names)} machines" if len(names) > 1 else "going on with this machine alone"
+
+    def _end(self) -> None:
+        self._epoch.ended = True
+        self._epoch.formation.close()
+
+    def _begin(self) -> None:
+        try:
+            formation = self._former.form(lambda *_: None)
+        except Interrupted:
+            raise ModelError("Forming the ring again was stopped; ask once more.", kind="network") from None
+        self._epoch = Epoch(formation)
+        self._recorder.follow(self._epoch)
+        for line in formation.notices:
+            self._recorder.notice(line)

@@ -1,0 +1,1 @@
+"""Weights between machines, and the shares they keep."""
