@@ -12,6 +12,7 @@ from real_rings import ANSWER, TRUSTED, Machine, RealRing
 from tiny_models import write_tiny_model
 
 from engine.experts.kernels.bindings import choose
+from engine.messages import Notice
 from engine.messages.ring import RingMode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -117,7 +118,7 @@ def test_a_group_of_mlx_serves_one_ring_after_another(tmp_path: Path, models: di
         loaded = ring.load(model, "mlx", 2, mode="exact", exchange="mlx", trusted=TRUSTED)
         assert loaded.facts.ring is not None
         assert (loaded.facts.ring.exchange, len(loaded.facts.ring.nodes)) == ("tls", 3)
-        said = " ".join(loaded.facts.notices)
+        said = " ".join(event.text for event in ring.head.events if isinstance(event, Notice))
         assert "“mlx” could not be made" in said
         assert "one only" in said
         assert "tls is used" in said

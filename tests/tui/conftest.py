@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from fake_engine import FakeEngine
 from screen_helpers import MACHINE, MakeApp
+from textual.widgets import Input, TextArea
 
 from app.conversations.store import ConversationStore, open_store
 from app.settings_file import open_settings
@@ -20,6 +21,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TEXTUAL_ANIMATIONS", "none")
     monkeypatch.delenv("NO_COLOR", raising=False)
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def steady_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cursor that blinks is there in some pictures and not in others."""
+    monkeypatch.setattr(TextArea, "_toggle_cursor_blink_visible", lambda area: None)
+    monkeypatch.setattr(Input, "_toggle_cursor", lambda field: None)
 
 
 @pytest.fixture
