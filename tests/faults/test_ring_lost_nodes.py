@@ -187,11 +187,12 @@ def test_lost_while_weights_are_sent(three: Ring, tmp_path: Path, alone: Oracle,
             or (isinstance(event, Progress) and event.stage.startswith("sending weights") and event.done > 0)
         ),
         120,
+        since,
     )
     assert isinstance(reached, Progress)
     gone = three.followers[0]
     gone.signal(number)
-    loaded = three.engine.wait(lambda event: isinstance(event, (Loaded, Failed)) and event.id == request.id, 60)
+    loaded = three.engine.wait(lambda event: isinstance(event, (Loaded, Failed)) and event.id == request.id, 60, since)
     assert isinstance(loaded, Loaded), loaded
     assert len(three.answer(4).token_ids) == 4
     eventually(lambda: three.state_of(gone) in ("lost", "paired"))
