@@ -107,7 +107,7 @@ def _measure(
     connected = _ask_all(processes, plan, NodeConnected)
     common = [name for name in exchanges if all(name in one.exchanges for one in connected)]
     for one in connected:
-        result.problems.update({name: text for name, text in one.problems.items() if name in exchanges})  # type: ignore[misc]
+        result.problems.update({name: one.problems[name] for name in exchanges if name in one.problems})
     _compare(processes, common)
     seconds: dict[ExchangeName, dict[int, list[float]]] = {name: defaultdict(list) for name in common}
     for _ in range(rounds):

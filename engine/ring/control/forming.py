@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import secrets
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,17 +21,16 @@ from engine.messages.ring import ExchangeName, RingFacts
 from engine.planning.ring_plan import RingDecision
 from engine.progress import ProgressCallback
 from engine.ring.control.beats import FORMING, patience
-from engine.ring.control.client import Answers, Unreachable
+from engine.ring.control.client import Unreachable
 from engine.ring.control.control_messages import (
     Connected,
     EpochMember,
     EpochSpec,
-    Forming,
-    LoadShare,
 )
 from engine.ring.control.epoch_links import EpochLinks, connect_epoch, epoch_of
 from engine.ring.control.follower_work import seat_of
 from engine.ring.control.formed import AloneLayers, FormedRing, end_epoch
+from engine.ring.control.loading_nodes import LoadingNodes
 from engine.ring.control.node import Lent, Node, door_addresses
 from engine.ring.control.opening import available_exchanges
 from engine.ring.control.sending import Sending
@@ -43,7 +41,6 @@ from engine.ring.control.survey import (
     Surveyor,
     ask,
     candidates,
-    check_all,
     decide,
     most_likely,
 )
@@ -54,7 +51,6 @@ from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime
 CERTAIN: tuple[ExchangeName, ...] = ("tls", "socket", "envoy")
 CONNECT_S = 60.0
 """Connecting and measuring every exchange that may be used."""
-POLL_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -415,7 +411,7 @@ class RingFormer:
         from engine.runtimes.loading import load_model
 
         layers = layers_for(seat_of(spec), links.keep(exchange), spec.one_by_one)
-        loading = _Loading(ring, exchange, self._node.table.heard_from)
+        loading = LoadingNodes(ring.members, ring.epoch, exchange, self._node.table.heard_from)
         watches = [watch for one in ring.members.values() if (watch := self._node.table.watch(one.node_id)) is not None]
         with patience(watches), ThreadPoolExecutor(len(ring.members), thread_name_prefix="loading nodes") as pool:
             asked = {rank: pool.submit(loading.follow, rank) for rank in ring.members}
@@ -435,65 +431,6 @@ class RingFormer:
     def _forgotten(self, node_id: str) -> None:
         if self._formed is not None:
             self._formed.forgotten(node_id)
-
-
-class _Loading:
-    """The followers' loading, followed from threads, one per node."""
-
-    def __init__(self, ring: Ring, exchange: ExchangeName, heard: Callable[[str], None]) -> None:
-        self._ring = ring
-        self._heard = heard
-        self._wanted = LoadShare(epoch=ring.epoch, exchange=exchange)
-        self._calls: list[Answers[Forming]] = []
-        self._lock = threading.Lock()
-        self._stopped = False
-        self._stages: dict[int, Forming] = {}
-
-    def follow(self, rank: int) -> Forming:
-        one = self._ring.members[rank]
-
-        def run() -> Forming:
-            call = one.client.stream("Form", self._wanted, Forming)
-            with self._lock:
-                self._calls.append(call)
-                stopped = self._stopped
-            if stopped:
-                call.cancel()
-            for news in call:
-                self._stages[rank] = news
-                self._heard(one.node_id)
-                if news.ready:
-                    return news
-            raise PeerLost("it ended loading its share without a word")
-
-        return ask(one, run)
-
-    def wait(self, asked: Mapping[int, Future[Forming]], progress: ProgressCallback) -> None:
-        """Until all are ready. Raises NodeRefused as soon as one fails, and what ``progress`` raises."""
-        noticing = self.noticing(asked, progress)
-        for rank, future in asked.items():
-            while not future.done():
-                news = self._stages.get(rank)
-                stage = f"{self._ring.members[rank].name}: {plain_text(news.stage, 100) if news else 'loading'}"
-                noticing(stage, news.done if news else 0, news.total if news else 0, news.unit if news else "")
-                threading.Event().wait(POLL_S)
-        check_all(asked.values())
-
-    def noticing(self, asked: Mapping[int, Future[Forming]], progress: ProgressCallback) -> ProgressCallback:
-        """``progress``, which ends what it is told of if a follower has failed meanwhile."""
-
-        def checked(stage: str, done: int, total: int, unit: str) -> None:
-            check_all(asked.values())
-            progress(stage, done, total, unit)
-
-        return checked
-
-    def cancel(self) -> None:
-        with self._lock:
-            self._stopped = True
-            calls = list(self._calls)
-        for call in calls:
-            call.cancel()
 
 
 def _predicted_again(decision: RingDecision, exchange_s: float) -> float | None:

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -171,10 +172,7 @@ class Surveyor:
             hosts.setdefault(one.client.address.rpartition(":")[0], []).append(one)
 
         def of_host(group: list[Candidate]) -> dict[str, NodeFacts]:
-            return {
-                one.node_id: ask(one, lambda one=one: _facts_of(one, wanted))  # type: ignore[misc]
-                for one in group
-            }
+            return {one.node_id: ask(one, partial(_facts_of, one, wanted)) for one in group}
 
         with ThreadPoolExecutor(max(1, len(hosts)), thread_name_prefix="asking nodes") as pool:
             for answers in pool.map(of_host, hosts.values()):
@@ -194,7 +192,7 @@ class Surveyor:
             progress("measuring the links", done, pairs, "")
             key = (me, one.node_id, one.process)
             if key not in self._links:
-                self._links[key] = ask(one, lambda one=one: _to(node, one, epoch))  # type: ignore[misc]
+                self._links[key] = ask(one, partial(_to, node, one, epoch))
             found.links[me, one.node_id] = self._links[key]
             node.table.set_link(one.node_id, self._links[key])
             done += 1

@@ -1,0 +1,79 @@
+"""While a ring is formed: the followers load their shares, and the head hears of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+
+from discovery.names import plain_text
+from engine.exchange.exchange import PeerLost
+from engine.messages.ring import ExchangeName
+from engine.progress import ProgressCallback
+from engine.ring.control.client import Answers
+from engine.ring.control.control_messages import Forming, LoadShare
+from engine.ring.control.survey import Candidate, ask, check_all
+
+POLL_S = 0.1
+
+
+class LoadingNodes:
+    """The loading of ``members`` (by rank), followed from threads, one per node. ``heard`` is told of every sign of
+    life by node id."""
+
+    def __init__(
+        self, members: Mapping[int, Candidate], epoch: str, exchange: ExchangeName, heard: Callable[[str], None]
+    ) -> None:
+        self._members = members
+        self._heard = heard
+        self._wanted = LoadShare(epoch=epoch, exchange=exchange)
+        self._calls: list[Answers[Forming]] = []
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._stages: dict[int, Forming] = {}
+
+    def follow(self, rank: int) -> Forming:
+        one = self._members[rank]
+
+        def run() -> Forming:
+            call = one.client.stream("Form", self._wanted, Forming)
+            with self._lock:
+                self._calls.append(call)
+                stopped = self._stopped
+            if stopped:
+                call.cancel()
+            for news in call:
+                self._stages[rank] = news
+                self._heard(one.node_id)
+                if news.ready:
+                    return news
+            raise PeerLost("it ended loading its share without a word")
+
+        return ask(one, run)
+
+    def wait(self, asked: Mapping[int, Future[Forming]], progress: ProgressCallback) -> None:
+        """Until all are ready. Raises NodeRefused as soon as one fails, and what ``progress`` raises."""
+        noticing = self.noticing(asked, progress)
+        for rank, future in asked.items():
+            while not future.done():
+                news = self._stages.get(rank)
+                stage = f"{self._members[rank].name}: {plain_text(news.stage, 100) if news else 'loading'}"
+                noticing(stage, news.done if news else 0, news.total if news else 0, news.unit if news else "")
+                threading.Event().wait(POLL_S)
+        check_all(asked.values())
+
+    def noticing(self, asked: Mapping[int, Future[Forming]], progress: ProgressCallback) -> ProgressCallback:
+        """``progress``, which ends what it is told of if a follower has failed meanwhile."""
+
+        def checked(stage: str, done: int, total: int, unit: str) -> None:
+            check_all(asked.values())
+            progress(stage, done, total, unit)
+
+        return checked
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._stopped = True
+            calls = list(self._calls)
+        for call in calls:
+            call.cancel()
