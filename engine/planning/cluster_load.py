@@ -94,10 +94,10 @@ def odds_of(popularity: Sequence[float], experts: int, per_token: int) -> list[f
     total = sum(popularity)
     if total <= 0 or per_token >= experts:
         return [1.0] * experts
-    shares = [min(_CERTAIN, max(0.0, routes) * per_token / total) for routes in popularity]
     # An expert never seen is rare, not impossible: it counts as one route seen half.
     rare = 0.5 * per_token / (total + 1.0)
-    return [share / (1.0 - share) for share in (max(rare, share) for share in shares)]
+    shares = [min(_CERTAIN, max(rare, routes * per_token / total)) for routes in popularity]
+    return [share / (1.0 - share) for share in shares]
 
 
 def kinds_of(holders: Sequence[Counts], odds: Sequence[float], per_token: int) -> LayerKinds:

@@ -50,6 +50,11 @@ def test_equal_to_enumeration(layer: tuple[int, int, Rows], data: st.DataObject)
     assert found == pytest.approx(enumerated(holders, nodes, k, odds_of(use, len(holders), k), weights), rel=1e-3)
 
 
+def test_few_routes_counted() -> None:
+    """One route seen in all: the experts not seen are as good as certain, not a division by zero."""
+    assert all(0.0 < odds < 1000.0 for odds in odds_of([0, 0, 0, 0, 0, 0, 1], 7, 4))
+
+
 @given(layers())
 @settings(max_examples=50, deadline=None)
 def test_all_experts_are_run_once(layer: tuple[int, int, Rows]) -> None:
