@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from app.engine_client import Engine, EngineDied
 from app.network import Network, NetworkProblem, close_quietly
-from app.ring_words import STATES, link_words, machine_name, short_id, size
+from app.ring_words import fingerprint, link_words, machine_name, place_words, short_id, size, state_words
 from app.text_safety import one_line
 from engine.messages import LendingFacts, NetworkState, Notice, OpenNetwork, PeerFacts
 
@@ -18,6 +18,8 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 """Before an engine that died is started again: the first time, and at most; it doubles each time."""
 STEADY_S = 120.0
 """An engine that lived so long died of something new: the wait begins at the first again."""
+CODE_OVER = "The code is over; `privatellm peers code` shows another."
+_PAIRED = "Paired with"
 _STEPS = 4
 """Progress is said so many times."""
 
@@ -117,23 +119,31 @@ def told(before: NetworkState | None, after: NetworkState) -> list[str]:
     known = {peer.node_id: peer for peer in before.peers} if before is not None else {}
     for peer in after.peers:
         newly = before is not None and peer.node_id not in known and peer.state != "found"
-        lines += [f"Paired with {machine_name(peer)}."] if newly else _about_peer(known.get(peer.node_id), peer)
+        lines += [_paired_with(peer)] if newly else _about_peer(known.get(peer.node_id), peer)
     there = {peer.node_id for peer in after.peers}
+    if before is not None and before.code and after.open and not after.code and not any(map(_is_pairing, lines)):
+        lines.append(CODE_OVER)
     lines += [f"{machine_name(peer)} is gone." for peer in known.values() if peer.node_id not in there and peer.name]
     lines += _about_lending(before.lending if before is not None else None, after.lending)
     said = before.problems if before is not None else []
     return lines + [one_line(problem) for problem in after.problems if problem not in said]
 
 
+def _paired_with(peer: PeerFacts) -> str:
+    return f"{_PAIRED} {machine_name(peer)}."
+
+
+def _is_pairing(line: str) -> bool:
+    return line.startswith(_PAIRED)
+
+
 def _about_me(before: NetworkState | None, after: NetworkState) -> list[str]:
     lines = []
     me = after.me
     if after.open and (before is None or not before.open):
-        words = f" ({' '.join(map(one_line, me.words))})" if me.words else ""
+        words = f" ({fingerprint(me.words)})" if me.words else ""
         where = ", ".join(map(one_line, me.listening)) or "no address"
         lines.append(f"{one_line(me.name) or 'This machine'}, {short_id(me.node_id)}{words}, listens at {where}.")
-        if me.key_storage:
-            lines.append(f"Its private key is kept in {one_line(me.key_storage)}.")
     if before is not None and before.open and not after.open:
         lines.append("The network is closed.")
     if after.code and (before is None or before.code != after.code):
@@ -152,10 +162,10 @@ def _about_peer(before: PeerFacts | None, after: PeerFacts) -> list[str]:
         return []
     name = machine_name(after)
     if before is not None and before.state == "found" and after.state != "found":
-        return [f"Paired with {name}."]
+        return [_paired_with(after)]
     link = f" ({link_words(after.link)})" if after.link is not None and after.state in ("ready", "ring") else ""
     problem = f": {one_line(after.problem)}" if after.problem else ""
-    return [f"{name}: {STATES[after.state]}{link}{problem}."]
+    return [f"{name}: {state_words(after, of_head=True)}{link}{problem}."]
 
 
 def _about_lending(before: LendingFacts | None, after: LendingFacts | None) -> list[str]:
@@ -166,7 +176,7 @@ def _about_lending(before: LendingFacts | None, after: LendingFacts | None) -> l
     if after.nodes and (before is None or _place(before) != _place(after)):
         amount = f", {size(after.expert_bytes)}" if after.expert_bytes else ""
         lines.append(
-            f"In the ring of {one_line(after.head)}: {one_line(after.model)}, rank {after.rank} of {after.nodes}, "
+            f"In the ring of {one_line(after.head)}: {one_line(after.model)}, {place_words(after)}, "
             f"{after.experts:,} experts{amount}."
         )
     same = before is not None and before.stage == after.stage

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from app.ring_words import SHOWN_OF_ID
 from app.setting_fields import GIB, SettingError, choices, setting
 from app.setting_items import share, split_items
-from engine.messages import ExchangeName, LoadingName, NetworkState, OpenNetwork, RingChoice, RingMode
+from engine.messages import ExchangeName, LoadingName, NetworkState, OpenNetwork, PeerFacts, RingChoice, RingMode
 
 HEAD_NAMES = ("here", "this")
 """What this machine may be called where machines are named, besides its own name."""
@@ -72,6 +73,11 @@ class RingSettings:
         "HOST:PORT of machines that are not found by themselves, where multicast is blocked.",
         item="address", takes_effect="reload",
     )  # fmt: skip
+    ring_memory: float | None = setting(
+        "ring", "number", "Memory to lend", None,
+        "GiB that a share of a model may take here while this machine is lent (join); empty: what is free.",
+        minimum=0.1, maximum=65_536.0, optional=True, takes_effect="reload",
+    )  # fmt: skip
     ring_listen: str = setting(
         "ring", "items", "Listen at", "",
         "HOST:PORT; empty: all interfaces, port 47820 or the next that is free.",
@@ -102,34 +108,53 @@ def ring_choice(settings: RingSettings, network: NetworkState | None) -> RingCho
     """
     shares = dict(share(item) for item in split_items(settings.ring_shares))
     return RingChoice(
-        nodes=[node_id(name, network) for name in split_items(settings.ring_nodes)],
+        nodes=[_named("ring_nodes", name, network) for name in split_items(settings.ring_nodes)],
         mode=settings.ring_mode,
         exchange=settings.ring_exchange,
         loading=settings.ring_loading,
         overlap=settings.ring_overlap,
-        shares={node_id(name, network): round(gibibytes * GIB) for name, gibibytes in shares.items()},
+        shares={_named("ring_shares", name, network): round(gibibytes * GIB) for name, gibibytes in shares.items()},
         even_if_slower=settings.ring_even_if_slower,
         trusted=split_items(settings.ring_trusted),
     )
 
 
-def node_id(name: str, network: NetworkState | None) -> str:
-    """The node id of the machine that ``name`` names: its name, the beginning of its id, or ``here``.
+def _named(key: str, name: str, network: NetworkState | None) -> str:
+    """The node id of the machine ``name``, as the setting ``key`` names it. Raises SettingError, naming the setting."""
+    try:
+        return node_id(name, network)
+    except SettingError as error:
+        label = RingSettings.__dataclass_fields__[key].metadata["setting"]["label"]
+        raise SettingError(f"{error}; change the setting {label} ({key} in the settings file)") from error
 
-    Raises SettingError.
+
+def node_id(name: str, network: NetworkState | None) -> str:
+    """The node id of the machine that ``name`` names: its name, the one it had before, the beginning of its id, or
+    ``here``. Case does not matter. Raises SettingError.
     """
     if network is None:
         raise SettingError(f"the machine {name} is not known before the network is open")
-    mine = {network.me.name.casefold(): network.me.node_id, **dict.fromkeys(HEAD_NAMES, network.me.node_id)}
-    wanted = name.casefold()
-    if wanted in mine:
-        return mine[wanted]
-    named = [peer.node_id for peer in network.peers if peer.name.casefold() == wanted and peer.name]
-    every = [network.me.node_id, *(peer.node_id for peer in network.peers)]
-    found = named or [known for known in every if known.startswith(wanted)]
+    me, wanted = network.me, name.casefold()
+    if wanted in HEAD_NAMES:
+        return me.node_id
+    called = {me.node_id: me.name, **{peer.node_id: _alone(peer) for peer in network.peers}}
+    found = (
+        [node for node, own in called.items() if wanted and own.casefold() == wanted]
+        or [peer.node_id for peer in network.peers if wanted in (peer.name.casefold(), peer.former_name.casefold())]
+        or [node for node in called if node.startswith(wanted)]
+    )
     if len(found) == 1:
         return found[0]
     if found:
-        raise SettingError(f"{name} names {len(found)} machines; give the beginning of a node id that only one has")
+        here = f", or {HEAD_NAMES[0]}" if me.node_id in found else ""
+        raise SettingError(
+            f"{name} names {len(found)} machines; give the beginning of a node id that only one has{here}"
+        )
     known = ", ".join(filter(None, [peer.name for peer in network.peers])) or "none is paired"
     raise SettingError(f"no paired machine is called {name}; there are: {known}")
+
+
+def _alone(peer: PeerFacts) -> str:
+    """Its name without the beginning of its id, which stands there where two have one name."""
+    name, bracket, start = peer.name.removesuffix(")").rpartition(" (")
+    return name if bracket and len(start) >= SHOWN_OF_ID and peer.node_id.startswith(start) else peer.name

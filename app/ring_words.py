@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from app.text_safety import one_line
-from engine.messages import LinkFacts, NetworkState, NodeShare, PeerFacts, PeerState, RingFacts
+from engine.messages import LendingFacts, LinkFacts, NetworkState, NodeShare, PeerFacts, PeerState, RingFacts
 
 STATES: dict[PeerState, str] = {
     "found": "found, not paired",
@@ -16,7 +17,9 @@ STATES: dict[PeerState, str] = {
     "lost": "lost",
     "refused": "cannot be used",
 }
-_SHOWN_OF_ID = 8
+SHOWN_OF_ID = 8
+_SCOPE = re.compile(r"%\w+(?=\]?(:\d|$))")
+"""The number of the interface in a link-local address: means something to this machine's system only."""
 _EXCHANGES = {"mlx": "mx.distributed"}
 
 
@@ -42,6 +45,31 @@ def link_words(link: LinkFacts) -> str:
     return one_line(f"{link.interface}, {latency(link.latency_s)}, {bandwidth(link.bytes_per_s)}")
 
 
+def other_link(text: str) -> str:
+    """A slower link as the engine describes it (``en0 192.168.1.7:47821: 450 µs``), to be shown."""
+    return one_line(_SCOPE.sub("", text))
+
+
+def state_words(peer: PeerFacts, *, of_head: bool = False) -> str:
+    """What ``peer`` is to this machine. ``of_head``: this machine is lent, and ``peer`` may be the head of a ring."""
+    if peer.state == "ready" and not peer.lends:
+        return "there" if of_head else "there, not lent"
+    if peer.state == "busy" and peer.lent_to:
+        return f"lent to {one_line(peer.lent_to)}"
+    return STATES[peer.state]
+
+
+def peer_address(peer: PeerFacts) -> str:
+    """Where ``peer`` is, so that a person can type it: rather not link-local, which holds on one cable only."""
+    wide = [address for address in peer.addresses if not address.lower().startswith("[fe80:")]
+    return one_line(_SCOPE.sub("", next(iter(wide or peer.addresses), "")))
+
+
+def fingerprint(words: Sequence[str]) -> str:
+    """``prism saddle cabin walrus fiddle kitchen``"""
+    return " ".join(map(one_line, words))
+
+
 def to_send(node: NodeShare) -> str:
     """``482 MB to send``; what a machine has is asked only when the ring is formed: until then it is the most."""
     held = node.trunk_bytes + node.expert_bytes
@@ -52,12 +80,17 @@ def to_send(node: NodeShare) -> str:
 
 def short_id(node_id: str) -> str:
     """Enough of a node id to tell machines apart, and to type."""
-    return one_line(node_id[:_SHOWN_OF_ID])
+    return one_line(node_id[:SHOWN_OF_ID])
 
 
 def machine_name(peer: PeerFacts | NodeShare) -> str:
     """Its name; of one that is not paired only the beginning of its id is known."""
     return one_line(peer.name) or short_id(peer.node_id)
+
+
+def place_words(facts: LendingFacts) -> str:
+    """``node 2 of 3``: people count from one, and the head is the first."""
+    return f"node {facts.rank + 1} of {facts.nodes}"
 
 
 def ring_name(ring: RingFacts, gone: Sequence[str] = ()) -> str:
@@ -108,6 +141,21 @@ def speed_words(ring: RingFacts, figure: str, alone: str) -> str:
     """The prediction beside that of one machine; ``figure`` and ``alone`` are the two as shown."""
     if ring.tokens_per_s is None:
         return "no speed is predicted for the ring"
+    about = roughly(ring)
     if ring.alone_tokens_per_s is None:
-        return f"about {figure}; no machine could run it alone"
-    return f"about {figure}; the best machine alone {alone}"
+        return f"{about} {figure}; no machine could run it alone"
+    return f"{about} {figure}; the best machine alone {alone}"
+
+
+def roughly(ring: RingFacts) -> str:
+    """``about``; ``up to`` where something is not known that takes time."""
+    return "up to" if ring.at_best else "about"
+
+
+def is_slower(ring: RingFacts) -> bool:
+    """Is one machine alone predicted to be at least as fast?"""
+    return (
+        ring.tokens_per_s is not None
+        and ring.alone_tokens_per_s is not None
+        and ring.alone_tokens_per_s >= ring.tokens_per_s
+    )

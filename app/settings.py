@@ -12,10 +12,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, cast
 
-import msgspec
-
 from app.machine import Machine, unavailable_reason
-from app.ring_settings import RingSettings, ring_choice
+from app.ring_settings import RingSettings
 from app.setting_fields import (
     GIB,
     GROUPS,
@@ -29,7 +27,7 @@ from app.setting_fields import (
 )
 from app.setting_fields import setting as _setting
 from app.setting_items import DESCRIPTIONS, ItemError, ItemKind, check_items, split_items
-from engine.messages import DtypeName, ExpertPolicy, Load, NetworkState, Partitioning, RuntimeName, Sampling
+from engine.messages import DtypeName, ExpertPolicy, Load, Partitioning, RuntimeName, Sampling
 
 __all__ = [
     "GIB", "GROUPS", "POLICIES", "SCHEMA", "THEMES", "Choice", "Group", "Kind", "Setting", "SettingError", "Settings",
@@ -216,7 +214,7 @@ class Settings(RingSettings):
     @property
     def load(self) -> Load:
         """What the engine is asked to load; its id is set when it is sent, and what is asked of a ring when that is
-        known (:meth:`load_with`)."""
+        known (:func:`app.ring_settings.ring_choice`)."""
         return Load(
             id=0,
             model=self.model,
@@ -230,10 +228,6 @@ class Settings(RingSettings):
             keep_resident=self.keep_resident,
             lock_memory=self.lock_memory,
         )
-
-    def load_with(self, network: NetworkState) -> Load:
-        """As :attr:`load`, the ring's machines found in ``network``. Raises SettingError."""
-        return msgspec.structs.replace(self.load, ring=ring_choice(self, network))
 
     @property
     def sampling(self) -> Sampling:

@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from engine.bench.synthetic_moe import MoeShape
+
 BF16_BYTES = 2
 
 Tensors = Iterator[tuple[str, tuple[int, ...]]]
@@ -46,17 +48,8 @@ def model_bytes(shape: Shape) -> int:
     return BF16_BYTES * sum(int(np.prod(dimensions)) for _, dimensions in shape.tensors())
 
 
-def _around(shape: Shape, vocabulary: int, hidden: int) -> Tensors:
-    """Embedding, layers, last norm, head."""
-    yield "model.embed_tokens.weight", (vocabulary, hidden)
-    for layer in range(shape.layers):
-        yield from shape.layer_tensors(layer)
-    yield "model.norm.weight", (hidden,)
-    yield "lm_head.weight", (vocabulary, hidden)
-
-
 @dataclass(frozen=True)
-class MixtralShape:
+class MixtralShape(MoeShape):
     """The defaults are Mixtral-8x7B's, but for ``layers``."""
 
     layers: int = 2
@@ -67,52 +60,11 @@ class MixtralShape:
     heads: int = 32
     key_value_heads: int = 8
     vocabulary: int = 32000
+    positions: int = 32768
 
     embedding_scale: ClassVar[float] = 0.02
     name: ClassVar[str] = "mixtral-shaped"
     title: ClassVar[str] = "Synthetic Mixtral-shaped"
-
-    def config(self) -> dict[str, Any]:
-        return {
-            "architectures": ["MixtralForCausalLM"],
-            "model_type": "mixtral",
-            "dtype": "bfloat16",
-            "hidden_act": "silu",
-            "hidden_size": self.hidden,
-            "intermediate_size": self.ffn,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.key_value_heads,
-            "num_local_experts": self.experts,
-            "num_experts_per_tok": self.experts_per_token,
-            "vocab_size": self.vocabulary,
-            "max_position_embeddings": 32768,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1e6,
-            "sliding_window": None,
-            "tie_word_embeddings": False,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-        }
-
-    def layer_tensors(self, layer: int) -> Tensors:
-        prefix = f"model.layers.{layer}"
-        key_value = self.hidden // self.heads * self.key_value_heads
-        yield f"{prefix}.input_layernorm.weight", (self.hidden,)
-        yield f"{prefix}.post_attention_layernorm.weight", (self.hidden,)
-        yield f"{prefix}.self_attn.q_proj.weight", (self.hidden, self.hidden)
-        yield f"{prefix}.self_attn.k_proj.weight", (key_value, self.hidden)
-        yield f"{prefix}.self_attn.v_proj.weight", (key_value, self.hidden)
-        yield f"{prefix}.self_attn.o_proj.weight", (self.hidden, self.hidden)
-        yield f"{prefix}.block_sparse_moe.gate.weight", (self.experts, self.hidden)
-        for expert in range(self.experts):
-            name = f"{prefix}.block_sparse_moe.experts.{expert}"
-            yield f"{name}.w1.weight", (self.ffn, self.hidden)
-            yield f"{name}.w2.weight", (self.hidden, self.ffn)
-            yield f"{name}.w3.weight", (self.ffn, self.hidden)
-
-    def tensors(self) -> Tensors:
-        return _around(self, self.vocabulary, self.hidden)
 
 
 QWEN3_LAYERS = 48
@@ -189,4 +141,8 @@ class Qwen3MoeShape:
             yield f"{name}.down_proj.weight", (self.hidden, self.ffn)
 
     def tensors(self) -> Tensors:
-        return _around(self, self.vocabulary, self.hidden)
+        yield "model.embed_tokens.weight", (self.vocabulary, self.hidden)
+        for layer in range(self.layers):
+            yield from self.layer_tensors(layer)
+        yield "model.norm.weight", (self.hidden,)
+        yield "lm_head.weight", (self.vocabulary, self.hidden)

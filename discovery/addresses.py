@@ -54,7 +54,12 @@ class Address:
     @property
     def text(self) -> str:
         """``IP:PORT``, or ``[IP]:PORT``."""
-        return f"[{self.ip}]:{self.port}" if ":" in self.ip else f"{self.ip}:{self.port}"
+        return shown_address(self.ip, self.port)
+
+
+def shown_address(host: str, port: int) -> str:
+    """``HOST:PORT``, with brackets where the host is an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def own_addresses() -> list[OwnAddress]:

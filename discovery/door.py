@@ -94,10 +94,6 @@ class Door:
         with self._mutex:
             self._handlers[kind] = handler
 
-    def unregister(self, kind: str) -> None:
-        with self._mutex:
-            self._handlers.pop(kind, None)
-
     def close(self) -> None:
         """Stop listening and cut the connections on which nothing was agreed. May be called twice."""
         with self._mutex:

@@ -21,7 +21,3 @@ class PairingError(DiscoveryError):
 
 class DoorError(DiscoveryError):
     """A port cannot be listened on, or nobody answers at an address."""
-
-
-class TlsError(DiscoveryError):
-    """The other end is not the paired machine, or does not take this one for one."""

@@ -21,9 +21,7 @@ from discovery.words import WORDS
 
 KEYRING_SERVICE = "privatellm"
 IN_KEYRING = "the system's keyring"
-RENEWAL = (
-    "delete network/certificate.pem there, in the folder that `privatellm locate config` names, and start it again"
-)
+RENEWAL = "run `privatellm peers new-identity` there"
 """How a person gives a machine a new identity; :func:`new_identity` is how a program does."""
 _CERTIFICATE = "certificate.pem"
 _KEY = "private-key.pem"
@@ -164,14 +162,7 @@ def _load(folder: Path) -> Identity:
             f"The private key does not belong to the certificate {short(node_id)} (both put aside in {folder}): "
             "this machine has a new identity, pair it again.",
         )
-    return Identity(
-        node_id=node_id,
-        certificate_pem=certificate_pem,
-        key_pem=key_pem,
-        storage=storage,
-        instance=machine_instance(folder),
-        notice=notice,
-    )
+    return Identity(node_id, certificate_pem, key_pem, storage, machine_instance(folder), notice)
 
 
 def _create(folder: Path, notice: str) -> Identity:
@@ -189,14 +180,7 @@ def _create(folder: Path, notice: str) -> Identity:
         said = f"The private key of this machine is kept in {storage}, readable by you alone, because {reason}."
         notice = f"{notice} {said}".strip()
     write_private(folder / _CERTIFICATE, certificate_pem)
-    return Identity(
-        node_id=node_id,
-        certificate_pem=certificate_pem,
-        key_pem=key_pem,
-        storage=storage,
-        instance=machine_instance(folder),
-        notice=notice,
-    )
+    return Identity(node_id, certificate_pem, key_pem, storage, machine_instance(folder), notice)
 
 
 def _account(folder: Path, node_id: str) -> str:

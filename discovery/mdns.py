@@ -68,9 +68,6 @@ class Hearing:
     """Its own announcement came back."""
     others: int = 0
     """Machines that were heard of, ever."""
-    ignored: int = 0
-    """Announcements that were no use: damaged, or too many."""
-    interfaces: tuple[str, ...] = ()
 
 
 @dataclass
@@ -106,7 +103,6 @@ class Neighbourhood:
         self._name = f"{node_id[:16]}-{instance}-{port}.{SERVICE}"
         self._mutex = threading.Lock()
         self._seen: dict[str, _Seen] = {}
-        self._ignored: set[str] = set()
         self._ever: set[tuple[str, str]] = set()
         self._own_heard = False
         self._failure = ""
@@ -142,8 +138,6 @@ class Neighbourhood:
                 failure=self._failure,
                 own=self._own_heard,
                 others=len(self._ever - {self._me}),
-                ignored=len(self._ignored),
-                interfaces=tuple(dict.fromkeys(one.interface for one in announced(self._own))),
             )
 
     def close(self) -> None:
@@ -282,13 +276,10 @@ class Neighbourhood:
             with self._mutex:
                 if name in self._seen:
                     self._seen[name].withdrawn_at = time.monotonic()
-                self._ignored.discard(name)
             self._wake.set()
             return
         with self._mutex:
             full = name not in self._seen and len(self._seen) + len(self._resolving) >= MAX_SERVICES
-            if full and len(self._ignored) < MAX_SERVICES:
-                self._ignored.add(name)
         if not full:
             self._resolve(zeroconf, name)
 
@@ -312,13 +303,10 @@ class Neighbourhood:
         if not await info.async_request(opened, _RESOLVE_MS):
             return
         found = _parsed(info.properties, info.port, info.parsed_scoped_addresses(), self._own)
+        if found is None:
+            return
+        who = (found.node_id, found.instance)
         with self._mutex:
-            if found is None:
-                if len(self._ignored) < MAX_SERVICES:
-                    self._ignored.add(name)
-                return
-            self._ignored.discard(name)
-            who = (found.node_id, found.instance)
             self._own_heard = self._own_heard or who == self._me
             if len(self._ever) < 16 * MAX_SERVICES:
                 self._ever.add(who)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,7 +31,9 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     node_id: str
     certificate_pem: str
     name: str
-    """What it calls itself, or what it was renamed to here; already harmless to show."""
+    """What it called itself last; already harmless to show."""
+    former_name: str = ""
+    """What it called itself before that: settings may still name it so."""
     paired_at: float
     """Seconds since 1970, by this machine's clock."""
     addresses: list[str] = []
@@ -78,6 +81,7 @@ class PeersFile:
         peers = self.all()
         wanted = text.strip()
         found = [peer for peer in peers if wanted and peer.name.casefold() == wanted.casefold()]
+        found = found or [peer for peer in peers if wanted and peer.former_name.casefold() == wanted.casefold()]
         found = found or [peer for peer in peers if wanted and peer.node_id.startswith(wanted.lower())]
         if len(found) == 1:
             return found[0]
@@ -87,19 +91,22 @@ class PeersFile:
         which = ", ".join(f"{peer.label} ({_distinct(peer, found)})" for peer in found)
         raise PeersError(f"“{clean_name(text)}” could be {which}: say the id that stands in brackets.")
 
+    def labels(self, my_name: str = "") -> dict[str, str]:
+        """By node id what each is called in sentences and tables: its name, with the beginning of its id behind it if
+        another, or this machine (``my_name``), has that name too."""
+        peers = self.all()
+        names = Counter(name.casefold() for name in (my_name, *(peer.name for peer in peers)) if name)
+        return {
+            peer.node_id: f"{peer.name} ({_distinct(peer, peers)})" if names[peer.name.casefold()] > 1 else peer.label
+            for peer in peers
+        }
+
     def add(self, peer: Peer) -> None:
         """Add, or replace the one with the same node id."""
         if certificates.fingerprint(certificates.der_of(peer.certificate_pem.encode())) != peer.node_id:
             raise PeersError(f"The certificate of {short(peer.node_id)} is not that machine's; pair it again.")
         tidy = msgspec.structs.replace(peer, name=clean_name(peer.name), addresses=peer.addresses[:MAX_ADDRESSES])
         self._change(lambda peers: peers.__setitem__(tidy.node_id, tidy))
-
-    def rename(self, node_id: str, name: str) -> Peer:
-        """Raises PeersError if it is not paired or the name is empty."""
-        tidy = clean_name(name)
-        if not tidy:
-            raise PeersError(f"“{name!r}” is not a name: use letters, digits, spaces.")
-        return self._edit(node_id, lambda peer: msgspec.structs.replace(peer, name=tidy))
 
     def remember_address(self, node_id: str, address: str) -> None:
         """``HOST:PORT`` worked: it comes first from now on. A machine that is not paired (any more) is ignored."""
@@ -115,6 +122,21 @@ class PeersFile:
 
         self._change(remember)
 
+    def rename(self, node_id: str, name: str) -> bool:
+        """The machine calls itself ``name`` now; whether that is news. No name is none, and a machine that is not
+        paired (any more) is ignored."""
+        tidy = clean_name(name)
+        known = self.get(node_id)
+        if known is None or not tidy or known.name == tidy:
+            return False
+
+        def rename(peers: dict[str, Peer]) -> None:
+            if node_id in peers:
+                peers[node_id] = msgspec.structs.replace(peers[node_id], name=tidy, former_name=peers[node_id].name)
+
+        self._change(rename)
+        return True
+
     def forget(self, node_id: str) -> Peer:
         """Trust it no longer. Raises PeersError if it is not paired."""
         known = self.get(node_id)
@@ -128,18 +150,6 @@ class PeersFile:
         with self._mutex:
             notices, self._notices = self._notices, []
             return notices
-
-    def _edit(self, node_id: str, change: Callable[[Peer], Peer]) -> Peer:
-        known = self.get(node_id)
-        if known is None:
-            raise PeersError(f"{short(node_id)} is not a paired machine.")
-
-        def edit(peers: dict[str, Peer]) -> None:
-            if node_id in peers:
-                peers[node_id] = change(peers[node_id])
-
-        self._change(edit)
-        return change(known)
 
     def _change(self, change: Callable[[dict[str, Peer]], object]) -> None:
         try:

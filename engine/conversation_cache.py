@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from engine.errors import ModelError, PeerLost
+from engine.errors import Cancelled, ModelError, PeerLost
 from engine.free_memory import give_back
 from engine.messages import Notice, Prefill, RingChanged
 from engine.runtimes.protocol import Interrupted, Interruptible, LoadedModel, Logits, Recoverable, TokenRows
@@ -40,15 +40,12 @@ class ConversationCache:
         self.tokens = []
 
     def take_back_peers(self, turn: Turn) -> None:
-        """Between two questions a ring may be formed anew, by which the cache is lost."""
+        """Between two questions a ring may be formed anew, by which the cache is lost. Raises Cancelled, ModelError."""
         self._formed_again = 0
         if not isinstance(self._model, Recoverable):
             return
-        said = self._model.between_turns()
-        if said:
+        if self._model.between_turns(turn.report, lambda text: turn.emit(Notice(text=text))):
             self.forget()
-        for text in said:
-            turn.emit(Notice(text=text))
 
     def prefill(self, prompt: list[int], turn: Turn) -> Logits | None:
         """Bring ``prompt`` into the cache, again if a peer is lost; the logits after it, or None if cancelled."""
@@ -56,7 +53,8 @@ class ConversationCache:
             try:
                 return self._fill(prompt, turn)
             except PeerLost as lost:
-                self._form_again(lost, turn)
+                if not self._form_again(lost, turn):
+                    return None
 
     def step(self, token: int, prompt: list[int], answer: list[int], turn: Turn) -> Logits | None:
         """The logits after ``token``, the last of ``answer``. If a peer is lost, what is left of the ring runs prompt
@@ -67,17 +65,17 @@ class ConversationCache:
             self.tokens.append(token)
             return logits
         except PeerLost as lost:
-            self._form_again(lost, turn)
-        while True:
+            gone = lost
+        while self._form_again(gone, turn):
             try:
                 return self._replay(prompt, answer, turn)
             except PeerLost as lost:
-                self._form_again(lost, turn)
+                gone = lost
+        return None
 
     def prompt_again(self, lost: PeerLost, prompt: list[int], turn: Turn) -> TokenRows:
         """Rows that hold the prompt, for a beam search whose ring was lost. Raises Interrupted if cancelled."""
-        self._form_again(lost, turn)
-        if self.prefill(prompt, turn) is None:
+        if not self._form_again(lost, turn) or self.prefill(prompt, turn) is None:
             raise Interrupted
         assert self.rows is not None
         return self.rows
@@ -93,16 +91,19 @@ class ConversationCache:
             self.tokens.append(token)
         return logits
 
-    def _form_again(self, lost: PeerLost, turn: Turn) -> None:
-        """Nothing of the cache is left. Raises ModelError if those who are there cannot go on."""
+    def _form_again(self, lost: PeerLost, turn: Turn) -> bool:
+        """Nothing of the cache is left. False: cancelled. Raises ModelError if those who are there cannot go on."""
         self.forget()
         self._formed_again += 1
         if not isinstance(self._model, Recoverable) or self._formed_again > FORMED_AGAIN:
             raise ModelError(f"A machine of the ring is gone: {lost}.", kind="network") from lost
-        for text in self._model.recover(lost):
-            turn.emit(Notice(text=text))
+        try:
+            self._model.recover(lost, turn.report, lambda text: turn.emit(Notice(text=text)))
+        except Cancelled:
+            return False
         found = self._model.facts
         turn.emit(RingChanged(ring=found.ring, executor=found.executor))
+        return True
 
     def _fill(self, prompt: list[int], turn: Turn) -> Logits | None:
         rows = self._share_prefix(prompt)
@@ -116,7 +117,7 @@ class ConversationCache:
             position += len(chunk)
             turn.watch()
             try:
-                with self._interruptible(turn):
+                with self._interruptible(turn), turn.passing():
                     logits = rows.extend(chunk, want_logits=position == len(prompt))
             except Interrupted:
                 return None

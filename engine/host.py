@@ -14,7 +14,6 @@ import queue
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from engine.cpu_threads import within_this_machine
-from engine.errors import Cancelled, ModelError
+from engine.errors import ModelError
 from engine.exchange.grpc_environment import ONLY_TLS_1_3
 from engine.experts.kernels.pool import physical_cores
 from engine.messages import (
@@ -48,7 +47,6 @@ from engine.messages import (
     Pair,
     Plan,
     Prepare,
-    Progress,
     ProtocolError,
     Pull,
     Resize,
@@ -59,6 +57,8 @@ from engine.messages import (
 )
 from engine.models.locations import locate
 from engine.pipes import EventWriter, Pipes, claim_standard_streams
+from engine.progress import Reports
+from engine.temporary_folders import is_remover
 
 if TYPE_CHECKING:
     from engine.experts.popularity_file import PopularityKeeper
@@ -67,7 +67,6 @@ if TYPE_CHECKING:
     from engine.session import Session
 
 READ_BYTES = 1 << 16
-PROGRESS_INTERVAL_S = 0.1
 
 SPINS = 2000
 """Turns an idle OpenMP thread waits before it sleeps (libgomp's; elsewhere the wait policy alone counts)."""
@@ -88,8 +87,7 @@ class Task:
         self.request = request
         self._host = host
         self._stop = threading.Event()
-        self._next_report = 0.0
-        self._stage = ""
+        self.report = Reports(request.id, host.send, self.cancelled)
 
     def cancel(self) -> None:
         self._stop.set()
@@ -99,17 +97,6 @@ class Task:
 
     def watching(self) -> bool:
         return self._host.watching
-
-    def report(self, stage: str, done: int, total: int, unit: str) -> None:
-        """Progress, at most ten times a second beside new stages and their ends. Raises Cancelled if told to stop."""
-        if self.cancelled():
-            raise Cancelled(f"Stopped while {stage}.")
-        now = time.monotonic()
-        if stage == self._stage and now < self._next_report and (total == 0 or done < total):
-            return
-        self._stage, self._next_report = stage, now + PROGRESS_INTERVAL_S
-        known = unit if unit in ("bytes", "tensors", "layers") else ""
-        self._host.send(Progress(id=self.request.id, stage=stage, done=done, total=total, unit=known))  # type: ignore[arg-type]
 
 
 class Host:
@@ -329,7 +316,7 @@ class Host:
         try:
             with self._undisturbed():
                 finished = session.generate(request, self.send, task)
-                return finished if self._kept is None else self._kept.probed(finished)
+                return finished if self._kept is None else self._kept.probed(finished, session.first_pass_s)
         finally:
             if self._keeper is not None:
                 self._keeper.save_if_due()
@@ -434,11 +421,14 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def end_process(status: int) -> NoReturn:
-    """End at once, whatever the threads do, and the children with it."""
+    """End at once, whatever the threads do, and the children with it, but for those that tidy up behind it."""
     with contextlib.suppress(Exception):
         import psutil
 
         for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if is_remover(child.cmdline()):
+                    continue
             with contextlib.suppress(psutil.Error):
                 child.kill()
     with contextlib.suppress(Exception):

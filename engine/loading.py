@@ -56,27 +56,18 @@ def load_session(
     words = tokenizer.load_tokenizer(folder)
     defaults = read_settings(folder / "generation_config.json")
     ends = stop_ids(defaults) or stop_ids(read_settings(folder / "config.json"))
+    ends |= words.end_of_turn_ids if words is not None else frozenset()
+    said = [f"Running on {runtime.name}: {why}."] if fallback else []
     facts = msgspec.structs.replace(
         model.facts,
         name=name,
         has_chat_template=words is not None and words.has_chat_template,
         has_tokenizer=words is not None,
         load_s=time.perf_counter() - started,
-        notices=[
-            *([f"Running on {runtime.name}: {why}."] if fallback else []),
-            *model.facts.notices,
-            *settings_not_applied(defaults),
-        ],
+        notices=[*said, *model.facts.notices, *settings_not_applied(defaults)],
         context_limit=min(model.facts.context_limit, request.context_limit or model.facts.context_limit),
     )
-    return Session(
-        model,
-        words,
-        ends=ends | (words.end_of_turn_ids if words is not None else frozenset()),
-        defaults=defaults,
-        facts=facts,
-        prefill_chunk=request.prefill_chunk,
-    )
+    return Session(model, words, ends=ends, defaults=defaults, facts=facts, prefill_chunk=request.prefill_chunk)
 
 
 def alone(request: Load) -> Load:

@@ -29,7 +29,7 @@ from engine.model_headers import Headers, disk_rate, read_headers
 from engine.models.sizes import Sizes
 from engine.models.store import resolve
 from engine.planning.calibration import Calibration
-from engine.planning.hybrid import Device, HybridPlan, Machine, ModelSizes, Wanted
+from engine.planning.hybrid import Device, HybridPlan, Machine, Wanted
 from engine.planning.hybrid import plan as plan_placement
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Network
     calibration, speed = _measured(load, headers, graphics, notices)
     context = min(sizes.context_limit, load.context_limit or Wanted().context_tokens)
     plan = plan_placement(
-        _model(sizes, load.model),
+        sizes.for_planning(load.model),
         _machine(headers, graphics, speed, loaded),
         Wanted(
             partitioning="cpu" if graphics is None else load.partitioning,
@@ -142,21 +142,6 @@ def _planned_runtime(load: Load, headers: Headers, on_gpu: bool) -> PlannedRunti
     if headers.not_native is not None:
         return PlannedRuntime("torch", f"the faster native trunk is not used, because {headers.not_native}")
     return PlannedRuntime("native", "the fastest trunk on this CPU")
-
-
-def _model(sizes: Sizes, name: str) -> ModelSizes:
-    return ModelSizes(
-        name=name,
-        layers=sizes.layers,
-        moe_layers=sizes.moe_layers,
-        experts=sizes.experts,
-        experts_per_token=sizes.experts_per_token,
-        hidden=sizes.hidden,
-        trunk_bytes=sizes.trunk_bytes,
-        expert_bytes=sizes.expert_bytes,
-        key_value_bytes_per_token=sizes.key_value_bytes_per_token,
-        bytes_per_weight=sizes.width,
-    )
 
 
 def _machine(headers: Headers, graphics: Gpu | None, speed: MachineSpeed | None, loaded: ModelFacts | None) -> Machine:

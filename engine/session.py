@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import msgspec
 
 from engine.conversation_cache import ConversationCache
-from engine.errors import ModelError
+from engine.errors import Cancelled, ModelError
 from engine.free_memory import available_bytes, ran_out_of_memory
 from engine.generation.beams import BeamRule, BeamState, Hypothesis, beam_run, check_beams
 from engine.generation.sampling import Sampler, sampling_rule
@@ -105,6 +105,8 @@ class Session:
         self._clock = clock
         self._cache = ConversationCache(model, prefill_chunk)
         self._context: list[int] = []
+        self.first_pass_s: float | None = None
+        """Seconds of the first pass of the last question; None: nothing was run."""
 
     def _free_memory(self) -> int:
         """Bytes that keys and values may take."""
@@ -165,7 +167,11 @@ class Session:
         turn = Turn(request, self._model.recorder, emit, control, self._clock, len(prompt))
         try:
             with self._consistent_cache():
-                self._cache.take_back_peers(turn)
+                try:
+                    self._cache.take_back_peers(turn)
+                except Cancelled:
+                    self._cache.forget()
+                    return turn.finished(Answer("", [], "cancelled"))
                 self._keep_facts(emit)
                 logits = self._cache.prefill(prompt, turn)
                 if logits is None:
@@ -180,6 +186,7 @@ class Session:
             return turn.finished(answer)
         finally:
             turn.close()
+            self.first_pass_s = turn.first_pass_s
             self._keep_facts(emit)
 
     def _keep_facts(self, emit: Emit) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.generation.text import IncrementalDecoder, StopStrings
 from engine.messages import AnyEvent, Beam, BeamProgress, Finished, FinishReason, Generate, Notice, Piece
+from engine.progress import ProgressCallback, Reports
 from engine.timing import Recorder
 
 PIECE_INTERVAL_S = 1 / 15
@@ -32,7 +34,8 @@ class Answer:
 
 
 class Turn:
-    """Clocks and senders of one turn. ``prefilled`` counts the prompt tokens that were run."""
+    """Clocks and senders of one turn. ``prefilled`` counts the prompt tokens that were run; ``first_pass_s`` is the
+    time of the first pass of them."""
 
     def __init__(
         self,
@@ -46,7 +49,10 @@ class Turn:
         self.id = request.id
         self.emit = emit
         self.cancelled = control.cancelled
+        self.report: ProgressCallback = Reports(request.id, emit, control.cancelled)
+        """What takes long before the answer goes on; raises Cancelled."""
         self.prefilled = 0
+        self.first_pass_s: float | None = None
         self._always = request.with_timing
         self._control = control
         self._recorder = recorder
@@ -67,6 +73,14 @@ class Turn:
         self._last = self._clock()
         self._first = self._first if self._count else self._last
         self._count += 1
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """Around a pass of the model over tokens of the prompt."""
+        begun = self._clock()
+        yield
+        if self.first_pass_s is None:
+            self.first_pass_s = self._clock() - begun
 
     @property
     def tokens(self) -> int:

@@ -5,19 +5,31 @@ What sends something is done only where a ring was set up already, or when the p
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from app.commands.finding import Finding, Mark
+from app.engine_client import EngineClient, EngineDied
+from app.network import Network, NetworkProblem, close_quietly
+from app.ring_settings import open_network
+from app.ring_words import state_words
+from app.settings_file import open_settings
 from app.text_safety import one_line
+from engine.messages import NetworkState, PeerFacts
 from engine.models.locations import locate
 
 if TYPE_CHECKING:
     from discovery.checks import NetworkFacts, PeerStep
+    from discovery.peers import Peer
 
 _CERTIFICATE = "certificate.pem"
 _KEY = "private-key.pem"
 _SHOWN = 8
+_UNREACHABLE = "127.0.0.1:0"
+"""Where the process listens that greets another machine: it is not announced, and nobody else can connect."""
 _MARKS: dict[str, Mark] = {"neighbours": "note"}
 """That nobody else is heard is no fault where nobody else is."""
 
@@ -30,7 +42,7 @@ def network(*, probe: bool, peer: str = "") -> list[Finding]:
         hint = "privatellm doctor --network looks at the network"
         return [Finding("network", "no ring was set up; no socket was opened", "note", hint)]
     found = [*_identity(folder), *_peers(folder)] if set_up else []
-    return [*found, *_ports(), *_reach(), *(_walk(peer) if peer else [])]
+    return [*found, *_ports(), *_reach(), *(_walk(folder, peer) if peer else [])]
 
 
 def _identity(folder: Path) -> list[Finding]:
@@ -95,15 +107,94 @@ def _interfaces(facts: NetworkFacts) -> Finding:
     return Finding("interfaces", (", ".join(shown[:_SHOWN]) or "none but loopback") + firewall)
 
 
-def _walk(peer: str) -> list[Finding]:
+def _walk(folder: Path, address: str) -> list[Finding]:
+    """From the name to the greeting, as far as it goes."""
     from app.setting_items import host_and_port
     from discovery.checks import probe_peer
 
-    host, port = host_and_port(peer)
-    return [_step(step) for step in probe_peer(host, port)]
+    host, port = host_and_port(address)
+    found = [_step(step) for step in probe_peer(host, port)]
+    if all(step.mark == "ok" for step in found):
+        peer, trusted = _trust(folder, host, port)
+        found.append(trusted)
+        if peer is not None:
+            found.append(_greeted(peer, address))
+    return found
 
 
 def _step(step: PeerStep) -> Finding:
     if step.problem is None:
         return Finding(f"peer: {step.step}"[:14], step.said)
     return Finding(f"peer: {step.step}"[:14], step.problem.what, "problem", step.problem.remedy)
+
+
+def _trust(folder: Path, host: str, port: int) -> tuple[Peer | None, Finding]:
+    """Whether the certificate that is shown there is one that was pinned here."""
+    from discovery.certificates import fingerprint
+    from discovery.errors import DiscoveryError
+    from discovery.identity import fingerprint_words, short
+    from discovery.peers import PeersFile
+    from discovery.tls import shown_certificate
+
+    about, pair = "peer: trust", f"privatellm peers pair {host}:{port}"
+    try:
+        node_id = fingerprint(shown_certificate(host, port))
+        peers = PeersFile(folder).all()
+    except DiscoveryError as error:
+        return None, Finding(about, str(error), "problem", f"see {folder}")
+    except OSError as error:
+        what = f"what listens on port {port} is no privatellm ({error.strerror or error})"
+        return None, Finding(about, what, "problem", "compare the port with the one that `privatellm join` shows there")
+    for peer in peers:
+        if peer.node_id == node_id:
+            return peer, Finding(about, f"{one_line(peer.label)}, with the certificate that was paired")
+    who = f"{short(node_id)} ({' '.join(fingerprint_words(node_id))})"
+    changed = [peer for peer in peers if f"{host}:{port}" in peer.addresses]
+    if changed:
+        name = one_line(changed[0].label)
+        what = f"{name} was found here before, but {who} answers now: another machine, or a new identity"
+        way_out = f"if it has a new identity: privatellm peers forget {short(changed[0].node_id)}, then {pair}"
+        return None, Finding(about, what, "problem", way_out)
+    way_out = f"have it show a code (`privatellm peers code` there, or c on its screen), then {pair}"
+    return None, Finding(about, f"{who} is not paired with this machine", "problem", way_out)
+
+
+def _greeted(peer: Peer, address: str) -> Finding:
+    """What the machine says to this one, which greets it from a process that nobody can reach."""
+    about, name = "peer: hello", one_line(peer.label)
+    try:
+        facts = asyncio.run(_facts_of(peer.node_id, address))
+    except (EngineDied, NetworkProblem) as error:
+        return Finding(about, str(error), "problem", f"the end of {locate('logs') / 'engine.log'} says why")
+    if facts is None or facts.state in ("paired", "lost"):
+        again = f"privatellm peers forget {peer.node_id[:8]}, then pair again"
+        return Finding(about, f"{name} does not answer", "problem", f"if it has forgotten this machine: {again}")
+    if facts.problem:
+        what, _, way_out = one_line(facts.problem).rstrip(".").rpartition("; ")
+        return Finding(about, what or way_out, "problem", way_out if what else "see `privatellm --version` on both")
+    said = f"{name} answers, privatellm {one_line(facts.version)}"
+    if facts.state == "busy":
+        return Finding(about, f"{said}; {state_words(facts)}", "note", "leave the ring there, or wait")
+    if not facts.lends:
+        return Finding(about, f"{said}; not lent", "note", "privatellm join there")
+    return Finding(about, f"{said}; lent, and free")
+
+
+async def _facts_of(node_id: str, address: str) -> PeerFacts | None:
+    """Raises NetworkProblem, EngineDied."""
+    engine = EngineClient()
+    network = Network(engine)
+    wanted = open_network(open_settings(look_only=True).settings)
+    try:
+        await engine.start()
+        await network.ensure_open(msgspec.structs.replace(wanted, listen=_UNREACHABLE, peers=[address]), wait=False)
+        await network.wait_for(lambda state: _known(state, node_id) not in (None, "paired"))
+        found = [one for one in network.paired if one.node_id == node_id]
+        await close_quietly(network)
+    finally:
+        await engine.close()
+    return next(iter(found), None)
+
+
+def _known(state: NetworkState, node_id: str) -> str | None:
+    return next((one.state for one in state.peers if one.node_id == node_id), None)

@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
+import msgspec
+
 from app.commands.engine_work import Interruption, run_with_engine
 from app.commands.output import ReaderGoneError, WorkFailed, answer, say
 from app.engine_client import EngineClient
 from app.lending import Lender
 from app.network import NetworkProblem
 from app.ring_settings import open_network
-from app.setting_fields import SettingError
-from app.settings_file import open_settings
+from app.setting_fields import GIB, SettingError
+from app.settings_file import SettingsFile, open_settings
 from app.text_safety import one_line
 from engine.messages import OpenNetwork
 
@@ -30,6 +32,8 @@ class JoinFlags:
     listen: str | None = None
     peers: tuple[str, ...] = ()
     plain: bool = False
+    memory: float | None = None
+    """GiB."""
 
 
 def join(flags: JoinFlags) -> int:
@@ -53,16 +57,39 @@ def network_from(flags: JoinFlags) -> OpenNetwork:
     for notice in file.notices:
         say(f"note: {notice}")
     settings = file.settings
-    given = {"ring_name": flags.name, "ring_listen": flags.listen}
+    given = {"ring_name": flags.name, "ring_listen": flags.listen, "ring_memory": flags.memory}
     try:
         for key, value in given.items():
             settings = settings.with_value(key, value) if value is not None else settings
         settings = settings.with_value("ring_peers", ", ".join([settings.ring_peers, *flags.peers]))
+        _keep_name(file, settings.ring_name)
     except SettingError as error:
-        flag = {"ring_name": "--name", "ring_listen": "--listen", "ring_peers": "--peer"}
+        flag = {
+            "ring_name": "--name",
+            "ring_listen": "--listen",
+            "ring_peers": "--peer",
+            "ring_memory": "--memory",
+        }
         key = str(error).partition(" ")[0]
         raise WorkFailed(str(error).replace(key, flag.get(key, key), 1), status=2) from error
-    return open_network(settings, lend=True)
+    memory = None if settings.ring_memory is None else round(settings.ring_memory * GIB)
+    return msgspec.structs.replace(
+        open_network(settings, lend=True),
+        lend_memory=memory,
+        cpu_threads=settings.cpu_threads,
+        keep_resident=settings.keep_resident,
+        lock_memory=settings.lock_memory,
+    )
+
+
+def _keep_name(file: SettingsFile, name: str | None) -> None:
+    """What else runs of privatellm here greets other machines by the same name, or they would see it change."""
+    if name == file.settings.ring_name:
+        return
+    try:
+        file.change("ring_name", name)
+    except SettingError as error:
+        say(f"note: {error}")
 
 
 def _has_screen() -> bool:

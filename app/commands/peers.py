@@ -12,7 +12,7 @@ from app.commands.output import WorkFailed, answer, as_json, say, size
 from app.engine_client import EngineClient
 from app.network import Network, NetworkProblem, close_quietly
 from app.ring_settings import open_network
-from app.ring_words import STATES, link_words, short_id
+from app.ring_words import fingerprint, link_words, peer_address, short_id, state_words
 from app.settings_file import open_settings
 from app.text_safety import one_line
 from engine.messages import NetworkState, PeerFacts
@@ -60,6 +60,28 @@ def pair(peer: str, code: str | None) -> int:
         return 0
 
     return run_with_engine(work)
+
+
+def show_code() -> int:
+    """Have the ``join`` that runs here show a new code, and print it. Raises WorkFailed if none runs."""
+    from discovery.code_requests import ask_for_code
+    from discovery.errors import DiscoveryError
+    from engine.models.locations import ensure
+
+    folder = ensure("config") / "network"
+    try:
+        shown = ask_for_code(folder)
+    except DiscoveryError as error:
+        raise WorkFailed(str(error)) from error
+    if shown is None:
+        raise WorkFailed("no privatellm join runs here, or it does not answer: start it, then ask again")
+    answer(f"{one_line(shown.code)}\n")
+    where = one_line(next(iter(shown.listening), "HOST:PORT"))
+    say(
+        f"{one_line(shown.name)} shows it for {shown.seconds} s and {shown.tries} tries; type it on the other machine: "
+        f"f8 in its chat, or privatellm peers pair {where}"
+    )
+    return 0
 
 
 def forget(peer: str) -> int:
@@ -119,7 +141,7 @@ def as_object(state: NetworkState) -> dict[str, Any]:
 
 def as_text(state: NetworkState) -> str:
     me = state.me
-    words = f"  {' '.join(map(one_line, me.words))}" if me.words else ""
+    words = f"  {fingerprint(me.words)}" if me.words else ""
     first = f"this machine: {one_line(me.name)}  {short_id(me.node_id)}{words}\n"
     if not state.peers:
         hint = "run privatellm join on another one, then privatellm peers pair HOST:PORT"
@@ -127,17 +149,19 @@ def as_text(state: NetworkState) -> str:
     rows = [["name", "node id", "state", "address", "link", "memory", "runtime"], *map(_row, state.peers)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    strangers = [f"{short_id(peer.node_id)} shows the words: {fingerprint(peer.words)}" for peer in state.peers
+                 if not peer.name and peer.words]  # fmt: skip
     problems = [f"{one_line(peer.name) or short_id(peer.node_id)}: {one_line(peer.problem)}" for peer in state.peers
                 if peer.problem]  # fmt: skip
-    return first + "\n".join([*lines, *problems]) + "\n"
+    return first + "\n".join([*lines, *strangers, *problems]) + "\n"
 
 
 def _row(peer: PeerFacts) -> list[str]:
     return [
         one_line(peer.name) or _NOTHING,
         short_id(peer.node_id),
-        STATES[peer.state],
-        one_line(peer.addresses[0]) if peer.addresses else _NOTHING,
+        state_words(peer),
+        peer_address(peer) or _NOTHING,
         link_words(peer.link) if peer.link is not None else _NOTHING,
         f"{size(peer.memory_free)} of {size(peer.memory_total)} free" if peer.memory_total else _NOTHING,
         one_line(peer.runtime) or _NOTHING,

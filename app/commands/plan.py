@@ -70,7 +70,7 @@ def ring_lines(ring: RingFacts) -> list[str]:
     head = f"Ring of {len(ring.nodes)}: {speed_words(ring, f'{fast} tokens/s', f'{alone} tokens/s')}"
     names = max((len(machine_name(node)) for node in ring.nodes), default=0)
     nodes = [
-        f"{node.rank}  {machine_name(node):{names}}  {node.experts:,} experts {size(node.expert_bytes)}, trunk "
+        f"{node.rank + 1}  {machine_name(node):{names}}  {node.experts:,} experts {size(node.expert_bytes)}, trunk "
         f"{size(node.trunk_bytes)}, {size(node.memory_free)} free, {node.expected_experts:.1f} run a layer"
         + (f", {sending}" if (sending := to_send(node)) else "")
         for node in ring.nodes

@@ -245,18 +245,21 @@ def bench(
 
 @app.command()
 def join(
-    name: Annotated[str | None, typer.Option(metavar="N", help="What paired machines call this one.")] = None,
+    name: Annotated[str | None, typer.Option(metavar="N", help="What others call this machine, from now on.")] = None,
     listen: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Absent: all interfaces, port 47820 or the next free one.")
     ] = None,
     peer: _PeerOption = None,
+    memory: Annotated[
+        float | None, typer.Option(metavar="GIB", help="Memory that a share may take; absent: what is free.")
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a screen: for a service.")] = False,
 ) -> None:
     """Lend this machine to the rings of paired machines, until you leave."""
     from app.commands.join import JoinFlags
     from app.commands.join import join as run_join
 
-    raise typer.Exit(run_join(JoinFlags(name, listen, tuple(peer or ()), plain)))
+    raise typer.Exit(run_join(JoinFlags(name, listen, tuple(peer or ()), plain, memory)))
 
 
 @peers_app.callback()
@@ -285,6 +288,14 @@ def peers_pair(
     from app.commands.peers import pair
 
     raise typer.Exit(pair(peer, code))
+
+
+@peers_app.command("code")
+def peers_code() -> None:
+    """Have the `privatellm join` that runs here, such as a service, show a new code for two minutes."""
+    from app.commands.peers import show_code
+
+    raise typer.Exit(show_code())
 
 
 @peers_app.command("new-identity")

@@ -22,7 +22,6 @@ from app.tui.pulling import Pulling
 from app.tui.saving import RETRY_SAVE_S, Saver, Thread, rename
 from app.tui.state import (
     BUSY,
-    TOO_LONG,
     BeamsChanged,
     ChatOptions,
     Entry,
@@ -40,7 +39,7 @@ from app.tui.state import (
     Update,
     context_to_come,
 )
-from app.tui.turn import Turn, autosave, completed, generate_request
+from app.tui.turn import Turn, autosave, completed, failed, generate_request
 from engine.messages import (
     AnyEvent,
     Beam,
@@ -52,6 +51,7 @@ from engine.messages import (
     Notice,
     Piece,
     Prefill,
+    Progress,
     Timing,
 )
 
@@ -346,7 +346,10 @@ class ChatController:
             self._end(turn, "failed", "The engine gave no answer.")
 
     def _take(self, turn: Turn, event: AnyEvent) -> None:
+        self.status.progress = event if isinstance(event, Progress) else None
         match event:
+            case Progress():
+                self._status_changed()
             case Prefill():
                 self.status.prefill, turn.prompt_tokens = event, event.total
                 self.status.context_used = event.done
@@ -364,9 +367,7 @@ class ChatController:
             case Finished():
                 self._finished(turn, event)
             case Failed():
-                turn.answer.finish_reason = TOO_LONG if event.kind == "context" else ""
-                hint = " /edit changes the question; the next one leaves it out." if event.kind == "context" else ""
-                self._end(turn, "failed", event.error + hint)
+                self._end(turn, *failed(turn.answer, event))
 
     def _grow(self, turn: Turn, text: str, tokens: int, tokens_per_s: float) -> None:
         turn.answer.content, turn.answer.dirty = text, True

@@ -71,44 +71,61 @@ def status_line(status: Status, width: int) -> Content:
     details = _details(status)
     figures = _figures(status)
     on_a_ring = status.facts is not None and status.facts.ring is not None
-    for keep in range(len(details), -1, -1):
-        middle = [Content.styled(text, _MUTED) for text in details[:keep]]
-        for shown in (figures, [figure.short for figure in figures], [figure.short for figure in figures[-1:]], []):
+    choices = [details[:keep] for keep in range(len(details), -1, -1)]
+    if on_a_ring and len(details) > 1:
+        choices.insert(-2, [details[0], details[1].partition(" · ")[0]])
+    for chosen in choices:
+        middle = [Content.styled(text, _MUTED) for text in chosen]
+        short = [figure.short for figure in figures]
+        fewer = [figure.short for figure in figures if not figure.spare]
+        for shown in (figures, short, fewer, short[-1:], []):
             right = Content("  ").join([item if isinstance(item, Content) else item.long for item in shown])
             line = Content("  ").join([left, *middle])
             gap = width - line.cell_length - right.cell_length
             if gap >= 2 or (gap >= 0 and not right.plain):
                 return Content.assemble(line, " " * gap, right)
             # What a ring is, and who of it is gone, matters more than figures in full.
-            if keep and (shown is not figures or not on_a_ring):
+            if chosen and (shown is fewer or not on_a_ring):
                 break
     return left.truncate(max(width, 0), ellipsis=True)
 
 
 class _Figure:
-    def __init__(self, long: str, short: str, style: str = "") -> None:
+    """``spare``: to be left out before what a ring is."""
+
+    def __init__(self, long: str, short: str, style: str = "", spare: bool = False) -> None:
         self.long = Content.styled(long, style)
         self.short = Content.styled(short, style)
+        self.spare = spare
 
 
 def _activity(status: Status) -> Content:
     dot, colour = _DOTS.get(status.phase, ("◍", "$text-accent"))
     text = Content.assemble((f"{dot} ", colour), status.phase.value)
     progress, prefill = status.progress, status.prefill
-    if status.phase in (Phase.LOADING, Phase.FETCHING) and progress is not None:
+    if progress is not None and status.phase in (Phase.READING, Phase.ANSWERING):
+        # A ring is formed again in the middle of a turn: that is what one waits for.
+        text = Content.assemble((f"{dot} ", colour), one_line(progress.stage))
+        return Content.assemble(text, _done(progress))
+    if progress is not None and status.phase in (Phase.LOADING, Phase.FETCHING):
         if progress.stage != status.phase.value:
             text = Content.assemble(text, f": {one_line(progress.stage)}")
-        if progress.total:
-            share = f" {100 * progress.done // progress.total}%"
-            amount = f" of {size(progress.total)}" if progress.unit == "bytes" else ""
-            return Content.assemble(text, " ", bar(progress.done, progress.total, 10), share, amount)
-        return text
+        return Content.assemble(text, _done(progress))
     if status.phase is Phase.READING and prefill is not None and prefill.total:
         share = f" {prefill.done}/{prefill.total}"
         return Content.assemble(text, " ", bar(prefill.done, prefill.total, 10), share)
     if status.waiting:
         return Content.assemble(text, (f" · {status.waiting} waiting", "$text-warning"))
     return text
+
+
+def _done(progress: Progress) -> Content:
+    """How much of it is done, after a space; empty if that cannot be said."""
+    if not progress.total:
+        return Content()
+    share = f" {100 * progress.done // progress.total}%"
+    amount = f" of {size(progress.total)}" if progress.unit == "bytes" else ""
+    return Content.assemble(" ", bar(progress.done, progress.total, 10), share, amount)
 
 
 def _details(status: Status) -> list[str]:
@@ -129,7 +146,8 @@ def _figures(status: Status) -> list[_Figure]:
         share = f"{100 * status.warm_up.done // status.warm_up.total}%"
         figures.append(_Figure(f"warming up {share}", f"warm {share}", "$text-warning"))
     elif status.probe_s is not None:
-        figures.append(_Figure(f"after idle {latency(status.probe_s)}", f"idle {latency(status.probe_s)}", _MUTED))
+        idle = latency(status.probe_s)
+        figures.append(_Figure(f"after idle {idle}", f"idle {idle}", _MUTED, spare=True))
     if status.facts is not None and status.facts.context_limit:
         figures.append(_context(status.context_used, status.facts.context_limit))
     speed = rate(status.tokens_per_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from textual.content import Content
 
-from app.ring_words import latency, link_words, short_id
+from app.ring_words import fingerprint, latency, link_words, other_link, place_words, short_id
 from app.text_safety import one_line
 from app.tui.charts import flowing
 from app.tui.formatting import bar, size
@@ -35,6 +35,8 @@ def lending_view(state: NetworkState | None, restarting: bool, width: int) -> Co
     """The whole screen but for the messages."""
     if state is None:
         return Content.styled("Starting the engine…", _MUTED)
+    paired = [peer for peer in state.peers if peer.name]
+    # What one needs first: on a small terminal the rest is below the edge.
     parts = [_me(state, width)]
     if restarting:
         parts.append(Content.styled("The engine ended and is started again.", "$text-warning bold"))
@@ -43,13 +45,13 @@ def lending_view(state: NetworkState | None, restarting: bool, width: int) -> Co
         parts.append(_lending(state.lending, width))
     if state.code:
         parts.append(_code(state, width))
+    parts.append(_where(state, width))
     if state.lending is None and state.open:
-        heads = [peer for peer in state.peers if peer.name]
-        waiting = "Waiting for a head to form a ring." if heads else "Waiting to be paired."
+        waiting = "Waiting for a head to form a ring." if paired else "Waiting to be paired."
         parts.append(Content.styled(waiting, _MUTED))
-    paired = [peer for peer in state.peers if peer.name]
     if paired and state.lending is None:
-        parts.append(Content("\n").join([Content.styled("Paired", "bold"), *[peer_lines(p, width) for p in paired]]))
+        heads = [peer_lines(peer, width, of_head=True) for peer in paired]
+        parts.append(Content("\n").join([Content.styled("Paired", "bold"), *heads]))
     return Content("\n\n").join(parts)
 
 
@@ -57,9 +59,14 @@ def _me(state: NetworkState, width: int) -> Content:
     me = state.me
     items = [Content.styled(one_line(me.name) or short_id(me.node_id), "bold $text-primary")]
     if me.words:
-        items.append(Content.styled(" ".join(map(one_line, me.words)), "$text-accent"))
+        items.append(Content.styled(fingerprint(me.words), "$text-accent"))
+    return flowing(items, width)
+
+
+def _where(state: NetworkState, width: int) -> Content:
+    me = state.me
     where = ", ".join(map(one_line, me.listening))
-    items.append(Content.styled((where and f"listening at {where}") or "no socket is open", _MUTED))
+    items = [Content.styled((where and f"listening at {where}") or "no socket is open", _MUTED)]
     if me.key_storage:
         items.append(Content.styled(f"key in {one_line(me.key_storage)}", _MUTED))
     return flowing(items, width)
@@ -75,17 +82,22 @@ def _code(state: NetworkState, width: int) -> Content:
     return Content("\n").join(
         [
             typed,
-            *[Content.styled(line, "bold $text-success") for line in lines if len(lines) > 1],
+            *[Content.styled(line, "bold $text-success") for line in ("", *lines) if len(lines) > 1],
             Content.styled(left, _MUTED),
         ]
     )
 
 
 def _lending(facts: LendingFacts, width: int) -> Content:
-    rows = [
-        ("Ring of", Content.assemble((one_line(facts.head), "bold"), f", rank {facts.rank} of {facts.nodes}")),
-        ("Model", Content(one_line(facts.model))),
-        ("Share", Content(f"{facts.experts:,} experts, {size(facts.expert_bytes)}")),
+    # Until the ring is formed nothing is known of it but what is to be received.
+    place = f", {place_words(facts)}" if facts.nodes else ""
+    amount = f", {size(facts.expert_bytes)}" if facts.expert_bytes else ""
+    rows = [("Ring of", Content.assemble((one_line(facts.head), "bold"), place))]
+    if facts.model:
+        rows.append(("Model", Content(one_line(facts.model))))
+    if facts.experts:
+        rows.append(("Share", Content(f"{facts.experts:,} experts{amount}")))
+    rows += [
         ("Stage", _stage(facts)),
         ("Load", Content.assemble(bar(facts.busy, 1.0, _BAR), f" {min(1.0, facts.busy):.0%}")),
         ("Tokens", Content(f"{facts.tokens:,}")),
@@ -115,7 +127,7 @@ def _stage(facts: LendingFacts) -> Content:
 def _link(link: LinkFacts, width: int) -> Content:
     items = [
         Content(link_words(link)),
-        *[Content.styled(f"slower: {one_line(other)}", _MUTED) for other in link.others],
+        *[Content.styled(f"slower: {other_link(other)}", _MUTED) for other in link.others],
     ]
     return flowing(items, width)
 

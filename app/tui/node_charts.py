@@ -16,7 +16,7 @@ _MUTED = "$foreground-muted"
 _WAITING = ("exchange", "wait")
 _LONGEST_NAME = 12
 _NARROW = 48
-"""Cells below which a layer names its slowest node by its rank only."""
+"""Cells below which a layer names its slowest node by its number only."""
 
 
 def work_of(times: LayerTimes) -> float:
@@ -49,7 +49,7 @@ def slowest_by_layer(nodes: Sequence[Sequence[LayerTimes]]) -> list[Slowest]:
 def node_line(nodes: Sequence[NodeTimes], shown: int | None, width: int) -> Content:
     """All nodes with the one that is shown marked; ``shown`` None: the overview."""
     items = [Content.assemble(("n ", "bold"), ("node", _MUTED))]
-    names = ["all", *[f"{node.rank} {_name(node)}" for node in nodes]]
+    names = ["all", *map(_label, nodes)]
     chosen = 0 if shown is None else shown + 1
     items += [
         Content.styled(f"[{name}]" if index == chosen else f" {name} ", "bold $text-accent" if index == chosen else "")
@@ -95,7 +95,7 @@ def _bars(nodes: Sequence[NodeTimes], slowest: Sequence[Slowest], width: int) ->
     """One bar for each layer: the work of its slowest node, which is named."""
     longest = max(work_of(layer.times) for layer in slowest)
     digits = len(str(len(slowest) - 1))
-    labels = [_label(nodes[layer.node]) if width >= _NARROW else str(nodes[layer.node].rank) for layer in slowest]
+    labels = [_label(nodes[layer.node]) if width >= _NARROW else _number(nodes[layer.node]) for layer in slowest]
     names = max(map(len, labels))
     room = max(4, width - digits - names - 18)
     lines = [Content.styled(f"{'':{digits + names + room + 3}} {'ms':>7} {'ahead':>6}", _MUTED)]
@@ -113,9 +113,14 @@ def _bars(nodes: Sequence[NodeTimes], slowest: Sequence[Slowest], width: int) ->
 
 
 def _label(node: NodeTimes) -> str:
-    return f"{node.rank} {_name(node)}"
+    return f"{_number(node)} {_name(node)}"
+
+
+def _number(node: NodeTimes) -> str:
+    """People count from one, and the head is the first."""
+    return str(node.rank + 1)
 
 
 def _name(node: NodeTimes) -> str:
-    name = one_line(node.name) or f"node {node.rank}"
+    name = one_line(node.name) or f"node {_number(node)}"
     return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"

@@ -5,7 +5,18 @@ from __future__ import annotations
 import msgspec
 from textual.content import Content
 
-from app.ring_words import STATES, how_it_runs, link_words, machine_name, short_id, to_send
+from app.ring_words import (
+    fingerprint,
+    how_it_runs,
+    is_slower,
+    link_words,
+    machine_name,
+    peer_address,
+    roughly,
+    short_id,
+    state_words,
+    to_send,
+)
 from app.text_safety import one_line
 from app.tui.charts import flowing
 from app.tui.formatting import bar, rate, size
@@ -47,7 +58,11 @@ def ring_lines(ring: RingFacts, width: int, *, me: str = "") -> list[Content]:
 def _one_machine(ring: RingFacts, width: int) -> list[Content]:
     """A ring was asked for, and one machine is used instead."""
     lines = [flowing([Content.styled("No ring: this machine alone", "bold"), *_speed(ring)], width)]
-    return [*lines, Content.styled(one_line(ring.reason), "$text-warning")] if ring.reason else lines
+    if ring.reason:
+        lines.append(Content.styled(one_line(ring.reason), "$text-warning"))
+    if is_slower(ring):
+        lines.append(Content.styled("The setting “Even if slower” forms the ring all the same.", _MUTED))
+    return lines
 
 
 def _settled(node: NodeShare) -> NodeShare:
@@ -64,10 +79,9 @@ def _trunk(ring: RingFacts) -> list[str]:
 def _speed(ring: RingFacts) -> list[Content]:
     if ring.tokens_per_s is None:
         return [Content.styled("no speed predicted", _MUTED)]
-    slower = ring.alone_tokens_per_s is not None and ring.alone_tokens_per_s >= ring.tokens_per_s
-    items = [
-        Content.styled(f"about {rate(ring.tokens_per_s)}", "bold $text-warning" if slower else "bold $text-success")
-    ]
+    slower = is_slower(ring)
+    colour = "bold $text-warning" if slower else "bold $text-success"
+    items = [Content.styled(f"{roughly(ring)} {rate(ring.tokens_per_s)}", colour)]
     if ring.alone_tokens_per_s is None:
         return [*items, Content.styled("fits on no machine alone", _MUTED)]
     return [*items, Content.styled(f"one machine alone {rate(ring.alone_tokens_per_s)}", "bold" if slower else _MUTED)]
@@ -80,7 +94,7 @@ def _name(node: NodeShare, me: str) -> str:
 def _node(node: NodeShare, name: str, most: int, width: int, own_trunk: bool) -> Content:
     """One node on a line, or on as many as it needs."""
     held = node.trunk_bytes + node.expert_bytes
-    title = Content.assemble((f"{node.rank} ", _MUTED), (name, "bold"), "  ", bar(node.expert_bytes, most, _BAR))
+    title = Content.assemble((f"{node.rank + 1} ", _MUTED), (name, "bold"), "  ", bar(node.expert_bytes, most, _BAR))
     parts = [Content(f"{node.experts:,} experts {size(node.expert_bytes)}")]
     if own_trunk:
         parts.append(Content.styled(f"trunk {size(node.trunk_bytes)}", _MUTED))
@@ -103,25 +117,36 @@ def _node(node: NodeShare, name: str, most: int, width: int, own_trunk: bool) ->
     )
 
 
-def peer_lines(peer: PeerFacts, width: int) -> Content:
-    """A machine: its name and state, then its link and memory, then what is wrong with it."""
-    dot, colour = _DOTS[peer.state]
-    title = [Content.assemble((f"{dot} ", colour), (machine_name(peer), "bold"), ("  " + STATES[peer.state], colour))]
+def peer_lines(peer: PeerFacts, width: int, *, of_head: bool = False) -> Content:
+    """A machine: its name and state, then its link and memory, then what is wrong with it. ``of_head``: this machine
+    is lent, and ``peer`` may be the head of its ring."""
+    usable = peer.lends or of_head or peer.state != "ready"
+    dot, colour = _DOTS[peer.state if usable else "paired"]
+    state = state_words(peer, of_head=of_head)
+    title = [Content.assemble((f"{dot} ", colour), (machine_name(peer), "bold"), ("  " + state, colour))]
     facts = []
     if peer.name:
         facts.append(short_id(peer.node_id))
     if peer.link is not None:
         facts.append(link_words(peer.link))
     elif peer.addresses:
-        facts.append(one_line(peer.addresses[0]))
+        facts.append(peer_address(peer))
     if peer.memory_total:
         facts.append(f"{size(peer.memory_free)} of {size(peer.memory_total)} free")
     if peer.runtime:
         facts.append(one_line(peer.runtime))
     lines = [flowing(title, width)]
+    if not peer.name and peer.words:
+        # All that can be compared before it is paired: its own screen shows the same words.
+        lines.append(_indented(Content.styled(fingerprint(peer.words), "$text-accent"), width))
     if facts:
         body = flowing([Content.styled(fact, _MUTED) for fact in facts], max(8, width - 2))
         lines += [Content.assemble("  ", line) for line in body.split("\n")]
     if peer.problem:
-        lines.append(Content.styled(f"  {one_line(peer.problem)}", "$text-error"))
+        lines.append(_indented(Content.styled(one_line(peer.problem), "$text-error"), width))
     return Content("\n").join(lines)
+
+
+def _indented(text: Content, width: int) -> Content:
+    """``text`` two cells to the right, on as many lines as it needs."""
+    return Content("\n").join([Content.assemble("  ", line) for line in text.wrap(max(8, width - 2))])

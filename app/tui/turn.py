@@ -10,8 +10,8 @@ from app.conversations.records import State, StoreError
 from app.conversations.store import ConversationStore
 from app.text_safety import Sanitizer, sanitize
 from app.tui.saving import RETRY_SAVE_S, Saver, Thread
-from app.tui.state import ChatOptions, Entry, prompt_messages
-from engine.messages import Finished, Generate, Sampling
+from app.tui.state import TOO_LONG, ChatOptions, Entry, prompt_messages
+from engine.messages import Failed, Finished, Generate, Sampling
 
 
 @dataclass(eq=False)
@@ -56,6 +56,13 @@ def completed(answer: Entry, event: Finished) -> tuple[State, str]:
     if event.finish_reason == "cancelled":
         return "stopped", "Stopped."
     return "complete", "The length limit was reached." if event.finish_reason == "length" else ""
+
+
+def failed(answer: Entry, event: Failed) -> tuple[State, str]:
+    """The same for an answer that cannot be given."""
+    too_long = event.kind == "context"
+    answer.finish_reason = TOO_LONG if too_long else ""
+    return "failed", event.error + (" /edit changes the question; the next one leaves it out." if too_long else "")
 
 
 def generate_request(request_id: int, turn: Turn, options: ChatOptions) -> Generate:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import queue
 import random
 import sys
 import threading
@@ -33,6 +34,8 @@ LOOPBACK = ("127.0.0.0/8", "::1/128")
 WAIT_S = 0.3
 """How long a node is kept waiting to see what that costs the processor."""
 MOST_LINE = 1 << 20
+END_S = 2.0
+"""This process ends so long after its bench, whatever hangs."""
 
 
 class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,9 +185,27 @@ def _processor_seconds() -> float:
     return total
 
 
-def _hear(kind: type[Any]) -> Any:
-    line = sys.stdin.buffer.readline(MOST_LINE)
-    return msgspec.json.decode(line, type=kind) if line else None
+class _Told:
+    """What the bench says, read by a thread of its own: that it is gone must be noticed also while this node waits for
+    other nodes, or connects."""
+
+    def __init__(self) -> None:
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="reading the bench", daemon=True).start()
+
+    def hear(self, kind: type[Any]) -> Any:
+        """The next message; None once the bench is gone."""
+        line = self._lines.get()
+        return msgspec.json.decode(line, type=kind) if line else None
+
+    def _read(self) -> None:
+        while line := sys.stdin.buffer.readline(MOST_LINE):
+            self._lines.put(line)
+        # Whatever this node does may wait for nodes that were ended already: it ends all the same.
+        ending = threading.Timer(END_S, os._exit, (0,))
+        ending.daemon = True
+        ending.start()
+        self._lines.put(b"")
 
 
 def _say(message: msgspec.Struct) -> None:
@@ -194,20 +215,21 @@ def _say(message: msgspec.Struct) -> None:
 
 def main() -> None:
     """Serve the bench until it closes this process's stdin."""
-    setup = _hear(NodeSetup)
+    told = _Told()
+    setup = told.hear(NodeSetup)
     if setup is None:
         return
     node = Node(setup)
     try:
         _say(NodePort(port=node.port))
-        plan = _hear(NodePlan)
+        plan = told.hear(NodePlan)
         if plan is not None:
             _say(node.connect(plan))
-            while (wanted := _hear(NodeRound)) is not None:
+            while (wanted := told.hear(NodeRound)) is not None:
                 _say(node.measure(wanted))
     finally:
-        # An exchange of another library may wait for nodes that were ended already: this process ends all the same.
-        threading.Timer(2.0, os._exit, (0,)).start()
+        # An exchange of another library may hang: see above.
+        threading.Timer(END_S, os._exit, (0,)).start()
         node.close()
         os._exit(0)
 

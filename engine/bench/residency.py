@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import platform
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +33,7 @@ from engine.models.locations import ensure
 from engine.models.safetensors_files import MappedFile, encode_header, read_header
 from engine.models.store import check_space
 from engine.progress import ProgressCallback
+from engine.temporary_folders import temporary_folder
 
 Packing = Literal["unstacked", "prestacked"]
 PACKINGS: tuple[Packing, ...] = ("unstacked", "prestacked")
@@ -229,11 +228,8 @@ def _folder(size: Size) -> Iterator[Path]:
     """A folder for the matrices, gone afterwards."""
     base = ensure("data")
     check_space(base, 2 * size.nbytes, "This benchmark")
-    folder = Path(tempfile.mkdtemp(prefix="bench-residency-", dir=base))
-    try:
+    with temporary_folder("bench-residency-", base) as folder:
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _matrix_path(folder: Path, layer: int, number: int) -> Path:

@@ -34,7 +34,7 @@ from engine.models.sizes import sizes_of
 from engine.planning.ring_speed import PassTime, StepTerms, measured_costs
 from engine.progress import ProgressCallback
 from engine.ring.control.forming import RingFormer, Trial
-from engine.ring.control.local_ring import NETWORK, LocalRing, temporary_home
+from engine.ring.control.local_ring import NETWORK, LocalRing
 from engine.ring.control.measuring_node import experts_at_once
 from engine.ring.control.network import Network
 from engine.ring.control.ring_of_one import ring_of_one
@@ -42,6 +42,7 @@ from engine.ring.running.head_model import RingModel
 from engine.runtimes import pick_runtime
 from engine.runtimes.loading import load_model
 from engine.runtimes.protocol import LoadedModel
+from engine.temporary_folders import temporary_folder
 
 STEPS = 24
 """Decoded per round."""
@@ -111,7 +112,7 @@ def bench_ring(
     counts = sorted(set(request.nodes))
     wanted = request.load.model
     name, folder = find_folder(wanted or STARTER, report, cancelled)
-    with temporary_home() as home:
+    with temporary_folder("privatellm-head-") as home:
         models = [(name, folder)]
         if not wanted:
             models.append((MADE_UP, write_moe(home / MADE_UP, made_up or MoeShape(), report)))
@@ -206,7 +207,8 @@ class _Bench:
         if samples.terms is not None and samples.ring is not None:
             terms = samples.terms
             computing = PassTime(in_parts.moe_s, 0.0, in_parts.other_s)
-            costs = measured_costs(terms.model, computing, in_parts.exchange_s / terms.model.moe_layers, "this")
+            fence_s = in_parts.exchange_s / terms.model.moe_layers
+            costs = measured_costs(terms.model, computing, fence_s, terms.nodes[0].central_s, "this")
             predicted = terms.with_nodes(costs, self._at_once).with_exchange(samples.ring.exchange_s or 0.0).step()
         seconds = [part.seconds for part in samples.parts]
         return Row(

@@ -24,17 +24,20 @@ _NORM_WORD = 0x3F80
 
 @dataclass(frozen=True)
 class MoeShape:
-    """By default DBRX's 16 experts of which 4 run, with a sixth of its widths and six layers: decoding reads as large
-    a part of the weights as there, and a layer takes long enough to be worth an exchange. bfloat16."""
+    """Named and laid out as Mixtral, in bfloat16.
+
+    By default DBRX's 16 experts of which 4 run, with a sixth of its widths and six layers: decoding reads as large a
+    part of the weights as there, and a layer takes long enough to be worth an exchange."""
 
     layers: int = 6
     hidden: int = 1024
     ffn: int = 1792
     experts: int = 16
-    per_token: int = 4
+    experts_per_token: int = 4
     heads: int = 16
     key_value_heads: int = 4
     vocabulary: int = 8192
+    positions: int = 2048
 
     @property
     def nbytes(self) -> int:
@@ -52,9 +55,9 @@ class MoeShape:
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.key_value_heads,
             "num_local_experts": self.experts,
-            "num_experts_per_tok": self.per_token,
+            "num_experts_per_tok": self.experts_per_token,
             "vocab_size": self.vocabulary,
-            "max_position_embeddings": 2048,
+            "max_position_embeddings": self.positions,
             "rms_norm_eps": 1e-5,
             "rope_theta": 1e6,
             "sliding_window": None,
@@ -65,24 +68,28 @@ class MoeShape:
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and dimensions in the order in which they are stored."""
-        hidden, narrow = self.hidden, self.hidden // self.heads * self.key_value_heads
-        yield "model.embed_tokens.weight", (self.vocabulary, hidden)
+        yield "model.embed_tokens.weight", (self.vocabulary, self.hidden)
         for layer in range(self.layers):
-            at = f"model.layers.{layer}"
-            yield f"{at}.input_layernorm.weight", (hidden,)
-            yield f"{at}.post_attention_layernorm.weight", (hidden,)
-            yield f"{at}.self_attn.q_proj.weight", (hidden, hidden)
-            yield f"{at}.self_attn.k_proj.weight", (narrow, hidden)
-            yield f"{at}.self_attn.v_proj.weight", (narrow, hidden)
-            yield f"{at}.self_attn.o_proj.weight", (hidden, hidden)
-            yield f"{at}.block_sparse_moe.gate.weight", (self.experts, hidden)
-            for expert in range(self.experts):
-                name = f"{at}.block_sparse_moe.experts.{expert}"
-                yield f"{name}.w1.weight", (self.ffn, hidden)
-                yield f"{name}.w2.weight", (hidden, self.ffn)
-                yield f"{name}.w3.weight", (self.ffn, hidden)
-        yield "model.norm.weight", (hidden,)
-        yield "lm_head.weight", (self.vocabulary, hidden)
+            yield from self.layer_tensors(layer)
+        yield "model.norm.weight", (self.hidden,)
+        yield "lm_head.weight", (self.vocabulary, self.hidden)
+
+    def layer_tensors(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Those of one layer."""
+        at = f"model.layers.{layer}"
+        hidden, narrow = self.hidden, self.hidden // self.heads * self.key_value_heads
+        yield f"{at}.input_layernorm.weight", (hidden,)
+        yield f"{at}.post_attention_layernorm.weight", (hidden,)
+        yield f"{at}.self_attn.q_proj.weight", (hidden, hidden)
+        yield f"{at}.self_attn.k_proj.weight", (narrow, hidden)
+        yield f"{at}.self_attn.v_proj.weight", (narrow, hidden)
+        yield f"{at}.self_attn.o_proj.weight", (hidden, hidden)
+        yield f"{at}.block_sparse_moe.gate.weight", (self.experts, hidden)
+        for expert in range(self.experts):
+            name = f"{at}.block_sparse_moe.experts.{expert}"
+            yield f"{name}.w1.weight", (self.ffn, hidden)
+            yield f"{name}.w2.weight", (hidden, self.ffn)
+            yield f"{name}.w3.weight", (self.ffn, hidden)
 
 
 def write_moe(folder: Path, shape: MoeShape, report: ProgressCallback) -> Path:

@@ -7,7 +7,7 @@ import socket
 
 import psutil
 
-from discovery.addresses import announced
+from discovery.addresses import announced, shown_address
 from discovery.addresses import own_addresses as addresses_here
 from engine.errors import ModelError
 
@@ -23,21 +23,10 @@ def parse_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def shown_address(host: str, port: int) -> str:
-    """``HOST:PORT``, with brackets where the host is an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def door_of(address: str) -> str:
     """The address of the door of the node whose control port is ``address``."""
     host, port = parse_address(address)
     return shown_address(host, port + 1)
-
-
-def control_of(door: str) -> str:
-    """The address of the control port of the node whose door is ``door``."""
-    host, port = parse_address(door)
-    return shown_address(host, port - 1)
 
 
 def plain_ip(host: str) -> str:

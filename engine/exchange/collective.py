@@ -11,9 +11,12 @@ import queue
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from time import perf_counter
+from typing import TypeVar
 
+from engine.exchange.epochs import Epoch
 from engine.exchange.exchange import Buffer, PeerLost, RingProtocolError
 from engine.messages.ring import ExchangeName
 
@@ -22,6 +25,38 @@ BLOCK = 16 * 1024
 """Bytes of the first all-gather: a decoding step of most models fits."""
 ROOM = BLOCK - LENGTH.size
 CLOSE_WAIT_S = 0.5
+POLL_S = 0.05
+"""Between two looks at whether the epoch was given up."""
+
+Made = TypeVar("Made")
+
+
+def made_while_wanted(
+    epoch: Epoch, make: Callable[[], Made], unmake: Callable[[Made], None], wake: Callable[[], None] = lambda: None
+) -> Made:
+    """What ``make`` makes, in a thread of its own: others' libraries and processes wait long for a node that died
+    meanwhile, or for ever. Such a thread is left behind, ``wake`` called, and what it makes after all given to
+    ``unmake``.
+
+    Raises PeerLost as soon as ``epoch`` is given up, and what ``make`` raises.
+    """
+    found: Future[Made] = Future()
+
+    def run() -> None:
+        try:
+            made = make()
+        except BaseException as error:
+            found.set_exception(error)
+        else:
+            found.set_result(made)
+
+    threading.Thread(target=run, name="making a group", daemon=True).start()
+    while not wait([found], timeout=POLL_S).done:
+        if epoch.given_up.is_set():
+            wake()
+            found.add_done_callback(lambda late: unmake(late.result()) if late.exception() is None else None)
+            raise PeerLost("The epoch was ended while its links were made.")
+    return found.result()
 
 
 class Gathering(ABC):
@@ -57,7 +92,6 @@ class CollectiveExchange:
         self._done: queue.SimpleQueue[list[memoryview] | BaseException] = queue.SimpleQueue()
         self._closed = False
         self.idle_s = 0.0
-        """Seconds spent waiting for the others since this exchange began, the wire included."""
         self._thread = threading.Thread(target=self._run, name=f"{gathering.name}-exchange", daemon=True)
         self._thread.start()
 

@@ -36,7 +36,6 @@ from engine.exchange.links import WireLink
 from engine.exchange.mesh import Mesh
 from engine.exchange.wires import Wire
 
-__all__ = ["Epoch", "Links", "Member", "connect_commands", "connect_mesh", "connect_wires", "dial_link"]
 _RETRY_S = (0.02, 0.05, 0.1, 0.25)
 _PATIENCE_S = (0.5, 1.0, 2.0, HANDSHAKE_S)
 """With one address, in the first rounds: one that leads nowhere must not keep the others from being tried."""

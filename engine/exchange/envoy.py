@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import hmac
-import ipaddress
 import signal
 import socket
-import ssl
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, cast
@@ -24,7 +21,8 @@ import grpc
 import grpc.aio
 import msgspec
 
-from discovery.tls import TLS_NAME
+from discovery.addresses import shown_address
+from discovery.tls import TLS_NAME, shown_to_grpc
 from engine.exchange.envoy_messages import (
     BYE,
     CONTROL,
@@ -173,7 +171,7 @@ class EngineSocket(asyncio.BufferedProtocol):
             await self._writable.wait()
 
 
-class Peer:
+class NodeStream:
     """One other node: its stream, and what waits to be sent on it."""
 
     def __init__(self, facts: EnvoyPeer, go: asyncio.Event) -> None:
@@ -231,7 +229,7 @@ class Envoy:
         self._engine = engine
         self._setup = setup
         self._go = asyncio.Event()
-        self._peers = {peer.rank: Peer(peer, self._go) for peer in setup.peers}
+        self._peers = {peer.rank: NodeStream(peer, self._go) for peer in setup.peers}
         self._server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=16)
         self._channels: list[grpc.aio.Channel] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -261,7 +259,7 @@ class Envoy:
         )
         ports = {}
         for address in self._setup.addresses:
-            ports[address] = self._server.add_secure_port(_with_port(address, 0), credentials)
+            ports[address] = self._server.add_secure_port(shown_address(address, 0), credentials)
         await self._server.start()
         return EnvoyPorts(ports=ports)
 
@@ -273,7 +271,7 @@ class Envoy:
             peer is not None
             and said.get("epoch") == self._setup.epoch
             and not peer.taken
-            and hmac.compare_digest(_fingerprint(context.auth_context()), peer.facts.node_id)
+            and hmac.compare_digest(shown_to_grpc(context.auth_context()), peer.facts.node_id)
         )
         if peer is None or not right:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, "")
@@ -307,7 +305,7 @@ class Envoy:
             return ""
         return f"The envoy of {', '.join(missing) or 'a node'} cannot be reached ({_reason(failure)})."
 
-    async def _dial(self, peer: Peer, target: str) -> None:
+    async def _dial(self, peer: NodeStream, target: str) -> None:
         credentials = grpc.ssl_channel_credentials(
             peer.facts.certificate, self._setup.private_key, self._setup.certificate
         )
@@ -348,22 +346,6 @@ class Envoy:
         for channel in self._channels:
             await channel.close(0)
         await self._server.stop(0)
-
-
-def _fingerprint(facts: Any) -> str:
-    """Of the certificate that the other end has shown: SHA-256 of its DER; empty if it has shown none."""
-    shown = (facts or {}).get("x509_pem_cert", ())
-    if len(shown) != 1:
-        return ""
-    try:
-        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(shown[0].decode("ascii"))).hexdigest()
-    except ValueError:
-        return ""
-
-
-def _with_port(address: str, port: int) -> str:
-    host = address.partition("%")[0]
-    return f"[{address}]:{port}" if ipaddress.ip_address(host).version == 6 else f"{address}:{port}"
 
 
 def _settle(future: asyncio.Future[None]) -> None:

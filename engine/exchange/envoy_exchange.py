@@ -16,9 +16,11 @@ from typing import TypeVar
 
 import msgspec
 
+from discovery.addresses import shown_address
 from discovery.names import plain_text
 from engine.errors import ModelError
 from engine.exchange.accepting import Links
+from engine.exchange.collective import made_while_wanted
 from engine.exchange.connecting import connect_wires
 from engine.exchange.envoy_messages import (
     BYE,
@@ -70,7 +72,6 @@ class EnvoyExchange:
         self._in_use = threading.Lock()
         self._closed = False
         self.idle_s = 0.0
-        """Seconds spent waiting for the others since this exchange began."""
 
     @property
     def name(self) -> str:
@@ -83,10 +84,6 @@ class EnvoyExchange:
     @property
     def size(self) -> int:
         return len(self._epoch.members)
-
-    @property
-    def process_id(self) -> int:
-        return self._process.pid
 
     def send(self, parts: Sequence[Buffer], capacity: int) -> None:
         """See :class:`Exchange`."""
@@ -191,7 +188,7 @@ class EnvoyExchange:
         del self._input[:start]
 
     def _take(self, kind: int, rank: int, payload: bytes) -> None:
-        name = self._names.get(rank, f"node {rank}")
+        name = self._names.get(rank, f"node {rank + 1}")
         if kind == CONTROL or rank not in self._pieces:
             raise RingProtocolError("The envoy of this machine sent something else.", kind="network")
         if kind == LOST:
@@ -289,6 +286,15 @@ def connect_envoy(links: Links, epoch: Epoch, seconds: float = CONNECT_S) -> Env
     """
     by = time.monotonic() + seconds
     wires = connect_wires(links, epoch, "envoy", "tls", seconds)
+
+    def wake() -> None:
+        for wire in wires.values():
+            wire.cut()
+
+    return made_while_wanted(epoch, lambda: _connected(links, epoch, wires, by), EnvoyExchange.close, wake)
+
+
+def _connected(links: Links, epoch: Epoch, wires: Mapping[int, Wire], by: float) -> EnvoyExchange:
     exchange: EnvoyExchange | None = None
     try:
         exchange = _started(links, epoch, wires, by)
@@ -359,6 +365,5 @@ def _exchange_ports(exchange: EnvoyExchange, epoch: Epoch, wires: Mapping[int, W
     for rank, wire in wires.items():
         port = int.from_bytes(pull_by(wire, 2, by), "big")
         if rank > epoch.rank:
-            host = wire.remote_address
-            targets[rank] = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            targets[rank] = shown_address(wire.remote_address, port)
     return targets

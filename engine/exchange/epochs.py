@@ -48,7 +48,7 @@ class Member:
 
     @property
     def called(self) -> str:
-        return self.name or f"node {self.rank} ({self.node_id[:8]})"
+        return self.name or f"node {self.rank + 1} ({self.node_id[:8]})"
 
 
 @dataclass(frozen=True)

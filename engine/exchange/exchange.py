@@ -33,6 +33,11 @@ class Exchange(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds spent waiting for the others since the exchange began: the slowest node, and the wire."""
+        ...
+
     def send(self, parts: Sequence[Buffer], capacity: int) -> None:
         """Begin: ``parts``, one after the other, are this node's contribution (it may be empty). They may be reused
         when :meth:`receive` has returned. ``capacity`` is the largest contribution any node may make in this exchange,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 import select
@@ -10,6 +9,7 @@ import socket
 import ssl
 import time
 
+from discovery.certificates import fingerprint
 from engine.exchange.exchange import PeerLost, RingProtocolError
 from engine.exchange.wires import TLS_READ_BYTES, PlainWire, TlsWire, Wire
 
@@ -40,7 +40,7 @@ def tls_wire(
     except OSError as error:
         raise PeerLost(f"{peer} broke off while the link was made ({_why(error)}).") from None
     certificate = session.getpeercert(binary_form=True)
-    theirs = hashlib.sha256(certificate or b"").hexdigest()
+    theirs = fingerprint(certificate or b"")
     if session.version() != "TLSv1.3" or not hmac.compare_digest(theirs, node_id):
         raise RingProtocolError(f"{peer} is not the machine that was paired: it shows {theirs[:16]}.", kind="network")
     return TlsWire(connection, peer, rank, session, incoming, outgoing)

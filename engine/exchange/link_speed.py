@@ -39,8 +39,6 @@ class LinkSpeed:
     latency_s: float
     bytes_per_s: float
     address: str = ""
-    interface_address: str = ""
-    """This machine's address on the link."""
 
 
 def measure_link(links: Links, epoch: Epoch, member: Member, address: str, seconds: float = CONNECT_S) -> LinkSpeed:
@@ -50,10 +48,9 @@ def measure_link(links: Links, epoch: Epoch, member: Member, address: str, secon
     (network)."""
     try:
         wire = dial_link(links, epoch, member, "measure", "tls", address, time.monotonic() + seconds)
-        here = wire.local_address
         link = WireLink(wire)
         try:
-            return LinkSpeed(measure_latency(link), measure_bandwidth(link), address, here)
+            return LinkSpeed(measure_latency(link), measure_bandwidth(link), address)
         finally:
             link.close()
     except (PeerLost, RingProtocolError, DiscoveryError, OSError) as error:

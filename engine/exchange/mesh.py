@@ -32,7 +32,6 @@ class Mesh:
         self._capacity = 0
         self._own = memoryview(b"")
         self.idle_s = 0.0
-        """Seconds spent waiting for the others since this mesh began (the slowest node, and the wire)."""
 
     @property
     def name(self) -> str:

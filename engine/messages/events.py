@@ -100,7 +100,7 @@ class Finished(Event, frozen=True, kw_only=True, tag="finished"):
     beams: list[Beam] = []
     timing: Timing | None = None
     probe_s: float | None = None
-    """Seconds to the first token, if this was the first answer after more than ten seconds of idling: what weights that
+    """Seconds of the first pass, if this was the first answer after more than ten seconds of idling: what weights that
     were unwired or dropped meanwhile cost. None for any other answer."""
 
 

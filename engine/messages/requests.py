@@ -68,8 +68,8 @@ class Bench(Request, frozen=True, kw_only=True, tag="bench"):
 
 
 class Generate(Request, frozen=True, kw_only=True, tag="generate"):
-    """Answer. Exactly one of ``messages`` and ``prompt_ids``. Events: Prefill*, (Piece | BeamProgress)*, Timing*, then
-    Finished or Failed."""
+    """Answer. Exactly one of ``messages`` and ``prompt_ids``. Events: Prefill*, (Piece | BeamProgress)*, Timing*, and
+    Progress* wherever a ring is formed again, then Finished or Failed."""
 
     messages: list[Message] | None = None
     prompt_ids: list[int] | None = None
@@ -132,6 +132,13 @@ class OpenNetwork(Request, frozen=True, kw_only=True, tag="open_network"):
     """``HOST:PORT`` of machines to try where multicast does not reach."""
     lend: bool = False
     """``join``: take part in the rings of paired heads, and show a code to be paired by."""
+    lend_memory: int | None = None
+    """Bytes of memory that a share of a model may take; None: what is free."""
+    cpu_threads: int | None = None
+    """As in :class:`Load`, as are those that follow: on these terms this machine runs its share, whoever the head
+    is."""
+    keep_resident: bool = True
+    lock_memory: bool = False
 
 
 class CloseNetwork(Request, frozen=True, kw_only=True, tag="close_network"):

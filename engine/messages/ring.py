@@ -55,8 +55,15 @@ class PeerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     node_id: str
     """Fingerprint of its certificate, hexadecimal."""
+    words: list[str] = []
+    """The fingerprint in words, to be compared with those on its own screen."""
     name: str = ""
+    """No two have the same: where two machines call themselves alike, the beginning of the id stands behind it."""
+    former_name: str = ""
+    """What it called itself before; settings may still name it so."""
     state: PeerState = "found"
+    lends: bool = False
+    """It is there and may be used by rings of others (``join``)."""
     addresses: list[str] = []
     """``HOST:PORT``, the one in use first."""
     link: LinkFacts | None = None
@@ -65,6 +72,8 @@ class PeerFacts(msgspec.Struct, frozen=True, kw_only=True):
     runtime: str = ""
     """What would run its share, e.g. ``native avx512_bf16``."""
     version: str = ""
+    lent_to: str = ""
+    """With the state ``busy``: name of the head that has it."""
     problem: str = ""
     """Why it cannot be used, in a sentence."""
 
@@ -98,6 +107,8 @@ class RingFacts(msgspec.Struct, frozen=True, kw_only=True):
     encrypted: bool = True
     tokens_per_s: float | None = None
     """Predicted."""
+    at_best: bool = False
+    """Of some machine it is not known what a layer costs beside its weights: the predictions are upper bounds."""
     alone_tokens_per_s: float | None = None
     """Predicted for the best single node; None if the model fits on none, or nothing was measured."""
     exchange_s: float | None = None

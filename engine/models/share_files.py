@@ -63,6 +63,8 @@ class ShareManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     format: int
     identity: ModelIdentity
+    head: str
+    """Node id of the machine that sent this."""
     form: Form
     layout: str
     files: tuple[FileSize, ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from engine.errors import ModelError
@@ -11,10 +11,13 @@ from engine.models.families import check_supported, expert_shape, language_confi
 from engine.models.files import ModelFiles
 from engine.models.weight_layout import WeightLayout
 from engine.models.wording import shown
+from engine.planning.prediction import ModelSizes
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _TOP_K = ("num_experts_per_tok", "experts_per_token", "num_selected_experts", "moe_top_k", "moe_k")
+_SHARED = frozenset(("shared_expert", "shared_experts", "shared_expert_gate"))
+"""Parts of names: of the shared experts that a ring computes while the wire is busy."""
 _FEW = 2
 """Experts per token where ``config.json`` does not say: what the commonest family has."""
 
@@ -42,11 +45,39 @@ class Sizes:
     """Part of the trunk of which one token reads only a row; 0 where the embedding is the head as well."""
     expert_bytes: int
     key_value_bytes_per_token: int
+    shared_bytes: int = 0
+    """Part of the trunk: shared experts, which every token runs beside the routed ones."""
 
     @property
     def width(self) -> int:
         """Bytes of a number computed with."""
         return _WIDTHS.get(self.dtype, 2)
+
+    def for_planning(self, name: str = "", bytes_per_weight: int | None = None) -> ModelSizes:
+        """What a planner takes of it. ``bytes_per_weight``: of a runtime that computes with another width."""
+        return ModelSizes(
+            name=name,
+            layers=self.layers,
+            moe_layers=self.moe_layers,
+            experts=self.experts,
+            experts_per_token=self.experts_per_token,
+            hidden=self.hidden,
+            trunk_bytes=self.trunk_bytes,
+            expert_bytes=self.expert_bytes,
+            key_value_bytes_per_token=self.key_value_bytes_per_token,
+            bytes_per_weight=self.width if bytes_per_weight is None else bytes_per_weight,
+            shared_bytes=self.shared_bytes,
+        )
+
+
+@dataclass(frozen=True)
+class _Trunk:
+    """Its commonest dtype and its bytes; of those, an embedding that is not the head, and shared experts."""
+
+    stored: str
+    nbytes: int
+    embedding: int
+    shared: int
 
 
 class _Stored(Protocol):
@@ -84,22 +115,21 @@ def sizes_in_library(layout: WeightLayout, dtype: str = "auto") -> Sizes:
     Raises ModelError.
     """
     entries = [(name, entry) for piece in layout.trunk for name, _, entry in piece]
-    stored, trunk, embedding = _trunk(entries, layout.config)
+    trunk = _trunk(entries, layout.config)
     # Norms are never quantised: what they are stored in is what the library computes with.
     norm = next((entry.dtype for name, entry in entries if name.endswith("norm.weight")), "BF16")
     nbytes = layout.expert_bytes * len(layout.experts)
     routed = _Routed(len(layout.layers), layout.count, nbytes, norm) if layout.experts else None
-    if stored not in _WIDTHS:
+    if trunk.stored not in _WIDTHS:
         dtype = _NAMES.get(norm, norm)
-        return _sizes(layout.config, (dtype, trunk, embedding), routed, dtype)
-    return _sizes(layout.config, (stored, trunk, embedding), routed, dtype)
+        return _sizes(layout.config, replace(trunk, stored=dtype), routed, dtype)
+    return _sizes(layout.config, trunk, routed, dtype)
 
 
-def _sizes(whole: Mapping[str, Any], about_trunk: tuple[str, int, int], experts: _Routed | None, dtype: str) -> Sizes:
-    """``about_trunk``: see :func:`_trunk`."""
+def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dtype: str) -> Sizes:
     family = check_supported(whole)
     config = language_config(whole, family)
-    stored, trunk, embedding = about_trunk
+    stored = trunk.stored
     if experts is not None:
         stored = _NAMES.get(experts.dtype, experts.dtype)
     chosen = stored if dtype == "auto" else dtype
@@ -119,8 +149,9 @@ def _sizes(whole: Mapping[str, Any], about_trunk: tuple[str, int, int], experts:
         ffn=shape.ffn if shape is not None else _number(config, "intermediate_size", default=4 * hidden),
         vocabulary=_number(config, "vocab_size"),
         context_limit=_number(config, "max_position_embeddings", "max_seq_len", default=4096),
-        trunk_bytes=round(trunk * scale),
-        embedding_bytes=round(embedding * scale),
+        trunk_bytes=round(trunk.nbytes * scale),
+        embedding_bytes=round(trunk.embedding * scale),
+        shared_bytes=round(trunk.shared * scale),
         expert_bytes=0 if experts is None else experts.nbytes,
         key_value_bytes_per_token=key_value_numbers(config) * _WIDTHS.get(chosen, 2),
     )
@@ -156,22 +187,23 @@ def key_value_numbers(config: Mapping[str, Any]) -> int:
     return per_layer * kept
 
 
-def _trunk(tensors: Iterable[tuple[str, _Stored]], config: Mapping[str, Any]) -> tuple[str, int, int]:
-    """The trunk's commonest dtype, its bytes, and those of an embedding that is not the head."""
+def _trunk(tensors: Iterable[tuple[str, _Stored]], config: Mapping[str, Any]) -> _Trunk:
     by_dtype: dict[str, int] = {}
-    embedding = 0
+    embedding = shared = 0
     has_head = False
     for name, tensor in tensors:
         by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.nbytes
         has_head = has_head or name.endswith("lm_head.weight")
         if name.rpartition(".")[0].endswith(("embed_tokens", "wte")):
             embedding += tensor.nbytes
+        elif not _SHARED.isdisjoint(name.split(".")):
+            shared += tensor.nbytes
     dtype = max(by_dtype, key=lambda stored: by_dtype[stored], default="BF16")
     tied = bool(config.get("tie_word_embeddings", False))
     total = sum(by_dtype.values())
     if tied and has_head:  # stored twice, kept once
-        return _NAMES.get(dtype, dtype), total - embedding, 0
-    return _NAMES.get(dtype, dtype), total, embedding if has_head else 0
+        return _Trunk(_NAMES.get(dtype, dtype), total - embedding, 0, shared)
+    return _Trunk(_NAMES.get(dtype, dtype), total, embedding if has_head else 0, shared)
 
 
 def _number(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:

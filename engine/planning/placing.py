@@ -1,7 +1,7 @@
 """Which node of a ring gets which experts: every expert at least once, then copies where memory is left. Pure.
 
 All experts of a model are slabs of one size, so a placement exists exactly if the nodes' rooms, in whole slabs, hold
-them all. In three steps, the same on every machine:
+them all. In five steps, the same on every machine:
 
 1. *Numbers.* Each node gets experts in proportion to its speed, as far as it has room, evenly over the layers.
 2. *Experts.* Layer by layer, the most used experts first, each to the node with the least expected load so far.
@@ -9,11 +9,14 @@ them all. In three steps, the same on every machine:
    used most, to the node that shares the fewest with it. A token's experts can then be shared out more evenly, which
    lowers the expected maximum per layer (the overlapping placement of the paper of private LLMs on Apple Silicon,
    section 5.3).
+4. *Changes.* Where a layer's outcomes are few enough to be gone through, single moves and exchanges as long as they
+   lower the expected maximum.
+5. *What for?* Copies that do not lower the expected maximum worth mentioning go again, those first that would have to
+   be sent: room alone is no reason to send gigabytes.
 
-Where a layer's outcomes are few enough to be gone through, single moves and exchanges follow as long as they lower the
-expected maximum. For up to six experts on three nodes the result is then within 5 % of the best placement of a layer
-(tested against all of them); beyond that nothing is promised. Which layer gets the odd slot where memory does not
-divide by the layers is not weighed by popularity.
+For up to six experts on three nodes the result is within 5 % of the best placement of a layer (tested against all of
+them); beyond that nothing is promised. Which layer gets the odd slot where memory does not divide by the layers is not
+weighed by popularity.
 """
 
 from __future__ import annotations
@@ -24,10 +27,20 @@ from dataclasses import dataclass
 from engine.planning.placement import Placement
 from engine.planning.placing_copies import copied
 from engine.planning.placing_moves import Improver
+from engine.planning.placing_worth import SAMPLED, Leaner, Rows
 
-_Layer = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...], tuple[tuple[int, ...], ...]]
-"""What decides a layer's placement: experts per rank, further copies per rank, routes counted, experts that are there
-already per rank. Layers that are alike in it are placed alike."""
+
+@dataclass(frozen=True)
+class _Layer:
+    """What decides a layer's placement: layers that are alike in it are placed alike."""
+
+    owned: tuple[int, ...]
+    """Experts per rank."""
+    further: tuple[int, ...]
+    """Further copies per rank, at most."""
+    popularity: tuple[float, ...]
+    there: tuple[tuple[int, ...], ...]
+    """Experts that are there already per rank."""
 
 
 @dataclass(frozen=True)
@@ -85,41 +98,52 @@ def place(
     per_layer = dealt(owned, len(grid.layers))
     spare = [slot - own for slot, own in zip(slots, owned, strict=True)]
     further = _further(spare, per_layer, grid.experts)
-    keys: list[_Layer] = [
-        (
+    layers = [
+        _Layer(
             per_layer[at],
             further[at],
             tuple(popularity[at]) if popularity else (),
-            tuple(_some(each.get(layer, ()), grid.experts) for each in has),
+            tuple(tuple(sorted(set(each.get(layer, ())))) for each in has) or ((),) * len(rooms),
         )
         for at, layer in enumerate(grid.layers)
     ]
-    improver = Improver(grid.per_token, seconds, len(set(keys)))
-    known: dict[_Layer, tuple[tuple[int, ...], ...]] = {}
-    for key in keys:
-        if key not in known:
-            known[key] = _holders(key, grid.experts, seconds, overlap, improver)
-    rows = tuple(known[key] for key in keys)
-    return Placement(grid.layers, len(rooms), rows)
-
-
-def _holders(
-    layer: _Layer, experts: int, seconds: Sequence[float], overlap: bool, improver: Improver
-) -> tuple[tuple[int, ...], ...]:
-    """The holders of one layer's experts."""
-    per_rank, further, use, there = layer
-    holders = spread(experts, per_rank, use, seconds, there)
+    different = list(dict.fromkeys(layers))
+    improver = Improver(grid.per_token, seconds, len(different))
+    placed = {layer: _holders(layer, grid.experts, seconds, overlap, improver) for layer in different}
     if overlap:
-        holders = copied(holders, further, use, seconds, there)
-    if any(there):  # what is there already is not to be moved for a little gain
+        placed = _leaner(placed, grid.per_token, seconds)
+    return Placement(grid.layers, len(rooms), tuple(placed[layer] for layer in layers))
+
+
+def _holders(layer: _Layer, experts: int, seconds: Sequence[float], overlap: bool, improver: Improver) -> Rows:
+    """The holders of one layer's experts."""
+    kept = tuple(_some(each, experts) for each in layer.there)
+    holders = spread(experts, layer.owned, layer.popularity, seconds, kept)
+    if overlap:
+        holders = copied(holders, layer.further, layer.popularity, seconds, kept)
+    if any(kept):  # what is there already is not to be moved for a little gain
         return tuple(tuple(sorted(ranks)) for ranks in holders)
-    return improver.improved(holders, [own + more for own, more in zip(per_rank, further, strict=True)], use)
+    limits = [own + more for own, more in zip(layer.owned, layer.further, strict=True)]
+    return improver.improved(holders, limits, layer.popularity)
 
 
-def _some(there: Sequence[int], experts: int) -> tuple[int, ...]:
+def _leaner(placed: Mapping[_Layer, Rows], per_token: int, seconds: Sequence[float]) -> dict[_Layer, Rows]:
+    """``placed`` without copies that are worth nothing. Where many layers differ, some are looked at, evenly spread,
+    and the others do without what the most needy of these can do without."""
+    layers = list(placed)
+    looked = [layers[at * len(layers) // SAMPLED] for at in range(SAMPLED)] if len(layers) > SAMPLED else layers
+    leaner = Leaner(per_token, seconds, len(looked))
+    parts = {layer: leaner.parts(placed[layer], layer.popularity, layer.there) for layer in looked}
+    least = min(first for first, _ in parts.values()), min(second for _, second in parts.values())
+    return {
+        layer: leaner.leaner(rows, layer.popularity, layer.there, parts.get(layer, least))
+        for layer, rows in placed.items()
+    }
+
+
+def _some(there: tuple[int, ...], experts: int) -> tuple[int, ...]:
     """What a rank has of a layer; nothing if it has all, for then it need not keep any."""
-    kept = tuple(sorted(set(there)))
-    return kept if len(kept) < experts else ()
+    return there if len(there) < experts else ()
 
 
 def check(grid: ExpertGrid, rooms: Sequence[Room], popularity: Sequence[Sequence[float]]) -> None:

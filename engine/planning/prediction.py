@@ -37,6 +37,8 @@ class ModelSizes:
     bytes_per_weight: int = 2
     name: str = ""
     """As a command takes it, for sentences that name one."""
+    shared_bytes: int = 0
+    """Part of the trunk: the shared experts of all MoE layers, which every token runs."""
 
     @property
     def slabs(self) -> int:

@@ -50,6 +50,7 @@ class NodeMeasured:
     """Bytes per second."""
     layer_overhead_s: float = 0.0
     fence_s: float = 0.0
+    central_s: float = 0.0
     machine: str = ""
     """See :class:`engine.planning.ring_speed.NodeCosts`."""
     processor: str = ""
@@ -88,24 +89,29 @@ class RingModel:
         return ExpertGrid(self.moe_layers, sizes.experts, sizes.experts_per_token, sizes.slab_bytes)
 
 
+def beside_weights(model: RingModel, central_follower: bool = False) -> tuple[int, int]:
+    """Bytes of keys and values, and of workspace, on a node."""
+    key_values = 0 if central_follower else model.context_tokens * model.sizes.key_value_bytes_per_token
+    return key_values, workspace_bytes(model.sizes, model.prefill_chunk, gpu=False)
+
+
 def expert_room(model: RingModel, node: NodeMeasured, central_follower: bool = False) -> int:
     """Bytes for experts on ``node``, beside the trunk, keys and values, workspace and reserve; negative: even those do
     not fit. A follower of central mode keeps no trunk and no keys and values."""
     sizes = model.sizes
     reserve = (UNIFIED_RESERVE if node.unified else MAPPED_RESERVE).of(node.memory_total)
-    taken = workspace_bytes(sizes, model.prefill_chunk, gpu=False)
-    if not central_follower:
-        taken += sizes.trunk_bytes + model.context_tokens * sizes.key_value_bytes_per_token
+    taken = sum(beside_weights(model, central_follower)) + (0 if central_follower else sizes.trunk_bytes)
     return min(node.memory_free, node.memory_total - reserve) - taken
 
 
 def disk_room(model: RingModel, node: NodeMeasured, central_follower: bool) -> int | None:
-    """Bytes of experts that ``node`` can have on its disk, those that are there already included; None: no limit."""
+    """Bytes of experts that ``node`` can have on its disk, those that are there already included; negative: even what
+    it is sent beside them does not fit. None: no limit."""
     if node.disk_free is None:
         return None
     there = sum(len(set(experts)) for experts in node.has.values()) * model.sizes.slab_bytes
     trunk = 0 if node.has_trunk or central_follower else model.sizes.trunk_bytes
-    return max(0, node.disk_free + there - trunk)
+    return node.disk_free + there - trunk
 
 
 def node_costs(model: RingModel, node: NodeMeasured) -> NodeCosts | None:
@@ -117,4 +123,12 @@ def node_costs(model: RingModel, node: NodeMeasured) -> NodeCosts | None:
         # Beyond a few tokens an expert is bound by arithmetic, of which nothing is known: as if by sixteen per reading.
         reading = model.sizes.slab_bytes / node.memory_read
         expert = Curve((1, 16, 512), (reading, reading, 32 * reading))
-    return costs_of(model.sizes, expert, node.memory_read, node.layer_overhead_s, node.fence_s, node.machine)
+    return costs_of(
+        model.sizes,
+        expert,
+        node.memory_read,
+        node.layer_overhead_s,
+        node.fence_s,
+        node.machine,
+        central_s=node.central_s,
+    )

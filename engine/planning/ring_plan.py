@@ -40,6 +40,7 @@ from engine.planning.ring_words import (
     disk_sentence,
     elsewhere_sentence,
     fewer_sentence,
+    full_disk_sentence,
     left_out_sentence,
     loading_sentence,
     mode_sentence,
@@ -91,8 +92,6 @@ class RingDecision:
     """Of a prompt of PREFILL_TOKENS tokens."""
     alone_step: PassTime | None = None
     """Of the head by itself; None too if the model does not fit there."""
-    best_alone: str = ""
-    """Node id of the fastest machine that could run the model by itself."""
     notices: tuple[str, ...] = ()
 
 
@@ -163,6 +162,8 @@ class _Planner:
             if hand is not None and hand > room:
                 notices.append(share_capped_sentence(node.name, hand, room))
             on_disk = disk_room(self.model, node, central and rank > 0)
+            if on_disk is not None and on_disk < 0:
+                return RingDecision("refused", full_disk_sentence(node.name, -on_disk), shortfall=-on_disk)
             if on_disk is not None and on_disk < min(room, self.model.sizes.expert_bytes):
                 notices.append(disk_sentence(node.name, on_disk))
                 room = on_disk
@@ -175,12 +176,13 @@ class _Planner:
             [Room(room, each) for room, each in zip(rooms, seconds, strict=True)],
             self._popularity,
             self.choice.overlap,
-            [node.has for node in nodes] if any(node.has for node in nodes) else (),
+            # The head has the whole model, whatever it was counted to have.
+            [dict.fromkeys(grid.layers, tuple(range(grid.experts))), *(node.has for node in nodes[1:])],
         )
         if isinstance(placement, Shortfall):
             by_hand = any(node.node_id in self.choice.shares for node in nodes)
             reason = shortfall_sentence(placement, [node.name for node in nodes], rooms, by_hand)
-            return RingDecision("refused", reason, shortfall=placement.missing_bytes)
+            return RingDecision("refused", reason, shortfall=placement.missing_bytes, notices=tuple(notices))
         weights = tuple(each / min(seconds) for each in seconds)
         return self._decided(nodes, placement, weights, known if len(known) == len(nodes) else [], central, notices)
 
@@ -376,14 +378,16 @@ def _turn(step: PassTime, prefill: PassTime) -> float:
 
 def _without_the_small(planner: _Planner, nodes: Sequence[NodeMeasured]) -> tuple[list[NodeMeasured], list[str]]:
     """The nodes that have room for what every node needs and for one expert, and a line for each other."""
-    central = planner.is_central(nodes)
+    central, least = planner.is_central(nodes), planner.model.sizes.slab_bytes
     kept, lines = [nodes[0]], []
     for node in nodes[1:]:
-        room = expert_room(planner.model, node, central)
-        if room >= planner.model.sizes.slab_bytes:
-            kept.append(node)
+        room, on_disk = expert_room(planner.model, node, central), disk_room(planner.model, node, central)
+        if room < least:
+            lines.append(left_out_sentence(node.name, least - room))
+        elif on_disk is not None and on_disk < least:
+            lines.append(left_out_sentence(node.name, least - on_disk, "disk space"))
         else:
-            lines.append(left_out_sentence(node.name, planner.model.sizes.slab_bytes - room))
+            kept.append(node)
     return kept, lines
 
 
@@ -425,7 +429,7 @@ def _against_alone(planner: _Planner, nodes: Sequence[NodeMeasured], ring: RingD
     known = [(each.seconds, node.node_id) for node in nodes if (each := by_itself[node.node_id]) is not None]
     best_s, best = min(known, default=(0.0, ""))
     step = by_itself[head.node_id]
-    decision = replace(ring, alone_step=step, best_alone=best)
+    decision = replace(ring, alone_step=step)
     if ring.facts is not None:
         decision = replace(decision, facts=_with_alone(ring.facts, 1.0 / best_s if best else None))
     if ring.kind != "ring":

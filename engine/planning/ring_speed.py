@@ -48,6 +48,8 @@ class NodeCosts:
     """The shared experts of one MoE layer."""
     fence_s: float = 0.0
     """Crossing from the processor that computes to the one that sends, and back, per layer."""
+    central_s: float = 0.0
+    """In central mode, per layer, the head and another node together: asking, reading it, answering, reading that."""
     machine: str = ""
     """Nodes with the same name are processes of one machine; empty: a machine of its own."""
 
@@ -238,38 +240,46 @@ def costs_of(
     fence_s: float = 0.0,
     machine: str = "",
     step_s: float = 0.0,
+    central_s: float = 0.0,
 ) -> NodeCosts:
     """The costs of a node whose experts take ``expert`` and whose memory is read at ``memory_read`` bytes per second.
 
     Few tokens take what reading the trunk takes; many take its operations, at the rate of the largest measured expert.
-    The trunk counts as equal in all layers; ``layer_overhead_s`` is what a layer costs beside its weights, ``step_s``
-    what a pass costs beside its layers.
+    The trunk but for the shared experts counts as equal in all layers; ``layer_overhead_s`` is what a layer costs
+    beside its weights, ``step_s`` what a pass costs beside its layers.
     """
     points = tuple(sorted({1, *(tokens for tokens in expert.tokens if tokens >= 1)}))
     most = expert.tokens[-1]
     operations = 2.0 * most * model.slab_bytes / model.bytes_per_weight / expert.at(most) if model.slab_bytes else 0.0
     layers = max(1, model.layers)
 
-    def trunk(tokens: int) -> float:
-        reading = (model.trunk_bytes + DECODE_CONTEXT * model.key_value_bytes_per_token) / memory_read
-        return max(
-            reading, 2.0 * tokens * model.trunk_bytes / model.bytes_per_weight / operations if operations else 0.0
-        )
+    def seconds(tokens: int, weights: int, beside: int = 0) -> float:
+        """Of a pass of ``tokens`` through so many bytes of weights, for which ``beside`` more bytes are read."""
+        reading = (weights + beside) / memory_read
+        return max(reading, 2.0 * tokens * weights / model.bytes_per_weight / operations if operations else 0.0)
 
-    per_layer = tuple(trunk(tokens) / layers + layer_overhead_s for tokens in points)
+    shared = model.shared_bytes if model.moe_layers else 0
+    cached = DECODE_CONTEXT * model.key_value_bytes_per_token
+    trunk = [seconds(tokens, model.trunk_bytes - shared, cached) for tokens in points]
+    per_layer = tuple(each / layers + layer_overhead_s for each in trunk)
     dense = layers - model.moe_layers
+    per_moe = tuple(seconds(tokens, shared) / model.moe_layers for tokens in points) if shared else ()
     return NodeCosts(
         expert=expert,
         attention=Curve(points, per_layer),
-        outside=Curve(points, tuple(step_s + dense * seconds for seconds in per_layer)),
+        outside=Curve(points, tuple(step_s + dense * each for each in per_layer)),
+        shared=Curve(points, per_moe) if per_moe else None,
         fence_s=fence_s,
+        central_s=central_s,
         machine=machine,
     )
 
 
-def measured_costs(model: ModelSizes, alone: PassTime, fence_s: float = 0.0, machine: str = "") -> NodeCosts:
+def measured_costs(
+    model: ModelSizes, alone: PassTime, fence_s: float = 0.0, central_s: float = 0.0, machine: str = ""
+) -> NodeCosts:
     """The costs of a node on which one decoding step by itself took ``alone``, for predicting steps of a ring of such
-    nodes. ``fence_s``: what a ring costs per layer even without peers. Raises ValueError without routed experts."""
+    nodes; ``fence_s`` and ``central_s`` as in :class:`NodeCosts`. Raises ValueError without routed experts."""
     routes = model.moe_layers * min(model.experts_per_token, model.experts)
     if not routes:
         raise ValueError("a model without experts has none to be measured")
@@ -279,6 +289,7 @@ def measured_costs(model: ModelSizes, alone: PassTime, fence_s: float = 0.0, mac
         attention=Curve((1,), (layer,)),
         outside=Curve((1,), (alone.other_s - model.moe_layers * layer,)),
         fence_s=fence_s,
+        central_s=central_s,
         machine=machine,
     )
 
@@ -335,18 +346,21 @@ def _layer(
     peers = len(nodes) - 1
     trunks = [node.attention.at(tokens) for node in nodes]
     shared = [node.shared.at(tokens) if node.shared is not None else 0.0 for node in nodes]
-    fence = max(node.fence_s for node in nodes) if peers else 0.0
     row = model.hidden * setting.word_bytes
     if setting.mode == "central":
         out = wire.seconds(peers * tokens * (model.hidden * 4 + model.experts_per_token * 8), peers)
         back = wire.seconds(sum(rows[1:]) * model.hidden * 4, peers)
         experts = [experts[0] + shared[0], *experts[1:]]
-        return trunks[0], _together(nodes, experts, setting), out + back + 2 * fence
+        central = max(node.central_s for node in nodes) if peers else 0.0
+        return trunks[0], _together(nodes, experts, setting), out + back + central
     sent = max(rows) * row if setting.mode == "exact" else tokens * row
-    travelling = max(wire.seconds(peers * sent, peers) + fence, _together(nodes, shared, setting))
+    fence = max(node.fence_s for node in nodes) if peers else 0.0
+    travelling = wire.seconds(peers * sent, peers) + fence
+    # What the wire does not hide is computing, like the rest of the trunk.
+    left = max(0.0, _together(nodes, shared, setting) - travelling)
     trunk = _together(nodes, trunks, setting)
     both = _together(nodes, [a + b for a, b in zip(trunks, experts, strict=True)], setting)
-    return trunk, max(0.0, both - trunk), travelling
+    return trunk + left, max(0.0, both - trunk), travelling
 
 
 def _together(nodes: Sequence[NodeCosts], seconds: Sequence[float], setting: RingSetting) -> float:

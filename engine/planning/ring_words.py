@@ -18,6 +18,15 @@ def rate(tokens_per_s: float) -> str:
     return f"{tokens_per_s:.1f} tokens/s"
 
 
+THIS_MACHINE = "this machine"
+"""What the head is called in sentences: they are read there."""
+
+
+def _first(name: str) -> str:
+    """``name`` as the first word of a sentence; names of machines stay as they are."""
+    return "This machine" if name == THIS_MACHINE else name
+
+
 def shortfall_sentence(short: Shortfall, names: Sequence[str], rooms: Sequence[int], by_hand: bool) -> str:
     """The experts do not fit on the nodes."""
     each = ", ".join(f"{name} {gigabytes(room)}" for name, room in zip(names, rooms, strict=True))
@@ -31,22 +40,34 @@ def shortfall_sentence(short: Shortfall, names: Sequence[str], rooms: Sequence[i
 
 def trunk_sentence(name: str, missing: int) -> str:
     """A node cannot hold what every node must."""
+    name = _first(name)
     return (
         f"{name} lacks {gigabytes(missing)} for what every machine of a ring keeps (the weights that are no experts, "
         "keys and values, and what the system needs); free memory there, shorten the context, or leave it out."
     )
 
 
-def left_out_sentence(name: str, missing: int) -> str:
-    return f"{name} is left out: it lacks {gigabytes(missing)} for what every machine keeps and one expert."
+def left_out_sentence(name: str, missing: int, of: str = "memory") -> str:
+    """``of``: ``memory``, or ``disk space``."""
+    return f"{name} is left out: it lacks {gigabytes(missing)} of {of} for what every machine keeps and one expert."
+
+
+def full_disk_sentence(name: str, missing: int) -> str:
+    """A node cannot keep what every node is sent."""
+    name = _first(name)
+    return (
+        f"{name} lacks {gigabytes(missing)} of disk space for the weights that every machine of a ring is sent; make "
+        "room there, or leave it out."
+    )
 
 
 def share_capped_sentence(name: str, asked: int, room: int) -> str:
+    name = _first(name)
     return f"{name} was to hold {gigabytes(asked)} of experts, but has memory for {gigabytes(room)}, which is used."
 
 
 def disk_sentence(name: str, room: int) -> str:
-    return f"{name} has disk space for {gigabytes(room)} of experts, less than it has memory for."
+    return f"{_first(name)} has disk space for {gigabytes(room)} of experts, less than it has memory for."
 
 
 def fewer_sentence(names: Sequence[str], without: float, with_them: float) -> str:
@@ -77,6 +98,7 @@ def loading_sentence(names: Sequence[str]) -> str:
 
 
 def alone_sentence(name: str, alone: float, machines: int, together: float) -> str:
+    name = _first(name)
     return f"{name} alone is predicted to be faster: {rate(alone)}, {machines} machines together {rate(together)}."
 
 

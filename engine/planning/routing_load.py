@@ -27,8 +27,6 @@ _SEARCH_NODES = 3000
 _ROUNDS = 64
 """Improvements tried at most where there are more of them."""
 
-Holders = tuple[tuple[int, ...], ...]
-
 
 class Assigner:
     """Finds each active expert's owner, so that the node with most to do has as little as possible.

@@ -47,13 +47,14 @@ class MappedWeights:
 
     own_memory = False
 
-    def __init__(self, folder: Path, held: Mapping[int, Sequence[int]] | None = None) -> None:
-        """``held``: experts by layer that are used here; None: all that are here. Raises ModelError."""
+    def __init__(self, folder: Path, held: Mapping[int, Sequence[int]] | None = None, trunk: bool = True) -> None:
+        """``held``: experts by layer that are used here; None: all that are here. ``trunk``: it is used, too. Raises
+        ModelError."""
         layout = layout_of(folder)
         share = part_of(folder)
         # Touching a hole of a share would fill memory with zeros.
-        trunk = layout.trunk if share is None or share.has_trunk else ()
-        runs: list[Run] = [run for piece in trunk for run in runs_of(piece)]
+        pieces = layout.trunk if trunk and (share is None or share.has_trunk) else ()
+        runs: list[Run] = [run for piece in pieces for run in runs_of(piece)]
         for layer in layout.layers:
             here: Sequence[int] = range(layout.count) if share is None else share.held(layer)
             mine = here if held is None else [expert for expert in held.get(layer, ()) if expert in here]
@@ -82,12 +83,6 @@ class MappedWeights:
         """Whether every page of a piece is in memory."""
         present, pages = self._present(index)
         return present == pages
-
-    def fraction(self) -> float:
-        """How much of it is in memory, from 0 to 1; of nothing, all."""
-        found = [self._present(index) for index in range(len(self._pieces))]
-        pages = sum(count for _, count in found)
-        return sum(count for count, _ in found) / pages if pages else 1.0
 
     def lock(self, available: int) -> Locked:
         """Lock pages in memory, in order, as far as the system allows and ``available`` bytes of memory suggest."""

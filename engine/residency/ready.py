@@ -24,22 +24,25 @@ Held = Mapping[int, Sequence[int]]
 class Ready:
     """Keeps ``model``, which was loaded from ``folder``, in fast memory until it is closed.
 
-    ``held``: the experts it runs in a ring; None: all. ``tell(done, total)`` hears of the warm-up, in bytes;
+    ``model`` may be experts only, ``trunk`` False then. ``held``: the experts it runs in a ring; None: all.
+    ``tell(done, total)`` hears of the warm-up, in bytes;
     ``notice(text)`` what a person should know. Both are called in the keeper's thread. Where keeping is switched off in
     ``request``, or the files cannot be opened, only the probe works.
     """
 
     def __init__(
         self,
-        model: LoadedModel,
+        model: object,
         folder: Path,
         request: Load,
         held: Held | None = None,
         tell: Callable[[int, int], None] = lambda done, total: None,
         notice: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.monotonic,
+        trunk: bool = True,
     ) -> None:
         self._clock = clock
+        self._pass_began = clock()
         self.probe = IdleProbe(clock)
         self.keeper: Keeper | None = None
         if not request.keep_resident:
@@ -50,7 +53,7 @@ class Ready:
                 weights = model.kept_weights()
                 self.keeper = Keeper(weights, tell, wired=model.weights_are_wired)
             else:
-                weights = mapped = MappedWeights(folder, held)
+                weights = mapped = MappedWeights(folder, held, trunk)
                 lock = (lambda: _lock(mapped, notice)) if request.lock_memory else None
                 self.keeper = Keeper(weights, tell, after_warm_up=lock)
         except (ModelError, OSError) as error:
@@ -62,11 +65,8 @@ class Ready:
     def answering(self) -> Iterator[None]:
         """Around an answer: nothing is touched within it."""
         self.probe.begin()
-        try:
-            with self.keeper.answering() if self.keeper is not None else contextlib.nullcontext():
-                yield
-        finally:
-            self.probe.end()
+        with self._busy():
+            yield
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
@@ -76,16 +76,37 @@ class Ready:
             yield
             self.probe.first_token(self._clock() - begun)
 
-    def probed(self, finished: Finished) -> Finished:
-        """``finished``, within :meth:`answering`, with the probe's figure if this was the first answer after idling."""
-        if not finished.ttft_s:
+    @contextlib.contextmanager
+    def part_of_pass(self, first: bool, last: bool) -> Iterator[None]:
+        """As :meth:`passing`, around one of the parts in which a pass comes here. Between two of them nothing is held
+        up: the last one may never come."""
+        if first:
+            self.probe.begin()
+            self._pass_began = self._clock()
+        with self._busy():
+            yield
+        if last:
+            self.probe.first_token(self._clock() - self._pass_began)
+
+    @contextlib.contextmanager
+    def _busy(self) -> Iterator[None]:
+        try:
+            with self.keeper.answering() if self.keeper is not None else contextlib.nullcontext():
+                yield
+        finally:
+            self.probe.end()
+
+    def probed(self, finished: Finished, first_pass_s: float | None) -> Finished:
+        """``finished``, within :meth:`answering`, with the probe's figure if this was the first answer after idling:
+        the time of its first pass, so that neither a long prompt nor what went before it is taken for idling's cost."""
+        if first_pass_s is None:
             return finished
-        found = self.probe.first_token(finished.ttft_s)
+        found = self.probe.first_token(first_pass_s)
         return finished if found is None else msgspec.structs.replace(finished, probe_s=found)
 
     @property
     def probe_s(self) -> float | None:
-        """Seconds to the first token after more than ten seconds of idling, as last measured."""
+        """Seconds of the first pass after more than ten seconds of idling, as last measured."""
         return self.probe.probe_s
 
     def close(self) -> None:
@@ -129,9 +150,11 @@ class Keeping:
             if self._made is not None and seat_of(self._made[0]) is not self._seat:
                 self.loaded(*self._made)
 
-    def probed(self, finished: Finished) -> Finished:
-        """See :meth:`Ready.probed`."""
-        return finished if self._ready is None else self._ready.probed(finished)
+    def probed(self, finished: Finished, first_pass_s: float | None) -> Finished:
+        """See :meth:`Ready.probed`. A ring that was formed anew meanwhile loaded its weights, which is no idling."""
+        if self._ready is None or self._made is None or seat_of(self._made[0]) is not self._seat:
+            return finished
+        return self._ready.probed(finished, first_pass_s)
 
     def release(self) -> None:
         """Nothing is kept any more; to be called before the model is closed."""

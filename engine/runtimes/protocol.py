@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.errors import PeerLost
 from engine.exchange.layers import LayerExchange
 from engine.exchange.seat import Seat
 from engine.experts.popularity import Popularity
@@ -132,16 +133,18 @@ class RingPlace:
 class Recoverable(Protocol):
     """A loaded model that other machines run a part of."""
 
-    def recover(self, lost: Exception) -> list[str]:
-        """After :class:`engine.errors.PeerLost` came out of a pass: form again with those who are left. All rows
-        that were made before are void. Returns a line for each thing the person should know.
+    def recover(self, lost: PeerLost, progress: ProgressCallback, say: Callable[[str], None]) -> None:
+        """After ``lost`` came out of a pass: form again with those who are left. All rows that were made before are
+        void. ``say`` is told each thing that the person should know as soon as it is known, a line each.
 
-        Raises ModelError if that cannot be done, naming the missing gigabytes (memory).
+        Raises ModelError if that cannot be done, naming the missing gigabytes (memory), and Cancelled from
+        ``progress``: then the next question forms.
         """
         ...
 
-    def between_turns(self) -> list[str]:
-        """Called before a question: takes peers back that returned. If it says anything, all rows are void."""
+    def between_turns(self, progress: ProgressCallback, say: Callable[[str], None]) -> bool:
+        """Called before a question: forms again if somebody is gone, or came back. Returns whether all rows that were
+        made before are void; they are, too, if it raises (as :meth:`recover`)."""
         ...
 
 

@@ -132,7 +132,7 @@ opened: list[OpenNetwork] = []
 
 
 def network(id: int = 0, lending: LendingFacts | None = None) -> NetworkState:
-    peer = msgspec.structs.replace(STUDIO, state="ready") if opened else STUDIO
+    peer = msgspec.structs.replace(STUDIO, state="ready", lends=True) if opened else STUDIO
     me = NodeId(node_id="a1" * 32, name="laptop", listening=["127.0.0.1:47820"] if opened else [], words=["oak", "tea"])
     return NetworkState(
         id=id, me=me, open=bool(opened), peers=[peer], code="1234 5678" if opened and opened[0].lend else "",

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from scripted import install, make_home, play
 
-from app import engine_client
 from app.commands import ask, engine_work
 from app.commands.output import ProgressLine, as_json, describe, size
 from app.commands.root import run
@@ -20,31 +20,14 @@ from app.settings import documentation
 from app.settings_file import open_settings
 from engine.messages import Progress
 
-SCRIPT = Path(__file__).with_name("scripted_engine.py")
-
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    play(monkeypatch, "")
-    return tmp_path
-
-
-def play(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    monkeypatch.setattr(engine_client, "host_command", lambda: (sys.executable, str(SCRIPT), script))
+    return make_home(tmp_path, monkeypatch)
 
 
 def give_stdin(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
-
-
-def install(home: Path, name: str = "starter") -> Path:
-    """A folder that looks like an installed model; the scripted engine does not open it."""
-    folder = home / "models" / name
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text('{"model_type": "mixtral"}')
-    return folder
 
 
 # --- ask ----------------------------------------------------------------------------------------------------------

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from scripted import SCRIPT
 
 from app import engine_client
 from app.engine_client import Engine, EngineClient, EngineDied, how_it_ended, merge
 from engine.messages import Cancel, Done, Failed, Finished, Generate, Message, Notice, Piece, Prefill, Pull
-
-SCRIPT = Path(__file__).with_name("scripted_engine.py")
 
 
 def command(script: str = "") -> list[str]:

@@ -8,32 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from scripted import install, make_home, play, written
 
-from app import engine_client
+from app.commands.join import JoinFlags, network_from
 from app.commands.root import run
-
-SCRIPT = Path(__file__).with_name("scripted_engine.py")
+from engine.messages import OpenNetwork
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    play(monkeypatch, "")
-    folder = tmp_path / "models" / "starter"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text('{"model_type": "llama"}')
+    install(make_home(tmp_path, monkeypatch))
     return tmp_path
-
-
-def play(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    monkeypatch.setattr(engine_client, "host_command", lambda: (sys.executable, str(SCRIPT), script))
-
-
-def written(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    out, err = capsys.readouterr()
-    assert "\x1b" not in out + err
-    return out, err
 
 
 def load_told_back(out: str) -> dict[str, object]:
@@ -87,10 +72,24 @@ def test_a_network_that_cannot_be_opened_is_one_sentence(
     assert "privatellm: Port 47820 is in use" in written(capsys)[1]
 
 
-@pytest.mark.parametrize("arguments", [["--peer", "nowhere"], ["--listen", "x"], ["--listen", "a:1,b:2"]])
+@pytest.mark.parametrize(
+    "arguments", [["--peer", "nowhere"], ["--listen", "x"], ["--listen", "a:1,b:2"], ["--memory", "0"]]
+)
 def test_flags_of_join_are_checked(home: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     assert run(["join", "--plain", *arguments]) == 2
     assert arguments[0] in written(capsys)[1]
+
+
+def test_this_machine_is_lent_on_the_terms_of_its_settings(home: Path) -> None:
+    assert network_from(JoinFlags()) == OpenNetwork(id=0, lend=True)
+    (home / "config").mkdir(exist_ok=True)
+    (home / "config" / "settings.toml").write_text(
+        "[model]\ncpu_threads = 3\nkeep_resident = false\nlock_memory = true\n[ring]\nring_memory = 2.5\n"
+    )
+    wanted = network_from(JoinFlags(peers=("a:1",)))
+    assert (wanted.cpu_threads, wanted.keep_resident, wanted.lock_memory) == (3, False, True)
+    assert (wanted.lend, wanted.lend_memory, wanted.peers) == (True, 5 << 29, ["a:1"])
+    assert network_from(JoinFlags(memory=1.0)).lend_memory == 1 << 30
 
 
 def test_a_plan_on_a_ring_shows_its_nodes(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,7 +97,7 @@ def test_a_plan_on_a_ring_shows_its_nodes(home: Path, capsys: pytest.CaptureFixt
     out, _ = written(capsys)
     assert "Ring of 2: about 21.3 tokens/s; the best machine alone 14.2 tokens/s" in out
     assert "exact mode; tls, encrypted (140 µs each); no idle experts run" in out
-    assert "1  studio  2,432 experts 43.1 GB, trunk 1.9 GB, 96.0 GB free, 5.9 run a layer, up to 45.0 GB to send" in out
+    assert "2  studio  2,432 experts 43.1 GB, trunk 1.9 GB, 96.0 GB free, 5.9 run a layer, up to 45.0 GB to send" in out
 
 
 def test_the_settings_of_the_ring_reach_the_engine(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

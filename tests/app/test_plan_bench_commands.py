@@ -13,36 +13,20 @@ from typing import Any
 
 import psutil
 import pytest
+from scripted import install, make_home, play, written
 
-from app import engine_client
 from app.commands.bench import as_text
 from app.commands.plan import memory_line
 from app.commands.root import run
 from engine.messages import BenchResult, DeviceMemory, Planned
 
-SCRIPT = Path(__file__).with_name("scripted_engine.py")
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    play(monkeypatch, "")
-    folder = tmp_path / "models" / "starter"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text('{"model_type": "llama"}')
+    install(make_home(tmp_path, monkeypatch))
     return tmp_path
-
-
-def play(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    monkeypatch.setattr(engine_client, "host_command", lambda: (sys.executable, str(SCRIPT), script))
-
-
-def written(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    out, err = capsys.readouterr()
-    assert "\x1b" not in out + err
-    return out, err
 
 
 # --- plan ---------------------------------------------------------------------------------------------------------

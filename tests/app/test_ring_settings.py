@@ -89,6 +89,21 @@ def test_machines_are_named_by_name_by_id_and_as_here() -> None:
         node_id("studio", None)
 
 
+def test_a_machine_is_found_by_the_name_it_had_and_by_one_that_it_shares() -> None:
+    renamed = PeerFacts(node_id="b2" * 32, name="studio", former_name="VM", state="ready")
+    network = msgspec.structs.replace(NETWORK, peers=[renamed])
+    assert node_id("vm", network) == node_id("Studio", network) == "b2" * 32
+    alike = [PeerFacts(node_id=one * 32, name=f"vm ({one * 4})", state="ready") for one in ("b2", "c3")]
+    with pytest.raises(SettingError, match="VM names 2 machines; give the beginning of a node id that only one has"):
+        node_id("VM", msgspec.structs.replace(NETWORK, peers=alike))
+    assert node_id("vm (c3c3c3c3)", msgspec.structs.replace(NETWORK, peers=alike)) == "c3" * 32
+    mine = msgspec.structs.replace(NETWORK, me=NodeId(node_id="a1" * 32, name="vm"), peers=alike[:1])
+    with pytest.raises(
+        SettingError, match="vm names 2 machines; give the beginning of a node id that only one has, or here"
+    ):
+        node_id("vm", mine)
+
+
 def test_the_settings_become_what_the_engine_is_asked() -> None:
     settings = dataclasses.replace(
         Settings(), ring_mode="fast", ring_exchange="envoy", ring_loading="busy-full", ring_overlap=False,
@@ -100,9 +115,16 @@ def test_the_settings_become_what_the_engine_is_asked() -> None:
         "nodes": ["b2" * 32], "mode": "fast", "exchange": "envoy", "loading": "busy-full", "overlap": False,
         "shares": {"a1" * 32: 8 * GIB, "b3" * 32: GIB // 2}, "even_if_slower": True, "trusted": ["10.0.0.0/8"],
     }  # fmt: skip
-    assert settings.load_with(NETWORK).ring == choice
     asked = open_network(settings, more_peers=("b:2", "c:3"), lend=True)
     assert (asked.name, asked.listen, asked.peers, asked.lend) == ("attic", "127.0.0.1:9", ["a:1", "b:2", "c:3"], True)
+
+
+@pytest.mark.parametrize(("key", "value"), [("ring_nodes", "attic"), ("ring_shares", "attic=3")])
+def test_a_setting_that_names_a_forgotten_machine_is_named(key: str, value: str) -> None:
+    settings = Settings().with_value(key, value)
+    label = setting_named(key).label
+    with pytest.raises(SettingError, match=f"is called attic; .*; change the setting {label} .{key} in the settings"):
+        ring_choice(settings, NETWORK)
 
 
 def test_without_settings_nothing_is_asked_for() -> None:

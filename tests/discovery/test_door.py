@@ -79,9 +79,7 @@ def test_whatever_is_no_preamble_is_closed_without_a_word(door: Door, sent: byte
         assert all_of(connection) == b""
 
 
-def test_a_kind_that_is_no_longer_served_is_closed(door: Door) -> None:
-    door.register("echo", echo)
-    door.unregister("echo")
+def test_a_kind_that_nobody_serves_is_closed(door: Door) -> None:
     with contextlib.closing(dial(("127.0.0.1", door.port), "echo")) as connection:
         assert all_of(connection) == b""
 

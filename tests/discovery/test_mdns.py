@@ -166,7 +166,7 @@ def test_its_own_announcement_is_heard_and_not_listed(listen: Callable[..., List
     while not one.neighbourhood.hearing().own and time.monotonic() < end:
         threading.Event().wait(0.05)
     hearing = one.neighbourhood.hearing()
-    assert hearing.own and hearing.others >= 1 and hearing.failure == "" and hearing.interfaces == ("lo",)
+    assert hearing.own and hearing.others >= 1 and hearing.failure == ""
     assert all(found.node_id != one.node_id for found in one.found)
 
 
@@ -283,7 +283,7 @@ def test_a_socket_that_cannot_be_opened_is_told_and_tried_again(
     assert other.hears(refused.node_id)
 
 
-def test_announcements_that_are_none_are_ignored_and_counted(listen: Callable[..., Listening]) -> None:
+def test_announcements_that_are_none_are_ignored(listen: Callable[..., Listening]) -> None:
     good, instance = ids()
     listening = listen(*ids(), 4000)
     bad: list[dict[str, str | bytes]] = [
@@ -310,11 +310,9 @@ def test_announcements_that_are_none_are_ignored_and_counted(listen: Callable[..
                 cooperating_responders=True,
             )
         assert listening.hears(good, ("127.0.0.1:4010",))
-        end = time.monotonic() + WITHIN
-        while listening.neighbourhood.hearing().ignored < len(bad) and time.monotonic() < end:
-            threading.Event().wait(0.05)
-        assert listening.neighbourhood.hearing().ignored >= len(bad)
+        # The last one was heard, and none of those before it.
         assert sum(one.node_id == good for one in listening.found) == 1
+        assert not any(one.node_id in ("zz" * 32, good[:-2]) for one in listening.found)
     finally:
         opened.close()
 
@@ -442,7 +440,6 @@ def test_a_flood_of_announcements_takes_no_memory() -> None:
         library = SimpleNamespace(loop=None)
         for number in range(20_000):
             heard._heard(library, SERVICE, f"{number}.{SERVICE}", SimpleNamespace(name="Added"))  # type: ignore[arg-type]
-        assert heard.hearing().ignored == MAX_SERVICES
         assert len(heard._seen) == MAX_SERVICES
         assert not heard._resolving
     finally:

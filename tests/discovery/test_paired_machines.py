@@ -69,23 +69,44 @@ def test_an_ambiguous_name_is_refused_with_the_ids(file: PeersFile, machine: Mak
     assert file.find(file.all()[0].node_id[:16]) == file.all()[0]
 
 
-def test_renaming_remembering_and_forgetting(file: PeersFile, machine: MakeMachine) -> None:
-    peer = machine("Old").as_peer()
+def test_remembering_and_forgetting(file: PeersFile, machine: MakeMachine) -> None:
+    peer = msgspec.structs.replace(machine("Attic").as_peer(), name=" Attic\tMac ")
     file.add(peer)
-    assert file.rename(peer.node_id, " New\tname ").name == "New name"
-    with pytest.raises(PeersError, match="not a name"):
-        file.rename(peer.node_id, "\x1b\x00")
     for number in range(MAX_ADDRESSES + 3):
         file.remember_address(peer.node_id, f"10.0.0.{number}:47820")
     file.remember_address(peer.node_id, "10.0.0.5:47820")
-    remembered = file.find("New name").addresses
+    remembered = file.find("Attic Mac").addresses
     assert len(remembered) == MAX_ADDRESSES
     assert remembered[0] == "10.0.0.5:47820" and len(set(remembered)) == MAX_ADDRESSES
-    assert file.forget(peer.node_id).name == "New name"
+    assert file.forget(peer.node_id).name == "Attic Mac"
     file.remember_address(peer.node_id, "10.0.0.9:1")
     assert file.all() == []
     with pytest.raises(PeersError, match="not a paired machine"):
         file.forget(peer.node_id)
+
+
+def test_a_machine_that_calls_itself_otherwise_is_found_by_both_names(file: PeersFile, machine: MakeMachine) -> None:
+    peer = machine("vm").as_peer()
+    file.add(peer)
+    assert file.rename(peer.node_id, " Studio\x1b[2J ") and not file.rename(peer.node_id, "Studio[2J")
+    assert file.find("studio[2j").node_id == file.find("VM").node_id == peer.node_id
+    assert (file.all()[0].name, file.all()[0].former_name) == ("Studio[2J", "vm")
+    assert not file.rename(peer.node_id, "\x00") and not file.rename("00" * 32, "Attic")
+    other = machine("other").as_peer()
+    file.add(msgspec.structs.replace(other, name="vm"))
+    assert file.find("vm").node_id == other.node_id  # who has the name now comes before who had it
+
+
+def test_machines_of_one_name_are_told_apart_by_the_beginning_of_their_ids(
+    file: PeersFile, machine: MakeMachine
+) -> None:
+    first, second, third = (machine(name).as_peer() for name in ("a", "b", "Attic"))
+    for peer, name in ((first, "vm"), (second, "VM"), (third, "Attic")):
+        file.add(msgspec.structs.replace(peer, name=name))
+    labels = file.labels()
+    assert labels[first.node_id] == f"vm ({first.node_id[:8]})" and labels[second.node_id].startswith("VM (")
+    assert labels[third.node_id] == "Attic"
+    assert file.labels("attic")[third.node_id] == f"Attic ({third.node_id[:8]})"  # this machine is called so, too
 
 
 def test_pairing_again_replaces(file: PeersFile, machine: MakeMachine) -> None:

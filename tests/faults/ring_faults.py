@@ -81,6 +81,8 @@ class Machine:
         self.code = ""
         """Run before the engine, in its process."""
         self.environment: dict[str, str] = {}
+        self.terms: dict[str, Any] = {}
+        """On which it is lent; see OpenNetwork."""
         self.proxy: PairProxy | None = None
         self.engine: LocalEngine
         (home / NETWORK).mkdir(parents=True, mode=0o700)
@@ -103,7 +105,9 @@ class Machine:
         self.engine = LocalEngine(self.home, {"OMP_NUM_THREADS": "1", **self.environment}, arguments)
         listen = f"{self.host}:{self.port}"
         self.engine.ask(
-            OpenNetwork(id=self.engine.new_id(), name=self.name, listen=listen, peers=list(peers), lend=lend)
+            OpenNetwork(
+                id=self.engine.new_id(), name=self.name, listen=listen, peers=list(peers), lend=lend, **self.terms
+            )
         )
 
     def signal(self, number: signal.Signals) -> None:
@@ -124,6 +128,13 @@ class Machine:
             self.engine.close()
 
 
+ENTER = """
+import ctypes as _ctypes, os as _os
+_space = _os.open("/run/netns/{space}", _os.O_RDONLY)
+assert _ctypes.CDLL(None, use_errno=True).setns(_space, 0x40000000) == 0
+"""
+"""Enters a network namespace, for ``Machine.code``."""
+
 ANNOUNCE_PROXY = """
 # Others are told to come by way of {port}.
 from engine.ring.control import node as _node
@@ -143,6 +154,7 @@ class Ring:
         proxied: bool = False,
         environments: Mapping[int, Mapping[str, str]] | None = None,
         hosts: Sequence[str] = (),
+        terms: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ring-faults-"))
         self.machines: list[Machine] = []
@@ -152,6 +164,7 @@ class Ring:
                 machine.host = hosts[rank] if hosts else machine.host
                 machine.code = (codes or {}).get(rank, "")
                 machine.environment = dict((environments or {}).get(rank, {}))
+                machine.terms = dict((terms or {}).get(rank, {}))
                 if proxied:
                     machine.proxy = PairProxy(machine.port)
                 self.machines.append(machine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import re
 import shutil
 import subprocess
 import sys
@@ -238,22 +239,51 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
-def test_disk_without_room_is_refused_with_what_is_missing(small_disk: Path, larger: Path) -> None:
+def test_a_disk_with_room_for_a_part_of_its_share_is_given_that_part(small_disk: Path, larger: Path) -> None:
+    """Of 32 experts the node would hold half, but its disk takes about 37 MB: seven, which are sent and run."""
     with Ring(1) as ring:
         models = ring.followers[0].home / "models"
         models.rmdir()
         models.symlink_to(small_disk)
         with (small_disk / "something else").open("wb") as file:
-            file.write(bytes(200_000_000))
+            file.write(bytes(175_000_000))
+        since = ring.mark()
+        loaded = form(ring, larger)
+        assert isinstance(loaded, Loaded), loaded
+        assert loaded.facts.ring is not None
+        head, node = loaded.facts.ring.nodes
+        assert (head.experts + node.experts, node.experts) == (32, 7)
+        first = ring.answer(8).token_ids
+        told = " ".join([*ring.notices(since), *loaded.facts.notices])
+        assert re.search(r"node 1 has disk space for 3\d MB of experts, less than it has memory for\.", told), told
+        assert "left out" not in told
+        assert check_share(models, larger) == node.experts
+        # What is there counts as room: formed again, it keeps its part, and nothing is sent.
+        (small_disk / "still more").write_bytes(bytes(30_000_000))
+        again = form(ring, larger)
+        assert isinstance(again, Loaded), again
+        assert again.facts.ring is not None
+        kept = again.facts.ring.nodes[1]
+        assert kept.experts == check_share(models, larger) == node.experts
+        assert kept.has_bytes >= kept.expert_bytes + kept.trunk_bytes
+        assert ring.answer(8).token_ids == first
+
+
+def test_disk_without_room_is_left_out_with_what_is_missing(small_disk: Path, larger: Path) -> None:
+    with Ring(1) as ring:
+        models = ring.followers[0].home / "models"
+        models.rmdir()
+        models.symlink_to(small_disk)
+        with (small_disk / "something else").open("wb") as file:
+            file.write(bytes(240_000_000))
         since = ring.mark()
         loaded = form(ring, larger)
         assert isinstance(loaded, Loaded), loaded
         told = " ".join([*ring.notices(since), *loaded.facts.notices])
         assert len(ring.answer(8).token_ids) == 8
         told = " ".join([told, *ring.notices(since)])
-        assert "are missing" in told
-        assert "MB" in told
-        assert check_share(models, larger) == 0
+        assert re.search(r"node 1 is left out: it lacks \d MB of disk space", told), told
+        assert not [path for path in models.iterdir() if path.name.endswith("share")]
 
 
 def test_disk_that_somebody_else_fills_meanwhile(small_disk: Path, larger: Path) -> None:
@@ -301,6 +331,6 @@ def test_a_refused_share_that_nobody_else_can_hold_is_a_sentence(small_disk: Pat
         choice = replace(EXACT, overlap=False, shares=shares)
         with pytest.raises(ModelError) as refused:
             ring.load(larger, choice)
-        assert "node 1 is left out of the ring" in str(refused.value)
-        assert "missing" in str(refused.value)
+        assert "node 1 is left out: it lacks" in str(refused.value)
+        assert "are missing" in str(refused.value)
         assert refused.value.kind == "memory"

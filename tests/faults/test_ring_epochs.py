@@ -84,6 +84,8 @@ def test_a_node_whose_cache_is_stale_is_refused(model: Path, alone: Oracle) -> N
         assert found.token_ids == alone(200).token_ids
         told = follower.engine.wait(lambda event: isinstance(event, Notice) and "other tokens" in event.text, 10)
         assert isinstance(told, Notice)
-        assert len([text for text in ring.notices(since) if "Lost" in text or "going on with" in text]) == 1
+        told_here = [text for text in ring.notices(since) if "Lost" in text or "going on with" in text]
+        assert len(told_here) == 2 and told_here[0].startswith("Lost node 1: ")
+        assert told_here[1] == "node 1 came back; going on with 3 machines."
         assert ring.answer(24, OTHER_PROMPT).token_ids == alone(24, OTHER_PROMPT).token_ids
         eventually(lambda: set(ring.states().values()) == {"ring"})

@@ -1,7 +1,7 @@
 """Links of a ring that are slow, stall, are torn down, or carry nothing any more; nodes that are slow.
 
-There is no netem everywhere: a proxy delays and holds back what the nodes send each other (:mod:`slow_wire`), and
-where network namespaces may be made, an interface is set down, which is what a pulled cable looks like.
+A proxy delays and holds back what the nodes send each other (:mod:`slow_wire`), and where network namespaces may be
+made, an interface is set down, which is what a pulled cable looks like. For packets that are lost see test_ring_lossy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ring_faults import OTHER_PROMPT, PROMPT, Machine, Oracle, Ring, eventually, write_model
+from ring_faults import ENTER, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring, eventually, write_model
 
 from engine.messages import Failed, Notice
 
@@ -265,10 +265,3 @@ def test_a_pulled_cable(cable: Cable, model: Path, alone: Oracle) -> None:
         assert not isinstance(found, Failed)
         assert found.token_ids == alone(LONG, OTHER_PROMPT).token_ids  # type: ignore[attr-defined]
         assert any("node 1 came back" in text for text in ring.notices(since))
-
-
-ENTER = """
-import ctypes as _ctypes, os as _os
-_space = _os.open("/run/netns/{space}", _os.O_RDONLY)
-assert _ctypes.CDLL(None, use_errno=True).setns(_space, 0x40000000) == 0
-"""

@@ -28,6 +28,7 @@ from engine.messages import (
     Planned,
     Progress,
     Shutdown,
+    WarmUp,
 )
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30]
@@ -186,7 +187,7 @@ def test_more_threads_than_cpus_are_not_started(engine: EngineProcess, model: Pa
     engine.send(load)
     said = []
     while not isinstance(event := engine.next(), Loaded):
-        assert isinstance(event, Progress | Notice)
+        assert isinstance(event, Progress | Notice | WarmUp)  # of the model before
         said += [event.text] if isinstance(event, Notice) else []
     assert len(said) == 1 and said[0].startswith("1000 CPU threads were asked for; this machine runs ")
     found = engine.ask(Bench(id=75, kind="beams", load=load, rounds=1))[-1]

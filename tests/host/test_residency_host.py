@@ -106,7 +106,7 @@ def test_the_first_token_after_idling_is_told(
     host.take(ask(2))
     finished = events.answer(2)
     assert isinstance(finished, Finished)
-    assert finished.probe_s == finished.ttft_s > 0.0
+    assert finished.probe_s is not None and 0.0 < finished.probe_s <= finished.ttft_s
 
 
 def test_it_can_be_switched_off(tiny_model: TinyModel, host: Host, events: Events):

@@ -106,13 +106,13 @@ def test_touching_brings_back_what_the_system_dropped(large: Path):
     os.sync()
     for name, _ in layout.files:
         forget_cached(large / name)
-    if weights.fraction() == 1.0:
+    if all(map(weights.resident, range(len(weights.sizes)))):
         pytest.skip("this file system does not drop pages when asked")
     assert not weights.resident(len(weights.sizes) - 1)
     for index in range(len(weights.sizes)):
         weights.touch(index)
         assert weights.resident(index)
-    assert weights.fraction() == 1.0
+    assert all(map(weights.resident, range(len(weights.sizes))))
     weights.close()
     weights.close()
 
@@ -121,7 +121,7 @@ def test_of_a_share_only_what_is_here_is_touched(large: Path, tmp_path: Path):
     layout = layout_of(large)
     held = {layer: [1, 2] for layer in layout.layers}
     for trunk in (False, True):
-        shares = ShareStore(tmp_path / f"node-{trunk}")
+        shares = ShareStore(tmp_path / f"node-{trunk}", "head")
         offered = offer(large, held, quiet, trunk=trunk)
         need = shares.need(offered, quiet)
         shares.receive(offered, need.wanted, stream(large, offered, need.wanted), quiet)

@@ -22,7 +22,7 @@ from engine.experts.kernels.bindings import choose
 from engine.messages import Bench, BenchResult, Load
 from engine.models.opening import open_model
 from engine.planning.calibration import ExpertShape
-from engine.ring.control.measuring_layer import layer_seconds
+from engine.ring.control.measuring_layer import central_seconds, layer_seconds
 from engine.ring.control.measuring_node import experts_at_once
 from engine.ring.control.ring_of_one import ring_of_one
 from engine.runtimes import runtime_named
@@ -30,7 +30,7 @@ from engine.runtimes.protocol import LoadedModel
 
 needs_kernels = pytest.mark.skipif(not choose("bfloat16").native, reason="the native kernels cannot run here")
 
-SMALL = MoeShape(layers=2, hidden=64, ffn=96, experts=4, per_token=2, heads=4, key_value_heads=2, vocabulary=64)
+SMALL = MoeShape(layers=2, hidden=64, ffn=96, experts=4, experts_per_token=2, heads=4, key_value_heads=2, vocabulary=64)
 
 
 def load_native(folder: Path) -> LoadedModel:
@@ -171,6 +171,7 @@ def test_threads_run_where_they_ran_before() -> None:
 
 def test_what_a_layer_costs_is_measured() -> None:
     assert 0 < layer_seconds(64) < 1
+    assert 0 < central_seconds(64) < 1
 
 
 @needs_kernels

@@ -41,6 +41,21 @@ def test_only_a_row_of_an_embedding_beside_the_head_is_read(tiny_model: Callable
     assert sizes_of(open_model(tiny_model("llama"))).embedding_bytes == 0  # tied: read as the head
 
 
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral"])
+def test_shared_experts_are_counted_apart_from_the_rest_of_the_trunk(
+    tiny_model: Callable[..., Path], family: str
+) -> None:
+    files = open_model(tiny_model(family))
+    sizes = sizes_of(files)
+    config = files.config
+    # Gate, up and down, and the row that weighs them.
+    shared = 3 * int(config.get("shared_expert_intermediate_size") or 0) * sizes.hidden
+    expected = sizes.moe_layers * (shared + sizes.hidden) * sizes.width if shared else 0
+    assert sizes.shared_bytes == expected < sizes.trunk_bytes
+    assert sizes.for_planning().shared_bytes == expected
+    assert sizes_of(files, "bfloat16").shared_bytes == expected // 2
+
+
 def test_latent_and_linear_attention_keep_less() -> None:
     common = {"num_hidden_layers": 4, "num_attention_heads": 4, "hidden_size": 32}
     assert key_value_numbers(common) == 4 * 2 * 4 * 8

@@ -115,7 +115,6 @@ def test_a_ring_that_is_faster_is_formed() -> None:
 def test_another_machine_alone_would_be_faster() -> None:
     found = decide([node("laptop", 24, 50e9), node("studio", 192, 800e9)])
     assert found.kind == "ring"
-    assert found.best_alone == "studio-id"
     assert any(line.startswith("studio alone would be faster") for line in found.notices)
 
 
@@ -123,7 +122,7 @@ def test_a_machine_that_is_hardly_faster_is_not_worth_moving_to() -> None:
     # The head alone is as fast as the other one: there is nothing to be gained there, however slow the ring is.
     nodes = [node("head", 96, 60e9), node("attic", 96, 63e9)]
     found = decide(nodes, (5e-3, 1e8), even_if_slower=True)
-    assert found.kind == "ring" and found.best_alone == "attic-id"
+    assert found.kind == "ring"
     assert not [line for line in found.notices if "alone would be faster" in line]
     much = decide([node("head", 96, 60e9), node("attic", 96, 80e9)], (5e-3, 1e8), even_if_slower=True)
     assert any(line.startswith("attic alone would be faster") for line in much.notices)
@@ -306,9 +305,28 @@ def test_a_full_disk_limits_what_a_machine_can_hold() -> None:
     assert any(
         line == "second has disk space for 7.0 GB of experts, less than it has memory for." for line in found.notices
     )
+    too_little = decide([node("head", 40), nodes[1]], RDMA)
+    assert too_little.kind == "refused"
+    assert [line for line in too_little.notices if line.startswith("second has disk space for 7.0 GB")]
     there = {layer: tuple(range(64)) for layer in range(48)}
     kept = decide([nodes[0], replace(nodes[1], has=there, has_trunk=True)], RDMA, even_if_slower=True)
     assert facts(kept).nodes[1].expert_bytes > 29 * GB
+
+
+def test_a_machine_whose_disk_does_not_even_take_the_trunk_is_left_out() -> None:
+    nodes = [node("head", 60), node("second", 60), node("third", 60, disk_free=1 * GB)]
+    found = decide(nodes, RDMA, even_if_slower=True)
+    assert found.ranks == ("head-id", "second-id")
+    missing = (SIZES.trunk_bytes + SIZES.slab_bytes - GB) / 1e9
+    assert found.notices == (
+        f"third is left out: it lacks {missing:.1f} GB of disk space for what every machine keeps and one expert.",
+    )
+    named = decide(nodes, RDMA, nodes=[each.node_id for each in nodes])
+    assert named.kind == "refused"
+    assert named.shortfall == SIZES.trunk_bytes - GB
+    assert named.reason.startswith(f"third lacks {named.shortfall / 1e9:.1f} GB of disk space")
+    central = decide(nodes, RDMA, mode="central", even_if_slower=True)
+    assert len(central.ranks) == 3  # there a follower is sent no trunk
 
 
 def test_without_measurements_a_ring_is_formed_without_a_prediction() -> None:

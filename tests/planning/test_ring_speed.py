@@ -218,8 +218,32 @@ def test_shared_experts_hide_behind_the_wire() -> None:
     long = replace(NODE, shared=Curve((1,), (3e-4,)))
     found = step_time(MODEL, apart(2), [long] * 2, WIRE, RingSetting())
     assert found.seconds == pytest.approx(bare.seconds + 4 * 2e-4)
+    assert found.exchange_s == pytest.approx(bare.exchange_s)  # what the wire does not hide is no exchange
+    assert found.other_s == pytest.approx(bare.other_s + 4 * 2e-4)
+    assert found.moe_s == pytest.approx(bare.moe_s)
     alone = alone_time(MODEL, long)
     assert alone.seconds == pytest.approx(alone_time(MODEL, NODE).seconds + 4 * 3e-4)
+    assert step_time(MODEL, apart(1), [long], WIRE, RingSetting()) == alone
+
+
+def test_shared_experts_are_part_of_the_trunk_that_the_wire_can_hide() -> None:
+    """Of 600 MB of trunk, 20 MB in each of the four MoE layers: 2 ms at 10 GB/s, of which the wire hides 0.1 ms."""
+    expert = Curve((1, 512), (1e-3, 16e-3))
+    model = replace(MODEL, shared_bytes=4 * 20_000_000)
+    serial, costs = costs_of(MODEL, expert, 10e9), costs_of(model, expert, 10e9)
+    assert costs.shared is not None and serial.shared is None
+    assert costs.shared.at(1) == pytest.approx(2e-3)
+    assert costs.attention.at(1) == pytest.approx((520e6 + 512 * 1000) / 10e9 / 6)
+    assert costs.outside.at(1) == pytest.approx(2 * (520e6 + 512 * 1000) / 10e9 / 6)
+    # 20 MB are two experts' operations: at 512 tokens 2 * 16 ms, more than the 2 ms of reading them.
+    assert costs.shared.at(512) == pytest.approx(2 * 16e-3)
+    assert alone_time(model, costs).seconds == pytest.approx(alone_time(MODEL, serial).seconds)
+    before, now = (
+        step_time(model, apart(2), [each] * 2, Wire(1e-3, 1e9), RingSetting("fast")) for each in (serial, costs)
+    )
+    assert before.seconds - now.seconds == pytest.approx(4 * 1e-3)  # the wire's millisecond is the shared experts'
+    dense = replace(model, moe_layers=0, experts=0, expert_bytes=0)
+    assert costs_of(dense, expert, 10e9).shared is None
 
 
 def test_central_mode_sends_twice_and_runs_the_heads_trunk_only() -> None:
@@ -227,6 +251,9 @@ def test_central_mode_sends_twice_and_runs_the_heads_trunk_only() -> None:
     found = step_time(MODEL, apart(2), [NODE, slow_trunk], WIRE, RingSetting("central"))
     decentralised = step_time(MODEL, apart(2), [NODE, NODE], WIRE, RingSetting())
     assert found.exchange_s == pytest.approx(2 * decentralised.exchange_s)
+    asking = replace(NODE, fence_s=1.0, central_s=3e-4)
+    again = step_time(MODEL, apart(2), [NODE, asking], WIRE, RingSetting("central"))
+    assert again.exchange_s == pytest.approx(found.exchange_s + 4 * 3e-4)
     assert found.moe_s == pytest.approx(decentralised.moe_s)
     assert found.other_s == pytest.approx(4 * 2e-3 + 5e-3)
 

@@ -11,7 +11,9 @@ from typing import Any
 from discovery import certificates
 from discovery.door import Door
 from discovery.identity import Identity
-from engine.exchange.connecting import Epoch, Links, Member, connect_mesh
+from engine.exchange.accepting import Links
+from engine.exchange.connecting import connect_mesh
+from engine.exchange.epochs import Epoch, Member
 from engine.exchange.link_speed import answer_measuring
 from engine.exchange.mesh import Mesh
 

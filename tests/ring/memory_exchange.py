@@ -89,6 +89,13 @@ class MemoryExchange:
             raise PeerLost(f"nodes {sorted(self._ring.lost)} are gone", sorted(self._ring.lost))
 
 
+def note_order(end: Any, happened: list[str]) -> None:
+    """From now on ``happened`` gets "send" and "receive" as they are called at ``end``."""
+    send, receive = end.send, end.receive
+    end.send = lambda *given: (happened.append("send"), send(*given))[1]
+    end.receive = lambda: (happened.append("receive"), receive())[1]
+
+
 def on_all_ranks(work: Callable[[int], Done], size: int) -> list[Done | BaseException]:
     """``work(rank)`` in a thread for each rank; what each returned or raised."""
     results: list[Any] = [None] * size

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from discovery.identity import Identity, load_identity
 from discovery.peers import PeersFile, new_peer
@@ -33,7 +34,8 @@ def make_identity(folder: Path) -> tuple[Identity, PeersFile]:
 class Nodes:
     """``names`` open in order; the first knows the addresses of the others, and is paired with each of them."""
 
-    def __init__(self, folder: Path, *names: str, lend: bool = False) -> None:
+    def __init__(self, folder: Path, *names: str, lend: bool = False, terms: Mapping[str, Any] | None = None) -> None:
+        """``terms``: of those that are lent; see OpenNetwork."""
         self.identities: list[Identity] = []
         self.peers: list[PeersFile] = []
         self.nodes: list[Node] = []
@@ -45,7 +47,8 @@ class Nodes:
             self.pair(0, index, names)
         for index in [*range(1, len(names)), 0]:
             tried = [node.listening[0] for node in self.nodes] if index == 0 else []
-            options = OpenNetwork(id=1, name=names[index], listen="127.0.0.1:0", peers=tried, lend=lend and index > 0)
+            lent: dict[str, Any] = {"lend": lend, **(terms or {})} if index else {}
+            options = OpenNetwork(id=1, name=names[index], listen="127.0.0.1:0", peers=tried, **lent)
             node = Node(self.identities[index], self.peers[index], options)
             self.nodes.insert(0 if index == 0 else len(self.nodes), node)
 

@@ -47,6 +47,8 @@ class RealRing:
                 (home / "models" / model.name).symlink_to(model, target_is_directory=True)
         self.ids = [identity.node_id for identity in pair_homes(homes)]
         self.engines: list[LocalEngine] = []
+        self.threads = 1
+        """That the head is told to compute with."""
         try:
             self.engines = [_started(home, machine) for home, machine in zip(homes, machines, strict=True)]
             addresses = [
@@ -125,7 +127,7 @@ class RealRing:
             model=str(model),
             runtime=runtime,  # type: ignore[arg-type]
             dtype=dtype,  # type: ignore[arg-type]
-            cpu_threads=1,
+            cpu_threads=self.threads,
             **options,
         )
         found = self.head.ask(load, 120)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from paired_nodes import Nodes, eventually, make_identity
 
 from discovery.identity import load_identity
-from discovery.peers import new_peer
+from discovery.peers import PeersFile, new_peer
 from engine.errors import ModelError
 from engine.exchange.exchange import RingProtocolError
 from engine.messages import OpenNetwork
@@ -71,6 +71,21 @@ def test_paired_nodes_find_each_other_by_address(pair: Nodes) -> None:
     back = pair.nodes[1].table.facts()[0]
     # Only one side was told an address: the greeting brought the other's.
     assert (back.name, back.state, back.addresses[0]) == ("Anna", "ready", pair.nodes[0].listening[0])
+
+
+def test_one_paired_by_another_process_is_found(tmp_path: Path) -> None:
+    """As `privatellm peers pair` does it beside a lent machine: in another process, which changes the file."""
+    nodes = Nodes(tmp_path, "Anna")
+    late = Nodes(tmp_path / "late", "Bob")
+    try:
+        late.peers[0].add(new_peer(nodes.identities[0].certificate_der, "Anna"))
+        here = new_peer(late.identities[0].certificate_der, "Bob", late.nodes[0].listening[0])
+        PeersFile(tmp_path / "Anna").add(here)
+        eventually(lambda: nodes.nodes[0].table.facts() and nodes.ready())
+        assert [(one.name, one.state) for one in nodes.nodes[0].table.facts()] == [("Bob", "ready")]
+    finally:
+        nodes.close()
+        late.close()
 
 
 @pytest.mark.parametrize("method", ALL_METHODS)

@@ -49,6 +49,14 @@ def test_what_not_every_node_can_run_is_refused_by_name() -> None:
     assert allowed_exchanges("auto", ["192.168.7.1"], HOME, ["socket", "tls"]) == ["tls", "socket"]
 
 
+def test_what_spins_is_not_for_nodes_of_one_machine() -> None:
+    apart = allowed_exchanges("auto", ["192.168.7.1"], HOME, ALL, "mlx")
+    together = allowed_exchanges("auto", ["192.168.7.1"], HOME, ALL, "mlx", together=True)
+    assert "mlx" in apart
+    assert together == [name for name in apart if name != "mlx"]
+    assert allowed_exchanges("mlx", ["192.168.7.1"], HOME, ALL, "mlx", together=True) == ["mlx"]  # who asks gets it
+
+
 def test_without_any_exchange_there_is_nothing_to_choose() -> None:
     with pytest.raises(ModelError, match="No exchange could be connected"):
         choose_exchange({})

@@ -23,6 +23,7 @@ from discovery import certificates
 from discovery.door import Door
 from engine.bench.exchange_node import Neighbour, NodeConnected, NodePlan, NodePort, NodeRound, NodeSetup
 from engine.exchange.accepting import Links
+from engine.exchange.envoy_exchange import EnvoyExchange
 from engine.exchange.epochs import Epoch, Member
 from engine.exchange.exchange import Exchange, PeerLost
 from engine.exchange.wires import SILENT_S
@@ -244,7 +245,8 @@ def test_an_envoy_ends_with_its_engine(ring: Callable[..., Ring]) -> None:
 def test_a_killed_envoy_is_this_machines_own_loss(ring: Callable[..., Ring]) -> None:
     nodes = ring(2, "envoy")
     nodes.exchange_once()
-    os.kill(nodes.exchange.process_id, signal.SIGKILL)  # type: ignore[attr-defined]
+    assert isinstance(nodes.exchange, EnvoyExchange)
+    os.kill(nodes.exchange._process.pid, signal.SIGKILL)
     with pytest.raises(PeerLost, match="This machine's envoy ended") as lost:
         while True:
             nodes.exchange_once()

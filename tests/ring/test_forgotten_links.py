@@ -76,7 +76,7 @@ def test_the_head_forgets_a_follower(ring: Head) -> None:
 
 def test_a_follower_forgets_the_head(ring: Head) -> None:
     follower = ring.ring.engines[0]
-    forget(follower, "node 0")
+    forget(follower, "head")
     assert until_apart(follower, ring.engine) < ALLOWED_S + NOISE_S
     assert len(ring.answer(4)) == 4
     assert between(follower, ring.engine) == []

@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from paired_nodes import Nodes, eventually, make_identity
 from tests_models import tiny_mixtral
 
+from discovery.addresses import shown_address
 from engine.errors import Cancelled, ModelError
-from engine.exchange.addresses import control_of, door_of, own_addresses, parse_address, plain_ip, shown_address
+from engine.exchange.addresses import door_of, own_addresses, parse_address, plain_ip
 from engine.exchange.exchange import PeerLost
 from engine.messages import Load
 from engine.messages.ring import LinkFacts, RingChoice
@@ -79,7 +81,7 @@ def facts(**changes: Any) -> NodeFacts:
 def test_addresses_are_read_and_shown(text: str, host: str, port: int) -> None:
     assert parse_address(text) == (host, port)
     assert shown_address(host, port) == text
-    assert control_of(door_of(text)) == text
+    assert parse_address(door_of(text)) == (host, port + 1)
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:x", "host:70000", "host:-1"])
@@ -121,10 +123,62 @@ def test_processes_of_one_machine_share_its_memory_and_its_overheads() -> None:
     assert head.machine == near.machine != far.machine
 
 
+def test_no_more_than_what_is_lent_is_planned_with() -> None:
+    survey = Survey(facts={"head": facts(), "near": facts(memory_lent=2 * 10**9), "far": facts(memory_lent=10**11)})
+    nodes = planned_nodes(survey, [(name, name) for name in survey.facts], "native", "bfloat16")
+    assert [node.memory_free for node in nodes] == [2 * 10**9, 2 * 10**9, 2 * 10**9]
+    survey.facts["near"] = facts(memory_lent=10**9)
+    nodes = planned_nodes(survey, [(name, name) for name in survey.facts], "native", "bfloat16")
+    assert [node.memory_free for node in nodes] == [2 * 10**9, 10**9, 2 * 10**9]
+
+
+def test_processes_that_are_sent_weights_share_the_disk_they_are_put_on() -> None:
+    survey = Survey(
+        facts={
+            "head": facts(disk="one"),
+            "near": facts(disk="one", disk_free=6_000_000_000),
+            "beside": facts(disk="one", disk_free=6_000_000_000),
+            "elsewhere": facts(disk="two", disk_free=6_000_000_000),
+            "unknown": facts(machine="two", disk_free=5_000_000_000),
+        }
+    )
+    nodes = planned_nodes(survey, [(name, name) for name in survey.facts], "native", "bfloat16")
+    # The head has the whole model: nothing is put on its disk.
+    free = [None, 3_000_000_000, 3_000_000_000, 6_000_000_000, 5_000_000_000]
+    assert [node.disk_free for node in nodes] == free
+
+
 def test_machines_that_compute_other_bits_are_of_other_kinds() -> None:
     survey = Survey(facts={"a": facts(), "b": facts(runtimes=["mlx"]), "c": facts(instruction_set="avx2")})
     kinds = {node.kind for node in planned_nodes(survey, [("a", ""), ("b", ""), ("c", "")], "native", "bfloat16")}
     assert len(kinds) == 3
+
+
+@pytest.mark.parametrize(
+    ("runtime", "change", "alike"),
+    [
+        ("native", {"threads": 3, "processor": "another"}, True),
+        ("native", {"system": "Darwin arm64"}, False),
+        ("torch", {"threads": 3}, False),
+        ("torch", {"processor": "another"}, False),
+        ("torch", {"libraries": {"torch": "0.1"}}, False),
+        ("torch", {"libraries": {"mlx": "0.1"}}, True),
+        ("mlx", {"threads": 3}, True),
+        ("mlx", {"processor": "another"}, False),
+    ],
+)
+def test_what_the_bits_of_a_runtime_depend_on(runtime: str, change: dict[str, Any], alike: bool) -> None:
+    here = {"runtimes": ["native", "torch", "mlx"]}
+    survey = Survey(facts={"a": facts(**here), "b": facts(**here, **change)})
+    one, other = planned_nodes(survey, [("a", ""), ("b", "")], runtime, "bfloat16")
+    assert (one.kind == other.kind) is alike
+
+
+def test_nodes_of_torch_are_told_the_heads_threads(tmp_path: Path) -> None:
+    chosen = Load(id=1, model="m", cpu_threads=1)
+    for runtime, threads in (("torch", 1), ("native", None), ("mlx", None)):
+        load = msgspec.structs.replace(chosen, runtime=runtime)
+        assert Surveyor("head", tmp_path, load).threads == threads
 
 
 def test_measured_links_reach_the_planner() -> None:
@@ -338,7 +392,7 @@ def test_forming_with_nobody_is_one_machine(tmp_path: Path, monkeypatch: pytest.
         assert formed.layers.give_up() is False
         rows = formed.model.start()
         assert rows.extend([1, 2, 3]) is not None
-        assert not former.changed()
+        assert not former.changed(lambda *_: None, lambda text: None)
     finally:
         former.close()
         node.close()

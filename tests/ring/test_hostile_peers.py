@@ -229,6 +229,7 @@ def test_figures_of_a_machine_are_accepted() -> None:
         {"memory_total": 1 << 62},
         {"memory_free": -1},
         {"disk_free": -5},
+        {"memory_lent": -1},
         {"memory_read": 0.0},
         {"memory_read": math.nan},
         {"memory_read": math.inf},

@@ -18,8 +18,9 @@ from linked_nodes import LinkedNode, LinkedNodes, make_identity
 from discovery.door import Door, dial
 from discovery.errors import DiscoveryError
 from engine.errors import ModelError
-from engine.exchange.connecting import Epoch, Links, connect_commands, connect_mesh, dial_link
-from engine.exchange.epochs import LINK_KIND, LinkRequest, Member, Transport, in_networks, split_address
+from engine.exchange.accepting import Links
+from engine.exchange.connecting import connect_commands, connect_mesh, dial_link
+from engine.exchange.epochs import LINK_KIND, Epoch, LinkRequest, Member, Transport, in_networks, split_address
 from engine.exchange.exchange import PeerLost, RingProtocolError
 from engine.exchange.link_speed import measure_link
 from engine.exchange.wires import Wire
@@ -342,7 +343,7 @@ def test_a_link_is_measured_only_by_those_who_are_known(linked_nodes: Make) -> N
     speed = measure_link(zero.links, zero.epoch, nodes.members[1], address(nodes, 1))
     assert 0 < speed.latency_s < 1
     assert speed.bytes_per_s > 1e5
-    assert speed.interface_address == "127.0.0.1"
+    assert speed.address == address(nodes, 1)
     stranger = Links(make_identity())
     with pytest.raises(ModelError, match="cannot be measured"):
         measure_link(stranger, Epoch("x", 0, (), bytes(32)), nodes.members[1], address(nodes, 1))

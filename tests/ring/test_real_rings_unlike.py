@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from real_rings import Machine, RealRing, with_runtimes
 from tiny_models import write_tiny_model
 
+from engine.cpu_threads import usable_cpus
 from engine.errors import ModelError
 from engine.experts.kernels.bindings import choose
 
@@ -30,12 +32,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def unlike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRing]:
-    """The head has all runtimes; the others have torch only, native and torch with other instructions, or mlx."""
+    """The head has all runtimes; the others have torch only, torch and native with other instructions, mlx, or
+    one CPU."""
     machines = [
         Machine(),
         with_runtimes("torch"),
         Machine(environment={"PRIVATELLM_KERNELS": "scalar"}),
         with_runtimes("mlx"),
+        Machine(before="import os\nos.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])"),
     ]
     with RealRing(tmp_path_factory.mktemp("ring"), machines) as made:
         yield made
@@ -62,6 +66,25 @@ def test_unlike_machines_form_a_central_ring_and_why_is_said(
 def test_other_modes_are_refused_between_unlike_machines(unlike: RealRing, model: Path, mode: str) -> None:
     with pytest.raises(ModelError, match=f"Mode {mode} needs machines that compute alike .*scalar"):
         unlike.load(model, "native", mode=mode, nodes=[unlike.ids[2]])
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or usable_cpus() < 2, reason="needs two CPUs to take one away")
+def test_torch_computes_alike_on_equally_many_threads_only(unlike: RealRing, model: Path) -> None:
+    """Native gives the same bits on any number; the nodes of torch are told the head's, as far as they can have it."""
+    one_cpu, shares = [unlike.ids[4]], {unlike.ids[0]: HALF}
+    assert unlike.form(model, "torch", mode="exact", nodes=one_cpu, shares=shares).mode == "exact"
+    unlike.threads = 2
+    try:
+        assert unlike.form(model, "native", mode="exact", nodes=one_cpu, shares=shares).mode == "exact"
+        with pytest.raises(ModelError, match=r"Mode exact needs machines that compute alike .*2 threads.*1 thread"):
+            unlike.load(model, "torch", mode="exact", nodes=one_cpu, shares=shares)
+        unlike.alone(model, "torch")
+        alone = unlike.answer()
+        formed = unlike.form(model, "torch", nodes=one_cpu, shares=shares)
+        assert formed.mode == "central" and "compute differently" in formed.reason
+        assert unlike.answer() == alone
+    finally:
+        unlike.threads = 1
 
 
 def test_another_version_is_refused_with_both_named(tmp_path: Path, model: Path) -> None:

@@ -10,18 +10,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from memory_exchange import MemoryRing
 from thread_ring import ThreadFormer, split
 
 from engine.errors import ModelError
 from engine.exchange.exchange import PeerLost
 from engine.exchange.seat import Seat
-from engine.messages import AnyEvent, Load, Notice, WarmUp
+from engine.messages import AnyEvent, Finished, Load, Notice, WarmUp
 from engine.models.weight_layout import layout_of
+from engine.planning.placement import Placement
 from engine.residency import keeper
 from engine.residency.ready import Keeping, Ready, held_in, seat_of
+from engine.ring.control.control_messages import EpochMember, EpochSpec
+from engine.ring.control.follower_work import CentralWork, Terms
 from engine.ring.running import commands
+from engine.ring.running.central import CentralHead
 from engine.ring.running.follower import Follower
 from engine.ring.running.head_model import RingModel
+from engine.runtimes import runtime_named
+from engine.runtimes.protocol import RingPlace
 
 TinyModel = Callable[..., Path]
 PATIENCE_S = 60.0
@@ -72,7 +79,7 @@ def test_the_head_keeps_its_own_experts_and_more_when_it_is_alone(tiny_model: Ti
     with keeping.answering():
         former.formations[-1].kill(1)
         former.names.remove("other")
-        model.recover(PeerLost("killed"))
+        model.recover(PeerLost("killed"), lambda *_: None, lambda text: None)
     assert warmth.wait(2) == layout.trunk_bytes + layout.expert_bytes * len(layout.experts)
     with keeping.answering():
         pass
@@ -95,9 +102,48 @@ def test_a_ring_that_changes_in_an_answer_that_fails_is_kept_all_the_same(tiny_m
     with pytest.raises(ModelError, match="given up"), keeping.answering():
         former.formations[-1].kill(1)
         former.names.remove("other")
-        model.recover(PeerLost("killed"))
+        model.recover(PeerLost("killed"), lambda *_: None, lambda text: None)
         raise ModelError("The answer was given up.")
     assert warmth.wait(2) == layout.trunk_bytes + layout.expert_bytes * len(layout.experts)
+    keeping.release()
+    model.close()
+
+
+def finished(**changes: Any) -> Finished:
+    values: dict[str, Any] = {
+        "id": 1,
+        "text": "",
+        "token_ids": [],
+        "finish_reason": "length",
+        "prompt_tokens": 1,
+        "prefilled_tokens": 1,
+        "completion_tokens": 1,
+        "ttft_s": 9.0,
+        "tokens_per_s": 1.0,
+    }
+    return Finished(**(values | changes))
+
+
+def test_the_probe_of_the_head_is_its_first_pass_and_no_forming(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(keeper, "IDLE_S", -1.0)
+    folder = tiny_model("mixtral")
+    layout = layout_of(folder)
+    request = Load(id=1, model=str(folder), runtime="torch", cpu_threads=1, keep_resident=False)
+    former = ThreadFormer(folder, request, ["head", "other"], layout.layers, layout.count)
+    model = RingModel("m", former, lambda *_: None)
+    keeping = Keeping(lambda event: None)
+    keeping.loaded(model, folder, request)
+    with keeping.answering():
+        assert keeping.probed(finished(), 0.25).probe_s == 0.25
+    with keeping.answering():
+        assert keeping.probed(finished(), None).probe_s is None
+    with keeping.answering():
+        former.formations[-1].kill(1)
+        former.names.remove("other")
+        model.recover(PeerLost("killed"), lambda *_: None, lambda text: None)
+        assert keeping.probed(finished(), 4.5).probe_s is None
+    with keeping.answering():
+        assert keeping.probed(finished(), 0.5).probe_s == 0.5
     keeping.release()
     model.close()
 
@@ -173,6 +219,112 @@ def test_the_first_pass_after_idling_is_the_probe(tiny_model: TinyModel, monkeyp
         raise PeerLost("gone")
     assert ready.probe_s == 0.5
     ready.close()
+
+
+def test_a_pass_that_comes_in_parts_is_one_probe(tmp_path: Path):
+    now = 0.0
+    ready = Ready(object(), tmp_path, Load(id=1, model="m", keep_resident=False), clock=lambda: now)
+
+    def part(first: bool, last: bool, seconds: float) -> None:
+        nonlocal now
+        with ready.part_of_pass(first, last):
+            now += seconds
+
+    now += keeper.IDLE_S + 1
+    part(True, False, 0.5)
+    now += 0.25  # the head's own work
+    part(False, True, 0.5)
+    assert ready.probe_s == 1.25
+    part(True, False, 4.0)
+    part(False, True, 4.0)
+    assert ready.probe_s == 1.25  # that was not after idling
+    now += keeper.IDLE_S + 1
+    part(True, False, 4.0)  # given up before its last part
+    part(True, False, 3.0)
+    part(False, True, 3.0)
+    assert ready.probe_s == 1.25
+    ready.close()
+
+
+def central_spec(folder: Path, placement: Placement) -> EpochSpec:
+    members = [EpochMember(rank=rank, node_id=f"{rank}" * 64, certificate=b"") for rank in range(2)]
+    return EpochSpec(
+        epoch="e" * 16,
+        version="1",
+        rank=1,
+        members=members,
+        key=b"k" * 32,
+        placement=placement,
+        mode="central",
+        loading="selected",
+        weights=[1.0, 1.0],
+        cpu_threads=1,
+        exchanges=["tls"],
+        model=str(folder),
+        runtime="torch",
+    )
+
+
+def test_a_follower_of_central_mode_keeps_its_experts_and_no_trunk(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(keeper, "IDLE_S", -1.0)  # every pass comes after idling
+    folder = tiny_model("mixtral")
+    layout = layout_of(folder)
+    placement = split(layout.layers, layout.count, 2)
+    memory = MemoryRing(2)
+    told: list[tuple[int, int]] = []
+    ran: list[int] = []
+    spec = central_spec(folder, placement)
+    said: list[str] = []
+    work = CentralWork(
+        spec,
+        memory.ends[1],
+        folder,
+        lambda *_: None,
+        ran.append,
+        lambda *now: told.append(now),
+        Terms(),
+        said.append,
+    )
+    keeping = work._ready.keeper
+    assert keeping is not None and keeping.wait_until_warm(PATIENCE_S)
+    held = sum(len(placement.held(1, layer)) for layer in layout.layers)
+    assert told[-1] == (held * layout.expert_bytes,) * 2
+    assert work.probe_s is None
+    seat = Seat("e" * 16, 0, placement, "central")
+    head = CentralHead(seat, memory.ends[0])
+    request = Load(id=1, model=folder.name, cpu_threads=1)
+    model = runtime_named("torch").load(folder, request, lambda *_: None, RingPlace(seat, head))
+
+    def follow() -> None:
+        with contextlib.suppress(PeerLost):
+            work.run()
+
+    following = threading.Thread(target=follow)
+    following.start()
+    rows = model.start()
+    rows.extend([5, 6, 7])
+    rows.step([8])
+    memory.ends[0].close()
+    following.join(PATIENCE_S)
+    work.close()
+    model.close()
+    assert ran == [3, 1]  # tokens of each pass, also if no expert of its first layer was this machine's
+    assert work.probe_s is not None and work.probe_s > 0
+    assert said == [] and work.notices == []
+    unkept = CentralWork(
+        spec,
+        MemoryRing(2).ends[1],
+        folder,
+        lambda *_: None,
+        ran.append,
+        lambda *now: told.append(now),
+        Terms(keep_resident=False),
+        said.append,
+    )
+    assert unkept._ready.keeper is None
+    unkept.close()
 
 
 def test_a_folder_that_is_gone_is_one_line(tmp_path: Path):

@@ -11,7 +11,7 @@ from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
 from engine.experts.kernels.bindings import choose
-from engine.messages import AnyEvent, Finished, Generate, Load, Notice, Piece, Prefill, RingChanged, Timing
+from engine.messages import AnyEvent, Finished, Generate, Load, Notice, Piece, Prefill, Progress, RingChanged, Timing
 from engine.models.opening import open_model
 from engine.ring.running.head_model import RingModel
 from engine.session import Session
@@ -214,6 +214,68 @@ def test_a_machine_that_returns_is_taken_back(setting: Setting) -> None:
     assert "attic came back" in setting.ring.notices
     assert len(setting.formation.names) == 3
     in_step(setting)
+
+
+def test_a_machine_that_comes_for_the_first_time_joins(setting: Setting) -> None:
+    setting.ring()
+    setting.former.names = ["head", "cellar", "studio"]
+    prompt = [*PROMPT, 8, 9]
+    assert setting.ring(prompt).token_ids == setting.alone(prompt).token_ids
+    assert setting.ring.notices == "Lost attic; studio joined; going on with 3 machines."
+
+
+def stop_in_progress(events: list[AnyEvent]) -> bool:
+    return any(isinstance(event, Notice) and event.text.startswith("Lost") for event in events)
+
+
+@pytest.mark.parametrize("options", [{}, {"beams": 3}], ids=["sampled", "beams"])
+def test_stopped_while_the_ring_is_formed_again_in_an_answer(setting: Setting, options: dict[str, int]) -> None:
+    """What was written stays; the next question forms the ring, and says what became of it without repeating itself."""
+    expected = setting.alone()
+    doomed = setting.formation
+
+    def watch(event: AnyEvent) -> None:
+        if (getattr(event, "step", 0) >= 4 or getattr(event, "tokens", 0) >= 4) and doomed.lost() is None:
+            setting.former.names = ["head", "cellar"]
+            doomed.kill(1)
+
+    setting.ring.on_event = watch
+    setting.ring.cancel_when = stop_in_progress
+    found = setting.ring(**options)
+    assert found.finish_reason == "cancelled"
+    assert len(found.token_ids) >= 4
+    if not options:
+        assert found.token_ids == expected.token_ids[: len(found.token_ids)]
+    assert setting.ring.notices == "Lost attic: killed; forming the ring again."
+    assert len(setting.former.formations) == 1
+    setting.ring.cancel_when = lambda events: False
+    assert setting.ring().token_ids == expected.token_ids
+    assert setting.ring.notices == "Going on with 2 machines."
+    in_step(setting)
+
+
+def test_stopped_while_the_ring_is_formed_again_before_an_answer(setting: Setting) -> None:
+    setting.ring()
+    setting.former.names = ["head", "cellar"]
+    setting.formation.kill(1)
+    setting.ring.cancel_when = stop_in_progress
+    found = setting.ring()
+    assert (found.finish_reason, found.token_ids, found.prefilled_tokens) == ("cancelled", [], 0)
+    setting.former.names = ["head", "attic", "cellar"]
+    setting.ring.cancel_when = lambda events: False
+    prompt = [*PROMPT, 8, 9]
+    assert setting.ring(prompt).token_ids == setting.alone(prompt).token_ids
+    assert setting.ring.notices == "attic came back; going on with 3 machines."
+    progress = [event for event in setting.ring.events if isinstance(event, Progress)]
+    assert [(event.id, event.stage) for event in progress] == [(1, "loading")]
+    in_step(setting)
+
+
+def test_a_loss_is_told_before_anything_is_loaded(setting: Setting) -> None:
+    setting.kill_at(4, 1)
+    setting.ring()
+    told = [event for event in setting.ring.events if isinstance(event, (Notice, Progress, RingChanged))]
+    assert [type(event) for event in told[:4]] == [Notice, Progress, Notice, RingChanged]
 
 
 @pytest.mark.parametrize("after", [1, 5, 9, 14])

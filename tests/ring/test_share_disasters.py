@@ -32,7 +32,7 @@ from engine.ring.weights.transfer import decode_offer, stream
 share_store.SYNC_BYTES = 200_000
 models, source, offered, limit = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
 offered = decode_offer(offered.read_bytes())
-shares = ShareStore(models)
+shares = ShareStore(models, "head")
 
 def progress(stage, done, total, unit):
     if stage == "receiving weights" and done >= limit:
@@ -84,7 +84,7 @@ def assert_complete(shares: ShareStore, offered: Offer, bank: Path) -> None:
 def test_a_node_that_is_killed_again_and_again(bank: Path, offered: Offer, tmp_path: Path):
     models, sent = tmp_path / "node", tmp_path / "offer"
     sent.write_bytes(encode_offer(offered))
-    shares = ShareStore(models)
+    shares = ShareStore(models, "head")
     missing = [offered.nbytes]
     for _ in range(3):
         arguments = [sys.executable, "-c", RECEIVER, str(models), str(bank), str(sent), str(missing[-1] // 2)]
@@ -111,7 +111,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_that_is_really_full(bank: Path, offered: Offer, small_disk: Path, monkeypatch: pytest.MonkeyPatch):
-    shares = ShareStore(small_disk)
+    shares = ShareStore(small_disk, "head")
     need = shares.need(offered, quiet)
     with pytest.raises(ModelError, match="are missing; make room") as caught:
         shares.receive(offered, need.wanted, stream(bank, offered, need.wanted), quiet)

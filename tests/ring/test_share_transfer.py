@@ -25,6 +25,7 @@ from engine.models.opening import open_model
 from engine.models.prepare import prepare
 from engine.models.share_files import read_share
 from engine.models.weight_layout import layout_of
+from engine.ring.control.held_here import here_already
 from engine.ring.weights import share_store, transfer
 from engine.ring.weights.share_store import Need, ShareStore
 from engine.ring.weights.transfer import Offer, Wanted, decode_offer, encode_offer, offer, outline, stream
@@ -48,7 +49,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def shares(tmp_path: Path) -> ShareStore:
     """A node's, with a folder of its own."""
     (tmp_path / "node").mkdir()
-    return ShareStore(tmp_path / "node")
+    return ShareStore(tmp_path / "node", "head")
 
 
 @pytest.fixture
@@ -116,6 +117,32 @@ def test_a_share_hands_out_what_the_whole_model_has(
     pairs = sum(map(len, held.values()))
     assert share.experts.nbytes * len(whole.experts.layers) * whole.experts.count == whole.experts.nbytes * pairs
     assert shares.need(offered, quiet) == Need(need.folder, (), 0, offered.nbytes)
+
+
+def test_what_a_wrong_head_sent_is_used_with_that_head_only(
+    tiny_model: TinyModel, bank: Path, tmp_path: Path, home: Path
+):
+    """It says that its other weights are the same model as the right head's."""
+    models = home / "models"
+    prepare(tiny_model("mixtral", dtype="bfloat16", seed=1), tmp_path / "wrong", quiet)
+    held = every_second(bank)
+    right, wrong = offer(bank, held, quiet, name="a model"), offer(tmp_path / "wrong", held, quiet, name="a model")
+    assert wrong.identity != right.identity and wrong.layout == right.layout
+    forged = msgspec.structs.replace(wrong, identity=right.identity)
+    theirs = send(ShareStore(models, "wrong head"), tmp_path / "wrong", forged)
+    shares = ShareStore(models, "head")
+    assert here_already(right.identity.weights, "head") == ({}, False)
+    assert shares.need(right, quiet).nbytes == right.nbytes
+    mine = send(shares, bank, right)
+    assert_same_experts(mine.folder, bank, held)
+    assert_same_experts(theirs.folder, tmp_path / "wrong", held)
+    assert mine.folder != theirs.folder
+    assert here_already(right.identity.weights, "head") == ({layer: held[layer] for layer in held}, True)
+    # Even in the very folder that the right head's share would have, as short forms of long names may be equal.
+    shutil.rmtree(mine.folder)
+    theirs.folder.rename(mine.folder)
+    assert shares.need(right, quiet).nbytes == right.nbytes
+    assert_same_experts(send(shares, bank, right).folder, bank, held)
 
 
 def test_only_the_trunk_and_the_own_experts_are_sent_and_take_room(
@@ -355,7 +382,7 @@ def test_wanting_what_was_not_offered_is_refused(bank: Path):
 
 def test_a_share_is_no_model_to_load_or_list(bank: Path, home: Path):
     models = home / "models"
-    need = send(ShareStore(models), bank, offer(bank, every_second(bank), quiet, name="a model"))
+    need = send(ShareStore(models, "head"), bank, offer(bank, every_second(bank), quiet, name="a model"))
     assert need.folder.parent == models and need.folder.name.startswith("a-model--")
     assert store.installed() == []
     with pytest.raises(ModelError, match="share of a model that a ring runs"):
@@ -444,7 +471,7 @@ def test_whatever_placements_follow_each_other_nothing_is_sent_twice(
 ):
     layout = layout_of(bank)
     with tempfile.TemporaryDirectory() as node:
-        shares = ShareStore(Path(node))
+        shares = ShareStore(Path(node), "head")
         here: set[tuple[int, int]] = set()
         for number, pairs in enumerate(placements):
             held = {layer: sorted(e for at, e in pairs if at == layer) for layer in layout.layers}

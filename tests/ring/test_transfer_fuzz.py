@@ -184,7 +184,7 @@ def test_sizes_are_capped(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_share_is_not_written_through_a_link(tmp_path: Path):
-    shares = ShareStore(tmp_path / "node")
+    shares = ShareStore(tmp_path / "node", "head")
     offered = an_offer()
     folder = shares.folder(offered)
     folder.mkdir(parents=True)
@@ -199,7 +199,7 @@ def test_a_share_is_not_written_through_a_link(tmp_path: Path):
 @given(st.lists(st.binary(min_size=1, max_size=40), max_size=6))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
 def test_any_stream_ends_in_one_error_and_counts_nothing(tmp_path: Path, stream: list[bytes]):
-    shares = ShareStore(tmp_path / "node")
+    shares = ShareStore(tmp_path / "node", "head")
     offered = an_offer()
     need = shares.need(offered, quiet)
     with pytest.raises(ModelError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from memory_exchange import MemoryRing
@@ -77,6 +77,7 @@ class ThreadFormation:
         self.names: Mapping[int, str] = dict(enumerate(names))
         self.command_links: dict[int, MemoryLink] = {}
         self.notices: list[str] = []
+        self.newcomers: frozenset[str] = frozenset()
         self.failures: dict[int, BaseException] = {}
         self.followers: dict[int, Follower] = {}
         self._lost: PeerLost | None = None
@@ -144,16 +145,21 @@ class ThreadFormer:
         self._layers = layers
         self._experts = experts
         self._formed: list[str] = []
+        self._been: set[str] = set()
 
     def form(self, progress: ProgressCallback) -> ThreadFormation:
         if len(self.names) < self.least:
             raise ModelError(f"{self.least - len(self.names)} GB are missing.", kind="memory")
+        progress("loading", 0, 0, "")
         placement = split(self._layers, self._experts, len(self.names), self.overlap)
         self._formed = list(self.names)
-        self.formations.append(ThreadFormation(self._folder, self._request, self._formed, placement))
-        return self.formations[-1]
+        formed = ThreadFormation(self._folder, self._request, self._formed, placement)
+        formed.newcomers = frozenset(self._formed) - self._been
+        self._been.update(self._formed)
+        self.formations.append(formed)
+        return formed
 
-    def changed(self) -> bool:
+    def changed(self, progress: ProgressCallback, say: Callable[[str], None]) -> bool:
         return self._formed != self.names
 
     def close(self) -> None:

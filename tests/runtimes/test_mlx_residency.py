@@ -12,12 +12,16 @@ mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
 
 from mlx_oracle import write_comparable, write_quantised  # noqa: E402
+from ring_places import placed  # noqa: E402
 
 from engine.errors import ModelError  # noqa: E402
+from engine.exchange.seat import Seat  # noqa: E402
 from engine.messages import Load  # noqa: E402
+from engine.models.weight_layout import layout_of  # noqa: E402
 from engine.planning.residency import Wiring  # noqa: E402
 from engine.residency.ready import Ready  # noqa: E402
 from engine.runtimes.mlx import wired  # noqa: E402
+from engine.runtimes.mlx.loading import load_experts  # noqa: E402
 from engine.runtimes.mlx.runtime import MlxRuntime  # noqa: E402
 from engine.runtimes.mlx.wired import WiredLimit, said_of  # noqa: E402
 from engine.runtimes.protocol import KeepsWeights, LoadedModel  # noqa: E402
@@ -137,6 +141,39 @@ def test_loading_wires_and_closing_restores(tmp_path: Path, monkeypatch: pytest.
     assert limits.told[1:] == [7]
     assert loaded(folder, keep_resident=False).facts.notices[-1:] != ["a line"]
     assert len(limits.told) == 2
+
+
+def test_experts_without_a_trunk_are_wired_and_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    limits = Limits()
+    limit = WiredLimit(limits)
+
+    def wire(share: int, key_values: int) -> tuple[bool, str]:
+        limit.set(share + key_values)
+        return True, "a line"
+
+    monkeypatch.setattr(wired, "LIMIT", limit)
+    monkeypatch.setattr(wired, "wire", wire)
+    folder = write_comparable(tmp_path / "model", "mixtral")
+    layout = layout_of(folder)
+    seat = Seat("epoch", 1, placed(layout.layers, layout.count, 2), "central")
+    experts = load_experts(folder, Load(id=1, model="m"), quiet, seat)
+    held = sum(len(seat.placement.held(1, layer)) for layer in layout.layers)
+    assert limits.now == held * layout.expert_bytes
+    assert experts.weights_are_wired and experts.notices[-1] == "a line"
+    assert isinstance(experts, KeepsWeights)
+    news: list[tuple[int, int]] = []
+    ready = Ready(
+        experts, folder, Load(id=1, model="m"), tell=lambda done, total: news.append((done, total)), trunk=False
+    )
+    assert ready.keeper is not None and ready.keeper.wait_until_warm(PATIENCE_S)
+    assert news[-1] == (limits.now, limits.now)
+    ready.close()
+    experts.close()
+    experts.close()
+    assert limits.told[1:] == [7]
+    left = load_experts(folder, Load(id=1, model="m", keep_resident=False), quiet, seat)
+    assert len(limits.told) == 2 and "a line" not in left.notices
+    left.close()
 
 
 def test_nothing_is_wired_without_a_gpu():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
 
-from memory_exchange import MemoryRing, must_succeed, on_all_ranks  # noqa: E402
+from memory_exchange import MemoryRing, must_succeed, note_order, on_all_ranks  # noqa: E402
 from mlx_oracle import MOE_FAMILIES, prompt_of, write_model, write_quantised  # noqa: E402
+from ring_conversation import all_conversations, assert_same, conversation  # noqa: E402
 from ring_places import placed, places  # noqa: E402
 
 from engine.errors import ModelError  # noqa: E402
@@ -22,43 +24,13 @@ from engine.planning.placement import Placement  # noqa: E402
 from engine.ring.running.sharing import RingLayers  # noqa: E402
 from engine.runtimes.mlx.model import MlxModel  # noqa: E402
 from engine.runtimes.mlx.runtime import MlxRuntime  # noqa: E402
-from engine.runtimes.protocol import Interrupted, Logits, RingPlace  # noqa: E402
+from engine.runtimes.protocol import Interrupted, RingPlace  # noqa: E402
 
 
 def load(folder: Path, place: RingPlace | None = None) -> MlxModel:
     found = MlxRuntime().load(folder, Load(id=1, model=str(folder)), lambda *_: None, place)
     assert isinstance(found, MlxModel)
     return found
-
-
-def conversation(model: MlxModel) -> list[Logits]:
-    """A prefill in chunks, steps, beams that are reordered, the winner's row, and one that was cut back."""
-    tokens = prompt_of(45)
-    rows = model.start()
-    assert rows.extend(tokens[:30], want_logits=False) is None
-    found = [rows.extend(tokens[30:])]
-    for token in (5, 9, 17):
-        found.append(rows.step([token]))
-    beams = rows.fan_out(3)
-    found.append(beams.step([4, 5, 6]))
-    beams.reorder([1, 1, 0])
-    found.append(beams.step([7, 8, 9]))
-    found.append(beams.take_row(2).step([10]))
-    rows.truncate(20)
-    found.append(rows.extend(tokens[5:12]))
-    return [each for each in found if each is not None]
-
-
-def all_conversations(models: list[Any]) -> list[list[Logits]]:
-    """The conversation on all nodes at once."""
-    return must_succeed(on_all_ranks(lambda rank: conversation(models[rank]), len(models)))
-
-
-def assert_same(ring: list[list[Logits]], alone: list[Logits]) -> None:
-    for found in ring:
-        assert len(found) == len(alone)
-        for ours, expected in zip(found, alone, strict=True):
-            assert np.array_equal(ours, expected)
 
 
 def placement_for(model: MlxModel, nodes: int, how: str) -> Placement:
@@ -77,6 +49,22 @@ def test_a_ring_is_one_node_to_the_bit(family: str, stored: str, tmp_path: Path)
         assert sum(model.facts.expert_bytes for model in models) >= single.facts.expert_bytes
         if how != "overlapping":
             assert sum(model.facts.expert_bytes for model in models) == single.facts.expert_bytes
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
+def test_nodes_whose_logits_nobody_reads_leave_them_out(family: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path, family)
+    single = load(folder)
+    alone = conversation(single)
+    made = places(placement_for(single, 3, "overlapping"))
+    models = [load(folder, replace(place, logits=place.seat.rank == 0)) for place in made]
+    for model in models[1:]:
+        del model._model["lm_head"]  # whoever asks for it fails
+        model._model["model"].embed_tokens.as_linear = None
+    head, *others = all_conversations(models)
+    assert_same([head], alone)
+    for found in others:
+        assert [each.shape for each in found] == [(*each.shape[:-1], 0) for each in alone]
 
 
 def test_mxfp4_too(tmp_path: Path) -> None:
@@ -104,6 +92,23 @@ def test_experts_beyond_the_routes_change_nothing(loading: Loading, tmp_path: Pa
     single = load(folder)
     models = [load(folder, place) for place in places(placement_for(single, 2, "even"), loading=loading)]
     assert_same(all_conversations(models), conversation(single))
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v3"])
+def test_shared_experts_are_computed_between_sending_and_receiving(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path, family)
+    single = load(folder)
+    memory = MemoryRing(1)
+    model = load(folder, places(placement_for(single, 1, "even"), exchanges=list(memory.ends))[0])
+    happened: list[str] = []
+    note_order(memory.ends[0], happened)
+    compute = mx.async_eval
+    monkeypatch.setattr(mx, "async_eval", lambda *given: (happened.append("shared"), compute(*given))[1])
+    found, expected = model.start().extend([3, 4, 5]), single.start().extend([3, 4, 5])
+    assert found is not None and expected is not None and np.array_equal(found, expected)
+    assert happened == ["send", "shared", "receive"] * len(single.facts.moe_layers)
 
 
 def test_a_router_that_differs_is_mended(tmp_path: Path) -> None:
@@ -184,7 +189,7 @@ def test_loading_into_a_ring_exchanges_nothing(tmp_path: Path) -> None:
     made = places(placed((0, 1, 2), 8, 2), exchanges=list(memory.ends))
     model = load(folder, made[0])
     assert memory.ends[0].sent == [] and model.facts.key_value_bytes_per_token > 0
-    assert model.facts.executor.startswith("ring (rank 0 of 2, exact; local (mlx, ")
+    assert model.facts.executor.startswith("ring (node 1 of 2, exact; local (mlx, ")
 
 
 def test_a_place_that_does_not_fit_the_model_is_refused(tmp_path: Path) -> None:

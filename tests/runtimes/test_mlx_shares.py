@@ -45,7 +45,7 @@ def test_held_rows_and_the_trunk_arrive_the_rest_is_holes(family: str, tmp_path:
     offered = offer(folder, held, quiet)
     assert offered.form == "library"
     assert offered.identity.quantisation == "4-bit in groups of 32"
-    shares = ShareStore(tmp_path / "node")
+    shares = ShareStore(tmp_path / "node", "head")
     need = shares.need(offered, quiet)
     shares.receive(offered, need.wanted, stream(folder, offered, need.wanted), quiet)
     assert read_share(need.folder).experts == {layer: tuple(rows) for layer, rows in held.items()}

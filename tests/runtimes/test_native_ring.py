@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_exchange import MemoryRing, must_succeed, on_all_ranks
+from memory_exchange import MemoryRing, must_succeed, note_order, on_all_ranks
 from native_oracle import FAMILIES, load_native, needs_kernels
 from ring_places import PLACEMENTS, placed, places
 from tiny_models import TINY_MOE_FAMILIES
@@ -30,6 +30,7 @@ from engine.models.opening import open_model
 from engine.planning.placement import Placement
 from engine.ring.running.sharing import RingLayers
 from engine.runtimes import runtime_named, why_not_native
+from engine.runtimes.native.bindings import native
 from engine.runtimes.native.model import NativeModel
 from engine.runtimes.protocol import Interrupted, Logits, RingPlace
 
@@ -178,7 +179,7 @@ def test_every_instruction_set(instructions: str, dtype: str, tiny_model: TinyMo
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     runs = "avx512f" if instructions == "avx512_bf16" and dtype == "float32" else instructions
-    assert run.stdout.strip() == f"ring (rank 1 of 2, exact, native {runs}, cpu)"
+    assert run.stdout.strip() == f"ring (node 2 of 2, exact, native {runs}, cpu)"
 
 
 # ---- What a node knows, and what it refuses -------------------------------------------------------------------------
@@ -212,7 +213,7 @@ def test_facts_of_a_node(tiny_model: TinyModel) -> None:
     alone, models = load_native(folder).facts, [model.facts for model in ring_of(folder, 3, "unequal")]
     assert [facts.expert_bytes * 8 // alone.expert_bytes for facts in models] == [6, 1, 1]
     model = models[1]
-    assert model.executor.startswith("ring (rank 1 of 3, exact, native ")
+    assert model.executor.startswith("ring (node 2 of 3, exact, native ")
     assert (model.parameters, model.experts, model.moe_layers) == (alone.parameters, alone.experts, alone.moe_layers)
 
 
@@ -345,6 +346,24 @@ def test_a_shared_expert_is_run_whether_or_not_the_exchange_has_time_for_it(tiny
     folder = tiny_model("qwen2_moe")
     model = in_ring(folder, RingPlace(Seat("epoch", 0, placement_of(folder, 1)), Answers(lambda found: found)))
     assert same(conversation(model), conversation(load_native(folder)))
+
+
+def test_the_shared_expert_is_computed_between_sending_and_receiving(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_model("qwen2_moe")
+    memory = MemoryRing(1)
+    placement = placement_of(folder, 1)
+    model = in_ring(folder, places(placement, exchanges=list(memory.ends))[0])
+    happened: list[str] = []
+    note_order(memory.ends[0], happened)
+    library = native()
+    compute = library.pllm_trunk_shared
+    monkeypatch.setattr(library, "pllm_trunk_shared", lambda *given: (happened.append("shared"), compute(*given))[1])
+    rows = model.start()
+    rows.extend([3, 4, 5], want_logits=True)
+    rows.step([6])
+    assert happened == ["send", "shared", "receive"] * len(placement.layers) * 2
 
 
 def test_nodes_whose_logits_nobody_reads_leave_them_out(tiny_model: TinyModel) -> None:

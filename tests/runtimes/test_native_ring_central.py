@@ -76,7 +76,7 @@ def test_a_node_runs_the_experts_of_its_seat_and_no_others(tiny_model: TinyModel
     seat = Seat("epoch", 1, placement, "central")
     node = experts_of(folder, seat)
     assert (node.width, node.count) == (48, placement.count_of(1))
-    assert node.description.startswith("ring (rank 1 of 2, central, native ")
+    assert node.description.startswith("ring (node 2 of 2, central, native ")
     hidden = np.random.default_rng(0).standard_normal((3, 48)).astype(np.float32)
     weights = np.full((3, 2), 0.5, np.float32)
     held = placement.held(1, 0)

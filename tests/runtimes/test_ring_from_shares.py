@@ -39,7 +39,7 @@ def one_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def share_of(folder: Path, placement: Placement, rank: int, at: Path, trunk: bool = True) -> Path:
     held = {layer: list(placement.held(rank, layer)) for layer in placement.layers}
     offered = offer(folder, held, quiet) if trunk else offer(folder, held, quiet, trunk=False)
-    store = ShareStore(at / f"node-{rank}")
+    store = ShareStore(at / f"node-{rank}", "head")
     need = store.need(offered, quiet)
     store.receive(offered, need.wanted, stream(folder, offered, need.wanted), quiet)
     return need.folder

@@ -40,7 +40,7 @@ def sent(folder: Path, node: Path, placement: Placement, rank: int) -> Path:
     """The folder that ``rank`` loads."""
     held = {layer: placement.held(rank, layer) for layer in placement.layers}
     offered = offer(folder, held, quiet)
-    shares = ShareStore(node)
+    shares = ShareStore(node, "head")
     need = shares.need(offered, quiet)
     return shares.receive(offered, need.wanted, stream(folder, offered, need.wanted), quiet)
 

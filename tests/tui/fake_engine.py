@@ -73,10 +73,12 @@ ME = NodeId(
     key_storage="the system's keyring",
 )  # fmt: skip
 STUDIO = PeerFacts(
-    node_id="b2" * 32, name="studio", state="ready", addresses=["10.0.0.2:47820"], memory_total=128_000_000_000,
-    memory_free=96_000_000_000, runtime="native avx512_bf16", version="0.1.0",
+    node_id="b2" * 32, name="studio", state="ready", lends=True, addresses=["10.0.0.2:47820"],
+    memory_total=128_000_000_000, memory_free=96_000_000_000, runtime="native avx512_bf16", version="0.1.0",
 )  # fmt: skip
-STRANGER = PeerFacts(node_id="c3" * 32, addresses=["10.0.0.3:47820"])
+STRANGER = PeerFacts(
+    node_id="c3" * 32, addresses=["10.0.0.3:47820"], words=["prism", "saddle", "cabin", "walrus", "fiddle", "kitchen"]
+)
 
 
 class FakeNetwork:
@@ -139,7 +141,7 @@ class FakeNetwork:
 class FakeEngine:
     """``answer`` gives the pieces of each answer. ``gate`` (when set to an event) holds pieces back from the second on.
 
-    ``dies_at`` names the piece before which the engine dies, once.
+    ``dies_at`` names the piece before which the engine dies, once; ``turn_progress`` comes before the second piece.
     """
 
     def __init__(self, answer: Callable[[Generate], Sequence[str]] | None = None) -> None:
@@ -161,6 +163,7 @@ class FakeEngine:
         """By model."""
         self.generate_error: str | None = None
         self.facts = FACTS
+        self.turn_progress: Progress | None = None
         self.load_progress = Progress(stage="weights", done=63, total=100, unit="layers")
         self.beam_steps: list[list[Beam]] = []
         self.timing: Timing | None = None
@@ -278,6 +281,8 @@ class FakeEngine:
         yield Prefill(id=request.id, done=20, total=20)
         text = ""
         for count, piece in enumerate(self.answer(request), start=1):
+            if self.turn_progress is not None and count == 2:
+                yield self._with_id(self.turn_progress, request.id)
             if self.gate is not None and count > 1:
                 await self.gate.wait()
             if self.dies_at == count:

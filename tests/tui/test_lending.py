@@ -42,6 +42,13 @@ def test_opening_tells_who_this_is_and_the_code() -> None:
     assert told(OPEN, CLOSED) == ["The network is closed."]
 
 
+def test_a_code_that_nobody_used_is_over_with_the_way_to_another() -> None:
+    over = msgspec.structs.replace(OPEN, code="", code_seconds=0, code_tries=0)
+    assert told(OPEN, over) == ["The code is over; `privatellm peers code` shows another."]
+    paired = msgspec.structs.replace(over, peers=[msgspec.structs.replace(STUDIO, state="ready")])
+    assert told(OPEN, paired) == ["Paired with studio."]
+
+
 def test_machines_come_and_go() -> None:
     before = msgspec.structs.replace(OPEN, peers=[STRANGER])
     assert told(OPEN, before) == []  # what is only announced is a hint
@@ -69,7 +76,7 @@ def test_a_share_is_told_by_quarters_and_an_answer_not_at_all() -> None:
     lines = [line for before, after in itertools.pairwise(states) for line in told(before, after)]
     assert lines == [
         "desk forms a ring with this machine.",
-        "In the ring of desk: mixtral-8x7b, rank 1 of 2, 132 experts, 43.1 GB.",
+        "In the ring of desk: mixtral-8x7b, node 2 of 2, 132 experts, 43.1 GB.",
         "Receiving weights: 28 %.",
         "Receiving weights: 51 %.",
         "Ready.",

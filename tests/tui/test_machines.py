@@ -181,8 +181,9 @@ async def test_forming_a_ring_loads_the_model_on_it_and_leaving_closes_the_netwo
     app = make_app(ring_mode="exact", ring_name="attic")
     async with app.run_test(size=(120, 40)) as pilot:
         await machines(pilot, app)
+        await pilot.press("r")
         await pilot.press("f")
-        await wait_until(pilot, lambda: "No paired machine is there" in _problem(app))
+        await wait_until(pilot, lambda: "Look for machines first (l)" in _problem(app))
         await pilot.press("l")
         await wait_until(pilot, lambda: "ready" in listed(app))
         engine.facts = ON_A_RING
@@ -197,12 +198,19 @@ async def test_forming_a_ring_loads_the_model_on_it_and_leaving_closes_the_netwo
         await pilot.press("f8")
         await wait_until(pilot, lambda: isinstance(app.screen, MachinesScreen))
         assert "Ring of 2" in here(app) and "laptop (here)" in here(app)
+        await pilot.press("r")
+        await wait_until(pilot, lambda: len(engine.sent(Load)) == 3)
+        await ready(pilot, app)
+        again = engine.sent(Load)[-1]
+        assert isinstance(again, Load) and again.partitioning == "ring"
+        await pilot.press("f8")
+        await wait_until(pilot, lambda: isinstance(app.screen, MachinesScreen))
         await pilot.press("l")
         await wait_until(pilot, lambda: "The ring needs the network" in _problem(app))
         controller(app).link.looking = False
         engine.facts = FACTS
         await pilot.press("f")
-        await wait_until(pilot, lambda: len(engine.sent(Load)) == 3)
+        await wait_until(pilot, lambda: len(engine.sent(Load)) == 4)
         await wait_until(pilot, lambda: engine.network.opened is None)
         assert app.settings.partitioning == "auto"
 
@@ -397,7 +405,7 @@ def test_the_overview_fits(width: int, name: str) -> None:
     text = overview(NODES, name, width).plain
     assert all(len(line) <= width for line in text.splitlines())
     assert ("Slowest:" in text) == (name == "decode")
-    assert "[all]" in node_line(NODES, None, width).plain and "[2 mini]" in node_line(NODES, 2, width).plain
+    assert "[all]" in node_line(NODES, None, width).plain and "[3 mini]" in node_line(NODES, 2, width).plain
 
 
 async def test_a_key_goes_through_the_nodes(make_app: MakeApp, engine: FakeEngine) -> None:
@@ -411,11 +419,11 @@ async def test_a_key_goes_through_the_nodes(make_app: MakeApp, engine: FakeEngin
         await wait_until(pilot, lambda: "Decoding by node" in view.render().plain)
         app.screen.query_one(TimingPanel).focus()
         await pilot.press("n", "n")
-        assert "[1 studio-in-t…]" in view.render().plain and "Decoding by layer" in view.render().plain
+        assert "[2 studio-in-t…]" in view.render().plain and "Decoding by layer" in view.render().plain
         await pilot.press("n", "n")
         assert "[all]" in view.render().plain
         await pilot.press("N")
-        assert "[2 mini]" in view.render().plain
+        assert "[3 mini]" in view.render().plain
 
 
 # --- the status line ----------------------------------------------------------------------------------------------

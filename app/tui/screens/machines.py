@@ -16,7 +16,8 @@ from textual.widgets.option_list import Option
 
 from app.engine_client import EngineDied
 from app.network import NetworkProblem
-from app.ring_words import machine_name, short_id
+from app.ring_words import fingerprint, machine_name, short_id
+from app.setting_items import ItemError, check_item
 from app.text_safety import one_line
 from app.tui.charts import flowing
 from app.tui.controller import ChatController
@@ -25,8 +26,10 @@ from app.tui.ring_view import peer_lines, ring_lines
 from app.tui.screens.asking import AskText, Confirm
 from app.tui.widgets.rendered import Rendered
 from engine.messages import NetworkState, PeerFacts
+from engine.planning.absent_machines import absent_lines
 
 _MUTED = "$foreground-muted"
+_CLOSED = "Look for machines first (l): until then no socket is open."
 _ANOTHER = "another machine, by its address…"
 
 
@@ -37,16 +40,19 @@ class MachinesScreen(Screen[None]):
         "Machines that answer together. `l` looks for machines: until then no socket is open; `l` again stops it. `p` "
         "(or `enter`) pairs with the marked one: on that machine runs `privatellm join`, whose code you type here; "
         "`c` shows a code here instead, to be typed there. `f` forms a ring with the paired machines that are there, "
-        "and again: leaves it. `x` forgets a machine: it is trusted no longer, and a link to it is cut. What is "
-        "announced on the network is a hint: the name of a machine is known only once it is paired."
+        "and again: leaves it; `r` forms it anew, with machines that came later. `x` forgets a machine: it is trusted "
+        "no longer, and a link to it is cut. What is announced on the network is a hint: the name of a machine is "
+        "known only once it is paired."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,f8,ctrl+l", "leave", "Close", key_display="esc", id="machines.close"),
         Binding("l", "look", "Look", id="machines.look"),
         Binding("p", "pair", "Pair", id="machines.pair"),
-        Binding("c", "code", "Code", id="machines.code"),
-        Binding("f", "form", "Form / leave", id="machines.form"),
+        Binding("f", "form", "Form", id="machines.form"),
+        Binding("f", "leave_ring", "Leave", id="machines.leave_ring"),
+        Binding("r", "form_anew", "Form anew", id="machines.form_anew"),
         Binding("x", "forget", "Forget", id="machines.forget"),
+        Binding("c", "code", "Code", id="machines.code"),
         Binding("f1", "app.help", "Help", id="machines.help"),
     ]
 
@@ -84,13 +90,16 @@ class MachinesScreen(Screen[None]):
 
     def _draw(self) -> None:
         machines = self.query_one(OptionList)
-        marked = self._marked()
+        marked, on_another = self._marked(), bool(self._peers) and machines.highlighted == len(self._peers)
         self._peers = list(self._state.peers) if self._state is not None else []
         width = max(20, machines.size.width - 4)
         prompts = [peer_lines(peer, width) for peer in self._peers]
         machines.set_options([*map(Option, prompts), Option(Content.styled(f"+ {_ANOTHER}", _MUTED))])
-        index = next((i for i, peer in enumerate(self._peers) if marked and peer.node_id == marked.node_id), 0)
-        machines.highlighted = index
+        known = [peer.node_id for peer in self._peers]
+        if marked is not None:
+            machines.highlighted = known.index(marked.node_id) if marked.node_id in known else 0
+        else:
+            machines.highlighted = len(known) if on_another else 0
         self.refresh_bindings()
 
     def _marked(self) -> PeerFacts | None:
@@ -128,20 +137,29 @@ class MachinesScreen(Screen[None]):
     async def action_pair(self) -> None:
         peer = self._marked()
         if not self._controller.link.network.is_open:
-            self._say("Look for machines first (l): until then no socket is open.")
+            self._say(_CLOSED)
             return
         if peer is not None and peer.name:
             self._say(f"{machine_name(peer)} is paired already; x forgets it.", problem=False)
             return
-        where = short_id(peer.node_id) if peer is not None else await self.app.push_screen_wait(
-            AskText("Its address (HOST:PORT), as privatellm join shows it")
-        )  # fmt: skip
-        if not where:
+        target = peer.node_id if peer is not None else await self._ask_for_address()
+        if not target:
             return
-        code = await self.app.push_screen_wait(AskText(f"The code that {one_line(where)} shows"))
+        shown = f"{short_id(target)} ({fingerprint(peer.words)})" if peer is not None else one_line(target)
+        code = await self.app.push_screen_wait(AskText(f"The code that {shown} shows"))
         if code:
-            target = peer.node_id if peer is not None else where
             await self._do("Pairing…", self._pair(target, code))
+
+    async def _ask_for_address(self) -> str:
+        """Empty: none that can be used was typed, which is said."""
+        typed = await self.app.push_screen_wait(AskText("Its address (HOST:PORT), as privatellm join shows it"))
+        if not typed:
+            return ""
+        try:
+            return check_item("address", typed)
+        except ItemError:
+            self._say(f"“{one_line(typed)}” is no address; type HOST:PORT, such as 192.168.1.7:47820.")
+            return ""
 
     async def _pair(self, target: str, code: str) -> str:
         try:
@@ -154,7 +172,7 @@ class MachinesScreen(Screen[None]):
     @work(group="network", exit_on_error=False)
     async def action_code(self) -> None:
         if not self._controller.link.network.is_open:
-            self._say("Look for machines first (l): until then no socket is open.")
+            self._say(_CLOSED)
             return
         await self._do("", self._quietly(self._controller.link.network.show_code()))
 
@@ -170,16 +188,34 @@ class MachinesScreen(Screen[None]):
             await self._do("", self._quietly(self._controller.link.network.forget(peer.node_id)))
 
     def action_form(self) -> None:
-        """Load the model on a ring of the paired machines, or on this machine alone again."""
-        leaving = self._controller.options.partitioning == "ring"
-        if not leaving and not any(peer.state == "ready" for peer in self._peers):
-            self._say("No paired machine is there: pair one first (p).")
+        """Load the model on a ring of the paired machines."""
+        if not self._controller.link.network.is_open:
+            self._say(_CLOSED)
             return
-        problem = cast(ChatHost, self.app).change_setting("partitioning", "auto" if leaving else "ring")
+        if not any(peer.state == "ready" and peer.lends for peer in self._peers):
+            self._say(" ".join(absent_lines(self._peers, [], [])) or "No other machine was found: pair one first (p).")
+            return
+        self._load_with("ring")
+
+    def action_leave_ring(self) -> None:
+        """Load the model on this machine alone again."""
+        self._load_with("auto")
+
+    def _load_with(self, partitioning: str) -> None:
+        problem = cast(ChatHost, self.app).change_setting("partitioning", partitioning)
         if problem:
             self._say(problem)
         else:
             self.dismiss(None)
+
+    def action_form_anew(self) -> None:
+        """Have the model loaded on a ring of all who are there now."""
+        self._controller.load_again()
+        self.dismiss(None)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        chosen = self._controller.options.partitioning == "ring"
+        return {"form": not chosen, "leave_ring": chosen, "form_anew": chosen}.get(action, True)
 
     def action_leave(self) -> None:
         self.dismiss(None)
@@ -213,6 +249,7 @@ class Here(Rendered):
         facts = self._controller.status.facts
         if state is None:
             return Content.styled("Asking the engine…", _MUTED)
+        # What one acts on first: on a small terminal the rest is below the edge.
         lines = [flowing(_me(state), width)]
         if not state.open:
             lines.append(Content.styled("No socket is open. l looks for machines.", _MUTED))
@@ -222,7 +259,9 @@ class Here(Rendered):
             lines.append(Content.assemble("Code ", (f" {one_line(state.code)} ", "bold reverse"), (left, _MUTED)))
         lines += [Content.styled(f"! {one_line(problem)}", "$text-warning") for problem in state.problems]
         if facts is not None and facts.ring is not None:
-            lines += [Content(), *ring_lines(facts.ring, width, me=state.me.node_id)]
+            lines += ring_lines(facts.ring, width, me=state.me.node_id)
+        if where := _where(state):
+            lines.append(flowing(where, width))
         return Content("\n").join(lines)
 
 
@@ -230,7 +269,12 @@ def _me(state: NetworkState) -> list[Content]:
     me = state.me
     parts = [Content.assemble("This machine: ", (one_line(me.name) or short_id(me.node_id), "bold"))]
     if me.words:
-        parts.append(Content.styled(" ".join(map(one_line, me.words)), "$text-accent"))
+        parts.append(Content.styled(fingerprint(me.words), "$text-accent"))
+    return parts
+
+
+def _where(state: NetworkState) -> list[Content]:
+    me, parts = state.me, []
     if me.listening:
         parts.append(Content.styled(f"listening at {', '.join(map(one_line, me.listening))}", _MUTED))
     if me.key_storage:

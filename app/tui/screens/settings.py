@@ -127,6 +127,10 @@ class SettingRow(Vertical):
                 return self.take(self._control.text)
         return True
 
+    @property
+    def can_be_set(self) -> bool:
+        return not self._control.disabled
+
     def focus_control(self) -> None:
         self._control.focus()
 
@@ -174,12 +178,14 @@ class SettingsScreen(Screen[str]):
     HELP = (
         "A setting takes effect and is saved when it is changed; a field when you leave it or press `enter`. Those "
         "that load the model again wait until you close the settings: until then the foot of the screen says what "
-        "memory and speed they would give, and `f6` takes them back. What cannot be had on this machine is greyed, "
-        "with the reason. An empty field leaves it to the model."
+        "memory and speed they would give, and `f6` takes them back. `f7` goes to the next group. What cannot be had "
+        "on this machine is greyed, with the reason. An empty field leaves it to the model."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,ctrl+s", "leave", "Close", key_display="esc", id="settings.close"),
-        Binding("f6", "undo", "Take back", id="settings.undo"),
+        # Before a text area, which has these two keys for something else.
+        Binding("f6", "undo", "Take back", priority=True, id="settings.undo"),
+        Binding("f7", "group", "Group", priority=True, id="settings.group"),
         Binding("tab", "app.focus_next", "Next", id="settings.next"),
         Binding("shift+tab", "app.focus_previous", "Previous", show=False, id="settings.previous"),
         Binding("f1", "app.help", "Help", id="settings.help"),
@@ -197,7 +203,7 @@ class SettingsScreen(Screen[str]):
         yield Static("Settings", classes="screen-title", markup=False)
         with VerticalScroll(classes="settings", can_focus=False):
             for group, title in GROUPS.items():
-                yield Static(title, classes="group-title", markup=False)
+                yield Static(title, id=f"group-{group}", classes="group-title", markup=False)
                 for setting in SCHEMA:
                     if setting.group == group:
                         yield SettingRow(setting, app, self._draft)
@@ -292,6 +298,18 @@ class SettingsScreen(Screen[str]):
         self._close_network()
         self.refresh(recompose=True)
         self.refresh_bindings()
+
+    def action_group(self) -> None:
+        """Go to the first setting of the next group, after the last to the first."""
+        rows = list(self.query(SettingRow).results(SettingRow))
+        groups = list(dict.fromkeys(row.setting.group for row in rows if row.can_be_set))
+        here = next((row.setting.group for row in rows if row.has_focus_within), None)
+        index = groups.index(here) + 1 if here in groups else 0
+        group = groups[index % len(groups)]
+        next(row for row in rows if row.setting.group == group and row.can_be_set).focus_control()
+        # After the control, which a focus brings into view: the title, from which the group is read.
+        title = self.query_one(f"#group-{group}")
+        self.call_after_refresh(title.scroll_visible, animate=False, top=True)
 
     def action_leave(self) -> None:
         # A field that still has the focus is taken as it stands.

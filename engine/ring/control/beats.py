@@ -15,7 +15,7 @@ from itertools import zip_longest
 from discovery.names import plain_text
 from engine.errors import ModelError
 from engine.exchange.exchange import PeerLost
-from engine.ring.control.client import PeerClient, Unreachable
+from engine.ring.control.client import NobodyListens, PeerClient, Unreachable
 from engine.ring.control.control_messages import CONTROL_PROTOCOL, Greeting, NodeLoad
 
 BEAT_S = 0.5
@@ -33,8 +33,9 @@ BEAT_TIMEOUT_S = 1.5
 HELLO_TIMEOUT_S = 2.0
 RETRY_S = 1.0
 """Between two rounds of looking for a machine that is not there; news of an address cut it short."""
+SOON_S = 0.01
 MOST_ADDRESSES = 16
-MOST_KEPT = 8
+MOST_LASTING = 8
 
 Connect = Callable[[str], PeerClient]
 
@@ -66,7 +67,8 @@ class PeerWatch:
     """Keeps the connection to one paired machine; a thread of its own, ended by :meth:`close`.
 
     ``greet`` and ``load`` make this machine's own words; ``changed`` is told when anything a screen shows is different,
-    ``worked`` at which address the machine was found.
+    ``worked`` at which address the machine was found, and how it greeted; ``met`` who greets besides at an address that
+    a person named.
     """
 
     def __init__(
@@ -77,7 +79,8 @@ class PeerWatch:
         greet: Callable[[], Greeting],
         load: Callable[[], NodeLoad],
         changed: Callable[[], None],
-        worked: Callable[[str], None] = lambda address: None,
+        worked: Callable[[str, Greeting], None] = lambda address, greeting: None,
+        met: Callable[[Greeting], None] = lambda greeting: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.node_id = node_id
@@ -89,10 +92,14 @@ class PeerWatch:
         self._load = load
         self._changed = changed
         self._worked = worked
+        self._met = met
+        self._named: list[str] = []
+        """Addresses that are to be greeted once more, though the machine was found at another."""
         self._clock = clock
         self._lock = threading.Lock()
         self._addresses: list[str] = []
-        self._worked_at: list[str] = []
+        self._lasting: list[str] = []
+        """Addresses that no hint puts out: it was found there, or a person named them."""
         self._client: PeerClient | None = None
         self._greeting: Greeting | None = None
         self._theirs: NodeLoad | None = None
@@ -109,15 +116,15 @@ class PeerWatch:
         self._thread.start()
 
     def try_addresses(self, addresses: list[str], keep: bool = False) -> None:
-        """Where it may be found; the newest hint is tried first. ``keep``: those that no hint puts out, however many
-        come, because the machine was found there or a person named them."""
+        """Where it may be found; the newest hint is tried first. ``keep``: these are no hints, and none puts them out,
+        however many come."""
         with self._lock:
             if keep:
-                self._worked_at = list(dict.fromkeys([*addresses, *self._worked_at]))[:MOST_KEPT]
+                self._lasting = list(dict.fromkeys([*addresses, *self._lasting]))[:MOST_LASTING]
             fresh = [address for address in addresses if address not in self._addresses]
             if not fresh:
                 return
-            kept = [address for address in self._addresses if address in self._worked_at]
+            kept = [address for address in self._addresses if address in self._lasting]
             hints = [address for address in fresh + self._addresses if address not in kept]
             hints = hints[: MOST_ADDRESSES - len(kept)]
             # In turns: whoever floods the network with hints must not keep this one from where it found the machine.
@@ -172,22 +179,32 @@ class PeerWatch:
             client = self._client
             if client is None:
                 found = self._find()
-                wait = BEAT_S if found else RETRY_S
+                wait = BEAT_S if found else self._within(RETRY_S)
             else:
                 self._beat(client)
+                self._look_for_a_copy()
                 wait = BEAT_S if self._client is not None else 0.0
-            alive = self.view().alive
-            if alive != self._was_alive:
-                self._was_alive = alive
-                self._changed()
+            self._tell()
             self._poke.wait(wait)
             self._poke.clear()
+
+    def _tell(self) -> None:
+        alive = self.view().alive
+        if alive != self._was_alive:
+            self._was_alive = alive
+            self._changed()
+
+    def _within(self, seconds: float) -> float:
+        """``seconds``, or less if this machine counts as lost before: that must be told then."""
+        with self._lock:
+            left = silence_allowed(self._refused, self.patient) - (self._clock() - self._heard)
+        return seconds if left <= 0 else min(seconds, left + SOON_S)
 
     def _beat(self, client: PeerClient) -> None:
         try:
             theirs = client.call("Beat", self._load(), NodeLoad, BEAT_TIMEOUT_S)
         except (Unreachable, ModelError, PeerLost) as error:
-            self._drop(client, refused="cannot be reached" in str(error))
+            self._drop(client, refused=isinstance(error, NobodyListens))
             return
         with self._lock:
             again = self._greeting is not None and theirs.process != self._greeting.process
@@ -199,6 +216,21 @@ class PeerWatch:
             self._drop(client, refused=False)
         elif news:
             self._changed()
+
+    def _look_for_a_copy(self) -> None:
+        """Where a person named several addresses, another machine may answer there with the same (copied) identity.
+        One address at a time, so that the beats go on."""
+        with self._lock:
+            address = self._named.pop() if self._named and self._client is not None else None
+        if address is None:
+            return
+        client = self._connect(address)
+        try:
+            self._met(client.call("Hello", self._greet(), Greeting, BEAT_TIMEOUT_S))
+        except (Unreachable, ModelError, PeerLost):
+            return  # somebody else is there, or nobody
+        finally:
+            client.close()
 
     def _drop(self, client: PeerClient, refused: bool) -> None:
         with self._lock:
@@ -217,10 +249,11 @@ class PeerWatch:
                 return False
             client = self._connect(address)
             try:
-                greeting = client.call("Hello", self._greet(), Greeting, HELLO_TIMEOUT_S)
+                greeting = client.call("Hello", self._greet(), Greeting, self._within(HELLO_TIMEOUT_S))
                 problem = self._unfit(greeting)
             except Unreachable:
                 client.close()
+                self._tell()
                 continue
             except (ModelError, PeerLost) as error:
                 client.close()
@@ -248,11 +281,13 @@ class PeerWatch:
                 self._name = plain_text(greeting.name, 64) or self._name
                 self._heard = self._answered = self._clock()
                 self._refused = False
+                own = {address, *greeting.listening}
+                self._named = [other for other in self._lasting if other not in own]
             if address:
                 self._addresses = [address] + [other for other in self._addresses if other != address]
-                self._worked_at = [address, *(other for other in self._worked_at if other != address)][:MOST_KEPT]
-        if client is not None:
-            self._worked(address)
+                self._lasting = [address, *(other for other in self._lasting if other != address)][:MOST_LASTING]
+        if client is not None and greeting is not None:
+            self._worked(address, greeting)
         if news or client is not None:
             self._changed()
 

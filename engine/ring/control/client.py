@@ -39,6 +39,41 @@ class Unreachable(Exception):
     """Nobody answers at the address, or it is not the machine that was paired."""
 
 
+class NobodyListens(Unreachable):
+    """There is no connection to the address at all: the machine, or its process, is gone or not there yet."""
+
+
+class Calls:
+    """Calls that can be ended together, with those that would begin afterwards. From any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[Any] = set()
+        self._ended = False
+
+    def add(self, call: Any) -> None:
+        """``call`` has begun. Raises Unreachable if it is one too many."""
+        with self._lock:
+            self._running.add(call)
+            ended = self._ended
+        call.add_done_callback(self._over)
+        if ended:
+            call.cancel()
+            raise Unreachable("the call was ended here")
+
+    def end(self) -> None:
+        """They end with Unreachable, here and on the other machines."""
+        with self._lock:
+            self._ended = True
+            running = list(self._running)
+        for call in running:
+            call.cancel()
+
+    def _over(self, call: Any) -> None:
+        with self._lock:
+            self._running.discard(call)
+
+
 class PeerClient:
     """Calls of one paired machine, at one of its addresses (``HOST:PORT``). From any thread."""
 
@@ -49,15 +84,19 @@ class PeerClient:
         self._channel = grpc.secure_channel(address, secured, options)
         self._closed = threading.Event()
 
-    def call(self, method: str, body: Control, answer: type[Body], timeout: float = CALL_S) -> Body:
-        """One question, one answer.
+    def call(
+        self, method: str, body: Control, answer: type[Body], timeout: float = CALL_S, calls: Calls | None = None
+    ) -> Body:
+        """One question, one answer. It can be ended with ``calls``.
 
         Raises Unreachable, ModelError with the machine's own sentence if it refused, RingProtocolError if its answer is
         none of this version.
         """
         invoke = self._channel.unary_unary(_path(method))
         try:
-            return unpack(cast(bytes, invoke(pack(body), timeout=timeout)), answer)
+            if calls is None:
+                return unpack(cast(bytes, invoke(pack(body), timeout=timeout)), answer)
+            return unpack(_result(invoke.future(pack(body), timeout=timeout), calls), answer)
         except (grpc.RpcError, ValueError) as error:
             raise _translated(error) from error
 
@@ -69,7 +108,9 @@ class PeerClient:
         except ValueError as error:
             raise _translated(error) from error
 
-    def upload(self, method: str, bodies: Iterable[Control], answer: type[Body], timeout: float | None = None) -> Body:
+    def upload(
+        self, method: str, bodies: Iterable[Control], answer: type[Body], calls: Calls, timeout: float | None = None
+    ) -> Body:
         """Many messages, one answer; raises as :meth:`call`. What ``bodies`` raises is raised here."""
         failed: list[BaseException] = []
 
@@ -77,13 +118,15 @@ class PeerClient:
             try:
                 for body in bodies:
                     yield pack(body)
+            except GeneratorExit:
+                raise  # the call ended before they did
             except BaseException as error:
                 failed.append(error)
                 raise
 
         invoke = self._channel.stream_unary(_path(method))
         try:
-            return unpack(cast(bytes, invoke(packed(), timeout=timeout)), answer)
+            return unpack(_result(invoke.future(packed(), timeout=timeout), calls), answer)
         except (grpc.RpcError, ValueError) as error:
             if failed:
                 raise failed[0] from error
@@ -112,6 +155,14 @@ class Answers(Iterator[Body]):
         self._call.cancel()
 
 
+def _result(call: Any, calls: Calls) -> bytes:
+    calls.add(call)
+    try:
+        return cast(bytes, call.result())
+    except grpc.FutureCancelledError:
+        raise Unreachable("the call was ended here") from None
+
+
 def _path(method: str) -> str:
     return f"/{SERVICE}/{method}"
 
@@ -136,7 +187,9 @@ def _translated(error: Exception) -> Exception:
             return PeerLost(details)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return Unreachable("it did not answer in time")
-        case grpc.StatusCode.UNKNOWN | grpc.StatusCode.INTERNAL:
+        case grpc.StatusCode.INTERNAL if not details:  # as the other machine's program says it, see server.py
             return ModelError("The other machine failed; its log (`privatellm locate logs`) says why.", kind="network")
+        case grpc.StatusCode.UNKNOWN | grpc.StatusCode.INTERNAL:  # gRPC's own, such as "Stream removed"
+            return Unreachable("the connection to it broke")
         case _:
-            return Unreachable("it cannot be reached")
+            return NobodyListens("it cannot be reached")

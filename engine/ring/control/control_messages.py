@@ -93,13 +93,19 @@ class NodeFacts(Control, frozen=True, kw_only=True):
 
     memory_total: int
     memory_free: int
+    memory_lent: int | None = None
+    """Its person lends so much of it; None: what is free."""
     memory_read: float
     disk_free: int
+    disk: Text = ""
+    """The same for all processes whose models are on this disk."""
     expert: Curve | None
     """Seconds of one expert over tokens; None if ``shape`` was."""
     instruction_set: str
     runtimes: list[str]
     """Those that are installed and run here, best first."""
+    libraries: dict[Text, Text] = {}
+    """By runtime, the version of the library that computes for it; none for what privatellm brings itself."""
     exchanges: list[str] = []
     """Those that it can run."""
     has: dict[int, list[int]] = {}
@@ -111,6 +117,8 @@ class NodeFacts(Control, frozen=True, kw_only=True):
     layer_overhead_s: dict[str, float] = {}
     fence_s: float = 0.0
     """What a ring costs it per MoE layer beside experts and wire."""
+    central_s: float = 0.0
+    """The same in central mode, the head's part and a follower's together."""
     machine: str = ""
     """The same for all processes of one machine."""
     unified_memory: bool = False
@@ -186,8 +194,6 @@ class EpochSpec(Control, frozen=True, kw_only=True):
     """Central mode, for measuring: experts are called one after the other, the paper's naive version."""
     exchanges: list[ExchangeName]
     """Those to be connected, in order; all are measured, and one is kept."""
-    sizes: list[int] = []
-    """Bytes of the exchanges that are measured."""
     model: str
     """Name of the model, for the screen."""
     runtime: RuntimeName
@@ -212,14 +218,13 @@ class LoadShare(Control, frozen=True, kw_only=True):
 
 
 class Forming(Control, frozen=True, kw_only=True):
-    """``Form``'s stream: where the node is; with ``ready`` the last one. ``identity``: of the model it loaded."""
+    """``Form``'s stream: where the node is; with ``ready`` the last one."""
 
     stage: Text
     done: int = 0
     total: int = 0
     unit: Text = ""
     ready: bool = False
-    identity: Text = ""
     executor: Text = ""
     notices: Annotated[list[Text], msgspec.Meta(max_length=MOST_NOTICES)] = []
 
@@ -289,14 +294,16 @@ def check_spec(spec: EpochSpec) -> None:
 
 def check_facts(facts: NodeFacts) -> None:
     """Raises RingProtocolError for figures that no machine has: they would end up in the plan of everybody."""
-    sizes = (facts.memory_total, facts.memory_free, facts.disk_free)
+    sizes = (facts.memory_total, facts.memory_free, facts.disk_free, facts.memory_lent or 0)
     if not all(0 <= size < _LARGEST for size in sizes) or not facts.memory_total or not 0 < facts.threads < 1 << 20:
         raise RingProtocolError(f"A machine says that it has {facts.memory_total} bytes and {facts.threads} threads.")
     curve = facts.expert
     rates = [facts.memory_read, *(curve.seconds if curve is not None else ())]
     if not all(0 < rate < math.inf for rate in rates):
         raise RingProtocolError("A machine says that it reads memory, or runs an expert, at no rate.")
-    if not all(0 <= seconds < math.inf for seconds in (facts.fence_s, *facts.layer_overhead_s.values())):
+    if not all(
+        0 <= seconds < math.inf for seconds in (facts.fence_s, facts.central_s, *facts.layer_overhead_s.values())
+    ):
         raise RingProtocolError("A machine says that a layer takes it no number of seconds.")
     if curve is not None:
         ascending = all(a < b for a, b in zip(curve.tokens, curve.tokens[1:], strict=False))
@@ -314,9 +321,9 @@ def check_placement(placement: Placement) -> None:
     if len(placement.layers) != len(placement.holders):
         raise RingProtocolError("A placement has not one row of holders per layer.")
     for row in placement.holders:
-        if len(row) != placement.experts or not all(_holders(ranks, placement.nodes) for ranks in row):
+        if len(row) != placement.experts or not all(_are_holders(ranks, placement.nodes) for ranks in row):
             raise RingProtocolError("A placement names ranks that are not there, or leaves an expert to nobody.")
 
 
-def _holders(ranks: Sequence[int], nodes: int) -> bool:
+def _are_holders(ranks: Sequence[int], nodes: int) -> bool:
     return bool(ranks) and all(0 <= rank < nodes for rank in ranks) and list(ranks) == sorted(set(ranks))

@@ -85,8 +85,6 @@ def connect_epoch(links: Links, found: EpochLinks, names: Sequence[ExchangeName]
     if commands:
         found.add_commands(connect_commands(links, found.epoch))
     for name in names:
-        if found.epoch.given_up.is_set():
-            raise PeerLost("The epoch was ended while its links were made.")
         try:
             exchange = open_exchange(name, links, found.epoch)
             found.add(name, exchange)
@@ -94,6 +92,9 @@ def connect_epoch(links: Links, found: EpochLinks, names: Sequence[ExchangeName]
         except (ModelError, PeerLost, OSError) as error:
             found.problems[name] = str(error)
             found.drop(name)
+        if found.epoch.given_up.is_set():
+            # It may have been this exchange that failed for it; the others that were made are of no use either.
+            raise PeerLost("The epoch was ended while its links were made.")
     if names and not found.medians:
         raise ModelError(next(iter(found.problems.values())), kind="network")
 

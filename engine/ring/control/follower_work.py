@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from engine.cpu_threads import within_this_machine
 from engine.exchange.exchange import Buffer, Exchange, Link
 from engine.exchange.seat import Seat
-from engine.messages import Load
+from engine.messages import Load, OpenNetwork
 from engine.progress import ProgressCallback
 from engine.residency.ready import Ready, held_in
 from engine.ring.control.control_messages import EpochSpec
@@ -32,17 +34,38 @@ def seat_of(spec: EpochSpec) -> Seat:
     return Seat(spec.epoch, spec.rank, spec.placement, spec.mode, spec.loading, tuple(spec.weights))
 
 
-def load_of(spec: EpochSpec) -> Load:
-    """How the share is loaded: as the head loads its own. Ring nodes run their experts on the CPU or by mlx."""
+@dataclass(frozen=True)
+class Terms:
+    """On which terms a person lends this machine. ``memory``: bytes that a share may take; None: what is free."""
+
+    memory: int | None = None
+    cpu_threads: int | None = None
+    keep_resident: bool = True
+    lock_memory: bool = False
+
+    @classmethod
+    def of(cls, options: OpenNetwork) -> Terms:
+        return cls(options.lend_memory, options.cpu_threads, options.keep_resident, options.lock_memory)
+
+    def threads(self, wanted: int | None) -> int | None:
+        """The fewer of what a head wants and what is lent; None: one per physical core."""
+        return min((each for each in (wanted, self.cpu_threads) if each is not None), default=None)
+
+
+def load_of(spec: EpochSpec, terms: Terms) -> Load:
+    """How the share is loaded: as the head loads its own, on this machine's ``terms``. Ring nodes run their experts on
+    the CPU or by mlx."""
     wanted = Load(
         id=0,
         model=spec.model,
         runtime=spec.runtime,
         dtype=spec.dtype,
         partitioning="cpu",
-        cpu_threads=spec.cpu_threads,
+        cpu_threads=terms.threads(spec.cpu_threads),
         context_limit=spec.context_limit,
         prefill_chunk=spec.prefill_chunk,
+        keep_resident=terms.keep_resident,
+        lock_memory=terms.lock_memory,
     )
     return within_this_machine(wanted)[0]
 
@@ -82,14 +105,14 @@ class ModelWork:
         progress: ProgressCallback,
         ran: Callable[[int], None],
         warm: Callable[[int, int], None],
+        terms: Terms,
+        notice: Callable[[str], None],
     ) -> None:
-        seat = seat_of(spec)
+        seat, load = seat_of(spec), load_of(spec, terms)
         layers = layers_for(seat, exchange)
         place = RingPlace(seat, layers, logits=False)
-        self._model: LoadedModel = load_model(
-            runtime_named(spec.runtime), spec.model, folder, load_of(spec), progress, place
-        )
-        self._ready = Ready(self._model, folder, load_of(spec), held_in(seat), warm)
+        self._model: LoadedModel = load_model(runtime_named(spec.runtime), spec.model, folder, load, progress, place)
+        self._ready = Ready(self._model, folder, load, held_in(seat), warm, notice)
         self._follower = Follower(self._model, layers, ran, self._ready.passing)
         self._link = link
 
@@ -123,18 +146,32 @@ class CentralWork:
         folder: Path,
         progress: ProgressCallback,
         ran: Callable[[int], None],
+        warm: Callable[[int, int], None],
+        terms: Terms,
+        notice: Callable[[str], None],
     ) -> None:
         here = runtimes()
         # The head's, where it is installed: then the bits are those of one machine.
         own = spec.runtime if spec.runtime in here else "mlx" if here[:1] == ["mlx"] else "torch"
         seat = seat_of(spec)
-        self._experts = load_experts(own, folder, load_of(spec), seat, progress)
-        self._layers = len(seat.placement.layers)
-        self._rows = 0
+        load = load_of(spec, terms)
+        self._experts = load_experts(own, folder, load, seat, progress)
+        self._ready = Ready(self._experts, folder, load, held_in(seat), warm, notice, trunk=False)
+        self._layers = seat.placement.layers
+        self._at: int | None = None
+        """The layer that was asked for last."""
+        self._begins = False
+        """It was the first one of a pass."""
         self._ran = ran
-        self._node = CentralNode(seat, exchange, self._experts, self._ran_layer, one_by_one=spec.one_by_one)
-        self.notices: list[str] = []
-        self.probe_s: float | None = None
+        self._node = CentralNode(seat, exchange, self._experts, self._ran_layer, spec.one_by_one, self._around)
+
+    @property
+    def notices(self) -> list[str]:
+        return list(self._experts.notices)
+
+    @property
+    def probe_s(self) -> float | None:
+        return self._ready.probe_s
 
     @property
     def executor(self) -> str:
@@ -144,12 +181,18 @@ class CentralWork:
         self._node.serve()
 
     def _ran_layer(self, tokens: int) -> None:
-        """It is asked once per layer: a token is one that went through all of them."""
-        before = self._rows // self._layers
-        self._rows += tokens
-        self._ran(self._rows // self._layers - before)
+        """Tokens are counted at the first layer: the last one has only those whose logits are wanted."""
+        if self._begins:
+            self._ran(tokens)
+
+    def _around(self, layer: int) -> AbstractContextManager[None]:
+        """Layers are asked for in their order; an earlier one is the next pass's."""
+        self._begins = self._at is None or layer <= self._at
+        self._at = layer
+        return self._ready.part_of_pass(self._begins, layer == self._layers[-1])
 
     def close(self) -> None:
+        self._ready.close()
         self._experts.close()
 
 
@@ -215,6 +258,10 @@ class TimedExchange:
     @property
     def size(self) -> int:
         return self._exchange.size
+
+    @property
+    def idle_s(self) -> float:
+        return self._exchange.idle_s
 
     def send(self, parts: Sequence[Buffer], capacity: int) -> None:
         self._exchange.send(parts, capacity)

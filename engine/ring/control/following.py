@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
-
-import msgspec
 
 from engine.errors import ModelError
 from engine.exchange.exchange import PeerLost
@@ -14,8 +13,8 @@ from engine.messages.ring import ExchangeName
 from engine.progress import ProgressCallback
 from engine.ring.control.control_messages import EpochSpec, Forming
 from engine.ring.control.epoch_links import EpochLinks
-from engine.ring.control.follower_work import Busy, CentralWork, ModelWork, TimedExchange, TimedLink, Work
-from engine.ring.weights.transfer import Offer, outline
+from engine.ring.control.follower_work import Busy, CentralWork, ModelWork, Terms, TimedExchange, TimedLink, Work
+from engine.ring.weights.transfer import outline
 
 JOIN_S = 3.0
 
@@ -29,9 +28,11 @@ class Following:
         links: EpochLinks,
         exchange: ExchangeName,
         folder: Path,
-        offered: Offer | None,
         progress: ProgressCallback,
+        terms: Terms,
+        notice: Callable[[str], None],
     ) -> None:
+        """``notice`` hears from any thread what the person here should know."""
         self.ended: str | None = None
         """Why it ended; None while it goes on."""
         self.failed_here = False
@@ -41,22 +42,19 @@ class Following:
         """Bytes of the weights that were brought into memory, of how many; None before and after."""
         self.expert_bytes = outline(folder).expert_bytes * spec.placement.count_of(spec.rank)
         self._links = links
-        self._offered = offered
         self._busy = Busy()
         chosen = links.keep(exchange)
         self._work: Work
         if spec.mode == "central":
-            self._work = CentralWork(spec, TimedExchange(chosen, self._busy), folder, progress, self._ran)
+            central = TimedExchange(chosen, self._busy)
+            self._work = CentralWork(spec, central, folder, progress, self._ran, self._warm, terms, notice)
         else:
             link = TimedLink(links.commands[HEAD], self._busy)
-            self._work = ModelWork(spec, chosen, link, folder, progress, self._ran, self._warm)
+            self._work = ModelWork(spec, chosen, link, folder, progress, self._ran, self._warm, terms, notice)
         self._thread = threading.Thread(target=self._run, name="following", daemon=True)
 
     def ready(self) -> Forming:
-        identity = msgspec.json.encode(self._offered.identity).decode() if self._offered is not None else ""
-        return Forming(
-            stage="ready", ready=True, identity=identity, executor=self._work.executor, notices=self._work.notices
-        )
+        return Forming(stage="ready", ready=True, executor=self._work.executor, notices=self._work.notices)
 
     def start(self) -> None:
         self._thread.start()

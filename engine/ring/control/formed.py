@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.exchange.exchange import Link, PeerLost
-from engine.exchange.layers import Gathered, Indices, Local
+from engine.exchange.layers import Gathered
 from engine.exchange.seat import HEAD, Seat
 from engine.messages.ring import RingFacts
 from engine.ring.control.client import PeerClient, Unreachable
@@ -50,6 +46,7 @@ class FormedRing:
         self.layers = layers
         self.names = dict(names)
         self.notices = notices
+        self.newcomers: frozenset[str] = frozenset()
         self.nodes = dict(nodes)
         self._table = table
         self._links = links
@@ -59,7 +56,7 @@ class FormedRing:
         self._lock = threading.Lock()
         self._watching = threading.Thread(target=self._watch, name="ring-watch", daemon=True)
         table.set_ring(self.nodes.values())
-        if self.others:
+        if self.followers:
             self._watching.start()
 
     @property
@@ -67,8 +64,8 @@ class FormedRing:
         return self._links.commands if self._links is not None else {}
 
     @property
-    def others(self) -> dict[int, str]:
-        """The followers' node ids by rank."""
+    def followers(self) -> dict[int, str]:
+        """Their node ids by rank."""
         return {rank: node_id for rank, node_id in self.nodes.items() if rank != HEAD}
 
     def lost(self) -> PeerLost | None:
@@ -76,7 +73,7 @@ class FormedRing:
 
     def forgotten(self, node_id: str) -> None:
         """A machine is no longer paired: if it is in the ring, the ring ends now."""
-        for rank, other in self.others.items():
+        for rank, other in self.followers.items():
             if other == node_id:
                 self._lose(rank, "is not paired any more")
 
@@ -87,13 +84,13 @@ class FormedRing:
             self._closed.set()
         if self._lost is None:
             # Told first, they do not take the closing of the links for a loss.
-            end_epoch(self._table, self.others.values(), self.seat.epoch)
+            end_epoch(self._table, self.followers.values(), self.seat.epoch)
         if self._links is not None:
             self._links.close()
         if self._watching.is_alive() and self._watching is not threading.current_thread():
             self._watching.join(END_S)
         if self._lost is not None:
-            end_epoch(self._table, self.others.values(), self.seat.epoch)
+            end_epoch(self._table, self.followers.values(), self.seat.epoch)
         gone = [self.nodes[rank] for rank in self._lost.ranks] if self._lost is not None else []
         self._table.set_ring([], gone)
         self.model.close()
@@ -101,12 +98,12 @@ class FormedRing:
     def tell_over(self) -> None:
         """Tell the others that it is over, as this machine's network closes: they need not take it for a loss."""
         if not self._closed.is_set() and self._lost is None:
-            end_epoch(self._table, self.others.values(), self.seat.epoch)
+            end_epoch(self._table, self.followers.values(), self.seat.epoch)
 
     def _watch(self) -> None:
         """Notice who is gone, so that nobody waits for it: the exchange is closed then."""
         while not self._closed.wait(WATCH_S):
-            for rank, node_id in self.others.items():
+            for rank, node_id in self.followers.items():
                 why = self._gone(rank, node_id)
                 if why:
                     self._lose(rank, why)
@@ -148,16 +145,7 @@ class AloneLayers:
     def give_up(self, reason: str = "") -> bool:
         return False
 
-    def run(
-        self,
-        layer: int,
-        indices: Indices,
-        weights: NDArray[np.float32],
-        local: Local,
-        width: int,
-        word: np.dtype[Any],
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Gathered:
+    def run(self, *_: object, **__: object) -> Gathered:
         raise ModelError("A model that runs alone exchanges nothing.", kind="internal")
 
 

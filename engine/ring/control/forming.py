@@ -3,52 +3,50 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from discovery.names import plain_text
-from engine.errors import ModelError
+from engine.errors import Cancelled, ModelError
 from engine.exchange.addresses import own_ip_towards, parse_address, plain_ip
 from engine.exchange.exchange import PeerLost
 from engine.exchange.seat import HEAD, Seat
 from engine.exchange.transports import IN_STEP_ONLY, allowed_exchanges, choose_exchange
 from engine.messages import Load
 from engine.messages.ring import ExchangeName, RingFacts
+from engine.planning.absent_machines import absent_lines
+from engine.planning.placement import Placement
 from engine.planning.ring_plan import RingDecision
 from engine.progress import ProgressCallback
+from engine.ring.control.asking import NodeRefused, ask, connected_or_refused, most_likely, stopped_by
 from engine.ring.control.beats import FORMING, patience
-from engine.ring.control.client import Unreachable
-from engine.ring.control.control_messages import (
-    Connected,
-    EpochMember,
-    EpochSpec,
-)
+from engine.ring.control.client import Calls, Unreachable
+from engine.ring.control.control_messages import Connected, EpochMember, EpochSpec
 from engine.ring.control.epoch_links import EpochLinks, connect_epoch, epoch_of
 from engine.ring.control.follower_work import seat_of
 from engine.ring.control.formed import AloneLayers, FormedRing, end_epoch
 from engine.ring.control.loading_nodes import LoadingNodes
 from engine.ring.control.node import Lent, Node, door_addresses
 from engine.ring.control.opening import available_exchanges
+from engine.ring.control.regulars import Regulars
 from engine.ring.control.sending import Sending
 from engine.ring.control.survey import (
     Candidate,
-    NodeRefused,
     Survey,
     Surveyor,
-    ask,
     candidates,
     decide,
-    most_likely,
 )
 from engine.ring.running.expert_runners import layers_for
 from engine.ring.running.formation import AbortableLayers
 from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime
 
 CERTAIN: tuple[ExchangeName, ...] = ("tls", "socket", "envoy")
+"""Those that are made wherever links are; the others are another library's, and may fail for its reasons."""
 CONNECT_S = 60.0
 """Connecting and measuring every exchange that may be used."""
 
@@ -69,13 +67,13 @@ _NO_TRIAL = Trial()
 
 @dataclass(frozen=True)
 class Ring:
-    """What is about to be formed. ``members``: the followers by rank."""
+    """What is about to be formed; ``followers`` by rank."""
 
     epoch: str
     decision: RingDecision
     facts: RingFacts
     survey: Survey
-    members: dict[int, Candidate]
+    followers: dict[int, Candidate]
     key: bytes
 
 
@@ -106,7 +104,11 @@ class RingFormer:
         self.decision: RingDecision | None = None
         """Of the last forming."""
         self._formed: FormedRing | None = None
-        self._considered: set[str] = set()
+        self._considered: dict[str, str] = {}
+        """Who was there when it was last formed, and those that were looked at since: node ids, and their processes."""
+        self._refusals: dict[str, str] = {}
+        """Machines that refused, and their processes then."""
+        self._regulars = Regulars(folder, surveyor)
         self._chosen: ExchangeName | None = None
         self._said: set[str] = set()
         self._fallen_back = ""
@@ -115,25 +117,45 @@ class RingFormer:
     # --- see Former -----------------------------------------------------------------------------------------------
 
     def form(self, progress: ProgressCallback) -> FormedRing:
-        if self._formed is not None:
-            self._formed.close()
+        before = self._formed
+        if before is not None:
+            before.close()
+        members = set(self._regulars.members)
         self._node.lent = lambda: Lent(stage=FORMING)
         try:
-            self._formed = self._form(progress)
+            formed = self._formed = self._form(progress)
+            formed.newcomers = frozenset(
+                name for rank, name in formed.names.items() if rank != HEAD and formed.nodes[rank] not in members
+            )
+        except Cancelled:
+            if before is not None:
+                self._regulars.put_off(
+                    one for one in self._considered.items() if one[0] not in before.followers.values()
+                )
+            raise
         finally:
             # The others must not go on being patient with a head that is stopped from now on.
             self._node.lent = Lent
             self._node.table.beat_now()
         return self._formed
 
-    def changed(self) -> bool:
-        there = {one.node_id for one in self._there()}
+    def changed(self, progress: ProgressCallback, say: Callable[[str], None]) -> bool:
         formed = self._formed
-        lost = formed is not None and formed.lost() is not None
-        news = bool(there - self._considered)
+        if formed is None or formed.lost() is not None:
+            return True
+        there = self._there()
         # Who goes and comes back is news then.
-        self._considered &= there | set(formed.others.values() if formed is not None else ())
-        return news or lost
+        now = {one.node_id for one in there} | set(formed.followers.values())
+        self._considered = {node_id: at for node_id, at in self._considered.items() if node_id in now}
+        fresh = [one for one in there if self._considered.get(one.node_id) != one.process]
+        if not fresh:
+            return False
+        regular, others = self._regulars.split(there, formed.facts.mode == "central", progress)
+        for line in self._regulars.lines(others):
+            say(line)
+        news = any(one in regular for one in fresh)
+        self._considered.update((one.node_id, one.process) for one in others)
+        return news
 
     def close(self) -> None:
         if self._formed is not None:
@@ -152,9 +174,26 @@ class RingFormer:
         return candidates(self._node, self._choice.nodes)
 
     def _form(self, progress: ProgressCallback) -> FormedRing:
-        there = self._there()
-        self._considered = {one.node_id for one in there}
-        notices = self._absent(there)
+        there, others = self._there(), list[Candidate]()
+        self._considered = {one.node_id: one.process for one in there}
+        notices = absent_lines(self._node.table.facts(), self._choice.nodes, self._considered)
+        before = self.decision
+        if self._formed is None:
+            # The person asked for a ring with these: one that is lost in the forming is awaited like one of the ring.
+            self._regulars.members.update(self._considered)
+        else:
+            there, others = self._regulars.split(there, self._formed.facts.mode == "central", progress)
+        try:
+            formed = self._form_of(there, notices, progress)
+        except ModelError:
+            planned = self.decision
+            if not others or planned is None or planned is before or not planned.shortfall:
+                raise
+            return self._form_of([*there, *others], notices, progress)
+        formed.notices += self._regulars.lines(others)
+        return formed
+
+    def _form_of(self, there: Sequence[Candidate], notices: list[str], progress: ProgressCallback) -> FormedRing:
         gone: set[str] = set()
         while True:
             try:
@@ -165,24 +204,31 @@ class RingFormer:
             except NodeRefused as refused:
                 # Whoever is left may do without it; if not, the plan says what is missing.
                 notices.append(f"{self._node.table.name_of(refused.node_id)} is left out of the ring: {refused}")
+                if refused.gone or self._is_first_refusal(refused.node_id):
+                    self._considered.pop(refused.node_id, None)
                 if refused.gone:
-                    self._considered.discard(refused.node_id)
                     if self._formed is not None:
                         # That it is lost is said in a line of its own.
                         gone.add(notices[-1])
                 there = [one for one in there if one.node_id != refused.node_id]
 
-    def _absent(self, there: Sequence[Candidate]) -> list[str]:
-        present = {one.node_id for one in there}
-        names = [self._node.table.name_of(node_id) for node_id in self._choice.nodes if node_id not in present]
-        names = [name for name in names if name != self._node.table.name_of(self._node.identity.node_id)]
-        return [f"{', '.join(names)}: not there, so the ring is formed without."] if names else []
+    def _is_first_refusal(self, node_id: str) -> bool:
+        """A reason may pass (it was still busy with the ring before): the next question tries the same process once
+        more, and then no longer, as every try takes a forming."""
+        process = self._considered.get(node_id, "")
+        first = self._refusals.get(node_id) != process
+        self._refusals[node_id] = process
+        return first
 
     def _form_with(self, there: Sequence[Candidate], notices: list[str], progress: ProgressCallback) -> FormedRing:
-        survey = self._surveyor.survey(self._node, there, self._load.runtime, progress, threads=self._trial.threads)
+        # An answer waits where a machine was lost.
+        hurry = self._formed is not None and self._formed.lost() is not None
+        survey = self._surveyor.survey(
+            self._node, there, self._load.runtime, progress, threads=self._trial.threads, hurry=hurry
+        )
         decision = self.decision = self.plan(survey, there)
         if decision.kind == "refused":
-            said = " ".join([*notices, decision.reason])
+            said = " ".join([*notices, *decision.notices, decision.reason])
             raise ModelError(said, kind="memory" if decision.shortfall else "bad-input")
         if self._formed is None:
             # Said once: the figures are a little different each time.
@@ -190,19 +236,20 @@ class RingFormer:
         if decision.kind == "alone" or len(decision.ranks) == 1:
             return self._alone(decision, [*notices, decision.reason], progress)
         by_id = {one.node_id: one for one in there}
+        self._regulars.members.update(node_id for node_id in decision.ranks if node_id in by_id)
         assert decision.facts is not None and decision.placement is not None
         ring = Ring(
             epoch=secrets.token_hex(8),
             decision=decision,
             facts=decision.facts,
             survey=survey,
-            members={rank: by_id[node_id] for rank, node_id in enumerate(decision.ranks) if rank != HEAD},
+            followers={rank: by_id[node_id] for rank, node_id in enumerate(decision.ranks) if rank != HEAD},
             key=secrets.token_bytes(32),
         )
         try:
             return self._together(ring, notices, progress)
         except BaseException:
-            end_epoch(self._node.table, [one.node_id for one in ring.members.values()], ring.epoch)
+            end_epoch(self._node.table, [one.node_id for one in ring.followers.values()], ring.epoch)
             raise
 
     def plan(self, survey: Survey, there: Sequence[Candidate]) -> RingDecision:
@@ -211,7 +258,6 @@ class RingFormer:
         return decide(self._surveyor.headers, self._name, self._load, order, survey, self._trial.at_once)
 
     def _alone(self, decision: RingDecision, notices: list[str], progress: ProgressCallback) -> FormedRing:
-        from engine.planning.placement import Placement
         from engine.runtimes.loading import load_model
 
         model = load_model(self._runtime, self._name, self._folder, self._load, progress)
@@ -232,9 +278,9 @@ class RingFormer:
         )
 
     def _together(self, ring: Ring, notices: list[str], progress: ProgressCallback) -> FormedRing:
-        has = Sending(self._folder, self._name, ring.decision, ring.members).send(progress)
+        has = Sending(self._folder, self._name, ring.decision, ring.followers).send(progress)
         specs = self._specs(ring)
-        links = EpochLinks(epoch_of(specs[HEAD], {rank: one.name for rank, one in ring.members.items()}))
+        links = EpochLinks(epoch_of(specs[HEAD], {rank: one.name for rank, one in ring.followers.items()}))
         try:
             exchange, exchange_s = self._connect(ring, specs, links, progress)
             model, layers, said = self._load_all(ring, specs[HEAD], links, exchange, progress)
@@ -261,8 +307,8 @@ class RingFormer:
             model,
             layers,
             links,
-            {HEAD: me, **{rank: one.node_id for rank, one in ring.members.items()}},
-            {HEAD: self._node.name, **{rank: one.name for rank, one in ring.members.items()}},
+            {HEAD: me, **{rank: one.node_id for rank, one in ring.followers.items()}},
+            {HEAD: self._node.name, **{rank: one.name for rank, one in ring.followers.items()}},
             [*notices, *said, *self._take_fallen_back(exchange)],
         )
 
@@ -308,7 +354,7 @@ class RingFormer:
                 mode=decision.mode,
                 link=ring.survey.links.get((ids[HEAD], node_id)),
                 one_by_one=self._trial.one_by_one,
-                cpu_threads=self._trial.threads,
+                cpu_threads=self._trial.threads or (None if decision.mode == "central" else self._surveyor.threads),
                 loading=decision.loading,
                 weights=list(decision.weights),
                 exchanges=exchanges,
@@ -329,7 +375,7 @@ class RingFormer:
             near = own_ip_towards(first.address)
             return sorted(own, key=lambda address: parse_address(address)[0] != near)
         link = ring.survey.links.get((from_id, to_id))
-        doors = list(ring.members[rank].doors)
+        doors = list(ring.followers[rank].doors)
         return list(dict.fromkeys([link.address, *doors])) if link is not None else doors
 
     def _exchanges(self, ring: Ring) -> list[ExchangeName]:
@@ -338,18 +384,25 @@ class RingFormer:
         available = [
             name
             for name in available_exchanges()
-            if all(name in ring.survey.facts[one.node_id].exchanges for one in ring.members.values())
+            if all(name in ring.survey.facts[one.node_id].exchanges for one in ring.followers.values())
         ]
         if ring.decision.mode == "central":
             available = [name for name in available if name not in IN_STEP_ONLY]
-        allowed = allowed_exchanges(self._choice.exchange, hosts, self._choice.trusted, available, self._load.runtime)
+        machines = [ring.survey.facts[node_id].machine for node_id in ring.decision.ranks]
+        allowed = allowed_exchanges(
+            self._choice.exchange,
+            hosts,
+            self._choice.trusted,
+            available,
+            self._load.runtime,
+            together=len(set(machines)) < len(machines),
+        )
         if allowed == ["mlx"]:
-            # A process has one group in its life: the ring must not fail because that is gone.
+            # It may not be had a second time (see below): the ring must not fail because of that.
             allowed = ["tls", "mlx"]
         if self._chosen is not None:
-            # Forming again after a loss must be quick: what was used before, and one that works everywhere, as a dead
-            # group of another engine cannot be made again.
-            # Other machines, or the same ones after a loss, cannot go on with a group of mlx.
+            # Forming again must be quick: nothing is compared, what was used before is taken, and tls where that fails.
+            # A process has one group of mlx in its life, so after a loss, or with other machines, there is none.
             again = self._chosen in allowed and (self._chosen != "mlx" or self._formed is None)
             return list(dict.fromkeys([self._chosen if again else allowed[0], "tls"]))
         # What may fail comes last: nodes that wait for it in vain have all they need by then.
@@ -359,14 +412,26 @@ class RingFormer:
         self, ring: Ring, specs: Mapping[int, EpochSpec], links: EpochLinks, progress: ProgressCallback
     ) -> tuple[ExchangeName, float]:
         """The exchange that was chosen, and its median on the slowest node in seconds."""
-        names = ", ".join(one.name for one in ring.members.values())
-        progress(f"connecting to {names}, measuring the exchange", 0, 0, "")
+        names = ", ".join(one.name for one in ring.followers.values())
+        calls = Calls()
+
+        def tell() -> None:
+            progress(f"connecting to {names}, measuring the exchange", 0, 0, "")
+
+        def stop() -> None:
+            calls.end()
+            links.close()
+
+        tell()
 
         def connect(rank: int, one: Candidate) -> Connected:
-            return ask(one, lambda: one.client.call("Connect", specs[rank], Connected, CONNECT_S))
+            return ask(one, lambda: one.client.call("Connect", specs[rank], Connected, CONNECT_S, calls))
 
-        with ThreadPoolExecutor(len(ring.members), thread_name_prefix="connecting nodes") as pool:
-            asked = {rank: pool.submit(connect, rank, one) for rank, one in ring.members.items()}
+        with (
+            stopped_by(tell, stop),
+            ThreadPoolExecutor(len(ring.followers), thread_name_prefix="connecting nodes") as pool,
+        ):
+            asked = {rank: pool.submit(connect, rank, one) for rank, one in ring.followers.items()}
             for future in asked.values():
                 # Links to a node that is gone are not waited for.
                 future.add_done_callback(lambda done: links.close() if done.exception() is not None else None)
@@ -376,8 +441,8 @@ class RingFormer:
             except (ModelError, PeerLost) as error:
                 failure = error
                 links.close()
-                end_epoch(self._node.table, [one.node_id for one in ring.members.values()], ring.epoch)
-            answers = [_first_failure(future) for future in asked.values()]
+                end_epoch(self._node.table, [one.node_id for one in ring.followers.values()], ring.epoch)
+            answers = [connected_or_refused(future) for future in asked.values()]
         refused = [answer for answer in answers if isinstance(answer, NodeRefused)]
         unreachable = any(isinstance(one.__cause__, Unreachable) for one in refused)
         if isinstance(failure, ModelError) and len(refused) == len(answers) and not unreachable:
@@ -411,10 +476,12 @@ class RingFormer:
         from engine.runtimes.loading import load_model
 
         layers = layers_for(seat_of(spec), links.keep(exchange), spec.one_by_one)
-        loading = LoadingNodes(ring.members, ring.epoch, exchange, self._node.table.heard_from)
-        watches = [watch for one in ring.members.values() if (watch := self._node.table.watch(one.node_id)) is not None]
-        with patience(watches), ThreadPoolExecutor(len(ring.members), thread_name_prefix="loading nodes") as pool:
-            asked = {rank: pool.submit(loading.follow, rank) for rank in ring.members}
+        loading = LoadingNodes(ring.followers, ring.epoch, exchange, self._node.table.heard_from)
+        watches = [
+            watch for one in ring.followers.values() if (watch := self._node.table.watch(one.node_id)) is not None
+        ]
+        with patience(watches), ThreadPoolExecutor(len(ring.followers), thread_name_prefix="loading nodes") as pool:
+            asked = {rank: pool.submit(loading.follow, rank) for rank in ring.followers}
             try:
                 place = RingPlace(seat_of(spec), layers)
                 model = load_model(
@@ -425,7 +492,9 @@ class RingFormer:
                 loading.cancel()
                 raise
         ready = {rank: future.result() for rank, future in asked.items()}
-        said = [f"{ring.members[rank].name}: {plain_text(line)}" for rank, one in ready.items() for line in one.notices]
+        said = [
+            f"{ring.followers[rank].name}: {plain_text(line)}" for rank, one in ready.items() for line in one.notices
+        ]
         return model, layers, said
 
     def _forgotten(self, node_id: str) -> None:
@@ -437,10 +506,3 @@ def _predicted_again(decision: RingDecision, exchange_s: float) -> float | None:
     """Tokens per second, now that the exchange was measured with all nodes."""
     terms = decision.terms
     return None if terms is None else terms.with_exchange(exchange_s).step().tokens_per_s
-
-
-def _first_failure(future: Future[Connected]) -> Connected | NodeRefused:
-    try:
-        return future.result()
-    except NodeRefused as refused:
-        return refused

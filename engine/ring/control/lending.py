@@ -17,8 +17,7 @@ from engine.errors import Cancelled, ModelError
 from engine.exchange.exchange import RingProtocolError
 from engine.messages.ring import LendingFacts
 from engine.models.locations import locate
-from engine.models.share_files import read_share
-from engine.models.store import SHARE
+from engine.planning.ring_words import gigabytes
 from engine.ring.control.beats import FORMING
 from engine.ring.control.control_messages import (
     LENDING,
@@ -38,12 +37,15 @@ from engine.ring.control.control_messages import (
     check_spec,
 )
 from engine.ring.control.epoch_links import EpochLinks, connect_epoch, epoch_of
+from engine.ring.control.follower_work import Terms
 from engine.ring.control.following import Following
+from engine.ring.control.held_here import here_already, perhaps_here
 from engine.ring.control.measuring_links import measure_best
 from engine.ring.control.measuring_node import measure_node
 from engine.ring.control.node import Lent, Node
 from engine.ring.control.opening import available_exchanges
 from engine.ring.control.server import Caller, Method
+from engine.ring.weights.identity_of_model import why_unlike
 from engine.ring.weights.share_store import Need, ShareStore
 from engine.ring.weights.transfer import OFFER_LIMIT, Offer, decode_offer, encode_wanted, outline
 
@@ -57,11 +59,12 @@ REPORT_S = 0.25
 
 
 class Lender:
-    """What this machine does for a head. ``changed`` is told when a screen has news."""
+    """What this machine does for a head, on its person's ``terms``. ``changed`` is told when a screen has news."""
 
-    def __init__(self, node: Node, changed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, node: Node, changed: Callable[[], None] = lambda: None, terms: Terms | None = None) -> None:
         self._node = node
         self._changed = changed
+        self._terms = terms or Terms()
         self._lock = threading.RLock()
         self._head = ""
         self._heard = 0.0
@@ -77,6 +80,8 @@ class Lender:
         self._vouched: dict[str, tuple[bytes, float]] = {}
         self._unwanted: set[str] = set()
         """Machines that were forgotten here: no head brings them back before they are paired again."""
+        self._transferring = threading.Lock()
+        """A head that begins anew must not meet the transfer that it broke off, which still writes what has arrived."""
         self._closed = threading.Event()
         self._said: list[str] = []
         answers: dict[str, Callable[..., object]] = {
@@ -131,6 +136,11 @@ class Lender:
         with self._lock:
             said, self._said = self._said, []
         return said
+
+    def _say(self, line: str) -> None:
+        with self._lock:
+            self._said = [*self._said[-4:], line]
+        self._changed()
 
     def _stage_now(self) -> str:
         if self._following is not None and self._following.warming is not None and self._stage == "ready":
@@ -252,10 +262,13 @@ class Lender:
 
     def _facts(self, caller: Caller, wanted: WantedFacts) -> NodeFacts:
         self._free_for(caller)
-        facts = measure_node(wanted, wanted.threads)
-        has, trunk = here_already(wanted.weights)
+        facts = measure_node(wanted, self._terms.threads(wanted.threads))
+        has, trunk = here_already(wanted.weights, caller.node_id)
         exchanges = [str(name) for name in available_exchanges()]
-        return msgspec.structs.replace(facts, exchanges=exchanges, has=has, has_trunk=trunk)
+        disk = facts.disk_free + perhaps_here(wanted, caller.node_id)
+        return msgspec.structs.replace(
+            facts, exchanges=exchanges, has=has, has_trunk=trunk, disk_free=disk, memory_lent=self._terms.memory
+        )
 
     def _measure_links(self, caller: Caller, linked: Linked) -> LinkMeasured:
         self._free_for(caller)
@@ -276,10 +289,14 @@ class Lender:
             if len(data) > OFFER_LIMIT:
                 raise RingProtocolError(f"An offer of over {OFFER_LIMIT} bytes is none.")
         offered = decode_offer(bytes(data))
+        unlike = why_unlike(offered.identity, self._node.name, self._node.table.name_of(caller.node_id))
+        if unlike is not None:
+            raise ModelError(unlike, kind="bad-input")
         self._go_on("comparing weights")
-        need = ShareStore(locate("models")).need(offered, self._progress(caller))
-        with self._lock:
-            self._offered, self._need = offered, need
+        with self._one_transfer():
+            need = ShareStore(locate("models"), caller.node_id).need(offered, self._progress(caller))
+            with self._lock:
+                self._offered, self._need = offered, need
         return Wants(wanted=encode_wanted(need.wanted), nbytes=need.nbytes, has_bytes=need.has_bytes)
 
     def _leave_epoch_before(self) -> None:
@@ -298,12 +315,22 @@ class Lender:
             offered, need = self._offered, self._need
         if offered is None or need is None:
             raise ModelError("Weights came that nobody offered; form the ring again.", kind="network")
-        store = ShareStore(locate("models"))
+        store = ShareStore(locate("models"), caller.node_id)
         chunks = (piece.data for piece in pieces)
-        folder = store.receive(offered, need.wanted, chunks, self._progress(caller), lambda: not caller.active())
-        with self._lock:
-            self._need = Need(folder, (), 0, offered.nbytes)
+        with self._one_transfer():
+            folder = store.receive(offered, need.wanted, chunks, self._progress(caller), lambda: not caller.active())
+            with self._lock:
+                self._need = Need(folder, (), 0, offered.nbytes)
         return Received(nbytes=need.nbytes)
+
+    @contextlib.contextmanager
+    def _one_transfer(self) -> Iterator[None]:
+        if not self._transferring.acquire(timeout=RESERVED_S):
+            raise ModelError(f"{self._node.name} still writes what was sent before; form the ring again.", "disk")
+        try:
+            yield
+        finally:
+            self._transferring.release()
 
     def _connect(self, caller: Caller, spec: EpochSpec) -> Connected:
         check_spec(spec)
@@ -318,6 +345,7 @@ class Lender:
             )
         self._check_wanted(one.node_id for one in spec.members)
         self._take(caller)
+        self._check_lent(spec)
         paired = {one.rank: one.node_id for one in spec.members if self._node.table.paired(one.node_id)}
         names = {rank: self._node.table.name_of(node_id) for rank, node_id in paired.items()}
         links = EpochLinks(epoch_of(spec, names))
@@ -343,7 +371,7 @@ class Lender:
     def _form(self, caller: Caller, wanted: LoadShare) -> Iterator[Forming]:
         """Load in a thread of its own, and tell how it goes."""
         with self._lock:
-            spec, links, need, offered = self._spec, self._links, self._need, self._offered
+            spec, links, need = self._spec, self._links, self._need
         if spec is None or links is None or spec.epoch != wanted.epoch:
             raise ModelError("The epoch is over; form the ring again.", kind="network")
         said: queue.SimpleQueue[Forming | BaseException] = queue.SimpleQueue()
@@ -356,7 +384,8 @@ class Lender:
 
         def load() -> None:
             try:
-                following = Following(spec, links, wanted.exchange, self._folder(spec, need), offered, progress)
+                folder = self._folder(spec, need)
+                following = Following(spec, links, wanted.exchange, folder, progress, self._terms, self._say)
                 with self._lock:
                     current = self._links is links and not stop.is_set()
                     if current:
@@ -403,6 +432,20 @@ class Lender:
             self.release()
         return Empty()
 
+    def _check_lent(self, spec: EpochSpec) -> None:
+        """Raises ModelError if the share would take more memory than its person lends."""
+        if self._terms.memory is None or self._need is None:
+            return
+        parts = outline(self._need.folder)
+        taken = parts.expert_bytes * spec.placement.count_of(spec.rank)
+        taken += 0 if spec.mode == "central" else parts.trunk_bytes
+        if taken > self._terms.memory:
+            raise ModelError(
+                f"{self._node.name} lends {gigabytes(self._terms.memory)} of memory and its share would take "
+                f"{gigabytes(taken)}; form the ring again, or lend more there.",
+                kind="memory",
+            )
+
     def _bytes_of(self, spec: EpochSpec) -> int:
         """Of the experts that ``spec`` gives to this node; 0 as long as their size is not known here."""
         if self._need is None:
@@ -429,18 +472,3 @@ class Lender:
                 self._go_on(stage, done, total)
 
         return progress
-
-
-def here_already(weights: str) -> tuple[dict[int, list[int]], bool]:
-    """What shares on this disk hold of the model with this fingerprint of its weights: layer to experts, and whether
-    the trunk is there."""
-    has: dict[int, set[int]] = {}
-    trunk = False
-    for path in sorted(locate("models").glob(f"*{SHARE}")) if weights else []:
-        with contextlib.suppress(ModelError):
-            manifest = read_share(path)
-            if manifest.identity.weights == weights:
-                trunk = trunk or manifest.has_trunk
-                for layer, experts in manifest.experts.items():
-                    has.setdefault(layer, set()).update(experts)
-    return {layer: sorted(experts) for layer, experts in has.items()}, trunk

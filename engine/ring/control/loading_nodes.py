@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 
@@ -10,21 +11,26 @@ from discovery.names import plain_text
 from engine.exchange.exchange import PeerLost
 from engine.messages.ring import ExchangeName
 from engine.progress import ProgressCallback
+from engine.ring.control.asking import ask, check_all
 from engine.ring.control.client import Answers
 from engine.ring.control.control_messages import Forming, LoadShare
-from engine.ring.control.survey import Candidate, ask, check_all
+from engine.ring.control.survey import Candidate
 
 POLL_S = 0.1
 
 
 class LoadingNodes:
-    """The loading of ``members`` (by rank), followed from threads, one per node. ``heard`` is told of every sign of
+    """The loading of ``followers`` (by rank), followed from threads, one per node. ``heard`` is told of every sign of
     life by node id."""
 
     def __init__(
-        self, members: Mapping[int, Candidate], epoch: str, exchange: ExchangeName, heard: Callable[[str], None]
+        self,
+        followers: Mapping[int, Candidate],
+        epoch: str,
+        exchange: ExchangeName,
+        heard: Callable[[str], None],
     ) -> None:
-        self._members = members
+        self._followers = followers
         self._heard = heard
         self._wanted = LoadShare(epoch=epoch, exchange=exchange)
         self._calls: list[Answers[Forming]] = []
@@ -33,7 +39,7 @@ class LoadingNodes:
         self._stages: dict[int, Forming] = {}
 
     def follow(self, rank: int) -> Forming:
-        one = self._members[rank]
+        one = self._followers[rank]
 
         def run() -> Forming:
             call = one.client.stream("Form", self._wanted, Forming)
@@ -57,9 +63,9 @@ class LoadingNodes:
         for rank, future in asked.items():
             while not future.done():
                 news = self._stages.get(rank)
-                stage = f"{self._members[rank].name}: {plain_text(news.stage, 100) if news else 'loading'}"
+                stage = f"{self._followers[rank].name}: {plain_text(news.stage, 100) if news else 'loading'}"
                 noticing(stage, news.done if news else 0, news.total if news else 0, news.unit if news else "")
-                threading.Event().wait(POLL_S)
+                time.sleep(POLL_S)
         check_all(asked.values())
 
     def noticing(self, asked: Mapping[int, Future[Forming]], progress: ProgressCallback) -> ProgressCallback:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,6 +30,7 @@ from engine.messages import (
     event_reader,
     pack,
 )
+from engine.temporary_folders import temporary_folder
 
 START_S = 60.0
 END_S = 3.0
@@ -142,7 +141,7 @@ def pair_homes(homes: Sequence[Path], with_all: bool = False) -> list[Identity]:
     for index, one in enumerate(identities):
         for other in range(index):
             if other == 0 or with_all:
-                _trust(homes[index], identities[other], f"node {other}")
+                _trust(homes[index], identities[other], f"node {other}" if other else "head")
                 _trust(homes[other], one, f"node {index}")
     return identities
 
@@ -167,10 +166,11 @@ class LocalRing:
         cpus: Sequence[frozenset[int]] = (),
     ) -> None:
         """Raises ModelError if a process does not start."""
-        self._folder = Path(tempfile.mkdtemp(prefix="privatellm-ring-"))
         self.engines: list[LocalEngine] = []
+        self._opened = contextlib.ExitStack()
         try:
-            homes = [self._folder / f"node-{index + 1}" for index in range(followers)]
+            folder = self._opened.enter_context(temporary_folder("privatellm-ring-"))
+            homes = [folder / f"node-{index + 1}" for index in range(followers)]
             for home in homes:
                 (home / NETWORK).mkdir(parents=True, mode=0o700)
                 (home / "models").mkdir()
@@ -197,7 +197,7 @@ class LocalRing:
                 engine.send(Shutdown(id=0))
         for engine in self.engines:
             engine.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._opened.close()
 
     def __enter__(self) -> LocalRing:
         return self
@@ -215,14 +215,4 @@ def open_network(engine: LocalEngine, name: str, lend: bool = False, peers: Sequ
     return state.me.listening[0]
 
 
-@contextlib.contextmanager
-def temporary_home() -> Iterator[Path]:
-    """A PRIVATELLM_HOME for a head that is to leave nothing behind."""
-    folder = Path(tempfile.mkdtemp(prefix="privatellm-head-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-__all__ = ["LocalEngine", "LocalRing", "open_network", "pair_homes", "temporary_home"]
+__all__ = ["LocalEngine", "LocalRing", "open_network", "pair_homes"]

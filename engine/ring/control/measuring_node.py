@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
 import importlib.util
 import platform
 import re
@@ -18,6 +19,7 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -36,7 +38,8 @@ from engine.models.files import ExpertWeights, StoredTensor
 from engine.models.locations import locate
 from engine.planning.calibration import Curve, ExpertShape, Processor
 from engine.ring.control.control_messages import NodeFacts, WantedFacts
-from engine.ring.control.measuring_layer import layer_seconds
+from engine.ring.control.measuring_layer import central_seconds, layer_seconds
+from engine.ring.weights.share_store import RESERVE_BYTES
 
 TOKENS = (1, 2, 4, 8, 16, 64)
 BUDGET_S = 1.0
@@ -44,6 +47,10 @@ BUDGET_S = 1.0
 CYCLE_BYTES = 256 << 20
 """The experts run in turn have so many bytes together: over the caches of most processors."""
 READ_BYTES = 256 << 20
+SETTINGS_BYTES = 32 << 20
+"""On the disk, for what a share has beside the weights: the tokenizer, headers."""
+_OF_WHOLE_BLOCKS = 0.98
+"""Experts begin and end within blocks of the disk, which they take whole."""
 AT_ONCE_S = 0.15
 """For each of the rounds in which experts of several processes are measured."""
 _WIDTH = {"BF16": 2, "F16": 2, "F32": 4}
@@ -68,18 +75,22 @@ def measure_node(wanted: WantedFacts, threads: int | None = None) -> NodeFacts:
         rate = speed.memory_read if speed is not None else memory_rate(count)
         curve = None if wanted.shape is None else expert_curve(wanted.shape, dtype, threads, rate)
     chosen = choose("bfloat16" if dtype == "bfloat16" else "float32")
+    width = wanted.shape.hidden if wanted.shape is not None else 0
     return NodeFacts(
         memory_total=int(psutil.virtual_memory().total),
         memory_free=available_bytes(),
         memory_read=rate,
         disk_free=disk_free(),
+        disk=this_disk(),
         expert=curve,
         instruction_set=chosen.name if chosen.native else "torch",
         runtimes=runtimes(),
+        libraries=libraries(),
         processor=processor(),
         system=f"{platform.system()} {platform.machine()}",
         threads=count,
-        fence_s=layer_seconds(wanted.shape.hidden) if wanted.shape is not None else 0.0,
+        fence_s=layer_seconds(width) if width else 0.0,
+        central_s=central_seconds(width) if width else 0.0,
         layer_overhead_s=dict(speed.layer_overhead_s) if speed is not None else {},
         machine=this_machine(),
         unified_memory=sys.platform == "darwin" and platform.machine() == "arm64",
@@ -119,15 +130,37 @@ def runtimes() -> list[str]:
     return [*mlx, *found] if apple else [*native, *found, *mlx]
 
 
+def libraries() -> dict[str, str]:
+    """The versions of those that the runtimes stand on; native needs none."""
+    found = {}
+    for name in set(runtimes()) - {"native"}:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
 def disk_free() -> int:
     """Bytes that a share of a model may take on the disk of the models."""
-    folder = locate("models")
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
     try:
-        return shutil.disk_usage(folder).free
+        free = shutil.disk_usage(_on_disk(locate("models"))).free
     except OSError:
         return 0
+    return max(0, round((free - RESERVE_BYTES - SETTINGS_BYTES) * _OF_WHOLE_BLOCKS))
+
+
+def this_disk() -> str:
+    """The same for all processes whose models are on this disk; tells nobody anything else."""
+    with contextlib.suppress(OSError):
+        device = _on_disk(locate("models")).stat().st_dev
+        return hashlib.sha256(f"{this_machine()} {device}".encode()).hexdigest()[:16]
+    return ""
+
+
+def _on_disk(folder: Path) -> Path:
+    """``folder``, or the nearest one above it that is there."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
 
 
 def memory_rate(threads: int) -> float:

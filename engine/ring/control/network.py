@@ -4,11 +4,13 @@ asked for; none of it waits for an answer that runs."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from discovery.code_requests import CodeRequests, ShownCode
 from discovery.errors import DiscoveryError
 from discovery.identity import Identity, fingerprint_words, load_identity
 from discovery.peers import PeersFile
@@ -27,6 +29,7 @@ from engine.messages import (
     ShowCode,
 )
 from engine.messages.ring import NodeId, PeerFacts
+from engine.ring.control.follower_work import Terms
 from engine.ring.control.forming import RingFormer
 from engine.ring.control.lending import Lender
 from engine.ring.control.node import Node, default_name, network_folder
@@ -48,6 +51,7 @@ class Network:
         self._lock = threading.RLock()
         self._identity: Identity | None = None
         self._peers = PeersFile(self._folder)
+        self._asked = CodeRequests(self._folder)
         self._node: Node | None = None
         self._lender: Lender | None = None
         self._news = threading.Event()
@@ -123,6 +127,7 @@ class Network:
         self._news.set()
         if reporting is not None and reporting is not threading.current_thread():
             reporting.join(2.0)
+        self._asked.tidy()
         if node is not None:
             self._send(self.state())
 
@@ -138,7 +143,7 @@ class Network:
             identity = self._load_identity()
             node = Node(identity, self._peers, request, self._news.set)
             if request.lend:
-                self._lender = Lender(node, self._news.set)
+                self._lender = Lender(node, self._news.set, Terms.of(request))
             self._node = node
             self._reporting = threading.Thread(target=self._report, args=(node,), name="network-state", daemon=True)
             self._reporting.start()
@@ -193,10 +198,37 @@ class Network:
         )
 
     def _paired_only(self) -> list[PeerFacts]:
+        names = self._peers.labels(default_name())
         return [
-            PeerFacts(node_id=peer.node_id, name=peer.label, state="paired", addresses=list(peer.addresses))
+            PeerFacts(
+                node_id=peer.node_id,
+                words=fingerprint_words(peer.node_id),
+                name=names.get(peer.node_id) or peer.label,
+                former_name=peer.former_name,
+                state="paired",
+                addresses=list(peer.addresses),
+            )
             for peer in self._peers.all()
         ]
+
+    def _show_if_asked(self, node: Node) -> None:
+        """Another process of this account may ask for a code: a service has no key to press."""
+        nonce = self._asked.take()
+        if nonce is not None:
+            node.show_code()
+        code = node.pairing.code
+        if code is None:
+            self._asked.tidy()
+        elif nonce is not None:
+            shown = ShownCode(
+                nonce=nonce,
+                code=code.text,
+                seconds=round(code.seconds_left),
+                tries=code.tries_left,
+                name=node.name,
+                listening=node.listening,
+            )
+            self._asked.answer(shown)
 
     def _report(self, node: Node) -> None:
         """Send the state whenever it changed, at most four times a second; once a second while a code counts down."""
@@ -206,6 +238,8 @@ class Network:
             self._news.clear()
             if self._node is not node:
                 return
+            if node.lends:
+                self._show_if_asked(node)
             now = self.state()
             if before is None or now != before:
                 self._send(now)
@@ -213,4 +247,4 @@ class Network:
             lender = self._lender
             for text in lender.take_said() if lender is not None else []:
                 self._send(Notice(text=text))
-            threading.Event().wait(STATE_S)
+            time.sleep(STATE_S)

@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,8 +16,10 @@ from pathlib import Path
 
 import psutil
 
+from discovery.addresses import shown_address
 from discovery.checks import hearing_problems, network_facts
 from discovery.door import Door, PortPair, bind_pair
+from discovery.errors import DoorError
 from discovery.identity import Identity, copied_identities, fingerprint_words
 from discovery.mdns import Found, Neighbourhood
 from discovery.pairing_service import KIND as PAIR_KIND
@@ -24,11 +27,12 @@ from discovery.pairing_service import PairingService, pair_with
 from discovery.peers import Peer, PeersFile, PeersWatch
 from engine.errors import ModelError
 from engine.exchange.accepting import Links
-from engine.exchange.addresses import door_of, own_addresses, parse_address, shown_address
+from engine.exchange.addresses import door_of, own_addresses, parse_address
 from engine.exchange.link_speed import answer_measuring
 from engine.free_memory import available_bytes
 from engine.messages import OpenNetwork
 from engine.messages.ring import NodeId
+from engine.models.locations import ensure, locate
 from engine.ring.control.control_messages import CONTROL_PROTOCOL, LENDING, Greeting, NodeLoad
 from engine.ring.control.peer_table import Announced, PeerTable
 from engine.ring.control.server import Caller, ControlServer, Method
@@ -71,6 +75,7 @@ class Node:
         self.identity = identity
         self.peers = peers
         self.lends = options.lend
+        self._most_memory = sys.maxsize if options.lend_memory is None else options.lend_memory
         self.name = options.name.strip() or default_name()
         self.process = secrets.token_hex(8)
         self.version = privatellm_version()
@@ -87,7 +92,7 @@ class Node:
         self._closed = threading.Event()
         self._said = ""
         with contextlib.ExitStack() as opened:
-            self.table = PeerTable(identity, peers, self.greeting, self.load, changed, options.peers)
+            self.table = PeerTable(identity, peers, self.greeting, self.load, changed, options.peers, self.name)
             opened.callback(self.table.close)
             self._host, ports, self.server = self._listen(options.listen)
             opened.callback(self.server.close)
@@ -143,15 +148,13 @@ class Node:
         Raises ModelError, DiscoveryError.
         """
         addresses = [peer] if ":" in peer else list(self.table.find_announced(peer).addresses)
-        failure: Exception | None = None
+        failure: DoorError | None = None
         for address in addresses:
             host, port = parse_address(address)
             try:
                 found = pair_with(host, port + 1, code, self.identity, self.peers, self.name, address)
-            except Exception as error:
-                failure = error
-                if not _may_be_elsewhere(error):
-                    raise
+            except DoorError as error:
+                failure = error  # it may be at the next address
                 continue
             self.table.refresh()
             self._changed()
@@ -186,7 +189,7 @@ class Node:
         return NodeLoad(
             process=self.process,
             memory_total=int(psutil.virtual_memory().total),
-            memory_free=available_bytes(),
+            memory_free=min(available_bytes(), self._most_memory),
             runtime=self._runtime or self._find_runtime(),
             lends=self.lends,
             head=lent.head,
@@ -214,7 +217,7 @@ class Node:
     def _heard(self, found: list[Found]) -> None:
         others = [one for one in found if one.node_id != self.identity.node_id]
         self._look_again = 0.0
-        self.table.announced(Announced(one.node_id, one.instance, one.texts) for one in others)
+        self.table.announced(Announced(one.node_id, one.texts) for one in others)
 
     # --- being called ---------------------------------------------------------------------------------------------
 
@@ -277,14 +280,15 @@ class Node:
     def problems_now(self) -> list[str]:
         """What keeps machines from being found, each with what to do."""
         now = time.monotonic()
-        if self._neighbourhood is not None and now >= self._look_again:
+        around = self._neighbourhood
+        if around is not None and now >= self._look_again:
             self._look_again = now + LOOK_S
-            heard = self._neighbourhood.hearing()
+            heard = around.hearing()
             facts = network_facts(self.server.port, probe=False)
             problems = hearing_problems(heard.seconds, heard.failure, heard.own, heard.others, facts)
-            copied = copied_identities(self.identity, self._neighbourhood.found())
-            self._problems = [*copied, *map(str, problems)]
-        return list(self._problems)
+            self._problems = list(map(str, problems))
+        others = [*self.table.copies(), *(around.found() if around is not None else ())]
+        return [*copied_identities(self.identity, others), *self._problems]
 
     def show_code(self) -> None:
         self._said = ""
@@ -309,12 +313,6 @@ def _any_host(door: socket.socket) -> str:
     return "::" if door.family == socket.AF_INET6 else "0.0.0.0"
 
 
-def _may_be_elsewhere(error: Exception) -> bool:
-    from discovery.errors import DoorError
-
-    return isinstance(error, DoorError)
-
-
 def default_name() -> str:
     """The host's name without its domain."""
     return socket.gethostname().partition(".")[0] or "this machine"
@@ -322,8 +320,6 @@ def default_name() -> str:
 
 def network_folder() -> Path:
     """Where this machine's identity and the machines it is paired with are kept."""
-    from engine.models.locations import ensure, locate
-
     ensure("config")
     return locate("config") / "network"
 

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
+from discovery.addresses import shown_address
 from discovery.errors import DiscoveryError
-from discovery.identity import Identity, short
+from discovery.identity import Identity, fingerprint_words, short
 from discovery.peers import Peer, PeersFile
 from discovery.tls import TLS_NAME, grpc_material
 from engine.errors import ModelError
-from engine.exchange.addresses import plain_ip, shown_address
+from engine.exchange.addresses import plain_ip
 from engine.messages.ring import LinkFacts, PeerFacts, PeerState
-from engine.ring.control.beats import PeerView, PeerWatch, version_problem
+from engine.ring.control.beats import LOST_S, PeerView, PeerWatch, version_problem
 from engine.ring.control.client import PeerClient
 from engine.ring.control.control_messages import MOST_ADDRESSES, Greeting, NodeLoad
 from engine.ring.control.server import Caller, Credentials
 
 JOIN_S = 2.0
+MOST_PROCESSES = 1024
+COPY_S = 600.0
+"""That an identity was copied is said for so long after it was noticed."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +33,15 @@ class Announced:
     """A machine that mDNS tells of: a hint, never trusted. ``addresses`` are of its control port."""
 
     node_id: str
-    instance: str
     addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One of the machines that have the identity ``node_id``; there should be no other."""
+
+    node_id: str
+    instance: str
 
 
 class PeerTable:
@@ -42,8 +55,11 @@ class PeerTable:
         load: Callable[[], NodeLoad],
         changed: Callable[[], None],
         tried: Iterable[str] = (),
+        name: str = "",
     ) -> None:
+        """``tried``: addresses at which any of them may be found; ``name``: what this machine is called."""
         self._identity = identity
+        self._name = name
         self._peers = peers
         self._greet = greet
         self._load = load
@@ -56,6 +72,11 @@ class PeerTable:
         self._refused: dict[str, str] = {}
         self._ring: set[str] = set()
         self._lost: set[str] = set()
+        self._heard: dict[str, dict[str, float]] = {}
+        """By node id the instances that said something, and when."""
+        self._instances: dict[str, str] = {}
+        """Of processes: beats name only those."""
+        self._copies: dict[str, tuple[float, set[str]]] = {}
         self._closed = False
 
     # --- whom this machine trusts ---------------------------------------------------------------------------------
@@ -74,8 +95,8 @@ class PeerTable:
         return found
 
     def name_of(self, node_id: str) -> str:
-        found = self._peers.get(node_id)
-        return found.label if found is not None else short(node_id)
+        """What it is called in sentences; no two machines have the same."""
+        return self._peers.labels(self._name).get(node_id) or short(node_id)
 
     # --- who is there ---------------------------------------------------------------------------------------------
 
@@ -97,7 +118,8 @@ class PeerTable:
                     self._greet,
                     self._load,
                     self._changed,
-                    self._remember(node_id),
+                    partial(self._worked, node_id),
+                    partial(self._said_by, node_id),
                 )
                 announced = self._announced.get(node_id)
                 watch.try_addresses([*peer.addresses, *self._tried], keep=True)
@@ -131,6 +153,8 @@ class PeerTable:
         if problem:
             self._changed()
             raise ModelError(problem, kind="network")
+        self._said_by(caller.node_id, greeting)
+        self._rename(caller.node_id, greeting.name)
         if watch is not None:
             here = shown_address(plain_ip(caller.address), greeting.port)
             watch.try_addresses([here, *greeting.listening[:MOST_ADDRESSES]])
@@ -139,6 +163,9 @@ class PeerTable:
     def beat(self, caller: Caller, load: NodeLoad) -> None:
         with self._lock:
             watch = self._watches.get(caller.node_id)
+            instance = self._instances.get(load.process, "")
+        if instance:
+            self._heard_from(caller.node_id, instance)
         if watch is not None:
             watch.heard_from(load)
 
@@ -158,12 +185,13 @@ class PeerTable:
     def view(self, node_id: str) -> PeerView | None:
         with self._lock:
             watch = self._watches.get(node_id)
-        return watch.view() if watch is not None else None
+        return replace(watch.view(), name=self.name_of(node_id)) if watch is not None else None
 
     def views(self) -> list[PeerView]:
+        names = self._peers.labels(self._name)
         with self._lock:
             watches = list(self._watches.values())
-        return [watch.view() for watch in watches]
+        return [replace(watch.view(), name=names.get(watch.node_id) or short(watch.node_id)) for watch in watches]
 
     def watch(self, node_id: str) -> PeerWatch | None:
         with self._lock:
@@ -187,6 +215,8 @@ class PeerTable:
             watch = self._watches.pop(node_id, None)
             self._links.pop(node_id, None)
             self._refused.pop(node_id, None)
+            self._heard.pop(node_id, None)
+            self._copies.pop(node_id, None)
         if watch is not None:
             watch.close()
         self._changed()
@@ -201,13 +231,53 @@ class PeerTable:
         for watch in watches:
             watch.join(JOIN_S)
 
-    def _remember(self, node_id: str) -> Callable[[str], None]:
-        def remember(address: str) -> None:
-            # A file that cannot be written makes the machine harder to find the next time, no more.
-            with contextlib.suppress(DiscoveryError):
-                self._peers.remember_address(node_id, address)
+    def _worked(self, node_id: str, address: str, greeting: Greeting) -> None:
+        self._said_by(node_id, greeting)
+        self._rename(node_id, greeting.name)
+        # A file that cannot be written makes the machine harder to find the next time, no more.
+        with contextlib.suppress(DiscoveryError):
+            self._peers.remember_address(node_id, address)
 
-        return remember
+    def _rename(self, node_id: str, name: str) -> None:
+        """It may have another name than when it was paired."""
+        with contextlib.suppress(DiscoveryError):
+            if self._peers.rename(node_id, name):
+                self._changed()
+
+    # --- copied identities ----------------------------------------------------------------------------------------
+
+    def _said_by(self, node_id: str, greeting: Greeting) -> None:
+        with self._lock:
+            if len(self._instances) >= MOST_PROCESSES:
+                self._instances.clear()
+            self._instances[greeting.process] = greeting.instance
+        self._heard_from(node_id, greeting.instance)
+
+    def _heard_from(self, node_id: str, instance: str) -> None:
+        """A machine that starts again has another instance, too, but says nothing while it does."""
+        view = self.view(node_id)
+        now = time.monotonic()
+        with self._lock:
+            heard = {one: at for one, at in self._heard.get(node_id, {}).items() if now - at < LOST_S}
+            if view is not None and view.client is not None and view.greeting is not None:
+                heard[view.greeting.instance] = now
+            self._heard[node_id] = {**heard, instance: now}
+            news = len(self._heard[node_id]) > 1
+            if news:
+                self._copies[node_id] = (now, set(self._heard[node_id]))
+        if news:
+            self._changed()
+
+    def copies(self) -> list[Instance]:
+        """Machines that were heard of by themselves and have the identity of another one, which is named, too."""
+        now = time.monotonic()
+        with self._lock:
+            return [
+                Instance(node_id, instance)
+                for node_id, (at, instances) in self._copies.items()
+                for instance in sorted(instances)
+                if now - at < COPY_S
+            ]
 
     def _connecting(self, peer: Peer) -> Callable[[str], PeerClient]:
         credentials = Credentials(*grpc_material(self._identity, [peer]))
@@ -228,35 +298,57 @@ class PeerTable:
 
     def facts(self) -> list[PeerFacts]:
         """Paired machines in the order of pairing, then those that only announce themselves."""
+        self.refresh()  # another process may have paired one, or forgotten it
         paired = self._peers.all()
+        names = self._peers.labels(self._name)
         known = {peer.node_id for peer in paired} | {self._identity.node_id}
         with self._lock:
             announced = [one for one in self._announced.values() if one.node_id not in known]
         found = [
-            PeerFacts(node_id=one.node_id, state="found", addresses=list(one.addresses))
+            PeerFacts(
+                node_id=one.node_id,
+                words=fingerprint_words(one.node_id),
+                state="found",
+                addresses=list(one.addresses),
+            )
             for one in sorted(announced, key=lambda one: one.node_id)
         ]
-        return [*(self._facts_of(peer) for peer in paired), *found]
+        return [*(self._facts_of(peer, names) for peer in paired), *found]
 
-    def _facts_of(self, peer: Peer) -> PeerFacts:
+    def _facts_of(self, peer: Peer, names: Mapping[str, str]) -> PeerFacts:
+        name = names.get(peer.node_id) or peer.label
         view = self.view(peer.node_id)
         with self._lock:
             refused = self._refused.get(peer.node_id, "")
             link = self._links.get(peer.node_id)
+        words = fingerprint_words(peer.node_id)
         if view is None:
-            return PeerFacts(node_id=peer.node_id, name=peer.label, state="paired", addresses=list(peer.addresses))
+            return PeerFacts(
+                node_id=peer.node_id,
+                words=words,
+                name=name,
+                former_name=peer.former_name,
+                state="paired",
+                addresses=list(peer.addresses),
+            )
         load = view.load if view.alive else None
         problem = view.problem or refused
+        state = self._state(view, problem)
+        in_use = [view.client.address] if view.client is not None else []
         return PeerFacts(
             node_id=peer.node_id,
-            name=peer.label,
-            state=self._state(view, problem),
-            addresses=list(view.addresses) or list(peer.addresses),
+            words=words,
+            name=name,
+            former_name=peer.former_name,
+            state=state,
+            lends=bool(view.alive and view.greeting and view.greeting.lends),
+            addresses=in_use + [one for one in view.addresses or peer.addresses if one not in in_use],
             link=link if view.alive else None,
             memory_total=load.memory_total if load else 0,
             memory_free=load.memory_free if load else 0,
             runtime=load.runtime if load else "",
             version=view.greeting.version if view.greeting else "",
+            lent_to=names.get(load.head) or short(load.head) if load and state == "busy" else "",
             problem=problem,
         )
 
@@ -265,7 +357,7 @@ class PeerTable:
             return "refused"
         with self._lock:
             if not view.reachable:
-                return "lost" if view.node_id in self._lost else "paired"
+                return "lost" if view.node_id in self._lost | self._ring else "paired"
             if view.node_id in self._ring:
                 return "ring"
         lent_elsewhere = view.load is not None and view.load.head not in ("", self._identity.node_id)

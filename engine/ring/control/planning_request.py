@@ -6,11 +6,16 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.messages import DeviceMemory, Load, ModelFacts
+from engine.exchange.seat import HEAD, Mode
+from engine.messages import DeviceMemory, Load, ModelFacts, NodeShare
 from engine.model_headers import Headers
+from engine.planning.absent_machines import absent_lines
+from engine.planning.ring_nodes import RingModel, beside_weights
 from engine.planning.ring_plan import RingDecision
+from engine.planning.ring_words import THIS_MACHINE
+from engine.ring.control.asking import NodeRefused
 from engine.ring.control.network import Network
-from engine.ring.control.survey import NodeRefused, Surveyor, candidates, decide
+from engine.ring.control.survey import Survey, Surveyor, candidates, decide, planned_model
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,10 @@ def plan_ring_request(
     if node is None:
         notices.append("The network is closed, so only this machine is planned with; open it to find others.")
     there = candidates(node, load.ring.nodes) if node is not None else []
+    if node is not None:
+        notices += absent_lines(node.table.facts(), load.ring.nodes, {one.node_id for one in there})
     me = node.me if node is not None else None
-    my_id, my_name = (me.node_id, me.name) if me is not None else ("this machine", "this machine")
+    my_id, my_name = (me.node_id, me.name) if me is not None else (THIS_MACHINE, THIS_MACHINE)
     surveyor = _surveyor(network, my_id, headers, load)
     while True:
         try:
@@ -49,17 +56,22 @@ def plan_ring_request(
     tokens_per_s = decision.facts.tokens_per_s if decision.facts is not None and decision.kind == "ring" else None
     if decision.kind == "alone" and decision.alone_step is not None:
         tokens_per_s = decision.alone_step.tokens_per_s
-    memory = [
-        DeviceMemory(
-            device=share.name,
-            total=survey.facts[share.node_id].memory_total,
-            free=share.memory_free,
-            trunk=share.trunk_bytes,
-            experts=share.expert_bytes,
-        )
-        for share in (decision.facts.nodes if decision.facts is not None else [])
-    ]
-    return RingRequest(decision, memory, tokens_per_s)
+    model = planned_model(headers, name, load)
+    shares = decision.facts.nodes if decision.facts is not None else []
+    return RingRequest(decision, [_memory(share, survey, model, decision.mode) for share in shares], tokens_per_s)
+
+
+def _memory(share: NodeShare, survey: Survey, model: RingModel, mode: Mode) -> DeviceMemory:
+    key_values, workspace = beside_weights(model, mode == "central" and share.rank != HEAD)
+    return DeviceMemory(
+        device=share.name,
+        total=survey.facts[share.node_id].memory_total,
+        free=share.memory_free,
+        trunk=share.trunk_bytes,
+        experts=share.expert_bytes,
+        key_values=key_values,
+        workspace=workspace,
+    )
 
 
 def _surveyor(network: Network | None, me: str, headers: Headers, load: Load) -> Surveyor:

@@ -17,6 +17,7 @@ class LoneExchange:
     name = "none"
     rank = HEAD
     size = 1
+    idle_s = 0.0
 
     def __init__(self) -> None:
         self._sent = b""

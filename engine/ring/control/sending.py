@@ -8,31 +8,31 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from engine.errors import Cancelled
 from engine.planning.ring_plan import RingDecision
 from engine.progress import ProgressCallback
+from engine.ring.control.asking import ask, until_done
+from engine.ring.control.client import Calls
 from engine.ring.control.control_messages import PIECE_BYTES, Piece, Received, Wants
-from engine.ring.control.survey import Candidate, ask, check_all
+from engine.ring.control.survey import Candidate
 from engine.ring.weights.transfer import Offer, decode_wanted, encode_offer, offer, stream
 
 OFFER_S = 600.0
 """A node that has a whole copy of the model reads it once to compare."""
-POLL_S = 0.1
 SURE_S = 3.0
 """Sending must have gone on for so long before it is said how long the rest takes."""
 
 
 class Sending:
-    """Sends to ``members`` (followers by rank) what ``decision`` gives them of the model in ``folder``."""
+    """Sends to ``followers`` (by rank) what ``decision`` gives them of the model in ``folder``."""
 
-    def __init__(self, folder: Path, name: str, decision: RingDecision, members: Mapping[int, Candidate]) -> None:
+    def __init__(self, folder: Path, name: str, decision: RingDecision, followers: Mapping[int, Candidate]) -> None:
         assert decision.placement is not None
         self._folder = folder
         self._name = name
         self._placement = decision.placement
         self._trunk = decision.mode != "central"
-        self._members = members
-        self._stop = threading.Event()
+        self._followers = followers
+        self._calls = Calls()
         self._lock = threading.Lock()
         self._sent = self._to_send = 0
         self._began = 0.0
@@ -40,30 +40,23 @@ class Sending:
     def send(self, progress: ProgressCallback) -> dict[int, int]:
         """Per rank, the bytes that were there already. Raises NodeRefused, ModelError, Cancelled from ``progress``;
         what was sent until then is kept by the node and not sent again."""
-        offers = {rank: self._offer(rank, progress) for rank in self._members}
-        with ThreadPoolExecutor(len(self._members), thread_name_prefix="sending weights") as pool:
+        offers = {rank: self._offer(rank, progress) for rank in self._followers}
+        with ThreadPoolExecutor(len(self._followers), thread_name_prefix="sending weights") as pool:
             try:
-                wants = {rank: pool.submit(self._compare, rank, offers[rank]) for rank in self._members}
-                while not all(future.done() for future in wants.values()):
-                    check_all(wants.values())
-                    progress("comparing weights", 0, 0, "")
-                    self._stop.wait(POLL_S)
+                wants = {rank: pool.submit(self._compare, rank, offers[rank]) for rank in self._followers}
+                until_done(wants.values(), lambda: progress("comparing weights", 0, 0, ""))
                 found = {rank: future.result() for rank, future in wants.items()}
                 self._to_send = sum(want.nbytes for want in found.values())
-                sending = [pool.submit(self._deliver, rank, offers[rank], found[rank]) for rank in self._members]
-                while not all(future.done() for future in sending):
-                    check_all(sending)
-                    progress(self._doing(found), self._sent, self._to_send, "bytes")
-                    self._stop.wait(POLL_S)
-                check_all(sending)
+                sending = [pool.submit(self._deliver, rank, offers[rank], found[rank]) for rank in self._followers]
+                until_done(sending, lambda: progress(self._doing(found), self._sent, self._to_send, "bytes"))
             except BaseException:
-                self._stop.set()
+                self._calls.end()
                 raise
         return {rank: want.has_bytes for rank, want in found.items()}
 
     def _doing(self, wants: Mapping[int, Wants]) -> str:
         """``sending weights to studio, attic · 40 s left``"""
-        names = [one.name for rank, one in self._members.items() if wants[rank].nbytes]
+        names = [one.name for rank, one in self._followers.items() if wants[rank].nbytes]
         text = f"sending weights to {', '.join(names)}" if names else "sending weights"
         if not self._sent:
             self._began = time.monotonic()
@@ -79,23 +72,21 @@ class Sending:
         return offer(self._folder, held, progress, trunk=self._trunk, name=self._name)
 
     def _compare(self, rank: int, offered: Offer) -> Wants:
-        one = self._members[rank]
+        one = self._followers[rank]
         data = encode_offer(offered)
         pieces = [Piece(data=data[start : start + PIECE_BYTES]) for start in range(0, len(data), PIECE_BYTES)]
-        return ask(one, lambda: one.client.upload("Offer", pieces, Wants, OFFER_S))
+        return ask(one, lambda: one.client.upload("Offer", pieces, Wants, self._calls, OFFER_S))
 
     def _deliver(self, rank: int, offered: Offer, wants: Wants) -> None:
         if not wants.nbytes:
             return
-        one = self._members[rank]
+        one = self._followers[rank]
         wanted = decode_wanted(wants.wanted)
 
         def pieces() -> Iterator[Piece]:
             for chunk in stream(self._folder, offered, wanted):
-                if self._stop.is_set():
-                    raise Cancelled("Stopped while sending weights.")
                 yield Piece(data=chunk)
                 with self._lock:
                     self._sent += len(chunk)
 
-        ask(one, lambda: one.client.upload("Receive", pieces(), Received))
+        ask(one, lambda: one.client.upload("Receive", pieces(), Received, self._calls))

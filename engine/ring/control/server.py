@@ -7,8 +7,6 @@ at the certificate itself before it does anything.
 
 from __future__ import annotations
 
-import hashlib
-import ssl
 import threading
 import traceback
 from collections import defaultdict
@@ -19,6 +17,7 @@ from typing import Any
 
 import grpc
 
+from discovery.tls import shown_to_grpc
 from engine.errors import ModelError
 from engine.exchange.exchange import PeerLost, RingProtocolError
 from engine.ring.control.control_messages import MESSAGE_LIMIT, SERVICE, CallKind, Control, pack, unpack
@@ -176,8 +175,8 @@ class ControlServer:
             raise _Forgotten
 
     def _enter(self, context: grpc.ServicerContext) -> Caller:
-        node_id = _node_id_of(context)
-        if node_id is None or not self._paired(node_id):
+        node_id = shown_to_grpc(context.auth_context())
+        if not node_id or not self._paired(node_id):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "")
             raise AssertionError("a refused call has ended")
         with self._lock:
@@ -207,17 +206,6 @@ def _once(method: Method, caller: Caller, data: bytes) -> Control:
 
 def _configuration(shown: Credentials) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration(((shown.key, shown.certificate),), shown.roots)
-
-
-def _node_id_of(context: grpc.ServicerContext) -> str | None:
-    """The fingerprint of the one certificate the caller showed; None if there is not exactly one."""
-    shown = context.auth_context().get("x509_pem_cert", ())
-    if len(shown) != 1:
-        return None
-    try:
-        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(bytes(shown[0]).decode("ascii"))).hexdigest()
-    except ValueError:
-        return None
 
 
 def _address_of(context: grpc.ServicerContext) -> str:

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import secrets
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
 
-from discovery.errors import DiscoveryError
-from engine.errors import Cancelled, ModelError
+import msgspec
+
+from discovery.names import plain_text
+from engine.cpu_threads import threads_of
 from engine.exchange.addresses import parse_address
-from engine.exchange.exchange import PeerLost, RingProtocolError
+from engine.exchange.exchange import RingProtocolError
 from engine.experts.popularity_file import known_counts
 from engine.messages import Load, RuntimeName
 from engine.messages.ring import LinkFacts
 from engine.model_headers import Headers, read_headers
 from engine.planning.hybrid import Wanted
-from engine.planning.prediction import ModelSizes
 from engine.planning.ring_plan import LinkMeasured as PlannedLink
 from engine.planning.ring_plan import NodeMeasured, RingDecision, RingModel, plan_ring
+from engine.planning.ring_words import THIS_MACHINE
 from engine.progress import ProgressCallback
+from engine.ring.control.asking import NodeRefused, ask, until_done
 from engine.ring.control.beats import PeerView
-from engine.ring.control.client import PeerClient, Unreachable
+from engine.ring.control.client import Calls, PeerClient
 from engine.ring.control.control_messages import (
     MOST_ADDRESSES,
     MOST_TEXT,
@@ -35,25 +38,16 @@ from engine.ring.control.control_messages import (
     WantedFacts,
     check_facts,
 )
+from engine.ring.control.known_links import KnownLinks
 from engine.ring.control.measuring_links import measure_best
 from engine.ring.control.measuring_node import measure_node
 from engine.ring.control.node import Node, door_addresses
-from engine.ring.weights.identity_of_model import identity_of
+from engine.ring.weights.identity_of_model import identity_of, known_weights
 
 FACTS_S = 60.0
 """Measuring takes a second or two, on a machine that is busy longer."""
 LINKS_S = 30.0
-
-Answer = TypeVar("Answer")
-
-
-class NodeRefused(Exception):
-    """One node cannot be in the ring; the others perhaps can do without it. ``gone``: it does not answer."""
-
-    def __init__(self, node_id: str, text: str, gone: bool = False) -> None:
-        super().__init__(text)
-        self.node_id = node_id
-        self.gone = gone
+LONGEST_KIND = 160
 
 
 @dataclass(frozen=True)
@@ -95,47 +89,22 @@ def _others(view: PeerView) -> list[str]:
     return [address for address in dict.fromkeys(known) if view.client is None or address != view.client.address]
 
 
-def ask(one: Candidate, call: Callable[[], Answer]) -> Answer:
-    """``call``, with whatever goes wrong as this node's. Raises NodeRefused, Cancelled."""
-    try:
-        return call()
-    except Cancelled:
-        raise
-    except (PeerLost, Unreachable) as error:
-        raise NodeRefused(one.node_id, f"{error}.".replace("..", "."), gone=True) from error
-    except (ModelError, DiscoveryError) as error:
-        raise NodeRefused(one.node_id, str(error)) from error
-
-
-def most_likely(refused: Sequence[NodeRefused]) -> NodeRefused:
-    """Of several that failed at the same time: one that cannot be reached, because others fail for its sake; last of
-    all those whose work was ended."""
-
-    def order(one: NodeRefused) -> int:
-        return 0 if isinstance(one.__cause__, Unreachable) else 2 if isinstance(one.__cause__, PeerLost) else 1
-
-    return min(refused, key=order)
-
-
-def check_all(asked: Iterable[Future[Any]]) -> None:
-    """Raises what one of ``asked`` that are done has raised, :func:`most_likely` the cause; waits for nothing."""
-    failed = [error for future in asked if future.done() and (error := future.exception()) is not None]
-    refused = [error for error in failed if isinstance(error, NodeRefused)]
-    if refused:
-        raise most_likely(refused)
-    if failed:
-        raise failed[0]
-
-
 class Surveyor:
-    """Measures what is not known yet; what was measured of the same processes is kept for the next epoch."""
+    """Measures what is not known yet; what was measured of the same processes is kept for the next epoch, links for
+    some minutes and as long as both sides have the addresses that they had."""
 
     def __init__(self, me: str, folder: Path, load: Load) -> None:
         """``me``: this machine's node id. Raises ModelError if the model in ``folder`` cannot be opened."""
         self._me = me
         self._load = load
         self._folder = folder
-        self._links: dict[tuple[str, str, str], LinkFacts] = {}
+        self._links = KnownLinks()
+
+    @property
+    def threads(self) -> int | None:
+        """As many as all nodes are to compute with, as far as they can; None: theirs to decide. Torch adds up in an
+        order that depends on it."""
+        return threads_of(self._load) if self._load.runtime == "torch" else None
 
     @property
     def headers(self) -> Headers:
@@ -149,14 +118,18 @@ class Surveyor:
         progress: ProgressCallback,
         to_send: bool = True,
         threads: int | None = None,
+        hurry: bool = False,
     ) -> Survey:
-        """``there`` are machines that ``node`` knows. ``to_send``: weights will be sent, so each is asked what it has,
-        for which the model here is read once. ``threads``: that the others will use; None: theirs to decide.
+        """``there`` are machines that ``node`` knows. Each is asked what it has of the weights; ``to_send``: it will be
+        sent the rest, for which the model here is read once; else it is asked only if that was done before.
+        ``threads``: that the others will use; None: theirs to decide. ``hurry``: links that were measured long ago will
+        do.
 
         Raises NodeRefused for the first node that cannot be measured, Cancelled.
         """
+        threads = threads or self.threads
         found = Survey()
-        weights = identity_of(self._folder, progress).weights if there and to_send else ""
+        weights = self._weights(progress, to_send) if there else ""
         progress("measuring the machines", 0, 0, "")
         wanted = WantedFacts(
             shape=self.headers.shape,
@@ -170,40 +143,71 @@ class Surveyor:
         hosts: dict[str, list[Candidate]] = {}
         for one in there:
             hosts.setdefault(one.client.address.rpartition(":")[0], []).append(one)
+        with _helpers(len(hosts)) as (pool, calls):
 
-        def of_host(group: list[Candidate]) -> dict[str, NodeFacts]:
-            return {one.node_id: ask(one, partial(_facts_of, one, wanted)) for one in group}
+            def of_host(group: list[Candidate]) -> dict[str, NodeFacts]:
+                return {one.node_id: ask(one, partial(_facts_of, one, wanted, calls)) for one in group}
 
-        with ThreadPoolExecutor(max(1, len(hosts)), thread_name_prefix="asking nodes") as pool:
-            for answers in pool.map(of_host, hosts.values()):
-                found.facts.update(answers)
+            asked = [pool.submit(of_host, group) for group in hosts.values()]
+            until_done(asked, lambda: progress("measuring the machines", 0, 0, ""))
+            for future in asked:
+                found.facts.update(future.result())
         found.facts[self._me] = measure_node(wanted, self._load.cpu_threads)
         if node is not None:
-            self._measure_links(node, there, found, progress)
+            self._measure_links(node, there, found, progress, hurry)
         return found
 
-    def _measure_links(self, node: Node, there: Sequence[Candidate], found: Survey, progress: ProgressCallback) -> None:
+    def _weights(self, progress: ProgressCallback, to_send: bool) -> str:
+        """The fingerprint of the weights here; empty if it is not worth reading them."""
+        return identity_of(self._folder, progress).weights if to_send else known_weights(self._folder)
+
+    def _measure_links(
+        self, node: Node, there: Sequence[Candidate], found: Survey, progress: ProgressCallback, hurry: bool
+    ) -> None:
         """One after the other, so that no measurement meets another one."""
         me = self._me
         pairs = len(there) * (len(there) + 1) // 2
         done = 0
         epoch = secrets.token_hex(8)
-        for one in there:
-            progress("measuring the links", done, pairs, "")
-            key = (me, one.node_id, one.process)
-            if key not in self._links:
-                self._links[key] = ask(one, partial(_to, node, one, epoch))
-            found.links[me, one.node_id] = self._links[key]
-            node.table.set_link(one.node_id, self._links[key])
-            done += 1
-        for index, first in enumerate(there):
-            for second in there[index + 1 :]:
-                progress("measuring the links", done, pairs, "")
-                key = (first.node_id, second.node_id, f"{first.process} {second.process}")
-                if key not in self._links:
-                    self._links[key] = _between(node, first, second, epoch)
-                found.links[first.node_id, second.node_id] = self._links[key]
+        with _helpers(1) as (pool, calls):
+
+            def measured(pair: tuple[str, str], ends: Sequence[str], measure: Callable[[], LinkFacts]) -> LinkFacts:
+                nonlocal done
+                link = self._links.get(pair, ends, hurry)
+                if link is None:
+                    future = pool.submit(measure)
+                    until_done([future], lambda: progress("measuring the links", done, pairs, ""))
+                    link = future.result()
+                    self._links.put(pair, ends, link)
                 done += 1
+                return link
+
+            here = door_addresses(node.listening)
+            for one in there:
+                ends = (*here, one.process, *one.doors)
+                link = measured((me, one.node_id), ends, partial(ask, one, partial(_to, node, one, epoch)))
+                found.links[me, one.node_id] = link
+                node.table.set_link(one.node_id, link)
+            for index, first in enumerate(there):
+                for second in there[index + 1 :]:
+                    pair = first.node_id, second.node_id
+                    ends = (first.process, *first.doors, second.process, *second.doors)
+                    link = measured(pair, ends, partial(_between, node, first, second, epoch, calls))
+                    found.links[pair] = link
+
+
+@contextlib.contextmanager
+def _helpers(threads: int) -> Iterator[tuple[ThreadPoolExecutor, Calls]]:
+    """Threads, and calls that they make. If something goes wrong within it, the calls are ended, and nobody waits for
+    the threads: a link to a machine that is gone takes seconds to fail."""
+    pool, calls = ThreadPoolExecutor(max(1, threads), thread_name_prefix="asking nodes"), Calls()
+    try:
+        yield pool, calls
+    except BaseException:
+        calls.end()
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _to(node: Node, one: Candidate, epoch: str) -> LinkFacts:
@@ -211,8 +215,8 @@ def _to(node: Node, one: Candidate, epoch: str) -> LinkFacts:
     return measure_best(node.links, epoch, one.node_id, certificate, one.doors, one.name)
 
 
-def _facts_of(one: Candidate, wanted: WantedFacts) -> NodeFacts:
-    facts = one.client.call("Facts", wanted, NodeFacts, FACTS_S)
+def _facts_of(one: Candidate, wanted: WantedFacts, calls: Calls) -> NodeFacts:
+    facts = one.client.call("Facts", wanted, NodeFacts, FACTS_S, calls)
     check_facts(facts)
     return facts
 
@@ -226,15 +230,15 @@ def check_link(link: LinkFacts) -> None:
         raise RingProtocolError("A link is described in too many words.")
 
 
-def _between(node: Node, first: Candidate, second: Candidate, epoch: str) -> LinkFacts:
+def _between(node: Node, first: Candidate, second: Candidate, epoch: str, calls: Calls) -> LinkFacts:
     """The two need not know each other: the head vouches for both, for these measurements."""
     certificates = {one.node_id: node.table.peer(one.node_id).certificate_pem.encode() for one in (first, second)}
     vouched = Linked(epoch=epoch, node_id=first.node_id, certificate=certificates[first.node_id])
-    ask(second, lambda: second.client.call("MeasureLinks", vouched, LinkMeasured, LINKS_S))
+    ask(second, lambda: second.client.call("MeasureLinks", vouched, LinkMeasured, LINKS_S, calls))
     wanted = Linked(
         epoch=epoch, node_id=second.node_id, certificate=certificates[second.node_id], addresses=list(second.doors)
     )
-    answer = ask(second, lambda: first.client.call("MeasureLinks", wanted, LinkMeasured, LINKS_S))
+    answer = ask(second, lambda: first.client.call("MeasureLinks", wanted, LinkMeasured, LINKS_S, calls))
     if answer.link is None:
         raise NodeRefused(second.node_id, f"{first.name} measured no link to it.")
     link = answer.link
@@ -245,13 +249,24 @@ def _between(node: Node, first: Candidate, second: Candidate, epoch: str) -> Lin
 def decide(
     headers: Headers, name: str, load: Load, order: Sequence[tuple[str, str]], survey: Survey, at_once: float = 1.0
 ) -> RingDecision:
-    """The plan for the model ``name`` on the nodes ``order`` (ids and names, the head first), loaded as ``load``."""
-    nodes = planned_nodes(survey, order, load.runtime, headers.sizes.dtype)
+    """The plan for the model ``name`` on the nodes ``order`` (ids and names, the head first), loaded as ``load``.
+
+    Its sentences call the head this machine; in its facts the head has its name."""
+    (me, my_name), *others = order
+    nodes = planned_nodes(survey, [(me, THIS_MACHINE), *others], load.runtime, headers.sizes.dtype)
     popularity: list[list[float]] = []
     if headers.profile is not None:
         counts = known_counts(headers.folder, headers.profile, headers.sizes.experts_per_token, lambda text: None)
         popularity = [] if counts is None else [list(map(float, row)) for row in counts.values()]
-    return plan_ring(planned_model(headers, name, load), nodes, planned_links(survey), load.ring, popularity, at_once)
+    model, links = planned_model(headers, name, load), planned_links(survey)
+    decision = plan_ring(model, nodes, links, load.ring, popularity, at_once)
+    if decision.facts is None:
+        return decision
+    named = [
+        msgspec.structs.replace(share, name=my_name) if share.node_id == me else share for share in decision.facts.nodes
+    ]
+    at_best = not all(_overheads(survey, me, node_id) for node_id, _ in order)
+    return replace(decision, facts=msgspec.structs.replace(decision.facts, nodes=named, at_best=at_best))
 
 
 def planned_model(headers: Headers, name: str, load: Load) -> RingModel:
@@ -259,18 +274,7 @@ def planned_model(headers: Headers, name: str, load: Load) -> RingModel:
     sizes = headers.sizes
     profile = headers.profile
     return RingModel(
-        sizes=ModelSizes(
-            name=name,
-            layers=sizes.layers,
-            moe_layers=sizes.moe_layers,
-            experts=sizes.experts,
-            experts_per_token=sizes.experts_per_token,
-            hidden=sizes.hidden,
-            trunk_bytes=sizes.trunk_bytes,
-            expert_bytes=sizes.expert_bytes,
-            key_value_bytes_per_token=sizes.key_value_bytes_per_token,
-            bytes_per_weight=sizes.width,
-        ),
+        sizes=sizes.for_planning(name),
         moe_layers=profile.layers if profile is not None else (),
         context_tokens=min(sizes.context_limit, load.context_limit or Wanted().context_tokens),
         prefill_chunk=load.prefill_chunk,
@@ -278,38 +282,65 @@ def planned_model(headers: Headers, name: str, load: Load) -> RingModel:
 
 
 def planned_nodes(survey: Survey, order: Sequence[tuple[str, str]], runtime: str, dtype: str) -> list[NodeMeasured]:
-    """``order``: node ids and names, the head first. Processes of one machine share its free memory."""
+    """``order``: node ids and names, the head first. Processes of one machine share its free memory, and those that
+    are sent weights the disk they are put on."""
     machines: dict[str, int] = {}
     for node_id, _ in order:
         machine = survey.facts[node_id].machine
         machines[machine] = machines.get(machine, 0) + 1
-    nodes = []
+    nodes: list[NodeMeasured] = []
     for node_id, name in order:
         facts = survey.facts[node_id]
         shared = machines[facts.machine]
+        disk = sum(survey.facts[other].disk == facts.disk for other, _ in order[1:]) if facts.disk else 1
         runs = runtime if runtime in facts.runtimes else next(iter(facts.runtimes), "none")
-        # What was measured of a layer on this machine holds for its other processes, whatever home they have.
-        head = survey.facts[order[0][0]]
-        overhead = head.layer_overhead_s if facts.machine == head.machine else facts.layer_overhead_s
+        overhead = _overheads(survey, order[0][0], node_id)
         nodes.append(
             NodeMeasured(
                 node_id=node_id,
                 name=name,
                 memory_total=facts.memory_total // shared,
-                memory_free=facts.memory_free // shared,
-                kind=f"{runs} {facts.instruction_set} {dtype}",
+                memory_free=_least(facts.memory_free // shared, facts.memory_lent),
+                kind=_kind(runs, facts, dtype),
                 unified=facts.unified_memory,
                 expert=facts.expert,
                 memory_read=facts.memory_read,
                 layer_overhead_s=overhead.get(runs, overhead.get("native", 0.0)),
                 fence_s=facts.fence_s,
+                central_s=facts.central_s,
                 machine=facts.machine if shared > 1 else "",
                 processor=f"{facts.processor}, {facts.threads} threads" if facts.processor else "",
                 has={layer: tuple(experts) for layer, experts in facts.has.items()},
                 has_trunk=facts.has_trunk,
+                # The head has the whole model.
+                disk_free=facts.disk_free // disk if nodes else None,
             )
         )
     return nodes
+
+
+def _least(free: int, lent: int | None) -> int:
+    return free if lent is None else min(free, lent)
+
+
+def _kind(runs: str, facts: NodeFacts, dtype: str) -> str:
+    """All that the bits of a node depend on. Native kernels give the same for any number of threads and any processor
+    that has the instructions; what torch and mlx choose depends on more."""
+    words = f"{runs} {facts.libraries.get(runs, '')} {facts.instruction_set} {dtype}, {facts.system}"
+    if runs != "native":
+        words += f", {facts.processor}"
+    if runs == "torch":
+        words += f", {facts.threads} thread{'s' * (facts.threads != 1)}"
+    return plain_text(" ".join(words.split()), LONGEST_KIND)
+
+
+def _overheads(survey: Survey, head: str, node_id: str) -> dict[str, float]:
+    """What a layer costs the node beside its weights, by runtime; empty: it was not measured.
+
+    What was measured on the head's machine holds for its other processes, whatever home they have."""
+    facts = survey.facts[node_id]
+    same = facts.machine == survey.facts[head].machine
+    return survey.facts[head].layer_overhead_s if same else facts.layer_overhead_s
 
 
 def planned_links(survey: Survey) -> list[PlannedLink]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -165,7 +166,7 @@ class CentralHead:
     def _trade(self, layer: int, parts: Sequence[Buffer], work: Callable[[], None] | None) -> list[memoryview]:
         recorder = self.recorder if self.recorder is not None and self.recorder.enabled else None
         began = recorder.clock() if recorder is not None else 0.0
-        idle = getattr(self._exchange, "idle_s", 0.0)
+        idle = self._exchange.idle_s
         busy = 0.0
         try:
             self._exchange.send(parts, MOST_BYTES)
@@ -180,7 +181,7 @@ class CentralHead:
         finally:
             self._number += 1
         if recorder is not None:
-            waited = getattr(self._exchange, "idle_s", 0.0) - idle
+            waited = self._exchange.idle_s - idle
             recorder.add(layer, "wait", waited)
             recorder.add(layer, "exchange", recorder.clock() - began - waited - busy)
         return received
@@ -200,7 +201,10 @@ class CentralHead:
 
 
 class CentralNode:
-    """A node that runs experts for the head, in central mode; see :class:`CentralHead`. ``ran`` is told the tokens."""
+    """A node that runs experts for the head, in central mode; see :class:`CentralHead`.
+
+    ``ran`` is told the tokens of every layer; ``around`` makes, of a layer's number, what it is answered within.
+    """
 
     def __init__(
         self,
@@ -209,9 +213,11 @@ class CentralNode:
         runner: ExpertRunner,
         ran: Callable[[int], None] = lambda tokens: None,
         one_by_one: bool = False,
+        around: Callable[[int], AbstractContextManager[None]] = lambda layer: nullcontext(),
     ) -> None:
         self._seat = seat
         self._exchange = exchange
+        self._around = around
         self._runner = runner
         self._router = Router(seat)
         self._ran = ran
@@ -219,20 +225,24 @@ class CentralNode:
         self._number = 0
 
     def serve(self) -> None:
-        """Answer the head until the epoch ends: that raises PeerLost. Raises RingProtocolError, and what the experts
-        raised, which the head is told."""
+        """Answer the head until the epoch ends: that raises PeerLost. Raises as :meth:`serve_layer`."""
         while True:
-            asked = self._trade([HEADER.pack(self._number & 0xFFFFFFFF, 0, 0, _NOTHING)])
-            problem: BaseException | None = None
-            try:
-                parts = self._answer(asked)
-            except BaseException as error:
-                problem = error
-                text = (str(error) or type(error).__name__).encode()[:REASON_BYTES]
-                parts = [HEADER.pack(self._number & 0xFFFFFFFF, 0, FAILED, _NOTHING), text]
-            self._trade(parts)
-            if problem is not None:
-                raise problem
+            self.serve_layer()
+
+    def serve_layer(self) -> None:
+        """Answer what the head asks next. Raises PeerLost, RingProtocolError, and what the experts raised, which the
+        head is told."""
+        asked = self._trade([HEADER.pack(self._number & 0xFFFFFFFF, 0, 0, _NOTHING)])
+        problem: BaseException | None = None
+        try:
+            parts = self._answer(asked)
+        except BaseException as error:
+            problem = error
+            text = (str(error) or type(error).__name__).encode()[:REASON_BYTES]
+            parts = [HEADER.pack(self._number & 0xFFFFFFFF, 0, FAILED, _NOTHING), text]
+        self._trade(parts)
+        if problem is not None:
+            raise problem
 
     def _trade(self, parts: Sequence[Buffer]) -> memoryview:
         """One exchange; what the head contributed."""
@@ -244,9 +254,14 @@ class CentralNode:
         """The results of this node's routes, float32, in the order of the routes."""
         check_header(asked, HEAD, self._number - 1)
         layer = int(HEADER.unpack_from(asked)[1])
+        with self._around(layer):
+            return self._results(layer, asked)
+
+    def _results(self, layer: int, asked: memoryview) -> list[Buffer]:
         hidden, indices, weights, scale = self._parsed(asked)
         routes = self._router.share(layer, indices, with_extra=True)
         header = HEADER.pack(self._number & 0xFFFFFFFF, layer, 0, _NOTHING)
+        self._ran(len(indices))
         if not routes.runs_any:
             return [header]
 
@@ -255,7 +270,6 @@ class CentralNode:
 
         results = one_by_one(routes, run) if self._one_by_one else run(routes.mine, routes.extra)
         own = routes.rows[self._seat.rank]
-        self._ran(len(indices))
         if not len(own):
             return [header]
         return [header, _bytes_of(np.ascontiguousarray(results.take(own, axis=0), np.float32))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +21,11 @@ class LoadedExperts(ExpertRunner, Protocol):
 
     @property
     def description(self) -> str: ...
+
+    @property
+    def notices(self) -> Sequence[str]:
+        """What the person should know of how they were loaded, a line each."""
+        ...
 
     def close(self) -> None: ...
 

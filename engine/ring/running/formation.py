@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 from engine.exchange.exchange import Link, PeerLost
@@ -62,6 +62,11 @@ class Formation(Protocol):
         """What the person should know of how it was formed, a line each."""
         ...
 
+    @property
+    def newcomers(self) -> Collection[str]:
+        """Of :attr:`names`, who was in no ring of this model before."""
+        ...
+
     def lost(self) -> PeerLost | None:
         """Who is known to be gone, by beats or a closed link; the exchange is closed by then, so nobody waits. From
         any thread."""
@@ -78,6 +83,10 @@ class Former(Protocol):
     def form(self, progress: ProgressCallback) -> Formation:
         """A new epoch with those who are there now; the formation before must be closed.
 
+        Forming again takes those who were in it before or have their weights already, all others only if it cannot be
+        without them. Machines whose taking in was stopped by Cancelled are left out like those until they go and come
+        back, so that the conversation goes on with those who were there.
+
         Plans, sends what a node lacks, has every node load its share, measures and chooses the exchange. If one
         machine alone is faster (and that was not excluded), a ring of one: no link, no exchange.
         Raises ModelError: it does not fit (memory, naming the missing gigabytes), a node refused (network), or
@@ -85,8 +94,10 @@ class Former(Protocol):
         """
         ...
 
-    def changed(self) -> bool:
-        """Whether a node of the wanted ones came back since :meth:`form`, or one of the ring went."""
+    def changed(self, progress: ProgressCallback, say: Callable[[str], None]) -> bool:
+        """Whether a node of the wanted ones came back since :meth:`form`, or one of the ring went, or one is there that
+        has its weights already. Of others that are there ``say`` hears once each. Raises Cancelled from ``progress``.
+        """
         ...
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -82,6 +82,7 @@ class RingRecorder(Recorder):
     def __init__(self, epoch: Epoch, facts: ModelFacts) -> None:
         self._epoch = epoch
         self._waiting: list[str] = []
+        self._measuring_elsewhere = False
         super().__init__(facts.layers, facts.moe_layers, facts.experts)
 
     @property
@@ -137,13 +138,9 @@ class RingRecorder(Recorder):
             nodes.append(NodeTimes(rank=rank, name=names[rank], prefill=found.prefill, decode=found.decode))
         return msgspec.structs.replace(own, nodes=nodes)
 
-    @property
-    def _measuring_elsewhere(self) -> bool:
-        return bool(getattr(self, "_told", False))
-
     def _measure(self, forget: bool) -> None:
         """Tell the followers. A peer that is lost is noticed by the next pass, not by its being measured."""
-        self._told = self.inner.enabled or forget
+        self._measuring_elsewhere = self.inner.enabled or forget
         try:
             self._epoch.tell(commands.Measure(self.inner.enabled, forget))
         except PeerLost:
@@ -236,6 +233,8 @@ class RingModel:
         self._former = former
         self._epoch = Epoch(former.form(progress))
         self._recorder = RingRecorder(self._epoch, self.facts)
+        self._gone: list[str] = []
+        """Who was said to be lost, and what became of it was not said yet."""
         for line in self._epoch.formation.notices:
             self._recorder.notice(line)
 
@@ -280,47 +279,65 @@ class RingModel:
         self._end()
         self._former.close()
 
-    def recover(self, lost: Exception) -> list[str]:
+    def recover(self, lost: PeerLost, progress: ProgressCallback, say: Callable[[str], None]) -> None:
         """See :class:`engine.runtimes.protocol.Recoverable`."""
         before = self._epoch.formation.names
         why = self._epoch.formation.lost() or lost
-        self._end()
-        self._begin()
-        gone = [name for name in before.values() if name not in self._epoch.formation.names.values()]
-        silent = [before[rank] for rank in getattr(why, "ranks", ()) if rank in before]
-        who = ", ".join(gone or [f"{name} for a moment" for name in silent]) or "a machine of the ring"
+        others = [name for rank, name in before.items() if rank != HEAD]
+        # A link that ends tells it by the name only.
+        gone = [before[rank] for rank in why.ranks if rank in before] or [
+            name for name in others if str(why).startswith(f"{name} ")
+        ]
         reason = str(why).rstrip(".")
-        for name in before.values():
+        for name in others:
             reason = reason.removeprefix(f"{name} is gone: ").removeprefix(f"{name} ")
-        return [f"Lost {who}: {reason}; {self._going_on()}."]
-
-    def between_turns(self) -> list[str]:
-        """See :class:`engine.runtimes.protocol.Recoverable`."""
-        lost = self._epoch.formation.lost()
-        if lost is not None:
-            return self.recover(lost)
-        if not self._former.changed():
-            return []
-        before = self._epoch.formation.names.values()
+        say(f"Lost {', '.join(gone) or 'a machine of the ring'}: {reason}; forming the ring again.")
+        self._gone = gone
         self._end()
-        self._begin()
-        back = [name for name in self._epoch.formation.names.values() if name not in before]
-        return [f"{', '.join(back)} came back; {self._going_on()}."] if back else [f"Now {self._going_on()}."]
+        self._begin(progress, say)
 
-    def _going_on(self) -> str:
-        names = self._epoch.formation.names
-        return f"going on with {len(names)} machines" if len(names) > 1 else "going on with this machine alone"
+    def between_turns(self, progress: ProgressCallback, say: Callable[[str], None]) -> bool:
+        """See :class:`engine.runtimes.protocol.Recoverable`."""
+        if not self._epoch.ended:
+            lost = self._epoch.formation.lost()
+            if lost is not None:
+                self.recover(lost, progress, say)
+                return True
+            if not self._former.changed(progress, say):
+                return False
+            self._end()
+        self._begin(progress, say)
+        return True
+
+    def _outcome(self, before: Collection[str]) -> str:
+        """What became of the ring of those who were in it ``before``."""
+        formation = self._epoch.formation
+        now = formation.names.values()
+        gone, self._gone = self._gone, []
+        others = [name for name in before if name not in now and name not in gone]
+        fresh = [name for name in now if name not in before or name in gone]
+        joined = [name for name in fresh if name in formation.newcomers]
+        back = [name for name in fresh if name not in joined]
+        parts = [f"Lost {', '.join(others)}{', too' if gone else ''}"] if others else []
+        parts += [f"{', '.join(back)} came back"] if back else []
+        parts += [f"{', '.join(joined)} joined"] if joined else []
+        going = "going" if parts else "Going"
+        parts.append(f"{going} on with {len(now)} machines" if len(now) > 1 else f"{going} on with this machine alone")
+        return "; ".join(parts) + "."
 
     def _end(self) -> None:
         self._epoch.ended = True
         self._epoch.formation.close()
 
-    def _begin(self) -> None:
+    def _begin(self, progress: ProgressCallback, say: Callable[[str], None]) -> None:
+        """Whatever it raises: the epoch before is over, and the next question forms."""
+        before = self._epoch.formation.names.values()
         try:
-            formation = self._former.form(lambda *_: None)
+            formation = self._former.form(progress)
         except Interrupted:
             raise ModelError("Forming the ring again was stopped; ask once more.", kind="network") from None
         self._epoch = Epoch(formation)
         self._recorder.follow(self._epoch)
+        say(self._outcome(before))
         for line in formation.notices:
             self._recorder.notice(line)

@@ -236,7 +236,7 @@ class RingLayers:
                 except BaseException as error:
                     self._problem = error
             asked = recorder.clock() if recorder is not None else 0.0
-            idle = self._idle_s()
+            idle = self._exchange.idle_s
             received = self._exchange.receive()
         except PeerLost as lost:
             self._lost = lost
@@ -244,14 +244,10 @@ class RingLayers:
         finally:
             self._number += 1
         if recorder is not None:
-            waited = self._idle_s() - idle
+            waited = self._exchange.idle_s - idle
             recorder.add(layer, "wait", waited)
             recorder.add(layer, "exchange", sent - begun + recorder.clock() - asked - waited)
         return received
-
-    def _idle_s(self) -> float:
-        """Seconds that the exchange has waited for others, as far as it tells."""
-        return getattr(self._exchange, "idle_s", 0.0)
 
     def _agreed(self, layer: int, header: bytes, received: list[memoryview]) -> bool:
         """Whether all nodes sent ``header``. Raises what those who sent another one have to say."""

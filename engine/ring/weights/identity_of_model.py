@@ -24,7 +24,7 @@ from engine.models.durable_files import new_file
 from engine.models.locations import locate
 from engine.models.prepare import fill_slab
 from engine.models.share_files import ModelIdentity
-from engine.models.store import PREPARED, profile_key
+from engine.models.store import PREPARED, installed, profile_key
 from engine.models.weight_layout import (
     Run,
     Runs,
@@ -59,14 +59,35 @@ def identity_of(folder: Path, progress: ProgressCallback = _unheard) -> ModelIde
     return identity_with(layout, ItemChecksums(layout), progress)
 
 
+class _UnreadError(Exception):
+    """Weights would have to be read."""
+
+
+def known_weights(folder: Path) -> str:
+    """The fingerprint of the weights in ``folder`` (see :class:`ModelIdentity`); empty if they would have to be read
+    for it, or the folder is no model."""
+
+    def unread(stage: str, done: int, total: int, unit: str) -> None:
+        raise _UnreadError
+
+    try:
+        return identity_of(folder, unread).weights
+    except (_UnreadError, ModelError):
+        return ""
+
+
 def identity_with(layout: WeightLayout, checksums: ItemChecksums, progress: ProgressCallback) -> ModelIdentity:
     """As :func:`identity_of`, with what was opened already."""
-    weights = checksums.fingerprint(progress)
+    return _described(layout, checksums.fingerprint(progress))
+
+
+def _described(layout: WeightLayout, weights: str) -> ModelIdentity:
+    """With that fingerprint of the weights; all else is in the files' headers and beside them."""
     stored = layout.opened.experts.dtype if layout.opened is not None and layout.opened.experts is not None else ""
     if not stored:
         entries = [entry for piece in layout.trunk for _, _, entry in piece]
         stored = max(entries, key=lambda entry: entry.nbytes).dtype if entries else "F32"
-    tokenizer = [path for path in layout.settings if path.name.lower().startswith(_TOKENIZER_PREFIXES)]
+    tokenizer = [path for path in layout.settings if is_of_tokenizer(path.name)]
     return ModelIdentity(
         version=VERSION,
         name=layout.folder.name.removesuffix(PREPARED),
@@ -78,21 +99,45 @@ def identity_with(layout: WeightLayout, checksums: ItemChecksums, progress: Prog
     )
 
 
-def differences(mine: ModelIdentity, theirs: ModelIdentity) -> str | None:
-    """A sentence that names both values of the first thing in which the models differ; None if they are the same."""
-    named = (
+def is_of_tokenizer(name: str) -> bool:
+    """Whether the file ``name`` beside the weights decides which text is which tokens."""
+    return name.lower().startswith(_TOKENIZER_PREFIXES)
+
+
+def why_unlike(theirs: ModelIdentity, here: str, there: str) -> str | None:
+    """As :func:`differences`, of the whole model that this machine has by the name of ``theirs``; None if it has none.
+
+    Weights are not read. Those of a copy that was damaged here differ, too, and that is mended by sending them.
+    """
+    for model in installed():
+        if model.name == theirs.name:
+            # What cannot be opened is no model to compare with.
+            with contextlib.suppress(ModelError, OSError):
+                return differences(_described(layout_of(model.path), ""), theirs, here, there)
+    return None
+
+
+def differences(
+    mine: ModelIdentity, theirs: ModelIdentity, here: str = "this machine", there: str = "the other"
+) -> str | None:
+    """A sentence that names both values of the first thing in which the models differ; None if they are the same.
+
+    ``here`` and ``there`` are the names of the machines. An empty fingerprint of weights is one that is not known.
+    """
+    named = [
         ("version of the model's description", str(mine.version), str(theirs.version)),
         ("family", mine.family, theirs.family),
         ("quantisation", mine.quantisation, theirs.quantisation),
         ("configuration", mine.config[:12], theirs.config[:12]),
         ("tokenizer", mine.tokenizer[:12], theirs.tokenizer[:12]),
-        ("weights", mine.weights[:12], theirs.weights[:12]),
-    )
-    for what, here, there in named:
-        if here != there:
+    ]
+    if mine.weights and theirs.weights:
+        named.append(("weights", mine.weights[:12], theirs.weights[:12]))
+    for what, ours, other in named:
+        if ours != other:
             return (
-                f"The models differ in the {what}: {here} ({mine.name}) on this machine, {there} ({theirs.name}) on "
-                "the other; use the same model on both."
+                f"The models differ in the {what}: {ours} ({mine.name}) on {here}, {other} ({theirs.name}) on {there}; "
+                f"use the same model on both, or remove it from {here}, which is sent its share then."
             )
     return None
 

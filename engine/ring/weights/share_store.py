@@ -4,6 +4,9 @@ Bytes are written where they lie in the head's files; what is not written is a h
 the disk, their checksum is right and ``share.json`` names them, in this order, so a machine that dies at any moment
 loses at most what came since the last time that was said. A model that changes under a loaded share is noticed by its
 files' time of change: load again after receiving.
+
+Which model it is, and that the bytes are its own, only the head says. So each head has shares of its own here: what a
+wrong one sent is used with that one only.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from engine.models.share_files import FORMAT, Begun, FileSize, ShareManifest, is
 from engine.models.weight_layout import WeightLayout, config_fingerprint, layout_of
 from engine.progress import ProgressCallback
 from engine.ring.weights.holes import punch
-from engine.ring.weights.identity_of_model import ItemChecksums
+from engine.ring.weights.identity_of_model import ItemChecksums, is_of_tokenizer
 from engine.ring.weights.local_copy import local_copy
 from engine.ring.weights.transfer import Item, Offer, Wanted, check_offer, decode_chunk, expert_of
 
@@ -55,10 +58,11 @@ class Need:
 
 
 class ShareStore:
-    """The shares in the folder ``models``."""
+    """The shares in the folder ``models`` of what the head with the node id ``head`` sends."""
 
-    def __init__(self, models: Path) -> None:
+    def __init__(self, models: Path, head: str) -> None:
         self._models = models
+        self._head = head
 
     def need(self, offered: Offer, progress: ProgressCallback) -> Need:
         """What of the offer is not here. A whole copy of the model is looked for first; the bytes that would be used of
@@ -81,7 +85,7 @@ class ShareStore:
 
     def _missing(self, offered: Offer) -> tuple[Wanted, ...]:
         """What of the offer is not in the share."""
-        state = _State.of(self.folder(offered), offered)
+        state = _State.of(self.folder(offered), offered, self._head)
         return tuple(
             Wanted(index, state.begun_at(item)) for index, item in enumerate(offered.items) if not state.has(item.key)
         )
@@ -93,10 +97,11 @@ class ShareStore:
                 manifest = read_share(path)
             except ModelError:
                 continue
-            if (manifest.layout, manifest.identity.weights) == (offered.layout, offered.identity.weights):
+            if _is_of(manifest, offered, self._head):
                 return path
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", offered.identity.name).strip(".-")[:60] or "model"
-        return self._models / f"{name}--{offered.identity.weights[:12]}-{offered.layout[:8]}{store.SHARE}"
+        said = "-".join((offered.identity.weights[:12], offered.layout[:8], self._head[:8]))
+        return self._models / f"{name}--{said}{store.SHARE}"
 
     def receive(
         self,
@@ -116,7 +121,7 @@ class ShareStore:
         folder = self.folder(offered)
         self._models.mkdir(parents=True, exist_ok=True, mode=0o700)
         with store.exclusive(folder):
-            receiver = _Receiver(folder, offered, wanted, progress)
+            receiver = _Receiver(folder, offered, self._head, wanted, progress)
             try:
                 receiver.prepare()
                 receiver.run(chunks, should_stop or (lambda: False))
@@ -126,7 +131,8 @@ class ShareStore:
                 receiver.close()
         return folder
 
-    def keep_only(self, folder: Path, held: Mapping[int, Sequence[int]]) -> int:
+    @staticmethod
+    def keep_only(folder: Path, held: Mapping[int, Sequence[int]]) -> int:
         """Give up the experts of a share that ``held`` does not name; the bytes of disk that this frees (0 where the
         file system cannot free a part of a file). No model may have it loaded. Raises ModelError."""
         layout = layout_of(folder)
@@ -157,6 +163,12 @@ class ShareStore:
             except (ModelError, OSError):
                 continue
         return found
+
+
+def _is_of(manifest: ShareManifest, offered: Offer, head: str) -> bool:
+    """Whether it is a share of what ``head`` offers."""
+    same = (manifest.layout, manifest.identity.weights) == (offered.layout, offered.identity.weights)
+    return same and manifest.head == head
 
 
 def _named(progress: ProgressCallback, stage: str) -> ProgressCallback:
@@ -190,8 +202,7 @@ def _checksum(item: Item, checksums: ItemChecksums, settings: Mapping[str, Path]
         if rest not in settings:
             return None
         # These may differ in what does not change the model; those that do are compared by their own fingerprints.
-        compared = rest.lower().startswith(("tokenizer", "special_tokens", "vocab", "merges", "chat_template"))
-        return checksums.setting(settings[rest]) if compared else item.checksum
+        return checksums.setting(settings[rest]) if is_of_tokenizer(rest) else item.checksum
     number = int(rest)
     if kind == "header":
         return checksums.header(number) if number < len(layout.headers) else None
@@ -206,14 +217,15 @@ class _State:
     """What of an offered model is on the disk."""
 
     offered: Offer
+    head: str
     other: set[str] = field(default_factory=set)
     experts: dict[int, set[int]] = field(default_factory=dict)
     begun: Begun | None = None
 
     @classmethod
-    def of(cls, folder: Path, offered: Offer) -> _State:
-        """Nothing, if the share is damaged or is of something else."""
-        state = cls(offered)
+    def of(cls, folder: Path, offered: Offer, head: str) -> _State:
+        """Nothing, if the share is damaged or is of something else, or another head's."""
+        state = cls(offered, head)
         if not is_share(folder):
             return state
         try:
@@ -221,8 +233,7 @@ class _State:
             whole = all((folder / file.name).stat().st_size == file.size for file in manifest.files)
         except (ModelError, OSError):
             return state
-        same = (manifest.layout, manifest.identity.weights) == (offered.layout, offered.identity.weights)
-        if not same or not whole or manifest.trunk_pieces != offered.trunk_pieces:
+        if not _is_of(manifest, offered, head) or not whole or manifest.trunk_pieces != offered.trunk_pieces:
             return state
         state.other = set(manifest.other)
         state.experts = {layer: set(experts) for layer, experts in manifest.experts.items()}
@@ -255,6 +266,7 @@ class _State:
         return ShareManifest(
             format=FORMAT,
             identity=self.offered.identity,
+            head=self.head,
             form=self.offered.form,
             layout=self.offered.layout,
             files=tuple(FileSize(name, size) for name, size in self.offered.files),
@@ -283,12 +295,14 @@ def _write_manifest(folder: Path, manifest: ShareManifest) -> None:
 class _Receiver:
     """One stream into one share."""
 
-    def __init__(self, folder: Path, offered: Offer, wanted: Sequence[Wanted], progress: ProgressCallback) -> None:
+    def __init__(
+        self, folder: Path, offered: Offer, head: str, wanted: Sequence[Wanted], progress: ProgressCallback
+    ) -> None:
         self._folder = folder
         self._offered = offered
         self._wanted = list(wanted)
         self._progress = progress
-        self._state = _State.of(folder, offered)
+        self._state = _State.of(folder, offered, head)
         self._files: dict[int, int] = {}
         self._dirty: set[int] = set()
         self._unsynced = 0
@@ -419,8 +433,8 @@ class _Receiver:
         wanted = self._offered.held
         surplus = any(not experts <= set(wanted.get(layer, ())) for layer, experts in self._state.experts.items())
         if surplus and is_share(self._folder):
-            ShareStore(self._folder.parent).keep_only(self._folder, wanted)
-            self._state = _State.of(self._folder, self._offered)
+            ShareStore.keep_only(self._folder, wanted)
+            self._state = _State.of(self._folder, self._offered, self._state.head)
             free = self._free()
         if self._total + RESERVE_BYTES > free:
             short = self._total + RESERVE_BYTES - free

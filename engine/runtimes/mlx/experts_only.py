@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -10,17 +11,38 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.exchange.layers import Indices
+from engine.runtimes.mlx import wired
 from engine.runtimes.mlx.model import memory_named
 from engine.runtimes.mlx.ring import RingExecutor
 
 
 class MlxExperts:
-    """See :class:`engine.ring.running.central.ExpertRunner`. ``width``: numbers of a hidden state."""
+    """See :class:`engine.ring.running.central.ExpertRunner`. ``width``: numbers of a hidden state; ``notices``: what
+    the person should know of how they were loaded; ``weights``: the experts' modules by layer."""
 
-    def __init__(self, executor: RingExecutor, width: int) -> None:
+    def __init__(
+        self, executor: RingExecutor, width: int, weights: Mapping[int, Any], notices: Sequence[str] = ()
+    ) -> None:
         self._executor = executor
+        self._weights = dict(weights)
+        self._wired = False
+        self.weights_are_wired = False
+        """See :class:`engine.runtimes.protocol.KeepsWeights`."""
         self.width = width
         self.description = executor.description
+        self.notices = list(notices)
+
+    def wire(self) -> None:
+        """Have the system keep the weights in the GPU's memory until they are closed. A line is added to the notices
+        if it will not keep all of them."""
+        self._wired = True
+        nbytes = sum(int(array.nbytes) for array in wired.arrays_of(None, self._weights))
+        self.weights_are_wired, said = wired.wire(nbytes, 0)
+        self.notices += [said] if said else []
+
+    def kept_weights(self) -> wired.MlxWeights:
+        """See :class:`engine.runtimes.protocol.KeepsWeights`."""
+        return wired.MlxWeights(wired.arrays_of(None, self._weights))
 
     def run_experts(
         self,
@@ -43,4 +65,8 @@ class MlxExperts:
     def close(self) -> None:
         """Free the memory."""
         self._executor.close()
+        self._weights = {}
+        if self._wired:
+            wired.LIMIT.restore()
+            self._wired = False
         mx.clear_cache()

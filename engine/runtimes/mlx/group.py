@@ -13,13 +13,12 @@ tested. If it fails once, this process uses the TCP ring from then on.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import socket
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -29,17 +28,20 @@ import psutil
 
 from engine.errors import ModelError
 from engine.exchange.accepting import Links
-from engine.exchange.collective import CollectiveExchange, Gathering
+from engine.exchange.collective import CollectiveExchange, Gathering, made_while_wanted
 from engine.exchange.connecting import connect_wires
 from engine.exchange.epochs import Epoch
 from engine.exchange.exchange import Exchange, PeerLost
 from engine.exchange.mesh import Mesh
 from engine.exchange.transports import allowed_exchanges
 from engine.messages.ring import ExchangeName
+from engine.temporary_folders import temporary_folder
 
 MOST_TOLD = 4096
 MOST_BOOTSTRAP = 1 << 20
 """What JACCL's nodes tell each other of their connections is far less."""
+STUCK_S = 6.0
+"""All nodes connect at the same time, which takes milliseconds, or a second if one was not listening yet."""
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -129,19 +131,25 @@ def connect_mlx(links: Links, epoch: Epoch) -> Exchange:
         allowed_exchanges("mlx", ends, epoch.trusted, ["mlx"])
         row = _devices({rank: wire.local_address for rank, wire in wires.items()}, epoch.rank, len(members))
         told = Told(_free_address(wire.local_address for wire in wires.values()) if available() else "", kept, row)
-        mesh.send([msgspec.msgpack.encode(told)], MOST_TOLD)
-        all_told = [_told.decode(each) for each in mesh.receive()]
-        if kept and {each.group for each in all_told} == {kept}:
-            return CollectiveExchange(MlxGathering(_Life.group))
-        group = _made(mesh, epoch.rank, all_told)
+        group = made_while_wanted(epoch, lambda: _agreed(mesh, told), lambda late: None)
         if group.size() != len(members):
             raise ModelError(f"mx.distributed connected {group.size()} of {len(members)} nodes.", kind="network")
-        _Life.group, _Life.made_in, _Life.members, _Life.in_step = group, epoch.epoch, members, True
-        return CollectiveExchange(MlxGathering(group))
     except (RuntimeError, ValueError, msgspec.DecodeError) as error:
         raise ModelError(f"mx.distributed could not connect the nodes: {error}.", kind="network") from error
     finally:
         mesh.close()
+    if group is not _Life.group:
+        _Life.group, _Life.made_in, _Life.members, _Life.in_step = group, epoch.epoch, members, True
+    return CollectiveExchange(MlxGathering(group))
+
+
+def _agreed(mesh: Mesh, told: Told) -> Any:
+    """The group that all have, or a new one. Raises what :func:`_made` raises, PeerLost."""
+    mesh.send([msgspec.msgpack.encode(told)], MOST_TOLD)
+    all_told = [_told.decode(each) for each in mesh.receive()]
+    if told.group and {each.group for each in all_told} == {told.group}:
+        return _Life.group
+    return _made(mesh, mesh.rank, all_told)
 
 
 def _made(mesh: Mesh, rank: int, told: Sequence[Told]) -> Any:
@@ -157,7 +165,11 @@ def _made(mesh: Mesh, rank: int, told: Sequence[Told]) -> Any:
     if matrix is None:
         _Life.used = True
         with _described(rank, MLX_HOSTFILE=[[address] for address in addresses]):
-            return mx.distributed.init(strict=True, backend="ring")
+            # All are ready, and alive, at the latest possible moment.
+            mesh.send([], 0)
+            mesh.receive()
+            with _ended_if_stuck():
+                return mx.distributed.init(strict=True, backend="ring")
     try:
         with _described(rank, MLX_IBV_DEVICES=matrix):
             group = mx.distributed.init(
@@ -168,6 +180,18 @@ def _made(mesh: Mesh, rank: int, told: Sequence[Told]) -> Any:
         raise
     _Life.used = True
     return group
+
+
+@contextmanager
+def _ended_if_stuck() -> Iterator[None]:
+    """End this process if the group is not made soon. mlx keeps the interpreter to itself while it connects, which it
+    does for ever if a node has died meanwhile: nothing here could notice, and no other machine would get an answer. An
+    engine process that died is started again by whoever started it."""
+    faulthandler.dump_traceback_later(STUCK_S, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 # --- JACCL ----------------------------------------------------------------------------------------------------------
@@ -237,10 +261,10 @@ def _free_address(hosts: Iterable[str]) -> str:
 @contextmanager
 def _described(rank: int, **files: object) -> Iterator[None]:
     """The environment from which mlx takes who is who: variables that name a file, with what is in it."""
-    with tempfile.TemporaryDirectory(prefix="privatellm-mlx-") as folder:
+    with temporary_folder("privatellm-mlx-") as folder:
         wanted = {"MLX_RANK": str(rank)}
         for name, content in files.items():
-            path = Path(folder) / f"{name.lower()}.json"
+            path = folder / f"{name.lower()}.json"
             path.write_text(json.dumps(content), encoding="ascii")
             wanted[name] = str(path)
         before = {name: os.environ.get(name) for name in wanted}

@@ -61,7 +61,7 @@ def load(folder: Path, request: Load, progress: ProgressCallback, ring: RingPlac
     plan = _plan(folder, request, None if ring is None else ring.seat)
     with memory_named():
         dtype, loaded = _read(plan, request, progress)
-    model = _assemble(plan, request, loaded, dtype, None if ring is None else ring.exchange)
+    model = _assemble(plan, request, loaded, dtype, ring)
     # One token: compiles the kernels, proves that the model runs, and shows the size of its keys and values.
     probe = model.start()
     try:
@@ -88,7 +88,11 @@ def load_experts(folder: Path, request: Load, progress: ProgressCallback, seat: 
         _, loaded = _read(plan, request, progress, with_trunk=False)
     spans = Spans(Recorder(len(loaded.layers), loaded.moe_layers, loaded.count))
     width = int(plan.config.get("hidden_size") or plan.config["d_model"])
-    return MlxExperts(RingExecutor(loaded.experts, seat, None, plan.device, spans), width)
+    executor = RingExecutor(loaded.experts, seat, None, plan.device, spans)
+    experts = MlxExperts(executor, width, loaded.experts, plan.notices)
+    if request.keep_resident:
+        experts.wire()
+    return experts
 
 
 def _plan(folder: Path, request: Load, seat: Seat | None) -> _Plan:
@@ -194,15 +198,13 @@ def _wanted_dtype(plan: _Plan, request: Load, stored: str) -> Any:
     return None if stored == "F32" else mx.float32
 
 
-def _assemble(
-    plan: _Plan, request: Load, loaded: weights.Loaded, dtype: str, exchange: LayerExchange | None
-) -> MlxModel:
+def _assemble(plan: _Plan, request: Load, loaded: weights.Loaded, dtype: str, place: RingPlace | None) -> MlxModel:
     layout = LAYOUTS.get(plan.config["model_type"])
     spans = Spans(Recorder(len(loaded.layers), loaded.moe_layers, loaded.count))
     context = context_of(plan.config, plan.family)
     windows = [window or context.window for window in layer_windows(loaded.model)]
     rotary = correct_rotary(loaded.layers, plan.config.get("rope_parameters") or {})
-    executor = _executor(plan, loaded, spans, exchange)
+    executor = _executor(plan, loaded, spans, None if place is None else place.exchange)
     trunk = _bytes(loaded.model)
     parameters = get_total_parameters(loaded.model) + sum(map(get_total_parameters, loaded.experts.values()))
     if layout is not None:
@@ -232,7 +234,8 @@ def _assemble(
     )
     attention = "norm_attn_norm" if "norm_attn_norm" in loaded.layers[0] else "self_attn"
     ring = executor if isinstance(executor, RingExecutor) else None
-    return MlxModel(loaded.model, plan.family.backbone, attention, windows, spans, facts, ring, loaded.experts)
+    logits = place is None or place.logits
+    return MlxModel(loaded.model, plan.family.backbone, attention, windows, spans, facts, ring, loaded.experts, logits)
 
 
 def _executor(

@@ -43,7 +43,8 @@ class MlxModel:
     """An mlx-lm model whose MoE blocks are ours. One step at a time.
 
     ``backbone`` is the attribute that holds the decoder without the head, ``attention`` a layer's attention,
-    ``windows`` each layer's sliding window; ``ring`` runs the experts, if the model is in a ring.
+    ``windows`` each layer's sliding window; ``ring`` runs the experts, if the model is in a ring, and
+    ``logits`` False: see :class:`engine.runtimes.protocol.RingPlace`.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class MlxModel:
         facts: ModelFacts,
         ring: RingExecutor | None = None,
         experts: Mapping[int, Any] | None = None,
+        logits: bool = True,
     ) -> None:
         self._model = model
         self._backbone = backbone
@@ -65,6 +67,7 @@ class MlxModel:
         self._timed = False
         self._ring = ring
         self._experts = experts or {}
+        self._logits = logits
         self._wired = False
         self.weights_are_wired = False
         """See :class:`engine.runtimes.protocol.KeepsWeights`."""
@@ -130,10 +133,13 @@ class MlxModel:
         return self._model[self._backbone](mx.array(tokens, dtype=mx.int32), caches)
 
     def logits(self, hidden: Array) -> Logits:
-        """The logits [rows, vocabulary] of the last position of ``hidden`` [rows, n, hidden].
+        """The logits [rows, vocabulary] of the last position of ``hidden`` [rows, n, hidden]; [rows, 0] at a place in a
+        ring that has no use for them, and nothing is evaluated then.
 
         The head runs for that position only: over a prompt it would cost more than a layer.
         """
+        if not self._logits:
+            return np.empty((hidden.shape[0], 0), np.float32)
         last = hidden[:, -1:, :]
         if "lm_head" in self._model:
             logits = self._model.lm_head(last)
@@ -209,6 +215,7 @@ class MlxRows:
             raise ValueError(f"{len(tokens)} tokens for {self._rows} rows")
         with self._model.step("decode", 1), self._all_or_nothing():
             logits = self._model.logits(self._model.hidden([[token] for token in tokens], self._caches))
+            evaluate(self._caches)
         self._length += 1
         return logits
 

@@ -53,7 +53,7 @@ class RingExecutor:
         """Run only the routes to this node's experts and exchange nothing: what comes out is of no use."""
         self.check: Callable[[], None] | None = None
         """If set, called before each layer; may end the pass."""
-        self.description = f"ring (rank {seat.rank} of {seat.nodes}, {seat.mode}; local (mlx, {device}))"
+        self.description = f"ring (node {seat.rank + 1} of {seat.nodes}, {seat.mode}; local (mlx, {device}))"
 
     @property
     def popularity(self) -> Popularity:

@@ -96,7 +96,7 @@ class MlxWeights:
         self._arrays = []
 
 
-def arrays_of(model: Any, experts: Mapping[int, Any]) -> list[Array]:
-    """All weights: of the trunk ``model``, then of ``experts``, modules by layer."""
-    modules = [model, *(experts[layer] for layer in sorted(experts))]
+def arrays_of(model: Any | None, experts: Mapping[int, Any]) -> list[Array]:
+    """All weights: of the trunk ``model``, if there is one, then of ``experts``, modules by layer."""
+    modules = [*([] if model is None else [model]), *(experts[layer] for layer in sorted(experts))]
     return [array for module in modules for _, array in tree_flatten(module.parameters())]

@@ -128,6 +128,9 @@ def check_placement(experts: Experts, seat: Seat) -> None:
 class ExpertsOnly:
     """A node's experts without a trunk. One thread at a time."""
 
+    notices: Sequence[str] = ()
+    """See :class:`engine.ring.running.expert_runners.LoadedExperts`."""
+
     def __init__(self, files: ModelFiles, held: HeldExperts, width: int, description: str) -> None:
         """``width`` numbers are a token's hidden state."""
         self._files: ModelFiles | None = files
@@ -214,5 +217,5 @@ def load_experts(folder: Path, request: Load, seat: Seat) -> ExpertsOnly:
     width = int(files.config["hidden_size"])
     activation = ACTIVATIONS[files.config.get("hidden_act", "silu")]
     held = HeldExperts(experts, seat, activation, choice, pool, width)
-    description = f"ring (rank {seat.rank} of {seat.nodes}, {seat.mode}, native {choice.name}, cpu)"
+    description = f"ring (node {seat.rank + 1} of {seat.nodes}, {seat.mode}, native {choice.name}, cpu)"
     return ExpertsOnly(files, held, width, description)

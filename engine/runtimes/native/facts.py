@@ -69,4 +69,4 @@ def _executor(files: ModelFiles, choice: KernelChoice, seat: Seat | None) -> str
         return "none (dense)"
     if seat is None:
         return f"native ({choice.name}, cpu)"
-    return f"ring (rank {seat.rank} of {seat.nodes}, {seat.mode}, native {choice.name}, cpu)"
+    return f"ring (node {seat.rank + 1} of {seat.nodes}, {seat.mode}, native {choice.name}, cpu)"

@@ -13,7 +13,7 @@ from torch import nn
 from engine.errors import ModelError
 from engine.experts.executor import Executor
 from engine.experts.gates import FamilyGate, family_gate
-from engine.runtimes.torch.overlap import overlap_shared
+from engine.runtimes.torch.overlap import GatedSharedBlock, asks_early, overlap_shared
 from engine.runtimes.torch.ring_executor import RingExecutor
 
 _LAYER_AND_PLACE = re.compile(r"\.(?:layers|blocks)\.(\d+)\.(.+)\.experts$")
@@ -165,12 +165,20 @@ def replace_experts(model: nn.Module, places: list[ExpertsPlace], executor: Exec
     """Put our modules where ``places`` says; the library's own, never filled with weights, are dropped."""
     for place in places:
         if _scales_input(place.block):
-            parent, _, child = place.block_name.rpartition(".")
-            setattr(model.get_submodule(parent), child, ScaledInputBlock(place.layer, executor, place.block))
-        else:
-            setattr(place.block, "experts", RoutedExperts(place.layer, executor))  # noqa: B010
-            if isinstance(executor, RingExecutor):
+            _put(model, place.block_name, ScaledInputBlock(place.layer, executor, place.block))
+            continue
+        setattr(place.block, "experts", RoutedExperts(place.layer, executor))  # noqa: B010
+        if isinstance(executor, RingExecutor):
+            if asks_early(place.block):
+                _put(model, place.block_name, GatedSharedBlock(place.block, executor))
+            else:
                 overlap_shared(place.block, executor)
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    """``module`` where ``name`` is in ``model``."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
 
 
 def _scales_input(block: nn.Module) -> bool:

@@ -28,6 +28,9 @@ from engine.timing import Recorder
 class TorchExperts:
     """See :class:`engine.ring.running.central.ExpertRunner`. ``width``: numbers of a hidden state."""
 
+    notices: Sequence[str] = ()
+    """See :class:`engine.ring.running.expert_runners.LoadedExperts`."""
+
     def __init__(self, local: LocalExecutor, experts: Experts, width: int, dtype: torch.dtype) -> None:
         self._local: LocalExecutor | None = local
         self._experts = experts

@@ -10,7 +10,7 @@ from torch import distributed
 
 from engine.errors import ModelError
 from engine.exchange.accepting import Links
-from engine.exchange.collective import CollectiveExchange, Gathering
+from engine.exchange.collective import CollectiveExchange, Gathering, made_while_wanted
 from engine.exchange.connecting import connect_wires
 from engine.exchange.epochs import Epoch
 from engine.exchange.exchange import Exchange, PeerLost
@@ -20,7 +20,9 @@ from engine.messages.ring import ExchangeName
 
 SILENCE_S = 120.0
 """Gloo gives a peer up that is silent for so long in an exchange; the beats notice earlier."""
-CONNECT_S = 20.0
+CONNECT_S = 10.0
+"""It connects within milliseconds, as all nodes begin at once. What waits for a node that died is left behind until
+then; see :func:`engine.exchange.collective.made_while_wanted`."""
 STORE_BYTES = 1 << 20
 """What a node tells the others of where it listens is far less."""
 _words = msgspec.msgpack.Decoder(dict[str, bytes])
@@ -126,14 +128,24 @@ def connect_gloo(links: Links, epoch: Epoch) -> Exchange:
         ends = [end for wire in wires.values() for end in (wire.local_address, wire.remote_address)]
         allowed_exchanges("gloo", ends, epoch.trusted, ["gloo"])
         own_address = next((wire.local_address for wire in wires.values()), "127.0.0.1")
-        found = GlooGathering(epoch.rank, len(epoch.members), ToldStore(mesh), own_address)
-        mesh.send([], 0)
-        mesh.receive()
+        found = made_while_wanted(epoch, lambda: _gathering(mesh, own_address), GlooGathering.end)
     except (RuntimeError, msgspec.DecodeError) as error:
         raise ModelError(f"gloo could not connect the nodes: {_first_line(error)}.", kind="network") from error
     finally:
         mesh.close()
     return CollectiveExchange(found)
+
+
+def _gathering(mesh: Mesh, own_address: str) -> GlooGathering:
+    """Together with all others, so that none goes on before every node has connected."""
+    found = GlooGathering(mesh.rank, mesh.size, ToldStore(mesh), own_address)
+    try:
+        mesh.send([], 0)
+        mesh.receive()
+    except BaseException:
+        found.end()
+        raise
+    return found
 
 
 def _first_line(error: BaseException) -> str:

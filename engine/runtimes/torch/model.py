@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 import torch
 from torch import nn
 
@@ -43,7 +44,9 @@ class TorchModel:
         files: ModelFiles,
         executor: Executor | None,
         shared: SharedRoom | None = None,
+        logits: bool = True,
     ) -> None:
+        """``logits`` False: see :class:`engine.runtimes.protocol.RingPlace`."""
         self._module = module
         self._config = config
         self._facts = facts
@@ -54,6 +57,7 @@ class TorchModel:
         self.device = device
         self.executor = executor
         self._shared = shared
+        self._logits = logits
         self.between_layers: Callable[[], None] | None = None
         module.get_output_embeddings().register_forward_pre_hook(compact_input)
 
@@ -111,9 +115,9 @@ class TorchModel:
     def run(self, phase: Phase, tokens: list[list[int]], cache: AnyCache, want_logits: bool) -> Logits | None:
         """One forward pass over ``tokens`` [rows][positions] after what is in ``cache``.
 
-        Returns the logits after the last position, float32 [rows, vocabulary], or None. A pass that raises leaves
-        the cache as it was. Raises ModelError if the experts' files were changed: what was computed from them then is
-        not handed out.
+        Returns the logits after the last position, float32 [rows, vocabulary] ([rows, 0] at a place in a ring that has
+        no use for them), or None. A pass that raises leaves the cache as it was. Raises ModelError if the experts'
+        files were changed: what was computed from them then is not handed out.
         """
         if self._module is None:
             raise ModelError(f"The model {self._facts.name} is closed; load it again.", kind="internal")
@@ -161,10 +165,10 @@ class TorchModel:
                 "past_key_values": cache,
                 "use_cache": True,
             }
-            if not want_logits:
+            if not (want_logits and self._logits):
                 # The head is left out: for a large vocabulary it costs as much as several layers.
                 base_of(self._module)(**inputs)
-                return None
+                return np.empty((len(tokens), 0), np.float32) if want_logits else None
             logits = self._module(**inputs, logits_to_keep=1).logits[:, -1]
             array: Logits = logits.float().cpu().numpy()
             return array

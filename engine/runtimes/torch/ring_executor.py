@@ -54,7 +54,7 @@ class RingExecutor:
     @property
     def description(self) -> str:
         seat = self._seat
-        return f"ring (rank {seat.rank} of {seat.nodes}, {seat.mode}; {self._own.description})"
+        return f"ring (node {seat.rank + 1} of {seat.nodes}, {seat.mode}; {self._own.description})"
 
     @property
     def popularity(self) -> Popularity:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from engine.cpu_threads import threads_of
 from engine.errors import ModelError
 from engine.experts.cuda_device import find_gpu
 from engine.experts.hybrid import HybridExecutor
@@ -52,6 +53,9 @@ class TorchRuntime:
         started = time.perf_counter()
         if request.cpu_threads is not None:
             set_threads(request.cpu_threads)
+        elif ring is not None:
+            # As many as the other nodes were told: the order in which torch adds up depends on it.
+            set_threads(threads_of(request))
         progress("opening the model", 0, 0, "")
         files = open_model(folder)
         config = read_config(folder)
@@ -80,7 +84,8 @@ class TorchRuntime:
             lines += open_cache(executor, room, files, request, top_k, progress)
         load_s = time.perf_counter() - started
         facts = describe(module, config, files, request, device, dtype, executor, held, top_k, load_s, lines)
-        return TorchModel(module, config, facts, recorder, device, files, executor, shared)
+        logits = ring is None or ring.logits
+        return TorchModel(module, config, facts, recorder, device, files, executor, shared, logits)
 
 
 def set_threads(threads: int) -> None:

@@ -24,7 +24,7 @@ from engine.experts.torch_tensors import NAMES
 from engine.free_memory import available_bytes
 from engine.messages import Load
 from engine.models.files import Experts, ModelFiles
-from engine.models.sizes import Sizes, sizes_of
+from engine.models.sizes import sizes_of
 from engine.planning.calibration import Calibration, Processor, estimated
 from engine.planning.hybrid import GPU_RUNTIME_BYTES, Device, Machine, ModelSizes, Wanted, gpu_room, plan, slabs_kept
 from engine.planning.policy import Policy, policy_named
@@ -86,7 +86,7 @@ def find_room(
         return None, []
     sizes = sizes_of(files, NAMES[dtype])
     context = min(sizes.context_limit, request.context_limit or Wanted().context_tokens)
-    needed = _model_sizes(sizes, dtype)
+    needed = sizes.for_planning(bytes_per_weight=dtype.itemsize)
     room = gpu_room(needed, Device(device.name, total, free), context, request.prefill_chunk)
     wanted = request.gpu_expert_bytes
     if room >= (wanted or 0):
@@ -226,17 +226,3 @@ class SharedRoom:
             return executor.resize(slabs * executor.slot_bytes)
         except DeviceLost as error:
             raise ModelError(f"{room.device.name} stopped working ({error}); load the model again.") from error
-
-
-def _model_sizes(sizes: Sizes, dtype: torch.dtype) -> ModelSizes:
-    return ModelSizes(
-        layers=sizes.layers,
-        moe_layers=sizes.moe_layers,
-        experts=sizes.experts,
-        experts_per_token=sizes.experts_per_token,
-        hidden=sizes.hidden,
-        trunk_bytes=sizes.trunk_bytes,
-        expert_bytes=sizes.expert_bytes,
-        key_value_bytes_per_token=sizes.key_value_bytes_per_token,
-        bytes_per_weight=dtype.itemsize,
-    )

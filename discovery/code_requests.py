@@ -1,0 +1,112 @@
+"""A pairing code, asked for by another process of the same account: ``peers code`` and the ``join`` that shows it share
+nothing but the folder that only this account can use.
+
+Whoever can write there can read the private key as well: asking this way opens no door that was closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from discovery.errors import PeersError
+from discovery.storage import write_private
+
+FRESH_S = 10.0
+"""A question older than this was left behind by somebody who waits no longer."""
+_LOOK_S = 0.05
+_MOST_BYTES = 64 * 1024
+_ASKED = "code-asked.json"
+_TAKEN = "code-taken.json"
+_SHOWN = "code-shown.json"
+
+_Kind = TypeVar("_Kind", bound=msgspec.Struct)
+
+
+class _Asked(msgspec.Struct, frozen=True):
+    nonce: str
+    at: float
+
+
+class ShownCode(msgspec.Struct, frozen=True, kw_only=True):
+    """What is answered: the ``code`` that can be typed now, for how long and how often, and where."""
+
+    nonce: str
+    code: str
+    seconds: int
+    tries: int
+    name: str
+    listening: list[str]
+
+
+class CodeRequests:
+    """The side that shows codes. For one thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._answered = False
+
+    def take(self) -> str | None:
+        """The question that waits, if one does: it is answered once, by one process."""
+        asked = self._folder / _ASKED
+        if not asked.exists():
+            return None
+        taken = self._folder / _TAKEN
+        try:
+            asked.replace(taken)
+            question = _read(taken, _Asked)
+            taken.unlink(missing_ok=True)
+        except OSError:  # another process was faster
+            return None
+        fresh = question is not None and abs(time.time() - question.at) <= FRESH_S
+        return question.nonce if question is not None and fresh else None
+
+    def answer(self, shown: ShownCode) -> None:
+        """Nobody is told if the folder cannot be written: the code is shown on this side all the same."""
+        with contextlib.suppress(OSError):
+            write_private(self._folder / _SHOWN, msgspec.json.encode(shown))
+            self._answered = True
+
+    def tidy(self) -> None:
+        """The code is over: an answer that nobody fetched must not stay."""
+        if self._answered:
+            self._answered = False
+            with contextlib.suppress(OSError):
+                (self._folder / _SHOWN).unlink(missing_ok=True)
+
+
+def ask_for_code(folder: Path, seconds: float = FRESH_S / 2) -> ShownCode | None:
+    """Have the process that lends this machine show a new code; None if none answers within ``seconds``.
+
+    Raises PeersError if ``folder`` cannot be written.
+    """
+    question = _Asked(secrets.token_hex(16), time.time())
+    try:
+        write_private(folder / _ASKED, msgspec.json.encode(question))
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            found = _read(folder / _SHOWN, ShownCode)
+            if found is not None and found.nonce == question.nonce:
+                (folder / _SHOWN).unlink(missing_ok=True)
+                return found
+            time.sleep(_LOOK_S)
+        (folder / _ASKED).unlink(missing_ok=True)
+    except OSError as error:
+        raise PeersError(
+            f"No code can be asked for in {folder} ({error.strerror or error}): make the folder writable."
+        ) from error
+    return None
+
+
+def _read(path: Path, kind: type[_Kind]) -> _Kind | None:
+    """None if it is not there, or holds something else."""
+    try:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(_MOST_BYTES), type=kind)
+    except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError):
+        return None

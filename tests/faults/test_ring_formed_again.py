@@ -1,0 +1,192 @@
+"""A ring that is formed again while a person waits: what is said when, Esc meanwhile, and who is not waited for."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from ring_faults import NOISE_S, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring, eventually
+from tiny_models import write_tiny_model
+
+from engine.messages import AnyEvent, Cancel, Finished, Notice, Piece, Progress, RingChanged
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+CANCELLED_S = 0.5
+STAGES = ["measuring the links", "comparing weights", "sending weights", "connecting", "opening the model"]
+LARGE = {"num_local_experts": 8, "hidden_size": 576, "intermediate_size": 2048, "num_hidden_layers": 4}
+"""Its weights take seconds to send."""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "larger", "mixtral", **LARGE, eos_token_id=None)
+
+
+@pytest.fixture(scope="module")
+def alone(large: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
+    oracle = Oracle(tmp_path_factory.mktemp("alone") / "home", large)
+    yield oracle
+    oracle.engine.close()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Ring]:
+    with Ring(1) as ring:
+        yield ring
+
+
+def told_of(ring: Ring, asked: int, since: int) -> list[AnyEvent]:
+    """What the screen heard of a question, and the notices meanwhile."""
+    return [event for event in ring.engine.events[since:] if event.id == asked or isinstance(event, Notice)]
+
+
+def reached(ring: Ring, asked: int, stage: str) -> None:
+    found = ring.engine.wait(
+        lambda event: (
+            event.id == asked
+            and (isinstance(event, Finished) or (isinstance(event, Progress) and event.stage.startswith(stage)))
+        ),
+        60,
+    )
+    assert isinstance(found, Progress), f"nothing was said of {stage}: {found}"
+
+
+def stopped(ring: Ring, asked: int) -> Finished:
+    """Esc is pressed; the answer ends in time."""
+    began = time.monotonic()
+    ring.engine.send(Cancel(id=ring.engine.new_id(), target=asked))
+    found = ring.finished(asked)
+    assert time.monotonic() - began < CANCELLED_S + NOISE_S
+    assert found.finish_reason == "cancelled"
+    return found
+
+
+def lose(ring: Ring, gone: Machine) -> None:
+    """It dies and its disk is emptied; the ring goes on without it."""
+    gone.kill()
+    shutil.rmtree(gone.home / "models")
+    (gone.home / "models").mkdir()
+    eventually(lambda: ring.state_of(gone) in ("lost", "paired"))
+    assert len(ring.answer(4).token_ids) == 4
+    eventually(lambda: ring.state_of(gone) == "paired")
+
+
+def returns(ring: Ring, gone: Machine) -> None:
+    gone.start(lend=True)
+    eventually(lambda: ring.state_of(gone) == "ready")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stopped_while_a_machine_is_taken_back(two: Ring, large: Path, alone: Oracle, stage: str) -> None:
+    """The next question does not wait for it again: the machine is taken back when it comes anew."""
+    if "ring" not in two.states().values():
+        two.load(large)
+    gone = two.followers[0]
+    lose(two, gone)
+    returns(two, gone)
+    asked = two.ask(8)
+    reached(two, asked, stage)
+    found = stopped(two, asked)
+    assert found.token_ids == []
+    since = two.mark()
+    asked = two.ask(8)
+    assert two.finished(asked).token_ids == alone(8).token_ids
+    assert not any(isinstance(event, Progress) and "sending" in event.stage for event in told_of(two, asked, since))
+    assert any("this machine alone" in text for text in two.notices(since))
+    assert two.state_of(gone) == "ready"
+    lose(two, gone)
+    returns(two, gone)
+    since = two.mark()
+    assert two.answer(8, OTHER_PROMPT).token_ids == alone(8, OTHER_PROMPT).token_ids
+    assert f"{gone.name} came back; going on with 2 machines." in two.notices(since)
+    eventually(lambda: two.state_of(gone) == "ring")
+
+
+def test_stopped_while_the_others_take_over(large: Path, alone: Oracle) -> None:
+    """In the middle of an answer: what was written stays, and the next question forms the ring."""
+    with Ring(2) as ring:
+        ring.load(large)
+        gone, left = ring.followers
+        since = ring.mark()
+        asked = ring.ask(400)
+        ring.until_tokens(asked, 10)
+        gone.kill()
+        reached(ring, asked, "sending weights")
+        found = stopped(ring, asked)
+        assert len(found.token_ids) >= 10
+        assert found.token_ids == alone(400).token_ids[: len(found.token_ids)]
+        assert ring.answer(8, OTHER_PROMPT).token_ids == alone(8, OTHER_PROMPT).token_ids
+        said = [text for text in ring.notices(since) if gone.name in text or "oing on with" in text]
+        assert len(said) == 2, said
+        assert said[0].startswith(f"Lost {gone.name}: ")
+        assert said[1] == "Going on with 2 machines."
+        eventually(lambda: ring.state_of(left) == "ring")
+
+
+def test_a_loss_is_told_before_the_ring_is_formed_again(large: Path, alone: Oracle) -> None:
+    with Ring(2) as ring:
+        ring.load(large)
+        gone = ring.followers[0]
+        since = ring.mark()
+        asked = ring.ask(60)
+        ring.until_tokens(asked, 10)
+        gone.kill()
+        assert ring.finished(asked).token_ids == alone(60).token_ids
+        order = [
+            "progress" if isinstance(event, Progress) else event.text.split()[0]
+            for event in told_of(ring, asked, since)
+            if isinstance(event, (Progress, Notice))
+        ]
+        assert order[0] == "Lost" and order[-1] == "Going" and set(order[1:-1]) == {"progress"}, order
+        kinds = [type(event) for event in ring.engine.events[since:] if isinstance(event, (Piece, RingChanged))]
+        assert kinds[0] is Piece
+        assert Piece in kinds[kinds.index(RingChanged) :]
+
+
+def test_a_machine_that_has_nothing_is_not_waited_for(large: Path, alone: Oracle, tmp_path: Path) -> None:
+    with Ring(1) as ring:
+        ring.load(large)
+        new = Machine(tmp_path / "new", "newcomer")
+        try:
+            ring.head.trust(new)
+            new.trust(ring.head)
+            new.start(lend=True, peers=[ring.head.address])
+            eventually(lambda: ring.state_of(new) == "ready")
+            since = ring.mark()
+            for prompt in (PROMPT, OTHER_PROMPT):
+                assert ring.answer(8, prompt).token_ids == alone(8, prompt).token_ids
+            assert len([text for text in ring.notices(since) if "newcomer is there now" in text]) == 1
+            assert len(ring.notices(since)) == 1
+            assert ring.state_of(new) == "ready"
+            # A loss is no reason to wait for it either.
+            ring.followers[0].kill()
+            since = ring.mark()
+            assert ring.answer(8).token_ids == alone(8).token_ids
+            assert any("this machine alone" in text for text in ring.notices(since))
+            # Formed by the person, it is in it, and from then on it is taken back when it returns.
+            loaded = ring.load(large)
+            assert loaded.facts.ring is not None
+            assert [node.name for node in loaded.facts.ring.nodes] == ["head", "newcomer"]
+            assert ring.answer(8, OTHER_PROMPT).token_ids == alone(8, OTHER_PROMPT).token_ids
+        finally:
+            new.close()
+
+
+def test_a_machine_that_has_its_share_joins(large: Path, alone: Oracle) -> None:
+    """It was given its share before this conversation began, and appears in the middle of it."""
+    with Ring(1) as ring:
+        ring.load(large)
+        late = ring.followers[0]
+        late.engine.close()
+        eventually(lambda: ring.state_of(late) in ("lost", "paired"))
+        ring.load(large)
+        assert ring.answer(4).token_ids == alone(4).token_ids
+        returns(ring, late)
+        since = ring.mark()
+        assert ring.answer(8, OTHER_PROMPT).token_ids == alone(8, OTHER_PROMPT).token_ids
+        assert ring.notices(since) == ["node 1 joined; going on with 2 machines."]
+        eventually(lambda: ring.state_of(late) == "ring")

@@ -1,0 +1,122 @@
+"""A node that dies while other libraries make their group: nobody waits for it longer than for any other loss."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from ring_faults import EXACT, NOISE_S, OTHER_PROMPT, Oracle, Ring, eventually, write_model
+
+from engine.messages import Failed, Load, Loaded, Progress
+from engine.messages.ring import ExchangeName
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+DIES = {
+    "gloo": """
+# It has told the others where it listens, and dies or stops before they connect.
+import os, signal
+from engine.runtimes.torch import gloo
+_all = gloo.ToldStore._all
+def told(self, keys):
+    _all(self, keys)
+    os.kill(os.getpid(), signal.{number})
+gloo.ToldStore._all = told
+""",
+    "mlx": """
+import os, signal
+from engine.runtimes.mlx import group
+def dies(*_):
+    os.kill(os.getpid(), signal.{number})
+group._made = dies
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
+    oracle = Oracle(tmp_path_factory.mktemp("alone") / "home", model)
+    yield oracle
+    oracle.engine.close()
+
+
+@pytest.mark.parametrize("exchange", ["gloo", "mlx"])
+@pytest.mark.parametrize(("number", "allowed"), [("SIGKILL", 2.0), ("SIGSTOP", 3.0)], ids=["killed", "stopped"])
+def test_lost_while_a_group_is_made(
+    model: Path, alone: Oracle, exchange: ExchangeName, number: str, allowed: float
+) -> None:
+    if find_spec({"gloo": "torch", "mlx": "mlx"}[exchange]) is None:
+        pytest.skip(f"{exchange} cannot run here")
+    with Ring(2, codes={1: DIES[exchange].format(number=number)}) as ring:
+        gone = ring.followers[0]
+        choice = replace(EXACT, exchange=exchange, trusted=["127.0.0.0/8"])
+        request = Load(id=ring.engine.new_id(), model=str(model), partitioning="ring", ring=choice)
+        ring.engine.send(request)
+        if number == "SIGKILL":
+            eventually(lambda: gone.engine.process.poll() is not None)
+        else:
+            ring.engine.wait(lambda event: isinstance(event, Progress) and event.stage.startswith("connecting"), 60)
+        began = time.monotonic()
+        # Measuring begins anew as soon as it is noticed that this one is gone.
+        since = ring.mark()
+        ring.engine.wait(
+            lambda event: (
+                isinstance(event, (Loaded, Failed)) or (isinstance(event, Progress) and "measuring" in event.stage)
+            ),
+            30,
+            since,
+        )
+        took = time.monotonic() - began
+        loaded = ring.engine.wait(lambda event: isinstance(event, (Loaded, Failed)) and event.id == request.id, 60)
+        assert isinstance(loaded, Loaded), loaded
+        assert loaded.facts.ring is not None
+        assert gone.identity.node_id not in [node.node_id for node in loaded.facts.ring.nodes]
+        assert len(loaded.facts.ring.nodes) == 2
+        assert ring.answer(24, OTHER_PROMPT).token_ids == alone(24, OTHER_PROMPT).token_ids
+        assert took < allowed + 2 * NOISE_S
+
+
+STUCK = """
+import mlx.core as mx
+from engine.runtimes.mlx import group
+group.STUCK_S = 0.5
+with group._ended_if_stuck():
+    mx.distributed.init(strict=True, backend="ring")
+print("made")
+"""
+
+
+def test_a_process_that_mlx_holds_ends(tmp_path: Path) -> None:
+    """A node that died in the very moment in which all connect: mlx waits for it for ever, and nothing else runs."""
+    pytest.importorskip("mlx.core")
+    with socket.socket() as mine, socket.socket() as dead:
+        mine.bind(("127.0.0.1", 0))
+        dead.bind(("127.0.0.1", 0))
+        ports = [mine.getsockname()[1], dead.getsockname()[1]]
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+    run = subprocess.run(
+        [sys.executable, "-c", STUCK],
+        env=os.environ | {"MLX_RANK": "0", "MLX_HOSTFILE": str(hosts)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert "made" not in run.stdout
+    assert "Timeout" in run.stderr

@@ -1,0 +1,48 @@
+"""A follower whose person lends less memory than is free holds what fits there, and the answer is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+from ring_faults import EXACT, Ring
+from tiny_models import write_tiny_model
+
+from engine.models.share_files import read_share
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+LENT = 60_000_000
+
+
+def test_less_memory_is_lent_than_is_free(tmp_path: Path) -> None:
+    """Of 32 experts of 4.9 MB the follower would hold half."""
+    folder = write_tiny_model(
+        tmp_path / "larger",
+        "mixtral",
+        num_local_experts=8,
+        hidden_size=288,
+        intermediate_size=1408,
+        num_hidden_layers=4,
+        eos_token_id=None,
+    )
+    choice = replace(EXACT, overlap=False)
+    with Ring(1) as ring:
+        freely = ring.load(folder, choice).facts.ring
+        assert freely is not None
+        assert freely.nodes[1].experts == 16
+        answer = ring.answer(8).token_ids
+    with Ring(1, terms={1: {"lend_memory": LENT, "keep_resident": False, "lock_memory": True}}) as ring:
+        bound = ring.load(folder, choice).facts.ring
+        assert bound is not None
+        head, node = bound.nodes
+        assert node.memory_free == LENT
+        assert 0 < node.experts < 16 and head.experts + node.experts == 32
+        assert node.expert_bytes + node.trunk_bytes < LENT
+        (share,) = [path for path in (ring.followers[0].home / "models").iterdir() if path.name.endswith("share")]
+        assert sum(map(len, read_share(share).experts.values())) == node.experts
+        assert ring.answer(8).token_ids == answer
+        state = ring.engine.state()
+        assert state is not None
+        assert [peer.memory_free for peer in state.peers] == [LENT]

@@ -1,0 +1,42 @@
+"""One conversation with everything that can happen to rows of tokens, on one machine or on all nodes of a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from memory_exchange import must_succeed, on_all_ranks
+
+from engine.runtimes.protocol import LoadedModel, Logits
+
+
+def conversation(model: LoadedModel) -> list[Logits]:
+    """A prefill in chunks, steps, beams that are reordered, the winner's row, and one that was cut back: all logits."""
+    tokens = np.random.default_rng(0).integers(3, model.facts.vocabulary, 45).tolist()
+    rows = model.start()
+    assert rows.extend(tokens[:30], want_logits=False) is None
+    found = [rows.extend(tokens[30:])]
+    for token in (5, 9, 17):
+        found.append(rows.step([token]))
+    beams = rows.fan_out(3)
+    found.append(beams.step([4, 5, 6]))
+    beams.reorder([1, 1, 0])
+    found.append(beams.step([7, 8, 9]))
+    found.append(beams.take_row(2).step([10]))
+    if rows.can_truncate:
+        rows.truncate(20)
+        found.append(rows.extend(tokens[5:12]))
+    return [each for each in found if each is not None]
+
+
+def all_conversations(models: Sequence[LoadedModel]) -> list[list[Logits]]:
+    """The conversation on all nodes at once."""
+    return must_succeed(on_all_ranks(lambda rank: conversation(models[rank]), len(models)))
+
+
+def assert_same(ring: list[list[Logits]], alone: list[Logits]) -> None:
+    """Every node of the ring had the logits of one machine, to the bit."""
+    for found in ring:
+        assert len(found) == len(alone)
+        for ours, expected in zip(found, alone, strict=True):
+            assert np.array_equal(ours, expected)
