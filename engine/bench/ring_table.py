@@ -12,7 +12,7 @@ from engine.messages import Bench, BenchResult
 from engine.planning.ring_speed import PassTime, compare
 
 MEASURED = ("tokens/s", "ms/token", "MoE", "communication", "other")
-COLUMNS = ("model", "method", "nodes", *MEASURED, "planned", "predicted", "error")
+COLUMNS = ("model", "method", "nodes", *MEASURED, "planned", "predicted", "error", "within 25 %")
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ def result_of(request: Bench, threads: int, bound: bool, cores: int, steps: int,
         "(one, in parts), its experts, framing and all else apart, and from the exchange as measured once all nodes "
         "were joined; its error is of the time of a token.",
         "naive and P-L_B are central, P-L_R-D is decentralised (paper on Apple Silicon, tables 3 and 4).",
+        *_within(rows),
     ]
     names = list(dict.fromkeys(row.model for row in rows))
     return BenchResult(
@@ -76,7 +77,7 @@ def result_of(request: Bench, threads: int, bound: bool, cores: int, steps: int,
 
 def _cells(row: Row) -> list[str | int | float | None]:
     took = row.measured
-    error = compare(row.predicted, took).error if row.predicted is not None else None
+    compared = compare(row.predicted, took) if row.predicted is not None else None
     return [
         row.model,
         row.method,
@@ -88,8 +89,19 @@ def _cells(row: Row) -> list[str | int | float | None]:
         figure(took.other_s * 1e3),
         figure(row.planned.tokens_per_s) if row.planned is not None else None,
         figure(row.predicted.tokens_per_s) if row.predicted is not None else None,
-        f"{error * 100:+.0f} %" if error is not None else None,
+        f"{compared.error * 100:+.0f} %" if compared is not None else None,
+        ("yes" if compared.within else "no") if compared is not None else None,
     ]
+
+
+def _within(rows: Sequence[Row]) -> list[str]:
+    """A line that counts the predictions that came true; none without any."""
+    counted = []
+    for name in ("planned", "predicted"):
+        pairs = [(time, row.measured) for row in rows if (time := getattr(row, name)) is not None]
+        if pairs:
+            counted.append(f"{name} {sum(compare(*pair).within for pair in pairs)} of {len(pairs)}")
+    return [f"Predictions within 25 % of the measured time of a token: {', '.join(counted)}."] if counted else []
 
 
 def _figures(row: Row) -> dict[str, Any]:

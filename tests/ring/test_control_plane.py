@@ -28,7 +28,7 @@ from engine.ring.control.beats import BUSY_S, LOST_S, REFUSED_S, silence_allowed
 from engine.ring.control.client import Unreachable
 from engine.ring.control.control_messages import LENDING, SERVICE, EndEpoch, EpochMember, EpochSpec, Greeting, NodeLoad
 from engine.ring.control.lending import Lender
-from engine.ring.control.node import Node
+from engine.ring.control.node import Lent, Node
 from engine.ring.control.server import ControlServer, Credentials, Method
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
@@ -305,6 +305,24 @@ def test_silence_allowed() -> None:
     assert silence_allowed(refused=True, patient=False) == REFUSED_S < LOST_S
     assert silence_allowed(refused=True, patient=True) == REFUSED_S
     assert silence_allowed(refused=False, patient=True) == BUSY_S
+
+
+def test_telling_is_waited_for(pair: Nodes) -> None:
+    """When it returns the other machine has heard it, whatever it heard before."""
+    eventually(pair.ready)
+    first, second = pair.nodes
+    stages = [f"stage {number}" for number in range(20)]
+    heard = []
+    for stage in stages:
+        first.lent = lambda said=stage: Lent(stage=said)  # type: ignore[misc]
+        first.table.beat_now(20.0)
+        view = second.table.view(first.identity.node_id)
+        heard.append("" if view is None or view.load is None else view.load.stage)
+    # An answer to the other machine's own beat may be on its way from before.
+    assert sum(one == two for one, two in zip(heard, stages, strict=True)) >= 15
+    second.close()
+    eventually(lambda: all(one.client is None for one in first.table.views()))
+    first.table.beat_now(20.0)  # nobody is there to be waited for
 
 
 def test_machine_that_closes_is_noticed_and_comes_back(tmp_path: Path, pair: Nodes) -> None:

@@ -29,6 +29,8 @@ BUSY_S = 20.0
 """While its process loads a model: importing libraries can keep it from answering."""
 FORMING = "forming"
 """The stage of a head that forms: it may be silent for longer."""
+TOLD_S = 0.5
+"""The others hear within so long that it is formed, or else by a later beat."""
 BEAT_TIMEOUT_S = 1.5
 HELLO_TIMEOUT_S = 2.0
 RETRY_S = 1.0
@@ -105,6 +107,8 @@ class PeerWatch:
         self._theirs: NodeLoad | None = None
         self._heard = -1e9
         self._answered = -1e9
+        self._told = -1e9
+        """When it was last told how this machine was."""
         self._refused = False
         self._was_alive = False
         self._problem = ""
@@ -142,9 +146,16 @@ class PeerWatch:
         if client is None:
             self._poke.set()
 
-    def beat_now(self) -> None:
-        """Tell it at once how this machine is."""
+    def beat_now(self) -> float:
+        """Tell it at once how this machine is. See :meth:`told_since` for what is returned."""
+        now = self._clock()
         self._poke.set()
+        return now
+
+    def told_since(self, moment: float) -> bool:
+        """Whether it was told how this machine is at ``moment`` or later, or cannot be told."""
+        with self._lock:
+            return self._client is None or self._told >= moment
 
     def view(self) -> PeerView:
         with self._lock:
@@ -201,6 +212,7 @@ class PeerWatch:
         return seconds if left <= 0 else min(seconds, left + SOON_S)
 
     def _beat(self, client: PeerClient) -> None:
+        now = self._clock()
         try:
             theirs = client.call("Beat", self._load(), NodeLoad, BEAT_TIMEOUT_S)
         except (Unreachable, ModelError, PeerLost) as error:
@@ -211,6 +223,7 @@ class PeerWatch:
             news = self._theirs is None or _shown(theirs) != _shown(self._theirs)
             self._heard, self._theirs, self._refused = self._clock(), theirs, False
             self._answered = self._heard
+            self._told = now
         if again:
             # Another process answers at the same place: it has to be greeted anew.
             self._drop(client, refused=False)

@@ -23,7 +23,7 @@ from engine.planning.placement import Placement
 from engine.planning.ring_plan import RingDecision
 from engine.progress import ProgressCallback
 from engine.ring.control.asking import NodeRefused, ask, connected_or_refused, most_likely, stopped_by
-from engine.ring.control.beats import FORMING, patience
+from engine.ring.control.beats import FORMING, TOLD_S, patience
 from engine.ring.control.client import Calls, Unreachable
 from engine.ring.control.control_messages import Connected, EpochMember, EpochSpec
 from engine.ring.control.epoch_links import EpochLinks, connect_epoch, epoch_of
@@ -106,8 +106,6 @@ class RingFormer:
         self._formed: FormedRing | None = None
         self._considered: dict[str, str] = {}
         """Who was there when it was last formed, and those that were looked at since: node ids, and their processes."""
-        self._refusals: dict[str, str] = {}
-        """Machines that refused, and their processes then."""
         self._regulars = Regulars(folder, surveyor)
         self._chosen: ExchangeName | None = None
         self._said: set[str] = set()
@@ -136,7 +134,7 @@ class RingFormer:
         finally:
             # The others must not go on being patient with a head that is stopped from now on.
             self._node.lent = Lent
-            self._node.table.beat_now()
+            self._node.table.beat_now(TOLD_S)
         return self._formed
 
     def changed(self, progress: ProgressCallback, say: Callable[[str], None]) -> bool:
@@ -204,21 +202,13 @@ class RingFormer:
             except NodeRefused as refused:
                 # Whoever is left may do without it; if not, the plan says what is missing.
                 notices.append(f"{self._node.table.name_of(refused.node_id)} is left out of the ring: {refused}")
-                if refused.gone or self._is_first_refusal(refused.node_id):
+                process = self._considered.get(refused.node_id, "")
+                if refused.gone or self._regulars.may_refuse(refused.node_id, process):
                     self._considered.pop(refused.node_id, None)
-                if refused.gone:
-                    if self._formed is not None:
-                        # That it is lost is said in a line of its own.
-                        gone.add(notices[-1])
+                if refused.gone and self._formed is not None:
+                    # That it is lost is said in a line of its own.
+                    gone.add(notices[-1])
                 there = [one for one in there if one.node_id != refused.node_id]
-
-    def _is_first_refusal(self, node_id: str) -> bool:
-        """A reason may pass (it was still busy with the ring before): the next question tries the same process once
-        more, and then no longer, as every try takes a forming."""
-        process = self._considered.get(node_id, "")
-        first = self._refusals.get(node_id) != process
-        self._refusals[node_id] = process
-        return first
 
     def _form_with(self, there: Sequence[Candidate], notices: list[str], progress: ProgressCallback) -> FormedRing:
         # An answer waits where a machine was lost.

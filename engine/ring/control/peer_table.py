@@ -23,6 +23,7 @@ from engine.ring.control.control_messages import MOST_ADDRESSES, Greeting, NodeL
 from engine.ring.control.server import Caller, Credentials
 
 JOIN_S = 2.0
+TOLD_POLL_S = 0.005
 MOST_PROCESSES = 1024
 COPY_S = 600.0
 """That an identity was copied is said for so long after it was noticed."""
@@ -175,12 +176,14 @@ class PeerTable:
         if watch is not None:
             watch.heard_from()
 
-    def beat_now(self) -> None:
-        """Tell everybody at once how this machine is."""
+    def beat_now(self, within: float = 0.0) -> None:
+        """Tell everybody at once how this machine is; wait up to ``within`` seconds until they have heard it."""
         with self._lock:
             watches = list(self._watches.values())
-        for watch in watches:
-            watch.beat_now()
+        asked = [(watch, watch.beat_now()) for watch in watches]
+        end = time.monotonic() + within
+        while time.monotonic() < end and not all(watch.told_since(moment) for watch, moment in asked):
+            time.sleep(TOLD_POLL_S)
 
     def view(self, node_id: str) -> PeerView | None:
         with self._lock:

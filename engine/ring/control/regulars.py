@@ -29,6 +29,7 @@ class Regulars:
         self._apart: set[tuple[str, str]] = set()
         """Node ids, and the processes that they were then: one that is started anew is looked at again."""
         self._said: set[str] = set()
+        self._refused: dict[str, str] = {}
 
     def put_off(self, nodes: Iterable[tuple[str, str]]) -> None:
         """The person did not want to wait for these (node ids, processes) to be taken in: they are none of the regulars
@@ -57,6 +58,13 @@ class Regulars:
                 self._apart.add(_key(one))
             (regular if has_share else others).append(one)
         return regular, others
+
+    def may_refuse(self, node_id: str, process: str) -> bool:
+        """It refused: whether the next question is to try it again. Once, as the reason may pass (it was busy with the
+        ring before), and then no longer, as every try takes a forming."""
+        first = self._refused.get(node_id) != process
+        self._refused[node_id] = process
+        return first
 
     def lines(self, others: Sequence[Candidate]) -> list[str]:
         """A line for each of ``others`` that was looked at, once."""
