@@ -121,6 +121,8 @@ def bench_ring(
         own = shared_out(cores, counts[-1])
         # The same in every row: what is compared is nodes, not threads.
         threads = request.load.cpu_threads or max(1, physical_cores() // counts[-1])
+        # What several processes do at once is measured before this one is bound to a part of the cores.
+        benches = [_Bench(request, name, folder, threads, report, cancelled) for name, folder in models]
         rows: list[Row] = []
         with (
             bound(own[0] if own else ()),
@@ -131,9 +133,8 @@ def bench_ring(
                 network.answer(OpenNetwork(id=0, name="head", listen="127.0.0.1:0", peers=ring.addresses))
                 ids = [identity.node_id for identity in ring.identities[1:]]
                 _until_there(network, len(ids), cancelled)
-                for name, folder in models:
-                    bench = _Bench(request, name, folder, threads, network, report, cancelled)
-                    rows += bench.rows(ids, counts)
+                for bench in benches:
+                    rows += bench.rows(network, ids, counts)
             finally:
                 network.close()
     return result_of(request, threads, bool(own), len(cores) or physical_cores(), STEPS, rows)
@@ -150,7 +151,7 @@ def _until_there(network: Network, count: int, cancelled: Callable[[], bool]) ->
 
 
 class _Bench:
-    """Measures one model. ``network``: the head's, to which the other nodes' processes are known."""
+    """Measures one model."""
 
     def __init__(
         self,
@@ -158,7 +159,6 @@ class _Bench:
         name: str,
         folder: Path,
         threads: int,
-        network: Network,
         report: ProgressCallback,
         cancelled: Callable[[], bool],
     ) -> None:
@@ -166,7 +166,6 @@ class _Bench:
         self._name = name
         self._folder = folder
         self._threads = threads
-        self._network = network
         self._report = report
         self._cancelled = cancelled
         as_node = alone(msgspec.structs.replace(request.load, model=name, partitioning="ring"))
@@ -181,8 +180,9 @@ class _Bench:
         report("measuring experts", 0, 0, "")
         self._at_once = 1.0 if shape is None else experts_at_once(shape, threads, max(1, physical_cores() // threads))
 
-    def rows(self, ids: Sequence[str], counts: Sequence[int]) -> list[Row]:
-        """Every method and number of nodes, in the order of the table. ``ids`` of the other nodes."""
+    def rows(self, network: Network, ids: Sequence[str], counts: Sequence[int]) -> list[Row]:
+        """Every method and number of nodes, in the order of the table. ``network``: the head's, to which the other
+        nodes' processes are known; ``ids``: theirs."""
         plan = [
             Samples(None, 1),
             Samples(None, 1, in_parts=True),
@@ -198,7 +198,7 @@ class _Bench:
                 if samples.method is None:
                     self._by_itself(samples, rounds)
                 else:
-                    self._together(samples, samples.method, ids[: samples.nodes - 1], rounds)
+                    self._together(network, samples, samples.method, ids[: samples.nodes - 1], rounds)
         in_parts = plan[1].median()
         return [self._row(samples, in_parts) for samples in plan]
 
@@ -239,8 +239,10 @@ class _Bench:
         finally:
             model.close()
 
-    def _together(self, samples: Samples, method: Method, followers: Sequence[str], rounds: int) -> None:
-        model, former = self._formed(method, followers)
+    def _together(
+        self, network: Network, samples: Samples, method: Method, followers: Sequence[str], rounds: int
+    ) -> None:
+        model, former = self._formed(network, method, followers)
         try:
             samples.parts += self._measured(model, rounds)
             samples.ring = model.facts.ring
@@ -249,7 +251,7 @@ class _Bench:
         finally:
             model.close()
 
-    def _formed(self, method: Method, followers: Sequence[str]) -> tuple[RingModel, RingFormer]:
+    def _formed(self, network: Network, method: Method, followers: Sequence[str]) -> tuple[RingModel, RingFormer]:
         """A ring of all these nodes. Raises ModelError if one of them is left out again and again."""
         choice = RingChoice(
             nodes=list(followers),
@@ -263,8 +265,8 @@ class _Bench:
         trial = Trial(method.one_by_one, self._threads, self._at_once)
         said = ""
         for _ in range(TRIES):
-            node = self._network.node
-            surveyor = self._network.surveyor(node.identity.node_id, self._folder, load)
+            node = network.node
+            surveyor = network.surveyor(node.identity.node_id, self._folder, load)
             former = RingFormer(node, self._name, self._folder, self._runtime, load, surveyor, trial)
             model = RingModel(self._name, former, self._report)
             ring = model.facts.ring

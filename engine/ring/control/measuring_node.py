@@ -51,6 +51,7 @@ SETTINGS_BYTES = 32 << 20
 """On the disk, for what a share has beside the weights: the tokenizer, headers."""
 _OF_WHOLE_BLOCKS = 0.98
 """Experts begin and end within blocks of the disk, which they take whole."""
+AT_ONCE_ROUNDS = 7
 AT_ONCE_S = 0.15
 """For each of the rounds in which experts of several processes are measured."""
 _WIDTH = {"BF16": 2, "F16": 2, "F32": 4}
@@ -240,14 +241,15 @@ def experts_at_once(shape: ExpertShape, threads: int, processes: int) -> float:
         pools = [Pool(threads) for _ in range(processes)]
         layers = [LayerExperts(weights, count, Gate("silu"), choice) for _ in range(processes)]
         rounds: list[float] = []
-        for _ in range(3):
+        for _ in range(1 + AT_ONCE_ROUNDS):
             alone = rate(0, pools[0], layers[0], threading.Barrier(1))
             all_of_them = threading.Barrier(processes)
             found = several.map(rate, range(processes), pools, layers, [all_of_them] * processes)
             rounds.append(sum(found) / alone)
         for pool in pools:
             pool.close()
-    return max(1.0, min(float(processes), statistics.median(rounds)))
+    # In the first one the processor and its tables of pages were still cold.
+    return max(1.0, min(float(processes), statistics.median(rounds[1:])))
 
 
 def _one(layer: LayerExperts, pool: Pool, tokens: int, expert: int) -> float:
