@@ -43,7 +43,7 @@ def engine_of(started: psutil.Process) -> psutil.Process | None:
 def start(kind: str, model: Path, folder: Path, mark: str) -> subprocess.Popen[bytes]:
     temporary = folder / "temporary"
     temporary.mkdir(parents=True, exist_ok=True)
-    arguments = ["bench", kind, *([str(model)] if kind == "ring" else []), "--rounds", "5", "--nodes", "2"]
+    arguments = ["bench", kind, *([str(model)] if kind == "ring" else []), "--rounds", "500", "--nodes", "2"]
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "app.cli", *arguments],
         env={

@@ -51,7 +51,8 @@ def answer(model: LoadedModel) -> list[Logits | None]:
 
 
 def compare(folder: Path, runtime: str, placement: Placement, tmp_path: Path, dtype: str = "auto") -> None:
-    request = Load(id=1, model=folder.name, dtype=dtype, runtime=runtime)
+    # The order in which torch adds up depends on the number of threads.
+    request = Load(id=1, model=folder.name, dtype=dtype, runtime=runtime, cpu_threads=1)
     alone = answer(runtime_named(runtime).load(folder, request, quiet))
     made = places(placement)
     folders = [folder, *(share_of(folder, placement, rank, tmp_path) for rank in range(1, placement.nodes))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +76,8 @@ class Following:
             self._thread.join(JOIN_S)
         if not self._thread.is_alive():
             self._work.close()
+        # What refers to itself would keep the files mapped, and their memory, until it happens to be collected.
+        gc.collect()
 
     def _run(self) -> None:
         try:

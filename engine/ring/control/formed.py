@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -94,6 +95,8 @@ class FormedRing:
         gone = [self.nodes[rank] for rank in self._lost.ranks] if self._lost is not None else []
         self._table.set_ring([], gone)
         self.model.close()
+        # What refers to itself would keep the files mapped, and their memory, until it happens to be collected.
+        gc.collect()
 
     def tell_over(self) -> None:
         """Tell the others that it is over, as this machine's network closes: they need not take it for a loss."""

@@ -12,6 +12,7 @@ from functools import partial
 from discovery.addresses import shown_address
 from discovery.errors import DiscoveryError
 from discovery.identity import Identity, fingerprint_words, short
+from discovery.names import plain_text
 from discovery.peers import Peer, PeersFile
 from discovery.tls import TLS_NAME, grpc_material
 from engine.errors import ModelError
@@ -351,7 +352,7 @@ class PeerTable:
             memory_free=load.memory_free if load else 0,
             runtime=load.runtime if load else "",
             version=view.greeting.version if view.greeting else "",
-            lent_to=names.get(load.head) or short(load.head) if load and state == "busy" else "",
+            lent_to=names.get(load.head) or plain_text(short(load.head)) if load and state == "busy" else "",
             problem=problem,
         )
 
