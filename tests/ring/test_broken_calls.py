@@ -9,9 +9,8 @@ import pytest
 
 from engine.errors import ModelError
 from engine.exchange.exchange import PeerLost
-from engine.ring.control.asking import NodeRefused, ask
+from engine.ring.control.asking import Candidate, NodeRefused, ask
 from engine.ring.control.client import NobodyListens, Unreachable, _translated
-from engine.ring.control.survey import Candidate
 
 
 class _Ended(grpc.RpcError, grpc.Call):  # type: ignore[misc]

@@ -14,10 +14,11 @@ from tiny_models import write_tiny_model
 from engine.messages import Load
 from engine.messages.ring import LinkFacts
 from engine.ring.control import survey as surveying
+from engine.ring.control.asking import Candidate
 from engine.ring.control.control_messages import NodeFacts
 from engine.ring.control.known_links import LINK_AGE_S, KnownLinks
 from engine.ring.control.lending import Lender
-from engine.ring.control.survey import Candidate, Survey, Surveyor, candidates
+from engine.ring.control.survey import Survey, Surveyor, candidates
 
 PAIR = ("head", "studio")
 ENDS = ["10.0.0.1:1", "10.0.0.2:1", "process"]

@@ -6,21 +6,30 @@ import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from discovery.errors import DiscoveryError
 from engine.errors import Cancelled, ModelError
 from engine.exchange.exchange import PeerLost
-from engine.ring.control.client import Unreachable
+from engine.ring.control.client import PeerClient, Unreachable
 from engine.ring.control.control_messages import Connected
-
-if TYPE_CHECKING:
-    from engine.ring.control.survey import Candidate
 
 POLL_S = 0.1
 """Between two words to whoever waits: within so long it can end the waiting."""
 
 Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A machine that could be in the ring."""
+
+    node_id: str
+    name: str
+    client: PeerClient
+    doors: tuple[str, ...]
+    process: str
 
 
 class NodeRefused(Exception):

@@ -22,7 +22,7 @@ from engine.planning.absent_machines import absent_lines
 from engine.planning.placement import Placement
 from engine.planning.ring_plan import RingDecision
 from engine.progress import ProgressCallback
-from engine.ring.control.asking import NodeRefused, ask, connected_or_refused, most_likely, stopped_by
+from engine.ring.control.asking import Candidate, NodeRefused, ask, connected_or_refused, most_likely, stopped_by
 from engine.ring.control.beats import FORMING, TOLD_S, patience
 from engine.ring.control.client import Calls, Unreachable
 from engine.ring.control.control_messages import Connected, EpochMember, EpochSpec
@@ -34,13 +34,7 @@ from engine.ring.control.node import Lent, Node, door_addresses
 from engine.ring.control.opening import available_exchanges
 from engine.ring.control.regulars import Regulars
 from engine.ring.control.sending import Sending
-from engine.ring.control.survey import (
-    Candidate,
-    Survey,
-    Surveyor,
-    candidates,
-    decide,
-)
+from engine.ring.control.survey import Survey, Surveyor, candidates, decide
 from engine.ring.running.expert_runners import layers_for
 from engine.ring.running.formation import AbortableLayers
 from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime

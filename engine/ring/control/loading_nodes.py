@@ -11,10 +11,9 @@ from discovery.names import plain_text
 from engine.exchange.exchange import PeerLost
 from engine.messages.ring import ExchangeName
 from engine.progress import ProgressCallback
-from engine.ring.control.asking import ask, check_all
+from engine.ring.control.asking import Candidate, ask, check_all
 from engine.ring.control.client import Answers
 from engine.ring.control.control_messages import Forming, LoadShare
-from engine.ring.control.survey import Candidate
 
 POLL_S = 0.1
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from engine.progress import ProgressCallback
-from engine.ring.control.asking import NodeRefused, ask, stopped_by
+from engine.ring.control.asking import Candidate, NodeRefused, ask, stopped_by
 from engine.ring.control.client import Calls
 from engine.ring.control.control_messages import NodeFacts, WantedFacts, check_facts
-from engine.ring.control.survey import Candidate, Surveyor
+from engine.ring.control.survey import Surveyor
 from engine.ring.weights.identity_of_model import known_weights
 
 LOOK_S = 3.0

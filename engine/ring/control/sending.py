@@ -10,10 +10,9 @@ from pathlib import Path
 
 from engine.planning.ring_plan import RingDecision
 from engine.progress import ProgressCallback
-from engine.ring.control.asking import ask, until_done
+from engine.ring.control.asking import Candidate, ask, until_done
 from engine.ring.control.client import Calls
 from engine.ring.control.control_messages import PIECE_BYTES, Piece, Received, Wants
-from engine.ring.control.survey import Candidate
 from engine.ring.weights.transfer import Offer, decode_wanted, encode_offer, offer, stream
 
 OFFER_S = 600.0

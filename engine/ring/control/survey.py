@@ -26,9 +26,9 @@ from engine.planning.ring_plan import LinkMeasured as PlannedLink
 from engine.planning.ring_plan import NodeMeasured, RingDecision, RingModel, plan_ring
 from engine.planning.ring_words import THIS_MACHINE
 from engine.progress import ProgressCallback
-from engine.ring.control.asking import NodeRefused, ask, until_done
+from engine.ring.control.asking import Candidate, NodeRefused, ask, until_done
 from engine.ring.control.beats import PeerView
-from engine.ring.control.client import Calls, PeerClient
+from engine.ring.control.client import Calls
 from engine.ring.control.control_messages import (
     MOST_ADDRESSES,
     MOST_TEXT,
@@ -48,17 +48,6 @@ FACTS_S = 60.0
 """Measuring takes a second or two, on a machine that is busy longer."""
 LINKS_S = 30.0
 LONGEST_KIND = 160
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A machine that could be in the ring."""
-
-    node_id: str
-    name: str
-    client: PeerClient
-    doors: tuple[str, ...]
-    process: str
 
 
 @dataclass
