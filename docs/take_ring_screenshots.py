@@ -3,8 +3,7 @@ starter model.
 
     python docs/take_ring_screenshots.py
 
-Needs the starter model on this machine. Identities, shares and the conversation are kept in a temporary folder, private
-keys in memory.
+Needs the starter model on this machine. Identities, keys, shares and the conversation are kept in a temporary folder.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ CHOICES = {
 
 
 def engine(home: Path) -> EngineClient:
-    """An engine as of another machine: what it keeps is in ``home``."""
-    surroundings = (f"PRIVATELLM_HOME={home}", "PYTHON_KEYRING_BACKEND=docs.memory_keyring.MemoryKeyring")
+    """An engine as of another machine: what it keeps is in ``home``, its private key too."""
+    surroundings = (f"PRIVATELLM_HOME={home}", "PYTHON_KEYRING_BACKEND=keyring.backends.fail.Keyring")
     return EngineClient(("env", *surroundings, *host_command()))
 
 
