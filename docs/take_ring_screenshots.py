@@ -3,7 +3,8 @@ starter model.
 
     python docs/take_ring_screenshots.py
 
-Needs the starter model on this machine. Identities, keys, shares and the conversation are kept in a temporary folder.
+Needs the starter model on this machine. Identities, shares and the conversation are kept in a temporary folder, private
+keys in memory.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ CHOICES = {
 
 
 def engine(home: Path) -> EngineClient:
-    """An engine as of another machine: what it keeps is in ``home``, its private key too."""
-    surroundings = (f"PRIVATELLM_HOME={home}", "PYTHON_KEYRING_BACKEND=keyring.backends.fail.Keyring")
+    """An engine as of another machine: what it keeps is in ``home``."""
+    surroundings = (f"PRIVATELLM_HOME={home}", "PYTHON_KEYRING_BACKEND=docs.memory_keyring.MemoryKeyring")
     return EngineClient(("env", *surroundings, *host_command()))
 
 
