@@ -144,7 +144,7 @@ def speed_words(ring: RingFacts, figure: str, alone: str) -> str:
     about = roughly(ring)
     if ring.alone_tokens_per_s is None:
         return f"{about} {figure}; no machine could run it alone"
-    return f"{about} {figure}; the best machine alone {alone}"
+    return f"{about} {figure}; the best machine alone {'up to ' * ring.at_best}{alone}"
 
 
 def roughly(ring: RingFacts) -> str:

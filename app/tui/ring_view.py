@@ -84,7 +84,8 @@ def _speed(ring: RingFacts) -> list[Content]:
     items = [Content.styled(f"{roughly(ring)} {rate(ring.tokens_per_s)}", colour)]
     if ring.alone_tokens_per_s is None:
         return [*items, Content.styled("fits on no machine alone", _MUTED)]
-    return [*items, Content.styled(f"one machine alone {rate(ring.alone_tokens_per_s)}", "bold" if slower else _MUTED)]
+    alone = f"one machine alone {'up to ' * ring.at_best}{rate(ring.alone_tokens_per_s)}"
+    return [*items, Content.styled(alone, "bold" if slower else _MUTED)]
 
 
 def _name(node: NodeShare, me: str) -> str:
