@@ -121,6 +121,25 @@ TIMING = Timing(
 )  # fmt: skip
 
 
+async def test_timing_is_measured_after_a_panel_that_covers_the_conversation(
+    make_app: MakeApp, engine: FakeEngine
+) -> None:
+    """On a small terminal nobody can ask while the panel is open."""
+    engine.timing = TIMING
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        await pilot.press("f5")
+        await wait_until(pilot, lambda: bool(app.screen.query(".timing")) and engine.watching)
+        assert "From now on" in str(app.screen.query_one(".timing").render())
+        await pilot.press("escape")
+        await wait_until(pilot, lambda: app.screen is app.chat)
+        await ask(pilot, app, "Hello")
+        await pilot.press("f5")
+        await wait_until(pilot, lambda: "Decoding by layer" in str(app.screen.query_one(".timing").render()))
+        assert engine.watching
+
+
 async def test_timing_is_measured_while_the_panel_is_open(make_app: MakeApp, engine: FakeEngine) -> None:
     engine.timing = TIMING
     app = make_app()
@@ -168,7 +187,7 @@ async def test_a_panel_becomes_a_screen_where_it_is_narrow(make_app: MakeApp, en
         await wait_until(pilot, lambda: isinstance(app.screen, PanelScreen))
         await pilot.press("escape")
         await wait_until(pilot, lambda: app.screen is app.chat)
-        await wait_until(pilot, lambda: not engine.watching)
+        await wait_until(pilot, lambda: engine.watching)
 
 
 async def test_a_setting_is_changed_saved_and_used(make_app: MakeApp, engine: FakeEngine, home: Path) -> None:

@@ -21,6 +21,7 @@ class PanelScreen(Screen[None]):
     def __init__(self, panel: Panel) -> None:
         super().__init__()
         self._panel = panel
+        panel.covers = True
 
     def compose(self) -> ComposeResult:
         yield Static(self._panel.TITLE, classes="screen-title", markup=False)

@@ -18,6 +18,8 @@ class Panel(VerticalScroll):
 
     def __init__(self) -> None:
         super().__init__(classes="panel")
+        self.covers = False
+        """It has the screen for itself: there is no place to ask."""
 
     def hear(self, update: Update) -> None:
         """The controller changed something."""

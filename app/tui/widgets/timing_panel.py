@@ -32,7 +32,8 @@ class TimingPanel(Panel):
         "machines, waiting, and the rest; `p` changes between decoding and reading the prompt. Below, how often each "
         "expert was used: rows are layers, columns experts. Where GPU and CPU share the experts, it is said what was "
         "moved between them, and experts in GPU memory are marked. In a ring `n` goes from an overview, with the "
-        "slowest node of each layer, to the nodes one by one. It is measured only while this panel is open."
+        "slowest node of each layer, to the nodes one by one. It is measured only while this panel is open; where it "
+        "covers the conversation, from the first time it was opened on."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "phase", "Prefill / decode", id="timing.phase"),
@@ -44,7 +45,7 @@ class TimingPanel(Panel):
     def __init__(self, controller: ChatController) -> None:
         super().__init__()
         self._controller = controller
-        self._view = TimingView(controller.timing)
+        self._view = TimingView(controller.timing, self)
         self._experts = ExpertsView(controller.timing)
         self._latest = controller.timing
         self._pace = Pace(UPDATE_S, SLOWEST_S)
@@ -58,6 +59,8 @@ class TimingPanel(Panel):
         self.app.run_worker(self._controller.link.watch(True), group="watch", exit_on_error=False)
 
     def closed(self) -> None:
+        if self.covers:
+            return  # Nobody can ask while it is open: what is asked next is measured all the same.
         self.app.run_worker(self._controller.link.watch(False), group="watch", exit_on_error=False)
 
     def hear(self, update: Update) -> None:
@@ -95,9 +98,10 @@ class TimingPanel(Panel):
 
 
 class TimingView(Rendered):
-    def __init__(self, timing: Timing | None) -> None:
+    def __init__(self, timing: Timing | None, panel: Panel) -> None:
         super().__init__(classes="timing")
         self._timing = timing
+        self._panel = panel
         self._phase: Literal["decode", "prefill"] = "decode"
         self._node: int | None = None
         """Of a ring: the rank that is shown; None: the overview."""
@@ -128,9 +132,11 @@ class TimingView(Rendered):
     def make(self, width: int) -> Content:
         timing = self._timing
         if timing is None:
+            how = "From now on" if self._panel.covers else "While this panel is open"
+            then = "close this and ask" if self._panel.covers else "ask"
             return Content.assemble(
                 ("Nothing was measured yet.\n\n", ""),
-                ("While this panel is open the engine measures: ask something.", "$foreground-muted"),
+                (f"{how} the engine measures: {then} something.", "$foreground-muted"),
             )
         if not timing.nodes:
             return self._one(timing.decode, timing.prefill, timing.movement, width)
