@@ -146,7 +146,8 @@ def as_text(state: NetworkState) -> str:
     if not state.peers:
         hint = "run privatellm join on another one, then privatellm peers pair HOST:PORT"
         return f"{first}No machine is paired: {hint}.\n"
-    rows = [["name", "node id", "state", "address", "link", "memory", "runtime"], *map(_row, state.peers)]
+    columns = ["name", "node id", "state", "address", "link", "memory", "runtime"]
+    rows = [columns, *(_row(peer, state.open) for peer in state.peers)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     strangers = [f"{short_id(peer.node_id)} shows the words: {fingerprint(peer.words)}" for peer in state.peers
@@ -156,11 +157,12 @@ def as_text(state: NetworkState) -> str:
     return first + "\n".join([*lines, *strangers, *problems]) + "\n"
 
 
-def _row(peer: PeerFacts) -> list[str]:
+def _row(peer: PeerFacts, looked: bool) -> list[str]:
+    """``looked``: whether the network was open, so that it is known who is there."""
     return [
         one_line(peer.name) or _NOTHING,
         short_id(peer.node_id),
-        state_words(peer),
+        state_words(peer) if looked or peer.state != "paired" else "paired",
         peer_address(peer) or _NOTHING,
         link_words(peer.link) if peer.link is not None else _NOTHING,
         f"{size(peer.memory_free)} of {size(peer.memory_total)} free" if peer.memory_total else _NOTHING,

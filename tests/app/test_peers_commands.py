@@ -30,7 +30,7 @@ def test_the_paired_machines_are_listed_without_a_network(home: Path, capsys: py
     assert run(["peers"]) == 0
     out, _ = written(capsys)
     assert out.splitlines()[0] == "this machine: laptop  a1a1a1a1  oak tea"
-    assert "b2b2b2b2" in out and "paired, not there" in out and "96.0 GB of 128.0 GB free" in out
+    assert "b2b2b2b2" in out and "  paired  " in out and "not there" not in out and "96.0 GB of 128.0 GB free" in out
     assert run(["peers", "list", "--json"]) == 0
     found = json.loads(written(capsys)[0])
     assert found["open"] is False and found["peers"][0]["addresses"] == ["10.0.0.2:47820"]
