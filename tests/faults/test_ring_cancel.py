@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from msgspec.structs import replace
-from ring_faults import EXACT, NOISE_S, OTHER_PROMPT, Oracle, Ring, write_model
+from ring_faults import EXACT, NOISE_S, OTHER_PROMPT, Oracle, Ring
 
 from engine.messages import BeamProgress, Cancel, Finished, Prefill
 
@@ -19,18 +19,6 @@ CANCELLED_S = 0.5
 LONG_PROMPT = [3 + (7 * place + place // 11) % 150 for place in range(3800)]
 IDLE = 0.35
 """Of a core, which a node may use that has nothing to do: the beats of all, and their answers."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
-    oracle = Oracle(tmp_path_factory.mktemp("alone") / "home", model)
-    yield oracle
-    oracle.engine.close()
 
 
 @pytest.fixture(scope="module")

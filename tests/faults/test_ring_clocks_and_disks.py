@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from ring_faults import EXACT, Machine, Oracle, Ring, eventually, write_model
+from ring_faults import EXACT, Machine, Oracle, Ring, eventually
 from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
@@ -63,18 +63,6 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))
 """
 YEARS_AHEAD, YEARS_BACK = 3650 * 86400, -5000 * 86400
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
-    oracle = Oracle(tmp_path_factory.mktemp("alone") / "home", model)
-    yield oracle
-    oracle.engine.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
-from ring_faults import Machine, Oracle, Ring, eventually, write_model
+from ring_faults import Machine, Oracle, Ring, eventually
 
 from engine.messages import OpenNetwork
 from engine.ring.control.local_ring import LocalEngine
@@ -29,15 +29,8 @@ allocators still breathe."""
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[int]]:
-    oracle = Oracle(tmp_path_factory.mktemp("alone") / "home", model)
-    yield oracle(12).token_ids
-    oracle.engine.close()
+def expected(alone: Oracle) -> list[int]:
+    return alone(12).token_ids
 
 
 class Held:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring, eventually, write_model
+from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring, eventually
 
 from engine.messages import Notice
 from engine.messages.ring import ExchangeName
@@ -16,18 +15,6 @@ from engine.messages.ring import ExchangeName
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LOOPBACK = ["127.0.0.0/8"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
-    oracle = Oracle(tmp_path_factory.mktemp("alone") / "home", model)
-    yield oracle
-    oracle.engine.close()
 
 
 @pytest.mark.parametrize("exchange", ["socket", "envoy", "gloo", "mlx"])

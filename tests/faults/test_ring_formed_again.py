@@ -22,15 +22,8 @@ LARGE = {"num_local_experts": 8, "hidden_size": 576, "intermediate_size": 2048, 
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "larger", "mixtral", **LARGE, eos_token_id=None)
-
-
-@pytest.fixture(scope="module")
-def alone(large: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
-    oracle = Oracle(tmp_path_factory.mktemp("alone") / "home", large)
-    yield oracle
-    oracle.engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +74,10 @@ def returns(ring: Ring, gone: Machine) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_stopped_while_a_machine_is_taken_back(two: Ring, large: Path, alone: Oracle, stage: str) -> None:
+def test_stopped_while_a_machine_is_taken_back(two: Ring, model: Path, alone: Oracle, stage: str) -> None:
     """The next question does not wait for it again: the machine is taken back when it comes anew."""
     if "ring" not in two.states().values():
-        two.load(large)
+        two.load(model)
     gone = two.followers[0]
     lose(two, gone)
     returns(two, gone)
@@ -106,10 +99,10 @@ def test_stopped_while_a_machine_is_taken_back(two: Ring, large: Path, alone: Or
     eventually(lambda: two.state_of(gone) == "ring")
 
 
-def test_stopped_while_the_others_take_over(large: Path, alone: Oracle) -> None:
+def test_stopped_while_the_others_take_over(model: Path, alone: Oracle) -> None:
     """In the middle of an answer: what was written stays, and the next question forms the ring."""
     with Ring(2) as ring:
-        ring.load(large)
+        ring.load(model)
         gone, left = ring.followers
         since = ring.mark()
         asked = ring.ask(400)
@@ -127,9 +120,9 @@ def test_stopped_while_the_others_take_over(large: Path, alone: Oracle) -> None:
         eventually(lambda: ring.state_of(left) == "ring")
 
 
-def test_a_loss_is_told_before_the_ring_is_formed_again(large: Path, alone: Oracle) -> None:
+def test_a_loss_is_told_before_the_ring_is_formed_again(model: Path, alone: Oracle) -> None:
     with Ring(2) as ring:
-        ring.load(large)
+        ring.load(model)
         gone = ring.followers[0]
         since = ring.mark()
         asked = ring.ask(60)
@@ -147,9 +140,9 @@ def test_a_loss_is_told_before_the_ring_is_formed_again(large: Path, alone: Orac
         assert Piece in kinds[kinds.index(RingChanged) :]
 
 
-def test_a_machine_that_has_nothing_is_not_waited_for(large: Path, alone: Oracle, tmp_path: Path) -> None:
+def test_a_machine_that_has_nothing_is_not_waited_for(model: Path, alone: Oracle, tmp_path: Path) -> None:
     with Ring(1) as ring:
-        ring.load(large)
+        ring.load(model)
         new = Machine(tmp_path / "new", "newcomer")
         try:
             ring.head.trust(new)
@@ -168,7 +161,7 @@ def test_a_machine_that_has_nothing_is_not_waited_for(large: Path, alone: Oracle
             assert ring.answer(8).token_ids == alone(8).token_ids
             assert any("this machine alone" in text for text in ring.notices(since))
             # Formed by the person, it is in it, and from then on it is taken back when it returns.
-            loaded = ring.load(large)
+            loaded = ring.load(model)
             assert loaded.facts.ring is not None
             assert [node.name for node in loaded.facts.ring.nodes] == ["head", "newcomer"]
             assert ring.answer(8, OTHER_PROMPT).token_ids == alone(8, OTHER_PROMPT).token_ids
@@ -176,14 +169,14 @@ def test_a_machine_that_has_nothing_is_not_waited_for(large: Path, alone: Oracle
             new.close()
 
 
-def test_a_machine_that_has_its_share_joins(large: Path, alone: Oracle) -> None:
+def test_a_machine_that_has_its_share_joins(model: Path, alone: Oracle) -> None:
     """It was given its share before this conversation began, and appears in the middle of it."""
     with Ring(1) as ring:
-        ring.load(large)
+        ring.load(model)
         late = ring.followers[0]
         late.engine.close()
         eventually(lambda: ring.state_of(late) in ("lost", "paired"))
-        ring.load(large)
+        ring.load(model)
         assert ring.answer(4).token_ids == alone(4).token_ids
         returns(ring, late)
         since = ring.mark()

@@ -8,13 +8,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from ring_faults import EXACT, NOISE_S, OTHER_PROMPT, Oracle, Ring, eventually, write_model
+from ring_faults import EXACT, NOISE_S, OTHER_PROMPT, Oracle, Ring, eventually
 
 from engine.messages import Failed, Load, Loaded, Progress
 from engine.messages.ring import ExchangeName
@@ -40,18 +39,6 @@ def dies(*_):
 group._made = dies
 """,
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
-    oracle = Oracle(tmp_path_factory.mktemp("alone") / "home", model)
-    yield oracle
-    oracle.engine.close()
 
 
 @pytest.mark.parametrize("exchange", ["gloo", "mlx"])

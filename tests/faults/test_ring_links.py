@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ring_faults import ENTER, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring, eventually, write_model
+from ring_faults import ENTER, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring, eventually
 
 from engine.messages import Failed, Notice
 
@@ -25,18 +25,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 LONG = 400
 NOTICED_S = 3.0
 NOISE_S = 2.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
-    oracle = Oracle(tmp_path_factory.mktemp("alone") / "home", model)
-    yield oracle
-    oracle.engine.close()
 
 
 def unplug(*machines: Machine) -> None:

@@ -9,24 +9,12 @@ from pathlib import Path
 
 import pytest
 from lossy_wire import LossyWire, NetemWire, TunWire
-from ring_faults import ENTER, OTHER_PROMPT, PROMPT, Oracle, Ring, write_model
+from ring_faults import ENTER, OTHER_PROMPT, PROMPT, Oracle, Ring
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LOST = 0.02
 DELAY_S = 0.005
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
-    oracle = Oracle(tmp_path_factory.mktemp("alone") / "home", model)
-    yield oracle
-    oracle.engine.close()
 
 
 @pytest.fixture(params=[TunWire, NetemWire])

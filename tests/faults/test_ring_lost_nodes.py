@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ring_faults import EXACT, NOISE_S, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring, eventually, write_model
+from ring_faults import EXACT, NOISE_S, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring, eventually
 
 from engine.messages import BeamProgress, Failed, Finished, Load, Loaded, Notice, Piece, Prefill, Progress
 from engine.messages.ring import RingChoice
@@ -17,18 +17,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LONG = 400
 LONG_PROMPT = [3 + (7 * place + place // 11) % 150 for place in range(1500)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
-    oracle = Oracle(tmp_path_factory.mktemp("alone") / "home", model)
-    yield oracle
-    oracle.engine.close()
 
 
 @pytest.fixture

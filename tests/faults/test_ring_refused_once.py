@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ring_faults import Oracle, Ring, eventually, write_model
+from ring_faults import Oracle, Ring, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -26,18 +25,6 @@ def refusing(self, caller, pieces):
 
 lending.Lender._offer = refusing
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
-    oracle = Oracle(tmp_path_factory.mktemp("alone") / "home", model)
-    yield oracle
-    oracle.engine.close()
 
 
 @pytest.mark.parametrize(("times", "asked", "state"), [(1, 2, "ring"), (99, 2, "ready")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from engine.planning.placement import Placement
 from engine.residency import keeper
 from engine.residency.ready import Keeping, Ready, held_in, seat_of
 from engine.ring.control.control_messages import EpochMember, EpochSpec
-from engine.ring.control.follower_work import CentralWork, Terms
+from engine.ring.control.follower_work import CentralWork, FollowerTask, Terms
 from engine.ring.running import commands
 from engine.ring.running.central import CentralHead
 from engine.ring.running.follower import Follower
@@ -277,16 +278,10 @@ def test_a_follower_of_central_mode_keeps_its_experts_and_no_trunk(
     ran: list[int] = []
     spec = central_spec(folder, placement)
     said: list[str] = []
-    work = CentralWork(
-        spec,
-        memory.ends[1],
-        folder,
-        lambda *_: None,
-        ran.append,
-        lambda *now: told.append(now),
-        Terms(),
-        said.append,
+    task = FollowerTask(
+        spec, folder, Terms(), lambda *_: None, ran.append, lambda done, total: told.append((done, total)), said.append
     )
+    work = CentralWork(task, memory.ends[1])
     keeping = work._ready.keeper
     assert keeping is not None and keeping.wait_until_warm(PATIENCE_S)
     held = sum(len(placement.held(1, layer)) for layer in layout.layers)
@@ -313,16 +308,7 @@ def test_a_follower_of_central_mode_keeps_its_experts_and_no_trunk(
     assert ran == [3, 1]  # tokens of each pass, also if no expert of its first layer was this machine's
     assert work.probe_s is not None and work.probe_s > 0
     assert said == [] and work.notices == []
-    unkept = CentralWork(
-        spec,
-        MemoryRing(2).ends[1],
-        folder,
-        lambda *_: None,
-        ran.append,
-        lambda *now: told.append(now),
-        Terms(keep_resident=False),
-        said.append,
-    )
+    unkept = CentralWork(replace(task, terms=Terms(keep_resident=False)), MemoryRing(2).ends[1])
     assert unkept._ready.keeper is None
     unkept.close()
 

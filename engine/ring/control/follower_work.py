@@ -93,27 +93,33 @@ class Work(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class FollowerTask:
+    """What a follower is to do in an epoch: the head's ``spec``, with the share in ``folder``, on this machine's
+    ``terms``; and who hears of it, from any thread: ``ran`` of the tokens of each pass, ``warm`` of the bytes brought
+    into memory, of how many, ``notice`` of what the person here should know."""
+
+    spec: EpochSpec
+    folder: Path
+    terms: Terms
+    progress: ProgressCallback
+    ran: Callable[[int], None]
+    warm: Callable[[int, int], None]
+    notice: Callable[[str], None]
+
+
 class ModelWork:
     """Decentralised: the trunk and this node's experts. The head's commands are done on rows of its own."""
 
-    def __init__(
-        self,
-        spec: EpochSpec,
-        exchange: Exchange,
-        link: Link,
-        folder: Path,
-        progress: ProgressCallback,
-        ran: Callable[[int], None],
-        warm: Callable[[int, int], None],
-        terms: Terms,
-        notice: Callable[[str], None],
-    ) -> None:
-        seat, load = seat_of(spec), load_of(spec, terms)
+    def __init__(self, task: FollowerTask, exchange: Exchange, link: Link) -> None:
+        spec, folder = task.spec, task.folder
+        seat, load = seat_of(spec), load_of(spec, task.terms)
         layers = layers_for(seat, exchange)
         place = RingPlace(seat, layers, logits=False)
-        self._model: LoadedModel = load_model(runtime_named(spec.runtime), spec.model, folder, load, progress, place)
-        self._ready = Ready(self._model, folder, load, held_in(seat), warm, notice)
-        self._follower = Follower(self._model, layers, ran, self._ready.passing)
+        runtime = runtime_named(spec.runtime)
+        self._model: LoadedModel = load_model(runtime, spec.model, folder, load, task.progress, place)
+        self._ready = Ready(self._model, folder, load, held_in(seat), task.warm, task.notice)
+        self._follower = Follower(self._model, layers, task.ran, self._ready.passing)
         self._link = link
 
     @property
@@ -139,30 +145,21 @@ class ModelWork:
 class CentralWork:
     """Central: this node's experts only, run on what the head sends, by the head's runtime if it is installed here."""
 
-    def __init__(
-        self,
-        spec: EpochSpec,
-        exchange: Exchange,
-        folder: Path,
-        progress: ProgressCallback,
-        ran: Callable[[int], None],
-        warm: Callable[[int, int], None],
-        terms: Terms,
-        notice: Callable[[str], None],
-    ) -> None:
+    def __init__(self, task: FollowerTask, exchange: Exchange) -> None:
+        spec, folder = task.spec, task.folder
         here = runtimes()
         # The head's, where it is installed: then the bits are those of one machine.
         own = spec.runtime if spec.runtime in here else "mlx" if here[:1] == ["mlx"] else "torch"
         seat = seat_of(spec)
-        load = load_of(spec, terms)
-        self._experts = load_experts(own, folder, load, seat, progress)
-        self._ready = Ready(self._experts, folder, load, held_in(seat), warm, notice, trunk=False)
+        load = load_of(spec, task.terms)
+        self._experts = load_experts(own, folder, load, seat, task.progress)
+        self._ready = Ready(self._experts, folder, load, held_in(seat), task.warm, task.notice, trunk=False)
         self._layers = seat.placement.layers
         self._at: int | None = None
         """The layer that was asked for last."""
         self._begins = False
         """It was the first one of a pass."""
-        self._ran = ran
+        self._ran = task.ran
         self._node = CentralNode(seat, exchange, self._experts, self._ran_layer, spec.one_by_one, self._around)
 
     @property

@@ -14,7 +14,16 @@ from engine.messages.ring import ExchangeName
 from engine.progress import ProgressCallback
 from engine.ring.control.control_messages import EpochSpec, Forming
 from engine.ring.control.epoch_links import EpochLinks
-from engine.ring.control.follower_work import Busy, CentralWork, ModelWork, Terms, TimedExchange, TimedLink, Work
+from engine.ring.control.follower_work import (
+    Busy,
+    CentralWork,
+    FollowerTask,
+    ModelWork,
+    Terms,
+    TimedExchange,
+    TimedLink,
+    Work,
+)
 from engine.ring.weights.transfer import outline
 
 JOIN_S = 3.0
@@ -45,13 +54,14 @@ class Following:
         self._links = links
         self._busy = Busy()
         chosen = links.keep(exchange)
+        task = FollowerTask(spec, folder, terms, progress, self._ran, self._warm, notice)
         self._work: Work
         if spec.mode == "central":
             central = TimedExchange(chosen, self._busy)
-            self._work = CentralWork(spec, central, folder, progress, self._ran, self._warm, terms, notice)
+            self._work = CentralWork(task, central)
         else:
             link = TimedLink(links.commands[HEAD], self._busy)
-            self._work = ModelWork(spec, chosen, link, folder, progress, self._ran, self._warm, terms, notice)
+            self._work = ModelWork(task, chosen, link)
         self._thread = threading.Thread(target=self._run, name="following", daemon=True)
 
     def ready(self) -> Forming:
