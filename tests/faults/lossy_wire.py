@@ -15,6 +15,7 @@ import struct
 import subprocess
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 
 _SET_TUN = 0x400454CA
@@ -22,7 +23,7 @@ _TUN, _NO_HEADER = 0x0001, 0x1000
 _PACKET = 65536
 
 
-class LossyWire:
+class LossyWire(ABC):
     """``here`` and ``there``: the addresses. Raises OSError or CalledProcessError where that is not allowed."""
 
     def __init__(self, number: int) -> None:
@@ -43,16 +44,18 @@ class LossyWire:
         ):
             run(command)
 
-    def make_interfaces(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def make_interfaces(self) -> None: ...
 
+    @abstractmethod
     def lose(self, share: float, delay: float) -> None:
         """From now on this share of the packets is lost in each direction, and the others take ``delay`` seconds."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def lost(self) -> int:
         """Packets, on their way from ``there`` at least."""
-        raise NotImplementedError
+        ...
 
     def remove(self) -> None:
         for command in (f"ip link del {self.near}", f"ip netns del {self.space}"):

@@ -18,8 +18,9 @@ from engine.exchange.seat import Loading, Seat
 from engine.messages import Load
 from engine.models.opening import open_model
 from engine.ring.running.central import SHAPE, CentralHead, CentralNode
+from engine.ring.running.contributions import HEADER, NodeFailed
 from engine.ring.running.expert_runners import layers_for, load_experts
-from engine.ring.running.sharing import HEADER, NodeFailed, RingLayers
+from engine.ring.running.sharing import RingLayers
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, RingPlace
 

@@ -54,8 +54,8 @@ from engine.ring.control.node import Node
 from engine.ring.control.server import MOST_CALLS_EACH, MOST_CONNECTIONS, Method
 from engine.ring.control.survey import check_link
 from engine.ring.running import commands
+from engine.ring.running.contributions import HEADER, reason_in
 from engine.ring.running.follower import BEAMS_LIMIT, Follower
-from engine.ring.running.sharing import HEADER, reason_in
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
 

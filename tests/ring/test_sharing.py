@@ -17,8 +17,9 @@ from engine.exchange.exchange import PeerLost, RingProtocolError
 from engine.exchange.layers import Gathered, Words
 from engine.exchange.seat import Loading, Mode, Seat
 from engine.planning.placement import Placement
+from engine.ring.running.contributions import HEADER, REASON_BYTES, NodeFailed
 from engine.ring.running.routing import FEW_ROUTES, Router
-from engine.ring.running.sharing import HEADER, REASON_BYTES, NodeFailed, RingLayers
+from engine.ring.running.sharing import RingLayers
 from engine.runtimes.protocol import Interrupted
 from engine.timing import Recorder
 

@@ -24,7 +24,8 @@ from engine.messages import Load
 from engine.models.opening import open_model
 from engine.planning.placement import Placement
 from engine.ring.control.opening import open_exchange
-from engine.ring.running.sharing import NodeFailed, RingLayers
+from engine.ring.running.contributions import NodeFailed
+from engine.ring.running.sharing import RingLayers
 from engine.runtimes.protocol import Interrupted, Logits, RingPlace
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.ring_executor import RingExecutor

@@ -18,8 +18,17 @@ from numpy.typing import NDArray
 from engine.exchange.exchange import Buffer, Exchange, PeerLost, RingProtocolError
 from engine.exchange.layers import Gathered, Indices, Local, Words
 from engine.exchange.seat import HEAD, Seat
+from engine.ring.running.contributions import (
+    FAILED,
+    GAVE_UP,
+    HEADER,
+    MOST_BYTES,
+    REASON_BYTES,
+    NodeFailed,
+    reason_in,
+    trade,
+)
 from engine.ring.running.routing import Router, SharedRoutes
-from engine.ring.running.sharing import FAILED, GAVE_UP, HEADER, MOST_BYTES, REASON_BYTES, NodeFailed, reason_in
 from engine.runtimes.protocol import Interrupted
 from engine.timing import Recorder
 
@@ -125,26 +134,17 @@ class CentralHead:
         try:
             mine = self._own(routes, weights, local) if routes.runs_any else None
         except BaseException:
-            self._trade(layer, [self._header(layer, GAVE_UP)], None)
+            self._trade(layer, [self._header(layer, GAVE_UP)])
             raise
-        problem: list[BaseException] = []
-
-        def kept() -> None:
-            try:
-                if meanwhile is not None:
-                    meanwhile()
-            except BaseException as error:
-                problem.append(error)
-
-        received = self._trade(layer, [self._header(layer, 0)], kept)
+        received, problem = self._trade(layer, [self._header(layer, 0)], meanwhile)
         outputs = mine if mine is not None and mine.flags.writeable else np.empty((indices.size, width), np.float32)
         if mine is not None and outputs is not mine:
             outputs[:] = mine
         for rank, view in enumerate(received):
             if rank != HEAD:
                 outputs[routes.rows[rank]] = self._results(layer, rank, view, len(routes.rows[rank]), width)
-        if problem:
-            raise problem[0]
+        if problem is not None:
+            raise problem
         return Gathered(indices, weights, outputs=outputs)
 
     def _ask(self, layer: int, indices: Indices, weights: Floats, rows: Floats, scale: bool) -> None:
@@ -153,7 +153,7 @@ class CentralHead:
         parts: list[Buffer] = [self._header(layer, 0) + shape, _bytes_of(np.ascontiguousarray(indices, np.int32))]
         if scale:
             parts.append(_bytes_of(np.ascontiguousarray(weights, np.float32)))
-        self._trade(layer, [*parts, _bytes_of(rows)], None)
+        self._trade(layer, [*parts, _bytes_of(rows)])
 
     def _own(self, routes: SharedRoutes, weights: Floats, local: Local) -> Words:
         if not self._one_by_one:
@@ -163,28 +163,16 @@ class CentralHead:
     def _header(self, layer: int, flags: int) -> bytes:
         return HEADER.pack(self._number & 0xFFFFFFFF, layer, flags, _NOTHING)
 
-    def _trade(self, layer: int, parts: Sequence[Buffer], work: Callable[[], None] | None) -> list[memoryview]:
-        recorder = self.recorder if self.recorder is not None and self.recorder.enabled else None
-        began = recorder.clock() if recorder is not None else 0.0
-        idle = self._exchange.idle_s
-        busy = 0.0
+    def _trade(
+        self, layer: int, parts: Sequence[Buffer], meanwhile: Callable[[], None] | None = None
+    ) -> tuple[list[memoryview], BaseException | None]:
         try:
-            self._exchange.send(parts, MOST_BYTES)
-            if work is not None:
-                begun = recorder.clock() if recorder is not None else 0.0
-                work()
-                busy = recorder.clock() - begun if recorder is not None else 0.0
-            received = self._exchange.receive()
+            return trade(self._exchange, parts, MOST_BYTES, layer, self.recorder, meanwhile)
         except PeerLost as lost:
             self._lost = lost
             raise
         finally:
             self._number += 1
-        if recorder is not None:
-            waited = self._exchange.idle_s - idle
-            recorder.add(layer, "wait", waited)
-            recorder.add(layer, "exchange", recorder.clock() - began - waited - busy)
-        return received
 
     def _results(self, layer: int, rank: int, view: memoryview, rows: int, width: int) -> Floats:
         flags = check_header(view, rank, self._number - 1)

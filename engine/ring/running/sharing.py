@@ -8,7 +8,6 @@ happens, each node has then taken part in the same number of exchanges, and the 
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,31 +15,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from discovery.names import plain_text
 from engine.exchange.exchange import Buffer, Exchange, PeerLost, RingProtocolError
 from engine.exchange.layers import Gathered, Indices, Local, Words
 from engine.exchange.seat import HEAD, Seat
+from engine.ring.running.contributions import (
+    FAILED,
+    GAVE_UP,
+    HEADER,
+    MOST_BYTES,
+    REASON_BYTES,
+    NodeFailed,
+    reason_in,
+    trade,
+)
 from engine.ring.running.routing import Router, SharedRoutes
 from engine.runtimes.protocol import Interrupted
 from engine.timing import Recorder
 
-HEADER = struct.Struct("<IHBx8s")
-"""Number of the exchange (modulo 2**32), decoder layer, flags, hash of the routes."""
-GAVE_UP = 1
-"""The head ends the pass here."""
-FAILED = 2
-"""This node cannot go on; the rest of the contribution says why, in UTF-8."""
-REASON_BYTES = 512
-"""A reason is cut there."""
-MOST_BYTES = 2**30
-"""What another node may contribute to an exchange in which this node only says that it leaves the pass."""
 MANY_DISAGREEMENTS = 3
 FEW_LAYERS = 256
 """So many disagreements within so many exchanged layers, and central mode is suggested."""
-
-
-class NodeFailed(PeerLost):
-    """A node of the epoch said that it cannot go on, and why; all nodes are still in step."""
 
 
 class RingLayers:
@@ -225,28 +219,16 @@ class RingLayers:
     ) -> list[memoryview]:
         """One exchange of at most ``payload`` bytes beside the header. What ``meanwhile`` raises is kept until the
         layer is over, so that this node stays in step."""
-        recorder = self.recorder if self.recorder is not None and self.recorder.enabled else None
+        capacity = HEADER.size + max(payload, REASON_BYTES)
         try:
-            begun = recorder.clock() if recorder is not None else 0.0
-            self._exchange.send(parts, HEADER.size + max(payload, REASON_BYTES))
-            sent = recorder.clock() if recorder is not None else 0.0
-            if meanwhile is not None:
-                try:
-                    meanwhile()
-                except BaseException as error:
-                    self._problem = error
-            asked = recorder.clock() if recorder is not None else 0.0
-            idle = self._exchange.idle_s
-            received = self._exchange.receive()
+            received, problem = trade(self._exchange, parts, capacity, layer, self.recorder, meanwhile)
         except PeerLost as lost:
             self._lost = lost
             raise
         finally:
             self._number += 1
-        if recorder is not None:
-            waited = self._exchange.idle_s - idle
-            recorder.add(layer, "wait", waited)
-            recorder.add(layer, "exchange", sent - begun + recorder.clock() - asked - waited)
+        if problem is not None:
+            self._problem = problem
         return received
 
     def _agreed(self, layer: int, header: bytes, received: list[memoryview]) -> bool:
@@ -315,11 +297,6 @@ def _writable(array: Words | None, rows: int, width: int, word: np.dtype[Any]) -
     if array is None:
         return np.empty((rows, width), word)
     return array if array.flags.writeable else array.copy()
-
-
-def reason_in(view: memoryview) -> str:
-    """Why a node cannot go on, as its contribution says: foreign text, made fit for a sentence."""
-    return plain_text(bytes(view[HEADER.size : HEADER.size + REASON_BYTES]).decode("utf-8", "replace"), REASON_BYTES)
 
 
 def _reason(error: BaseException) -> str:
