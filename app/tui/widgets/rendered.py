@@ -13,6 +13,8 @@ class Rendered(Widget):
     def __init__(self, *, id: str | None = None, classes: str = "") -> None:
         super().__init__(id=id, classes=classes)
         self._made: tuple[int, Content] | None = None
+        self._laid_out: tuple[int, int] | None = None
+        """Width and height that the last layout was told."""
 
     def make(self, width: int) -> Content:
         """The content for ``width`` cells."""
@@ -20,21 +22,23 @@ class Rendered(Widget):
 
     def remake(self) -> None:
         """What :meth:`make` gives has changed. The screen is laid out again only if the height is another."""
-        before, self._made = self._made, None
-        same_width = before is not None and 0 < before[0] == self.size.width
-        if before is None or not same_width or not self.is_mounted:
+        self._made = None
+        width = self.size.width
+        if not self.is_mounted or width <= 0:
             self.refresh(layout=True)
             return
-        width = before[0]
-        after = self._content(width)
-        self.refresh(layout=self.height_of(after, width) != self.height_of(before[1], width))
+        # What was laid out counts, not what was drawn before: a subclass may change its mind about heights as well.
+        self.refresh(layout=self._laid_out != (width, self.height_of(self._content(width), width)))
 
     def height_of(self, content: Content, width: int) -> int:
         """The lines that ``content`` is given."""
         return content.get_height({}, width)
 
     def get_content_height(self, container: Size, viewport: Size, width: int) -> int:
-        return self.height_of(self._content(width), width) if width else 0
+        if not width:
+            return 0
+        self._laid_out = width, self.height_of(self._content(width), width)
+        return self._laid_out[1]
 
     def render(self) -> Content:
         return self._content(self.size.width)
