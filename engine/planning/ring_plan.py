@@ -41,6 +41,7 @@ from engine.planning.ring_words import (
     elsewhere_sentence,
     fewer_sentence,
     full_disk_sentence,
+    idle_sentence,
     left_out_sentence,
     loading_sentence,
     mode_sentence,
@@ -146,7 +147,21 @@ class _Planner:
         self._at_once = at_once
 
     def ring(self, nodes: Sequence[NodeMeasured]) -> RingDecision:
-        """A ring of exactly ``nodes``, or why there is none."""
+        """A ring of ``nodes``, or why there is none. Who would hold no expert is left out, unless the person named it
+        or gave it nothing to hold: it would run the trunk and wait in every exchange for nothing."""
+        found, lines = self._exactly(nodes), list[str]()
+        while found.placement is not None:
+            idle = [node for rank, node in enumerate(nodes) if rank and not found.placement.count_of(rank)]
+            idle = [node for node in idle if node.node_id not in (*self.choice.nodes, *self.choice.shares)]
+            nodes = [node for node in nodes if node not in idle]
+            fewer = self._exactly(nodes) if idle else found
+            if fewer is found or fewer.kind != "ring":
+                break
+            found, lines = fewer, [*lines, *(idle_sentence(node.name) for node in idle)]
+        return replace(found, notices=(*found.notices, *lines))
+
+    def _exactly(self, nodes: Sequence[NodeMeasured]) -> RingDecision:
+        """A ring of all ``nodes``, or why there is none."""
         central = self.is_central(nodes)
         if self.choice.mode in ("exact", "fast") and _unlike(nodes):
             return RingDecision(

@@ -52,6 +52,11 @@ def left_out_sentence(name: str, missing: int, of: str = "memory") -> str:
     return f"{name} is left out: it lacks {gigabytes(missing)} of {of} for what every machine keeps and one expert."
 
 
+def idle_sentence(name: str) -> str:
+    """A machine that would get no expert."""
+    return f"{name} is left out: the others hold all experts and are so much faster that none would be given to it."
+
+
 def full_disk_sentence(name: str, missing: int) -> str:
     """A node cannot keep what every node is sent."""
     name = _first(name)

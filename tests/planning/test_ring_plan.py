@@ -371,6 +371,37 @@ def test_a_dense_model_has_nothing_to_share() -> None:
         plan_ring(MODEL, [], [], RingChoice())
 
 
+def test_a_machine_that_would_hold_nothing_is_left_out_unless_it_was_named() -> None:
+    small = replace(SIZES, layers=2, moe_layers=2, experts=4, experts_per_token=2, expert_bytes=GB)
+    model = RingModel(small, (0, 1))
+    nodes = [node("head", 40, 800e9), node("second", 40, 800e9), node("slow", 40, 4e9)]
+    choice = RingChoice(even_if_slower=True, overlap=False)
+    found = plan_ring(model, nodes, links(nodes, RDMA), choice)
+    assert found.ranks == ("head-id", "second-id")
+    assert [line for line in found.notices if line.startswith("slow is left out: the others hold all experts")]
+    named = msgspec.structs.replace(choice, nodes=["second-id", "slow-id"])
+    assert plan_ring(model, nodes, links(nodes, RDMA), named).ranks == ("head-id", "second-id", "slow-id")
+
+
+@given(
+    st.lists(st.tuples(st.integers(4, 60), st.sampled_from([None, 2e9, 20e9, 800e9])), min_size=1, max_size=5),
+    st.integers(2, 6),
+    st.sampled_from(["auto", "fast", "central"]),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_machine_of_a_ring_holds_experts(
+    machines: list[tuple[int, float | None]], experts: int, mode: str, overlap: bool, even_if_slower: bool
+) -> None:
+    sizes = replace(SIZES, layers=2, moe_layers=2, experts=experts, experts_per_token=2, expert_bytes=12 * GB)
+    nodes = [node(f"n{i}", memory, read) for i, (memory, read) in enumerate(machines)]
+    choice = RingChoice(mode=mode, overlap=overlap, even_if_slower=even_if_slower)  # type: ignore[arg-type]
+    found = plan_ring(RingModel(sizes, (0, 1)), nodes, links(nodes, RDMA), choice)
+    if found.kind == "ring":
+        assert all(share.experts for share in facts(found).nodes[1:])
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 120), st.sampled_from([None, 20e9, 100e9, 800e9])), min_size=1, max_size=5),
     st.sampled_from(["auto", "exact", "fast", "central"]),
