@@ -7,6 +7,7 @@ from pathlib import Path
 
 import keyring
 import pytest
+from announcing_machines import Listening, Process
 from discovery_machines import Machine, MemoryKeyring, Shower
 from keyring.backends import fail
 
@@ -56,3 +57,29 @@ def shower(machine: Callable[[str], Machine]) -> Iterator[Shower]:
     with_door.register(KIND, service.handle)
     yield Shower(shown, with_door, service, paired, failed, now)
     with_door.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def begin(*arguments: object, **options: object) -> Process:
+        started.append(Process(*arguments, **options))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.close()
+
+
+@pytest.fixture
+def listen() -> Iterator[Callable[..., Listening]]:
+    opened: list[Listening] = []
+
+    def begin(*arguments: object, **options: object) -> Listening:
+        opened.append(Listening(*arguments, **options))  # type: ignore[arg-type]
+        return opened[-1]
+
+    yield begin
+    for one in opened:
+        one.neighbourhood.close()

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import queue
 import secrets
-import shutil
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import zeroconf
+from announcing_machines import LOOPBACK, WITHIN, Listening, Process, ids
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -25,116 +21,6 @@ from discovery import mdns
 from discovery.addresses import Address, OwnAddress
 from discovery.identity import copied_identities
 from discovery.mdns import MAX_SERVICES, SERVICE, Found, Neighbourhood, _Seen
-
-SCRIPT = Path(__file__).with_name("announcing_process.py")
-LOOPBACK = OwnAddress("lo", "127.0.0.1", 8)
-WITHIN = 20.0
-"""Seconds a test waits at most; what it waits for comes in one or two."""
-
-Heard = dict[str, list[str]]
-"""Node id to addresses."""
-
-
-class Process:
-    """A machine in a process of its own."""
-
-    def __init__(self, node_id: str, instance: str, port: int, only: str, prefix: tuple[str, ...] = ()) -> None:
-        command = [*prefix, sys.executable, str(SCRIPT), node_id, instance, str(port), only]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-        self.heard: Heard = {}
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
-
-    def wait(self, condition: Callable[[Heard], bool]) -> bool:
-        """Until what is heard fulfils ``condition``."""
-        end = time.monotonic() + WITHIN
-        while not condition(self.heard):
-            try:
-                line = self._lines.get(timeout=max(0.0, end - time.monotonic()))
-            except queue.Empty:
-                return False
-            self.heard = {node_id: texts for node_id, _, texts in json.loads(line)}
-        return True
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait(10)
-
-    def close(self) -> None:
-        if self._process.poll() is None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            try:
-                self._process.wait(15)
-            except subprocess.TimeoutExpired:
-                self.kill()
-        self._reader.join(10)
-
-
-@pytest.fixture
-def start() -> Iterator[Callable[..., Process]]:
-    started: list[Process] = []
-
-    def begin(*arguments: object, **options: object) -> Process:
-        started.append(Process(*arguments, **options))  # type: ignore[arg-type]
-        return started[-1]
-
-    yield begin
-    for process in started:
-        process.close()
-
-
-def ids() -> tuple[str, str]:
-    return secrets.token_hex(32), secrets.token_hex(8)
-
-
-Own = Callable[[], list[OwnAddress]]
-
-
-class Listening:
-    """A machine in this process; loopback unless told otherwise."""
-
-    def __init__(
-        self, node_id: str, instance: str, port: int, own: Callable[[], list[OwnAddress]] | None = None
-    ) -> None:
-        self.node_id, self.instance = node_id, instance
-        self._changed = threading.Condition()
-        self.found: list[Found] = []
-        self.neighbourhood = Neighbourhood(node_id, instance, port, self._tell, own=own or (lambda: [LOOPBACK]))
-
-    def _tell(self, found: list[Found]) -> None:
-        with self._changed:
-            self.found = found
-            self._changed.notify_all()
-
-    def wait(self, condition: Callable[[list[Found]], bool]) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: condition(self.found), WITHIN)
-
-    def hears(self, node_id: str, texts: tuple[str, ...] | None = None) -> bool:
-        return self.wait(lambda found: any(one.node_id == node_id and texts in (None, one.texts) for one in found))
-
-    def hears_no_more_of(self, node_id: str) -> bool:
-        return self.wait(lambda found: all(one.node_id != node_id for one in found))
-
-
-@pytest.fixture
-def listen() -> Iterator[Callable[..., Listening]]:
-    opened: list[Listening] = []
-
-    def begin(*arguments: object, **options: object) -> Listening:
-        opened.append(Listening(*arguments, **options))  # type: ignore[arg-type]
-        return opened[-1]
-
-    yield begin
-    for one in opened:
-        one.neighbourhood.close()
 
 
 def test_two_processes_see_each_other_and_a_goodbye(start: Callable[..., Process]) -> None:
@@ -368,66 +254,6 @@ def test_any_announcement_is_a_sound_hint_or_nothing(
         assert len(found.node_id) == 64 and len(found.instance) == 16 and found.version >= 0
         assert 0 < len(found.addresses) <= 16
         assert all(isinstance(address, Address) and 0 < address.port < 65535 for address in found.addresses)
-
-
-# --- network namespaces: real interfaces, real changes --------------------------------------------------------------
-
-
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=30)
-
-
-@pytest.fixture
-def spaces() -> Iterator[tuple[str, str]]:
-    """Two network namespaces with two cables between them: cable0 (10.77.0.x) and cable1 (10.77.1.x)."""
-    if sys.platform != "linux" or os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need Linux, root and the ip command")
-    names = tuple(f"privatellm-{os.getpid()}-{side}" for side in "ab")
-    try:
-        ip("netns", "add", names[0])
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"network namespaces are not permitted here ({error.stderr.decode().strip()})")
-    try:
-        ip("netns", "add", names[1])
-        for cable in range(2):
-            ends = [f"pv{os.getpid() % 100000}{side}{cable}" for side in "ab"]
-            ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-            for number, (name, end) in enumerate(zip(names, ends, strict=True), start=1):
-                ip("link", "set", end, "netns", name, "name", f"cable{cable}")
-                ip("-n", name, "addr", "add", f"10.77.{cable}.{number}/24", "dev", f"cable{cable}")
-                ip("-n", name, "link", "set", f"cable{cable}", "up")
-                ip("-n", name, "link", "set", "lo", "up")
-        yield names[0], names[1]
-    finally:
-        for name in names:
-            with contextlib.suppress(subprocess.CalledProcessError):
-                ip("netns", "del", name)
-
-
-def inside(space: str) -> tuple[str, ...]:
-    return ("ip", "netns", "exec", space)
-
-
-@pytest.mark.slow
-def test_several_interfaces_and_addresses_that_change(spaces: tuple[str, str], start: Callable[..., Process]) -> None:
-    (one, one_instance), (other, other_instance) = ids(), ids()
-    first = start(one, one_instance, 4001, "all", prefix=inside(spaces[0]))
-    second = start(other, other_instance, 4002, "all", prefix=inside(spaces[1]))
-    assert first.wait(lambda heard: {"10.77.0.2:4002", "10.77.1.2:4002"} <= set(heard.get(other, ())))
-    assert second.wait(lambda heard: {"10.77.0.1:4001", "10.77.1.1:4001"} <= set(heard.get(one, ())))
-    links = [text for text in first.heard[other] if text.startswith("[fe80")]
-    assert all("%cable" in text for text in links)
-
-    ip("-n", spaces[1], "addr", "del", "10.77.0.2/24", "dev", "cable0")
-    ip("-n", spaces[1], "addr", "add", "10.77.0.99/24", "dev", "cable0")
-    assert first.wait(
-        lambda heard: "10.77.0.99:4002" in heard.get(other, ()) and "10.77.0.2:4002" not in heard.get(other, ())
-    )
-
-    ip("-n", spaces[1], "link", "set", "cable1", "down")
-    assert first.wait(lambda heard: other in heard and not any("10.77.1." in text for text in heard[other]))
-    ip("-n", spaces[1], "link", "set", "cable1", "up")
-    assert first.wait(lambda heard: "10.77.1.2:4002" in heard.get(other, ()))
 
 
 def test_a_flood_of_announcements_takes_no_memory() -> None:

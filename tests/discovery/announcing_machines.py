@@ -1,0 +1,97 @@
+"""Machines that announce themselves, in this process or in one of their own, and what they hear."""
+
+from __future__ import annotations
+
+import json
+import queue
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from discovery.addresses import OwnAddress
+from discovery.mdns import Found, Neighbourhood
+
+SCRIPT = Path(__file__).with_name("announcing_process.py")
+LOOPBACK = OwnAddress("lo", "127.0.0.1", 8)
+WITHIN = 20.0
+"""Seconds a test waits at most; what it waits for comes in one or two."""
+
+Heard = dict[str, list[str]]
+"""Node id to addresses."""
+
+
+def ids() -> tuple[str, str]:
+    return secrets.token_hex(32), secrets.token_hex(8)
+
+
+class Process:
+    """A machine in a process of its own."""
+
+    def __init__(self, node_id: str, instance: str, port: int, only: str, prefix: tuple[str, ...] = ()) -> None:
+        command = [*prefix, sys.executable, str(SCRIPT), node_id, instance, str(port), only]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.heard: Heard = {}
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
+
+    def wait(self, condition: Callable[[Heard], bool]) -> bool:
+        """Until what is heard fulfils ``condition``."""
+        end = time.monotonic() + WITHIN
+        while not condition(self.heard):
+            try:
+                line = self._lines.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                return False
+            self.heard = {node_id: texts for node_id, _, texts in json.loads(line)}
+        return True
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(10)
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            try:
+                self._process.wait(15)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self._reader.join(10)
+
+
+class Listening:
+    """A machine in this process; loopback unless told otherwise."""
+
+    def __init__(
+        self, node_id: str, instance: str, port: int, own: Callable[[], list[OwnAddress]] | None = None
+    ) -> None:
+        self.node_id, self.instance = node_id, instance
+        self._changed = threading.Condition()
+        self.found: list[Found] = []
+        self.neighbourhood = Neighbourhood(node_id, instance, port, self._tell, own=own or (lambda: [LOOPBACK]))
+
+    def _tell(self, found: list[Found]) -> None:
+        with self._changed:
+            self.found = found
+            self._changed.notify_all()
+
+    def wait(self, condition: Callable[[list[Found]], bool]) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: condition(self.found), WITHIN)
+
+    def hears(self, node_id: str, texts: tuple[str, ...] | None = None) -> bool:
+        return self.wait(lambda found: any(one.node_id == node_id and texts in (None, one.texts) for one in found))
+
+    def hears_no_more_of(self, node_id: str) -> bool:
+        return self.wait(lambda found: all(one.node_id != node_id for one in found))
