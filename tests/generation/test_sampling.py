@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers.generation import (
     LogitsProcessorList,
@@ -108,6 +108,45 @@ def test_draws_follow_the_probabilities() -> None:
     sampler = Sampler(SamplingRule(temperature=1.0, seed=3))
     counts = np.bincount([sampler.choose(logits) for _ in range(20_000)], minlength=4) / 20_000
     np.testing.assert_allclose(counts, [0.5, 0.1, 0.3, 0.1], atol=0.02)
+
+
+@given(
+    st.lists(st.integers(-6, 6), min_size=1, max_size=2000),
+    st.floats(0.05, 4.0),
+    st.floats(0.0, 1.0, exclude_max=True),
+)
+@settings(deadline=None)
+def test_the_nucleus_is_the_fewest_likeliest_tokens(values: list[int], temperature: float, top_p: float) -> None:
+    """Of many that weigh the same, as whole numbers do, too."""
+    logits = np.array(values, dtype=np.float32)
+    weights = np.exp((logits - logits.max()) / np.float32(temperature))
+    order = np.lexsort((np.arange(len(values)), -weights))
+    held = np.cumsum(weights[order], dtype=np.float64)
+    whole = weights.sum(dtype=np.float64)
+    near = np.abs(held - top_p * whole) < 1e-6 * whole
+    assume(not near.any())
+    expected = order[: 1 + np.count_nonzero(held < top_p * whole)]
+    tokens, _ = surviving_tokens(logits, SamplingRule(temperature, top_p=top_p))
+    assert tokens.tolist() == sorted(expected.tolist())
+
+
+@pytest.mark.parametrize("temperature", [1e-40, 1e-320, 1e-9])
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_a_temperature_next_to_nothing_is_greedy(temperature: float, top_p: float) -> None:
+    logits = random_logits(1, 3000)
+    sampler = Sampler(SamplingRule(temperature, top_p=top_p, seed=1))
+    assert {sampler.choose(logits) for _ in range(20)} == {greedy_token(logits)}
+
+
+def test_draws_from_a_large_vocabulary_follow_the_probabilities() -> None:
+    """Where the weights are summed by blocks: each block is drawn as often as it should be, and no weight of zero."""
+    logits = np.full(5000, -np.inf, dtype=np.float32)
+    likely = np.arange(3, 5000, 1000)
+    logits[likely] = np.log(np.array([0.1, 0.3, 0.2, 0.15, 0.25], dtype=np.float32))
+    sampler = Sampler(SamplingRule(temperature=1.0, seed=5))
+    drawn = np.array([sampler.choose(logits) for _ in range(10_000)])
+    assert set(drawn) == set(likely)
+    np.testing.assert_allclose([(drawn == token).mean() for token in likely], [0.1, 0.3, 0.2, 0.15, 0.25], atol=0.02)
 
 
 def test_a_seed_repeats_itself_and_another_does_not() -> None:
