@@ -24,6 +24,7 @@ from engine.messages import (
     AnyRequest,
     BeamProgress,
     Cancel,
+    Failed,
     Hello,
     NetworkState,
     Notice,
@@ -140,16 +141,21 @@ class EngineClient:
     async def send(self, request: AnyRequest) -> None:
         child = self._running_child()
         async with self._writing:
-            await child.write(request)
+            await child.write(pack(request))
 
     async def stream(self, request: AnyRequest) -> AsyncGenerator[AnyEvent, None]:
         """As :meth:`Engine.stream`. Closing it early cancels the request."""
         child = self._running_child()
+        try:
+            frame = pack(request)
+        except ProtocolError as error:
+            yield Failed(id=request.id, error=f"This cannot be sent to the engine: {error}.", kind="bad-input")
+            return
         inbox = child.inboxes[request.id] = _Inbox()
         ended = False
         try:
             async with self._writing:
-                await child.write(request)
+                await child.write(frame)
             while not ended:
                 event = await inbox.get()
                 ended = ends(event)
@@ -299,11 +305,11 @@ class _Child:
     def alive(self) -> bool:
         return not self._ended and self.process.returncode is None
 
-    async def write(self, request: AnyRequest) -> None:
+    async def write(self, frame: bytes) -> None:
         """Raises EngineDied."""
         assert self.process.stdin is not None
         try:
-            self.process.stdin.write(pack(request))
+            self.process.stdin.write(frame)
             await self.process.stdin.drain()
         except (ConnectionError, RuntimeError) as error:
             await asyncio.wait({self._reader}, timeout=_END_WAIT_S)
@@ -376,6 +382,9 @@ class _Child:
             problem = str(error)
         except ConnectionError as error:
             problem = str(error)
+        except Exception as error:
+            # Whatever it is: those who wait must hear of an end.
+            problem = f"{type(error).__name__}: {error}"
         # A process that has closed its pipe cannot be talked to any more, whatever else it still does.
         if not problem:
             await self._exit(_END_WAIT_S)

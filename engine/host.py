@@ -78,6 +78,8 @@ LAST_SAVE_S = 1.0
 
 EXIT_BAD_FRAME = 3
 """Exit status after a frame that is no request."""
+EXIT_THREAD_FAILED = 4
+"""Exit status after one of our threads failed with what nobody caught."""
 
 
 class Task:
@@ -137,10 +139,10 @@ class Host:
                 self._fetching.put(self._accept(request))
             case Plan() | OpenNetwork() | CloseNetwork() | ShowCode() | Pair() | ForgetPeer() | ListPeers():
                 # The screen asks this while an answer is running.
-                threading.Thread(target=self._finish, args=(self._accept(request),), daemon=True).start()
+                self._finish_beside(self._accept(request))
             case EstimateBeams() if self._session is not None:
                 # A panel asks this while an answer is running.
-                threading.Thread(target=self._finish, args=(self._accept(request),), daemon=True).start()
+                self._finish_beside(self._accept(request))
             case _:
                 self._answering.put(self._accept(request))
         return True
@@ -155,6 +157,13 @@ class Host:
         while True:
             self._finish(tasks.get())
             self._between_tasks()
+
+    def _finish_beside(self, task: Task) -> None:
+        """In a thread of its own, or in this one if the system starts no more."""
+        try:
+            threading.Thread(target=self._finish, args=(task,), daemon=True).start()
+        except RuntimeError:
+            self._finish(task)
 
     def _finish(self, task: Task) -> None:
         event = self._answer(task)
@@ -436,9 +445,22 @@ def end_process(status: int) -> NoReturn:
     os._exit(status)
 
 
+def end_with_thread(failure: threading.ExceptHookArgs, notice: Callable[[str], None]) -> None:
+    """End the process if ``failure`` ended a thread that ran code of ours: somebody may wait for it, and a process that
+    has ended is started again, where one that hangs is not. Other libraries' threads are their own business."""
+    name = "a thread" if failure.thread is None else failure.thread.name
+    traceback.print_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
+    frames = traceback.walk_tb(failure.exc_traceback)
+    if not any(frame.f_globals.get("__name__", "").startswith(("engine.", "discovery.")) for frame, _ in frames):
+        return
+    notice(f"The engine's {name} failed with {failure.exc_type.__name__}: the engine ends, to be started again.")
+    end_process(EXIT_THREAD_FAILED)
+
+
 def serve(pipes: Pipes) -> NoReturn:
     """Answer requests until the stream of them ends."""
     writer = EventWriter(pipes.events, on_closed=lambda: end_process(0))
+    threading.excepthook = lambda failure: end_with_thread(failure, lambda text: writer.send(Notice(text=text)))
     host = Host(writer.send, between_tasks=pipes.log.roll_if_large)
     reader = request_reader()
     writer.send(Hello(protocol=PROTOCOL_VERSION, pid=os.getpid()))

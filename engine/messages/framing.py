@@ -18,7 +18,7 @@ PROTOCOL_VERSION = 1
 
 
 class ProtocolError(Exception):
-    """A frame was too large, truncated, or not a known message.
+    """A frame was too large, truncated, or not a known message, or a message cannot be put into a frame.
 
     ``before`` holds the messages that arrived whole in the same piece of the stream, before that frame.
     """
@@ -35,9 +35,13 @@ _LENGTH = struct.Struct(">I")
 def pack(message: Request | Event) -> bytes:
     """One frame: 4-byte big-endian length and msgpack.
 
-    Raises ProtocolError if the message is larger than FRAME_LIMIT.
+    Raises ProtocolError if the message is larger than FRAME_LIMIT, or holds what msgpack cannot: an integer of more
+    than 64 bits, half a surrogate pair, an object of another type.
     """
-    body = _encoder.encode(message)
+    try:
+        body = _encoder.encode(message)
+    except (ValueError, TypeError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise ProtocolError(f"{type(message).__name__} cannot be encoded: {error}") from error
     if len(body) > FRAME_LIMIT:
         raise ProtocolError(f"message of {len(body)} bytes is over the limit of {FRAME_LIMIT}")
     return _LENGTH.pack(len(body)) + body

@@ -103,6 +103,8 @@ def answer(request: Generate) -> None:
             time.sleep(60)
         case "wait":
             emit(Piece(id=request.id, text="waiting", tokens=1))
+        case "notice":
+            emit(Notice(text=words.removeprefix("notice:")))
         case "fail":
             emit(Failed(id=request.id, error="It failed.", kind="model"))
         case "raw":

@@ -185,6 +185,26 @@ async def test_an_engine_that_closes_its_pipe_is_not_said_to_lack_memory(
     assert "memory" not in str(raised.value)
 
 
+async def test_whatever_goes_wrong_while_reading_ends_in_a_word(client: EngineClient) -> None:
+    def fail(notice: Notice) -> None:
+        raise KeyError("a screen that is gone")
+
+    events = client.stream(generate(client, "wait:"))
+    await anext(events)
+    client.on_notice = fail
+    with pytest.raises(EngineDied, match=r"KeyError.* and was stopped"):
+        await heard(client, "notice:x")
+    with pytest.raises(EngineDied):
+        await anext(events)
+
+
+async def test_words_that_no_frame_can_hold_are_refused_and_the_engine_goes_on(client: EngineClient) -> None:
+    [refused] = await heard(client, "say:half a pair \ud800")
+    assert isinstance(refused, Failed) and refused.kind == "bad-input"
+    assert "surrogates" in refused.error
+    assert len(await heard(client, "say:again")) == 2
+
+
 def test_closing_that_is_cancelled_leaves_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:

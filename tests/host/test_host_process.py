@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,14 @@ import psutil
 import pytest
 import torch
 from engine_process import PATIENCE_S, EngineProcess
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import write_tiny_model
 
 from engine.experts.kernels.bindings import choose
-from engine.host import EXIT_BAD_FRAME, environment, physical_cores
+from engine.host import EXIT_BAD_FRAME, EXIT_THREAD_FAILED, Host, end_with_thread, environment, physical_cores
 from engine.messages import (
+    AnyEvent,
     AnyRequest,
     BeamEstimates,
     Cancel,
@@ -32,7 +35,9 @@ from engine.messages import (
     Loaded,
     Message,
     Notice,
+    OpenNetwork,
     Piece,
+    Plan,
     Prefill,
     Progress,
     ProtocolError,
@@ -365,6 +370,70 @@ def test_a_bug_is_one_sentence_and_the_log_has_the_rest(tmp_path: Path, model: P
         assert isinstance(process.ask(Load(id=3, model=str(model)))[-1], Loaded)
 
 
+UNSENDABLE = """
+import sys
+import engine.host as host
+import engine.plan_model
+from engine.messages import Done
+engine.plan_model.plan_model = lambda request, *_: Done(id=request.id, path="x", detail={detail})
+host.main()
+"""
+
+
+@pytest.mark.parametrize("detail", ["2**64", "'\\ud800'", "object()", "'x' * 2**27"])
+def test_an_answer_that_no_frame_can_hold_is_an_error(home: Path, detail: str) -> None:
+    with EngineProcess(home, UNSENDABLE.format(detail=detail)) as process:
+        for request in (1, 2):
+            failed = process.ask(Plan(id=request, load=Load(id=request, model="x")))[-1]
+            assert isinstance(failed, Failed)
+            assert "could not be sent" in failed.error
+
+
+THREAD_FAILS = """
+import engine.host as host
+from engine.ring.control.network import Network
+
+def fail(self, node):
+    raise LookupError("nobody caught this")
+
+Network._report = fail
+host.main()
+"""
+
+
+def test_a_thread_that_fails_ends_the_engine_with_a_word(home: Path) -> None:
+    """Nobody waits for ever for what that thread was to say."""
+    with EngineProcess(home, THREAD_FAILS) as process:
+        process.send(OpenNetwork(id=1, listen="127.0.0.1:0"))
+        notices = [event.text for event in iter(process.next, None) if isinstance(event, Notice)]
+        assert "network-state failed with LookupError" in notices[-1]
+        assert process.wait_for_end() == EXIT_THREAD_FAILED
+        assert "nobody caught this" in process.log()
+
+
+def test_a_thread_of_somebody_else_may_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    try:
+        json.loads("{")
+    except ValueError as error:
+        end_with_thread(threading.ExceptHookArgs((type(error), error, error.__traceback__, None)), said.append)
+    assert not said
+    assert "JSONDecodeError" in capsys.readouterr().err
+
+
+def test_a_system_that_starts_no_more_threads_still_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at a limit of processes."""
+    sent: list[AnyEvent] = []
+    host = Host(sent.append)
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert host.take(Plan(id=1, load=Load(id=1, model="nowhere/at-all")))
+    assert isinstance(sent[-1], Failed)
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -395,6 +464,7 @@ def test_frames_in_single_bytes(home: Path) -> None:
 REQUESTS = [Cancel(id=3, target=1), Generate(id=1, prompt_ids=[1, 2]), Load(id=2, model="é"), Shutdown(id=9)]
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(REQUESTS), max_size=6), st.lists(st.integers(1, 30), min_size=1, max_size=9))
 def test_frames_survive_any_cutting(requests: list[AnyRequest], cuts: list[int]) -> None:
     data = b"".join(pack(request) for request in requests)

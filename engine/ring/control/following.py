@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -99,7 +100,7 @@ class Following:
             self.ended = str(error)
         except BaseException as error:
             self.ended = f"this machine failed with {type(error).__name__}"
-            raise
+            traceback.print_exc()
         finally:
             self._links.close()
 

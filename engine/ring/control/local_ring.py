@@ -26,6 +26,7 @@ from engine.messages import (
     Failed,
     NetworkState,
     OpenNetwork,
+    ProtocolError,
     Shutdown,
     event_reader,
     pack,
@@ -124,15 +125,18 @@ class LocalEngine:
         assert self.process.stdout is not None
         reader = event_reader()
         descriptor = self.process.stdout.fileno()
-        with contextlib.suppress(OSError, ValueError):
+        try:
             while data := os.read(descriptor, 1 << 16):
                 found = reader.feed(data)
                 with self._news:
                     self.events += found
                     self._news.notify_all()
-        with self._news:
-            self._ended = True
-            self._news.notify_all()
+        except (OSError, ValueError, ProtocolError):
+            return
+        finally:
+            with self._news:
+                self._ended = True
+                self._news.notify_all()
 
 
 def pair_homes(homes: Sequence[Path], with_all: bool = False) -> list[Identity]:
