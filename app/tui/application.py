@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from textual import events
-from textual.app import App, SystemCommand
+from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 
@@ -22,6 +22,7 @@ from app.settings_file import SettingsFile, open_settings
 from app.tui.commands import COMMANDS
 from app.tui.screens.chat import ChatScreen
 from app.tui.state import LOADING, RING, ChatOptions
+from app.tui.terminal.application import TerminalApp
 
 
 def chat_options(settings: Settings) -> ChatOptions:
@@ -54,7 +55,7 @@ def starter_is_missing(model: str) -> bool:
     return model.strip().casefold() == STARTER and resolve(STARTER).folder is None
 
 
-class ChatApp(App[int]):
+class ChatApp(TerminalApp):
     """The screen side of privatellm. ``machine`` decides what the settings grey out (default: this one)."""
 
     TITLE = "privatellm"
@@ -151,6 +152,10 @@ class ChatApp(App[int]):
         await chat.close()
         self.exit(0)
 
+    async def keep(self) -> None:
+        if self.chat is not None:
+            await self.chat.close()
+
     def _warned(self, chat: ChatScreen) -> bool:
         if chat.warned_unsaved:
             return True
@@ -205,9 +210,4 @@ def run_chat() -> int:
 
 async def _run(store: ConversationStore, settings: SettingsFile) -> int:
     engine = EngineClient()
-    app = ChatApp(engine, store, settings)
-    try:
-        result = await app.run_async()
-        return result if result is not None else app.return_code or 0
-    finally:
-        await engine.close()
+    return await ChatApp(engine, store, settings).run_to_end(engine)

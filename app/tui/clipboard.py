@@ -36,6 +36,13 @@ async def copy(text: str, what: str, through_terminal: Callable[[str], None]) ->
     return f"{what} was handed to the terminal; if it cannot copy (macOS Terminal cannot), select it with the mouse."
 
 
+def tool_environment(tool: str, environment: Mapping[str, str] = os.environ) -> dict[str, str] | None:
+    """What ``tool`` is run with; None: as this program. pbcopy takes its input for what the locale says."""
+    if tool != "pbcopy":
+        return None
+    return {key: value for key, value in environment.items() if key != "LC_ALL"} | {"LC_CTYPE": "UTF-8"}
+
+
 async def _run(command: list[str], text: str) -> bool:
     """Whether ``command`` took the text. Tools that stay to serve the clipboard do not hold this up."""
     try:
@@ -44,6 +51,7 @@ async def _run(command: list[str], text: str) -> bool:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
+            env=tool_environment(command[0]),
             start_new_session=True,
         )
     except OSError:

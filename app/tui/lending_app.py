@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import ClassVar
 
 from textual import work
-from textual.app import App, ComposeResult
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
@@ -22,6 +22,7 @@ from app.network import NetworkProblem
 from app.text_safety import one_line
 from app.tui.lending_view import leaving_question, lending_view
 from app.tui.screens.asking import Confirm
+from app.tui.terminal.application import TerminalApp
 from app.tui.widgets.rendered import Rendered
 from engine.messages import NetworkState, OpenNetwork
 
@@ -64,7 +65,7 @@ class Events(Rendered):
         )
 
 
-class LendingApp(App[int]):
+class LendingApp(TerminalApp):
     """Lends this machine until the person leaves. Ends with status 1 if it cannot be lent at all."""
 
     TITLE = "privatellm join"
@@ -136,9 +137,13 @@ class LendingApp(App[int]):
             self._asking = False
             if not leave:
                 return
+        await self.keep()
+        self.exit(0)
+
+    async def keep(self) -> None:
+        """Leave the ring, so that its other machines need not find out."""
         self.workers.cancel_group(self, "lending")
         await self.lender.leave()
-        self.exit(0)
 
 
 def run_lending(wanted: OpenNetwork) -> int:
@@ -156,8 +161,4 @@ def run_lending(wanted: OpenNetwork) -> int:
 async def _run(wanted: OpenNetwork) -> tuple[int, str]:
     engine = EngineClient()
     app = LendingApp(engine, wanted)
-    try:
-        result = await app.run_async()
-        return (result if result is not None else app.return_code or 0), app.problem
-    finally:
-        await engine.close()
+    return await app.run_to_end(engine), app.problem

@@ -52,7 +52,8 @@ def guarded_output(log_path: Path | None = None) -> Iterator[None]:
         for fd, original in kept.items():
             os.dup2(original, fd)
             os.close(original)
-        screen.close()
+        with contextlib.suppress(OSError):  # a terminal that is gone
+            screen.close()
         if log is not None:
             log.close()
         else:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import ClassVar
 
-from textual import on, work
+from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Container, Horizontal, Vertical
@@ -399,8 +399,5 @@ class ChatScreen(OpensScreens):
         number = f"Block {index % len(blocks) + 1} of {len(blocks)}" if len(blocks) > 1 else "The code"
         self._copy(blocks[index % len(blocks)], number)
 
-    @work(group="copy", exclusive=True)
-    async def _copy(self, text: str, what: str) -> None:
-        from app.tui.clipboard import copy
-
-        self.say(await copy(text, what, self.app.copy_to_clipboard))
+    def _copy(self, text: str, what: str) -> None:
+        self.chat_app.copy_out(text, what)

@@ -1,0 +1,106 @@
+"""A program on a real terminal: a pseudo terminal whose other side the test holds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable
+from fcntl import ioctl
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT_S = 60.0
+_PROGRAM = """
+import fcntl, signal, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+signal.signal(signal.SIGHUP, signal.SIG_IGN if {ignore_hangup} else signal.SIG_DFL)
+from app import engine_client
+if {script!r}:
+    engine_client.host_command = lambda: (sys.executable, {script!r}, "")
+from app.cli import main
+sys.exit(main())
+"""
+
+
+class Terminal:
+    """``privatellm`` with ``arguments`` as the leader of a session on a terminal of 80 by 24.
+
+    ``scripted``: the engine process is the scripted one. ``ignore_hangup``: it is started with SIGHUP ignored, as make,
+    nohup and some shells do.
+    """
+
+    def __init__(self, home: Path, *arguments: str, scripted: bool = True, ignore_hangup: bool = False) -> None:
+        self.master, self.slave = os.openpty()
+        ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        self.modes: list[Any] = termios.tcgetattr(self.slave)
+        script = str(Path(__file__).with_name("scripted_engine.py")) if scripted else ""
+        program = _PROGRAM.format(script=script, ignore_hangup=ignore_hangup)
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", program, *arguments],
+            stdin=self.slave, stdout=self.slave, stderr=self.slave, cwd=ROOT, start_new_session=True,
+            env={**os.environ, "PRIVATELLM_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+                 "TERM": "xterm-256color",
+                 "TEXTUAL_ANIMATIONS": "none"},
+        )  # fmt: skip
+        self.drawn = b""
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):
+            while data := os.read(self.master, 65536):
+                self.drawn += data
+
+    def until(self, holds: Callable[[], object], what: str) -> None:
+        end = time.monotonic() + WAIT_S
+        while not holds():
+            assert time.monotonic() < end and self.process.poll() is None, f"never: {what}\n{self.drawn[-3000:]!r}"
+            time.sleep(0.02)
+
+    def until_drawn(self, text: str) -> None:
+        self.until(lambda: text.encode() in self.drawn, text)
+
+    def type(self, keys: bytes) -> None:
+        os.write(self.master, keys)
+
+    @property
+    def engines(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children()
+
+    def hang_up(self) -> None:
+        """Close the terminal, as its window does."""
+        os.close(self.slave)
+        master, self.slave, self.master = self.master, -1, -1
+        os.close(master)
+
+    def end(self) -> int:
+        """The exit status; the process must end by itself, and all that it drew has been read."""
+        status = self.process.wait(WAIT_S)
+        if self.master >= 0:
+            self.until_quiet()
+        return status
+
+    def until_quiet(self) -> None:
+        before = b"-"
+        while before != self.drawn:
+            before = self.drawn
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                child.kill()
+            self.process.kill()
+            self.process.wait()
+        for descriptor in (self.slave, self.master):
+            if descriptor >= 0:
+                os.close(descriptor)

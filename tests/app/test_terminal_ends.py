@@ -1,0 +1,143 @@
+"""A terminal that is closed, and signals: the screens end, give the terminal back, keep the answer, leave no engine."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from scripted import install
+from terminals import ROOT, WAIT_S, Terminal
+
+from app.conversations.records import MessageRecord
+from app.conversations.store import open_store
+
+GIVEN_BACK = [b"\x1b[?1049l", b"\x1b[?1000l", b"\x1b[?1003l", b"\x1b[?2004l", b"\x1b[?25h"]
+Open = Callable[..., Terminal]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Open]:
+    terminals: list[Terminal] = []
+    install(tmp_path)
+
+    def open_terminal(*arguments: str, scripted: bool = True, ignore_hangup: bool = False) -> Terminal:
+        terminals.append(Terminal(tmp_path, *arguments, scripted=scripted, ignore_hangup=ignore_hangup))
+        return terminals[-1]
+
+    yield open_terminal
+    for terminal in terminals:
+        terminal.close()
+
+
+def answering(terminal: Terminal) -> list[psutil.Process]:
+    """Ask something whose answer does not end; the engines."""
+    terminal.until_drawn("Ask something")
+    terminal.type(b"wait:\r")
+    terminal.until_drawn("waiting")
+    return terminal.engines
+
+
+def gone(engines: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(engines, timeout=WAIT_S)
+    return bool(engines) and all(engine.status() == psutil.STATUS_ZOMBIE for engine in alive)
+
+
+def messages(home: Path) -> list[MessageRecord]:
+    store = open_store(home / "data" / "conversations.sqlite")
+    try:
+        (conversation,) = store.conversations()
+        return store.shown(conversation.id)
+    finally:
+        store.close()
+
+
+@pytest.mark.parametrize("ignored", [True, False], ids=["SIGHUP ignored", "SIGHUP"])
+def test_a_closed_terminal_ends_the_chat_and_keeps_the_answer(opened: Open, tmp_path: Path, ignored: bool) -> None:
+    terminal = opened(ignore_hangup=ignored)
+    engines = answering(terminal)
+    terminal.hang_up()
+    assert terminal.end() == 129
+    assert gone(engines)
+    question, answer = messages(tmp_path)
+    assert question.content == "wait:"
+    assert (answer.state, answer.content) == ("stopped", "waiting")
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)],
+    ids=str,
+)
+def test_a_signal_while_answering_gives_the_terminal_back(
+    opened: Open, tmp_path: Path, number: int, status: int
+) -> None:
+    terminal = opened()
+    engines = answering(terminal)
+    before = len(terminal.drawn)
+    terminal.process.send_signal(number)
+    assert terminal.end() == status
+    assert [code for code in GIVEN_BACK if code not in terminal.drawn[before:]] == []
+    assert termios.tcgetattr(terminal.slave) == terminal.modes
+    assert gone(engines)
+    assert (messages(tmp_path)[-1].state, messages(tmp_path)[-1].content) == ("stopped", "waiting")
+
+
+@pytest.mark.parametrize("hang_up", [False, True], ids=["SIGTERM", "closed"])
+def test_the_real_engine_goes_with_an_idle_chat(opened: Open, hang_up: bool) -> None:
+    terminal = opened(scripted=False, ignore_hangup=True)
+    terminal.until_drawn("Ask something")
+    terminal.until(lambda: terminal.engines, "an engine")
+    engines = terminal.engines
+    if hang_up:
+        terminal.hang_up()
+    else:
+        terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.end() == (129 if hang_up else 143)
+    assert gone(engines)
+
+
+@pytest.mark.parametrize("hang_up", [False, True], ids=["SIGTERM", "closed"])
+def test_lending_ends_with_its_terminal(opened: Open, hang_up: bool) -> None:
+    terminal = opened("join", "--listen", "127.0.0.1:0", ignore_hangup=True)
+    terminal.until_drawn("1234")
+    engines = terminal.engines
+    before = len(terminal.drawn)
+    if hang_up:
+        terminal.hang_up()
+    else:
+        terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.end() == (129 if hang_up else 143)
+    assert gone(engines)
+    if not hang_up:
+        assert [code for code in GIVEN_BACK if code not in terminal.drawn[before:]] == []
+        assert termios.tcgetattr(terminal.slave) == terminal.modes
+
+
+@pytest.mark.slow
+def test_a_terminal_that_takes_nothing_more_does_not_keep_the_process(opened: Open, tmp_path: Path) -> None:
+    """Its output is stopped (ctrl+s in a screen multiplexer, a frozen window), so that even drawing does not end."""
+    terminal = opened()
+    engines = answering(terminal)
+    termios.tcflow(terminal.slave, termios.TCOOFF)
+    terminal.type(b"x" * 400)
+    terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.end() == 143
+    assert gone(engines)
+    assert messages(tmp_path)[-1].content == "waiting"
+
+
+def test_what_blocks_for_ever_is_ended_all_the_same() -> None:
+    program = """
+import threading, time
+from app.tui.terminal.ending import end_at_last
+end_at_last(143, threading.Event().wait, patience_s=0.1)
+while True:
+    time.sleep(60)
+"""
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, timeout=WAIT_S).returncode == 143

@@ -1,0 +1,172 @@
+"""From the bytes a terminal sends to what the field holds."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from textual import events
+from textual._parser import Read1
+from textual.app import App, ComposeResult
+from textual.message import Message
+
+from app.tui.terminal.keys import ESCAPE_S, KeyParser
+from app.tui.widgets.prompt import Prompt
+
+START, END = "\x1b[200~", "\x1b[201~"
+
+
+def heard(*pieces: str) -> list[Message]:
+    parser = KeyParser()
+    return [event for piece in pieces for event in parser.feed(piece)]
+
+
+def keys(*pieces: str) -> list[str]:
+    return [event.key for event in heard(*pieces) if isinstance(event, events.Key)]
+
+
+def pasted(*pieces: str) -> list[str]:
+    return [event.text for event in heard(*pieces) if isinstance(event, events.Paste)]
+
+
+def cut(text: str, size: int) -> list[str]:
+    return [text[start : start + size] for start in range(0, len(text), size)]
+
+
+@pytest.mark.parametrize("sent", ["\x1b\r", "\x1b\n"])
+def test_escape_and_enter_are_alt_enter(sent: str) -> None:
+    assert keys("a", sent, "b") == keys("a", *sent, "b") == ["a", "alt+enter", "b"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        ("\r", ["enter"]),
+        ("\x1b[A", ["up"]),
+        ("\x1b[1;2A", ["shift+up"]),
+        ("\x1bOP", ["f1"]),
+        ("\x0a", ["ctrl+j"]),
+        ("\x1b[13;2u", ["shift+enter"]),
+        ("\x1b[13;3u", ["alt+enter"]),
+    ],
+)
+def test_other_keys_are_as_they_were(sent: str, expected: list[str]) -> None:
+    assert keys(sent) == keys(*sent) == expected
+
+
+def test_a_lone_escape_waits_for_less_than_the_rest_of_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ESCDELAY", raising=False)
+    parser = KeyParser()
+    assert list(parser.feed("\x1b")) == []
+    assert parser._awaiting == Read1(ESCAPE_S) and ESCAPE_S <= 0.025
+    assert parser.due is not None
+    assert list(parser.feed("[")) == []
+    assert parser._awaiting.timeout is not None and parser._awaiting.timeout > 2 * ESCAPE_S
+    assert [type(event) for event in parser.feed("A")] == [events.Key]
+    assert parser.due is None
+
+
+def test_what_the_person_says_of_the_delay_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from textual import constants
+
+    monkeypatch.setenv("ESCDELAY", "300")
+    monkeypatch.setattr(constants, "ESCAPE_DELAY", 0.3)
+    parser = KeyParser()
+    list(parser.feed("\x1b"))
+    assert parser._awaiting == Read1(0.3)
+
+
+PERSIAN = "می\u200cخواهم"
+CODER = "\U0001f469\u200d\U0001f4bb"
+TYPED = [
+    PERSIAN,
+    CODER,
+    "a\u00adb",
+    "\u200fא",
+    "prix\u00a0: 3\u202f€",
+    "全角\u3000空白",
+    "\U0001f3f4\U000e0067\U000e007f",
+    "\u2060",
+]
+
+
+class FieldApp(App[None]):
+    def compose(self) -> ComposeResult:
+        yield Prompt("prompt")
+
+
+@pytest.mark.parametrize("text", TYPED)
+@pytest.mark.parametrize("kitty", [False, True])
+async def test_what_is_typed_is_what_the_field_holds(text: str, kitty: bool) -> None:
+    app = FieldApp()
+    async with app.run_test() as pilot:
+        app.query_one(Prompt).focus()
+        for character in text:
+            sent = f"\x1b[{ord(character)};;{ord(character)}u" if kitty else character
+            for event in heard(sent):
+                app.post_message(event)
+        await pilot.pause()
+        assert app.query_one(Prompt).text == text
+
+
+@pytest.mark.parametrize("text", ["\x00", "\u2028", "\u202e", "\x85", "\x9b"])
+def test_what_could_act_on_a_terminal_is_not_typed(text: str) -> None:
+    assert pasted(text) == []
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+@pytest.mark.parametrize(
+    "text", ["plain\rlines\n", "\x1b[31mred\x1b[0m and \x1b\r\x1b", "\x1b[200~", "", "\x1b[A" * 20]
+)
+def test_a_paste_is_one_text_and_nothing_in_it_is_a_key(text: str, size: int) -> None:
+    sent = cut(f"a{START}{text}{END}b", size)
+    assert pasted(*sent) == [text]
+    assert keys(*sent) == ["a", "b"]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.text(max_size=20).filter(lambda text: END not in text), max_size=4), st.integers(1, 40))
+def test_pastes_come_whole_however_they_are_cut(texts: list[str], size: int) -> None:
+    sent = "".join(f"{START}{text}{END}" for text in texts)
+    assert pasted(*cut(sent, size)) == [text.replace("\x00", "") for text in texts]
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    master, slave = os.openpty()
+    yield master, slave
+    os.close(master)
+    os.close(slave)
+
+
+async def test_the_driver_hands_on_bytes_that_are_no_text_and_keys_that_come_in_pieces(
+    terminal: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from app.tui.terminal.driver import TerminalDriver
+
+    master, slave = terminal
+    app = FieldApp()
+    async with app.run_test():
+        driver = TerminalDriver(app)
+        driver.fileno = slave
+        got: list[Message] = []
+        monkeypatch.setattr(driver, "process_message", got.append)
+        import tty
+
+        tty.setraw(slave)
+        reading = asyncio.create_task(asyncio.to_thread(driver.run_input_thread))
+        for sent in (b"\xff", "é".encode()[:1], "é".encode()[1:], b"\x1b", b"z", b"\x1b"):
+            os.write(master, sent)
+            await asyncio.sleep(0.005)
+        for _ in range(1000):
+            if any(isinstance(event, events.Key) and event.key == "escape" for event in got):
+                break
+            await asyncio.sleep(0.01)
+        driver.exit_event.set()
+        await reading
+    found = [event.character if isinstance(event, events.Key) else "" for event in got]
+    assert found[:2] == ["\ufffd", "é"] and isinstance(got[-1], events.Key) and got[-1].key == "escape"
