@@ -393,10 +393,10 @@ THREAD_FAILS = """
 import engine.host as host
 from engine.ring.control.network import Network
 
-def fail(self, node):
+def fail(self):
     raise LookupError("nobody caught this")
 
-Network._report = fail
+Network.state = fail
 host.main()
 """
 
