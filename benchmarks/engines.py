@@ -65,10 +65,11 @@ class PrivatellmEngine(Engine):
     runtime: ClassVar[RuntimeName] = "auto"
 
     def __init__(self, model: Path, threads: int) -> None:
-        from engine.runtimes import pick_runtime
+        from engine.runtimes import runtime_named
+        from engine.runtimes.choosing import choose_runtime
 
         request = Load(id=1, model=str(model), runtime=self.runtime, partitioning="cpu", cpu_threads=threads)
-        runtime, _ = pick_runtime(self.runtime, model, request)
+        runtime = runtime_named(choose_runtime(request, model).name)
         self.model = runtime.load(model, request, lambda stage, done, total, unit: None)
         self._base = self.model.start()
         self._rows = self._base

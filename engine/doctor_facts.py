@@ -19,7 +19,7 @@ from engine.messages import DoctorFacts, Load
 from engine.models.opening import open_model
 from engine.models.sizes import sizes_of
 from engine.models.store import resolve
-from engine.plan_model import planned_runtime
+from engine.runtimes.choosing import choose_runtime
 
 
 def doctor_facts(load: Load) -> DoctorFacts:
@@ -50,7 +50,7 @@ def _about_model(facts: DoctorFacts, load: Load) -> DoctorFacts:
     files = open_model(folder)
     sizes = sizes_of(files, load.dtype)
     graphics = None if load.partitioning == "cpu" or load.runtime in ("native", "mlx") else gpu()
-    runtime = planned_runtime(load, folder, graphics is not None)
+    runtime = choose_runtime(load, folder, graphics is not None)
     facts = msgspec.structs.replace(facts, runtime=runtime.name, runtime_reason=runtime.reason)
     if files.experts is None:
         return facts

@@ -366,8 +366,9 @@ def _pull(task: Task, request: Pull) -> AnyEvent:
         path = build_starter(task.report, task.cancelled)
     else:
         from engine.models.fetching import pull
+        from engine.runtimes.choosing import refuse_download
 
-        path = pull(request.model, task.report, task.cancelled)
+        path = pull(request.model, task.report, task.cancelled, refuse_download)
     return Done(id=request.id, path=str(path))
 
 

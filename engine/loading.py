@@ -32,32 +32,36 @@ def load_session(
     With partitioning ``ring``, ``network`` must be open, and the machines there share the model's experts.
 
     ``release`` is called before memory is taken: it frees the model that was loaded before, which is not given up for
-    a name that is mistyped. Raises ModelError: unknown model (bad-input), not on this machine, damaged, unsupported,
+    one that is refused. Raises ModelError: unknown model (bad-input), not on this machine, damaged, unsupported,
     or too large (memory).
     """
     from engine.models import tokenizer
-    from engine.runtimes import pick_runtime
+    from engine.models.store import refuse_share
+    from engine.runtimes import runtime_named
+    from engine.runtimes.choosing import choose_runtime
     from engine.session import Session
 
     started = time.perf_counter()
     check_request(request)
     name, folder = find_folder(request.model, progress, should_stop)
-    runtime, why = pick_runtime(request.runtime, folder, alone(request))
-    # "the default ..." is no news; anything else said about an automatic choice is a fallback.
-    fallback = request.runtime == "auto" and not why.startswith("the default")
-    release()
-    if network is None:
-        model = load_model(runtime, name, folder, request, progress)
-    else:
-        from engine.ring.running.head_model import RingModel
-
-        model = RingModel(name, network.former(name, folder, runtime, request), progress)
+    refuse_share(folder)
+    choice = choose_runtime(request, folder)
+    runtime = runtime_named(choice.name)
     progress("reading the tokenizer", 0, 0, "")
     words = tokenizer.load_tokenizer(folder)
     defaults = read_settings(folder / "generation_config.json")
     ends = stop_ids(defaults) or stop_ids(read_settings(folder / "config.json"))
     ends |= words.end_of_turn_ids if words is not None else frozenset()
-    said = [f"Running on {runtime.name}: {why}."] if fallback else []
+    if network is None:
+        model = load_model(runtime, name, folder, request, progress, release=release)
+    else:
+        from engine.ring.running.head_model import RingModel
+
+        former = network.former(name, folder, runtime, request)
+        # Forming asks what memory is free.
+        release()
+        model = RingModel(name, former, progress)
+    said = [f"Running on {runtime.name}: {choice.reason}."] if choice.is_fallback else []
     facts = msgspec.structs.replace(
         model.facts,
         name=name,
@@ -68,13 +72,6 @@ def load_session(
         context_limit=min(model.facts.context_limit, request.context_limit or model.facts.context_limit),
     )
     return Session(model, words, ends=ends, defaults=defaults, facts=facts, prefill_chunk=request.prefill_chunk)
-
-
-def alone(request: Load) -> Load:
-    """How a node of a ring loads its own share: experts that are not on other machines run on the CPU or by mlx."""
-    if request.partitioning != "ring":
-        return request
-    return msgspec.structs.replace(request, partitioning="cpu")
 
 
 def check_request(request: Load) -> None:

@@ -19,7 +19,7 @@ from engine.models.opening import open_model
 from engine.models.sizes import Sizes, sizes_in_library, sizes_of
 from engine.models.weight_layout import WeightLayout, is_library, layout_of
 from engine.planning.calibration import ExpertShape
-from engine.runtimes import mlx_by_default
+from engine.runtimes.choosing import mlx_by_default
 from engine.runtimes.native.runtime import why_not
 
 REMEMBERED = 8

@@ -6,12 +6,7 @@ memory, what was measured on it before, and the person's own use of the model.
 
 from __future__ import annotations
 
-import importlib.util
-import platform
 import shlex
-import sys
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -24,22 +19,17 @@ from engine.experts.speed_file import MachineSpeed, load_speed
 from engine.free_memory import available_bytes
 from engine.loading import check_request
 from engine.machine import Gpu, gpu, processor
-from engine.messages import Load, ModelFacts, Plan, Planned, PlannedChoice, RuntimeName
+from engine.messages import Load, ModelFacts, Plan, Planned, PlannedChoice
 from engine.model_headers import Headers, disk_rate, read_headers
 from engine.models.sizes import Sizes
 from engine.models.store import resolve
 from engine.planning.calibration import Calibration
 from engine.planning.hybrid import Device, HybridPlan, Machine, Wanted
 from engine.planning.hybrid import plan as plan_placement
+from engine.runtimes.choosing import Choice, choose_runtime, on_one_machine
 
 if TYPE_CHECKING:
     from engine.ring.control.network import Network
-
-
-@dataclass(frozen=True)
-class PlannedRuntime:
-    name: RuntimeName
-    reason: str
 
 
 def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Network | None = None) -> Planned:
@@ -58,7 +48,7 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Network
     headers = read_headers(folder, load)
     sizes = headers.sizes
     graphics = None if load.partitioning == "cpu" or load.runtime in ("native", "mlx") else gpu()
-    runtime = _planned_runtime(load, headers, graphics is not None)
+    runtime = _choose(load, headers, graphics is not None)
     notices: list[str] = []
     calibration, speed = _measured(load, headers, graphics, notices)
     context = min(sizes.context_limit, load.context_limit or Wanted().context_tokens)
@@ -96,8 +86,8 @@ def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: Ne
 
     resolved = resolve(load.model)
     headers = read_headers(resolved.require_folder(), load)
-    alone = msgspec.structs.replace(load, partitioning="cpu")
-    runtime = _planned_runtime(alone, headers, on_gpu=False)
+    runtime = _choose(load, headers, on_gpu=False)
+    alone = on_one_machine(load, runtime.name)
     notices: list[str] = []
     plan = plan_ring_request(
         network, headers, resolved.name, msgspec.structs.replace(alone, runtime=runtime.name), loaded, notices
@@ -124,24 +114,9 @@ def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: Ne
     )
 
 
-def planned_runtime(load: Load, folder: Path, on_gpu: bool) -> PlannedRuntime:
-    """Which runtime loading the model in ``folder`` would take, and why: as :func:`engine.runtimes.pick_runtime`, but
-    none is imported for it. Raises ModelError if the model cannot be opened."""
-    return _planned_runtime(load, read_headers(folder, load), on_gpu)
-
-
-def _planned_runtime(load: Load, headers: Headers, on_gpu: bool) -> PlannedRuntime:
-    if load.runtime != "auto":
-        return PlannedRuntime(load.runtime, "as chosen")
-    if sys.platform == "darwin" and platform.machine() == "arm64":
-        if importlib.util.find_spec("mlx_lm") is not None:
-            return PlannedRuntime("mlx", "the default on Apple Silicon")
-        return PlannedRuntime("torch", "mlx-lm is not installed")
-    if on_gpu:
-        return PlannedRuntime("torch", "the default with a GPU")
-    if headers.not_native is not None:
-        return PlannedRuntime("torch", f"the faster native trunk is not used, because {headers.not_native}")
-    return PlannedRuntime("native", "the fastest trunk on this CPU")
+def _choose(load: Load, headers: Headers, on_gpu: bool) -> Choice:
+    """The runtime that loading takes, by what is known of the model's headers already."""
+    return choose_runtime(load, headers.folder, on_gpu, lambda: headers.not_native)
 
 
 def _machine(headers: Headers, graphics: Gpu | None, speed: MachineSpeed | None, loaded: ModelFacts | None) -> Machine:
@@ -185,7 +160,7 @@ def _popularity(headers: Headers, notices: list[str]) -> list[list[int]]:
     return [] if counts is None else [[round(routes) for routes in row] for row in counts.values()]
 
 
-def _choices(load: Load, sizes: Sizes, runtime: PlannedRuntime, context: int) -> list[PlannedChoice]:
+def _choices(load: Load, sizes: Sizes, runtime: Choice, context: int) -> list[PlannedChoice]:
     if load.context_limit is not None and load.context_limit < sizes.context_limit:
         why = "as chosen"
     elif context == sizes.context_limit:

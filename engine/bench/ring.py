@@ -24,7 +24,7 @@ from engine.bench.setting import WARM_UP_STEPS, Setting, random_tokens, read_pro
 from engine.bench.synthetic_moe import MoeShape, write_moe
 from engine.errors import Cancelled, ModelError
 from engine.experts.kernels.pool import physical_cores
-from engine.loading import alone, find_folder
+from engine.loading import find_folder
 from engine.messages import Bench, BenchResult, OpenNetwork, PhaseTimes
 from engine.messages.ring import LoadingName, RingChoice, RingFacts, RingMode
 from engine.model_headers import read_headers
@@ -39,7 +39,8 @@ from engine.ring.control.measuring_node import experts_at_once
 from engine.ring.control.network import Network
 from engine.ring.control.ring_of_one import ring_of_one
 from engine.ring.running.head_model import RingModel
-from engine.runtimes import pick_runtime
+from engine.runtimes import runtime_named
+from engine.runtimes.choosing import choose_runtime, on_one_machine
 from engine.runtimes.loading import load_model
 from engine.runtimes.protocol import LoadedModel
 from engine.temporary_folders import temporary_folder
@@ -168,10 +169,10 @@ class _Bench:
         self._threads = threads
         self._report = report
         self._cancelled = cancelled
-        as_node = alone(msgspec.structs.replace(request.load, model=name, partitioning="ring"))
-        self._runtime, _ = pick_runtime(request.load.runtime, folder, as_node)
+        wanted = msgspec.structs.replace(request.load, model=name, partitioning="ring")
+        self._runtime = runtime_named(choose_runtime(wanted, folder).name)
         self._load = msgspec.structs.replace(
-            as_node,
+            on_one_machine(wanted, self._runtime.name),
             runtime=self._runtime.name,
             keep_resident=False,
             cpu_threads=threads,

@@ -22,6 +22,7 @@ from engine.models.opening import open_model
 from engine.models.sizes import Sizes, sizes_of
 from engine.models.tokenizer import load_tokenizer
 from engine.progress import ProgressCallback
+from engine.runtimes.choosing import on_one_machine
 from engine.runtimes.protocol import CountsRoutes, LoadedModel
 
 if TYPE_CHECKING:
@@ -42,7 +43,8 @@ def load_for(request: Bench) -> Load:
     """How the model is loaded for ``request``: measuring experts needs the GPU's memory for itself."""
     if request.kind != "experts":
         return request.load
-    return msgspec.structs.replace(request.load, partitioning="cpu")
+    # By default on the CPU, whose kernels are measured; mlx, where it was chosen, has nothing but its GPU.
+    return on_one_machine(request.load, request.load.runtime)
 
 
 def run_bench(

@@ -12,24 +12,28 @@ import shutil
 import socket
 import threading
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import Cancelled, ModelError
 from engine.models import store
 from engine.models.durable_files import flush, flush_folder, new_file
+from engine.models.families import check_supported
 from engine.models.locations import ensure
+from engine.models.opening import read_config, refuse_quantized
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     import httpx2
 
     from engine.models.hub import RemoteFile, Repository
     from engine.progress import ProgressCallback
 
-    StopCheck = Callable[[], bool] | None
+
+StopCheck = Callable[[], bool] | None
 
 RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses after failures without a byte of progress in between; then the download gives up (and can be resumed)."""
@@ -42,10 +46,21 @@ _JOURNAL = "verified.json"
 _ORIGIN = "origin.json"
 
 
-def pull(model: str, progress: ProgressCallback, should_stop: StopCheck = None) -> Path:
+Refuse = Callable[[Mapping[str, Any], int], None]
+"""Told config.json and the bytes of all weights, raises ModelError if nothing on this machine would run the model."""
+
+
+def _refuse_quantised(config: Mapping[str, Any], nbytes: int) -> None:
+    refuse_quantized(config)
+
+
+def pull(
+    model: str, progress: ProgressCallback, should_stop: StopCheck = None, refuse: Refuse = _refuse_quantised
+) -> Path:
     """Get ``model`` onto this machine; returns its folder. What is here already is not fetched again.
 
     The starter is built, a GGUF file converted, a hub repo downloaded; a local folder is returned as it is.
+    ``refuse`` is asked before the weights are fetched.
     Raises ModelError (network, disk, bad-input, model), or Cancelled; a partial download is kept for the next time.
     """
     resolved = store.resolve(model)
@@ -63,10 +78,10 @@ def pull(model: str, progress: ProgressCallback, should_stop: StopCheck = None) 
         raise ModelError(
             f"{resolved.source} has no config.json, so it is not a model; name another folder.", "bad-input"
         )
-    return download(resolved.repo, resolved.plain_folder, progress, should_stop)
+    return _download(resolved.repo, resolved.plain_folder, progress, should_stop, refuse)
 
 
-def download(repo: str, folder: Path, progress: ProgressCallback, should_stop: StopCheck = None) -> Path:
+def _download(repo: str, folder: Path, progress: ProgressCallback, should_stop: StopCheck, refuse: Refuse) -> Path:
     """Download the hub repo ``repo`` (config, tokenizer, safetensors; nothing else) to ``folder``."""
     from engine.models import hub
 
@@ -83,9 +98,12 @@ def download(repo: str, folder: Path, progress: ProgressCallback, should_stop: S
             partial.mkdir(exist_ok=True)
             small = hub.small_files(repository)
             task.fetch(small, hub.total_bytes(small))
-            _refuse_unusable(partial)
+            config = read_config(partial)
+            check_supported(config)
             index = partial / hub.WEIGHT_INDEX
             weights = hub.weight_files(repository, index if index.is_file() else None)
+            # Said before gigabytes are fetched, not after.
+            refuse(config, hub.total_bytes(weights))
             task.fetch([*small, *weights], hub.total_bytes([*small, *weights]))
             _finish(partial, folder, repository, {file.name for file in [*small, *weights]})
         except OSError as error:
@@ -238,17 +256,6 @@ class _Download:
 
 class _Busy(Exception):
     """The server cannot answer now."""
-
-
-def _refuse_unusable(folder: Path) -> None:
-    """Say before gigabytes are fetched, not after, that a model cannot run."""
-    from engine.models.families import check_supported
-    from engine.models.opening import read_config, refuse_quantized
-
-    config = read_config(folder)
-    check_supported(config)
-    if "quant_method" in (config.get("quantization_config") or {}):
-        refuse_quantized(config)
 
 
 def _finish(partial: Path, folder: Path, repository: Repository, wanted: set[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import ModelError
@@ -19,14 +20,13 @@ def load_model(
     request: Load,
     progress: ProgressCallback,
     ring: RingPlace | None = None,
+    release: Callable[[], None] = lambda: None,
 ) -> LoadedModel:
     """As ``runtime.load``, with running out of memory said as such; a share of a ring is not loaded without a ring."""
     if ring is None:
         refuse_share(folder)
     try:
-        return (
-            runtime.load(folder, request, progress) if ring is None else runtime.load(folder, request, progress, ring)
-        )
+        return runtime.load(folder, request, progress, ring, release)
     except Exception as error:
         if isinstance(error, ModelError) or not ran_out_of_memory(error):
             raise

@@ -213,11 +213,18 @@ class Runtime(Protocol):
     def name(self) -> str: ...
 
     def load(
-        self, folder: Path, request: Load, progress: ProgressCallback, ring: RingPlace | None = None
+        self,
+        folder: Path,
+        request: Load,
+        progress: ProgressCallback,
+        ring: RingPlace | None = None,
+        release: Callable[[], None] = lambda: None,
     ) -> LoadedModel:
         """Load the model in ``folder`` (prepared, or plain Hugging Face safetensors; in a ring also a share of one).
 
         With ``ring`` only the experts of its seat are used, and every MoE layer goes through its exchange.
+        ``release`` frees the model that was loaded before: it is called once, after all that can be refused without
+        its memory was refused, and before memory is taken.
         Raises :class:`engine.errors.ModelError` if the family is not supported, files are damaged, or it does not fit.
         """
         ...

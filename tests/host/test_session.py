@@ -430,14 +430,13 @@ def test_ends_come_from_the_models_files(tmp_path: Path) -> None:
 
 
 def test_a_runtime_that_had_to_stand_in_is_said(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    import engine.runtimes
+    from engine.runtimes import choosing
 
     assert load_session(Load(id=1, model=str(folders["mixtral"])), lambda *_: None).facts.notices == []
-    monkeypatch.setattr(engine.runtimes, "_on_apple_silicon", lambda: True)
-    find = engine.runtimes.importlib.util.find_spec
-    monkeypatch.setattr(engine.runtimes.importlib.util, "find_spec", lambda n: None if n == "mlx_lm" else find(n))
+    monkeypatch.setattr(choosing, "on_apple_silicon", lambda: True)
+    monkeypatch.setattr(choosing, "mlx_installed", lambda: False)
     notices = load_session(Load(id=1, model=str(folders["mixtral"])), lambda *_: None).facts.notices
-    assert "Running on torch: mlx-lm is not installed" in notices[0]
+    assert "Running on native: mlx-lm is not installed" in notices[0]
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", "\xff"])

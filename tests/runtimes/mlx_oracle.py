@@ -21,13 +21,25 @@ from engine.runtimes.mlx.configuration import complete_config, translate_config
 from engine.runtimes.mlx.model import MlxModel, MlxRows
 from engine.runtimes.mlx.runtime import MlxRuntime
 
-MOE_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3", "dbrx")
+MOE_FAMILIES = (
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "gpt_oss",
+    "deepseek_v3",
+    "granitemoe",
+    "phimoe",
+    "glm4_moe",
+    "dbrx",
+)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MOE_FAMILIES)
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     # Settings of the shared tiny models that mlx-lm does not know; the runtime refuses them, see test_mlx_loading.
     "olmoe": {"clip_qkv": None},
     "qwen2_moe": {"mlp_only_layers": []},
+    "glm4_moe": {"n_group": 1},
 }
 QUANTISABLE: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -44,6 +56,9 @@ QUANTISABLE: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,
     },
+    "granitemoe": {},
+    "phimoe": {},
+    "glm4_moe": {"moe_intermediate_size": 32},
     "dbrx": {"ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 6, "moe_top_k": 2}},
 }
 """Sizes that groups of 32 weights divide."""
@@ -68,7 +83,7 @@ def write_comparable(folder: Path, family: str, **overrides: Any) -> Path:
     """A tiny model that mlx-lm itself understands completely."""
     if family == "gpt_oss":
         overrides.setdefault("rope_parameters", ROUNDED_YARN)
-    if family == "mistral":
+    if family in ("mistral", "phimoe"):
         overrides.setdefault("sliding_window", None)
     return write_model(folder, family, **overrides)
 

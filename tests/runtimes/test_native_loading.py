@@ -20,7 +20,8 @@ from engine.errors import ModelError
 from engine.loading import load_session
 from engine.messages import Load
 from engine.models.opening import open_model
-from engine.runtimes import pick_runtime, why_not_native
+from engine.runtimes import choosing
+from engine.runtimes.choosing import Choice, choose_runtime, why_not_native
 from engine.runtimes.protocol import CountsRoutes, Interruptible
 
 pytestmark = needs_kernels
@@ -36,19 +37,18 @@ def ask_for(folder: Path, **options: Any) -> Load:
 
 
 def test_auto_is_native_on_a_cpu(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtimes, "_on_apple_silicon", lambda: False)
+    monkeypatch.setattr(choosing, "on_apple_silicon", lambda: False)
     monkeypatch.setattr(runtimes, "gpu_present", lambda: False)
-    runtime, why = pick_runtime("auto", mixtral, ask_for(mixtral))
-    assert (runtime.name, why) == ("native", "the default on a CPU")
+    assert choose_runtime(ask_for(mixtral), mixtral) == Choice("native", "the default on a CPU")
 
 
 def test_auto_is_torch_with_a_gpu_unless_the_cpu_is_asked_for(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtimes, "_on_apple_silicon", lambda: False)
+    monkeypatch.setattr(choosing, "on_apple_silicon", lambda: False)
     monkeypatch.setattr(runtimes, "gpu_present", lambda: True)
     for partitioning, name in (("auto", "torch"), ("hybrid", "torch"), ("cpu", "native")):
         request = ask_for(mixtral, partitioning=partitioning)
-        runtime, why = pick_runtime("auto", mixtral, request)
-        assert runtime.name == name and why.startswith("the default")
+        choice = choose_runtime(request, mixtral)
+        assert (choice.name, choice.is_fallback) == (name, False)
 
 
 def test_a_gpu_that_is_asked_for_is_not_left_idle(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_half_precision_is_not_read(tmp_path: Path) -> None:
 
 def test_a_model_that_falls_back_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(runtimes, "_on_apple_silicon", lambda: False)
+    monkeypatch.setattr(choosing, "on_apple_silicon", lambda: False)
     monkeypatch.setattr(runtimes, "gpu_present", lambda: False)
     folder = write_tiny_model(tmp_path / "model", "llama")
     assert not load_session(ask_for(folder), no_progress).facts.notices

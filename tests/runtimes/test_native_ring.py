@@ -29,7 +29,8 @@ from engine.messages import Load
 from engine.models.opening import open_model
 from engine.planning.placement import Placement
 from engine.ring.running.sharing import RingLayers
-from engine.runtimes import runtime_named, why_not_native
+from engine.runtimes import runtime_named
+from engine.runtimes.choosing import why_not_native
 from engine.runtimes.native.bindings import native
 from engine.runtimes.native.model import NativeModel
 from engine.runtimes.protocol import Interrupted, Logits, RingPlace

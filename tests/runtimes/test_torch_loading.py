@@ -160,31 +160,6 @@ def test_one_row_uses_other_kernels_and_puts_them_back(tmp_path: Path) -> None:
     assert torch.backends.mkldnn.enabled == enabled
 
 
-@pytest.mark.parametrize(
-    ("apple", "installed", "name", "why"),
-    [
-        (False, True, "torch", "the default off Apple Silicon"),
-        (True, True, "mlx", "the default on Apple Silicon"),
-        (True, False, "torch", "pip install mlx-lm"),
-    ],
-)
-def test_auto_picks_by_machine_and_says_why(
-    monkeypatch: pytest.MonkeyPatch, apple: bool, installed: bool, name: str, why: str
-) -> None:
-    find_spec = runtimes.importlib.util.find_spec
-    monkeypatch.setattr(runtimes, "_on_apple_silicon", lambda: apple)
-    monkeypatch.setattr(
-        runtimes.importlib.util,
-        "find_spec",
-        lambda module: None if module == "mlx_lm" and not installed else find_spec(module),
-    )
-    monkeypatch.setattr(runtimes, "runtime_named", lambda chosen: chosen)
-    picked, reason = runtimes.pick_runtime("auto")
-    assert picked == name
-    assert why in reason
-    assert runtimes.pick_runtime("torch") == ("torch", "chosen by the settings")
-
-
 def test_a_runtime_that_is_not_there() -> None:
     with pytest.raises(ModelError, match="no runtime named 'jax'"):
         runtimes.runtime_named("jax")

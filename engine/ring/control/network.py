@@ -34,6 +34,7 @@ from engine.ring.control.forming import RingFormer
 from engine.ring.control.lending import Lender
 from engine.ring.control.node import Node, default_name, network_folder
 from engine.ring.control.survey import Surveyor
+from engine.runtimes.choosing import on_one_machine
 from engine.runtimes.protocol import Runtime
 
 STATE_S = 0.25
@@ -106,7 +107,7 @@ class Network:
 
     def former(self, name: str, folder: Path, runtime: Runtime, load: Load) -> RingFormer:
         """What forms rings for the model ``name`` in ``folder``. Raises ModelError."""
-        as_node = msgspec.structs.replace(load, partitioning="cpu", runtime=runtime.name)
+        as_node = msgspec.structs.replace(on_one_machine(load, runtime.name), runtime=runtime.name)
         surveyor = self.surveyor(self.node.identity.node_id, folder, as_node)
         self._former = RingFormer(self.node, name, folder, runtime, as_node, surveyor)
         return self._former

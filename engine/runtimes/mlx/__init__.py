@@ -1,5 +1,5 @@
 """The mlx runtime: mlx-lm's model definitions, with our blocks where the routed experts are.
 
-Only :mod:`engine.runtimes.mlx.runtime`, :mod:`~engine.runtimes.mlx.families` and
+Only :mod:`engine.runtimes.mlx.runtime`, :mod:`~engine.runtimes.mlx.families`, :mod:`~engine.runtimes.mlx.eligible` and
 :mod:`~engine.runtimes.mlx.configuration` can be imported on a machine without mlx.
 """

@@ -41,6 +41,8 @@ def translate_config(config: Config) -> Config:
     rope_type = rope.get("rope_type", "default")
     if theta is not None:
         translated["rope_theta"] = theta
+    if "partial_rotary_factor" in rope:
+        translated["partial_rotary_factor"] = rope["partial_rotary_factor"]
     translated["rope_scaling"] = None if rope_type == "default" else {**rope, "type": rope_type}
     # qwen3 reads rope_parameters by itself, and would take its type from there.
     translated.pop("rope_parameters", None)

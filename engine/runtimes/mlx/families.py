@@ -22,7 +22,8 @@ class MlxFamily:
     """One family: ``module`` of mlx_lm.models defines it, ``backbone`` is the decoder without the head.
 
     ``rope_types`` are the rotary position types that the definition honours; ``checks`` find settings it ignores.
-    ``windowed``: it honours sliding windows (otherwise the context is limited to the window).
+    ``windowed``: it honours sliding windows (otherwise the context is limited to the window). ``partial_rotary``: it
+    honours ``partial_rotary_factor``.
     """
 
     module: str
@@ -30,6 +31,7 @@ class MlxFamily:
     rope_types: frozenset[str] = frozenset({"default"})
     checks: tuple[Check, ...] = ()
     windowed: bool = False
+    partial_rotary: bool = False
 
 
 def _must_be(key: str, *allowed: object) -> Check:
@@ -93,6 +95,18 @@ FAMILIES: dict[str, MlxFamily] = {
             _must_be("moe_layer_freq", 1),
         ),
     ),
+    "granitemoe": MlxFamily("granitemoe", rope_types=_SCALED, checks=(_SILU,)),
+    "phimoe": MlxFamily(
+        "phimoe",
+        checks=(
+            _SILU,
+            _must_be("attention_bias", True),
+            _must_be("lm_head_bias", True),
+            _must_be("tie_word_embeddings", False),
+        ),
+    ),
+    # Of several groups of experts mlx-lm gives those left out the score 0, which may be higher than a chosen one's.
+    "glm4_moe": MlxFamily("glm4_moe", checks=(_SILU, _must_be("n_group", 1)), partial_rotary=True),
     "dbrx": MlxFamily(
         "dbrx", backbone="transformer", checks=(_dbrx_feed_forward, _must_be("tie_word_embeddings", False))
     ),
@@ -107,14 +121,10 @@ def family_of(config: Config) -> MlxFamily:
     if the model brings its own code, as mlx-lm's checkpoints can."""
     if config.get("model_file"):
         raise ModelError(f"the model asks to run its own code ({config['model_file']}): that is never done")
-    name = config.get("model_type")
-    family = FAMILIES.get(name) if isinstance(name, str) else None
-    if family is None:
-        raise ModelError(
-            f"the mlx runtime does not run the family {name!r}; it runs {', '.join(SUPPORTED)} "
-            "(the torch runtime may run it: --runtime torch)"
-        )
-    return family
+    problem = _why_not_family(config)
+    if problem is not None:
+        raise ModelError(f"{problem}; it runs {', '.join(SUPPORTED)} (the torch runtime may run it: --runtime torch)")
+    return FAMILIES[config["model_type"]]
 
 
 def check_settings(config: Config, family: MlxFamily) -> None:
@@ -122,15 +132,34 @@ def check_settings(config: Config, family: MlxFamily) -> None:
 
     ``config`` is complete: what transformers reads from config.json, defaults filled in.
     """
+    problem = _ignored_setting(config, family)
+    if problem is not None:
+        raise ModelError(f"{problem}: choose the torch runtime (--runtime torch)")
+
+
+def why_not_config(config: Config) -> str | None:
+    """Why mlx does not run a model with this config.json, in a few words; None if nothing in it speaks against mlx.
+
+    ``config`` is as the file has it: what it leaves out counts as the value that mlx-lm honours.
+    """
+    problem = _why_not_family(config)
+    return _ignored_setting(config, FAMILIES[config["model_type"]]) if problem is None else problem
+
+
+def _why_not_family(config: Config) -> str | None:
+    name = config.get("model_type")
+    known = isinstance(name, str) and name in FAMILIES
+    return None if known else f"the mlx runtime does not run the family {name!r}"
+
+
+def _ignored_setting(config: Config, family: MlxFamily) -> str | None:
     problems = [problem for check in family.checks if (problem := check(config))]
-    rope = config.get("rope_parameters") or {}
-    rope_type = rope.get("rope_type", "default")
+    # Files of transformers 4 have the older key, and the partial factor beside it.
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in family.rope_types:
         problems.append(f"rope_type {rope_type!r}")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        problems.append(f"partial_rotary_factor {rope['partial_rotary_factor']!r}")
-    if problems:
-        raise ModelError(
-            f"mlx-lm does not honour this {config['model_type']} model's setting {problems[0]}: "
-            "choose the torch runtime (--runtime torch)"
-        )
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    if partial != 1.0 and not family.partial_rotary:
+        problems.append(f"partial_rotary_factor {partial!r}")
+    return f"mlx-lm does not honour this {config['model_type']} model's setting {problems[0]}" if problems else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from engine.models.safetensors_files import WIDTHS
 from engine.models.share_files import part_of
 from engine.models.weight_layout import layout_of
 from engine.progress import ProgressCallback
-from engine.runtimes.mlx import weights
+from engine.runtimes.mlx import eligible, weights
 from engine.runtimes.mlx.cache import layer_windows
 from engine.runtimes.mlx.configuration import complete_config, context_of, translate_config
 from engine.runtimes.mlx.experts import LocalExecutor, RoutedBlock
@@ -55,10 +56,23 @@ class _Plan:
     """The place in a ring."""
 
 
-def load(folder: Path, request: Load, progress: ProgressCallback, ring: RingPlace | None = None) -> MlxModel:
-    """Loads ``folder``. Raises ModelError if it cannot be run, is damaged, or does not fit."""
+def load(
+    folder: Path,
+    request: Load,
+    progress: ProgressCallback,
+    ring: RingPlace | None = None,
+    release: Callable[[], None] = lambda: None,
+) -> MlxModel:
+    """Loads ``folder``. Raises ModelError if it cannot be run, is damaged, or does not fit.
+
+    ``release``: see :class:`engine.runtimes.protocol.Runtime`.
+    """
     started = time.perf_counter()
     plan = _plan(folder, request, None if ring is None else ring.seat)
+    if ring is None:
+        whole = eligible.weight_bytes(folder, request.dtype)
+        eligible.refuse_too_large(whole, eligible.working_set_bytes(), plan.quantised is not None)
+    release()
     with memory_named():
         dtype, loaded = _read(plan, request, progress)
     model = _assemble(plan, request, loaded, dtype, ring)
@@ -129,16 +143,11 @@ def _check_partitioning(request: Load, device: str, seat: Seat | None) -> None:
 
 def _quantisation(config: Config) -> Config | None:
     """The quantisation of a checkpoint that mlx-lm reads. Raises ModelError for one that was never tested."""
-    found = config.get("quantization") or config.get("quantization_config")
-    if not found:
-        return None
-    method = found.get("quant_method")
-    if method not in (None, "mxfp4"):
-        raise ModelError(
-            f"the mlx runtime does not read checkpoints quantised with {method!r}: "
-            "choose the bfloat16 checkpoint or one quantised by mlx-lm"
-        )
-    return dict(found)
+    problem = eligible.why_not_quantised(config)
+    if problem is not None:
+        raise ModelError(f"{problem}: choose the bfloat16 checkpoint or one quantised by mlx-lm")
+    found = eligible.quantisation_of(config)
+    return None if found is None else dict(found)
 
 
 def _read(
@@ -155,7 +164,7 @@ def _read(
         stored = files.experts.dtype if files.experts else next(tensor.dtype for _, tensor in files.trunk())
         wanted = _wanted_dtype(plan, request, stored)
         size = (files.trunk_bytes if with_trunk else 0) + (held.nbytes if held else 0)
-        _check_fits(int(size * _growth(stored, wanted)), plan.device)
+        _check_fits(int(size * _growth(stored, wanted)), plan)
         loaded = weights.from_files(files, held, translated, plan.family, wanted, progress, with_trunk)
         return _name(stored, wanted), loaded
     stored = next((entry.dtype for name, entry in entries.items() if name.endswith("norm.weight")), "F32")
@@ -169,7 +178,7 @@ def _read(
     else:
         wanted = _wanted_dtype(plan, request, stored)
         growth, words = _growth(stored, wanted), ""
-    _check_fits(int(size * growth), plan.device)
+    _check_fits(int(size * growth), plan)
     loaded = weights.from_library(plan.folder, translated, plan.family, wanted, progress, here, with_trunk)
     return words + _name(stored, wanted), loaded
 
@@ -253,10 +262,13 @@ def _experts_per_token(config: Config) -> int:
     return int(found)
 
 
-def _check_fits(needed: int, device: str) -> None:
-    """Raises ModelError if ``needed`` bytes of weights are more than there is memory for."""
-    limit = mx.device_info().get("max_recommended_working_set_size") if device == "gpu" else None
-    free = int(limit) - mx.get_active_memory() if limit else psutil.virtual_memory().available
+def _check_fits(needed: int, plan: _Plan) -> None:
+    """Raises ModelError if ``needed`` bytes of weights are more than there is memory for now."""
+    limit = eligible.working_set_bytes()
+    if limit is not None:
+        eligible.refuse_too_large(needed, limit - mx.get_active_memory(), plan.quantised is not None)
+        return
+    free = int(psutil.virtual_memory().available)
     if needed > free:
         raise ModelError(
             f"the weights need {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free, "

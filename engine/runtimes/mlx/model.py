@@ -145,7 +145,10 @@ class MlxModel:
             logits = self._model.lm_head(last)
         else:
             logits = self._model[self._backbone].embed_tokens.as_linear(last)
-        return np.array(logits[:, -1, :].astype(mx.float32))
+        logits = logits[:, -1, :]
+        # granite's head divides; its definition does so outside the head that is called here.
+        scaling = getattr(self._model, "logits_scaling", None)
+        return np.array((logits if scaling is None else logits / scaling).astype(mx.float32))
 
     @contextmanager
     def step(self, phase: Phase, tokens: int) -> Iterator[None]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.phimoe import sparsemixer
 
 Array = Any
 Block = Any
@@ -73,8 +74,18 @@ def _gpt_oss(block: Block, hidden: Array) -> Routes:
     return indices, mx.softmax(mx.take_along_axis(gates, indices, axis=-1), axis=-1, precise=True)
 
 
-def _deepseek_v3(block: Block, hidden: Array) -> Routes:
+def _own_gate(block: Block, hidden: Array) -> Routes:
     indices, weights = block.gate(hidden)
+    return indices, weights
+
+
+def _granitemoe(block: Block, hidden: Array) -> Routes:
+    indices, weights = block.router(hidden)
+    return indices, weights
+
+
+def _phimoe(block: Block, hidden: Array) -> Routes:
+    indices, weights = sparsemixer(block.gate(hidden), top_k=block.top_k, jitter_eps=block.jitter_eps)
     return indices, weights
 
 
@@ -104,7 +115,10 @@ LAYOUTS: dict[str, Layout] = {
     "qwen3_moe": Layout("mlp", "switch_mlp", _qwen3_moe, _nothing),
     "olmoe": Layout("mlp", "switch_mlp", _olmoe, _nothing),
     "gpt_oss": Layout("mlp", "experts", _gpt_oss, _nothing),
-    "deepseek_v3": Layout("mlp", "switch_mlp", _deepseek_v3, _shared_experts),
+    "deepseek_v3": Layout("mlp", "switch_mlp", _own_gate, _shared_experts),
+    "granitemoe": Layout("block_sparse_moe", "switch_mlp", _granitemoe, _nothing),
+    "phimoe": Layout("block_sparse_moe", "switch_mlp", _phimoe, _nothing),
+    "glm4_moe": Layout("mlp", "switch_mlp", _own_gate, _shared_experts),
     "dbrx": Layout("ffn", "experts", _dbrx, _nothing),
 }
 """By the family's name; a family that is not here has no routed experts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import ModelError
@@ -29,7 +30,12 @@ class MlxRuntime:
     name = "mlx"
 
     def load(
-        self, folder: Path, request: Load, progress: ProgressCallback, ring: RingPlace | None = None
+        self,
+        folder: Path,
+        request: Load,
+        progress: ProgressCallback,
+        ring: RingPlace | None = None,
+        release: Callable[[], None] = lambda: None,
     ) -> LoadedModel:
         """Loads the model in ``folder``: prepared, plain Hugging Face safetensors, or quantised by mlx-lm.
 
@@ -42,4 +48,4 @@ class MlxRuntime:
             from engine.runtimes.mlx.loading import load
         except Exception as error:  # native libraries and mlx-lm's own set-up fail in more ways than ImportError
             raise ModelError(f"mlx is installed and cannot be used here ({error}): choose the torch runtime") from error
-        return load(folder, request, progress, ring)
+        return load(folder, request, progress, ring, release)

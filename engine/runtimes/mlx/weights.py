@@ -272,6 +272,8 @@ def _keep_precision(model: Any, trunk: dict[str, Array], files: ModelFiles) -> d
 def _assign(model: Any, trunk: dict[str, Array], folder: Path) -> None:
     weights = model.sanitize(trunk) if hasattr(model, "sanitize") else trunk
     expected = {name: array.shape for name, array in tree_flatten(model.parameters())}
+    if "lm_head.weight" not in expected and any(name.endswith("embed_tokens.weight") for name in weights):
+        weights.pop("lm_head.weight", None)  # a tied head that was stored all the same
     problems = [f"{name} is missing" for name in expected if name not in weights]
     problems += [f"{name} is not expected" for name in weights if name not in expected]
     problems += [

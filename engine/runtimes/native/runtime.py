@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +42,12 @@ class NativeRuntime:
         return "native"
 
     def load(
-        self, folder: Path, request: Load, progress: ProgressCallback, ring: RingPlace | None = None
+        self,
+        folder: Path,
+        request: Load,
+        progress: ProgressCallback,
+        ring: RingPlace | None = None,
+        release: Callable[[], None] = lambda: None,
     ) -> NativeModel:
         """Load the model in ``folder``; all its weights stay in the mapped files.
 
@@ -65,6 +70,7 @@ class NativeRuntime:
         choice, exact = choose(dtype), choose("float32")
         experts = files.experts
         shape = read_shape(files.config, () if experts is None else experts.layers)
+        release()
         popularity = None if experts is None else Popularity(experts.layers, experts.count)
         weights = TrunkWeights(files, shape, choice, exact, _STORED[dtype], popularity, in_ring=ring is not None)
         recorder = Recorder(shape.layers, shape.moe_layers, 0 if experts is None else experts.count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from engine.runtimes.torch.loading import build_skeleton, fill_trunk, read_confi
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.ring import experts_here, make_on_cpu
 from engine.runtimes.torch.ring_executor import RingExecutor
-from engine.runtimes.torch.sharing import GpuFinder, SharedRoom, find_room, make_hybrid, open_cache
+from engine.runtimes.torch.sharing import GpuFinder, SharedRoom, find_room, make_hybrid, open_cache, refuse_partitioning
 from engine.timing import Recorder
 
 AnyExecutor = HybridExecutor | RingExecutor | LocalExecutor
@@ -42,7 +43,12 @@ class TorchRuntime:
         return "torch"
 
     def load(
-        self, folder: Path, request: Load, progress: ProgressCallback, ring: RingPlace | None = None
+        self,
+        folder: Path,
+        request: Load,
+        progress: ProgressCallback,
+        ring: RingPlace | None = None,
+        release: Callable[[], None] = lambda: None,
     ) -> TorchModel:
         """Load the model in ``folder``; its routed experts stay in the mapped files.
 
@@ -60,11 +66,14 @@ class TorchRuntime:
         files = open_model(folder)
         config = read_config(folder)
         dtype = pick_dtype(files, request)
-        room, lines = find_room(self._find_gpu, files, dtype, request, in_ring=ring is not None)
-        device = room.device.torch_device if room is not None else torch.device("cpu")
         module: Any = build_skeleton(config, dtype)
         places = find_experts(module)
         check_layers(places, files.experts)
+        refuse_partitioning(request, in_ring=ring is not None)
+        # The memory that a GPU has for this model is counted after the one before has left it.
+        release()
+        room, lines = find_room(self._find_gpu, files, dtype, request, in_ring=ring is not None)
+        device = room.device.torch_device if room is not None else torch.device("cpu")
         recorder = Recorder(config.num_hidden_layers, [place.layer for place in places], count_of(files.experts))
         executor: AnyExecutor | None = None
         held = experts_here(files.experts, ring)

@@ -50,6 +50,16 @@ class Room:
     expert_bytes: int
 
 
+def refuse_partitioning(request: Load, in_ring: bool) -> None:
+    """Raises ModelError (bad-input) for partitioning ``ring`` outside a ring."""
+    if request.partitioning == "ring" and not in_ring:
+        raise ModelError(
+            "Partitioning 'ring' needs a place in a ring, which this model was loaded without; choose auto, cpu or "
+            "hybrid.",
+            kind="bad-input",
+        )
+
+
 def find_room(
     find_gpu: GpuFinder, files: ModelFiles, dtype: torch.dtype, request: Load, in_ring: bool = False
 ) -> tuple[Room | None, list[str]]:
@@ -59,12 +69,6 @@ def find_room(
     """
     if in_ring:
         return None, ["In a ring the GPU is not used: this node's experts run on its CPU."] if gpu_present() else []
-    if request.partitioning == "ring":
-        raise ModelError(
-            "Partitioning 'ring' needs a place in a ring, which this model was loaded without; choose auto, cpu or "
-            "hybrid.",
-            kind="bad-input",
-        )
     if request.partitioning == "cpu":
         return None, []
     try:

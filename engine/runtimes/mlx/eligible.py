@@ -1,0 +1,106 @@
+"""Whether the mlx runtime takes a model on this machine, told by its headers before anything is loaded or released.
+
+Importable without mlx, which is asked only how much memory the GPU may have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from engine.errors import ModelError
+from engine.messages import Load
+from engine.models.opening import read_config
+from engine.models.sizes import sizes_of
+from engine.models.weight_layout import layout_of
+from engine.runtimes.mlx.families import why_not_config
+
+_LEFT_TO_MACOS = 4_000_000_000
+"""Bytes that a raised limit of the GPU's memory must leave to everything else."""
+
+
+def why_not(folder: Path, request: Load) -> str | None:
+    """Why mlx does not run the model in ``folder`` as ``request`` asks, in a few words; None if nothing that its
+    headers tell speaks against it. Raises ModelError if the model cannot be opened."""
+    config = read_config(folder)
+    problem = why_not_config(config) or why_not_quantised(config)
+    if problem is not None:
+        return problem
+    if request.partitioning == "hybrid":
+        return "partitioning 'hybrid' is not for mlx, where GPU and CPU share one memory"
+    # In a ring the experts are shared, and the plan says whether they fit.
+    budget = None if request.partitioning == "ring" else working_set_bytes()
+    return None if budget is None else too_large(weight_bytes(folder, request.dtype), budget)
+
+
+def why_not_quantised(config: Mapping[str, Any]) -> str | None:
+    """What of a checkpoint's quantisation mlx does not read; None if it is not quantised, or as mlx-lm quantises."""
+    settings = quantisation_of(config)
+    method = settings.get("quant_method") if settings else None
+    if method in (None, "mxfp4"):
+        return None
+    return f"the mlx runtime does not read checkpoints quantised with {method!r}"
+
+
+def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The quantisation that config.json names; None if there is none."""
+    found = config.get("quantization") or config.get("quantization_config")
+    return found if isinstance(found, Mapping) and found else None
+
+
+def working_set_bytes() -> int | None:
+    """What the system recommends that the GPU takes of the memory that it shares with the CPU; None on a CPU.
+
+    Raises ModelError if mlx is installed and does not work.
+    """
+    try:
+        import mlx.core as mx
+
+        on_gpu = mx.default_device() == mx.gpu
+        limit = mx.device_info().get("max_recommended_working_set_size") if on_gpu else None
+    except Exception as error:  # native libraries fail in more ways than ImportError
+        raise ModelError(f"mlx is installed and cannot be used here ({error}): choose the torch runtime") from error
+    return int(limit) if limit else None
+
+
+def weight_bytes(folder: Path, dtype: str) -> int:
+    """Bytes of all weights of the model in ``folder``, computed with ``dtype``. Raises ModelError."""
+    layout = layout_of(folder)
+    stored = layout.trunk_bytes + layout.expert_bytes * len(layout.experts)
+    if dtype == "auto" or layout.opened is None:
+        return stored
+    return stored * sizes_of(layout.opened, dtype).width // sizes_of(layout.opened).width
+
+
+def too_large(needed: int, budget: int) -> str | None:
+    """That ``needed`` bytes of weights are more than the GPU's ``budget``; None if they are not."""
+    if needed <= budget:
+        return None
+    return (
+        f"the weights need {needed / 1e9:.1f} GB and the GPU may take {budget / 1e9:.1f} GB of this Mac's memory, "
+        f"{(needed - budget) / 1e9:.1f} GB too little"
+    )
+
+
+def memory_advice(needed: int, quantised: bool, total: int) -> str:
+    """What to do about weights of ``needed`` bytes that are too large for a Mac's GPU. ``quantised``: no other runtime
+    reads them. ``total``: bytes of memory in this machine."""
+    ways = ["choose a smaller model" if quantised else "choose a smaller or a 4-bit model"]
+    if not quantised:
+        ways.append("`--runtime native`, which reads experts from the disk as they are needed")
+    raised = math.ceil(needed * 1.1 / 2**20)
+    if raised * 2**20 <= total - _LEFT_TO_MACOS:
+        ways.append(f"a higher limit (`sudo sysctl iogpu.wired_limit_mb={raised}`, until the Mac restarts)")
+    return ", or ".join(ways)
+
+
+def refuse_too_large(needed: int, budget: int | None, quantised: bool) -> None:
+    """Raises ModelError (memory) if ``needed`` bytes are more than a Mac's GPU may take (None: there is none)."""
+    problem = None if budget is None else too_large(needed, budget)
+    if problem is not None:
+        advice = memory_advice(needed, quantised, int(psutil.virtual_memory().total))
+        raise ModelError(f"{problem}: {advice}", kind="memory")
