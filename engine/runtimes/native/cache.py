@@ -6,6 +6,9 @@ somebody else sees too is never written again; what comes after it goes behind i
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +37,19 @@ class PageShape:
         return 2 * self.layers * self.heads * self.width * self.dtype.itemsize
 
 
+def _untouched(places: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Zeros that take memory only where they are written, so that a page of keys that is filled half takes half.
+
+    A weight of zero hides no NaN, so values must be numbers from the beginning. numpy would ask the system for huge
+    pages, of which one write to each head of each layer takes a whole one.
+    """
+    mapping = mmap.mmap(-1, math.prod(places) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(mapping, dtype).reshape(places)
+
+
 class Page:
     """Room for ``capacity`` positions of ``rows`` rows.
 
@@ -44,10 +60,8 @@ class Page:
     def __init__(self, shape: PageShape, rows: int, capacity: int) -> None:
         capacity = -(-capacity // KEY_BLOCK) * KEY_BLOCK
         places = (rows, shape.layers, shape.heads, capacity // KEY_BLOCK, KEY_BLOCK * shape.width)
-        # Untouched memory costs nothing, so a page that is filled half takes half. A weight of zero hides no NaN, so
-        # values are zeros to begin with, which the system gives as cheaply.
-        self.keys: NDArray[Any] = np.empty(places, shape.dtype)
-        self.values: NDArray[Any] = np.zeros(places, shape.dtype)
+        self.keys = _untouched(places, shape.dtype)
+        self.values = _untouched(places, shape.dtype)
         self.capacity = capacity
         self.frozen = 0
 
