@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import hashlib
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature, encode_dss_signature
 from cryptography.x509.oid import NameOID
 
 from discovery.errors import DiscoveryError
@@ -21,6 +23,9 @@ MAX_CERTIFICATE = 2048
 # Fixed dates: a certificate says nothing about when it was made, and machines whose clocks are apart agree about it.
 _NOT_BEFORE = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _NOT_AFTER = datetime.datetime(2099, 12, 31, tzinfo=datetime.UTC)
+_PUBLIC = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+_ECDSA_WITH_SHA256 = bytes.fromhex("300a06082a8648ce3d040302")
+"""The algorithm's identifier, DER."""
 
 
 class CertificateError(DiscoveryError):
@@ -30,16 +35,24 @@ class CertificateError(DiscoveryError):
 def make_certificate() -> tuple[bytes, bytes]:
     """A new P-256 key and its self-signed certificate, both PEM: (key, certificate)."""
     key = ec.generate_private_key(ec.SECP256R1())
-    public = key.public_key()
+    certificate = _certificate(key.public_key(), x509.random_serial_number(), key)
+    key_pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return key_pem, certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _certificate(public: ec.EllipticCurvePublicKey, serial: int, key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
+    """The one form. Raises ValueError for a serial number that is not positive or has more than 20 bytes."""
     identifier = x509.SubjectKeyIdentifier.from_public_key(public)
     # The name differs for every key, because TLS libraries look a pinned certificate up by its name.
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{TLS_NAME} {identifier.digest.hex()}")])
-    certificate = (
+    return (
         x509.CertificateBuilder()
         .subject_name(name)
         .issuer_name(name)
         .public_key(public)
-        .serial_number(x509.random_serial_number())
+        .serial_number(serial)
         .not_valid_before(_NOT_BEFORE)
         .not_valid_after(_NOT_AFTER)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -48,10 +61,6 @@ def make_certificate() -> tuple[bytes, bytes]:
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(public), critical=False)
         .sign(key, hashes.SHA256())
     )
-    key_pem = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    return key_pem, certificate.public_bytes(serialization.Encoding.PEM)
 
 
 def fingerprint(der: bytes) -> str:
@@ -60,35 +69,67 @@ def fingerprint(der: bytes) -> str:
 
 
 def der_of(certificate_pem: bytes) -> bytes:
-    """PEM to DER. Raises CertificateError."""
+    """PEM of one certificate to DER. Raises CertificateError as :func:`pem_of`."""
     try:
-        return x509.load_pem_x509_certificate(certificate_pem).public_bytes(serialization.Encoding.DER)
+        der = x509.load_pem_x509_certificate(certificate_pem).public_bytes(serialization.Encoding.DER)
     except ValueError as error:
         raise CertificateError("The text is not a certificate in PEM.") from error
+    if pem_of(der).split() != certificate_pem.split():
+        raise CertificateError("The text is more than one certificate in PEM.")
+    return der
 
 
 def pem_of(der: bytes) -> bytes:
     """DER that came over the network, checked, as PEM.
 
-    Raises CertificateError unless it is small, has a P-256 key, the name above, and its own signature.
+    Raises CertificateError unless it is to the byte what :func:`make_certificate` makes of its key and its serial
+    number, signed by that key: TLS libraries differ in what they take, and one certificate that one of them cannot
+    read, or takes for another machine's, would keep other machines out.
     """
     if not 0 < len(der) <= MAX_CERTIFICATE:
         raise CertificateError(f"A certificate of {len(der)} bytes was offered; ours have at most {MAX_CERTIFICATE}.")
     try:
         certificate = x509.load_der_x509_certificate(der)
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-        key = certificate.public_key()
         certificate.verify_directly_issued_by(certificate)
-        pem = certificate.public_bytes(serialization.Encoding.PEM)
-        same = certificate.public_bytes(serialization.Encoding.DER) == der
-    except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound, x509.DuplicateExtension) as error:
+        public = certificate.public_key()
+        if not isinstance(public, ec.EllipticCurvePublicKey) or not isinstance(public.curve, ec.SECP256R1):
+            raise ValueError("another kind of key")
+        # What is signed does not depend on who signs.
+        signed = _certificate(public, certificate.serial_number, _anybody()).tbs_certificate_bytes
+        if _joined(signed, encode_dss_signature(*decode_dss_signature(certificate.signature))) != der:
+            raise ValueError("another form")
+        return certificate.public_bytes(serialization.Encoding.PEM)
+    except (ValueError, TypeError, InvalidSignature) as error:
         raise CertificateError("What was offered is not a certificate of this program.") from error
     except Exception as error:  # parsers of foreign bytes raise many things; none of them may get further than this
         raise CertificateError("What was offered cannot be read as a certificate.") from error
-    p256 = isinstance(key, ec.EllipticCurvePublicKey) and isinstance(key.curve, ec.SECP256R1)
-    if not (p256 and same and names.get_values_for_type(x509.DNSName) == [TLS_NAME]):
-        raise CertificateError("What was offered is not a certificate of this program.")
-    return pem
+
+
+def public_key_of(certificate_pem: bytes) -> bytes:
+    """Its public key, DER. Raises CertificateError."""
+    try:
+        return x509.load_pem_x509_certificate(certificate_pem).public_key().public_bytes(*_PUBLIC)
+    except (ValueError, TypeError) as error:
+        raise CertificateError("The text is not a certificate in PEM.") from error
+
+
+@functools.cache
+def _anybody() -> ec.EllipticCurvePrivateKey:
+    """A key that is no machine's."""
+    return ec.derive_private_key(1, ec.SECP256R1())
+
+
+def _joined(signed: bytes, signature: bytes) -> bytes:
+    """The certificate, DER: a sequence of what is signed, how, and the signature, a string of whole bytes."""
+    return _element(b"\x30", signed + _ECDSA_WITH_SHA256 + _element(b"\x03", b"\0" + signature))
+
+
+def _element(tag: bytes, content: bytes) -> bytes:
+    length = len(content)
+    if length < 0x80:
+        return tag + bytes([length]) + content
+    size = length.to_bytes((length.bit_length() + 7) // 8, "big")
+    return tag + bytes([0x80 | len(size)]) + size + content
 
 
 def belong_together(key_pem: bytes, certificate_pem: bytes) -> bool:
@@ -98,5 +139,4 @@ def belong_together(key_pem: bytes, certificate_pem: bytes) -> bool:
         certificate = x509.load_pem_x509_certificate(certificate_pem)
     except (ValueError, TypeError):
         return False
-    form = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-    return key.public_key().public_bytes(*form) == certificate.public_key().public_bytes(*form)
+    return key.public_key().public_bytes(*_PUBLIC) == certificate.public_key().public_bytes(*_PUBLIC)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 import threading
 import time
 from collections import Counter
@@ -63,6 +64,8 @@ class PeersFile:
         self._stamp: tuple[int, ...] | None = None
         self._peers: dict[str, Peer] = {}
         self._notices: list[str] = []
+        self._left_out: set[str] = set()
+        """Notices of machines whose certificates cannot be used; each is given once."""
 
     def all(self) -> list[Peer]:
         """In the order of pairing."""
@@ -103,8 +106,15 @@ class PeersFile:
 
     def add(self, peer: Peer) -> None:
         """Add, or replace the one with the same node id."""
-        if certificates.fingerprint(certificates.der_of(peer.certificate_pem.encode())) != peer.node_id:
+        if not _is_sound(peer):
             raise PeersError(f"The certificate of {short(peer.node_id)} is not that machine's; pair it again.")
+        key = certificates.public_key_of(peer.certificate_pem.encode())
+        for other in self.all():
+            if other.node_id != peer.node_id and certificates.public_key_of(other.certificate_pem.encode()) == key:
+                raise PeersError(
+                    f"The machine shows another certificate of the key that {other.label} has: "
+                    f"`privatellm peers forget {short(other.node_id)}` first, if it is the same machine."
+                )
         tidy = msgspec.structs.replace(peer, name=clean_name(peer.name), addresses=peer.addresses[:MAX_ADDRESSES])
         self._change(lambda peers: peers.__setitem__(tidy.node_id, tidy))
 
@@ -176,7 +186,7 @@ class PeersFile:
         try:
             content = self._path.read_bytes() if stamp[-1] <= _MAX_FILE else b""
             file = msgspec.json.decode(content, type=_File)
-            sound = file.format == _FORMAT and all(_is_sound(peer) for peer in file.peers)
+            sound = file.format == _FORMAT
         except FileNotFoundError:  # put aside by another process a moment ago
             self._stamp = None
             return
@@ -188,7 +198,7 @@ class PeersFile:
         except (msgspec.DecodeError, UnicodeDecodeError):
             sound = False
         if sound:
-            self._peers = {peer.node_id: peer for peer in file.peers}
+            self._take(file.peers)
             return
         self._stamp = None
         try:
@@ -196,6 +206,21 @@ class PeersFile:
         except FileNotFoundError:  # by another process, a moment ago
             return
         self._notices.append(f"The list of paired machines was damaged (now {aside}): pair them again.")
+
+    def _take(self, peers: list[Peer]) -> None:
+        """Those of ``peers`` that TLS libraries can be given: one that they cannot read would keep the others out."""
+        keys: set[bytes] = set()
+        for peer in peers:
+            key = certificates.public_key_of(peer.certificate_pem.encode()) if _is_sound(peer) else b""
+            if key and key not in keys:
+                keys.add(key)
+                self._peers[peer.node_id] = peer
+                continue
+            name = clean_name(peer.name) or short(clean_name(peer.node_id))
+            notice = f"The certificate of {name} cannot be used: {name} is not trusted until it is paired again."
+            if notice not in self._left_out:
+                self._left_out.add(notice)
+                self._notices.append(notice)
 
 
 class PeersWatch:
@@ -238,10 +263,15 @@ def new_peer(certificate_der: bytes, name: str, address: str = "") -> Peer:
 
 
 def _is_sound(peer: Peer) -> bool:
+    """Whether the certificate is the node's, of our form, and one that the ssl module reads as well."""
+    pem = peer.certificate_pem
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
-        return certificates.fingerprint(certificates.der_of(peer.certificate_pem.encode())) == peer.node_id
-    except certificates.CertificateError:
+        context.load_verify_locations(cadata=pem)
+        sound = certificates.fingerprint(certificates.der_of(pem.encode())) == peer.node_id
+    except (certificates.CertificateError, ValueError, OSError):  # ssl.SSLError is an OSError
         return False
+    return sound and context.cert_store_stats()["x509"] == 1
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:

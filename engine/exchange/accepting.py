@@ -6,6 +6,7 @@ Everybody else is closed without a word. A link is asked for by the door's pream
 from __future__ import annotations
 
 import contextlib
+import hmac
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from concurrent.futures import Future
 
 import msgspec
 
+from discovery.certificates import fingerprint, pem_of
 from discovery.door import Door
 from discovery.errors import DiscoveryError
 from discovery.identity import Identity
@@ -126,11 +128,15 @@ class Links:
         own = request.node_id == self.identity.node_id
         if own or self._serve_measuring is None or request.transport != "tls":
             return False
-        # Who is not known gets the same handshake, in which only this machine could show what is asked for: otherwise
-        # anybody could find out who is paired with whom.
-        certificate = self._certificate_of(request.node_id) or self.identity.certificate_pem
-        member = Member(request.from_rank, request.node_id, certificate)
-        wire = self._prove(connection, body, request, member, b"", by)
+        # Everybody gets the same handshake, in which the certificate that the preamble has is to be proved. Whether
+        # that machine is known is looked at afterwards: else anybody could find out who is paired with whom, by what
+        # is said of a certificate without its key, or by how long that takes.
+        certificate = pem_of(request.certificate)
+        if not hmac.compare_digest(fingerprint(request.certificate), request.node_id):
+            return False
+        wire = self._prove(connection, body, request, Member(request.from_rank, request.node_id, certificate), b"", by)
+        if self._certificate_of(request.node_id) is None:
+            return False
         wire.push((WELCOME,))
         wire.flush(wait=True)
         link = WireLink(wire)
@@ -167,14 +173,17 @@ class Links:
         return wire
 
     def expect(self, epoch: Epoch, purpose: Purpose, transport: Transport, member: Member) -> Future[Wire]:
-        """Take the link that ``member`` will dial; the future has it, or is cancelled by :meth:`forget`."""
+        """Take the link that ``member`` will dial; the future has it, or is cancelled by :meth:`forget`.
+
+        Raises PeerLost if these links are closed, RingProtocolError if the link is waited for already.
+        """
         key: _Key = (epoch.epoch, purpose, transport, member.rank)
         expected = _Expected(member, epoch, transport)
         with self._mutex:
             if self._closed:
                 raise PeerLost("This machine's network was closed.")
             if key in self._expected:
-                raise ValueError(f"a {purpose} link of rank {member.rank} is waited for already")
+                raise RingProtocolError(f"The {purpose} link of {member.called} is waited for already.")
             self._expected[key] = expected
         return expected.wire
 

@@ -123,6 +123,7 @@ def dial_link(
         from_rank=epoch.rank,
         to_rank=member.rank,
         node_id=links.identity.node_id,
+        certificate=links.identity.certificate_der if purpose == "measure" else b"",
     )
     body = msgspec.msgpack.encode(request)
     connection = dial((host, port), LINK_KIND, body, seconds=max(0.1, min(by - time.monotonic(), HANDSHAKE_S)))

@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from discovery.certificates import CertificateError, der_of, fingerprint
 from discovery.peers import Peer
 from engine.exchange.exchange import RingProtocolError
 
@@ -34,6 +35,8 @@ class LinkRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     to_rank: int
     node_id: str
     """The dialler's."""
+    certificate: bytes = b""
+    """The dialler's, DER; of links that are measured only, which nobody waits for."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,16 @@ def split_address(address: str) -> tuple[str, int]:
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise RingProtocolError(f"“{address[:80]}” is no HOST:PORT.", kind="network")
     return host.strip("[]"), int(port)
+
+
+def check_certificate(node_id: str, certificate: bytes) -> None:
+    """Raises RingProtocolError if ``certificate`` (PEM) is not that of ``node_id``: TLS libraries get no other."""
+    try:
+        shown = fingerprint(der_of(certificate))
+    except CertificateError as error:
+        raise RingProtocolError(f"The certificate of {node_id[:8]} cannot be used: {error}", kind="network") from None
+    if shown != node_id:
+        raise RingProtocolError(f"The certificate of {node_id[:8]} is that of {shown[:8]}.", kind="network")
 
 
 def as_peer(member: Member) -> Peer:

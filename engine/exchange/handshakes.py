@@ -55,11 +55,10 @@ def _shake_hands(
             done = True
         except ssl.SSLWantReadError:
             done = False
-        finally:
-            # In an error, too: what is left is the alert that tells the other end.
-            if outgoing.pending:
-                connection.settimeout(_left(by))
-                connection.sendall(outgoing.read())
+        # After an error nothing is sent: an alert would tell a stranger how far it came.
+        if outgoing.pending:
+            connection.settimeout(_left(by))
+            connection.sendall(outgoing.read())
         if done:
             return
         connection.settimeout(_left(by))

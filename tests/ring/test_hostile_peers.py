@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
+import dataclasses
 import math
 import socket
 import ssl
@@ -15,12 +18,15 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from paired_nodes import Nodes, eventually, make_identity
 from test_control_plane import spec_with
 
 from discovery.door import dial
+from discovery.identity import Identity
 from discovery.pairing import PAIRING_VERSION, Code, PairingRefused, ShowingSide, Start
-from discovery.peers import new_peer
+from discovery.peers import Peer, new_peer
 from discovery.tls import client_context
 from engine.errors import ModelError
 from engine.exchange.epochs import LINK_KIND, Epoch, LinkRequest
@@ -139,24 +145,68 @@ def test_an_unauthenticated_client_is_not_told_who_else_is_paired(pair: Nodes) -
     assert name not in everything
 
 
-def test_a_stranger_cannot_find_out_who_is_paired(tmp_path: Path, pair: Nodes) -> None:
-    """A link for measuring ends in the same way whether or not the machine whose id is claimed is paired."""
-    stranger, _ = make_identity(tmp_path / "stranger")
-    target = new_peer(pair.identities[1].certificate_der, "")
+def without_its_key(identity: Identity) -> Identity:
+    """The certificate of ``identity`` with a private key that says to be that certificate's and is another one: what
+    is signed with it is wrong, which is all that a stranger can make of somebody's certificate."""
+    points = serialization.Encoding.X962, serialization.PublicFormat.UncompressedPoint
+    theirs = serialization.load_pem_private_key(identity.key_pem, None).public_key().public_bytes(*points)
+    key = ec.generate_private_key(ec.SECP256R1())
+    form = serialization.Encoding.DER, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+    der = key.private_bytes(*form).replace(key.public_key().public_bytes(*points), theirs)
+    pem = f"-----BEGIN EC PRIVATE KEY-----\n{base64.encodebytes(der).decode()}-----END EC PRIVATE KEY-----\n"
+    return dataclasses.replace(identity, key_pem=pem.encode())
 
-    def told(node_id: str) -> tuple[bool, str]:
-        request = LinkRequest(purpose="measure", transport="tls", epoch="e", from_rank=0, to_rank=1, node_id=node_id)
-        with dial(("127.0.0.1", pair.nodes[1].door.port), LINK_KIND, msgspec.msgpack.encode(request)) as connection:
-            connection.settimeout(5)
+
+def answer_to_a_handshake(door: tuple[str, int], shown: Identity, target: Peer, claimed: Identity) -> bytes:
+    """What a door says on a link for measuring, until it closes it, after ``shown`` has ended its handshake: an alert,
+    or words inside TLS, would be bytes."""
+    request = LinkRequest(
+        purpose="measure",
+        transport="tls",
+        epoch="e",
+        from_rank=0,
+        to_rank=1,
+        node_id=claimed.node_id,
+        certificate=claimed.certificate_der,
+    )
+    body = msgspec.msgpack.encode(request)
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    session = client_context(shown, target).wrap_bio(incoming, outgoing)
+    with dial(door, LINK_KIND, body) as connection:
+        connection.settimeout(10)
+        while True:
             try:
-                secured = client_context(stranger, target).wrap_socket(connection)
-                return True, f"received {len(secured.recv(100))}"
-            except ssl.SSLError as error:
-                return False, str(error.reason)
+                session.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                connection.sendall(outgoing.read())
+                incoming.write(connection.recv(1 << 16))
+        session.write(len(body).to_bytes(4, "big") + body)
+        connection.sendall(outgoing.read())
+        said = incoming.read()
+        with contextlib.suppress(ConnectionResetError):
+            while piece := connection.recv(1 << 16):
+                said += piece
+        return said
 
-    paired, unknown = told(pair.identities[0].node_id), told("0" * 64)
-    assert paired == unknown
-    assert "ALERT" in paired[1]
+
+def test_a_stranger_cannot_find_out_who_is_paired(tmp_path: Path, pair: Nodes) -> None:
+    """A link for measuring ends in the same way for the certificate of a paired machine and for any other."""
+    stranger, _ = make_identity(tmp_path / "stranger")
+    third, _ = make_identity(tmp_path / "third")
+    target = new_peer(pair.identities[1].certificate_der, "")
+    door = ("127.0.0.1", pair.nodes[1].door.port)
+
+    paired = pair.identities[0]
+    answers = {
+        "the certificate of a paired machine": (without_its_key(paired), paired),
+        "the certificate of another machine": (without_its_key(third), third),
+        "a paired machine is named, another certificate shown": (stranger, paired),
+        "another machine is named, a third certificate shown": (stranger, third),
+        "its own": (stranger, stranger),
+    }
+    said = {what: answer_to_a_handshake(door, shown, target, claimed) for what, (shown, claimed) in answers.items()}
+    assert said == dict.fromkeys(answers, b"")
 
 
 def test_hints_do_not_put_out_where_a_machine_was_found() -> None:

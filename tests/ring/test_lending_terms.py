@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from paired_nodes import Nodes, eventually
 
 from engine.errors import ModelError
 from engine.exchange.addresses import door_of
+from engine.exchange.exchange import RingProtocolError
 from engine.messages import OpenNetwork
 from engine.models.weight_layout import layout_of
 from engine.planning.placement import Placement
@@ -114,6 +116,28 @@ def test_a_share_beyond_what_is_lent_is_refused(pair: Nodes, tiny_model: TinyMod
         said = "Bob lends .* of memory and its share would take .*; form the ring again" if refused else "not connect"
         with pytest.raises(ModelError, match=said):
             client.call("Connect", spec_of(pair, placement, mode=mode), Connected, 30)
+    finally:
+        client.close()
+        lender.close()
+
+
+@pytest.mark.parametrize("form", ["another machine's", "a list", "nonsense"])
+def test_a_certificate_that_is_not_the_members_is_refused(pair: Nodes, form: str) -> None:
+    """It would be given to TLS libraries with those of all others."""
+    spec = spec_of(pair, Placement((0,), 2, (((0,), (1,)),)))
+    first, second = pair.identities
+    wrong = {
+        "another machine's": second.certificate_pem,
+        "a list": first.certificate_pem + second.certificate_pem,
+        "nonsense": b"nonsense",
+    }[form]
+    member = msgspec.structs.replace(spec.members[0], certificate=wrong)
+    lender = Lender(pair.nodes[1])
+    client = pair.client(1, first)
+    try:
+        with pytest.raises(RingProtocolError, match=f"The certificate of {first.node_id[:8]}"):
+            client.call("Connect", msgspec.structs.replace(spec, members=[member, spec.members[1]]), Connected, 30)
+        assert pair.nodes[1].lent().head == ""
     finally:
         client.close()
         lender.close()

@@ -393,3 +393,34 @@ def test_addresses_that_are_none(text: str) -> None:
 def test_addresses() -> None:
     assert split_address("10.0.0.2:47821") == ("10.0.0.2", 47821)
     assert split_address("[fe80::1%eth0]:5") == ("fe80::1%eth0", 5)
+
+
+def test_who_is_known_is_looked_at_only_after_the_proof(linked_nodes: Make) -> None:
+    """So neither what a stranger is told nor how long it takes depends on it."""
+    nodes = linked_nodes(2)
+    asked: list[str] = []
+
+    def known(node_id: str) -> bytes | None:
+        asked.append(node_id)
+        return None
+
+    links = Links(nodes.nodes[1].identity, known, lambda link: pytest.fail("nobody may measure"))
+    links.attach(nodes.nodes[1].door)
+    zero = nodes.nodes[0]
+    with pytest.raises(ModelError, match="cannot be measured"):
+        measure_link(zero.links, zero.epoch, nodes.members[1], address(nodes, 1))
+    assert asked == [zero.identity.node_id]
+    assert refused(dial(("127.0.0.1", nodes.nodes[1].door.port), LINK_KIND, request(nodes, purpose="measure")))
+    stranger = request(nodes, purpose="measure", node_id="0" * 64, certificate=zero.identity.certificate_der)
+    assert refused(dial(("127.0.0.1", nodes.nodes[1].door.port), LINK_KIND, stranger))
+    assert asked == [zero.identity.node_id]
+
+
+def test_what_is_waited_for_already_is_refused_in_words(linked_nodes: Make) -> None:
+    """A head that asks for the same epoch twice is told so; nothing is printed as unexpected."""
+    nodes = linked_nodes(2)
+    one = nodes.nodes[1]
+    first = one.links.expect(one.epoch, "command", "tls", nodes.members[0])
+    with pytest.raises(RingProtocolError, match="node 0 is waited for already"):
+        one.links.expect(one.epoch, "command", "tls", nodes.members[0])
+    assert not first.done()

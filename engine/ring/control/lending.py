@@ -14,6 +14,7 @@ import msgspec
 from discovery.identity import short
 from discovery.names import plain_text
 from engine.errors import Cancelled, ModelError
+from engine.exchange.epochs import check_certificate
 from engine.exchange.exchange import RingProtocolError
 from engine.messages.ring import LendingFacts
 from engine.models.locations import locate
@@ -273,6 +274,7 @@ class Lender:
     def _measure_links(self, caller: Caller, linked: Linked) -> LinkMeasured:
         self._free_for(caller)
         self._check_wanted([linked.node_id])
+        check_certificate(linked.node_id, linked.certificate)
         if not linked.addresses:
             with self._lock:
                 self._vouched = {linked.node_id: (linked.certificate, time.monotonic() + VOUCHED_S)}
@@ -344,6 +346,8 @@ class Lender:
                 kind="network",
             )
         self._check_wanted(one.node_id for one in spec.members)
+        for one in spec.members:
+            check_certificate(one.node_id, one.certificate)
         self._take(caller)
         self._check_lent(spec)
         paired = {one.rank: one.node_id for one in spec.members if self._node.table.paired(one.node_id)}
