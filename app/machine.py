@@ -83,8 +83,8 @@ def default_runtime(machine: Machine | None = None) -> tuple[str, str]:
     if not machine.apple_silicon:
         return "native or torch", "native where it can run the model; mlx needs Apple Silicon"
     if not machine.mlx:
-        return "torch", "Apple Silicon, but mlx-lm is not installed"
-    return "mlx", "Apple Silicon"
+        return "native or torch", "Apple Silicon, but mlx-lm is not installed"
+    return "mlx", "Apple Silicon; native or torch for models that mlx does not run"
 
 
 def _installed(module: str) -> bool:

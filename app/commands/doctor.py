@@ -163,8 +163,8 @@ def _runtime(machine: Machine) -> list[Finding]:
     found = [Finding("runtime", f"auto is {name} ({reason})")]
     if not machine.torch and not (machine.apple_silicon and name == "mlx"):
         found[0] = Finding("runtime", "torch is not installed", "problem", "pip install privatellm anew")
-    elif machine.apple_silicon and name == "torch":
-        found[0] = Finding("runtime", f"auto is torch ({reason})", "note", "pip install mlx mlx-lm")
+    elif machine.apple_silicon and name != "mlx":
+        found[0] = Finding("runtime", f"auto is {name} ({reason})", "note", "pip install mlx mlx-lm")
     return found
 
 

@@ -33,6 +33,8 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Parameters a token passes through."""
     experts: int
     experts_per_token: int
+    runtime: Literal["any", "mlx"] = "any"
+    """``mlx``: the weights are quantised, and no other runtime reads them."""
     licence: str
     """SPDX identifier."""
     description: str

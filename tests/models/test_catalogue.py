@@ -47,7 +47,11 @@ def test_every_entry_is_whole_and_runs_here() -> None:
         assert "/" not in entry.name
         if entry.origin == "hub":
             assert entry.repo.count("/") == 1
-            assert entry.gigabytes == pytest.approx(2 * entry.parameters_billion, rel=0.06), "bfloat16: 2 bytes each"
+            bits = 16 if entry.runtime == "any" else 4.5
+            if entry.family == "gpt_oss":
+                bits = 5.3  # 4.25 in the experts, 16 in the trunk
+            assert entry.gigabytes == pytest.approx(bits / 8 * entry.parameters_billion, rel=0.06)
+            assert (entry.runtime == "mlx") == ("Apple Silicon" in entry.description)
     assert [entry.gigabytes for entry in entries] == sorted(entry.gigabytes for entry in entries)
 
 
