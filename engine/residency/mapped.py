@@ -1,25 +1,27 @@
 """Weights that lie in mapped files: which pages of them this node uses, whether they are in memory, touching and
 locking them.
 
-The files are mapped a second time, shared and read-only: both mappings show the same pages of the system's cache, so
-what is touched or locked here is there for the runtime.
+The files are mapped a second time, shared and read-only: all mappings show the same pages of the system's cache, so
+what is locked here is there for the runtime. (Locking its own mapping, which is copy-on-write, would copy the pages.)
+What is touched is touched in the runtime's mapping where it has one: a page in memory costs the first question a fault
+as long as that mapping has not shown it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.errors import ModelError
+from engine.models.files import FileMapping
 from engine.models.share_files import part_of
 from engine.models.weight_layout import Run, layout_of, merged, runs_of
 from engine.planning.residency import lockable
@@ -27,6 +29,8 @@ from engine.planning.residency import lockable
 PIECE_BYTES = 8 * 1024 * 1024
 """Touched at once; between two pieces an answer may begin."""
 _PAGE = mmap.PAGESIZE
+_POPULATE_READ = 22
+"""Linux's MADV_POPULATE_READ (5.14), which Python does not name: all pages at once, without a fault for each."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,15 @@ class MappedWeights:
 
     own_memory = False
 
-    def __init__(self, folder: Path, held: Mapping[int, Sequence[int]] | None = None, trunk: bool = True) -> None:
-        """``held``: experts by layer that are used here; None: all that are here. ``trunk``: it is used, too. Raises
-        ModelError."""
+    def __init__(
+        self,
+        folder: Path,
+        held: Mapping[int, Sequence[int]] | None = None,
+        trunk: bool = True,
+        in_use: Iterable[FileMapping] = (),
+    ) -> None:
+        """``held``: experts by layer that are used here; None: all that are here. ``trunk``: it is used, too.
+        ``in_use``: the runtime's own mappings, which stay mapped until this is closed. Raises ModelError."""
         layout = layout_of(folder)
         share = part_of(folder)
         # Touching a hole of a share would fill memory with zeros.
@@ -60,6 +70,10 @@ class MappedWeights:
             mine = here if held is None else [expert for expert in held.get(layer, ()) if expert in here]
             runs += merged(run for expert in mine for run in layout.experts[layer, expert])
         self._files = [_Mapping(folder / name) for name, _ in layout.files]
+        theirs = {each.path.resolve(): each for each in in_use}
+        self._touched = [
+            theirs.get((folder / name).resolve(), own) for own, (name, _) in zip(self._files, layout.files, strict=True)
+        ]
         self._pieces = [piece for run in runs for piece in _cut(run)]
         self._locked: list[tuple[int, int]] = []
 
@@ -73,9 +87,17 @@ class MappedWeights:
         return sum(self.sizes)
 
     def touch(self, index: int) -> None:
-        """Read a word of every page of a piece, which brings it into memory."""
+        """Bring every page of a piece into memory, and into the mapping."""
         piece = self._pieces[index]
-        view = self._files[piece.file].data[piece.start : piece.stop]
+        begin = self._touched[piece.file].address
+        first = piece.start - piece.start % _PAGE
+        # A failure for another reason than not being known means a file that is shorter now or a disk that fails, which
+        # reading would end the process for.
+        if sys.platform == "linux" and (
+            not _libc.madvise(begin + first, piece.stop - first, _POPULATE_READ) or ctypes.get_errno() != errno.EINVAL
+        ):
+            return
+        view = np.ctypeslib.as_array((ctypes.c_uint8 * piece.nbytes).from_address(begin + piece.start))
         int(view[::_PAGE].max())
         int(view[-1])
 
@@ -107,6 +129,7 @@ class MappedWeights:
             _libc.munlock(address, nbytes)
         self._locked.clear()
         self._pieces.clear()
+        self._touched.clear()
         for mapping in self._files:
             mapping.close()
         self._files.clear()
@@ -143,14 +166,10 @@ class _Mapping:
                 self._mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
             raise ModelError(f"{path} cannot be mapped ({error}); check the file.") from error
-        self.data: NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8)
-        self.address = int(self.data.ctypes.data)
+        self.address = np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data
 
     def close(self) -> None:
-        del self.data
-        # A view that somebody still holds keeps it mapped until it is gone.
-        with contextlib.suppress(BufferError):
-            self._mapping.close()
+        self._mapping.close()
 
 
 def _cut(run: Run) -> list[Run]:
@@ -175,4 +194,5 @@ def _why_less(allowed: int | None, available: int) -> str:
 _libc = ctypes.CDLL(None, use_errno=True)
 for _name in ("mlock", "munlock"):
     getattr(_libc, _name).argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]

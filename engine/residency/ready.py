@@ -15,7 +15,7 @@ from engine.free_memory import available_bytes
 from engine.messages import AnyEvent, Finished, Load, Notice, WarmUp
 from engine.residency.keeper import IdleProbe, Keeper
 from engine.residency.mapped import MappedWeights
-from engine.runtimes.protocol import KeepsWeights, LoadedModel, Seated, Weights
+from engine.runtimes.protocol import KeepsWeights, LoadedModel, MapsFiles, Seated, Weights
 
 Held = Mapping[int, Sequence[int]]
 """Decoder layer to the experts that this node runs."""
@@ -53,7 +53,8 @@ class Ready:
                 weights = model.kept_weights()
                 self.keeper = Keeper(weights, tell, wired=model.weights_are_wired)
             else:
-                weights = mapped = MappedWeights(folder, held, trunk)
+                in_use = model.mapped_files if isinstance(model, MapsFiles) else ()
+                weights = mapped = MappedWeights(folder, held, trunk, in_use)
                 lock = (lambda: _lock(mapped, notice)) if request.lock_memory else None
                 self.keeper = Keeper(weights, tell, after_warm_up=lock)
         except (ModelError, OSError) as error:

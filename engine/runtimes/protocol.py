@@ -19,6 +19,7 @@ from engine.exchange.layers import LayerExchange
 from engine.exchange.seat import Seat
 from engine.experts.popularity import Popularity
 from engine.messages import Load, ModelFacts
+from engine.models.files import FileMapping
 from engine.progress import ProgressCallback
 from engine.timing import Recorder
 
@@ -203,6 +204,16 @@ class KeepsWeights(Protocol):
 
     def kept_weights(self) -> Weights:
         """Its weights, to be touched while it does not answer."""
+        ...
+
+
+@runtime_checkable
+class MapsFiles(Protocol):
+    """A loaded model that reads weights from files that it has mapped."""
+
+    @property
+    def mapped_files(self) -> Sequence[FileMapping]:
+        """The mappings that a pass reads, so that bringing them into memory leaves no page to its first pass."""
         ...
 
 

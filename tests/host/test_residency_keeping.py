@@ -13,15 +13,21 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from resident_memory import needs_smaps, resident_bytes
 
+from engine.messages import Load
 from engine.models.durable_files import forget_cached
+from engine.models.opening import open_model
 from engine.models.prepare import prepare
 from engine.models.weight_layout import layout_of
 from engine.planning import residency as deciding
 from engine.residency.keeper import IDLE_S, IdleProbe, Keeper
 from engine.residency.mapped import PIECE_BYTES, MappedWeights
+from engine.residency.ready import Ready
 from engine.ring.weights.share_store import ShareStore
 from engine.ring.weights.transfer import offer, stream
+from engine.runtimes import runtime_named
+from engine.runtimes.protocol import MapsFiles
 
 TinyModel = Callable[..., Path]
 GB = 10**9
@@ -115,6 +121,33 @@ def test_touching_brings_back_what_the_system_dropped(large: Path):
     assert all(map(weights.resident, range(len(weights.sizes))))
     weights.close()
     weights.close()
+
+
+@needs_smaps
+def test_warming_up_leaves_no_page_to_the_first_question(large: Path):
+    """What the runtime reads is in its own mapping, not only in memory; and copy-on-write pages are not copied."""
+    files = open_model(large)
+    weights = MappedWeights(large, in_use=files.mapped_files)
+    before = {mapped.path: resident_bytes(mapped.address, mapped.size) for mapped in files.mapped_files}
+    assert sum(before.values()) < weights.nbytes / 2
+    for index in range(len(weights.sizes)):
+        weights.touch(index)
+    for mapped in files.mapped_files:
+        assert resident_bytes(mapped.address, mapped.size) >= mapped.size * 0.9
+    weights.close()
+
+
+@needs_smaps
+def test_the_native_runtime_names_the_mappings_it_reads(large: Path):
+    model = runtime_named("native").load(large, Load(id=1, model=str(large)), quiet)
+    assert isinstance(model, MapsFiles)
+    assert {mapped.path for mapped in model.mapped_files} == {large / name for name, _ in layout_of(large).files}
+    ready = Ready(model, large, Load(id=1, model=str(large)))
+    assert ready.keeper is not None and ready.keeper.wait_until_warm()
+    for mapped in model.mapped_files:
+        assert resident_bytes(mapped.address, mapped.size) >= mapped.size * 0.9
+    ready.close()
+    model.close()
 
 
 def test_of_a_share_only_what_is_here_is_touched(large: Path, tmp_path: Path):

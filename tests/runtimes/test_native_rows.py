@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_oracle import FAMILIES, load_native, needs_kernels
+from resident_memory import needs_smaps, resident_bytes
 from tiny_models import write_tiny_model
 from torch_oracle import prompt
 
@@ -46,29 +46,17 @@ def assert_close(ours: Logits, expected: Logits) -> None:
     assert np.abs(ours - expected).max() / np.abs(expected).max() < LIMIT
 
 
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="memory by mapping is told by Linux alone")
+@needs_smaps
 def test_a_page_takes_memory_for_the_positions_that_are_written() -> None:
     """Also where the system would give huge pages: a page of many heads has a position of each in its first block."""
     page = Page(PageShape(layers=16, heads=8, width=64, dtype=np.dtype(np.float32)), rows=8, capacity=1024)
     assert page.nbytes == 512 << 20
     for array in (page.keys, page.values):
         assert not array[-1, -1, -1].any()
-        before = resident_bytes(array)
+        before = resident_bytes(array.ctypes.data, array.nbytes)
         array[:, :, :, 0] = 1.0
         written = array[:, :, :, 0].nbytes
-        assert resident_bytes(array) - before <= 2 * written
-
-
-def resident_bytes(array: np.ndarray[Any, Any]) -> int:
-    """Bytes in memory of the mappings that ``array`` lies in."""
-    address, inside, found = array.ctypes.data, False, 0
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        begin, dash, rest = line.partition("-")
-        if dash and ":" not in begin:
-            inside = int(begin, 16) < address + array.nbytes and address < int(rest.split()[0], 16)
-        elif inside and line.startswith("Rss:"):
-            found += int(line.split()[1]) << 10
-    return found
+        assert resident_bytes(array.ctypes.data, array.nbytes) - before <= 2 * written
 
 
 def test_cut_back_and_extended_again_equals_fresh(model: NativeModel) -> None:

@@ -18,7 +18,7 @@ from engine.experts.kernels.file_guard import FileGuard
 from engine.experts.kernels.layers import Gate, LayerExperts, layer_experts
 from engine.experts.kernels.pool import Pool, physical_cores, shared_pool
 from engine.messages import Load
-from engine.models.files import Experts, ModelFiles
+from engine.models.files import Experts, FileMapping, ModelFiles
 from engine.models.opening import open_model
 from engine.runtimes.native.dtypes import compute_dtype
 from engine.runtimes.native.shape import ACTIVATIONS, Activation, why_not_shape
@@ -138,6 +138,11 @@ class ExpertsOnly:
         self._guard = FileGuard(files.mapped_files)
         self._width = width
         self._description = description
+
+    @property
+    def mapped_files(self) -> tuple[FileMapping, ...]:
+        """See :class:`engine.runtimes.protocol.MapsFiles`."""
+        return () if self._files is None else self._files.mapped_files
 
     @property
     def description(self) -> str:

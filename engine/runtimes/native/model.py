@@ -14,7 +14,7 @@ from engine.experts.kernels.file_guard import FileGuard
 from engine.experts.kernels.pool import Pool
 from engine.experts.popularity import Popularity
 from engine.messages import ModelFacts
-from engine.models.files import ModelFiles
+from engine.models.files import FileMapping, ModelFiles
 from engine.runtimes.native.bindings import MEANING, PARTS, Pass, native
 from engine.runtimes.native.cache import PageShape, Segments
 from engine.runtimes.native.ring import RingTrunk
@@ -101,6 +101,11 @@ class NativeModel:
     def popularity(self) -> Popularity | None:
         """See :class:`engine.runtimes.protocol.CountsRoutes`."""
         return self._popularity
+
+    @property
+    def mapped_files(self) -> tuple[FileMapping, ...]:
+        """See :class:`engine.runtimes.protocol.MapsFiles`."""
+        return () if self._files is None else self._files.mapped_files
 
     def start(self) -> NativeTokenRows:
         """An empty cache of one row. Raises ModelError if the model's files were changed since it was loaded."""

@@ -17,7 +17,7 @@ from engine.experts.held import held_by
 from engine.experts.kernels.file_guard import FileGuard
 from engine.experts.local import LocalExecutor, make_local_executor
 from engine.messages import Load
-from engine.models.files import Experts
+from engine.models.files import Experts, FileMapping
 from engine.models.opening import open_model
 from engine.runtimes.torch.experts_module import find_experts, gate_of
 from engine.runtimes.torch.loading import build_skeleton, read_config
@@ -38,6 +38,11 @@ class TorchExperts:
         self._dtype = dtype
         self.width = width
         self.description = local.description
+
+    @property
+    def mapped_files(self) -> tuple[FileMapping, ...]:
+        """See :class:`engine.runtimes.protocol.MapsFiles`."""
+        return getattr(self._experts, "mapped_files", ())
 
     def run_experts(
         self,

@@ -19,7 +19,7 @@ from engine.experts.kernels.file_guard import FileGuard
 from engine.experts.popularity import Popularity
 from engine.experts.torch_kernels import kernels_for
 from engine.messages import ModelFacts
-from engine.models.files import ModelFiles
+from engine.models.files import FileMapping, ModelFiles
 from engine.runtimes.protocol import Logits
 from engine.runtimes.torch.cache import AnyCache, empty_cache
 from engine.runtimes.torch.experts_module import RoutedExperts, ScaledInputBlock
@@ -64,6 +64,11 @@ class TorchModel:
     @property
     def facts(self) -> ModelFacts:
         return self._facts
+
+    @property
+    def mapped_files(self) -> tuple[FileMapping, ...]:
+        """See :class:`engine.runtimes.protocol.MapsFiles`: those of the experts, the trunk is torch's."""
+        return () if self._files is None else getattr(self._files.experts, "mapped_files", ())
 
     @property
     def recorder(self) -> Recorder:

@@ -1,0 +1,22 @@
+"""How much of a piece of this process's memory is in its page tables, as Linux tells it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+SMAPS = Path("/proc/self/smaps")
+needs_smaps = pytest.mark.skipif(not SMAPS.exists(), reason="memory by mapping is told by Linux alone")
+
+
+def resident_bytes(address: int, nbytes: int) -> int:
+    """Bytes in memory of the mappings that overlap ``nbytes`` from ``address`` on."""
+    inside, found = False, 0
+    for line in SMAPS.read_text().splitlines():
+        begin, dash, rest = line.partition("-")
+        if dash and ":" not in begin:
+            inside = int(begin, 16) < address + nbytes and address < int(rest.split()[0], 16)
+        elif inside and line.startswith("Rss:"):
+            found += int(line.split()[1]) << 10
+    return found
