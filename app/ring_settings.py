@@ -4,12 +4,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from app.ring_words import SHOWN_OF_ID
 from app.setting_fields import GIB, SettingError, choices, setting
 from app.setting_items import share, split_items
-from engine.messages import ExchangeName, LoadingName, NetworkState, OpenNetwork, PeerFacts, RingChoice, RingMode
+from engine.errors import ModelError
+from engine.messages import (
+    ExchangeName,
+    LoadingName,
+    NetworkState,
+    OpenNetwork,
+    Partitioning,
+    PeerFacts,
+    RingChoice,
+    RingMode,
+)
+from engine.models.store import resolve
 
 HEAD_NAMES = ("here", "this")
 """What this machine may be called where machines are named, besides its own name."""
@@ -78,6 +90,11 @@ class RingSettings:
         "GiB that a share of a model may take here while this machine is lent (join); empty: what is free.",
         minimum=0.1, maximum=65_536.0, optional=True, takes_effect="reload",
     )  # fmt: skip
+    ring_give_models: bool = setting(
+        "ring", "flag", "Give models", True,
+        "While this machine is lent (join), paired machines may copy a model from it that they name.",
+        takes_effect="reload",
+    )  # fmt: skip
     ring_listen: str = setting(
         "ring", "items", "Listen at", "",
         "HOST:PORT; empty: all interfaces, port 47820 or the next that is free.",
@@ -99,6 +116,14 @@ def open_network(settings: RingSettings, *, more_peers: Sequence[str] = (), lend
         peers=list(dict.fromkeys(peers)),
         lend=lend,
     )
+
+
+def may_be_copied(model: str, partitioning: Partitioning) -> bool:
+    """Whether ``model`` is one of the hub that is not here, and that a machine of the ring may have."""
+    with suppress(ModelError):
+        found = resolve(model)
+        return partitioning == "ring" and found.kind == "hub" and found.folder is None
+    return False
 
 
 def ring_choice(settings: RingSettings, network: NetworkState | None) -> RingChoice:

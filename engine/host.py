@@ -201,7 +201,7 @@ class Host:
             case EstimateBeams():
                 return self._loaded().estimate_beams(request)
             case Pull():
-                return _pull(task, request)
+                return self._pull(task, request)
             case Prepare():
                 return _prepare(task, request)
             case OpenNetwork() | CloseNetwork() | ShowCode() | Pair() | ForgetPeer() | ListPeers():
@@ -223,6 +223,28 @@ class Host:
         for text in self._session.model.recorder.take_notices():
             self.send(Notice(text=text))
         return Loaded(id=request.id, facts=self._session.facts)
+
+    def _pull(self, task: Task, request: Pull) -> AnyEvent:
+        from engine.models import store
+
+        resolved = store.resolve(request.model)
+        node = self._network.open_node() if self._network is not None else None
+        if node is not None and resolved.folder is None and resolved.kind in ("hub", "starter"):
+            from engine.ring.control.taking_model import Copier
+
+            taken = Copier(node, resolved, task.report).run()
+            if taken is not None:
+                return Done(id=request.id, path=str(taken[0]), detail=taken[1])
+        if request.only_copy:
+            return Done(id=request.id, path=str(resolved.require_folder()))
+        if resolved.kind == "starter":
+            from engine.models.starter import build_starter
+
+            return Done(id=request.id, path=str(build_starter(task.report, task.cancelled)))
+        from engine.models.fetching import pull
+        from engine.runtimes.choosing import refuse_download
+
+        return Done(id=request.id, path=str(pull(request.model, task.report, task.cancelled, refuse_download)))
 
     def _keep_ready(self, request: Load) -> None:
         """Have the loaded model's weights brought into memory and looked after, in the background."""
@@ -354,22 +376,6 @@ def keeper_for(session: Session, model: str, notice: Callable[[str], None]) -> P
     path, _ = profile_paths(profile_key(resolve(model).require_folder()))
     profile = ProfileModel(tuple(facts.moe_layers), facts.experts, facts.expert_bytes)
     return PopularityKeeper(path, profile, popularity, facts.experts_per_token, notice)
-
-
-def _pull(task: Task, request: Pull) -> AnyEvent:
-    from engine.models import store
-
-    resolved = store.resolve(request.model)
-    if resolved.kind == "starter":
-        from engine.models.starter import build_starter
-
-        path = build_starter(task.report, task.cancelled)
-    else:
-        from engine.models.fetching import pull
-        from engine.runtimes.choosing import refuse_download
-
-        path = pull(request.model, task.report, task.cancelled, refuse_download)
-    return Done(id=request.id, path=str(path))
 
 
 def _prepare(task: Task, request: Prepare) -> AnyEvent:

@@ -14,11 +14,13 @@ from app.commands.engine_work import Interruption, do, run_with_engine
 from app.commands.output import ProgressLine, ReaderGoneError, WorkFailed, answer, as_json, say
 from app.commands.ringing import with_ring
 from app.engine_client import EngineClient, EngineDied
+from app.ring_settings import may_be_copied
 from app.settings import Settings
 from app.text_safety import Sanitizer, sanitize
 from engine.errors import ModelError
 from engine.messages import (
     Cancel,
+    Done,
     Failed,
     Finished,
     Generate,
@@ -52,7 +54,8 @@ def ask(question: Question) -> int:
     try:
         model = resolve(question.load.model)
         build_starter = model.kind == "starter" and model.folder is None
-        if model.kind == "hub":
+        may_copy = may_be_copied(question.load.model, question.load.partitioning)
+        if model.kind == "hub" and not may_copy:
             model.require_folder()
     except ModelError as error:
         raise WorkFailed(str(error)) from error
@@ -63,6 +66,11 @@ def ask(question: Question) -> int:
             await do(engine, Pull(id=engine.new_id(), model=question.load.model), ProgressLine())
         loading = ProgressLine(quiet_elsewhere=True)
         load = await with_ring(engine, question.load, question.settings, question.peers)
+        if may_copy:
+            copied = Pull(id=engine.new_id(), model=question.load.model, only_copy=True)
+            done = await do(engine, copied, ProgressLine())
+            assert isinstance(done, Done)
+            say(f"note: {done.detail}")
         loaded = await do(engine, msgspec.structs.replace(load, id=engine.new_id()), loading)
         assert isinstance(loaded, Loaded)
         for notice in loaded.facts.notices:

@@ -79,6 +79,7 @@ def network_from(flags: JoinFlags) -> OpenNetwork:
         cpu_threads=settings.cpu_threads,
         keep_resident=settings.keep_resident,
         lock_memory=settings.lock_memory,
+        give_models=settings.ring_give_models,
     )
 
 

@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass
 
 from app.commands.engine_work import Interruption, do, run_with_engine
 from app.commands.output import ProgressLine, WorkFailed, answer, as_json, say, size
+from app.commands.ringing import open_for
 from app.engine_client import EngineClient
+from app.settings_file import open_settings
 from app.text_safety import sanitize
 from engine.errors import ModelError
 from engine.messages import AnyRequest, Done, Prepare, Pull
@@ -78,9 +80,10 @@ def _table(found: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def pull(model: str) -> int:
-    """Download or make a model; prints its folder."""
-    return _work(model, lambda engine: Pull(id=engine.new_id(), model=model))
+def pull(model: str, *, machines: bool = False) -> int:
+    """Download or make a model, or copy it from a paired machine that is lent (``machines``) if one has it; prints its
+    folder."""
+    return _work(model, lambda engine: Pull(id=engine.new_id(), model=model), machines=machines)
 
 
 def prepare(model: str) -> int:
@@ -104,13 +107,15 @@ def remove(model: str, *, ask_first: bool) -> int:
     return 0
 
 
-def _work(model: str, request: Callable[[EngineClient], AnyRequest]) -> int:
+def _work(model: str, request: Callable[[EngineClient], AnyRequest], *, machines: bool = False) -> int:
     try:
         store.resolve(model)
     except ModelError as error:
         raise WorkFailed(str(error)) from error
 
     async def work(engine: EngineClient, interruption: Interruption) -> int:
+        if machines:
+            await open_for(engine, open_settings().settings)
         done = await do(engine, request(engine), ProgressLine())
         assert isinstance(done, Done)
         if done.detail:

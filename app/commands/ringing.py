@@ -30,12 +30,24 @@ async def with_ring(engine: EngineClient, load: Load, settings: RingSettings, pe
     """
     if load.partitioning != "ring":
         return load
-    network = Network(engine)
+    network = await open_for(engine, settings, peers)
     try:
-        await network.ensure_open(open_network(settings, more_peers=peers))
         ring = ring_choice(settings, network.state)
-    except (NetworkProblem, SettingError) as problem:
+    except SettingError as problem:
         raise WorkFailed(str(problem)) from problem
     for found in network.state.problems if network.state is not None else []:
         say(f"note: {found}")
     return msgspec.structs.replace(load, ring=ring)
+
+
+async def open_for(engine: EngineClient, settings: RingSettings, peers: tuple[str, ...] = ()) -> Network:
+    """The network, open for as long as ``engine`` runs; paired machines are waited for a little.
+
+    Raises WorkFailed, EngineDied.
+    """
+    network = Network(engine)
+    try:
+        await network.ensure_open(open_network(settings, more_peers=peers))
+    except NetworkProblem as problem:
+        raise WorkFailed(str(problem)) from problem
+    return network

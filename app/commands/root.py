@@ -171,11 +171,16 @@ def models_list(json: Annotated[bool, typer.Option("--json", help="As JSON.")] =
 
 
 @models_app.command("pull")
-def models_pull(model: _ModelArgument) -> None:
+def models_pull(
+    model: _ModelArgument,
+    machines: Annotated[
+        bool, typer.Option("--machines", help="From a paired machine that is lent, if one has it.")
+    ] = False,
+) -> None:
     """Download a model (the starter is made here). An interrupted download goes on where it was."""
     from app.commands.models import pull
 
-    raise typer.Exit(pull(model))
+    raise typer.Exit(pull(model, machines=machines))
 
 
 @models_app.command("prepare")

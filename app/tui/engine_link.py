@@ -10,7 +10,7 @@ import msgspec
 
 from app.engine_client import Engine, EngineDied
 from app.network import Network, NetworkProblem
-from app.ring_settings import open_network, ring_choice
+from app.ring_settings import may_be_copied, open_network, ring_choice
 from app.ring_words import away, away_lines
 from app.settings import SettingError, gpu_expert_bytes
 from app.tui.state import ChatOptions, Phase, Status
@@ -242,9 +242,14 @@ class EngineLink:
             return await self._resize(wanted)
         self.status.model, self.status.problem = wanted.model, ""
         self._loaded = self.status.facts = None
-        if self._is_missing(wanted.model):
+        only_copy = may_be_copied(wanted.model, wanted.partitioning)
+        if only_copy or self._is_missing(wanted.model):
             self._set(Phase.FETCHING)
-            problem = await self._follow(self.engine.new_id, wanted, fetch=True)
+            if wanted.partitioning == "ring":
+                with suppress(NetworkProblem):
+                    await self.network.ensure_open(open_network(wanted))
+            fetching = Pull(id=self.engine.new_id(), model=wanted.model, only_copy=only_copy)
+            problem = await self._follow(fetching, wanted)
             if problem:
                 return problem
         self._set(Phase.LOADING)
@@ -255,7 +260,7 @@ class EngineLink:
             ring = await self._ring(wanted)
         except (NetworkProblem, SettingError) as error:
             return _sentence(error)
-        problem = await self._follow(self.engine.new_id, wanted, fetch=False, ring=ring)
+        problem = await self._follow(_load(self.engine.new_id(), wanted, ring), wanted)
         if not problem:
             await self.close_unless_wanted(wanted)
         return problem
@@ -279,10 +284,7 @@ class EngineLink:
                 return ""
         return "The engine did not say whether it changed the GPU memory for experts."
 
-    async def _follow(
-        self, new_id: Callable[[], int], wanted: ChatOptions, *, fetch: bool, ring: RingChoice | None = None
-    ) -> str:
-        request = _pull(new_id(), wanted) if fetch else _load(new_id(), wanted, ring)
+    async def _follow(self, request: Pull | Load, wanted: ChatOptions) -> str:
         self._request = request.id
         try:
             async for event in self.engine.stream(request):
@@ -332,10 +334,6 @@ class EngineLink:
     def _fail(self, problem: str) -> None:
         self.status.problem, self.status.facts = problem, None
         self._set(Phase.UNAVAILABLE)
-
-
-def _pull(request: int, options: ChatOptions) -> Pull:
-    return Pull(id=request, model=options.model)
 
 
 def _sentence(problem: Exception) -> str:

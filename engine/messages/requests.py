@@ -105,9 +105,12 @@ class EstimateBeams(Request, frozen=True, kw_only=True, tag="estimate_beams"):
 
 
 class Pull(Request, frozen=True, kw_only=True, tag="pull"):
-    """Download (or build, for the starter) a model. Events: Progress*, then Done or Failed."""
+    """Copy a model from a paired machine that is lent and has it, if the network is open; else download it (or build
+    it, for the starter). Events: Progress*, then Done (``detail``: from which machine) or Failed."""
 
     model: str
+    only_copy: bool = False
+    """The Internet is not asked."""
 
 
 class Prepare(Request, frozen=True, kw_only=True, tag="prepare"):
@@ -139,6 +142,8 @@ class OpenNetwork(Request, frozen=True, kw_only=True, tag="open_network"):
     is."""
     keep_resident: bool = True
     lock_memory: bool = False
+    give_models: bool = True
+    """Paired machines may copy a model from here that they name, while this one is lent."""
 
 
 class CloseNetwork(Request, frozen=True, kw_only=True, tag="close_network"):

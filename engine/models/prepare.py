@@ -53,7 +53,8 @@ _TILE = (64, 256)
 
 _COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".md")
 _COPIED_NAMES = ("LICENSE", "LICENCE", "NOTICE")
-_COPY_LIMIT = 200_000_000
+SETTING_LIMIT = 200_000_000
+"""Bytes of the largest file that is copied beside the weights."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -423,9 +424,14 @@ class _Writer:
 def is_setting(path: Path) -> bool:
     """Whether ``path`` is one of the small files that belong to a model in any form: configuration, tokenizer, chat
     template, licence."""
-    wanted = path.suffix in _COPIED_SUFFIXES or path.stem.upper() in _COPIED_NAMES
     ours = path.name in (MANIFEST, JOURNAL) or path.name.endswith(".index.json")
-    return wanted and not ours and path.is_file() and path.stat().st_size <= _COPY_LIMIT
+    return is_setting_name(path.name) and not ours and path.is_file() and path.stat().st_size <= SETTING_LIMIT
+
+
+def is_setting_name(name: str) -> bool:
+    """Whether files called ``name`` are configuration, tokenizer, chat template or licence, by their kind."""
+    path = Path(name)
+    return path.suffix in _COPIED_SUFFIXES or path.stem.upper() in _COPIED_NAMES
 
 
 def fill_slab(buffer: NDArray[np.uint8], layout: SlabLayout, expert: ExpertWeights) -> None:

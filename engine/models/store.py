@@ -5,7 +5,8 @@ Layout of ``locate("models")``: one folder per model.
 - ``owner--name``: a download of the hub repo ``owner/name``; ``starter``; ``gguf--stem--fingerprint``: from a GGUF;
 - ``X.prepared``: the bank written for ``X``; ``local--name--fingerprint.prepared``: for a folder that lies elsewhere;
 - ``name--fingerprints.share``: this machine's part of a model that a ring runs, received from the ring's head;
-- ``X.partial``: something unfinished (a download to be resumed, a conversion that was killed): never opened as a model.
+- ``X.partial``: something unfinished (a download to be resumed, a conversion that was killed): never opened as a model;
+- ``X.received.partial``: what has arrived of ``X`` from another machine.
 
 A folder gets its final name only when it is complete, so a name without ``.partial`` is a promise.
 """
@@ -37,6 +38,7 @@ Kind = Literal["starter", "hub", "folder", "gguf"]
 PARTIAL = ".partial"
 PREPARED = ".prepared"
 SHARE = ".share"
+RECEIVED = ".received"
 SHARE_MANIFEST = "share.json"
 """The file that makes a folder a share of a model (:mod:`engine.models.share_files`): never a whole one."""
 BANK_MANIFEST = "bank.json"
@@ -139,7 +141,7 @@ def resolve(model: str) -> ResolvedModel:
     path = Path(os.path.expanduser(text)) if text.startswith("~") else Path(text)  # noqa: PTH111
     if text.startswith(("/", ".", "~")) or text.casefold().endswith(".gguf") or _exists(path):
         return _resolve_path(path)
-    own = _resolve_installed(text)
+    own = resolve_installed(text)
     if own is not None:
         return own
     if _REPO.fullmatch(text) and ".." not in text and "--" not in text:
@@ -170,15 +172,14 @@ def installed() -> list[InstalledModel]:
 
 
 def partial_downloads() -> list[tuple[str, int]]:
-    """``(name, bytes so far)`` of what was begun and not finished."""
+    """``(name, bytes so far)`` of what was begun and not finished, by name."""
     root = locate("models")
-    if not root.is_dir():
-        return []
-    return [
-        (_display_name(folder.name.removesuffix(PARTIAL).removesuffix(PREPARED)), folder_bytes(folder))
-        for folder in sorted(root.iterdir())
-        if folder.suffix == PARTIAL and folder.is_dir()
-    ]
+    found: dict[str, int] = {}
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        if folder.suffix == PARTIAL and folder.is_dir():
+            name = _display_name(_key_of(folder.name))
+            found[name] = found.get(name, 0) + _disk_bytes(folder)
+    return list(found.items())
 
 
 def shares() -> list[tuple[str, int]]:
@@ -203,7 +204,7 @@ def remove(name: str) -> int:
     model = resolve(name)
     base = model.plain_folder if model.plain_folder.parent == root else model.prepared_folder
     key = base.name.removesuffix(PREPARED)
-    folders = [root / (key + suffix) for suffix in ("", PREPARED, PARTIAL, PREPARED + PARTIAL)]
+    folders = [root / (key + suffix) for suffix in ("", PREPARED, PARTIAL, PREPARED + PARTIAL, RECEIVED + PARTIAL)]
     folders = [folder for folder in [*folders, download_cache(root / key)] if folder.is_dir()]
     if not folders:
         if freed := remove_profiles(key):  # what was learned of a model that lies elsewhere
@@ -235,10 +236,11 @@ def _delete(folders: list[Path]) -> None:
 
 
 def profile_key(folder: Path) -> str:
-    """What is learned of the model in ``folder`` is kept under this name: one for its plain folder and its bank."""
+    """What is learned of the model in ``folder`` is kept under this name: one for its plain folder, its bank, and what
+    is being received of it."""
     folder = folder.absolute()
     if folder.parent == locate("models").absolute():
-        return folder.name.removesuffix(PREPARED)
+        return _key_of(folder.name)
     return resolve(str(folder)).prepared_folder.name.removesuffix(PREPARED)
 
 
@@ -397,9 +399,10 @@ def _resolve_path(path: Path) -> ResolvedModel:
     return ResolvedModel(path.name, "folder", path, path, bank)
 
 
-def _resolve_installed(text: str) -> ResolvedModel | None:
-    """A folder of the models folder by its own name, e.g. a converted GGUF in ``privatellm models``."""
-    if "/" in text or text.startswith("."):
+def resolve_installed(text: str) -> ResolvedModel | None:
+    """A complete model of the models folder by its folder's own name, e.g. a converted GGUF in ``privatellm models``;
+    None if there is none."""
+    if "/" in text or "\0" in text or text.startswith("."):
         return None
     folder = locate("models") / text
     if is_complete(folder) or is_complete(folder.with_name(folder.name + PREPARED)):
@@ -431,6 +434,11 @@ def _printable(path: Path) -> str:
 
 def _safe(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip(".-")[:60] or "model"
+
+
+def _key_of(folder_name: str) -> str:
+    """The name of the plain folder of a model, of which the folder may be the bank, or something unfinished."""
+    return folder_name.removesuffix(PARTIAL).removesuffix(RECEIVED).removesuffix(PREPARED)
 
 
 def _display_name(key: str) -> str:

@@ -161,6 +161,39 @@ class Received(Control, frozen=True, kw_only=True):
     nbytes: int
 
 
+class WantedModel(Control, frozen=True, kw_only=True):
+    """``ModelHere``, ``ModelOffer``: the model whose folder is called ``key``, and which the caller calls ``name``."""
+
+    key: Text
+    name: Text
+
+
+class ModelHere(Control, frozen=True, kw_only=True):
+    """What of it may be copied: the whole, or a ``part`` that the caller once sent as a share."""
+
+    whole: bool = False
+    part: bool = False
+
+
+class OfferPiece(Control, frozen=True, kw_only=True):
+    """``ModelOffer``'s stream: how many bytes of the model were read to know its checksums, of how many; then the
+    encoded offer in pieces. It ends without any if the model is not here."""
+
+    done: int = 0
+    total: int = 0
+    data: bytes = b""
+
+
+class WantedWeights(Control, frozen=True, kw_only=True):
+    """``ModelWeights``: of the model that was offered, with these fingerprints, the items ``wanted`` (encoded as
+    ``Wants`` has them). The answers are chunks of weights."""
+
+    model: WantedModel
+    layout: Text
+    weights: Text
+    wanted: bytes
+
+
 class EpochMember(Control, frozen=True, kw_only=True):
     """A node of an epoch as the head tells the others. The head vouches for ``certificate``, for this epoch only: its
     nodes need not be paired with one another. ``addresses``: of the door, the best first."""
@@ -243,6 +276,9 @@ LENDING: dict[str, tuple[type[Control], CallKind]] = {
     "Connect": (EpochSpec, "one"),
     "Form": (LoadShare, "down"),
     "End": (EndEpoch, "one"),
+    "ModelHere": (WantedModel, "one"),
+    "ModelOffer": (WantedModel, "down"),
+    "ModelWeights": (WantedWeights, "down"),
 }
 """What only a lent machine does: method, request, and how it is called (see :class:`Method` of the server)."""
 

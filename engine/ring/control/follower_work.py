@@ -36,16 +36,20 @@ def seat_of(spec: EpochSpec) -> Seat:
 
 @dataclass(frozen=True)
 class Terms:
-    """On which terms a person lends this machine. ``memory``: bytes that a share may take; None: what is free."""
+    """On which terms a person lends this machine. ``memory``: bytes that a share may take; None: what is free.
+    ``give_models``: heads may copy models that are here."""
 
     memory: int | None = None
     cpu_threads: int | None = None
     keep_resident: bool = True
     lock_memory: bool = False
+    give_models: bool = True
 
     @classmethod
     def of(cls, options: OpenNetwork) -> Terms:
-        return cls(options.lend_memory, options.cpu_threads, options.keep_resident, options.lock_memory)
+        return cls(
+            options.lend_memory, options.cpu_threads, options.keep_resident, options.lock_memory, options.give_models
+        )
 
     def threads(self, wanted: int | None) -> int | None:
         """The fewer of what a head wants and what is lent; None: one per physical core."""

@@ -40,6 +40,7 @@ from engine.ring.control.control_messages import (
 from engine.ring.control.epoch_links import EpochLinks, connect_epoch, epoch_of
 from engine.ring.control.follower_work import Terms
 from engine.ring.control.following import Following
+from engine.ring.control.giving import Giving
 from engine.ring.control.held_here import here_already, perhaps_here
 from engine.ring.control.measuring_links import measure_best
 from engine.ring.control.measuring_node import measure_node
@@ -93,6 +94,7 @@ class Lender:
             "Connect": self._connect,
             "Form": self._form,
             "End": self._end,
+            **Giving(node, self._terms.give_models, self._say).answers,
         }
         node.add_methods({name: Method(LENDING[name][0], answers[name], LENDING[name][1]) for name in LENDING})
         node.on_forgotten(self._forgotten)

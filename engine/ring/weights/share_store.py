@@ -85,10 +85,7 @@ class ShareStore:
 
     def _missing(self, offered: Offer) -> tuple[Wanted, ...]:
         """What of the offer is not in the share."""
-        state = _State.of(self.folder(offered), offered, self._head)
-        return tuple(
-            Wanted(index, state.begun_at(item)) for index, item in enumerate(offered.items) if not state.has(item.key)
-        )
+        return missing_in(self.folder(offered), offered, self._head)
 
     def folder(self, offered: Offer) -> Path:
         """Where the share of the offered model is, or will be."""
@@ -120,15 +117,7 @@ class ShareStore:
         check_offer(offered)
         folder = self.folder(offered)
         self._models.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with store.exclusive(folder):
-            receiver = _Receiver(folder, offered, self._head, wanted, progress)
-            try:
-                receiver.prepare()
-                receiver.run(chunks, should_stop or (lambda: False))
-            except OSError as error:
-                raise _explained(error, folder, receiver.missing) from error
-            finally:
-                receiver.close()
+        receive_into(folder, offered, self._head, wanted, chunks, progress, should_stop, may_give_up=True)
         return folder
 
     @staticmethod
@@ -163,6 +152,38 @@ class ShareStore:
             except (ModelError, OSError):
                 continue
         return found
+
+
+def missing_in(folder: Path, offered: Offer, head: str) -> tuple[Wanted, ...]:
+    """What of the offer is not in ``folder``, into which it is received; see :func:`receive_into`."""
+    state = _State.of(folder, offered, head)
+    return tuple(
+        Wanted(index, state.begun_at(item)) for index, item in enumerate(offered.items) if not state.has(item.key)
+    )
+
+
+def receive_into(
+    folder: Path,
+    offered: Offer,
+    head: str,
+    wanted: Sequence[Wanted],
+    chunks: Iterable[bytes],
+    progress: ProgressCallback,
+    should_stop: Callable[[], bool] | None = None,
+    *,
+    may_give_up: bool = False,
+) -> None:
+    """As :meth:`ShareStore.receive`, into ``folder``, which has or gets the manifest of a share that ``head`` sent.
+    ``may_give_up``: experts that the offer does not name, if the room is needed."""
+    with store.exclusive(folder):
+        receiver = _Receiver(folder, offered, head, wanted, progress)
+        try:
+            receiver.prepare(may_give_up)
+            receiver.run(chunks, should_stop or (lambda: False))
+        except OSError as error:
+            raise _explained(error, folder, receiver.missing) from error
+        finally:
+            receiver.close()
 
 
 def _is_of(manifest: ShareManifest, offered: Offer, head: str) -> bool:
@@ -317,13 +338,13 @@ class _Receiver:
     def missing(self) -> int:
         return self._total - self._settled
 
-    def prepare(self) -> None:
+    def prepare(self, may_give_up: bool) -> None:
         """Check what is wanted, make room, and make the files, all of it holes. Raises ModelError."""
         for want in self._wanted:
             item = self._offered.items[want.item]
             if self._state.has(item.key) or want.start != self._state.begun_at(item):
                 raise ModelError(f"{self._folder} was changed since it was looked at; form the ring again.")
-        self._make_room()
+        self._make_room(may_give_up)
         for folder in {(self._folder / name).parent for name, _ in self._offered.files}:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         for number, (name, size) in enumerate(self._offered.files):
@@ -425,14 +446,14 @@ class _Receiver:
         self._unsynced = 0
         self._settled = self._arrived
 
-    def _make_room(self) -> None:
+    def _make_room(self, may_give_up: bool) -> None:
         """Raises ModelError if what is missing does not fit on the disk, unwanted experts given up."""
         free = self._free()
         if self._total + RESERVE_BYTES <= free:
             return
         wanted = self._offered.held
         surplus = any(not experts <= set(wanted.get(layer, ())) for layer, experts in self._state.experts.items())
-        if surplus and is_share(self._folder):
+        if surplus and may_give_up and is_share(self._folder):
             ShareStore.keep_only(self._folder, wanted)
             self._state = _State.of(self._folder, self._offered, self._state.head)
             free = self._free()

@@ -1,16 +1,15 @@
-"""Weights on their way from the head to a node: what is offered, what is asked for, and the chunks of it.
+"""Weights on their way from one machine to another: what is offered, what is asked for, and the chunks of it.
 
-An offer lists what one node needs of a model: configuration and tokenizer files, the headers of the files of weights,
-the trunk in pieces, the node's experts; each with its place in the files and its checksum. The node answers with what
-it lacks (:mod:`.share_store`), and gets that in chunks of at most a mebibyte. How the messages travel is not
-known here.
+An offer lists what one machine needs of a model: configuration and tokenizer files, the headers of the files of
+weights, the trunk in pieces, experts; each with its place in the files and its checksum. The other answers with what it
+lacks (:mod:`.share_store`), and gets that in chunks of at most a mebibyte. How the messages travel is not known here.
 """
 
 from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +17,9 @@ import msgspec
 
 from engine.errors import ModelError
 from engine.exchange.exchange import RingProtocolError
-from engine.models.share_files import Form, ModelIdentity
+from engine.models.share_files import Form, ModelIdentity, read_share
 from engine.models.store import SHARE_MANIFEST
-from engine.models.weight_layout import Run, Runs, layout_of, runs_of
+from engine.models.weight_layout import Run, Runs, WeightLayout, layout_of, runs_of
 from engine.models.wording import shown
 from engine.progress import ProgressCallback
 from engine.ring.weights.identity_of_model import (
@@ -131,17 +130,40 @@ def offer(
     layout = layout_of(folder)
     checksums = ItemChecksums(layout)
     identity = identity_with(layout, checksums, progress)
+    named = msgspec.structs.replace(identity, name=shown(name or identity.name, _LONGEST_WORD))
+    return _offer(layout, checksums, named, held, range(len(layout.trunk)) if trunk else ())
+
+
+def offer_whole(folder: Path, progress: ProgressCallback, name: str = "") -> Offer:
+    """As :func:`offer`, of everything in ``folder``, which is a whole model."""
+    layout = layout_of(folder)
+    return offer(folder, dict.fromkeys(layout.layers, range(layout.count)), progress, name=name)
+
+
+def offer_of_share(folder: Path) -> Offer:
+    """What the share in ``folder`` holds, under the name and the identity that its head gave it. Weights whose
+    checksums are not known yet are read. Raises ModelError."""
+    manifest = read_share(folder)
+    layout = layout_of(folder)
+    pieces = [piece for piece in range(len(layout.trunk)) if trunk_key(piece) in manifest.other]
+    return _offer(layout, ItemChecksums(layout), manifest.identity, manifest.experts, pieces)
+
+
+def _offer(
+    layout: WeightLayout,
+    checksums: ItemChecksums,
+    identity: ModelIdentity,
+    held: Mapping[int, Sequence[int]],
+    trunk: Iterable[int],
+) -> Offer:
+    """With the experts ``held`` and the pieces of the trunk ``trunk``."""
     items = [_setting_item(path, checksums) for path in layout.settings if path.stat().st_size]
     items += [
         Item(header_key(file), size, checksums.header(file), ((file, 0, size),))
         for file, size in enumerate(layout.headers)
         if size
     ]
-    if trunk:
-        items += [
-            _item(trunk_key(piece), runs_of(tensors), checksums.trunk(piece))
-            for piece, tensors in enumerate(layout.trunk)
-        ]
+    items += [_item(trunk_key(piece), runs_of(layout.trunk[piece]), checksums.trunk(piece)) for piece in trunk]
     for layer, experts in sorted(held.items()):
         for expert in sorted(experts):
             if (layer, expert) not in layout.experts:
@@ -150,7 +172,7 @@ def offer(
             items.append(_item(expert_key(layer, expert), runs, checksums.expert(layer, expert)))
     checksums.keep()
     return Offer(
-        identity=msgspec.structs.replace(identity, name=shown(name or identity.name, _LONGEST_WORD)),
+        identity=identity,
         form=layout.form,
         layout=layout.fingerprint,
         files=layout.files,
