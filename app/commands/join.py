@@ -99,10 +99,12 @@ def _has_screen() -> bool:
 
 
 def _in_lines(wanted: OpenNetwork) -> int:
-    """What happens, in lines with the time on stdout, until SIGTERM, ctrl-c, or nobody reads them any more."""
+    """What happens, in lines with the time on stdout, until SIGTERM (an orderly end, status 0), ctrl-c, the terminal is
+    closed (129), or nobody reads them any more."""
 
     async def work(engine: EngineClient, interruption: Interruption) -> int:
         leaving = asyncio.Event()
+        hung_up = asyncio.Event()
         gone: list[Exception] = []
 
         def tell(line: str) -> None:
@@ -114,7 +116,7 @@ def _in_lines(wanted: OpenNetwork) -> int:
 
         lender = Lender(engine, wanted, tell)
         interruption.ask_first(leaving.set)
-        with _terminated(leaving.set):
+        with _on_signals(leaving.set, hung_up.set):
             lending = asyncio.create_task(lender.run(), name="lending")
             left = asyncio.create_task(leaving.wait(), name="leaving")
             try:
@@ -133,19 +135,30 @@ def _in_lines(wanted: OpenNetwork) -> int:
         if gone:
             raise gone[0]
         tell("This machine is no longer lent.")
-        return 0
+        return 128 + signal.SIGHUP if hung_up.is_set() else 0
 
     return run_with_engine(work)
 
 
 @contextmanager
-def _terminated(act: Callable[[], None]) -> Iterator[None]:
-    """Within, SIGTERM (how a service is ended) calls ``act``, in the event loop."""
+def _on_signals(leave: Callable[[], None], hang_up: Callable[[], None]) -> Iterator[None]:
+    """Within, SIGTERM (how a service is ended) calls ``leave`` in the event loop; SIGHUP ``hang_up`` and ``leave``,
+    unless it was ignored (nohup)."""
     loop = asyncio.get_running_loop()
-    before = signal.getsignal(signal.SIGTERM)
-    loop.add_signal_handler(signal.SIGTERM, act)
+
+    def hung_up() -> None:
+        hang_up()
+        leave()
+
+    wanted = {signal.SIGTERM: leave, signal.SIGHUP: hung_up}
+    before = {number: signal.getsignal(number) for number in wanted}
+    if before[signal.SIGHUP] == signal.SIG_IGN:
+        del wanted[signal.SIGHUP]
+    for number, act in wanted.items():
+        loop.add_signal_handler(number, act)
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, before)
+        for number in wanted:
+            loop.remove_signal_handler(number)
+            signal.signal(number, before[number])

@@ -76,6 +76,29 @@ def test_it_says_who_it_is_and_sigterm_is_an_orderly_end(joined: Joined) -> None
     assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
 
 
+def test_a_closed_terminal_is_an_orderly_end_with_its_status(joined: Joined) -> None:
+    joined.until(lambda: "Code: " in joined.said)
+    engines = joined.engines
+    assert joined.end(signal.SIGHUP) == 129
+    assert joined.said.splitlines()[-1].endswith("This machine is no longer lent.")
+    assert not any(engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE for engine in engines)
+
+
+def test_nohup_is_heeded_without_a_screen(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        machine = Joined(tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    try:
+        machine.until(lambda: "Code: " in machine.said)
+        machine.process.send_signal(signal.SIGHUP)
+        assert machine.end(signal.SIGTERM) == 0
+        assert machine.said.splitlines()[-1].endswith("This machine is no longer lent.")
+    finally:
+        machine.close()
+
+
 def test_ctrl_c_ends_it_with_its_status(joined: Joined) -> None:
     joined.until(lambda: "Code: " in joined.said)
     engines = joined.engines
