@@ -215,18 +215,3 @@ def _timing_object(finished: Finished) -> dict[str, Any]:
 def as_ids(token_ids: list[int]) -> str:
     """The answer of a model without a tokenizer, in the form of ``--prompt-ids``."""
     return ",".join(map(str, token_ids))
-
-
-def read_prompt() -> str:
-    """The question from stdin. Raises WorkFailed (status 2) if there is none."""
-    if sys.stdin is None or sys.stdin.closed:
-        raise WorkFailed("no question: give it as an argument or on stdin, which is closed", status=2)
-    if sys.stdin.isatty():
-        say("Type the question, then ctrl-d:")
-    try:
-        text = sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise WorkFailed(f"the question on stdin is not UTF-8 text (byte {error.start})", status=2) from error
-    except OSError as error:
-        raise WorkFailed(f"stdin cannot be read: {error.strerror or error}", status=2) from error
-    return text.removesuffix("\n")

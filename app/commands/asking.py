@@ -8,8 +8,9 @@ from typing import Any, cast
 
 import msgspec
 
-from app.commands.ask import Question, read_prompt
+from app.commands.ask import Question
 from app.commands.output import WorkFailed, say
+from app.commands.reading import read_piped, read_prompt
 from app.commands.ringing import check_peers
 from app.settings import Settings
 from app.settings_file import open_settings
@@ -24,6 +25,8 @@ class Flags:
     """The command line as given; ``numbers`` holds those that were, by their setting's key."""
 
     prompt: str | None = None
+    stdin: bool | None = None
+    """Whether stdin is read besides the prompt; None: if it is a file or gives something at once."""
     prompt_ids: str | None = None
     model: str | None = None
     system: str | None = None
@@ -99,12 +102,22 @@ def _generate(flags: Flags, settings: Settings) -> Generate:
 
 
 def _messages(flags: Flags, settings: Settings) -> list[Message]:
-    prompt = read_prompt() if flags.prompt is None else flags.prompt
+    prompt = _prompt(flags)
     if not prompt.strip():
         raise WorkFailed("the question is empty", status=2)
     system = settings.system_prompt if flags.system is None else flags.system
     messages = [Message("system", _as_typed(system))] if system else []
-    return [*messages, Message("user", _as_typed(prompt))]
+    return [*messages, Message("user", prompt)]
+
+
+def _prompt(flags: Flags) -> str:
+    """The argument, then what was piped in; or what was piped in alone."""
+    if flags.prompt is None:
+        if flags.stdin is False:
+            raise WorkFailed("no question: --no-stdin needs a PROMPT", status=2)
+        return read_prompt()
+    piped = read_piped(wait=flags.stdin) if flags.stdin is not False else ""
+    return "\n\n".join(filter(None, [_as_typed(flags.prompt), piped]))
 
 
 def _as_typed(text: str) -> str:

@@ -49,6 +49,17 @@ def rows() -> list[Row]:
     begun = [Row(name, "unfinished", nbytes, "", "") for name, nbytes in store.partial_downloads() if name not in names]
     names |= {row.name for row in begun}
     begun += [Row(name, "share of a ring", nbytes, "", "") for name, nbytes in store.shares()]
+    begun += [
+        Row(
+            name,
+            "bank",
+            nbytes,
+            store.family_of(locate("models") / name),
+            "Of a folder that lies elsewhere.",
+            str(locate("models") / name),
+        )
+        for name, nbytes in store.banks_of_elsewhere()
+    ]
     absent = [
         Row(entry.name, "can be made" if entry.origin == "starter" else "can be pulled", int(entry.gigabytes * 1e9),
             entry.family, entry.description)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
 from app.text_safety import one_line
@@ -51,11 +52,13 @@ def forget_stdout() -> None:
 
 
 class WorkFailed(Exception):
-    """A command cannot do its work; the text is one sentence, ``status`` the exit status."""
+    """A command cannot do its work; the text is one sentence, ``status`` the exit status. ``answered``: stdout has an
+    object already that says so."""
 
-    def __init__(self, text: str, status: int = 1) -> None:
+    def __init__(self, text: str, status: int = 1, *, answered: bool = False) -> None:
         super().__init__(text)
         self.status = status
+        self.answered = answered
 
 
 def say(text: str) -> None:
@@ -66,6 +69,15 @@ def say(text: str) -> None:
 def complain(text: str) -> None:
     """An error, on stderr."""
     say(f"privatellm: {text}")
+
+
+def fail(text: str, status: int, *, in_json: bool) -> int:
+    """Say why a command ends with ``status``; ``in_json``: for a program as well, which reads stdout."""
+    complain(text)
+    if in_json:
+        with suppress(ReaderGoneError, WorkFailed):
+            answer(as_json({"error": text}))
+    return status
 
 
 def as_json(value: object) -> str:

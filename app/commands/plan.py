@@ -24,9 +24,10 @@ def plan(flags: LoadFlags, *, in_json: bool) -> int:
         load = await with_ring(engine, wanted.load, wanted.settings, wanted.peers)
         planned = await do(engine, Plan(id=engine.new_id(), load=load), ProgressLine(quiet_elsewhere=True))
         assert isinstance(planned, Planned)
-        answer(as_json(as_object(planned)) if in_json else as_text(planned))
-        if not planned.fits:
-            raise WorkFailed(shortfall(planned))
+        problem = {} if planned.fits else {"error": shortfall(planned)}
+        answer(as_json(as_object(planned) | problem) if in_json else as_text(planned))
+        if problem:
+            raise WorkFailed(problem["error"], answered=in_json)
         return 0
 
     return run_with_engine(work)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from app.commands.output import ReaderGoneError, WorkFailed, answer, complain, forget_stdout
+from app.commands.output import ReaderGoneError, WorkFailed, answer, fail, forget_stdout
 from app.settings import SettingError, setting_named
 from engine.messages import BenchKind, DtypeName, ExpertPolicy, Partitioning, RuntimeName
 
@@ -60,21 +60,33 @@ _FLAGS = {"gpu_expert_memory": "gpu-memory", "cpu_threads": "threads", "context_
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command; the exit status (0, 1, 2 or 130)."""
+    """Run one command; the exit status (0, 1, 2 or 130).
+
+    With ``--json``, a failure is one object with the key ``error`` on stdout, besides the line on stderr.
+    """
+    in_json = _asks_for_json(arguments)
     try:
-        app(args=arguments, prog_name="privatellm")
+        # Otherwise the library ends the process itself after a bad argument, and tells nobody what it was.
+        return app(args=arguments, prog_name="privatellm", standalone_mode=not in_json) or 0
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except WorkFailed as error:
-        complain(str(error))
-        return error.status
+        return fail(str(error), error.status, in_json=in_json and not error.answered)
     except ReaderGoneError:
         return 0
     except OSError as error:
-        complain(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+        status = fail(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}", 1, in_json=in_json)
         forget_stdout()
-        return 1
-    return 0
+        return status
+    except Exception as error:
+        # Which class bad arguments have differs between versions of the library; all of them can describe themselves.
+        if not hasattr(error, "format_message"):
+            raise
+        return fail(error.format_message(), 2, in_json=in_json)
+
+
+def _asks_for_json(arguments: list[str]) -> bool:
+    return "--json" in (arguments[: arguments.index("--")] if "--" in arguments else arguments)
 
 
 def _show_version(wanted: bool) -> None:
@@ -96,6 +108,14 @@ def privatellm(
 def ask(
     prompt: Annotated[str | None, typer.Argument(metavar="PROMPT", help="The question; absent: from stdin.")] = None,
     *,
+    stdin: Annotated[
+        bool | None,
+        typer.Option(
+            "--stdin/--no-stdin",
+            help="Whether what is piped in, or a file, follows the PROMPT. Without either flag it does, but a pipe "
+            "that gives nothing for 3 seconds is left alone; --stdin waits for it. In a loop over lines: --no-stdin.",
+        ),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Model to ask.")] = None,
     system: Annotated[str | None, typer.Option(help="System prompt; without one the model's template decides.")] = None,
     beams: Annotated[int | None, typer.Option(metavar="W", help="Beam search of this width, 1 to 16.")] = None,
@@ -119,7 +139,8 @@ def ask(
         str | None, typer.Option(metavar="1,2,3", help="Token ids instead of text: no template, no tokenizer.")
     ] = None,
 ) -> None:
-    """Answer one question on stdout. Flags come before the person's settings, those before the model's own."""
+    """Answer one question on stdout, about what is piped in: `cat notes | privatellm ask "summarise"` asks both, the
+    prompt first. Flags come before the person's settings, those before the model's own."""
     from app.commands.asking import Flags, question_from
 
     numbers = {
@@ -139,6 +160,7 @@ def ask(
     _check_flag("model", model)
     flags = Flags(
         prompt=prompt,
+        stdin=stdin,
         prompt_ids=prompt_ids,
         model=model,
         system=system,
@@ -157,9 +179,14 @@ def ask(
 
 
 @models_app.callback()
-def models(context: typer.Context) -> None:
+def models(
+    context: typer.Context,
+    json: Annotated[bool, typer.Option("--json", help="The list as JSON.")] = False,
+) -> None:
     if context.invoked_subcommand is None:
-        models_list()
+        models_list(json)
+    elif json:
+        raise typer.BadParameter("it stands behind `list`", param_hint="--json")
 
 
 @models_app.command("list")

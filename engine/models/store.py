@@ -189,6 +189,13 @@ def shares() -> list[tuple[str, int]]:
     return [(folder.name, _disk_bytes(folder)) for folder in found if folder.is_dir()]
 
 
+def banks_of_elsewhere() -> list[tuple[str, int]]:
+    """``(folder name, bytes)`` of the banks written for folders that lie elsewhere; removable by that name."""
+    root = locate("models")
+    found = sorted(root.glob(f"local--*{PREPARED}")) if root.is_dir() else []
+    return [(folder.name, folder_bytes(folder)) for folder in found if is_complete(folder)]
+
+
 def remove(name: str) -> int:
     """Delete a model of the models folder, its bank, what is unfinished of it, and what was learned of its use; a
     person's own folder or GGUF file is never touched (only what was made or learned of it). Or a share, by the name of
