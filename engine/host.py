@@ -35,7 +35,6 @@ from engine.messages import (
     ErrorKind,
     EstimateBeams,
     Failed,
-    Finished,
     ForgetPeer,
     Generate,
     Hello,
@@ -331,19 +330,11 @@ class Host:
             keeper.save()
 
     def _generate(self, task: Task, request: Generate) -> AnyEvent:
+        from engine.session import nothing_said
+
         session = self._loaded()
         if task.cancelled():
-            return Finished(
-                id=request.id,
-                text="",
-                token_ids=[],
-                finish_reason="cancelled",
-                prompt_tokens=0,
-                prefilled_tokens=0,
-                completion_tokens=0,
-                ttft_s=0.0,
-                tokens_per_s=0.0,
-            )
+            return nothing_said(request.id)
         try:
             with self._undisturbed():
                 finished = session.generate(request, self.send, task)

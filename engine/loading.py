@@ -68,7 +68,7 @@ def load_session(
         has_chat_template=words is not None and words.has_chat_template,
         has_tokenizer=words is not None,
         load_s=time.perf_counter() - started,
-        notices=[*said, *model.facts.notices, *settings_not_applied(defaults)],
+        notices=[*said, *model.facts.notices, *(words.notices if words else ()), *settings_not_applied(defaults)],
         context_limit=min(model.facts.context_limit, request.context_limit or model.facts.context_limit),
     )
     return Session(model, words, ends=ends, defaults=defaults, facts=facts, prefill_chunk=request.prefill_chunk)

@@ -54,7 +54,9 @@ class TextTokenizer(Protocol):
     @property
     def has_chat_template(self) -> bool: ...
 
-    def render_chat(self, messages: Sequence[Message], continue_last: bool = False) -> str: ...
+    def render_chat(
+        self, messages: Sequence[Message], continue_last: bool = False, should_stop: Callable[[], bool] = ...
+    ) -> str: ...
 
     def encode_rendered(self, text: str, beginning: bool = True) -> list[int]: ...
 
@@ -151,7 +153,10 @@ class Session:
         If ``control`` says so, the answer ends with what there is; what was computed stays in the cache.
         Raises ModelError (bad-input, context, memory, model); what was emitted before it remains true.
         """
-        prompt = self._prompt(request)
+        try:
+            prompt = self._prompt(request, control.cancelled)
+        except Cancelled:
+            return nothing_said(request.id)
         # Text that goes on from the prompt's is decoded after it: a word's space may be part of its first token.
         self._context = prompt[-CONTEXT_TOKENS:] if request.continue_last else []
         check_beams(request.beams, request.length_penalty)
@@ -220,7 +225,7 @@ class Session:
 
     # --- before the first token -----------------------------------------------------------------------------------
 
-    def _prompt(self, request: Generate) -> list[int]:
+    def _prompt(self, request: Generate, cancelled: Callable[[], bool]) -> list[int]:
         if (request.messages is None) == (request.prompt_ids is None):
             raise ModelError("A question is either messages or token ids, exactly one of them.", kind="bad-input")
         if request.max_tokens is not None and request.max_tokens < 1:
@@ -241,7 +246,7 @@ class Session:
         elif not request.messages:
             raise ModelError("There is no message to answer.", kind="bad-input")
         else:
-            prompt = self._spoken.prompt(request.messages, continue_last=request.continue_last)
+            prompt = self._spoken.prompt(request.messages, request.continue_last, cancelled)
         if not prompt:
             raise ModelError("The prompt is empty: the model needs at least one token to go on from.", kind="bad-input")
         return prompt
@@ -389,6 +394,21 @@ class Session:
                     kind="memory",
                 ) from error
             raise
+
+
+def nothing_said(request_id: int) -> Finished:
+    """Of a question that was cancelled before anything was run for it."""
+    return Finished(
+        id=request_id,
+        text="",
+        token_ids=[],
+        finish_reason="cancelled",
+        prompt_tokens=0,
+        prefilled_tokens=0,
+        completion_tokens=0,
+        ttft_s=0.0,
+        tokens_per_s=0.0,
+    )
 
 
 def _size(nbytes: int) -> str:

@@ -7,7 +7,7 @@ would be run again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,9 @@ TRIES = 4
 class ChatTokenizer(Protocol):
     """What is needed of :class:`engine.models.tokenizer.Tokenizer`."""
 
-    def render_chat(self, messages: Sequence[Message], continue_last: bool = False) -> str: ...
+    def render_chat(
+        self, messages: Sequence[Message], continue_last: bool = False, should_stop: Callable[[], bool] = ...
+    ) -> str: ...
 
     def encode_rendered(self, text: str, beginning: bool = True) -> list[int]: ...
 
@@ -44,10 +46,16 @@ class SpokenTokens:
         self._tokens: list[int] = []
         self._places: list[_Place] = []
 
-    def prompt(self, messages: Sequence[Message], continue_last: bool = False) -> list[int]:
+    def prompt(
+        self,
+        messages: Sequence[Message],
+        continue_last: bool = False,
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> list[int]:
         """The token ids of ``messages`` through the chat template: as said before as far as the text is the same, the
-        rest as the tokenizer has it. Raises ModelError if the template refuses the messages."""
-        text = self._tokenizer.render_chat(messages, continue_last)
+        rest as the tokenizer has it. Raises ModelError if the template refuses the messages, Cancelled as soon as
+        ``should_stop()``."""
+        text = self._tokenizer.render_chat(messages, continue_last, should_stop)
         fresh = self._tokenizer.encode_rendered(text)
         same = [place for place in self._places if text.startswith(self._text[: place.characters])]
         kept: list[_Place] = []

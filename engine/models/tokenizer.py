@@ -1,18 +1,21 @@
 """A model's tokenizer and chat template, as the model's folder has them.
 
-transformers reads them (remote code off, no network); it is imported when the first tokenizer is loaded, not before.
+The `tokenizers` library reads the first (:mod:`engine.models.tokenizer_files`), a process of its own renders the second
+(:mod:`engine.models.template_process`); neither runs code of the folder's, nor touches the network.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
 from engine.messages import Message
-from engine.models.wording import shown
+from engine.models.control_tokens import ControlTokens
+from engine.models.json_files import SMALL_FILE, read_object
+from engine.models.template_process import StopCheck, TemplateProcess
+from engine.models.tokenizer_files import TokenizerFiles, read_template, read_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
 """A folder with none of these has no tokenizer: it can be run with token ids only."""
@@ -33,14 +36,21 @@ END_OF_TURN_TOKENS = (
 class Tokenizer:
     """Text to token ids and back, and a conversation to the prompt the model was trained on."""
 
-    def __init__(self, inner: Any, end_of_turn_ids: frozenset[int]) -> None:
-        self._inner = inner
+    def __init__(
+        self, files: TokenizerFiles, template: TemplateProcess | None, end_of_turn_ids: frozenset[int]
+    ) -> None:
+        self._library = files.library
+        self._named = files.named
         self._end_of_turn_ids = end_of_turn_ids
+        self._template = template
+        self._control: ControlTokens | None = None
+        self.notices = files.notices
+        """Lines for the person: what is not as usual with this tokenizer."""
 
     @property
     def vocabulary_size(self) -> int:
         """Number of ids the tokenizer knows, added tokens included."""
-        return len(self._inner)
+        return self._library.get_vocab_size(with_added_tokens=True)
 
     @property
     def end_of_turn_ids(self) -> frozenset[int]:
@@ -49,40 +59,44 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._inner.chat_template)
+        return self._template is not None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of ``text``, with what the model puts before every text (often a beginning-of-text token)."""
-        return list(self._inner.encode(text))
+        return list(self._library.encode(text).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, special tokens left out; an incomplete character at the end shows as U+FFFD."""
-        text = self._inner.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return str(text)
+        return self._library.decode(list(ids), skip_special_tokens=True)
 
-    def encode_chat(self, messages: Sequence[Message], continue_last: bool = False) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[Message], continue_last: bool = False, should_stop: StopCheck = lambda: False
+    ) -> list[int]:
         """The conversation through the model's own chat template, ready for the assistant's next words.
 
         See :meth:`render_chat`.
         """
-        return self.encode_rendered(self.render_chat(messages, continue_last))
+        return self.encode_rendered(self.render_chat(messages, continue_last, should_stop))
 
     def encode_rendered(self, text: str, beginning: bool = True) -> list[int]:
         """Token ids of what :meth:`render_chat` gave, or of a later part of it (not ``beginning``)."""
         # A template writes what comes before every text itself.
         add = beginning and not self.has_chat_template
-        return list(self._inner.encode(text, add_special_tokens=add))
+        return self._control_tokens(lambda: False).encode(text, add_special_tokens=add)
 
     def decode_exactly(self, ids: Sequence[int]) -> str:
         """The text of ``ids`` with special tokens spelled out."""
-        return str(self._inner.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return self._library.decode(list(ids), skip_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[Message], continue_last: bool = False) -> str:
+    def render_chat(
+        self, messages: Sequence[Message], continue_last: bool = False, should_stop: StopCheck = lambda: False
+    ) -> str:
         """The conversation as the text that is tokenized: the model's own chat template, nothing added.
 
+        Control tokens that a message spells out have a mark in them (:mod:`engine.models.control_tokens`).
         ``continue_last``: the last message is the beginning of the answer and stays open. Without a template the
         messages are written as ``role: content`` blocks with ``assistant:`` at the end.
-        Raises ModelError if there are no messages, or the template refuses them.
+        Raises ModelError if there are no messages, or the template refuses them; Cancelled as soon as ``should_stop``.
         """
         if not messages:
             raise ModelError("There is no message to answer; type one.", "bad-input")
@@ -95,45 +109,32 @@ class Tokenizer:
             messages, continue_last = messages[:-1], False
             if not messages:
                 raise ModelError("There is no message to answer; type one.", "bad-input")
-        if not self.has_chat_template:
-            return plain_prompt(messages, continue_last)
-        return self._render(messages, continue_last)
+        control = self._control_tokens(should_stop)
+        marked = [
+            Message(message.role, control.mark(message.content, own_words=message.role == "assistant"))
+            for message in messages
+        ]
+        if self._template is None:
+            return plain_prompt(marked, continue_last)
+        said = [{"role": message.role, "content": message.content} for message in marked]
+        return self._template.render(said, self._named, continue_last, should_stop)
 
-    def _render(self, messages: Sequence[Message], continue_last: bool) -> str:
-        try:
-            text = self._inner.apply_chat_template(
-                [{"role": message.role, "content": message.content} for message in messages],
-                tokenize=False,
-                add_generation_prompt=not continue_last,
-                continue_final_message=continue_last,
-            )
-        except Exception as error:  # a template is a program of the model's: it may raise anything
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise ModelError(
-                f"The model's chat template refuses this conversation: {shown(reason, 300)}", "bad-input"
-            ) from error
-        return str(text)
+    def _control_tokens(self, should_stop: StopCheck) -> ControlTokens:
+        if self._control is None:
+            texts = self._template.literals(should_stop) if self._template is not None else []
+            self._control = ControlTokens(self._library, texts)
+        return self._control
 
 
 def load_tokenizer(folder: Path) -> Tokenizer | None:
     """The tokenizer in a model's folder; None if the folder has none. Raises ModelError if its files are damaged."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
-    from transformers import AutoTokenizer
-
-    try:
-        inner = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # the tokenizers library raises bare Exception for damaged files
-        reason = " ".join(str(error).split())
-        if "trust_remote_code" in reason:
-            raise ModelError(
-                f"The tokenizer in {folder} asks for code from its repository, which is never run."
-            ) from error
-        raise ModelError(
-            f"The tokenizer in {folder} cannot be read ({type(error).__name__}: {shown(reason, 200)}); "
-            f"download the model again."
-        ) from error
-    return Tokenizer(inner, _end_of_turn_ids(folder, inner))
+    source = read_template(folder)
+    # It starts while the vocabulary is read.
+    template = TemplateProcess(source) if source else None
+    files = read_tokenizer(folder)
+    return Tokenizer(files, template, _end_of_turn_ids(folder, files))
 
 
 def plain_prompt(messages: Sequence[Message], continue_last: bool = False) -> str:
@@ -142,13 +143,15 @@ def plain_prompt(messages: Sequence[Message], continue_last: bool = False) -> st
     return "\n\n".join(blocks if continue_last else [*blocks, "assistant:"])
 
 
-def _end_of_turn_ids(folder: Path, inner: Any) -> frozenset[int]:
+def _end_of_turn_ids(folder: Path, files: TokenizerFiles) -> frozenset[int]:
     ids: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        ids.update(_configured_ends(folder / name))
-    if isinstance(inner.eos_token_id, int):
-        ids.add(inner.eos_token_id)
-    vocabulary = {str(token): identity for identity, token in inner.added_tokens_decoder.items() if token.special}
+        ids.update(_configured_ends(read_object(folder / name, SMALL_FILE)))
+    end = files.library.token_to_id(files.named["eos_token"]) if "eos_token" in files.named else None
+    if end is not None:
+        ids.add(end)
+    added = files.library.get_added_tokens_decoder()
+    vocabulary = {token.content: number for number, token in added.items() if token.special}
     for token in END_OF_TURN_TOKENS:
         if token == "<|end|>" and "<|return|>" in vocabulary:
             continue  # gpt-oss: ends a message within the turn; the answer proper comes after it
@@ -157,13 +160,7 @@ def _end_of_turn_ids(folder: Path, inner: Any) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _configured_ends(path: Path) -> list[int]:
-    try:
-        config = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return []
-    if not isinstance(config, dict):
-        return []
+def _configured_ends(config: dict[str, Any]) -> list[int]:
     text_config = config.get("text_config")
     ends = config.get("eos_token_id")
     if ends is None and isinstance(text_config, dict):

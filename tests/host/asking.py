@@ -17,7 +17,9 @@ class LetterTokenizer:
     def encode_chat(self, messages: Sequence[Message], continue_last: bool = False) -> list[int]:
         return self.encode_rendered(self.render_chat(messages, continue_last))
 
-    def render_chat(self, messages: Sequence[Message], continue_last: bool = False) -> str:
+    def render_chat(
+        self, messages: Sequence[Message], continue_last: bool = False, should_stop: Callable[[], bool] = lambda: False
+    ) -> str:
         text = "".join(f"{chr(1000 + len(message.role) % 7)}{message.content}\u0400" for message in messages)
         return text[:-1] if continue_last else f"{text}\u03ea"
 

@@ -97,7 +97,7 @@ def test_every_known_split_keeps_all_text(tmp_path: Path, pre: str) -> None:
 )
 def test_text_is_split_as_the_models_rule_says(tmp_path: Path, pre: str, text: str, pieces: list[str]) -> None:
     tokenizer = written(tmp_path, byte_level(pre))
-    split = tokenizer._inner.backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    split = tokenizer._library.pre_tokenizer.pre_tokenize_str(text)
     assert [text[start:end] for _, (start, end) in split] == pieces
 
 
@@ -108,7 +108,7 @@ def test_ids_and_special_tokens_are_the_files(tmp_path: Path) -> None:
     assert tokenizer.encode("<|im_start|>hi<|im_end|>")[0] == 1
     assert tokenizer.encode("<|im_start|>hi<|im_end|>")[-1] == 2
     tokens = metadata["tokenizer.ggml.tokens"]
-    assert [tokenizer._inner.convert_ids_to_tokens(i) for i in range(len(tokens))] == tokens
+    assert [tokenizer._library.id_to_token(i) for i in range(len(tokens))] == tokens
 
 
 def test_a_beginning_token_is_added_where_the_file_says(tmp_path: Path) -> None:

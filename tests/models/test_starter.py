@@ -161,14 +161,14 @@ def test_config_and_generation_settings(plain: Path) -> None:
 def test_the_tokenizer_is_the_models(tokenizer: Tokenizer, gguf: GgufFile) -> None:
     tokens = gguf.metadata["tokenizer.ggml.tokens"]
     assert tokenizer.vocabulary_size == len(tokens) == 49152
-    assert [tokenizer._inner.convert_ids_to_tokens(i) for i in range(0, 49152, 97)] == tokens[::97]
+    assert [tokenizer._library.id_to_token(i) for i in range(0, 49152, 97)] == tokens[::97]
     for text in ("Hello, world!", "  two  spaces\n\n\tand 12345 digits", "naïve 🎉 日本語 Привет", ""):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode("Hello world 42") == [19556, 905, 216, 36, 34]
     chat = tokenizer.encode_chat([Message("user", "Hi")])
-    assert tokenizer._inner.decode(chat) == SYSTEM + "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode_exactly(chat) == SYSTEM + "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     own = tokenizer.encode_chat([Message("system", "Be brief."), Message("user", "Hi")])
-    assert tokenizer._inner.decode(own).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user")
+    assert tokenizer.decode_exactly(own).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user")
     assert tokenizer.end_of_turn_ids == {0, 2}
 
 

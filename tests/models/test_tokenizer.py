@@ -41,7 +41,7 @@ def write_tokenizer_folder(folder: Path, template: str | None = CHATML, special:
 
 
 def rendered(tokenizer: Any, ids: list[int]) -> str:
-    return str(tokenizer._inner.decode(ids))
+    return str(tokenizer.decode_exactly(ids))
 
 
 def test_the_models_own_template_is_used_as_it_stands(tmp_path: Path) -> None:

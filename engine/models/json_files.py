@@ -1,0 +1,72 @@
+"""The small files of a model's folder, read at the border: limits on what a file nobody here wrote may hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ModelError
+from engine.models.wording import shown
+
+SMALL_FILE = 20_000_000
+"""Bytes of a configuration; the largest in use have some hundred thousand."""
+LONGEST_LIST = 100_000
+"""Entries of a list: far above layers, experts or end tokens of any model."""
+DEEPEST = 64
+"""Tables and lists within one another."""
+
+_SMALLEST_NUMBER, _LARGEST_NUMBER = -(2**63), 2**63 - 1
+
+
+def read_text(path: Path, limit: int) -> str:
+    """The text of ``path``. Raises ModelError if it cannot be read, is over ``limit`` bytes, or is not UTF-8."""
+    check_size(path, limit)
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} cannot be read: it is not UTF-8 text; fetch the model again.") from error
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror or error}); check the file.") from error
+
+
+def check_size(path: Path, limit: int) -> None:
+    """Raises ModelError if the file is over ``limit`` bytes, or cannot be looked at."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror or error}); check the file.") from error
+    if size > limit:
+        raise ModelError(f"{path} is damaged: it has {size} bytes, over {limit}; fetch the model again.")
+
+
+def read_object(path: Path, limit: int) -> dict[str, Any]:
+    """The JSON object in ``path``; empty if there is no such file. Raises ModelError if it is damaged or too large."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(read_text(path, limit))
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is damaged: it is not JSON; fetch the model again.") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} is damaged: it is not a table of settings; fetch the model again.")
+    return found
+
+
+def check_values(settings: dict[str, Any], name: str) -> None:
+    """Raises ModelError naming the setting whose number has more than 64 bits, whose list is too long, or that is
+    nested too deeply: what no model needs, and what counting or computing with would take memory or time without end.
+    """
+    waiting: list[tuple[str, Any, int]] = [("", settings, 0)]
+    while waiting:
+        key, value, depth = waiting.pop()
+        if depth > DEEPEST:
+            raise ModelError(f"{name} nests {shown(key)} more than {DEEPEST} deep; fetch the model again.")
+        if isinstance(value, int) and not _SMALLEST_NUMBER <= value <= _LARGEST_NUMBER:
+            raise ModelError(f"{name} gives {shown(value)} for {shown(key)}, a number beyond 64 bits; fetch it again.")
+        if isinstance(value, list) and len(value) > LONGEST_LIST:
+            raise ModelError(f"{name} has {len(value)} entries in {shown(key)}, over {LONGEST_LIST}; fetch it again.")
+        if isinstance(value, dict):
+            waiting += [(f"{key}.{inner}" if key else str(inner), item, depth + 1) for inner, item in value.items()]
+        elif isinstance(value, list):
+            waiting += [(key, item, depth + 1) for item in value]

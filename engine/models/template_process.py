@@ -1,0 +1,195 @@
+"""Chat templates rendered in a process of their own, which is killed when it takes too long or is not wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import selectors
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from engine.errors import Cancelled, ModelError
+from engine.models.wording import shown
+
+DEADLINE_S = 30.0
+"""Seconds until a renderer is given up that neither answers nor reaches its own limit of computing time."""
+LOOK_S = 0.02
+"""Seconds between two looks at whether to stop."""
+MEMORY_BYTES = 768 << 20
+"""Bytes of memory in use at which a renderer is killed where the system does not refuse them to it."""
+ANSWER_BYTES = 256 << 20
+"""The most that is read of one answer."""
+
+_SYSTEM_LIMITS_MEMORY = platform.system() == "Linux"
+
+StopCheck = Callable[[], bool]
+
+
+class TemplateProcess:
+    """A process that renders one model's chat template; started at once, and again after it had to be killed.
+
+    From any thread, one rendering at a time. It ends with this object, and with this process.
+    """
+
+    def __init__(self, template: str) -> None:
+        self._template = template
+        self._lock = threading.Lock()
+        self._process = _start()
+        self._literals: list[str] | None = None
+        self._finalizer = weakref.finalize(self, _end, self._process)
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def literals(self, should_stop: StopCheck = lambda: False) -> list[str]:
+        """All text that the template itself writes. Raises ModelError and Cancelled as :meth:`render`."""
+        if self._literals is None:
+            self._literals = [str(text) for text in self._ask(None, {}, False, should_stop)["literals"]]
+        return self._literals
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        variables: Mapping[str, str],
+        continue_last: bool = False,
+        should_stop: StopCheck = lambda: False,
+    ) -> str:
+        """The conversation as text. ``variables``: what the template may name beside the messages.
+
+        Raises ModelError (bad-input) with the template's reason, or if it takes too much time or memory; Cancelled as
+        soon as ``should_stop()``.
+        """
+        text = str(self._ask(list(messages), variables, continue_last, should_stop)["text"])
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise _refused("it writes half of a surrogate pair, which is no text") from error
+        return text
+
+    def _ask(
+        self,
+        messages: Sequence[Mapping[str, str]] | None,
+        variables: Mapping[str, str],
+        continue_last: bool,
+        should_stop: StopCheck,
+    ) -> dict[str, Any]:
+        request = {
+            "template": self._template,
+            "messages": messages,
+            "variables": dict(variables),
+            "continue_last": continue_last,
+        }
+        with self._lock:
+            if self._process.poll() is not None:
+                self._begin_again()
+            try:
+                answer = self._exchange(json.dumps(request).encode() + b"\n", should_stop)
+            except BaseException:
+                # It may be in the middle of something: the next question needs one that listens.
+                self._begin_again()
+                raise
+        if "error" in answer:
+            raise _refused(str(answer["error"]))
+        return answer
+
+    def _begin_again(self) -> None:
+        self._finalizer()
+        self._process = _start()
+        self._finalizer = weakref.finalize(self, _end, self._process)
+
+    def _exchange(self, request: bytes, should_stop: StopCheck) -> dict[str, Any]:
+        """Send ``request`` and wait for the line that answers it."""
+        process = self._process
+        assert process.stdin is not None and process.stdout is not None
+        to_send, received = memoryview(request), bytearray()
+        deadline = time.monotonic() + DEADLINE_S
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdin, selectors.EVENT_WRITE)
+            selector.register(process.stdout, selectors.EVENT_READ)
+            while not received.endswith(b"\n"):
+                if should_stop():
+                    raise Cancelled("Stopped while the chat template was being rendered.")
+                if time.monotonic() > deadline:
+                    raise _refused(f"it does not end within {DEADLINE_S:.0f} seconds")
+                if len(received) > ANSWER_BYTES or _memory_of(process.pid) > MEMORY_BYTES:
+                    raise _refused(f"it needs more than {MEMORY_BYTES >> 20} MB of memory")
+                for key, _ in selector.select(LOOK_S):
+                    if key.fileobj is process.stdin:
+                        to_send = to_send[_write(process.stdin.fileno(), to_send) :]
+                        if not to_send:
+                            selector.unregister(process.stdin)
+                        continue
+                    piece = os.read(process.stdout.fileno(), 1 << 20)
+                    if not piece:
+                        raise _refused(_why_ended(process))
+                    received += piece
+        answer: dict[str, Any] = json.loads(received)
+        return answer
+
+
+def _start() -> subprocess.Popen[bytes]:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    process = subprocess.Popen(
+        # -P: somebody's folder named ``engine``, in which this was started, is not our engine.
+        [sys.executable, "-P", "-m", "engine.models.template_sandbox"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert process.stdin is not None
+    os.set_blocking(process.stdin.fileno(), False)
+    return process
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            if pipe is not None:
+                pipe.close()
+
+
+def _write(descriptor: int, data: memoryview) -> int:
+    """How many bytes were taken; all of them if nobody listens any more, which shows when reading."""
+    try:
+        return os.write(descriptor, data[: 1 << 16])
+    except BlockingIOError:
+        return 0
+    except OSError:
+        return len(data)
+
+
+def _why_ended(process: subprocess.Popen[bytes]) -> str:
+    import signal
+
+    from engine.models.template_sandbox import CPU_S
+
+    status = process.wait()
+    if status == -signal.SIGVTALRM:
+        return f"it does not end within {CPU_S:.0f} seconds"
+    return f"its process ended by itself (status {status})"
+
+
+def _memory_of(pid: int) -> int:
+    """Bytes that the process has in memory; 0 where that is limited by the system, or it is gone."""
+    if _SYSTEM_LIMITS_MEMORY:
+        return 0
+    import psutil
+
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0
+
+
+def _refused(reason: str) -> ModelError:
+    return ModelError(f"The model's chat template refuses this conversation: {shown(reason, 300)}", "bad-input")

@@ -1,0 +1,164 @@
+"""Chat templates: the text is transformers' to the byte, and no template can hold anybody up."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from templates import TEMPLATES, conversations
+
+from engine.errors import Cancelled, ModelError
+from engine.models.template_process import TemplateProcess
+from engine.models.template_sandbox import ChatTemplate
+
+NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+def transformers_text(template: str, chat: list[dict[str, str]], **choices: Any) -> str:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered, _ = render_jinja_template([chat], chat_template=template, **choices, **NAMED)
+    return str(rendered[0])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_text_is_transformers(name: str) -> None:
+    template = ChatTemplate(TEMPLATES[name])
+    for chat in conversations():
+        assert template.render(chat, NAMED, continue_last=False) == transformers_text(
+            TEMPLATES[name], chat, add_generation_prompt=True
+        )
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_an_answer_that_goes_on_is_transformers(name: str) -> None:
+    template = ChatTemplate(TEMPLATES[name])
+    for chat in conversations():
+        begun = [*chat, {"role": "assistant", "content": "Well, I "}]
+        if name == "mistral" and chat[-1]["role"] == "assistant":
+            continue
+        assert template.render(begun, NAMED, continue_last=True) == transformers_text(
+            TEMPLATES[name], begun, continue_final_message=True
+        )
+
+
+@pytest.fixture
+def process(request: pytest.FixtureRequest) -> Iterator[TemplateProcess]:
+    made = TemplateProcess(request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("process", [TEMPLATES["qwen3"]], indirect=True)
+def test_the_process_renders_as_the_template_does(process: TemplateProcess) -> None:
+    template = ChatTemplate(TEMPLATES["qwen3"])
+    for chat in conversations():
+        assert process.render(chat, NAMED) == template.render(chat, NAMED, continue_last=False)
+    assert any("<|im_start|>" in text for text in process.literals())
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * 3000000000 }}",
+        "{{ [0] * 3000000000 }}",
+        "{{ 3000000000 * 'a' }}",
+        "{{ 'a'.ljust(4000000000) }}",
+        "{{ 'a'.rjust(4000000000) }}",
+        "{{ 'a'.center(4000000000) }}",
+        "{{ 'a'.zfill(4000000000) }}",
+        "{{ '\t'.expandtabs(4000000000) }}",
+        "{{ 'a' | center(4000000000) }}",
+        "{{ 'a\nb' | indent(4000000000) }}",
+        "{{ '{:4000000000}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 4000000000) }}",
+        "{{ '%4000000000d' % 1 }}",
+        "{{ '%*d' % (4000000000, 1) }}",
+        "{{ '%4000000000d' | format(1) }}",
+        "{{ 10 ** 1000000000 }}",
+        "{{ (2 ** 4000) * (2 ** 4000) }}",
+        "{{ ('a' * 4000).replace('a', 'b' * 40000) }}",
+        "{{ ('b' * 40000).join(['a'] * 4000) }}",
+        "{% set ns = namespace(s='a') %}{% for i in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}",
+        "{% set ns = namespace(s='a') %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        "{% set ns = namespace(s=[1]) %}{% for i in range(60) %}{% set ns.s = ns.s + ns.s %}{% endfor %}",
+        "{{ ['a' * 1000000] * 1000 | join }}",
+        "{{ (['a' * 1000000] * 9000) | join }}",
+        "{{ [1] | tojson(indent=4000000000) }}",
+        "{% for a in range(99999) %}{{ 'a' * 100000 }}{% endfor %}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ '\ud800' }}",
+    ],
+)
+def test_what_would_take_memory_is_refused_in_a_sentence(template: str) -> None:
+    process = TemplateProcess(template)
+    try:
+        with pytest.raises(ModelError, match=r"The model's chat template refuses this conversation: ."):
+            process.render([{"role": "user", "content": "Hi"}], {})
+    finally:
+        process.close()
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("process", [ENDLESS], indirect=True)
+def test_what_takes_too_long_ends_by_itself(process: TemplateProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match="does not end within 5 seconds"):
+        process.render([{"role": "user", "content": "Hi"}], {})
+    monkeypatch.setattr("engine.models.template_process.DEADLINE_S", 0.5)
+    with pytest.raises(ModelError, match="does not end within"):
+        process.render([{"role": "user", "content": "Hi"}], {})
+
+
+@pytest.mark.parametrize("process", [ENDLESS], indirect=True)
+def test_a_rendering_is_given_up_when_somebody_says_so(process: TemplateProcess) -> None:
+    renderer = process._process
+    stop = threading.Event()
+    threading.Timer(0.3, stop.set).start()
+    with pytest.raises(Cancelled):
+        process.render([{"role": "user", "content": "Hi"}], {}, should_stop=stop.is_set)
+    assert renderer.returncode is not None, "the process that was at it is gone"
+
+
+PICKY = "{% for m in messages %}{% if m.content == 'loop' %}" + ENDLESS + "{% endif %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("process", [PICKY], indirect=True)
+def test_the_next_question_is_answered_after_one_was_given_up(process: TemplateProcess) -> None:
+    with pytest.raises(Cancelled):
+        process.render([{"role": "user", "content": "loop"}], {}, should_stop=lambda: True)
+    assert process.render([{"role": "user", "content": "Hi"}], {}) == "Hi"
+    os.kill(process._process.pid, 9)
+    process._process.wait()
+    assert process.render([{"role": "user", "content": "again"}], {}) == "again"
+
+
+def test_the_process_ends_with_what_it_was_made_for() -> None:
+    process = TemplateProcess("x")
+    renderer = process._process
+    del process
+    deadline = time.monotonic() + 60
+    while renderer.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert renderer.returncode is not None
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'Call 99999999999 at %s' % 'noon' }}",
+        "{{ '{} of 12345678901'.format(1) }}",
+        "{{ '%05.2f' % 3.14159 }}",
+        "{{ '{:>8}'.format('a') }}",
+        "{{ '-' * 80 }}{{ 'ab'.center(10) }}{{ 2 ** 10 }}{{ [1, 2] + [3] }}{{ {'a': 1} | tojson(indent=2) }}",
+        "{{ 'a\nb' | indent(2) }}{{ 'ab' | center(10) }}{{ 'a,b'.split(',') | join('; ') }}",
+    ],
+)
+def test_ordinary_operations_are_as_in_transformers(template: str) -> None:
+    chat = [{"role": "user", "content": "Hi"}]
+    assert ChatTemplate(template).render(chat, {}, continue_last=False) == transformers_text(template, chat)
