@@ -3,7 +3,7 @@
 # make check   linters, type checker, import contracts
 # make bench   the starter and two synthetic models against transformers and llama.cpp (wants a quiet machine, 28 GB of disk)
 #
-# PYTHON=/path/to/python3   another interpreter than the first one found (3.11 or newer)
+# PYTHON=/path/to/python3   another interpreter than the first one found (3.11 to 3.14)
 # TORCH_INDEX=URL           a package index to take torch from, e.g. the CPU-only builds of pytorch.org
 # PYTEST_ARGS="-k words"    more arguments for pytest;  BENCH_ARGS="--layers 1"  for the benchmark
 

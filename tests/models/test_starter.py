@@ -116,12 +116,6 @@ def test_without_network_one_line_says_so(home: Path, monkeypatch: pytest.Monkey
     assert store.installed() == []
 
 
-def test_without_pip_it_says_how_to_get_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match="ensurepip"):
-        build_starter(silent)
-
-
 def test_too_small_a_disk_is_found_first(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Usage:
         free = 100_000_000

@@ -52,29 +52,83 @@ def test_no_python_is_one_line_that_says_what_to_do(tmp_path: Path, tools: Path)
     result = shell(INSTALL, ".venv", ".", folder=tmp_path, PATH=str(tools))
     assert result.returncode == 1
     assert len(result.stderr.splitlines()) == 1
-    assert "needs Python 3.11 or newer" in result.stderr
+    assert "needs Python 3.11 to 3.14" in result.stderr
     assert not (tmp_path / ".venv").exists()
 
 
-def test_an_old_python_is_passed_over_for_a_newer_one(tmp_path: Path, tools: Path) -> None:
-    program(tools / "python3", "exit 1")  # what `sys.exit(sys.version_info < (3, 11))` gives on an old one
-    program(
-        tools / "python3.12",
-        f'case "$*" in *"import venv"*) exit 1;; esac\nexec {sys.executable} "$@"',
+def fake_python(path: Path, version: tuple[int, int], machine: str = "arm64") -> Path:
+    """A Python of ``version`` as far as install.sh asks it, which cannot make environments."""
+    real = f"sys.version_info = {version!r} + (0,); platform.machine = lambda: {machine!r}"
+    return program(
+        path,
+        'case "$2" in *"import venv"*) exit 1;; esac\n'
+        f'exec {sys.executable} -c "import platform, sys; {real}; exec(sys.argv[1])" "$2"',
     )
+
+
+@pytest.mark.parametrize(
+    ("installed", "chosen"),
+    [
+        ({"python3": (3, 9), "python3.12": (3, 12)}, "python3.12"),
+        ({"python3": (3, 15), "python3.11": (3, 11)}, "python3.11"),
+        ({"python3": (3, 12), "python3.14": (3, 14), "python3.13": (3, 13)}, "python3.13"),
+        ({"python3": (3, 14)}, "python3"),
+    ],
+)
+def test_the_python_that_libraries_have_packages_for_is_taken(
+    tmp_path: Path, tools: Path, installed: dict[str, tuple[int, int]], chosen: str
+) -> None:
+    for name, version in installed.items():
+        fake_python(tools / name, version)
     result = shell(INSTALL, ".venv", ".", folder=tmp_path, PATH=str(tools))
     assert result.returncode == 1
     assert result.stderr == (
-        "privatellm: python3.12 cannot make virtual environments: its venv module is missing "
+        f"privatellm: {chosen} cannot make virtual environments: its venv module is missing "
         "(Debian: apt install python3-venv).\n"
     )
 
 
-def test_a_named_python_that_is_too_old_is_refused(tmp_path: Path, tools: Path) -> None:
-    old = program(tmp_path / "python3.9", "exit 1")
-    result = shell(INSTALL, ".venv", ".", folder=tmp_path, PATH=str(tools), PYTHON=str(old))
-    assert result.returncode == 1
-    assert f"PYTHON={old} is not a Python of version 3.11 or newer" in result.stderr
+@pytest.mark.parametrize("version", [(3, 10), (3, 15)])
+def test_a_python_without_packages_is_refused_in_one_line(
+    tmp_path: Path, tools: Path, version: tuple[int, int]
+) -> None:
+    python = fake_python(tools / "python3", version)
+    result = shell(INSTALL, ".venv", ".", folder=tmp_path, PATH=str(tools))
+    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1
+    assert "needs Python 3.11 to 3.14, and found none" in result.stderr
+    named = shell(INSTALL, ".venv", ".", folder=tmp_path, PATH=str(tools), PYTHON=str(python))
+    assert named.stderr == f"privatellm: PYTHON={python} is not a Python of version 3.11 to 3.14; name another one.\n"
+
+
+@pytest.mark.parametrize(
+    ("arm64", "macos", "machine", "said"),
+    [
+        ("0", "15.1", "x86_64", "this Mac has an Intel processor"),
+        ("1", "13.6.9", "arm64", "this is macOS 13.6.9, and torch and mlx need macOS 14 or newer"),
+        ("1", "26.2", "x86_64", "is a Python for Intel Macs (x86_64, run by Rosetta)"),
+        ("1", "14.0", "arm64", "cannot make virtual environments"),
+    ],
+)
+def test_a_mac_that_cannot_run_it_is_told_so(
+    tmp_path: Path, tools: Path, arm64: str, macos: str, machine: str, said: str
+) -> None:
+    (tools / "uname").unlink()
+    program(tools / "uname", "echo Darwin")
+    program(tools / "sysctl", f"echo {arm64}")
+    program(tools / "sw_vers", f"echo {macos}")
+    fake_python(tools / "python3.13", (3, 13), machine)
+    result = shell(INSTALL, ".venv", ".", folder=tmp_path, PATH=str(tools))
+    assert result.returncode == 1 and len(result.stderr.splitlines()) == 1
+    assert said in result.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_the_versions_are_those_of_the_project() -> None:
+    import tomllib
+
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["requires-python"]
+    assert wanted == ">=3.11,<3.15"
+    assert "(3, 11) <= sys.version_info[:2] <= (3, 14)" in INSTALL.read_text(encoding="utf-8")
 
 
 def test_a_failed_installation_leaves_no_stamp_behind(tmp_path: Path) -> None:

@@ -1,0 +1,220 @@
+"""Files from a server, resumed where they broke off and checked: what every download here has in common."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.errors import Cancelled, ModelError
+from engine.models import store
+from engine.models.durable_files import flush, new_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import httpx2
+
+    from engine.models.hub import RemoteFile
+    from engine.progress import ProgressCallback
+
+StopCheck = Callable[[], bool] | None
+"""Asked now and then; True: stop. None: nobody asks."""
+
+RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Pauses after failures without a byte of progress in between; then the download gives up (and can be resumed)."""
+
+STOP_INTERVAL_S = 0.05
+"""How often somebody who waits for the network looks whether to stop."""
+
+_CHUNK = 1 << 20
+_JOURNAL = "verified.json"
+
+
+@dataclass
+class Download:
+    """Files of ``what`` (a repository, for messages) on their way into ``folder``, resumed where they broke off and
+    checked. ``url_of(name)`` is where a file is; ``raise_for_status`` says in one line what a refusal means."""
+
+    client: httpx2.Client
+    what: str
+    url_of: Callable[[str], str]
+    raise_for_status: Callable[[httpx2.Response], None]
+    folder: Path
+    progress: ProgressCallback
+    should_stop: StopCheck
+    done: int = 0
+    total: int = 0
+
+    def fetch(self, files: list[RemoteFile], total: int) -> None:
+        """Bring all ``files`` into the folder, verified. Raises ModelError, Cancelled, OSError."""
+        verified = _read_journal(self.folder)
+        missing = [file for file in files if not _is_there(self.folder, file, verified)]
+        have = sum(_part(self.folder, file).stat().st_size for file in missing if _part(self.folder, file).exists())
+        self.total, self.done = total, total - sum(file.size for file in missing)
+        store.check_space(self.folder, sum(file.size for file in missing) - have, f"Downloading {self.what}")
+        for file in missing:
+            self._fetch_one(file)
+            verified[file.name] = file.digest
+            write_json(self.folder / _JOURNAL, verified)
+
+    def _fetch_one(self, file: RemoteFile) -> None:
+        from engine.models import hub
+
+        part = _part(self.folder, file)
+        if part.exists() and part.stat().st_size > file.size:
+            part.unlink()
+        part.touch()
+        self._receive_all(part, file)
+        if file.size >= 64 << 20:
+            self.progress(f"checking {file.name}", self.done + file.size, self.total, "bytes")
+        found = hub.digest_of(part, file.digest, self._check_stop)
+        if found != file.digest:
+            part.unlink()
+            raise ModelError(
+                f"{file.name} of {self.what} arrived damaged ({found[:19]}… instead of {file.digest[:19]}…) "
+                f"and was deleted; run the download again.",
+                "network",
+            )
+        part.replace(self.folder / file.name)
+        self.done += file.size
+
+    def _receive_all(self, part: Path, file: RemoteFile) -> None:
+        import httpx2
+
+        failures = 0
+        while (before := part.stat().st_size) < file.size:
+            reason = "the connection was closed"
+            try:
+                self._receive(part, file, before)
+            except (httpx2.HTTPError, httpx2.StreamError) as error:
+                reason = " ".join(str(error).split()) or type(error).__name__
+            except _Busy as error:
+                reason = str(error)
+            self._check_stop()
+            if part.stat().st_size >= file.size:
+                return
+            failures = 0 if part.stat().st_size > before else failures + 1
+            if failures > len(RETRY_DELAYS_S):
+                raise ModelError(
+                    f"The download of {self.what} broke off ({reason[:120]}); "
+                    f"{store.size_text(self.done + part.stat().st_size)} are kept: run it again to go on.",
+                    "network",
+                )
+            self._pause(RETRY_DELAYS_S[max(0, failures - 1)])
+
+    def _receive(self, part: Path, file: RemoteFile, start: int) -> None:
+        """One request for the bytes from ``start`` on, appended to ``part``."""
+        headers = {"Range": f"bytes={start}-"} if start else {}
+        with self.client.stream("GET", self.url_of(file.name), headers=headers) as response:
+            if response.status_code >= 500 or response.status_code == 429:
+                raise _Busy(f"HTTP {response.status_code}")
+            if response.status_code == 416:  # what we have is not the beginning of what the server has
+                part.write_bytes(b"")
+                return
+            self.raise_for_status(response)
+            resumes = response.status_code == 206
+            if resumes and not response.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+                part.write_bytes(b"")
+                return
+            with part.open("ab" if resumes else "wb") as out, self._stoppable(response):
+                self._copy(response, out.write, file, start if resumes else 0)
+                flush(out)
+
+    @contextlib.contextmanager
+    def _stoppable(self, response: httpx2.Response) -> Iterator[None]:
+        """Within it, a server that sends nothing cannot keep a download from being stopped."""
+        stop = self.should_stop
+        stream = response.extensions.get("network_stream")
+        connection = stream.get_extra_info("socket") if stream is not None else None
+        if stop is None or connection is None:
+            yield
+            return
+        finished = threading.Event()
+
+        def watch() -> None:
+            while not finished.wait(STOP_INTERVAL_S):
+                if stop():
+                    # Wakes the thread that reads; an encrypted connection's own shutdown would wait for it.
+                    with contextlib.suppress(OSError):
+                        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+                    return
+
+        watcher = threading.Thread(target=watch, name="watching for a stop", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            finished.set()
+            watcher.join()
+
+    def _copy(self, response: httpx2.Response, write: Callable[[bytes], int], file: RemoteFile, have: int) -> None:
+        self._report(file, have)
+        for chunk in response.iter_raw(_CHUNK):
+            have += len(chunk)
+            if have > file.size:
+                raise ModelError(
+                    f"The server sends more of {file.name} than the {file.size} bytes the hub states; the download was "
+                    f"stopped.",
+                    "network",
+                )
+            write(chunk)
+            self._report(file, have)
+
+    def _report(self, file: RemoteFile, have: int) -> None:
+        self.progress("downloading", self.done + have, self.total, "bytes")
+        self._check_stop()
+
+    def _check_stop(self) -> None:
+        if self.should_stop is not None and self.should_stop():
+            raise Cancelled(f"Stopped the download of {self.what}; pull it again to go on.")
+
+    def _pause(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            self._check_stop()
+            time.sleep(min(STOP_INTERVAL_S, left))
+
+
+class _Busy(Exception):
+    """The server cannot answer now."""
+
+
+def _part(folder: Path, file: RemoteFile) -> Path:
+    """The digest in the name keeps a newer revision of a file from being glued to an older beginning."""
+    return folder / f"{file.name}.{file.digest.partition(':')[2][:12]}.part"
+
+
+def _is_there(folder: Path, file: RemoteFile, verified: dict[str, str]) -> bool:
+    path = folder / file.name
+    return verified.get(file.name) == file.digest and path.is_file() and path.stat().st_size == file.size
+
+
+def _read_journal(folder: Path) -> dict[str, str]:
+    try:
+        journal = json.loads((folder / _JOURNAL).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return {str(name): str(digest) for name, digest in journal.items()} if isinstance(journal, dict) else {}
+
+
+def write_json(path: Path, value: object) -> None:
+    with new_file(path) as file:
+        file.write(json.dumps(value, indent=2).encode())
+
+
+def disk_error(error: OSError, folder: Path) -> ModelError:
+    if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+        free = store.size_text(shutil.disk_usage(folder.parent).free)
+        return ModelError(
+            f"The disk of {folder.parent} is full ({free} free); make room and run it again to go on.", "disk"
+        )
+    return ModelError(f"Writing to {folder} failed: {error.strerror or error}.", "disk")
