@@ -20,6 +20,7 @@ from app.machine import Machine
 from app.settings import SCHEMA, SettingError, Settings
 from app.settings_file import SettingsFile, open_settings
 from app.tui.commands import COMMANDS
+from app.tui.highlighting import Highlighter
 from app.tui.screens.chat import ChatScreen
 from app.tui.state import LOADING, RING, ChatOptions
 from app.tui.terminal.application import TerminalApp
@@ -81,6 +82,7 @@ class ChatApp(TerminalApp):
         self.store = store
         self.settings_file = settings
         self.machine = machine
+        self.highlighter = Highlighter()
         self._is_missing = is_missing
         self.chat: ChatScreen | None = None
 
@@ -98,6 +100,9 @@ class ChatApp(TerminalApp):
             self.chat.say(" ".join(notices), "warning")
         # What was allocated by importing stays for good: the collector need not look at it again and again.
         gc.freeze()
+
+    async def on_unmount(self) -> None:
+        await self.highlighter.close()
 
     def change_setting(self, key: str, value: object) -> str:
         """Set and save one setting, and let it take effect; what went wrong, in a sentence, or an empty text."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from app.machine import Machine
 from app.settings import Settings
+from app.tui.highlighting import Highlighter
 from app.tui.state import ChatOptions
 
 
@@ -14,6 +15,7 @@ class ChatHost(Protocol):
     """The application, as its screens know it; see :class:`app.tui.application.ChatApp`."""
 
     machine: Machine | None
+    highlighter: Highlighter
 
     @property
     def settings(self) -> Settings: ...

@@ -26,15 +26,29 @@ INLINE_CODE = "$text-accent"
 MUTED = "$foreground-muted"
 LINK = "underline $text-accent"
 _BULLETS = ("•", "◦", "▪")
-_HIGHLIGHT_LIMIT = 40_000
-"""Characters of one fence that are still worth colouring; more would hold up the screen."""
+MARKDOWN_LIMIT = 30_000
+"""Characters of one text that are read as Markdown. What comes behind them is shown as it is: hostile Markdown of this
+length takes some tenths of a second, in which the screen stands still."""
+_LONGEST_FORMULA = 2_000
 _NARROWEST = 8
 
+Colours = Callable[[str, str], Sequence[Span]]
+"""The colours of some code in a language, as far as they are known."""
 
-def render_markdown(source: str, width: int) -> Content:
+
+def no_colours(code: str, language: str) -> Sequence[Span]:
+    return ()
+
+
+def render_markdown(source: str, width: int, colours: Colours = no_colours) -> Content:
     """``source`` as content for a widget ``width`` cells wide."""
     text = sanitize(source)
-    return Content("\n").join(_blocks(_parse(text), max(width, _NARROWEST), nested=False))
+    rest = ""
+    if len(text) > MARKDOWN_LIMIT:
+        cut = text.rfind("\n", 0, MARKDOWN_LIMIT) + 1 or MARKDOWN_LIMIT
+        text, rest = text[:cut], text[cut:]
+    lines = _Blocks(colours).of(_parse(text), max(width, _NARROWEST), nested=False)
+    return Content("\n").join([*lines, Content(rest)] if rest else lines)
 
 
 def render_plain(text: str) -> Content:
@@ -50,8 +64,31 @@ def code_blocks(source: str) -> list[str]:
 @functools.cache
 def _parser() -> MarkdownIt:
     from markdown_it import MarkdownIt
+    from markdown_it.rules_block import StateBlock, reference
+    from markdown_it.rules_inline import StateInline
 
-    return MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+    def formula(state: StateInline, silent: bool) -> bool:
+        r"""``\(…\)`` and ``\[…\]`` stay as they are: their backslashes are no escapes of Markdown."""
+        closing = {"\\(": "\\)", "\\[": "\\]"}.get(state.src[state.pos : state.pos + 2])
+        if closing is None:
+            return False
+        end = state.src.find(closing, state.pos + 2, min(state.pos + _LONGEST_FORMULA, state.posMax))
+        if end < 0:
+            return False
+        if not silent:
+            state.push("text", "", 0).content = state.src[state.pos : end + 2]
+        state.pos = end + 2
+        return True
+
+    def reference_but_no_footnote(state: StateBlock, start: int, end: int, silent: bool) -> bool:
+        """``[^1]: a note`` is text, and not where a link of that name leads."""
+        first = state.bMarks[start] + state.tShift[start]
+        return not state.src.startswith("[^", first) and reference(state, start, end, silent)
+
+    parser = MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"])
+    parser.inline.ruler.before("escape", "formula", formula)
+    parser.block.ruler.at("reference", reference_but_no_footnote, {"alt": []})
+    return parser
 
 
 def _parse(text: str) -> SyntaxTreeNode:
@@ -63,37 +100,75 @@ def _parse(text: str) -> SyntaxTreeNode:
 # --- blocks: each gives lines -------------------------------------------------------------------------------------
 
 
-def _blocks(parent: SyntaxTreeNode, width: int, *, nested: bool, tight: bool = False, depth: int = 0) -> list[Content]:
-    lines: list[Content] = []
-    for node in parent.children:
-        if lines and not tight:
-            lines.append(Content())
-        lines += _block(node, width, nested, depth)
-    return lines
+class _Blocks:
+    """Blocks as lines, with these colours for their code."""
 
+    def __init__(self, colours: Colours) -> None:
+        self._colours = colours
 
-def _block(node: SyntaxTreeNode, width: int, nested: bool, depth: int) -> list[Content]:
-    match node.type:
-        case "paragraph" | "inline":
-            return _flow(_inline(node), width, nested)
-        case "heading":
-            level = int(node.tag[1:]) if node.tag[1:].isdigit() else 1
-            style = HEADINGS[min(level, len(HEADINGS)) - 1]
-            return _flow(_inline(node).stylize_before(style), width, nested)
-        case "fence" | "code_block":
-            return code_lines(node.content, node.info.split()[0] if node.info.split() else "", width)
-        case "bullet_list" | "ordered_list":
-            return _list(node, width, depth)
-        case "blockquote":
-            inside = _blocks(node, max(width - 2, _NARROWEST), nested=True, depth=depth)
-            return [Content.assemble(("▎ ", "$text-secondary"), line.stylize_before(MUTED)) for line in inside]
-        case "hr":
-            return [Content.styled("─" * width, MUTED)]
-        case "table":
-            header, rows, alignments = _table_cells(node)
-            return render_table(header, rows, alignments, width)
-        case _:
-            return _flow(Content(node.content or ""), width, nested)
+    def of(
+        self, parent: SyntaxTreeNode, width: int, *, nested: bool, tight: bool = False, depth: int = 0
+    ) -> list[Content]:
+        """The lines of what ``parent`` holds."""
+        lines: list[Content] = []
+        for node in parent.children:
+            if lines and not tight:
+                lines.append(Content())
+            lines += self._block(node, width, nested, depth)
+        return lines
+
+    def _block(self, node: SyntaxTreeNode, width: int, nested: bool, depth: int) -> list[Content]:
+        match node.type:
+            case "paragraph" | "inline":
+                return _flow(_inline(node), width, nested)
+            case "heading":
+                level = int(node.tag[1:]) if node.tag[1:].isdigit() else 1
+                style = HEADINGS[min(level, len(HEADINGS)) - 1]
+                return _flow(_inline(node).stylize_before(style), width, nested)
+            case "fence" | "code_block":
+                return self._code(node.content, node.info.split()[0] if node.info.split() else "", width)
+            case "bullet_list" | "ordered_list":
+                return self._list(node, width, depth)
+            case "blockquote":
+                inside = self.of(node, max(width - 2, _NARROWEST), nested=True, depth=depth)
+                return [Content.assemble(("▎ ", "$text-secondary"), line.stylize_before(MUTED)) for line in inside]
+            case "hr":
+                return [Content.styled("─" * width, MUTED)]
+            case "table":
+                header, rows, alignments = _table_cells(node)
+                return render_table(header, rows, alignments, width)
+            case _:
+                return _flow(Content(node.content or ""), width, nested)
+
+    def _list(self, node: SyntaxTreeNode, width: int, depth: int) -> list[Content]:
+        ordered = node.type == "ordered_list"
+        first = int(node.attrs.get("start", 1)) if ordered else 1
+        digits = len(str(first + len(node.children) - 1))
+        tight = all(child.hidden for item in node.children for child in item.children if child.type == "paragraph")
+        lines: list[Content] = []
+        for number, item in enumerate(node.children, start=first):
+            mark = f"{number:>{digits}}." if ordered else _BULLETS[depth % len(_BULLETS)]
+            indent = len(mark) + 1
+            inside = self.of(item, max(width - indent, _NARROWEST), nested=True, tight=tight, depth=depth + 1)
+            if lines and not tight:
+                lines.append(Content())
+            for index, line in enumerate(inside or [Content()]):
+                lead = Content.styled(f"{mark} ", "$text-secondary") if index == 0 else Content(" " * indent)
+                lines.append(lead + line)
+        return lines
+
+    def _code(self, code: str, language: str, width: int) -> list[Content]:
+        """A label if the language is known, and the lines on a background of their own."""
+        inner = max(width - 2, _NARROWEST)
+        code = code.rstrip("\n").expandtabs(4)
+        lines: list[Content] = []
+        content = Content(code, list(self._colours(code, language)))
+        if language:
+            content = content.stylize_before("$text")
+            lines.append(_barred(Content.styled(language, f"{MUTED} italic"), inner))
+        for line in content.split("\n", allow_blank=True):
+            lines += [_barred(piece, inner) for piece in (line.fold(inner) or [Content()])]
+        return lines
 
 
 def _flow(content: Content, width: int, nested: bool) -> list[Content]:
@@ -102,47 +177,9 @@ def _flow(content: Content, width: int, nested: bool) -> list[Content]:
     return list(content.split("\n", allow_blank=True))
 
 
-def _list(node: SyntaxTreeNode, width: int, depth: int) -> list[Content]:
-    ordered = node.type == "ordered_list"
-    first = int(node.attrs.get("start", 1)) if ordered else 1
-    digits = len(str(first + len(node.children) - 1))
-    tight = all(child.hidden for item in node.children for child in item.children if child.type == "paragraph")
-    lines: list[Content] = []
-    for number, item in enumerate(node.children, start=first):
-        mark = f"{number:>{digits}}." if ordered else _BULLETS[depth % len(_BULLETS)]
-        indent = len(mark) + 1
-        inside = _blocks(item, max(width - indent, _NARROWEST), nested=True, tight=tight, depth=depth + 1)
-        if lines and not tight:
-            lines.append(Content())
-        for index, line in enumerate(inside or [Content()]):
-            lead = Content.styled(f"{mark} ", "$text-secondary") if index == 0 else Content(" " * indent)
-            lines.append(lead + line)
-    return lines
-
-
-def code_lines(code: str, language: str, width: int) -> list[Content]:
-    """A block of code: a label if the language is known, and lines on a background of their own."""
-    inner = max(width - 2, _NARROWEST)
-    content = _highlighted(code.rstrip("\n").expandtabs(4), language)
-    lines: list[Content] = []
-    if language:
-        lines.append(_barred(Content.styled(language, f"{MUTED} italic"), inner))
-    for line in content.split("\n", allow_blank=True):
-        lines += [_barred(piece, inner) for piece in (line.fold(inner) or [Content()])]
-    return lines
-
-
 def _barred(line: Content, inner: int) -> Content:
     gap = max(0, inner - line.cell_length)
     return Content.assemble(" ", line, " " * (gap + 1)).stylize_before(CODE_BACKGROUND)
-
-
-def _highlighted(code: str, language: str) -> Content:
-    if not language or len(code) > _HIGHLIGHT_LIMIT:
-        return Content(code)
-    from textual.highlight import highlight
-
-    return highlight(code, language=language, tab_size=4)
 
 
 def _table_cells(table: SyntaxTreeNode) -> tuple[list[Content], list[list[Content]], list[Alignment]]:

@@ -84,6 +84,7 @@ async def ask(pilot: Pilot[int], text: str) -> None:
     chat.controller.submit(text)
     await wait_until(pilot, lambda: not chat.controller.busy)
     await wait_until(pilot, lambda: not chat.transcript.query_one(".tail").display)
+    await wait_until(pilot, lambda: not app_of(pilot).highlighter.busy)
     await pilot.pause()
 
 

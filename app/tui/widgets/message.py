@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, cast
 
 from textual.binding import Binding, BindingType
-from textual.content import Content
+from textual.content import Content, Span
 from textual.message import Message
 
 from app.tui.formatting import footing, heading
+from app.tui.hosting import ChatHost
 from app.tui.rendering import render_markdown, render_plain
 from app.tui.state import Entry
 from app.tui.streaming import GrowingText
@@ -21,7 +23,28 @@ the whole screen is laid out and drawn."""
 STEP = 6
 
 
-class MessageView(Rendered, can_focus=True):
+class Written(Rendered):
+    """Markdown of a model. Its code is drawn again when its colours arrive."""
+
+    def make(self, width: int) -> Content:
+        cast(ChatHost, self.app).highlighter.begin(self)
+        return self.written(width)
+
+    def written(self, width: int) -> Content:
+        """The content for ``width`` cells."""
+        raise NotImplementedError
+
+    def markdown(self, source: str, width: int) -> Content:
+        return render_markdown(source, width, self._colours)
+
+    def on_unmount(self) -> None:
+        cast(ChatHost, self.app).highlighter.begin(self)
+
+    def _colours(self, code: str, language: str) -> Sequence[Span]:
+        return cast(ChatHost, self.app).highlighter.spans(code, language, self)
+
+
+class MessageView(Written, can_focus=True):
     """A message: who speaks, the text, what happened to it. While it is being written: what is finished of it."""
 
     HELP = (
@@ -60,14 +83,14 @@ class MessageView(Rendered, can_focus=True):
         self.entry = entry
         self._blocks: list[str] | None = None
 
-    def make(self, width: int) -> Content:
+    def written(self, width: int) -> Content:
         parts = [heading(self.entry)]
         if self._blocks is not None:
-            parts += [render_markdown(block, width) for block in self._blocks]
+            parts += [self.markdown(block, width) for block in self._blocks]
             return Content("\n").join([parts[0], Content("\n\n").join(parts[1:])]) if len(parts) > 1 else parts[0]
         if self.entry.content:
             text = self.entry.content
-            parts.append(render_plain(text) if self.entry.role == "user" else render_markdown(text, width))
+            parts.append(render_plain(text) if self.entry.role == "user" else self.markdown(text, width))
         foot = footing(self.entry)
         if foot is not None:
             parts.append(foot)
@@ -103,7 +126,7 @@ class MessageView(Rendered, can_focus=True):
         self.post_message(self.Asked(self.entry, what))
 
 
-class LiveTail(Rendered):
+class LiveTail(Written):
     """The end of the answer that is being written: the part that changes with every piece of text."""
 
     def __init__(self) -> None:
@@ -130,9 +153,9 @@ class LiveTail(Rendered):
         lines = super().height_of(content, width)
         return -(-lines // self._step) * self._step
 
-    def make(self, width: int) -> Content:
+    def written(self, width: int) -> Content:
         if self._note:
             return Content.styled(self._note, "$text-warning italic")
         tail = self.growing.tail.rstrip()
         cursor = Content.styled(_CURSOR, "$text-accent")
-        return render_markdown(tail, width) + cursor if tail else cursor
+        return self.markdown(tail, width) + cursor if tail else cursor

@@ -1,0 +1,57 @@
+"""The process that colours code: Pygments over what stdin asks for, one line of JSON for each request and reply.
+
+A lexer is a set of regular expressions, and some texts keep one busy for ever. Nothing in the same process can stop it,
+because a match holds the interpreter's lock. So it runs here, where the kernel ends the process (SIGPROF) once a block
+has taken :data:`DEADLINE_S` of the processor.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from contextlib import suppress
+
+from pygments.lexer import Lexer
+from pygments.lexers import get_lexer_by_name
+from pygments.token import _TokenType
+
+DEADLINE_S = 2.0
+"""Seconds of processor time for one block; an honest one takes some hundredths. Nobody waits for it."""
+_MEMORY_BYTES = 1 << 30
+"""Most address space of this process."""
+
+
+def runs_of(lexer: Lexer, code: str) -> list[tuple[str, int]]:
+    """``code`` as (kind, characters) one behind the other; a kind is a token type as ``Name.Function``."""
+    runs: list[tuple[str, int]] = []
+    kind: _TokenType
+    for start, kind, text in lexer.get_tokens_unprocessed(code + "\n"):
+        length = min(len(text), len(code) - start)
+        if length > 0:
+            runs.append((".".join(kind), length))
+    return runs
+
+
+def main() -> None:
+    with suppress(OSError, ValueError):  # macOS refuses the second
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-c of a terminal is for the program
+    lexers: dict[str, Lexer] = {}
+    for line in sys.stdin.buffer:
+        language, code = json.loads(line)
+        if language not in lexers:
+            lexers[language] = get_lexer_by_name(language)
+            runs_of(lexers[language], "")  # compiles its expressions, which is no part of a block's time
+        signal.setitimer(signal.ITIMER_PROF, DEADLINE_S)
+        runs = runs_of(lexers[language], code)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(json.dumps(runs) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
