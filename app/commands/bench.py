@@ -20,8 +20,11 @@ _NOTHING = "–"
 _WITHOUT_MODEL: tuple[BenchKind, ...] = ("exchange", "residency")
 
 
-def bench(kind: BenchKind, flags: LoadFlags, *, rounds: int, nodes: tuple[int, ...], in_json: bool) -> int:
+def bench(
+    kind: BenchKind, flags: LoadFlags, *, rounds: int, nodes: tuple[int, ...], even_if_busy: bool, in_json: bool
+) -> int:
     """Measure, and print the table on stdout; the exit status. ``nodes``: numbers of processes for ``ring``.
+    ``even_if_busy``: keep for plans what was measured beside other programs, too.
 
     Raises WorkFailed.
     """
@@ -33,7 +36,9 @@ def bench(kind: BenchKind, flags: LoadFlags, *, rounds: int, nodes: tuple[int, .
         if by_default:
             # The starter and a model made up on the spot, not whatever the person talks to.
             load = msgspec.structs.replace(load, model="")
-        request = Bench(id=engine.new_id(), kind=kind, load=load, rounds=rounds, nodes=list(nodes))
+        request = Bench(
+            id=engine.new_id(), kind=kind, load=load, rounds=rounds, even_if_busy=even_if_busy, nodes=list(nodes)
+        )
         result = await do(engine, request, ProgressLine())
         assert isinstance(result, BenchResult)
         answer(as_json(as_object(result)) if in_json else as_text(result))

@@ -265,6 +265,9 @@ def bench(
     policy: Annotated[ExpertPolicy | None, typer.Option(help="How GPU and CPU share the experts.")] = None,
     gpu_memory: Annotated[float | None, typer.Option(metavar="GIB", help="GPU memory for experts, in GiB.")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads.")] = None,
+    even_if_busy: Annotated[
+        bool, typer.Option("--even-if-busy", help="Keep the figures for plans though other programs were at work.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="As JSON, with every single figure.")] = False,
 ) -> None:
     """Measure a model on this machine; `experts` keeps what it finds, and plans and policies rest on it."""
@@ -272,7 +275,8 @@ def bench(
 
     numbers = {"gpu_expert_memory": gpu_memory, "cpu_threads": threads}
     flags = _load_flags(model, runtime, dtype, partitioning, policy, numbers, peer)
-    raise typer.Exit(run_bench(kind, flags, rounds=rounds, nodes=_node_counts(nodes), in_json=json))
+    counts = _node_counts(nodes)
+    raise typer.Exit(run_bench(kind, flags, rounds=rounds, nodes=counts, even_if_busy=even_if_busy, in_json=json))
 
 
 @app.command()

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from engine.bench.setting import PROMPT_TOKENS, WARM_UP_STEPS, Setting, median, random_tokens, read_prompt, steps
+from engine.bench.setting import (
+    PROMPT_TOKENS,
+    WARM_UP_STEPS,
+    Setting,
+    median,
+    not_kept,
+    random_tokens,
+    read_prompt,
+    steps,
+)
 from engine.bench.spread import Spread, figure, milliseconds, per_second
 from engine.bench.streaming import StreamingRead
 from engine.experts.calibration_file import calibration_key
@@ -33,7 +42,8 @@ def bench_decode(setting: Setting, request_id: int) -> BenchResult:
     share = [read_bytes / one / streaming for one, streaming in zip(seconds, rates, strict=False)]
     notes = _notes(setting, rates)
     if rates:
-        notes += keep_speed(setting, median(rates), median(seconds), read_bytes)
+        why = setting.why_not_kept(rates)
+        notes += [not_kept(why)] if why else keep_speed(setting, median(rates), median(seconds), read_bytes)
     return BenchResult(
         id=request_id,
         title=f"Decoding, {setting.facts.name}",
@@ -61,7 +71,7 @@ def bench_decode(setting: Setting, request_id: int) -> BenchResult:
 
 
 def keep_speed(setting: Setting, memory_read: float, step_s: float, read_bytes: int) -> list[str]:
-    """Keep what plans for other models can rest on; a line if that cannot be done."""
+    """Keep what plans for other models can rest on; a line if that is not done."""
     facts = setting.facts
     overhead = max(0.0, step_s - read_bytes / memory_read) / facts.layers
     machine = calibration_key(facts.dtype, setting.threads, None)

@@ -6,7 +6,7 @@ from typing import Any
 
 from engine.bench.decode import keep_speed
 from engine.bench.prompts import PromptTokenizer, calibration_prompts, count_routes
-from engine.bench.setting import WARM_UP_STEPS, Setting, median, random_tokens, read_prompt, steps
+from engine.bench.setting import WARM_UP_STEPS, Setting, median, not_kept, random_tokens, read_prompt, steps
 from engine.bench.spread import Spread, figure, milliseconds
 from engine.bench.streaming import StreamingRead
 from engine.errors import ModelError
@@ -57,18 +57,16 @@ def bench_experts(
             gpu.close()
     machine = calibration_key(setting.facts.dtype, setting.threads, gpu.name if gpu is not None else None)
     calibration = calibration_of(figures, machine, shape_of(experts))
-    try:
-        path = save_calibration(calibration)
-    except OSError as error:
-        raise ModelError(f"The calibration cannot be kept: {error.strerror or error}; make room.", "disk") from error
+    why = setting.why_not_kept(figures.memory_read)
+    path = "" if why else _kept(calibration)
     notes = [
         f"CPU: {cpu.description}, {cpu.experts_per_call} experts in a call.",
         *_overlap(figures, gpu.name if gpu is not None else ""),
         *lines,
         f"Streaming read in the same run: {_gigabytes(figures.memory_read)} GB/s.",
-        f"Kept as {path}",
+        not_kept(why) if why else f"Kept as {path}",
         _seed(setting, files, experts, popularity, tokenizer),
-        *_beside_experts(setting, figures),
+        *([] if why else _beside_experts(setting, figures)),
     ]
     return BenchResult(
         id=request_id,
@@ -76,8 +74,16 @@ def bench_experts(
         columns=COLUMNS,
         rows=_rows(figures, calibration),
         notes=[*notes, *cpu.notices],
-        data=_data(figures, calibration, str(path)),
+        data=_data(figures, calibration, path),
     )
+
+
+def _kept(calibration: Calibration) -> str:
+    """Where it is kept. Raises ModelError (disk)."""
+    try:
+        return str(save_calibration(calibration))
+    except OSError as error:
+        raise ModelError(f"The calibration cannot be kept: {error.strerror or error}; make room.", "disk") from error
 
 
 def _rows(figures: Figures, calibration: Calibration) -> list[list[str | int | float | None]]:

@@ -11,6 +11,7 @@ import msgspec
 from engine.bench.beams import bench_beams
 from engine.bench.decode import bench_decode
 from engine.bench.experts import bench_experts
+from engine.bench.others import Others
 from engine.bench.prefill import bench_prefill
 from engine.bench.setting import Setting
 from engine.errors import ModelError
@@ -66,6 +67,7 @@ def run_bench(
         weight_bytes=weight_bytes_per_token(session.facts, sizes),
         report=report,
         cancelled=cancelled,
+        why_not_kept=(lambda samples: "") if request.even_if_busy else Others().why_not_kept,
     )
     session.model.recorder.reset()
     match request.kind:

@@ -34,6 +34,8 @@ class Setting:
     """Raises Cancelled if somebody asked to stop."""
     cancelled: Callable[[], bool] = lambda: False
     clock: Callable[[], float] = time.perf_counter
+    why_not_kept: Callable[[Sequence[float]], str] = lambda samples: ""
+    """Why what was measured is not to be kept for plans, given what one thing took again and again; empty: it is."""
 
     @property
     def on_cpu(self) -> bool:
@@ -80,6 +82,11 @@ def steps(setting: Setting, rows: TokenRows, count: int, seed: int) -> list[floa
         rows.step(tokens)
         seconds.append(setting.clock() - start)
     return seconds[WARM_UP_STEPS:]
+
+
+def not_kept(why: str) -> str:
+    """The line that says so, and what to do."""
+    return f"Not kept for plans: {why}; measure again on an idle machine, or with --even-if-busy."
 
 
 def median(values: Sequence[float]) -> float:

@@ -62,6 +62,8 @@ class Bench(Request, frozen=True, kw_only=True, tag="bench"):
     kind: BenchKind
     load: Load
     rounds: int = 5
+    even_if_busy: bool = False
+    """Keep what was measured though other programs were at work meanwhile."""
     nodes: list[int] = msgspec.field(default_factory=lambda: [2, 3, 4])
     """``ring``: numbers of processes on this machine, one after the other. Without a model in ``load`` it measures the
     starter, and one made up on the spot."""
