@@ -6,14 +6,19 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import random
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import zeroconf
+from zeroconf import const
+from zeroconf._dns import DNSPointer, DNSQuestion, DNSRecord, DNSService
+from zeroconf._protocol.outgoing import DNSOutgoing
 from zeroconf.asyncio import AsyncServiceInfo
 
 from discovery.addresses import Address, OwnAddress, announced, own_addresses, towards
@@ -24,6 +29,10 @@ SERVICE = "_privatellm._tcp.local."
 ANNOUNCED_VERSION = 1
 MAX_SERVICES = 64
 """Announcements that are followed at a time; more than that is no household but a flood."""
+_MOST_EACH = 4
+"""Of one node id. And where there is no room, of one address: then one of those gives way."""
+_MOST_STRANGERS = MAX_SERVICES // 2
+"""Names that are asked for in a round although nothing was heard of them since."""
 _MAX_ADDRESSES = 16
 _POLL_SECONDS = 2.0
 _RETRY_SECONDS = 10.0
@@ -33,7 +42,10 @@ _GRACE_SECONDS = 1.5
 _UNSEEN_SECONDS = 8.0
 _SLEPT_SECONDS = 10.0
 _TTL = 30
-"""Seconds. A machine that went without a word is dropped after about this."""
+"""Seconds. A machine that went without a word is dropped after about this. Nothing else is believed for longer,
+whatever it says of itself."""
+_LOOK_SECONDS = 60.0
+"""Between two questions who is there; machines that come say so unasked, if they know that they were away."""
 _RESOLVE_MS = 3000
 _NODE_ID = re.compile(r"[0-9a-f]{64}")
 _INSTANCE = re.compile(r"[0-9a-f]{16}")
@@ -92,14 +104,16 @@ class Neighbourhood:
         on_change: Callable[[list[Found]], None],
         host: str = "",
         own: Callable[[], list[OwnAddress]] = own_addresses,
+        paired: Callable[[], Collection[str]] = tuple,
     ) -> None:
         """``port`` is the control port; ``host``: the one address it listens on (empty: all). ``own`` tells this
-        machine's addresses."""
+        machine's addresses, ``paired`` the node ids for which there is always room."""
         self._me = (node_id, instance)
         self._port = port
         self._host = host
         self._on_change = on_change
         self._own_addresses = own
+        self._paired = paired
         self._name = f"{node_id[:16]}-{instance}-{port}.{SERVICE}"
         self._mutex = threading.Lock()
         self._seen: dict[str, _Seen] = {}
@@ -112,7 +126,8 @@ class Neighbourhood:
         self._generation = 0
         self._zeroconf: zeroconf.Zeroconf | None = None
         self._browser: zeroconf.ServiceBrowser | None = None
-        self._resolving: set[concurrent.futures.Future[None]] = set()
+        self._resolving: dict[str, concurrent.futures.Future[None]] = {}
+        self._looked_at = float("-inf")
         self._last: list[Found] = []
         self._wake = threading.Event()
         self._closed = threading.Event()
@@ -224,7 +239,7 @@ class Neighbourhood:
         if opened is None:
             return
         with self._mutex:
-            resolving = list(self._resolving)
+            resolving = list(self._resolving.values())
         for future in resolving:
             future.cancel()
         with contextlib.suppress(OSError, RuntimeError, zeroconf.Error, asyncio.TimeoutError):
@@ -233,14 +248,27 @@ class Neighbourhood:
             opened.close()
 
     def _refresh(self) -> None:
-        """Ask again for those whose records have run out: who does not answer is dropped by :meth:`_drop`."""
+        """Ask again for everybody, and for names of which nothing more is known: who does not answer is dropped by
+        :meth:`_drop`."""
         opened = self._zeroconf
         if opened is None:
             return
+        pointers = [one for one in opened.cache.entries_with_name(SERVICE) if isinstance(one, DNSPointer)]
         with self._mutex:
             names = list(self._seen)
-        for name in names:
-            self._resolve(opened, name)
+        strangers = list({one.alias for one in pointers} - set(names))
+        random.shuffle(strangers)  # whoever floods must not be first each time
+        strangers.sort(key=lambda name: not self._is_known(name))
+        for name in [*names, *strangers[:_MOST_STRANGERS]]:
+            self._resolve(opened, name, anew=True)
+        now = time.monotonic()
+        if now - self._looked_at >= _LOOK_SECONDS:
+            self._looked_at = now
+            _look(opened, pointers)
+
+    def _is_known(self, name: str) -> bool:
+        """Whether the name begins as those of a paired machine do."""
+        return name[:16] in {node_id[:16] for node_id in self._paired()}
 
     def _drop(self, now: float) -> None:
         with self._mutex:
@@ -278,40 +306,95 @@ class Neighbourhood:
                     self._seen[name].withdrawn_at = time.monotonic()
             self._wake.set()
             return
-        with self._mutex:
-            full = name not in self._seen and len(self._seen) + len(self._resolving) >= MAX_SERVICES
-        if not full:
-            self._resolve(zeroconf, name)
+        self._resolve(zeroconf, name)
 
-    def _resolve(self, opened: zeroconf.Zeroconf, name: str) -> None:
+    def _resolve(self, opened: zeroconf.Zeroconf, name: str, anew: bool = False) -> None:
+        """Ask for it, unless that is done already or too many are asked for. ``anew``: see :meth:`_ask`."""
         loop = opened.loop
         if loop is None or not loop.is_running():
             return
-        future = asyncio.run_coroutine_threadsafe(self._ask(opened, name), loop)
         with self._mutex:
-            self._resolving.add(future)
-        future.add_done_callback(self._resolved)
+            alike = sum(other[:16] == name[:16] for other in self._resolving)
+            room = len(self._resolving) < 2 * MAX_SERVICES or (alike < _MOST_EACH and self._is_known(name))
+            if name in self._resolving or not room:
+                return
+            future = asyncio.run_coroutine_threadsafe(self._ask(opened, name, anew), loop)
+            self._resolving[name] = future
+        future.add_done_callback(lambda done: self._resolved(name, done))
 
-    def _resolved(self, future: concurrent.futures.Future[None]) -> None:
+    def _resolved(self, name: str, future: concurrent.futures.Future[None]) -> None:
         with self._mutex:
-            self._resolving.discard(future)
+            if self._resolving.get(name) is future:
+                del self._resolving[name]
         if not future.cancelled():
             future.exception()  # a damaged answer is no more than a machine not found
 
-    async def _ask(self, opened: zeroconf.Zeroconf, name: str) -> None:
+    async def _ask(self, opened: zeroconf.Zeroconf, name: str, anew: bool) -> None:
+        """``anew``: what was said with a longer life than any of ours has is not believed again, but asked for."""
+        if anew:
+            _forget_records(opened, name, longer_than=_TTL)
         info = AsyncServiceInfo(SERVICE, name)
         if not await info.async_request(opened, _RESOLVE_MS):
+            with self._mutex:
+                unknown = name not in self._seen
+            if unknown:  # it is new when it is heard of again
+                _forget_records(opened, name, longer_than=0)
+                pointers = opened.cache.async_entries_with_name(SERVICE)
+                gone = [one for one in pointers if isinstance(one, DNSPointer) and one.alias == name]
+                opened.cache.async_remove_records(gone)
             return
         found = _parsed(info.properties, info.port, info.parsed_scoped_addresses(), self._own)
         if found is None:
             return
         who = (found.node_id, found.instance)
+        paired = frozenset(self._paired())
         with self._mutex:
             self._own_heard = self._own_heard or who == self._me
             if len(self._ever) < 16 * MAX_SERVICES:
                 self._ever.add(who)
-            self._seen[name] = _Seen(found, time.monotonic())
+            others = {other: seen.found for other, seen in self._seen.items() if other != name}
+            gives_way = _who_gives_way(found, others, paired | {self._me[0]})
+            if gives_way is not None:
+                self._seen.pop(gives_way, None)
+                self._seen[name] = _Seen(found, time.monotonic())
         self._wake.set()
+
+
+def _who_gives_way(found: Found, others: Mapping[str, Found], paired: Collection[str]) -> str | None:
+    """The name in whose place ``found`` is followed, besides or instead of ``others``, by name: empty if there is room,
+    None if ``found`` has none itself. Pure.
+
+    A paired machine has room before all others; and who announces more than a few machines at one address gives way.
+    """
+    if sum(one.node_id == found.node_id for one in others.values()) >= _MOST_EACH:
+        return None
+    if len(others) < MAX_SERVICES:
+        return ""
+    strangers = {name: one for name, one in others.items() if one.node_id not in paired}
+    crowds = Counter(one.addresses[0].ip for one in strangers.values())
+    name = max(strangers, key=lambda each: crowds[strangers[each].addresses[0].ip], default=None)
+    if name is None or (found.node_id not in paired and crowds[strangers[name].addresses[0].ip] <= _MOST_EACH):
+        return None
+    return name
+
+
+def _forget_records(opened: zeroconf.Zeroconf, name: str, longer_than: float) -> None:
+    """What the library remembers of a name with a life of more seconds than that. In the library's loop only."""
+    cache = opened.cache
+    records = cache.async_entries_with_name(name)
+    for service in [one for one in records if isinstance(one, DNSService)]:
+        records += cache.async_entries_with_name(service.server)
+    cache.async_remove_records({one for one in records if one.ttl > longer_than})
+
+
+def _look(opened: zeroconf.Zeroconf, known: Sequence[DNSRecord]) -> None:
+    """Ask who is there; those who are ``known`` need not answer."""
+    question = DNSOutgoing(const._FLAGS_QR_QUERY)
+    question.add_question(DNSQuestion(SERVICE, const._TYPE_PTR, const._CLASS_IN))
+    now = zeroconf.current_time_millis()
+    for pointer in known[:MAX_SERVICES]:
+        question.add_answer_at_time(pointer, now)
+    opened.send(question)
 
 
 def _parsed(

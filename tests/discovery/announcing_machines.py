@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from discovery.addresses import OwnAddress
@@ -74,12 +74,19 @@ class Listening:
     """A machine in this process; loopback unless told otherwise."""
 
     def __init__(
-        self, node_id: str, instance: str, port: int, own: Callable[[], list[OwnAddress]] | None = None
+        self,
+        node_id: str,
+        instance: str,
+        port: int,
+        own: Callable[[], list[OwnAddress]] | None = None,
+        paired: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self.node_id, self.instance = node_id, instance
         self._changed = threading.Condition()
         self.found: list[Found] = []
-        self.neighbourhood = Neighbourhood(node_id, instance, port, self._tell, own=own or (lambda: [LOOPBACK]))
+        self.neighbourhood = Neighbourhood(
+            node_id, instance, port, self._tell, own=own or (lambda: [LOOPBACK]), paired=paired
+        )
 
     def _tell(self, found: list[Found]) -> None:
         with self._changed:

@@ -271,3 +271,78 @@ def test_a_flood_of_announcements_takes_no_memory() -> None:
     finally:
         heard.close()
     assert zeroconf.const._MAX_CACHE_RECORDS <= 100_000
+
+
+def forged(number: int, ttl: int) -> list[zeroconf.DNSRecord]:
+    """All records of a machine that is not there."""
+    node_id, instance = ids()
+    name, server = f"{node_id[:16]}-{instance}-4000.{SERVICE}", f"{instance}.local."
+    where, unique = zeroconf.const._CLASS_IN, zeroconf.const._CLASS_IN_UNIQUE
+    text = b"".join(
+        bytes([len(item)]) + item for item in (b"v=1", b"id=" + node_id.encode(), b"i=" + instance.encode())
+    )
+    return [
+        zeroconf.DNSPointer(SERVICE, zeroconf.const._TYPE_PTR, where, ttl, name),
+        zeroconf.DNSService(name, zeroconf.const._TYPE_SRV, unique, ttl, 0, 0, 4000, server),
+        zeroconf.DNSText(name, zeroconf.const._TYPE_TXT, unique, ttl, text),
+        zeroconf.DNSAddress(server, zeroconf.const._TYPE_A, unique, ttl, bytes([127, 9, number >> 8, number & 255])),
+    ]
+
+
+def test_a_burst_of_forged_announcements_is_over_when_it_is_over(
+    listen: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the forged records say that they live."""
+    import socket
+
+    for name, value in (("_REFRESH_SECONDS", 1.0), ("_UNSEEN_SECONDS", 1.0), ("_RESOLVE_MS", 500)):
+        monkeypatch.setattr(mdns, name, value)
+    listening, known = listen(*ids(), 4000), listen(*ids(), 4001)
+    assert listening.hears(known.node_id)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+        sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton("127.0.0.1"))
+        for number in range(MAX_SERVICES):
+            packet = zeroconf.DNSOutgoing(zeroconf.const._FLAGS_QR_RESPONSE | zeroconf.const._FLAGS_AA)
+            for record in forged(number, 2**31 - 1):
+                packet.add_answer_at_time(record, 0)
+            for data in packet.packets():
+                sender.sendto(data, ("224.0.0.251", 5353))
+    assert listening.wait(lambda found: len(found) > MAX_SERVICES // 2)
+    assert listening.wait(lambda found: [one.node_id for one in found] == [known.node_id])
+    third = listen(*ids(), 4002)
+    assert listening.hears(third.node_id) and listening.hears(known.node_id)
+
+
+def found_at(node_id: str, ip: str) -> Found:
+    return Found(node_id, "b" * 16, (Address(ip, 4000),), 1)
+
+
+def test_who_gives_way_where_there_is_no_room() -> None:
+    paired = {"p" * 64}
+    few = {f"n{number}": found_at(f"{number:064x}", f"10.0.0.{number}") for number in range(3)}
+    stranger, friend = found_at("f" * 64, "10.0.1.1"), found_at("p" * 64, "10.0.1.2")
+    assert mdns._who_gives_way(stranger, few, paired) == ""
+    copies = {f"n{number}": found_at("f" * 64, f"10.0.0.{number}") for number in range(4)}
+    assert mdns._who_gives_way(stranger, copies, paired) is None
+
+    full = {f"n{number}": found_at(f"{number:064x}", f"10.0.0.{number}") for number in range(MAX_SERVICES)}
+    assert mdns._who_gives_way(stranger, full, paired) is None
+    assert mdns._who_gives_way(friend, full, paired) in full
+    crowded = {**full, **{f"n{number}": found_at(f"{number:064x}", "10.9.9.9") for number in range(5)}}
+    for newcomer in (stranger, friend):
+        assert mdns._who_gives_way(newcomer, crowded, paired) in {f"n{number}" for number in range(5)}
+    friends = {name: found_at(f"{name:p>64}", "10.0.0.1") for name in full}
+    assert mdns._who_gives_way(friend, friends, {one.node_id for one in friends.values()}) is None
+
+
+def test_a_paired_machine_is_heard_where_there_is_no_room(
+    listen: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mdns, "MAX_SERVICES", 3)
+    friend, friends_instance = ids()
+    listening = listen(*ids(), 4000, paired=lambda: {friend})
+    strangers = [listen(*ids(), 4001 + number) for number in range(4)]
+    assert listening.wait(lambda found: len(found) == 2)
+    listen(friend, friends_instance, 4009)
+    assert listening.hears(friend)
+    assert len(listening.found) == 2 and all(one.neighbourhood.hearing().failure == "" for one in strangers)

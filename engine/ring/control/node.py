@@ -19,7 +19,7 @@ import psutil
 from discovery.addresses import shown_address
 from discovery.checks import hearing_problems, network_facts
 from discovery.door import Door, PortPair, bind_pair
-from discovery.errors import DoorError
+from discovery.errors import DiscoveryError, DoorError
 from discovery.identity import Identity, copied_identities, fingerprint_words
 from discovery.mdns import Found, Neighbourhood
 from discovery.pairing_service import KIND as PAIR_KIND
@@ -212,7 +212,15 @@ class Node:
             if ipaddress.ip_address(self._host).is_loopback:
                 return None
         me = self.identity
-        return Neighbourhood(me.node_id, me.instance, self.server.port, self._heard, self._host)
+        return Neighbourhood(
+            me.node_id, me.instance, self.server.port, self._heard, self._host, paired=self._paired_ids
+        )
+
+    def _paired_ids(self) -> set[str]:
+        try:
+            return {peer.node_id for peer in self.peers.all()}
+        except DiscoveryError:  # the file cannot be read at this moment; whoever acts on it says so
+            return set()
 
     def _heard(self, found: list[Found]) -> None:
         others = [one for one in found if one.node_id != self.identity.node_id]
