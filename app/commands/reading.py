@@ -7,11 +7,15 @@ import select
 import stat
 import sys
 
-from app.commands.output import WorkFailed, say
+from app.commands.output import WorkFailed, say, size
 
 FIRST_BYTE_S = 3.0
 """Seconds for the first byte of a pipe when there is a prompt as well. A pipe may be inherited and never used (a job
 of a CI service, ``ssh host privatellm ask hi``); a pipeline's usually has its first byte, or its end, at once."""
+
+
+LARGEST = 32 * 1024 * 1024
+"""Bytes of a question, far above any context: what never ends (``yes |``) must not fill the memory."""
 
 
 def read_prompt() -> str:
@@ -60,7 +64,10 @@ def _descriptor() -> int | None:
 
 def _read() -> str:
     try:
-        text = sys.stdin.buffer.read().decode("utf-8")
+        data = sys.stdin.buffer.read(LARGEST + 1)
+        if len(data) > LARGEST:
+            raise WorkFailed(f"the question on stdin is longer than {size(LARGEST)}", status=2)
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise WorkFailed(f"the question on stdin is not UTF-8 text (byte {error.start})", status=2) from error
     except OSError as error:

@@ -162,6 +162,12 @@ def test_bytes_that_are_no_text_are_refused(home: Path, give: Give, capsys: pyte
     assert capsys.readouterr().err == "privatellm: the question on stdin is not UTF-8 text (byte 2)\n"
 
 
+def test_what_never_ends_is_refused(home: Path, give: Give, capsys: pytest.CaptureFixture[str]) -> None:
+    give(os.open("/dev/zero", os.O_RDONLY))
+    assert run(["ask"]) == 2
+    assert capsys.readouterr().err == "privatellm: the question on stdin is longer than 34 MB\n"
+
+
 def test_no_stdin_needs_a_prompt(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["ask", "--no-stdin"]) == 2
     assert "--no-stdin needs a PROMPT" in capsys.readouterr().err
