@@ -14,6 +14,7 @@ from engine.cpu_threads import threads_of, within_this_machine
 from engine.errors import ModelError
 from engine.experts.calibration_file import calibration_key, load_calibration, shape_of
 from engine.experts.kernels import bindings
+from engine.free_memory import memory
 from engine.machine import gpu
 from engine.messages import DoctorFacts, Load
 from engine.models.opening import open_model
@@ -25,7 +26,10 @@ from engine.runtimes.choosing import choose_runtime
 def doctor_facts(load: Load) -> DoctorFacts:
     """The kernels of this machine, and what the model of ``load`` would run on."""
     load, _ = within_this_machine(load)
-    facts = _kernels(load)
+    there = memory()
+    facts = msgspec.structs.replace(
+        _kernels(load), memory_total=there.total, memory_free=there.free, memory_of_machine=there.machine
+    )
     try:
         return _about_model(facts, load)
     except ModelError as error:

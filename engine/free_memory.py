@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 RESERVE_BYTES = 256 * 1024 * 1024
@@ -28,11 +29,31 @@ def available_bytes(device: str = "cpu") -> int:
         torch = sys.modules["torch"]
         free, _ = torch.cuda.mem_get_info()
         return max(0, int(free) - RESERVE_BYTES)
+    return max(0, memory().free - RESERVE_BYTES)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The machine's memory as far as this process may use it, in bytes."""
+
+    total: int
+    """The machine's, or the tightest limit of a control group around this process if that is less."""
+    free: int
+    machine: int
+    """What the machine has."""
+
+
+def memory() -> Memory:
+    """Of this process, now. Pages of memory-mapped files count as free."""
     import psutil
 
-    free = int(psutil.virtual_memory().available)
-    limit = container_bytes()
-    return max(0, (free if limit is None else min(free, limit)) - RESERVE_BYTES)
+    machine = psutil.virtual_memory()
+    limit, left = container_limit(), container_bytes()
+    return Memory(
+        total=int(machine.total if limit is None else min(machine.total, limit)),
+        free=int(machine.available if left is None else min(machine.available, left)),
+        machine=int(machine.total),
+    )
 
 
 def give_back() -> None:
@@ -50,8 +71,17 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 def container_bytes(mount: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> int | None:
     """What is left of the tightest memory limit that holds for this process, its container's or any control group's
     around it (versions 1 and 2); None where there is no limit. Pages of files count as free."""
-    left = [_left_of(folder) for folder in _groups(mount, membership)]
-    return min((bytes_left for bytes_left in left if bytes_left is not None), default=None)
+    return min((left for _, left in _limits(mount, membership)), default=None)
+
+
+def container_limit(mount: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> int | None:
+    """The tightest memory limit itself; None where there is none."""
+    return min((limit for limit, _ in _limits(mount, membership)), default=None)
+
+
+def _limits(mount: Path, membership: Path) -> list[tuple[int, int]]:
+    """Limit and what is left of it, of each control group that has one."""
+    return [found for folder in _groups(mount, membership) if (found := _limit_of(folder)) is not None]
 
 
 def _groups(mount: Path, membership: Path) -> list[Path]:
@@ -73,8 +103,8 @@ def _groups(mount: Path, membership: Path) -> list[Path]:
     return folders
 
 
-def _left_of(folder: Path) -> int | None:
-    """What the control group ``folder`` leaves of its limit, or None if it has none (or is none)."""
+def _limit_of(folder: Path) -> tuple[int, int] | None:
+    """The limit of the control group ``folder`` and what is left of it, or None if it has none (or is none)."""
     for names in _FILES:
         try:
             limit, used = ((folder / name).read_text().strip() for name in names[:2])
@@ -82,7 +112,7 @@ def _left_of(folder: Path) -> int | None:
                 return None
             statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             files = sum(int(statistics.get(name, 0)) for name in names[2:])
-            return max(0, int(limit) - int(used) + files)
+            return int(limit), max(0, int(limit) - int(used) + files)
         except (OSError, ValueError):
             continue
     return None

@@ -10,13 +10,12 @@ import shlex
 from typing import TYPE_CHECKING
 
 import msgspec
-import psutil
 
 from engine.cpu_threads import reason_for, threads_of, within_this_machine
 from engine.experts.calibration_file import calibration_key, load_calibration
 from engine.experts.popularity_file import known_counts
 from engine.experts.speed_file import MachineSpeed, load_speed
-from engine.free_memory import available_bytes
+from engine.free_memory import available_bytes, memory
 from engine.loading import check_request
 from engine.machine import Gpu, gpu, processor
 from engine.messages import Load, ModelFacts, Plan, Planned, PlannedChoice
@@ -123,7 +122,7 @@ def _machine(headers: Headers, graphics: Gpu | None, speed: MachineSpeed | None,
     """This machine as it will be once the loaded model has made room."""
     on_gpu = loaded is not None and loaded.device.startswith("cuda")
     freed = loaded.trunk_bytes if loaded is not None and loaded.runtime != "native" else 0
-    cpu = Device("CPU", int(psutil.virtual_memory().total), available_bytes() + (0 if on_gpu else freed))
+    cpu = Device("CPU", memory().total, available_bytes() + (0 if on_gpu else freed))
     memory_read = speed.memory_read if speed is not None else None
     # Reading from the disk to learn its rate takes a moment: only where it will matter.
     beyond = headers.largest is not None and headers.sizes.expert_bytes + headers.sizes.trunk_bytes > cpu.free

@@ -50,14 +50,16 @@ def doctor(*, in_json: bool, probe: bool = False, peer: str = "") -> int:
 
 def examine(*, probe: bool = False, peer: str = "") -> list[Finding]:
     machine = this_machine()
+    settings = open_settings(look_only=True).settings
+    facts = engine_facts(settings.load)
     examinations: list[Callable[[], list[Finding]]] = [
         _program,
         _processor,
-        _memory,
+        lambda: _memory(facts),
         lambda: _graphics(machine),
         _libraries,
         lambda: _runtime(machine),
-        _kernels_and_model,
+        lambda: _kernels_and_model(facts, settings.model),
         _engine,
         lambda: network(probe=probe, peer=peer),
         _settings,
@@ -114,11 +116,14 @@ def _darwin_features() -> frozenset[str]:
     )
 
 
-def _memory() -> list[Finding]:
-    import psutil
-
-    memory = psutil.virtual_memory()
-    return [Finding("memory", f"{size(memory.available)} available of {size(memory.total)}")]
+def _memory(facts: DoctorFacts | str) -> list[Finding]:
+    """What this program may use of it, as loading and planning see it."""
+    if isinstance(facts, str):
+        return []
+    available = f"{size(facts.memory_free)} available of {size(facts.memory_total)}"
+    if facts.memory_total < facts.memory_of_machine:
+        available += f", the limit of this container or control group; the machine has {size(facts.memory_of_machine)}"
+    return [Finding("memory", available)]
 
 
 def _graphics(machine: Machine) -> list[Finding]:
@@ -168,13 +173,11 @@ def _runtime(machine: Machine) -> list[Finding]:
     return found
 
 
-def _kernels_and_model() -> list[Finding]:
-    """What the engine's side says of its kernels, and of the model of the settings."""
-    settings = open_settings(look_only=True).settings
-    facts = engine_facts(settings.load)
+def _kernels_and_model(facts: DoctorFacts | str, model: str) -> list[Finding]:
+    """What the engine's side says of its kernels, and of ``model``, the one of the settings."""
     if isinstance(facts, str):
         return [Finding("kernels", facts, "problem", f"the end of {locate('logs') / 'engine.log'} may say why")]
-    return [_kernels(facts), *([] if facts.kernels_problem else _model(facts, settings.model))]
+    return [_kernels(facts), *([] if facts.kernels_problem else _model(facts, model))]
 
 
 def engine_facts(load: Load) -> DoctorFacts | str:

@@ -93,7 +93,8 @@ def make_local_executor(
     if device.type != "cpu":
         return Local(TorchLocalExecutor(experts, gates, dtype, device, recorder), ())
     notices = []
-    beyond = notice_beyond_memory(experts, max(0, available_bytes() - trunk_bytes))
+    files = getattr(experts, "mapped_files", ())
+    beyond = notice_beyond_memory("experts", experts.nbytes, files, max(0, available_bytes() - trunk_bytes))
     if beyond is not None:
         notices.append(beyond)
     read_ahead = None if beyond is None else ReadAhead(experts)

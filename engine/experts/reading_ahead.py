@@ -8,11 +8,11 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.models.files import Experts, ExpertWeights, StoredTensor
+from engine.models.files import Experts, ExpertWeights, FileMapping, StoredTensor
 
 if TYPE_CHECKING:
     import torch
@@ -76,18 +76,23 @@ def _span(tensor: StoredTensor) -> tuple[int, int]:
 
 
 def notice_beyond_memory(
-    experts: Experts, available: int, measure: Callable[[Path], float | None] | None = None
+    what: str,
+    nbytes: int,
+    files: Iterable[FileMapping],
+    available: int,
+    measure: Callable[[Path], float | None] | None = None,
 ) -> str | None:
-    """A line for the person if ``experts`` do not fit in ``available`` bytes of memory, with the disk's rate as
-    ``measure`` (bytes per second of the file, or None) finds it; None if they fit."""
-    if experts.nbytes <= available:
+    """A line for the person if ``nbytes`` of ``what`` (experts, weights), mapped from ``files``, do not fit in
+    ``available`` bytes of memory, with the disk's rate as ``measure`` (bytes per second of the file, or None) finds it;
+    None if they fit."""
+    if nbytes <= available:
         return None
     text = (
-        f"The model's {experts.nbytes / 1e9:.1f} GB of experts do not fit in the {available / 1e9:.1f} GB of memory "
-        "that are free, so some are read from disk each time they are used"
+        f"The model's {nbytes / 1e9:.1f} GB of {what} do not fit in the {available / 1e9:.1f} GB of memory that are "
+        "free for it, so some are read from disk each time they are used"
     )
-    files = sorted(getattr(experts, "mapped_files", ()), key=lambda mapped: -mapped.size)
-    rate = (measure or read_rate)(files[0].path) if files else None
+    largest = max(files, key=lambda mapped: mapped.size, default=None)
+    rate = (measure or read_rate)(largest.path) if largest is not None else None
     if rate is None:
         return f"{text}, which is slow."
     return f"{text}: at {rate / 1e9:.2f} GB/s, as measured just now."

@@ -157,3 +157,7 @@ class DoctorFacts(msgspec.Struct, frozen=True, kw_only=True):
     calibration: str = ""
     """What it was measured with, or why there is none."""
     model_problem: str = ""
+    memory_total: int = 0
+    """Bytes that this process may use: the machine's, or the limit of its container or control group."""
+    memory_free: int = 0
+    memory_of_machine: int = 0

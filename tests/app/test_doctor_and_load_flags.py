@@ -27,6 +27,7 @@ from engine.messages import (
 FACTS_OF_DOCTOR = DoctorFacts(
     built=True, instruction_sets=["avx2", "scalar"], threads=2, kernels="avx2", kernels_reason="the CPU has it",
     runtime="torch", runtime_reason="it is too odd", calibrated=False, calibration="none for this machine",
+    memory_total=2_000_000_000, memory_free=1_800_000_000, memory_of_machine=24_000_000_000,
 )  # fmt: skip
 
 
@@ -83,6 +84,9 @@ def test_doctor_says_what_runs_the_model(
     assert found["trunk"]["text"] == "torch for starter (it is too odd)"
     assert (
         found["calibration"]["mark"] == "note" and found["calibration"]["way_out"] == "privatellm bench experts starter"
+    )
+    assert found["memory"]["text"] == (
+        "1.8 GB available of 2.0 GB, the limit of this container or control group; the machine has 24.0 GB"
     )
     monkeypatch.setattr(doctor, "engine_facts", lambda load: "it was ended by signal 4")
     assert run(["doctor"]) == 1

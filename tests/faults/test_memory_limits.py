@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,12 +17,18 @@ from hypothesis import strategies as st
 from tiny_models import write_tiny_model
 from torch_oracle import load, prompt
 
+from engine import free_memory
+from engine.doctor_facts import doctor_facts
 from engine.experts import local, reading_ahead
 from engine.experts.kernels import bindings
 from engine.experts.reading_ahead import ReadAhead, notice_beyond_memory, page_ranges, read_rate
-from engine.free_memory import container_bytes
+from engine.free_memory import container_bytes, container_limit
+from engine.messages import Load, Plan
+from engine.models.files import Experts, FileMapping
 from engine.models.opening import open_model
 from engine.models.prepare import prepare
+from engine.plan_model import plan_model
+from engine.runtimes.native.runtime import NativeRuntime
 
 # --- the notice ---------------------------------------------------------------------------------------------------
 
@@ -30,19 +36,27 @@ from engine.models.prepare import prepare
 def test_experts_that_fit_are_no_news(tmp_path: Path) -> None:
     experts = open_model(write_tiny_model(tmp_path, "mixtral")).experts
     assert experts is not None
-    assert notice_beyond_memory(experts, experts.nbytes) is None
+    assert notice_beyond_memory("experts", experts.nbytes, (), experts.nbytes) is None
+
+
+def _files(experts: Experts) -> Sequence[FileMapping]:
+    found: Sequence[FileMapping] = getattr(experts, "mapped_files", ())
+    assert found
+    return found
 
 
 def test_experts_that_do_not_fit_are_said_with_the_rate(tmp_path: Path) -> None:
     experts = open_model(write_tiny_model(tmp_path, "mixtral", hidden_size=480, intermediate_size=1120)).experts
     assert experts is not None
-    line = notice_beyond_memory(experts, experts.nbytes - 1, measure=lambda path: 1.234e9)
+    line = notice_beyond_memory(
+        "experts", experts.nbytes, _files(experts), experts.nbytes - 1, measure=lambda path: 1.234e9
+    )
     size = f"{experts.nbytes / 1e9:.1f} GB"
     assert line == (
-        f"The model's {size} of experts do not fit in the {size} of memory that are free, so some are read from disk "
-        "each time they are used: at 1.23 GB/s, as measured just now."
+        f"The model's {size} of experts do not fit in the {size} of memory that are free for it, so some are "
+        "read from disk each time they are used: at 1.23 GB/s, as measured just now."
     )
-    line = notice_beyond_memory(experts, 0, measure=lambda path: None)
+    line = notice_beyond_memory("experts", experts.nbytes, _files(experts), 0, measure=lambda path: None)
     assert line is not None and line.endswith("each time they are used, which is slow.")
 
 
@@ -149,8 +163,49 @@ def test_the_tightest_limit_around_the_process_counts(
 def test_a_container_that_sees_only_itself(tmp_path: Path) -> None:
     group(tmp_path, 2, "1000", 300, 100)
     assert container_bytes(tmp_path, tmp_path / "absent") == 800
+    assert container_limit(tmp_path, tmp_path / "absent") == 1000
     (tmp_path / "memory.stat").write_text("damaged\n")
     assert container_bytes(tmp_path, tmp_path / "absent") is None
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Everybody who asks is in a control group of a gigabyte, of which 300 MB are left."""
+    folder = tmp_path / "group"
+    group(folder, 2, "1000000000", 700_000_000, 0)
+    limits = free_memory._limits
+    monkeypatch.setattr(free_memory, "_limits", lambda mount, membership: limits(folder, folder / "absent"))
+    return folder
+
+
+def test_whoever_asks_for_memory_hears_of_the_same(
+    small: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path))
+    machine = free_memory.memory()
+    assert (machine.total, machine.free) == (1_000_000_000, 300_000_000) and machine.machine > machine.total
+    assert free_memory.available_bytes() == 300_000_000 - free_memory.RESERVE_BYTES
+    facts = doctor_facts(Load(id=0, model="starter"))
+    assert (facts.memory_total, facts.memory_free) == (machine.total, machine.free)
+    assert facts.memory_of_machine == machine.machine
+    planned = plan_model(Plan(id=1, load=Load(id=1, model=str(write_tiny_model(tmp_path / "model", "mixtral")))))
+    (cpu,) = [device for device in planned.memory if device.device == "CPU"]
+    assert (cpu.total, cpu.free) == (machine.total, free_memory.available_bytes())
+
+
+def test_the_native_runtime_says_that_a_model_exceeds_what_it_may_use(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny_model(tmp_path / "model", "mixtral")
+    load = Load(id=1, model="m", runtime="native", cpu_threads=1)
+
+    def notices() -> list[str]:
+        return NativeRuntime().load(folder, load, lambda *_: None).facts.notices
+
+    assert notices() == []
+    (small / "memory.current").write_text("999999999")
+    (line,) = notices()
+    assert "GB of weights do not fit in the 0.0 GB of memory that are free for it" in line
 
 
 # --- for real -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from engine import runtimes
@@ -15,6 +16,8 @@ from engine.exchange.layers import Recorded
 from engine.experts.kernels.bindings import WEIGHT_DTYPES, choose
 from engine.experts.kernels.pool import physical_cores, shared_pool
 from engine.experts.popularity import Popularity
+from engine.experts.reading_ahead import notice_beyond_memory
+from engine.free_memory import available_bytes
 from engine.messages import Load
 from engine.models.files import ModelFiles
 from engine.models.opening import open_model
@@ -78,6 +81,11 @@ class NativeRuntime:
         progress("reading the trunk", files.trunk_bytes, files.trunk_bytes, "bytes")
         load_s = time.perf_counter() - started
         facts = describe(shape, files, request, dtype, choice, threads, load_s, None if ring is None else ring.seat)
+        if ring is None:
+            nbytes = files.trunk_bytes + (0 if experts is None else experts.nbytes)
+            beyond = notice_beyond_memory("weights", nbytes, files.mapped_files, available_bytes())
+            if beyond is not None:
+                facts = msgspec.structs.replace(facts, notices=[*facts.notices, beyond])
         pool = shared_pool(threads)
         trunk = None
         if ring is not None and experts is not None and popularity is not None:
