@@ -86,6 +86,9 @@ class Recorder:
         self, layers: int, moe_layers: Iterable[int], experts: int, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.enabled = False
+        self.sampled = False
+        """Measuring waits for a GPU after each part of each layer: whoever switches it on does so for a few steps a
+        second only. Set by the runtime."""
         self.clock = clock
         self._layers = layers
         self._moe_layers = list(moe_layers)
@@ -158,4 +161,5 @@ class Recorder:
             expert_use=[list(self._use[layer]) for layer in self._moe_layers],
             movement=self.movement.frame() if self._shared is not None else None,
             resident=self._shared.resident() if self._shared is not None else [],
+            sampled=self.sampled,
         )

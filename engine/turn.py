@@ -102,13 +102,16 @@ class Turn:
     # --- timing panel ---------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Measure the coming step if somebody looks."""
-        self._recorder.enabled = self._always or self._control.watching()
+        """Measure the coming step if somebody looks; where measuring slows a step down, only as many as are shown."""
+        wanted = self._always or self._control.watching()
+        # The first step of each phase is always one of them.
+        phase = "decode sample" if self._count else "prefill sample"
+        self._recorder.enabled = wanted and (not self._recorder.sampled or self.due(phase, TIMING_INTERVAL_S))
         self._measured = self._measured or self._recorder.enabled
         self._tell()
 
     def show_timing(self) -> None:
-        if self._recorder.enabled and self.due("timing", TIMING_INTERVAL_S):
+        if self._recorder.enabled and (self._recorder.sampled or self.due("timing", TIMING_INTERVAL_S)):
             self.emit(self._recorder.frame(self.id))
 
     # --- the answer -----------------------------------------------------------------------------------------------

@@ -83,6 +83,8 @@ class Timing(Event, frozen=True, kw_only=True, tag="timing"):
     """Per MoE layer, the experts that are in GPU memory now; empty where none are kept there."""
     nodes: list[NodeTimes] = []
     """Every node of the ring in rank order, the head first; empty on one machine."""
+    sampled: bool = False
+    """Only some of the steps were measured, at most four a second."""
 
 
 class Finished(Event, frozen=True, kw_only=True, tag="finished"):

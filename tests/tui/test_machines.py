@@ -426,6 +426,18 @@ async def test_a_key_goes_through_the_nodes(make_app: MakeApp, engine: FakeEngin
         assert "[3 mini]" in view.render().plain
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+async def test_a_panel_that_samples_says_so(make_app: MakeApp, engine: FakeEngine, sampled: bool) -> None:
+    app = make_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await ready(pilot, app)
+        await pilot.press("f5")
+        await wait_until(pilot, lambda: app.screen.query(TimingPanel))
+        view = app.screen.query_one(TimingView)
+        view.show(Timing(id=1, prefill=PhaseTimes(), decode=PhaseTimes(), sampled=sampled))
+        assert ("A few steps a second are measured" in view.render().plain) == sampled
+
+
 # --- the status line ----------------------------------------------------------------------------------------------
 
 

@@ -32,8 +32,9 @@ class TimingPanel(Panel):
         "machines, waiting, and the rest; `p` changes between decoding and reading the prompt. Below, how often each "
         "expert was used: rows are layers, columns experts. Where GPU and CPU share the experts, it is said what was "
         "moved between them, and experts in GPU memory are marked. In a ring `n` goes from an overview, with the "
-        "slowest node of each layer, to the nodes one by one. It is measured only while this panel is open; where it "
-        "covers the conversation, from the first time it was opened on."
+        "slowest node of each layer, to the nodes one by one. It is measured only while this panel is open, and on a "
+        "GPU only a few steps a second, because measuring slows a step down there; where the panel covers the "
+        "conversation, from the first time it was opened on."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "phase", "Prefill / decode", id="timing.phase"),
@@ -130,6 +131,13 @@ class TimingView(Rendered):
         self.remake()
 
     def make(self, width: int) -> Content:
+        found = self._measured(width)
+        if self._timing is None or not self._timing.sampled:
+            return found
+        said = "A few steps a second are measured: on a GPU each of them is slower for it."
+        return Content("\n").join([found, Content(), Content.styled(said, "$foreground-muted")])
+
+    def _measured(self, width: int) -> Content:
         timing = self._timing
         if timing is None:
             how = "From now on" if self._panel.covers else "While this panel is open"

@@ -106,6 +106,14 @@ class RingRecorder(Recorder):
             self.inner.enabled = wanted
             self._measure(forget=False)
 
+    @property
+    def sampled(self) -> bool:
+        return self.inner.sampled
+
+    @sampled.setter
+    def sampled(self, wanted: bool) -> None:
+        """The node's own runtime says so."""
+
     def reset(self) -> None:
         super().reset()
         self.inner.reset()

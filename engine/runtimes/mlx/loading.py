@@ -210,6 +210,7 @@ def _wanted_dtype(plan: _Plan, request: Load, stored: str) -> Any:
 def _assemble(plan: _Plan, request: Load, loaded: weights.Loaded, dtype: str, place: RingPlace | None) -> MlxModel:
     layout = LAYOUTS.get(plan.config["model_type"])
     spans = Spans(Recorder(len(loaded.layers), loaded.moe_layers, loaded.count))
+    spans.recorder.sampled = plan.device == "gpu"
     context = context_of(plan.config, plan.family)
     windows = [window or context.window for window in layer_windows(loaded.model)]
     rotary = correct_rotary(loaded.layers, plan.config.get("rope_parameters") or {})

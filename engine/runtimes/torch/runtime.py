@@ -75,6 +75,7 @@ class TorchRuntime:
         room, lines = find_room(self._find_gpu, files, dtype, request, in_ring=ring is not None)
         device = room.device.torch_device if room is not None else torch.device("cpu")
         recorder = Recorder(config.num_hidden_layers, [place.layer for place in places], count_of(files.experts))
+        recorder.sampled = device.type == "cuda"
         executor: AnyExecutor | None = None
         held = experts_here(files.experts, ring)
         if held is not None:
