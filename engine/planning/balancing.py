@@ -7,34 +7,38 @@ Experts with the same number of tokens and the same residency are interchangeabl
    when copies bound the GPU's side, for then each saves the same copy), or smallest gain from a GPU first (right when
    computing bounds it). At every cut the residents follow in order of their gain, as far as that helps: where both
    sides are level, found by bisection.
-2. If there are few kinds, branch and bound below the best cut, at most ``SEARCH_NODES`` nodes. Nine experts fit in any
-   case, one row's experts always (they are of two kinds), and then the answer is the optimum of the model in
-   :mod:`engine.planning.layer_time`. With many kinds a cut is within a percent or so: what it can miss is part of one
-   expert's time.
+2. If there are few experts, branch and bound below the best cut, at most ``SEARCH_NODES`` nodes. Nine experts fit in
+   any case, and then the answer is the optimum of the model in :mod:`engine.planning.layer_time`. With many experts a
+   cut is within a percent or so: what it can miss is part of one expert's time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from typing import NamedTuple
 
 from engine.planning.calibration import Calibration
-from engine.planning.layer_time import Load, cpu_seconds, gpu_seconds, sides
+from engine.planning.layer_time import Load, remembered_seconds, sides
 
 SEARCH_NODES = 1500
 """Nodes that branch and bound may open, about a microsecond each: nine experts of nine kinds open at most 1023."""
 SEARCH_KINDS = 32
-"""With more kinds than this the cut is taken as it is."""
+SEARCH_EXPERTS = 64
+"""With more kinds or active experts the cut is taken as it is: what it can miss is a small part of the whole."""
+
+_ROUNDING = 1e-9
+"""Of sums that are compared with one another; never as much as one expert's time."""
 
 
-@dataclass(frozen=True)
-class Kind:
-    """``count`` active experts of the same number of tokens and residency; ``cpu``, ``gpu``: seconds of one there."""
+class Kind(NamedTuple):
+    """``number`` active experts of the same number of tokens and residency; ``cpu``, ``gpu``: seconds of one there."""
 
     resident: bool
-    count: int
+    number: int
     cpu: float
     gpu: float
 
@@ -59,12 +63,12 @@ def share(counted: tuple[tuple[int, bool, int], ...], calibration: Calibration) 
 
 @lru_cache(maxsize=8192)
 def _share(counted: tuple[tuple[int, bool, int], ...], calibration: Calibration) -> tuple[int, ...]:
-    kinds = [
-        Kind(resident, count, cpu_seconds(tokens, calibration), gpu_seconds(tokens, calibration))
-        for tokens, resident, count in counted
-    ]
-    found = _best_cut(kinds, calibration)
-    return (_Search(kinds, calibration, found).run() if len(kinds) <= SEARCH_KINDS else found).on_cpu
+    cpu, gpu = remembered_seconds(calibration)
+    kinds = [Kind(resident, count, cpu[tokens], gpu[tokens]) for tokens, resident, count in counted]
+    on_cpu = _best_cut(kinds, calibration)
+    if len(kinds) > SEARCH_KINDS or sum(kind.number for kind in kinds) > SEARCH_EXPERTS:
+        return on_cpu
+    return _Search(kinds, calibration, weigh(kinds, on_cpu, calibration)).run().on_cpu
 
 
 def weigh(kinds: Sequence[Kind], on_cpu: Sequence[int], calibration: Calibration) -> Answer:
@@ -73,7 +77,7 @@ def weigh(kinds: Sequence[Kind], on_cpu: Sequence[int], calibration: Calibration
     smallest = float("inf")
     copies = 0
     for kind, there in zip(kinds, on_cpu, strict=True):
-        here = kind.count - there
+        here = kind.number - there
         cpu += there * kind.cpu
         if kind.resident:
             resident += here * kind.gpu
@@ -93,80 +97,143 @@ def _work(load: Load, calibration: Calibration) -> float:
 class _Queue:
     """Experts in the order in which they leave the GPU, with the sums of both sides at every cut."""
 
-    kinds: tuple[int, ...]
-    cpu: tuple[float, ...]
+    kinds: list[int]
+    cpu: list[float]
     """``cpu[n]``: seconds on the CPU of the first ``n``."""
-    gpu: tuple[float, ...]
+    gpu: list[float]
     """``gpu[n]``: seconds on the GPU of all but the first ``n``."""
-    smallest: tuple[float, ...]
+    smallest: list[float]
     """``smallest[n]``: the shortest of those, 0.0 if there are none."""
+    length: int
 
     @classmethod
     def of(cls, kinds: Sequence[Kind], order: Sequence[int]) -> _Queue:
-        places = tuple(place for place in order for _ in range(kinds[place].count))
-        backwards = [kinds[place].gpu for place in reversed(places)]
+        places: list[int] = []
+        cpu: list[float] = []
+        gpu: list[float] = []
+        for place in order:
+            _, count, on_cpu, on_gpu = kinds[place]
+            places += [place] * count
+            cpu += [on_cpu] * count
+            gpu += [on_gpu] * count
+        gpu.reverse()
         return cls(
             kinds=places,
-            cpu=tuple(accumulate((kinds[place].cpu for place in places), initial=0.0)),
-            gpu=tuple(reversed(list(accumulate(backwards, initial=0.0)))),
-            smallest=(*reversed(list(accumulate(backwards, min))), 0.0),
+            cpu=list(accumulate(cpu, initial=0.0)),
+            gpu=list(accumulate(gpu, initial=0.0))[::-1],
+            smallest=[*list(accumulate(gpu, min))[::-1], 0.0],
+            length=len(places),
         )
 
-    @property
-    def length(self) -> int:
-        return len(self.kinds)
 
-
-def _best_cut(kinds: Sequence[Kind], calibration: Calibration) -> Answer:
-    def gain(place: int) -> float:
-        return kinds[place].cpu / max(kinds[place].gpu, 1e-12)
-
+def _best_cut(kinds: Sequence[Kind], calibration: Calibration) -> tuple[int, ...]:
+    """How many of each kind run on the CPU."""
+    gain = [kind.cpu / max(kind.gpu, 1e-12) for kind in kinds].__getitem__
     missing = [place for place, kind in enumerate(kinds) if not kind.resident]
     residents = _Queue.of(kinds, sorted((place for place, kind in enumerate(kinds) if kind.resident), key=gain))
     orders = [sorted(missing, key=lambda place: kinds[place].cpu), sorted(missing, key=gain)]
+    if orders[0] == orders[1]:
+        del orders[1]
+    cuts = [_Cuts(_Queue.of(kinds, order), residents, calibration) for order in orders]
+    # Whatever is later than a cut that is there already is left out.
+    soonest = min(cut.at_a_glance() for cut in cuts)
     best: tuple[float, float] | None = None
-    cut: tuple[_Queue, int, int] | None = None
-    for queue in [_Queue.of(kinds, order) for order in (orders if orders[0] != orders[1] else orders[:1])]:
-        for left in range(queue.length + 1):
-            value, followed = _best_following(queue, left, residents, calibration)
+    chosen: tuple[_Queue, int, int] | None = None
+    for cut in cuts:
+        for left in cut.worth_a_look(soonest):
+            value, followed = cut.best_following(left)
             if best is None or value < best:
-                best, cut = value, (queue, left, followed)
-    assert cut is not None
+                best, chosen = value, (cut.queue, left, followed)
+                soonest = min(soonest, value[0])
+    assert chosen is not None
     on_cpu = [0] * len(kinds)
-    for place in (*cut[0].kinds[: cut[1]], *residents.kinds[: cut[2]]):
+    for place in (*chosen[0].kinds[: chosen[1]], *residents.kinds[: chosen[2]]):
         on_cpu[place] += 1
-    return weigh(kinds, on_cpu, calibration)
+    return tuple(on_cpu)
 
 
-def _best_following(
-    queue: _Queue, left: int, residents: _Queue, calibration: Calibration
-) -> tuple[tuple[float, float], int]:
-    """(slowest side, work) and how many residents follow ``left`` others to the CPU for that."""
+class _Cuts:
+    """Cuts of ``queue``, each with as many of ``residents`` following to the CPU as help."""
 
-    def both(followed: int) -> tuple[float, float, float]:
-        load = Load(
-            cpu=queue.cpu[left] + residents.cpu[followed],
-            resident=residents.gpu[followed],
-            moved=queue.gpu[left],
-            smallest_moved=queue.smallest[left],
-            copies=queue.length - left,
-        )
-        cpu, gpu = sides(load, calibration)
-        return cpu, gpu, _work(load, calibration)
+    def __init__(self, queue: _Queue, residents: _Queue, calibration: Calibration) -> None:
+        self.queue = queue
+        self._residents = residents
+        self._calibration = calibration
+        self._ahead = [cpu - gpu for cpu, gpu in zip(residents.cpu, residents.gpu, strict=True)]
+        """By how much the CPU has more to do than the GPU with so many residents on the CPU; ascending."""
 
-    low, high = 0, residents.length
-    while low < high:
-        middle = (low + high) // 2
-        cpu, gpu, _ = both(middle)
-        if cpu >= gpu:
-            high = middle
+    def at_a_glance(self) -> float:
+        """How soon a good cut is done: no cut that is done later is the best one."""
+        low, high = 0, self.queue.length
+        while low < high:
+            middle = (low + high) // 2
+            cpu, gpu, _ = self._sides(middle, self._level(middle))
+            low, high = (low, middle) if cpu >= gpu else (middle + 1, high)
+        return min(self.best_following(left)[0][0] for left in {max(0, low - 1), low})
+
+    def worth_a_look(self, soonest: float) -> Iterator[int]:
+        """The cuts, ascending, that can be done by ``soonest``: the CPU with so many residents or more is not done
+        before, or the GPU with fewer."""
+        queue, residents = self.queue, self._residents
+        most, ahead, left_on_gpu = residents.length, self._ahead, residents.gpu
+        weight_copy, latest = self._calibration.weight_copy, soonest * (1.0 + _ROUNDING)
+        for left, (on_cpu, moved, smallest) in enumerate(zip(queue.cpu, queue.gpu, queue.smallest, strict=True)):
+            if on_cpu > latest:
+                return
+            if (queue.length - left) * weight_copy + smallest > latest:
+                continue
+            level = min(most, bisect_left(ahead, moved - on_cpu))
+            if level and left_on_gpu[level - 1] + moved <= latest:
+                yield left
+            elif on_cpu + residents.cpu[level] <= latest:
+                # As copies slow it down.
+                cpu, gpu, _ = self._sides(left, level)
+                if (cpu if most else max(cpu, gpu)) <= latest:
+                    yield left
+
+    def best_following(self, left: int) -> tuple[tuple[float, float], int]:
+        """(slowest side, work) and how many residents follow ``left`` others to the CPU for that: where both sides are
+        level, one fewer, or none."""
+        known: dict[int, tuple[float, float, float]] = {}
+
+        def at(followed: int) -> tuple[float, float, float]:
+            if followed not in known:
+                known[followed] = self._sides(left, followed)
+            return known[followed]
+
+        def cpu_is_later(followed: int) -> bool:
+            cpu, gpu, _ = at(followed)
+            return cpu >= gpu
+
+        guess = low = self._level(left)
+        high = self._residents.length
+        # The copies are not in the guess: with them more residents, or fewer, may make both sides level.
+        if guess == high or cpu_is_later(guess):
+            low, high = (guess if guess and not cpu_is_later(guess - 1) else 0), guess
         else:
-            low = middle + 1
-    found = []
-    for followed in {0, max(0, low - 1), low}:
-        cpu, gpu, work = both(followed)
-        found.append(((max(cpu, gpu), work), followed))
-    return min(found)
+            low = guess + 1
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if cpu_is_later(middle) else (middle + 1, high)
+        return min(((max(cpu, gpu), work), n) for n in {0, max(0, low - 1), low} for cpu, gpu, work in [at(n)])
+
+    def _level(self, left: int) -> int:
+        """How many residents make both sides level, copies not counted."""
+        even = self.queue.gpu[left] - self.queue.cpu[left]
+        return min(self._residents.length, bisect_left(self._ahead, even))
+
+    def _sides(self, left: int, followed: int) -> tuple[float, float, float]:
+        """Seconds until the CPU and the GPU are done, and of all parts."""
+        queue, residents = self.queue, self._residents
+        load = Load(
+            queue.cpu[left] + residents.cpu[followed],
+            residents.gpu[followed],
+            queue.gpu[left],
+            queue.smallest[left],
+            queue.length - left,
+        )
+        cpu, gpu = sides(load, self._calibration)
+        return cpu, gpu, _work(load, self._calibration)
 
 
 class _Search:
@@ -196,8 +263,8 @@ class _Search:
             return
         place = self._order[depth]
         kind = self._kinds[place]
-        for there in range(kind.count + 1):
-            here = kind.count - there
+        for there in range(kind.number + 1):
+            here = kind.number - there
             self._on_cpu[place] = there
             more = 0 if kind.resident else here
             self._open(depth + 1, cpu + there * kind.cpu, computing + here * kind.gpu, copies + more)

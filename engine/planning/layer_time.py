@@ -14,8 +14,9 @@ While copies and CPU run at once each slows the other, because both read the hos
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from engine.planning.calibration import Calibration
@@ -80,16 +81,36 @@ def gpu_seconds(tokens: int, calibration: Calibration) -> float:
     return calibration.gpu.at(tokens)
 
 
+class _Remembered(dict[int, float]):
+    """Seconds by tokens: every layer of every step asks for the same."""
+
+    def __init__(self, seconds: Callable[[int, Calibration], float], calibration: Calibration) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self._calibration = calibration
+
+    def __missing__(self, tokens: int) -> float:
+        found = self[tokens] = self._seconds(tokens, self._calibration)
+        return found
+
+
+@lru_cache(maxsize=8)
+def remembered_seconds(calibration: Calibration) -> tuple[dict[int, float], dict[int, float]]:
+    """:func:`cpu_seconds` and :func:`gpu_seconds` by tokens, for looking up."""
+    return _Remembered(cpu_seconds, calibration), _Remembered(gpu_seconds, calibration)
+
+
 def load_of(active: Sequence[ActiveExpert], places: Sequence[Place], calibration: Calibration) -> Load:
     """The work that ``places`` (same order as ``active``) gives to either side."""
+    on_cpu, on_gpu = remembered_seconds(calibration)
     cpu = resident = moved = 0.0
     smallest = float("inf")
     copies = 0
     for each, place in zip(active, places, strict=True):
         if place == "amove":
-            cpu += cpu_seconds(each.tokens, calibration)
+            cpu += on_cpu[each.tokens]
             continue
-        computing = gpu_seconds(each.tokens, calibration)
+        computing = on_gpu[each.tokens]
         if place == "gpu":
             resident += computing
         else:

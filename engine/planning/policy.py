@@ -131,17 +131,16 @@ class Balanced(_Unchanging):
     cache: CacheRule = CacheRule("lfru", admits_moved=True, scope="global", learns=True)
 
     def decide(self, layer: int, active: Sequence[ActiveExpert], calibration: Calibration) -> Decision:
-        counted = Counter((each.tokens, each.resident) for each in active)
-        kinds = tuple(sorted((tokens, resident, count) for (tokens, resident), count in counted.items()))
-        left = {kind[:2]: there for kind, there in zip(kinds, share(kinds, calibration), strict=True)}
+        pairs = [(each.tokens, each.resident) for each in active]
+        kinds = tuple(sorted([(*pair, count) for pair, count in Counter(pairs).items()]))
+        left = {kind[:2]: there for kind, there in zip(kinds, share(kinds, calibration), strict=True) if there}
         places: list[Place] = []
-        for each in active:
-            kind = (each.tokens, each.resident)
-            if left[kind]:
-                left[kind] -= 1
+        for pair in pairs:
+            if left.get(pair):
+                left[pair] -= 1
                 places.append("amove")
             else:
-                places.append("gpu" if each.resident else "pmove")
+                places.append("gpu" if pair[1] else "pmove")
         return _decided(active, places, calibration)
 
 

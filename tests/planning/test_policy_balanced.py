@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.planning import balancing
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
 from engine.planning.layer_time import (
     ActiveExpert,
@@ -226,3 +227,72 @@ def test_both_sides_slow_each_other_only_while_both_work(
     both = min(took_cpu, took_gpu)
     assert both / slow_cpu + max(0.0, took_cpu - both) == pytest.approx(cpu, rel=1e-6)
     assert both / slow_copy + max(0.0, took_gpu - both) == pytest.approx(copy, rel=1e-6)
+
+
+# --- many experts: the cut ------------------------------------------------------------------------------------------
+
+
+def soonest_cut(active: Sequence[ActiveExpert], measured: Calibration) -> float:
+    """Of all cuts in both orders, with every number of residents that may follow, the soonest."""
+
+    def seconds(each: ActiveExpert) -> tuple[float, float]:
+        return cpu_seconds(each.tokens, measured), gpu_seconds(each.tokens, measured)
+
+    def gain(each: ActiveExpert) -> float:
+        cpu, gpu = seconds(each)
+        return cpu / max(gpu, 1e-12)
+
+    residents = sorted((each for each in active if each.resident), key=gain)
+    found = []
+    for order in (lambda each: seconds(each)[0], gain):
+        missing = sorted((each for each in active if not each.resident), key=order)
+        for left in range(len(missing) + 1):
+            moved = [seconds(each)[1] for each in missing[left:]]
+            there = sum(seconds(each)[0] for each in missing[:left])
+            for followed in range(len(residents) + 1):
+                load = Load(
+                    cpu=there + sum(seconds(each)[0] for each in residents[:followed]),
+                    resident=sum(seconds(each)[1] for each in residents[followed:]),
+                    moved=sum(moved),
+                    smallest_moved=min(moved, default=0.0),
+                    copies=len(moved),
+                )
+                found.append(max(sides(load, measured)))
+    return min(found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(active=actives(40, 60), measured=calibrations())
+def test_no_cut_is_sooner_than_the_decision(active: list[ActiveExpert], measured: Calibration) -> None:
+    decision = Balanced().decide(0, active, measured)
+    assert max(decision.cpu_s, decision.gpu_s) <= soonest_cut(active, measured) * (1 + 1e-9)
+
+
+def test_deciding_for_128_experts_looks_at_few_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are a hundred and more in each order, each with up to as many residents that follow; less than three times
+    as many sums as experts are made of them."""
+    made = 0
+
+    def counted(load: Load, measured: Calibration) -> tuple[float, float]:
+        nonlocal made
+        made += 1
+        return sides(load, measured)
+
+    monkeypatch.setattr(balancing, "sides", counted)
+    draw = random.Random(1)
+    experts, layers = 128, 60
+    for _ in range(layers):
+        cpu = 10.0 ** draw.uniform(-4, -2)
+        gpu = cpu * 10.0 ** draw.uniform(-2, 0.3)
+        measured = calibration(
+            cpu=curve(cpu, draw.choice([1, 4, 8]), cpu * draw.choice([0.0, 0.01, 0.3])),
+            gpu=curve(gpu, draw.choice([8, 64, 512]), 0.0),
+            weight_copy=cpu * 10.0 ** draw.uniform(-2, 1),
+            cpu_overlapped=draw.choice([1.0, 1.2, 2.0]),
+            copy_overlapped=draw.choice([1.0, 1.3, 1.8]),
+        )
+        most, resident = draw.choice([4, 200, 2000]), draw.choice([0.0, 0.2, 0.5, 0.8])
+        Balanced().decide(
+            0, [ActiveExpert(e, draw.randint(1, most), draw.random() < resident) for e in range(experts)], measured
+        )
+    assert made < 3 * experts * layers
