@@ -11,6 +11,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 _QUERY = ("--query-gpu=name,memory.total,memory.free", "--format=csv,noheader,nounits")
 _QUERY_S = 10.0
 _MIB = 1024 * 1024
@@ -80,6 +82,15 @@ def processor() -> str:
         return facts["model name"] + (f" ({'.'.join(numbers)})" if numbers else "")
     arm = [facts[key] for key in ("CPU implementer", "CPU part") if key in facts]
     return " ".join([platform.machine(), *arm])
+
+
+def on_battery() -> bool:
+    """Whether this machine runs on its battery now; False where it has none, or does not tell."""
+    try:
+        battery = psutil.sensors_battery()
+    except (AttributeError, OSError, RuntimeError, ValueError):
+        return False
+    return battery is not None and battery.power_plugged is False
 
 
 def _output(*command: str) -> str:

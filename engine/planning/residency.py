@@ -18,6 +18,10 @@ UNWIRED_AFTER_S = 0.25
 EVICTED_AFTER_S = 30.0
 """How often pages of files are looked at. The system drops them when it needs the memory, not after a time."""
 
+LET_GO_AFTER_S = 300.0
+LET_GO_ON_BATTERY_S = 30.0
+"""After so long without a question a GPU may rest, and the system may have its memory back."""
+
 
 @dataclass(frozen=True)
 class Wiring:
@@ -67,3 +71,9 @@ def standby_period(pass_s: float, wired: bool, own_memory: bool) -> float | None
     if wired:
         return None
     return max(UNWIRED_AFTER_S if own_memory else EVICTED_AFTER_S, pass_s / STANDBY_SHARE)
+
+
+def lets_go(idle_s: float, on_battery: bool) -> bool:
+    """Whether weights in a GPU driver's memory are neither touched nor kept wired any more, ``idle_s`` seconds after
+    the last question: touching them keeps the GPU from resting. Not for a node of a ring, which others wait for."""
+    return idle_s >= (LET_GO_ON_BATTERY_S if on_battery else LET_GO_AFTER_S)

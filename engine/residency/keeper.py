@@ -17,6 +17,8 @@ IDLE_S = 10.0
 QUIET_S = 0.3
 """So long after an answer, or after a pass for the ring's head, the next one may yet follow: nothing is touched."""
 _NEWS_S = 0.25
+CHECK_S = 15.0
+"""How often it is asked whether to let go."""
 
 
 class IdleProbe:
@@ -52,6 +54,8 @@ class Keeper:
     ``tell(done, total)`` hears of the warm-up, in bytes, at most four times a second; ``after_warm_up`` (locking) is
     called once, in the keeper's thread. ``wired``: what is warm stays so by itself. The keeper never works while an
     answer runs (:meth:`answering`). A pass that fails, with the disk say, ends the keeping, and nothing else.
+    ``lets_go(seconds)`` says whether nothing is kept any more after so long without an answer (None: it is never
+    asked). Then ``hold(False)`` is called, and ``hold(True)`` when the next answer begins.
     """
 
     def __init__(
@@ -61,6 +65,8 @@ class Keeper:
         *,
         wired: bool = False,
         after_warm_up: Callable[[], None] | None = None,
+        lets_go: Callable[[float], bool] | None = None,
+        hold: Callable[[bool], None] = lambda wanted: None,
         available: Callable[[], int] = available_bytes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -68,8 +74,13 @@ class Keeper:
         self._tell = tell
         self._wired = wired
         self._after_warm_up = after_warm_up
+        self._lets_go = lets_go
+        self._hold = hold
+        self._held = True
         self._available = available
         self._clock = clock
+        self._used = clock()
+        """When an answer last ended, or began; the warm-up's end before the first."""
         self._changed = threading.Condition()
         self._answering = 0
         self._quiet_until = -math.inf
@@ -94,12 +105,17 @@ class Keeper:
             self._answering += 1
             while self._touching:
                 self._changed.wait()
+            if not self._held:
+                self._held = True
+                self._changed.notify_all()
+                self._hold(True)
         try:
             yield
         finally:
             with self._changed:
                 self._answering -= 1
-                self._quiet_until = self._clock() + QUIET_S
+                self._used = self._clock()
+                self._quiet_until = self._used + QUIET_S
                 self._changed.notify_all()
 
     def wait_until_warm(self, timeout: float | None = None) -> bool:
@@ -122,14 +138,39 @@ class Keeper:
             if self._after_warm_up is not None and not self._closed:
                 self._after_warm_up()
             self._warm.set()
-            while self._rest(standby_period(seconds, self._wired, self._weights.own_memory)):
-                seconds = self._pass(STANDBY_SHARE, everything=self._weights.own_memory)
-                self.passes += not self._closed
+            with self._changed:
+                self._used = max(self._used, self._clock())
+            checked = self._clock()
+            while self._rest(self._period(seconds)):
+                if self._lets_go is not None and self._clock() - checked >= CHECK_S:
+                    checked = self._clock()
+                    if self._let_go():
+                        continue
+                if standby_period(seconds, self._wired, self._weights.own_memory) is not None:
+                    seconds = self._pass(STANDBY_SHARE, everything=self._weights.own_memory)
+                    self.passes += not self._closed
         except Exception as error:
             self.problem = f"{type(error).__name__}: {error}"
         finally:
             self._warm.set()
             self._weights.close()
+
+    def _period(self, seconds: float) -> float | None:
+        """How long to rest after a pass that took ``seconds``; None: until it is closed."""
+        standby = standby_period(seconds, self._wired, self._weights.own_memory)
+        return CHECK_S if standby is None and self._lets_go is not None else standby
+
+    def _let_go(self) -> bool:
+        """Let go if it is time to, and wait until somebody is answered again. Whether it did."""
+        with self._changed:
+            idle = self._clock() - self._used
+            if self._answering or self._closed or self._lets_go is None or not self._lets_go(idle):
+                return False
+            self._held = False
+            self._hold(False)
+            while not self._held and not self._closed:
+                self._changed.wait()
+            return True
 
     def _pass(self, share: float, everything: bool) -> float:
         """Touch as many pieces as fit in memory (``everything``: also those that are there), at ``share`` of the time.

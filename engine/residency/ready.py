@@ -12,7 +12,9 @@ import msgspec
 from engine.errors import ModelError
 from engine.exchange.seat import Seat
 from engine.free_memory import available_bytes
+from engine.machine import on_battery
 from engine.messages import AnyEvent, Finished, Load, Notice, WarmUp
+from engine.planning.residency import lets_go
 from engine.residency.keeper import IdleProbe, Keeper
 from engine.residency.mapped import MappedWeights
 from engine.runtimes.protocol import KeepsWeights, LoadedModel, MapsFiles, Seated, Weights
@@ -51,7 +53,11 @@ class Ready:
             weights: Weights
             if isinstance(model, KeepsWeights):
                 weights = model.kept_weights()
-                self.keeper = Keeper(weights, tell, wired=model.weights_are_wired)
+                # The others of a ring wait for the slowest: a node of it is kept ready as long as it is one.
+                resting = None if held is not None else _lets_go
+                self.keeper = Keeper(
+                    weights, tell, wired=model.weights_are_wired, lets_go=resting, hold=model.hold_weights
+                )
             else:
                 in_use = model.mapped_files if isinstance(model, MapsFiles) else ()
                 weights = mapped = MappedWeights(folder, held, trunk, in_use)
@@ -186,3 +192,7 @@ def _lock(weights: MappedWeights, notice: Callable[[str], None]) -> None:
     locked = weights.lock(available_bytes())
     if locked.reason:
         notice(f"{locked}.")
+
+
+def _lets_go(idle_s: float) -> bool:
+    return lets_go(idle_s, on_battery())

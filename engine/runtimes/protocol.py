@@ -206,6 +206,10 @@ class KeepsWeights(Protocol):
         """Its weights, to be touched while it does not answer."""
         ...
 
+    def hold_weights(self, wanted: bool) -> None:
+        """False: the system need not keep them any more; True: it is to keep them as before. From any thread."""
+        ...
+
 
 @runtime_checkable
 class MapsFiles(Protocol):

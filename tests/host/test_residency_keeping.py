@@ -21,6 +21,7 @@ from engine.models.opening import open_model
 from engine.models.prepare import prepare
 from engine.models.weight_layout import layout_of
 from engine.planning import residency as deciding
+from engine.residency import keeper as keeping
 from engine.residency.keeper import IDLE_S, IdleProbe, Keeper
 from engine.residency.mapped import PIECE_BYTES, MappedWeights
 from engine.residency.ready import Ready
@@ -277,6 +278,60 @@ def test_files_are_touched_again_only_where_pages_are_gone(monkeypatch: pytest.M
     assert weights.enough.wait(PATIENCE_S)
     keeper.close()
     assert weights.touches[:6] == [0, 1, 2, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("idle_s", "on_battery", "found"),
+    [(0, False, False), (299, False, False), (300, False, True), (29, True, False), (30, True, True)],
+)
+def test_when_it_lets_go(idle_s: float, on_battery: bool, found: bool):
+    assert deciding.lets_go(idle_s, on_battery) == found
+
+
+@pytest.mark.parametrize("wired", [True, False])
+def test_after_idling_long_nothing_is_kept_until_the_next_answer(wired: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(keeping, "CHECK_S", 0.01)
+    monkeypatch.setattr(deciding, "UNWIRED_AFTER_S", 0.0)
+    weights, held, asked = Recorded([10, 20]), [], threading.Event()
+    long_enough, let_go = threading.Event(), threading.Event()
+
+    def lets_go(idle_s: float) -> bool:
+        assert idle_s >= 0
+        asked.set()
+        return long_enough.is_set()
+
+    def hold(wanted: bool) -> None:
+        held.append(wanted)
+        if not wanted:
+            let_go.set()
+
+    keeper = Keeper(weights, wired=wired, lets_go=lets_go, hold=hold)
+    keeper.start()
+    assert keeper.wait_until_warm(PATIENCE_S)
+    assert asked.wait(PATIENCE_S) and held == []
+    long_enough.set()
+    assert let_go.wait(PATIENCE_S)
+    touched = keeper.touched
+    long_enough.clear()
+    asked.clear()
+    with keeper.answering():
+        assert held == [False, True]
+    with keeper.answering():
+        assert held == [False, True], "once"
+    assert asked.wait(PATIENCE_S), "it goes on"
+    keeper.close()
+    assert not wired or keeper.touched == touched
+    assert keeper.problem == "" and held == [False, True]
+
+
+def test_closing_while_nothing_is_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(keeping, "CHECK_S", 0.0)
+    let_go = threading.Event()
+    keeper = Keeper(Recorded([1]), wired=True, lets_go=lambda idle: True, hold=lambda wanted: let_go.set())
+    keeper.start()
+    assert let_go.wait(PATIENCE_S)
+    keeper.close()
+    assert keeper.problem == ""
 
 
 def test_nothing_is_touched_while_somebody_is_answered():

@@ -102,6 +102,48 @@ def test_the_share_and_its_keys_and_values_are_wired(a_mac: Limits):
     assert a_mac.now == 12 * 10**9
 
 
+def test_an_old_macos_keeps_nothing_wired(a_mac: Limits, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wired.platform, "mac_ver", lambda: ("14.7.1", ("", "", ""), "arm64"))
+    kept, said = wired.wire(10 * 10**9, 0)
+    assert not kept and said.startswith("macOS 14 keeps no memory wired") and a_mac.told == []
+    monkeypatch.setattr(wired.platform, "mac_ver", lambda: ("15.0", ("", "", ""), "arm64"))
+    assert wired.wire(10 * 10**9, 0) == (True, "")
+
+
+def test_what_is_wired_is_let_go_and_taken_up_again():
+    limits = Limits()
+    limit = WiredLimit(limits)
+    limit.hold(False)
+    assert limits.told == []
+    limit.set(100)
+    limit.hold(False)
+    limit.hold(True)
+    limit.hold(False)
+    limit.restore()
+    assert limits.told == [100, 7, 100, 7, 7]
+
+
+def test_the_usual_context_is_wired_and_not_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    wanted: list[int] = []
+    monkeypatch.setattr(wired, "wire", lambda share, key_values: (wanted.append(key_values), (True, ""))[1])
+    folder = write_comparable(tmp_path / "model", "mixtral", max_position_embeddings=131072)
+    model = loaded(folder)
+    assert model.facts.context_limit == 131072
+    assert wanted == [4096 * model.facts.key_value_bytes_per_token]
+    model.close()
+
+
+@pytest.mark.parametrize("in_ring", [False, True])
+def test_only_a_node_of_a_ring_is_kept_ready_for_ever(tmp_path: Path, in_ring: bool):
+    folder = write_comparable(tmp_path / "model", "mixtral")
+    model = loaded(folder)
+    ready = Ready(model, folder, Load(id=1, model="m"), held={} if in_ring else None)
+    assert ready.keeper is not None
+    assert (ready.keeper._lets_go is None) == in_ring
+    ready.close()
+    model.close()
+
+
 def test_what_is_not_wired_is_said(a_mac: Limits):
     all_of_it, said = wired.wire(23 * 10**9, 4 * 10**9)
     assert (all_of_it, a_mac.now) == (True, 24 * 10**9)

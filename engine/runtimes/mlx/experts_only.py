@@ -40,6 +40,11 @@ class MlxExperts:
         self.weights_are_wired, said = wired.wire(nbytes, 0)
         self.notices += [said] if said else []
 
+    def hold_weights(self, wanted: bool) -> None:
+        """See :class:`engine.runtimes.protocol.KeepsWeights`."""
+        if self._wired:
+            wired.LIMIT.hold(wanted)
+
     def kept_weights(self) -> wired.MlxWeights:
         """See :class:`engine.runtimes.protocol.KeepsWeights`."""
         return wired.MlxWeights(wired.arrays_of(None, self._weights))

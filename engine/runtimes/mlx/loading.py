@@ -23,6 +23,7 @@ from engine.models.opening import open_model, read_config
 from engine.models.safetensors_files import WIDTHS
 from engine.models.share_files import part_of
 from engine.models.weight_layout import layout_of
+from engine.planning.hybrid import Wanted
 from engine.progress import ProgressCallback
 from engine.runtimes.mlx import eligible, weights
 from engine.runtimes.mlx.cache import layer_windows
@@ -89,7 +90,9 @@ def load(
         load_s=time.perf_counter() - started,
     )
     if request.keep_resident:
-        said = model.wire(model.facts.key_value_bytes_per_token * model.facts.context_limit)
+        # As much as a conversation usually takes: the whole context of a long one is more than most Macs have.
+        context = min(model.facts.context_limit, request.context_limit or Wanted().context_tokens)
+        said = model.wire(model.facts.key_value_bytes_per_token * context)
         if said:
             model.facts = msgspec.structs.replace(model.facts, notices=[*model.facts.notices, said])
     return model

@@ -104,6 +104,11 @@ class MlxModel:
         self.weights_are_wired, said = wired.wire(self.facts.trunk_bytes + self.facts.expert_bytes, key_values)
         return said
 
+    def hold_weights(self, wanted: bool) -> None:
+        """See :class:`engine.runtimes.protocol.KeepsWeights`."""
+        if self._wired:
+            wired.LIMIT.hold(wanted)
+
     def kept_weights(self) -> wired.MlxWeights:
         """See :class:`engine.runtimes.protocol.KeepsWeights`."""
         return wired.MlxWeights(wired.arrays_of(self._model, self._experts))

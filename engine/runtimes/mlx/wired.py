@@ -7,6 +7,7 @@ system (:func:`engine.planning.residency.wiring`), set when a model is loaded an
 from __future__ import annotations
 
 import atexit
+import platform
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,9 @@ from engine.planning.residency import Wiring, wiring
 
 Array = Any
 
+RESIDENCY_SETS = 15
+"""The first macOS in which the limit does anything: it is a residency set's, which older ones lack."""
+
 
 class WiredLimit:
     """What this process may keep wired. ``set_limit(bytes)`` returns the limit before."""
@@ -25,6 +29,7 @@ class WiredLimit:
     def __init__(self, set_limit: Any = None) -> None:
         self._set = set_limit or mx.set_wired_limit
         self._before: int | None = None
+        self._wanted = 0
 
     @property
     def is_set(self) -> bool:
@@ -33,8 +38,14 @@ class WiredLimit:
     def set(self, nbytes: int) -> None:
         """Once until it is restored; what was before is remembered. Raises what mlx raises for a limit it refuses."""
         before = self._set(nbytes)
+        self._wanted = nbytes
         if self._before is None:
             self._before = int(before)
+
+    def hold(self, wanted: bool) -> None:
+        """The limit as it was set (``wanted``), or as it was before, until the next call; nothing if none is set."""
+        if self._before is not None:
+            self._set(self._wanted if wanted else self._before)
 
     def restore(self) -> None:
         """As it was before; may be called twice."""
@@ -52,6 +63,8 @@ def wire(share: int, key_values: int) -> tuple[bool, str]:
     person if not all of it is; nothing and no line where mlx has no GPU, whose memory could be wired."""
     if mx.default_device() != mx.gpu:
         return False, ""
+    if _macos() < RESIDENCY_SETS:
+        return False, f"macOS {_macos()} keeps no memory wired: the first token after a pause may be slow."
     info = mx.device_info()
     recommended = info.get("max_recommended_working_set_size")
     memory = int(info.get("memory_size") or psutil.virtual_memory().total)
@@ -61,6 +74,12 @@ def wire(share: int, key_values: int) -> tuple[bool, str]:
     except (RuntimeError, ValueError) as error:
         return False, f"No memory is kept wired for the weights ({error}): the first token after a pause may be slow."
     return found.limit >= share, said_of(found, share)
+
+
+def _macos() -> int:
+    """The first number of macOS's version; that of the oldest that keeps memory wired where it is no Mac."""
+    version = platform.mac_ver()[0].partition(".")[0]
+    return int(version) if version.isdecimal() else RESIDENCY_SETS
 
 
 def said_of(found: Wiring, share: int) -> str:
