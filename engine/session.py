@@ -175,10 +175,10 @@ class Session:
                 try:
                     self._cache.take_back_peers(turn)
                 except Cancelled:
-                    self._cache.forget()
                     return turn.finished(Answer("", [], "cancelled"))
                 self._keep_facts(emit)
-                logits = self._cache.prefill(prompt, turn)
+                repeatable = request.beams > 1 or rule.greedy or rule.seed is not None
+                logits = self._cache.prefill(prompt, turn, repeatable)
                 if logits is None:
                     return turn.finished(Answer("", [], "cancelled"))
                 if request.beams > 1:
@@ -284,7 +284,6 @@ class Session:
     # --- the answer -----------------------------------------------------------------------------------------------
 
     def _sample(self, turn: Turn, logits: Logits, sampler: Sampler, stops: StopStrings, most: int) -> Answer:
-        prompt = list(self._cache.tokens)
         decoder = IncrementalDecoder(self._tokenizer.decode, self._context) if self._tokenizer else None
         stream = turn.stream(decoder, stops)
         tokens: list[int] = []
@@ -305,7 +304,7 @@ class Session:
                     reason = "cancelled"
             if reason is None:
                 turn.watch()
-                stepped = self._cache.step(token, prompt, tokens, turn)
+                stepped = self._cache.step(token, turn)
                 if stepped is None:
                     reason = "cancelled"
                 else:
@@ -323,8 +322,7 @@ class Session:
             ends=self._ends,
             hits_stop=self._stop_check(request.stop),
         )
-        prompt = list(self._cache.tokens)
-        run = beam_run(self._cache.rows, rule, lambda lost: self._cache.prompt_again(lost, prompt, turn))
+        run = beam_run(self._cache.rows, rule, lambda lost: self._cache.rows_again(lost, turn), turn.check)
         cancelled = False
         turn.watch()
         try:
@@ -336,11 +334,9 @@ class Session:
                     cancelled = True
                     break
                 turn.watch()
-            best = run.state.hypotheses()[0]
-            rows, kept = run.keep(best.tokens)
-            self._cache.rows, self._cache.tokens = rows, prompt + kept
         except Interrupted:
-            cancelled, best = True, run.state.hypotheses()[0]
+            cancelled = True
+        best = run.state.hypotheses()[0]
         beams = self._beams(run.state, request.stop)
         reason: FinishReason = "cancelled" if cancelled else "stop" if self._ended(best, request.stop) else "length"
         return Answer(beams[0].text, beams[0].token_ids, reason, beams)

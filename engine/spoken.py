@@ -7,6 +7,9 @@ would be run again.
 
 from __future__ import annotations
 
+import hashlib
+from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,6 +18,9 @@ from engine.messages import Message
 
 TRIES = 4
 """Places to go on from that are tried, the latest first, before the whole prompt is tokenized from its text."""
+
+REMEMBERED_TOKENS = 2_000_000
+"""Tokens of the prompts that are remembered word by word; each takes four bytes."""
 
 
 class ChatTokenizer(Protocol):
@@ -45,6 +51,9 @@ class SpokenTokens:
         self._text = ""
         self._tokens: list[int] = []
         self._places: list[_Place] = []
+        self._asked: OrderedDict[bytes, array[int]] = OrderedDict()
+        """The tokens of prompts by their text: one that is asked again is asked in the same tokens."""
+        self._asked_tokens = 0
 
     def prompt(
         self,
@@ -56,21 +65,35 @@ class SpokenTokens:
         rest as the tokenizer has it. Raises ModelError if the template refuses the messages, Cancelled as soon as
         ``should_stop()``."""
         text = self._tokenizer.render_chat(messages, continue_last, should_stop)
-        fresh = self._tokenizer.encode_rendered(text)
         same = [place for place in self._places if text.startswith(self._text[: place.characters])]
-        kept: list[_Place] = []
-        tokens = fresh
+        key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        if key in self._asked:
+            self._asked.move_to_end(key)
+            tokens = self._asked[key].tolist()
+            kept = [place for place in same if tokens[: place.tokens] == self._tokens[: place.tokens]]
+        else:
+            tokens, kept = self._tokenized(text, same)
+            self._remember(key, tokens)
+        self._text, self._tokens, self._places = text, list(tokens), kept
+        self._add_place()
+        return tokens
+
+    def _tokenized(self, text: str, same: list[_Place]) -> tuple[list[int], list[_Place]]:
+        """The tokens of ``text``, and the places of ``same`` up to which they are those that were said."""
+        fresh = self._tokenizer.encode_rendered(text)
         for place in same[: -TRIES - 1 : -1]:
             rest = text[place.characters :]
             tail = self._tokenizer.encode_rendered(rest, beginning=False) if rest else []
             # Only where the tokenizer itself puts the same tokens after this place, whatever stands before it.
             if fresh[len(fresh) - len(tail) :] == tail:
-                tokens = self._tokens[: place.tokens] + tail
-                kept = same[: same.index(place) + 1]
-                break
-        self._text, self._tokens, self._places = text, list(tokens), kept
-        self._add_place()
-        return list(tokens)
+                return self._tokens[: place.tokens] + tail, same[: same.index(place) + 1]
+        return fresh, []
+
+    def _remember(self, key: bytes, tokens: Sequence[int]) -> None:
+        self._asked[key] = array("i", tokens)
+        self._asked_tokens += len(tokens)
+        while self._asked_tokens > REMEMBERED_TOKENS and len(self._asked) > 1:
+            self._asked_tokens -= len(self._asked.popitem(last=False)[1])
 
     def answered(self, text: str, tokens: Sequence[int]) -> None:
         """``tokens`` (without one that ends the turn) answered the last prompt with ``text``.

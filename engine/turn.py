@@ -10,6 +10,7 @@ from typing import Protocol
 from engine.generation.text import IncrementalDecoder, StopStrings
 from engine.messages import AnyEvent, Beam, BeamProgress, Finished, FinishReason, Generate, Notice, Piece
 from engine.progress import ProgressCallback, Reports
+from engine.runtimes.protocol import Interrupted
 from engine.timing import Recorder
 
 PIECE_INTERVAL_S = 1 / 15
@@ -81,6 +82,15 @@ class Turn:
         yield
         if self.first_pass_s is None:
             self.first_pass_s = self._clock() - begun
+
+    def check(self) -> None:
+        """Raises Interrupted if the turn is cancelled."""
+        if self.cancelled():
+            raise Interrupted
+
+    def ran_of_prompt(self, first: int, end: int) -> None:
+        """Tokens ``first`` to ``end`` were run; those of the prompt count."""
+        self.prefilled += max(0, min(end, self._prompt_tokens) - first)
 
     @property
     def tokens(self) -> int:

@@ -221,15 +221,19 @@ def _continuations(row: Logits, count: int) -> tuple[list[int], list[np.float32]
 
 @dataclass
 class BeamRun:
-    """A search over a cache. Iterate :meth:`steps`; stop iterating to cancel. :meth:`keep` gives the winner's cache."""
+    """A search over a cache. Iterate :meth:`steps`; stop iterating to cancel.
+
+    Its rows are given up afterwards: what a beam's keys and values are depends on who ran beside it, so nobody could
+    make them again. The row that holds the prompt is as it was.
+    """
 
     state: BeamState
     _rows: TokenRows
     _wide: TokenRows | None = None
-    _sequences: tuple[tuple[int, ...], ...] = ()
     _moves: list[Move] = field(default_factory=list)
     bytes_moved: int = 0
     _restore: Callable[[PeerLost], TokenRows] | None = None
+    _check: Callable[[], None] = lambda: None
 
     def steps(self, logits: Logits) -> Iterator[BeamState]:
         """Runs the search from the logits after the prompt, [vocabulary]; yields the state after each step."""
@@ -242,19 +246,15 @@ class BeamRun:
 
     def _step(self, move: Move) -> Logits:
         """Logits [rows, vocabulary] after ``move``; the rows are made anew if what they lay on is lost."""
-        rows = len(move.tokens)
-        before = self._sequences or ((),) * rows
-        wanted = tuple(before[parent] for parent in move.parents) if self._wide is not None else before
         try:
             if self._wide is None:
-                self._wide = self._rows.fan_out(rows)
+                self._wide = self._rows.fan_out(len(move.tokens))
             elif _moves_rows(move):
                 self.bytes_moved += self._wide.reorder(move.parents)
             stepped = self._wide.step(move.tokens)
         except PeerLost as lost:
             stepped = self._again(lost, move)
         self._moves.append(move)
-        self._sequences = tuple((*tokens, token) for tokens, token in zip(wanted, move.tokens, strict=True))
         return stepped
 
     def _again(self, lost: PeerLost, last: Move) -> Logits:
@@ -270,6 +270,7 @@ class BeamRun:
             try:
                 self._wide = self._rows.fan_out(len(last.tokens))
                 for number, move in enumerate([*self._moves, last]):
+                    self._check()
                     if number and _moves_rows(move):
                         self.bytes_moved += self._wide.reorder(move.parents)
                     stepped = self._wide.step(move.tokens)
@@ -277,40 +278,18 @@ class BeamRun:
             except PeerLost as again:
                 lost = again
 
-    def keep(self, tokens: Sequence[int]) -> tuple[TokenRows, list[int]]:
-        """The cache that holds most of ``tokens`` (generated, without the prompt), and which of them it holds.
-
-        A finished beam's row may have been taken over by another beam since; then what both share is kept. If the
-        cache cannot be shortened, that is the prompt alone.
-        """
-        best, shared = -1, 0
-        for row, sequence in enumerate(self._sequences):
-            length = _shared(sequence, tokens)
-            usable = length if self._rows.can_truncate or length == len(sequence) else 0
-            if usable > shared:
-                best, shared = row, usable
-        if best < 0 or self._wide is None:
-            return self._rows, []
-        prompt_length = self._rows.length
-        kept = self._wide.take_row(best)
-        if kept.length > prompt_length + shared:
-            kept.truncate(prompt_length + shared)
-        return kept, list(tokens[:shared])
-
 
 def _moves_rows(move: Move) -> bool:
     return any(parent != row for row, parent in enumerate(move.parents))
 
 
-def _shared(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the longest common beginning."""
-    for index, (one, other) in enumerate(zip(left, right, strict=False)):
-        if one != other:
-            return index
-    return min(len(left), len(right))
-
-
-def beam_run(rows: TokenRows, rule: BeamRule, restore: Callable[[PeerLost], TokenRows] | None = None) -> BeamRun:
+def beam_run(
+    rows: TokenRows,
+    rule: BeamRule,
+    restore: Callable[[PeerLost], TokenRows] | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> BeamRun:
     """A search from ``rows``: one row that holds the prompt, which stays as it is. ``restore`` gives another such row
-    when a machine that held a part of it is lost; without it that is raised."""
-    return BeamRun(BeamState(rule), rows, _restore=restore)
+    when a machine that held a part of it is lost; without it that is raised. ``check`` is called before each step that
+    is run again, and may raise."""
+    return BeamRun(BeamState(rule), rows, _restore=restore, _check=check)

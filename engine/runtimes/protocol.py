@@ -63,10 +63,6 @@ class TokenRows(Protocol):
         positions after the shared prompt. Returns the bytes moved."""
         ...
 
-    def take_row(self, row: int) -> TokenRows:
-        """A new single-row object holding row ``row``; used to keep the winner of a beam search."""
-        ...
-
 
 class LoadedModel(Protocol):
     """A model ready to run."""

@@ -69,9 +69,6 @@ class RecomputedRows:
         self.tokens = [list(self.tokens[parent]) for parent in parents]
         return sum(parent != row for row, parent in enumerate(parents))
 
-    def take_row(self, row: int) -> RecomputedRows:
-        return RecomputedRows(self.model, [list(self.tokens[row])], self.can_truncate)
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -172,35 +169,6 @@ def test_prompt_runs_once_and_unchanged_rows_stay(models: dict[str, Any]) -> Non
         assert all(parents[parent] == parent for parent in parents)
 
 
-def test_kept_row_is_the_winner(models: dict[str, Any]) -> None:
-    model = models["qwen3_moe"]
-    for ends in ((), frequent_tokens(model, 1)):
-        rows = RecomputedRows(model, [[]])
-        logits = rows.extend(PROMPT)
-        run = beam_run(rows, BeamRule(width=5, max_tokens=9, ends=ends))
-        for _ in run.steps(logits):
-            pass
-        winner = run.state.hypotheses()[0]
-        kept, tokens = run.keep(winner.tokens)
-        assert kept.tokens == [PROMPT + tokens]
-        assert list(winner.tokens[: len(tokens)]) == tokens
-        if not ends:
-            assert len(tokens) == len(winner.tokens) - 1
-
-
-def test_a_cache_that_cannot_be_cut_falls_back_to_the_prompt(models: dict[str, Any]) -> None:
-    rows = RecomputedRows(models["llama"], [[]], can_truncate=False)
-    logits = rows.extend(PROMPT)
-    run = beam_run(rows, BeamRule(width=3, max_tokens=6))
-    for _ in run.steps(logits):
-        pass
-    winner = run.state.hypotheses()[0].tokens
-    kept, tokens = run.keep((*winner[:2], winner[2] + 1))
-    assert (kept.tokens, tokens) == ([PROMPT], [])
-    kept, tokens = run.keep(winner)
-    assert (kept.tokens, tokens) == ([[*PROMPT, *winner[:-1]]], list(winner[:-1]))
-
-
 def test_cancelled_search_offers_running_beams(models: dict[str, Any]) -> None:
     rows = RecomputedRows(models["olmoe"], [[]])
     logits = rows.extend(PROMPT)
@@ -211,8 +179,7 @@ def test_cancelled_search_offers_running_beams(models: dict[str, Any]) -> None:
     assert [len(beam.tokens) for beam in found] == [3] * 4
     assert not any(beam.finished for beam in found)
     assert [beam.score for beam in found] == sorted((beam.score for beam in found), reverse=True)
-    _, tokens = run.keep(found[0].tokens)
-    assert tokens == list(found[0].tokens[:2])
+    assert rows.tokens == [PROMPT]
 
 
 def test_stop_check_finishes_a_beam(models: dict[str, Any]) -> None:

@@ -100,10 +100,11 @@ def test_only_what_is_new_is_run(ask: Ask, reference: Any) -> None:
     assert second.prefilled_tokens == 3
     assert second.token_ids == continuation(reference, longer, max_new_tokens=5, eos_token_id=None)
     same = ask(longer, max_tokens=5)
-    assert same.prefilled_tokens == 1
+    assert same.prefilled_tokens == 0
     assert same.token_ids == second.token_ids
+    # A pass is never cut: the first one was over three tokens.
     branch = ask([*PROMPT[:4], 8, 9], max_tokens=5)
-    assert branch.prefilled_tokens == 2
+    assert branch.prefilled_tokens == 3
     assert branch.token_ids == continuation(reference, [*PROMPT[:4], 8, 9], max_new_tokens=5, eos_token_id=None)
     assert ask([1, 2, 3], max_tokens=1).prefilled_tokens == 3
 
@@ -120,10 +121,10 @@ def test_an_answer_is_not_run_again_whatever_its_tokens(ask: Ask, reference: Any
     assert second.prefilled_tokens == 1 + 1 + 5 + 1
     tokens = [*tokenizer.encode_chat(question), *first.token_ids, 159, *tokenizer.encode_chat(messages[2:])]
     assert second.token_ids == continuation(reference, tokens, max_new_tokens=8, eos_token_id=None)
-    # Asked again: the conversation before it is not run again either.
-    assert ask(messages=messages, max_tokens=8).prefilled_tokens == 1
-    # Another question in its place shares what was said before it, and its first two letters.
-    assert ask(messages=[*messages[:2], Message("user", "when")], max_tokens=1).prefilled_tokens == 4
+    # Asked again: nothing is run again.
+    assert ask(messages=messages, max_tokens=8).prefilled_tokens == 0
+    # Another question in its place shares what was said before it, in a whole pass of three tokens.
+    assert ask(messages=[*messages[:2], Message("user", "when")], max_tokens=1).prefilled_tokens == 1 + 1 + 6 + 1 - 3
     changed = [question[0], Message("assistant", "No."), messages[2]]
     assert ask(messages=changed, max_tokens=1).prompt_tokens == len(tokenizer.encode_chat(changed))
 
@@ -255,15 +256,15 @@ def test_beams_equal_transformers(ask: Ask, reference: Any, width: int, penalty:
         assert beam.text == LetterTokenizer().decode([token for token in beam.token_ids if token != end])
     assert found.token_ids == found.beams[0].token_ids
     assert found.text == found.beams[0].text
-    assert found.prefilled_tokens == 1
+    assert found.prefilled_tokens == 0
 
 
-def test_winner_stays_in_the_cache(ask: Ask, reference: Any) -> None:
+def test_a_search_leaves_the_prompt_in_the_cache(ask: Ask, reference: Any) -> None:
     found = ask(PROMPT, max_tokens=10, beams=4)
-    assert ask.session.cached_tokens == (*PROMPT, *found.token_ids[:-1])
+    assert ask.session.cached_tokens == tuple(PROMPT)
     prompt = [*PROMPT, *found.token_ids, 11]
     after = ask(prompt, max_tokens=6)
-    assert after.prefilled_tokens == 2
+    assert after.prefilled_tokens == 11
     assert after.token_ids == continuation(reference, prompt, max_new_tokens=6, eos_token_id=None)
 
 
@@ -276,9 +277,9 @@ def test_beams_can_be_watched_and_cancelled(ask: Ask) -> None:
     assert found.text == found.beams[0].text != ""
     shown = ask.of(BeamProgress)[-1]
     assert [len(beam.token_ids) for beam in shown.beams] == [shown.step] * 3
-    assert ask.session.cached_tokens[: len(PROMPT)] == tuple(PROMPT)
+    assert ask.session.cached_tokens == tuple(PROMPT)
     ask.cancel_when = lambda events: False
-    assert ask([*PROMPT, *found.token_ids], max_tokens=2).prefilled_tokens == 1
+    assert ask([*PROMPT, *found.token_ids], max_tokens=2).prefilled_tokens == len(found.token_ids)
 
 
 def test_beams_with_a_stop_string(ask: Ask) -> None:

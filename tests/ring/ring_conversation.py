@@ -11,7 +11,7 @@ from engine.runtimes.protocol import LoadedModel, Logits
 
 
 def conversation(model: LoadedModel) -> list[Logits]:
-    """A prefill in chunks, steps, beams that are reordered, the winner's row, and one that was cut back: all logits."""
+    """A prefill in chunks, steps, beams that are reordered, and the row they came from, then cut back: all logits."""
     tokens = np.random.default_rng(0).integers(3, model.facts.vocabulary, 45).tolist()
     rows = model.start()
     assert rows.extend(tokens[:30], want_logits=False) is None
@@ -22,7 +22,7 @@ def conversation(model: LoadedModel) -> list[Logits]:
     found.append(beams.step([4, 5, 6]))
     beams.reorder([1, 1, 0])
     found.append(beams.step([7, 8, 9]))
-    found.append(beams.take_row(2).step([10]))
+    found.append(rows.step([10]))
     if rows.can_truncate:
         rows.truncate(20)
         found.append(rows.extend(tokens[5:12]))

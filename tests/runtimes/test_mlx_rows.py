@@ -60,7 +60,7 @@ def test_truncate_and_go_on(model: MlxModel) -> None:
     assert_equal(rows.extend(other), fresh(model, other))
 
 
-def test_fan_out_step_reorder_take_row(model: MlxModel) -> None:
+def test_fan_out_step_reorder(model: MlxModel) -> None:
     single = model.start()
     single.extend(PROMPT)
     rows = single.fan_out(4)
@@ -81,11 +81,6 @@ def test_fan_out_step_reorder_take_row(model: MlxModel) -> None:
         assert rows.reorder(parents) == changed * len(histories[0]) * per_token
         histories = [histories[parent] for parent in parents]
 
-    winner = rows.take_row(2)
-    assert (winner.rows, winner.length) == (1, 30 + len(histories[2]))
-    assert_equal(winner.extend([50, 51]), fresh(model, [*PROMPT, *histories[2], 50, 51]))
-    winner.truncate(31)
-    assert_equal(winner.step([52])[0], fresh(model, [*PROMPT, histories[2][0], 52]))
     assert_equal(single.step([9])[0], fresh(model, [*PROMPT, 9]))
 
 
@@ -170,7 +165,6 @@ def test_wrong_calls_are_refused(mixtral: MlxModel) -> None:
         lambda: two.fan_out(2),
         lambda: two.reorder([0]),
         lambda: two.reorder([0, 2]),
-        lambda: two.take_row(2),
     ):
         with pytest.raises(ValueError):
             call()

@@ -74,7 +74,7 @@ def conversation(model: NativeModel, length: int = 37) -> list[Logits]:
     for chosen, parents in (([5, 6, 7], [0, 0, 2]), ([8, 9, 10], [2, 1, 1])):
         found += list(beams.step(chosen))
         beams.reorder(parents)
-    found.append(beams.take_row(1).step([11])[0])
+    found.append(rows.step([11])[0])
     return found
 
 

@@ -65,14 +65,6 @@ class Reorder(Command, frozen=True, tag="reorder"):
     parents: list[int]
 
 
-class TakeRow(Command, frozen=True, tag="take_row"):
-    """``into`` holds row ``row`` of ``rows``."""
-
-    rows: int
-    into: int
-    row: int
-
-
 class Drop(Command, frozen=True, tag="drop"):
     """Nobody uses ``rows`` any more."""
 
@@ -90,7 +82,7 @@ class AskTimes(Command, frozen=True, tag="ask_times"):
     """Answer with :class:`Times`."""
 
 
-AnyCommand = Start | Extend | Step | Truncate | FanOut | Reorder | TakeRow | Drop | Measure | AskTimes
+AnyCommand = Start | Extend | Step | Truncate | FanOut | Reorder | Drop | Measure | AskTimes
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -181,6 +173,3 @@ class Prefixes:
 
     def reordered(self, parents: Sequence[int]) -> Prefixes:
         return Prefixes([self._rows[parent] for parent in parents])
-
-    def taken(self, row: int) -> Prefixes:
-        return Prefixes([self._rows[row]])

@@ -85,9 +85,6 @@ class Follower:
                 found, prefixes = self._get(rows)
                 found.reorder(parents)
                 self._rows[rows] = (found, prefixes.reordered(parents))
-            case commands.TakeRow(rows, into, row):
-                found, prefixes = self._get(rows)
-                self._put(into, found.take_row(row), prefixes.taken(row))
             case commands.Drop(rows=numbers):
                 for number in numbers:
                     self._rows.pop(number, None)

@@ -223,12 +223,6 @@ class RingRows:
         self._epoch.tell(commands.Reorder(self._number, list(parents)))
         return moved
 
-    def take_row(self, row: int) -> RingRows:
-        into = self._epoch.new_rows()
-        taken = RingRows(self._epoch, self._rows.take_row(row), into, self._prefixes.taken(row))
-        self._epoch.tell(commands.TakeRow(self._number, into, row))
-        return taken
-
 
 class RingModel:
     """See :class:`engine.runtimes.protocol.LoadedModel` and :class:`engine.runtimes.protocol.Recoverable`.

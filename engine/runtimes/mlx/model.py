@@ -245,13 +245,6 @@ class MlxRows:
             raise ValueError(f"parents {list(parents)} do not fit {self._rows} rows")
         return move_rows(self._caches, parents, self._shared)
 
-    def take_row(self, row: int) -> MlxRows:
-        if not 0 <= row < self._rows:
-            raise ValueError(f"no row {row} among {self._rows}")
-        caches = [cache.copy_rows(slice(row, row + 1), 1) for cache in self._caches]
-        evaluate(caches)
-        return MlxRows(self._model, caches, 1, self._length)
-
     def bytes_per_position(self) -> int:
         """Bytes of keys and values that one token of one row takes; 0 while empty."""
         return sum(cache.bytes_per_position() for cache in self._caches)

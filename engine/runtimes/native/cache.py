@@ -2,6 +2,9 @@
 
 A page is one allocation for all layers. Rows see pages through segments: a run of positions of one page. A segment that
 somebody else sees too is never written again; what comes after it goes behind it, or into another page.
+
+Attention adds up segment by segment, so where one ends has a part in the last bits. For a row by itself that depends
+on the position alone, never on how the row grew or was cut back.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from engine.runtimes.native.bindings import KEY_BLOCK
 from engine.runtimes.native.bindings import Segment as CSegment
 
 SMALLEST_PAGE = 128
-"""Positions of a page, at least; pages of long rows have an eighth of what is there, so that they stay few."""
+"""Positions of a page, at least; pages of long rows have an eighth of what is before them, so that they stay few."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class Page:
     """
 
     def __init__(self, shape: PageShape, rows: int, capacity: int) -> None:
+        self.shape = shape
         capacity = -(-capacity // KEY_BLOCK) * KEY_BLOCK
         places = (rows, shape.layers, shape.heads, capacity // KEY_BLOCK, KEY_BLOCK * shape.width)
         self.keys = _untouched(places, shape.dtype)
@@ -86,6 +90,11 @@ class Segment:
     @property
     def end(self) -> int:
         return self.start + self.count
+
+    @property
+    def full(self) -> bool:
+        """Whether it reaches to the end of its page."""
+        return self.offset + self.count == self.page.capacity
 
 
 class Segments:
@@ -117,18 +126,19 @@ class Segments:
         self.length += tokens
 
     def _grow(self, needed: int) -> None:
-        """Make the segments cover ``needed`` positions, in the last page or a new one."""
-        last = self._segments[-1] if self._segments else None
-        end = 0 if last is None else last.end
-        if last is not None and needed > end and last.grows:
-            room = min(last.page.capacity - last.offset, needed - last.start)
-            if room > last.count:
-                last = self._segments[-1] = replace(last, count=room)
-                end = last.end
-        if needed > end:
-            room = max(needed - end, SMALLEST_PAGE, needed // 8)
-            page = Page(self.shape, self.rows, room)
-            self._segments.append(Segment(page, 0, end, needed - end, True))
+        """Make the segments cover ``needed`` positions, in the last page and new ones."""
+        end = self._segments[-1].end if self._segments else 0
+        while end < needed:
+            last = self._segments[-1] if self._segments else None
+            if last is None or last.full or not (last.grows or self.rows == 1):
+                page = Page(self.shape, self.rows, max(SMALLEST_PAGE, end // 8))
+                last = Segment(page, 0, end, 0, True)
+                self._segments.append(last)
+            elif not last.grows:
+                last = _copied(last)
+            count = min(last.page.capacity - last.offset, needed - last.start)
+            self._segments[-1] = replace(last, count=count)
+            end = last.start + count
 
     def truncate(self, length: int) -> None:
         """Forget the positions from ``length`` on."""
@@ -156,22 +166,6 @@ class Segments:
     def shared(self, rows: int) -> Segments:
         """``rows`` rows that see what this single row holds, by reference, and go on by themselves."""
         return Segments(self.shape, rows, self._seen())
-
-    def taken(self, row: int, shared: int) -> Segments:
-        """Row ``row`` by itself: the first ``shared`` positions by reference, the rest copied."""
-        seen = self._seen()
-        kept = [segment for segment in seen if segment.end <= shared]
-        own = [segment for segment in self._segments if segment.start >= shared and segment.start < self.length]
-        taken = Segments(self.shape, 1, kept)
-        for segment in own:
-            count = min(segment.count, self.length - segment.start)
-            page = Page(self.shape, 1, segment.offset + count)
-            blocks = -(-(segment.offset + count) // KEY_BLOCK)
-            page.keys[0, :, :, :blocks] = segment.page.keys[row, :, :, :blocks]
-            page.values[0, :, :, :blocks] = segment.page.values[row, :, :, :blocks]
-            taken._segments.append(Segment(page, segment.offset, segment.start, count, segment is own[-1]))
-        taken.length = self.length
-        return taken
 
     def move(self, changed: Sequence[tuple[int, int, int]]) -> int:
         """For each (row, parent, first): ``row`` gets what ``parent`` has from position ``first`` on.
@@ -204,3 +198,13 @@ class Segments:
     def nbytes(self) -> int:
         """Bytes of the pages, those shared with others included."""
         return sum(segment.page.nbytes for segment in self._segments)
+
+
+def _copied(segment: Segment) -> Segment:
+    """The same positions of a single row in a page of its own, at the same places, with the same room behind them."""
+    old, filled = segment.page, segment.offset + segment.count
+    page = Page(old.shape, 1, old.capacity)
+    blocks = -(-filled // KEY_BLOCK)
+    page.keys[:, :, :, :blocks] = old.keys[:, :, :, :blocks]
+    page.values[:, :, :, :blocks] = old.values[:, :, :, :blocks]
+    return replace(segment, page=page, grows=True)

@@ -27,7 +27,6 @@ class NativeTokenRows:
     def __init__(self, model: ForwardPasses, cache: Segments, shared: int = 0) -> None:
         self._model = model
         self._cache = cache
-        self._shared = shared
         # [row, row]: how many leading positions two rows have in common; those need not be moved.
         self._common = np.full((cache.rows, cache.rows), shared)
 
@@ -92,11 +91,3 @@ class NativeTokenRows:
         siblings = np.equal.outer(np.asarray(parents), np.asarray(parents))
         self._common = np.where(siblings, self.length, common)
         return moved
-
-    def take_row(self, row: int) -> NativeTokenRows:
-        """A new single-row object holding row ``row``."""
-        if not 0 <= row < self.rows:
-            raise ValueError(f"there is no row {row} among {self.rows}")
-        if self.rows == 1:
-            return NativeTokenRows(self._model, self._cache.shared(1))
-        return NativeTokenRows(self._model, self._cache.taken(row, self._shared))

@@ -61,12 +61,12 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         first = self._first_in_reach()
         return self.position.length + query_length - first, first
 
-    def rows_copied(self, position: Position, row: int, rows: int) -> GrowingLayer:
-        """A new layer of ``rows`` rows, each a copy of ``row``."""
+    def rows_copied(self, position: Position, rows: int) -> GrowingLayer:
+        """A new layer of ``rows`` rows, each a copy of this one's only row."""
         copy = GrowingLayer(position, self.window)
         if self.key_buffer is not None and self.value_buffer is not None:
-            copy.key_buffer = _repeated(self.key_buffer, row, rows, position.length)
-            copy.value_buffer = _repeated(self.value_buffer, row, rows, position.length)
+            copy.key_buffer = _repeated(self.key_buffer, rows, position.length)
+            copy.value_buffer = _repeated(self.value_buffer, rows, position.length)
         return copy
 
     def move(self, rows: torch.Tensor, parents: torch.Tensor, start: int) -> int:
@@ -97,10 +97,10 @@ def _with_room(buffer: torch.Tensor | None, states: torch.Tensor, length: int, n
     return grown
 
 
-def _repeated(buffer: torch.Tensor, row: int, rows: int, length: int) -> torch.Tensor:
+def _repeated(buffer: torch.Tensor, rows: int, length: int) -> torch.Tensor:
     _, heads, _, width = buffer.shape
     repeated = buffer.new_empty((rows, heads, _capacity(length), width))
-    repeated[:, :, :length] = buffer[row : row + 1, :, :length]
+    repeated[:, :, :length] = buffer[:, :, :length]
     return repeated
 
 
@@ -122,10 +122,10 @@ class KeyValueCache(Cache):  # type: ignore[misc]
         """A forward pass over ``tokens`` positions has succeeded."""
         self.position.length += tokens
 
-    def rows_copied(self, row: int, rows: int) -> KeyValueCache:
-        """A new cache of ``rows`` rows, each a copy of ``row``."""
+    def rows_copied(self, rows: int) -> KeyValueCache:
+        """A new cache of ``rows`` rows, each a copy of the only row."""
         position = Position(self.position.length)
-        return KeyValueCache([layer.rows_copied(position, row, rows) for layer in self.layers], position)
+        return KeyValueCache([layer.rows_copied(position, rows) for layer in self.layers], position)
 
     def move(self, rows: torch.Tensor, parents: torch.Tensor, start: int) -> int:
         """See :meth:`GrowingLayer.move`; for all layers."""
@@ -165,11 +165,11 @@ class RecurrentCache(MiniMaxCache):  # type: ignore[misc]
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.position.length
 
-    def rows_copied(self, row: int, rows: int) -> RecurrentCache:
-        """A new cache of ``rows`` rows, each a copy of ``row``."""
+    def rows_copied(self, rows: int) -> RecurrentCache:
+        """A new cache of ``rows`` rows, each a copy of the only row."""
         position = Position(self.position.length)
-        copy = RecurrentCache([layer.rows_copied(position, row, rows) for layer in self.layers], position)
-        copy.states = {layer: state[row : row + 1].repeat_interleave(rows, 0) for layer, state in self.states.items()}
+        copy = RecurrentCache([layer.rows_copied(position, rows) for layer in self.layers], position)
+        copy.states = {layer: state.repeat_interleave(rows, 0) for layer, state in self.states.items()}
         return copy
 
     def move(self, rows: torch.Tensor, parents: torch.Tensor, start: int) -> int:

@@ -94,7 +94,7 @@ class TorchTokenRows:
         if self._rows != 1:
             raise ValueError(f"fan_out works on one row, not on {self._rows}")
         with torch.inference_mode():
-            cache = self._model.with_room(lambda: self._cache.rows_copied(0, rows))
+            cache = self._model.with_room(lambda: self._cache.rows_copied(rows))
             return TorchTokenRows(self._model, cache, rows, shared=self.length)
 
     def reorder(self, parents: Sequence[int]) -> int:
@@ -111,10 +111,3 @@ class TorchTokenRows:
                 torch.tensor([parents[row] for row in changed], device=device),
                 self._shared,
             )
-
-    def take_row(self, row: int) -> TorchTokenRows:
-        """A new object with a copy of row ``row`` alone."""
-        if not 0 <= row < self._rows:
-            raise ValueError(f"there is no row {row} among {self._rows}")
-        with torch.inference_mode():
-            return TorchTokenRows(self._model, self._model.with_room(lambda: self._cache.rows_copied(row, 1)))

@@ -1,0 +1,108 @@
+"""How the tokens of a cache were made: by which passes, and between which of them it may be cut.
+
+The last bits of a token's keys and values depend on how many tokens were run together with it. A cache that is to be
+made a second time, to the bit, is therefore made by the same passes, and cut only where one of them ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+REMEMBERED = 4096
+"""Prompts whose passes are remembered, the latest ones; of a long conversation that is a few hundred bytes each."""
+
+
+class Passes:
+    """A value: passes over one row of tokens, from its first one on.
+
+    A run is a prefill pass of so many tokens or, below zero, so many tokens decoded one by one; of the latter there are
+    never two in a row.
+    """
+
+    def __init__(self, runs: Sequence[int] = ()) -> None:
+        self.runs = tuple(runs)
+        self.length = sum(map(abs, self.runs))
+        """Tokens that were run."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Passes) and self.runs == other.runs
+
+    def __hash__(self) -> int:
+        return hash(self.runs)
+
+    def __repr__(self) -> str:
+        return f"Passes({list(self.runs)})"
+
+    def prefilled(self, tokens: int) -> Passes:
+        """These, then one pass over ``tokens`` of a prompt."""
+        return Passes((*self.runs, tokens))
+
+    def decoded(self, tokens: int = 1) -> Passes:
+        """These, then ``tokens`` one by one."""
+        if not self.runs or self.runs[-1] > 0:
+            return Passes((*self.runs, -tokens))
+        return Passes((*self.runs[:-1], self.runs[-1] - tokens))
+
+    def up_to(self, length: int, chunk: int) -> Passes:
+        """These, then a prompt's passes of at most ``chunk`` tokens until there are ``length``."""
+        missing = length - self.length
+        whole, rest = divmod(missing, chunk)
+        return Passes((*self.runs, *[chunk] * whole, *([rest] if rest else [])))
+
+    def cut(self, length: int) -> Passes:
+        """Those that ended within the first ``length`` tokens."""
+        kept: list[int] = []
+        for run in self.runs:
+            if abs(run) > length:
+                if run < 0 < length:
+                    kept.append(-length)
+                break
+            kept.append(run)
+            length -= abs(run)
+        return Passes(kept)
+
+    def shared(self, other: Passes) -> Passes:
+        """The first ones, as far as both are the same."""
+        same = 0
+        for mine, theirs in zip(self.runs, other.runs, strict=False):
+            if mine != theirs:
+                same += min(-mine, -theirs) if mine < 0 and theirs < 0 else 0
+                break
+            same += abs(mine)
+        return self.cut(same)
+
+    def after(self, length: int) -> Iterator[int]:
+        """The runs that come after the first ``length`` tokens, where one of the passes ended."""
+        for run in self.runs:
+            if length >= abs(run):
+                length -= abs(run)
+            else:
+                yield run + length if run < 0 else run
+                length = 0
+
+
+class RememberedPasses:
+    """By which passes a prompt was brought into the cache, for the :data:`REMEMBERED` latest prompts."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[bytes, array[int]] = OrderedDict()
+
+    def put(self, prompt: Sequence[int], passes: Passes) -> None:
+        self._found[_digest(prompt)] = array("i", passes.runs)
+        while len(self._found) > REMEMBERED:
+            self._found.popitem(last=False)
+
+    def get(self, prompt: Sequence[int]) -> Passes | None:
+        key = _digest(prompt)
+        runs = self._found.get(key)
+        if runs is None:
+            return None
+        self._found.move_to_end(key)
+        return Passes(runs)
+
+
+def _digest(tokens: Sequence[int]) -> bytes:
+    return hashlib.blake2b(array("i", tokens).tobytes(), digest_size=16).digest()
