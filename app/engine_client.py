@@ -17,6 +17,8 @@ from typing import IO, Protocol
 
 import msgspec
 
+from app.event_safety import made_safe
+from app.text_safety import one_line
 from engine.messages import (
     PROTOCOL_VERSION,
     TERMINAL_EVENTS,
@@ -379,9 +381,9 @@ class _Child:
         except ProtocolError as error:
             for event in error.before:
                 self._dispatch(event)
-            problem = str(error)
+            problem = one_line(str(error))
         except ConnectionError as error:
-            problem = str(error)
+            problem = one_line(str(error))
         except Exception as error:
             # Whatever it is: those who wait must hear of an end.
             problem = f"{type(error).__name__}: {error}"
@@ -402,6 +404,7 @@ class _Child:
             inbox.die(self.reason)
 
     def _dispatch(self, event: AnyEvent) -> None:
+        event = made_safe(event)
         inbox = self.inboxes.get(event.id)
         if isinstance(event, Hello):
             if not self._hello.done():

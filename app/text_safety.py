@@ -11,7 +11,8 @@ import re
 
 # C0 except tab and newline, DEL, C1; line and paragraph separators; overrides and isolates of the writing direction;
 # half surrogate pairs, which no terminal's encoding can carry.
-_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""A character that acts on a terminal; a newline and a tab do not."""
 _REPLACED = {"\u2028": "\n", "\u2029": "\n"}
 
 _STRING_INTRODUCERS = "]PX^_"
@@ -38,7 +39,7 @@ class Sanitizer:
         self._state = _State.TEXT
 
     def feed(self, text: str) -> str:
-        if self._state is _State.TEXT and not _UNSAFE.search(text):
+        if self._state is _State.TEXT and not UNSAFE.search(text):
             return text
         return "".join(self._take(character) for character in text)
 
@@ -87,7 +88,7 @@ class Sanitizer:
             self._state = _State.SEQUENCE
         elif character in _C1_STRINGS:
             self._state = _State.STRING
-        elif not _UNSAFE.match(character):
+        elif not UNSAFE.match(character):
             return character
         elif "\ud800" <= character <= "\udfff":
             return "\ufffd"

@@ -12,6 +12,7 @@ import msgspec
 
 from engine.errors import ModelError
 from engine.messages import Load
+from engine.models.wording import shown
 from engine.progress import ProgressCallback
 from engine.runtimes.loading import load_model
 
@@ -104,7 +105,7 @@ def settings_not_applied(defaults: dict[str, Any]) -> list[str]:
     penalty = defaults.get("repetition_penalty")
     if penalty in (None, 1, 1.0):
         return []
-    return [f"The model's own repetition_penalty of {penalty} is not applied: this version has none."]
+    return [f"The model's own repetition_penalty of {shown(penalty)} is not applied: this version has none."]
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from app.commands.engine_work import Interruption, do, run_with_engine
 from app.commands.output import ProgressLine, WorkFailed, answer, as_json, say, size
 from app.commands.ringing import open_for
 from app.engine_client import EngineClient
 from app.settings_file import open_settings
-from app.text_safety import sanitize
+from app.text_safety import one_line
 from engine.errors import ModelError
 from engine.messages import AnyRequest, Done, Prepare, Pull
 from engine.models import store
@@ -83,10 +83,11 @@ def _json(found: list[Row]) -> str:
 
 
 def _table(found: list[Row]) -> str:
-    width = max(len(row.name) for row in found)
+    safe = [replace(row, name=one_line(row.name), family=one_line(row.family)) for row in found]
+    width = max(len(row.name) for row in safe)
     lines = [
         f"{row.name:{width}}  {row.state:15}  {size(row.nbytes):>8}  {row.family:12}  {row.description}".rstrip()
-        for row in found
+        for row in safe
     ]
     return "\n".join(lines) + "\n"
 
@@ -131,7 +132,7 @@ def _work(model: str, request: Callable[[EngineClient], AnyRequest], *, machines
         assert isinstance(done, Done)
         if done.detail:
             say(done.detail)
-        answer(sanitize(done.path) + "\n")
+        answer(one_line(done.path) + "\n")
         return 0
 
     return run_with_engine(work)

@@ -9,7 +9,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
-from app.text_safety import one_line
+from app.text_safety import one_line, sanitize
 
 if TYPE_CHECKING:
     from engine.messages import Progress
@@ -23,13 +23,16 @@ class ReaderGoneError(Exception):
 
 
 def answer(text: str) -> None:
-    """A piece of the answer, at once. Raises ReaderGoneError when nobody reads any more, WorkFailed if it is lost."""
+    """A piece of the answer, at once, without what acts on a terminal.
+
+    Raises ReaderGoneError when nobody reads any more, WorkFailed if it is lost.
+    """
     if not text:
         return
     if sys.stdout is None or sys.stdout.closed:
         raise WorkFailed("the answer cannot be written: stdout is closed")
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(sanitize(text))
         sys.stdout.flush()
     except BrokenPipeError as error:
         forget_stdout()

@@ -25,6 +25,7 @@ from engine.models.families import ExpertShape, Family, Part, expert_shape, laye
 from engine.models.files import Experts, ExpertWeights, StoredTensor
 from engine.models.safetensors_files import ALIGNMENT, WIDTHS, MappedFile, TensorEntry, read_header
 from engine.models.share_files import Part as SharePart
+from engine.models.wording import shown
 
 MANIFEST = "bank.json"
 TRUNK = "trunk.safetensors"
@@ -260,14 +261,14 @@ def read_manifest(folder: Path) -> Manifest:
         data = path.read_bytes()
         version = msgspec.json.decode(data, type=dict[str, Any]).get("format")
         if version != FORMAT:
-            raise ModelError(f"{path} is of format {version!r}, not {FORMAT}; prepare the model again.")
+            raise ModelError(f"{path} is of format {shown(version)}, not {FORMAT}; prepare the model again.")
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ModelError(f"{path} is damaged ({error}); prepare the model again.") from error
+        raise ModelError(f"{path} is damaged ({shown(str(error), 200)}); prepare the model again.") from error
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror or error}); prepare the model again.") from error
     if manifest.slab is not None and manifest.slab.dtype not in WIDTHS:
-        raise ModelError(f"{path} is damaged: it knows no type {manifest.slab.dtype}; prepare the model again.")
+        raise ModelError(f"{path} is damaged: it knows no type {shown(manifest.slab.dtype)}; prepare the model again.")
     return manifest
 
 

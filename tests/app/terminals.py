@@ -34,16 +34,23 @@ sys.exit(main())
 class Terminal:
     """``privatellm`` with ``arguments`` as the leader of a session on a terminal of 80 by 24.
 
-    ``scripted``: the engine process is the scripted one. ``ignore_hangup``: it is started with SIGHUP ignored, as make,
+    ``scripted``: the engine process is ``script``. ``ignore_hangup``: it is started with SIGHUP ignored, as make,
     nohup and some shells do.
     """
 
-    def __init__(self, home: Path, *arguments: str, scripted: bool = True, ignore_hangup: bool = False) -> None:
+    def __init__(
+        self,
+        home: Path,
+        *arguments: str,
+        scripted: bool = True,
+        ignore_hangup: bool = False,
+        script: str = "scripted_engine.py",
+    ) -> None:
         self.master, self.slave = os.openpty()
         ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.modes: list[Any] = termios.tcgetattr(self.slave)
-        script = str(Path(__file__).with_name("scripted_engine.py")) if scripted else ""
-        program = _PROGRAM.format(script=script, ignore_hangup=ignore_hangup)
+        engine = str(Path(__file__).with_name(script)) if scripted else ""
+        program = _PROGRAM.format(script=engine, ignore_hangup=ignore_hangup)
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", program, *arguments],
             stdin=self.slave, stdout=self.slave, stderr=self.slave, cwd=ROOT, start_new_session=True,

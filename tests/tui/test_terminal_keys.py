@@ -14,7 +14,8 @@ from textual._parser import Read1
 from textual.app import App, ComposeResult
 from textual.message import Message
 
-from app.tui.terminal.keys import ESCAPE_S, KeyParser
+from app.text_safety import UNSAFE
+from app.tui.terminal.keys import ESCAPE_S, KeyParser, as_text
 from app.tui.widgets.prompt import Prompt
 
 START, END = "\x1b[200~", "\x1b[201~"
@@ -124,15 +125,22 @@ def test_what_could_act_on_a_terminal_is_not_typed(text: str) -> None:
 )
 def test_a_paste_is_one_text_and_nothing_in_it_is_a_key(text: str, size: int) -> None:
     sent = cut(f"a{START}{text}{END}b", size)
-    assert pasted(*sent) == [text]
+    assert pasted(*sent) == [as_text(text)]
+    assert not UNSAFE.search(as_text(text))
     assert keys(*sent) == ["a", "b"]
+
+
+def test_what_is_pasted_keeps_its_lines_and_its_joiners() -> None:
+    assert pasted(f"{START}one\rtwo\r\nthree\n\u0646\u200c\u0647 \x9b31m\u202e\U0001f469\u200d\U0001f469{END}") == [
+        "one\ntwo\nthree\n\u0646\u200c\u0647 \U0001f469\u200d\U0001f469"
+    ]
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.text(max_size=20).filter(lambda text: END not in text), max_size=4), st.integers(1, 40))
 def test_pastes_come_whole_however_they_are_cut(texts: list[str], size: int) -> None:
     sent = "".join(f"{START}{text}{END}" for text in texts)
-    assert pasted(*cut(sent, size)) == [text.replace("\x00", "") for text in texts]
+    assert pasted(*cut(sent, size)) == [as_text(text) for text in texts]
 
 
 @pytest.fixture

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from textual import work
 from textual.app import App
 from textual.driver import Driver
+from textual.filter import LineFilter
 
 from app.engine_client import Engine
 from app.tui.clipboard import copy
 from app.tui.terminal.driver import TerminalDriver
 from app.tui.terminal.ending import end_at_last, ended_by_signals
+from app.tui.terminal.safe_lines import with_safe_lines
 
 
 class TerminalApp(App[int]):
@@ -24,6 +27,9 @@ class TerminalApp(App[int]):
 
     def get_driver_class(self) -> type[Driver]:
         return TerminalDriver
+
+    def get_line_filters(self) -> Sequence[LineFilter]:
+        return with_safe_lines(super().get_line_filters())
 
     async def keep(self) -> None:
         """Bring to disk and close what must be, before the end."""

@@ -24,7 +24,8 @@ _KEPT = len(BRACKETED_PASTE_START) - 1
 class KeyParser(XTermParser):
     """As Textual's, and: the escape key is known after :data:`ESCAPE_S`; ESC and enter are one key, ``alt+enter``;
     characters that Python does not call printable, such as joiners, wide spaces and new emoji, arrive (as a paste,
-    because widgets do not take them as keys); a paste is one text, in which no escape sequence acts as a key.
+    because widgets do not take them as keys); a paste is one text, in which no escape
+    sequence acts as a key or is left.
     """
 
     def __init__(self, debug: bool = False) -> None:
@@ -59,7 +60,7 @@ class KeyParser(XTermParser):
                 # The parser has seen the beginning of a paste and must see its end; it makes an empty paste of them.
                 for _ in super().feed(BRACKETED_PASTE_END):
                     pass
-                yield events.Paste(pasted.replace("\x00", ""))
+                yield events.Paste(as_text(pasted))
 
     def tick(self) -> Iterable[Message]:
         return map(_as_widgets_take_it, super().tick())
@@ -93,6 +94,11 @@ class KeyParser(XTermParser):
         if sequence in _BREAKS:
             return [events.Key("alt+enter", None)]
         return super()._sequence_to_key_events(sequence, alt)
+
+
+def as_text(pasted: str) -> str:
+    """What was pasted without what acts on a terminal. Most terminals send a carriage return for the end of a line."""
+    return sanitize(pasted.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def _as_widgets_take_it(event: Message) -> Message:

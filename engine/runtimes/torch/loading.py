@@ -18,6 +18,7 @@ from torch import nn
 from engine.errors import ModelError
 from engine.experts.torch_tensors import view
 from engine.models.files import ModelFiles
+from engine.models.wording import shown
 from engine.progress import ProgressCallback
 
 COMPOSITE_PREFIX = "language_model."
@@ -71,9 +72,9 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def _in_one_line(error: Exception) -> str:
-    """The last line of the error's text, where libraries that wrap errors put the cause."""
+    """The last line of the error's text, where libraries that wrap errors put the cause. It may quote the file."""
     lines = str(error).strip().splitlines()
-    return lines[-1].strip() if lines else type(error).__name__
+    return shown(lines[-1].strip(), 300) if lines else type(error).__name__
 
 
 def fill_trunk(

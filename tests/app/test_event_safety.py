@@ -1,0 +1,117 @@
+"""What an engine says may be read and may not act: in every field, on a real terminal, and in what commands print."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from hostile_events import EVENTS, EVIL, filled, texts
+from scripted import make_home
+from terminals import Terminal
+
+from app.commands.models import show_models
+from app.event_safety import STREAMED, made_safe
+from app.text_safety import UNSAFE
+from engine.messages import AnyEvent, Beam, Finished, Notice, Piece, Timing
+
+ACTS = [b"\x1b]0;", b"\x1b[777m", b"PWNED", b"\xc2\x9b", b"\xe2\x80\xae", b"\x1bPq"]
+"""What of ``EVIL`` would act: none of it is anything that Textual writes."""
+HOSTILE_CONFIG = json.dumps({"model_type": EVIL})
+
+
+def streamed(event: object) -> list[str]:
+    """The texts of ``event`` that are a model's."""
+    found = [getattr(event, name) for kind, name in STREAMED if isinstance(event, kind)]
+    return found + [beam.text for beam in getattr(event, "beams", [])]
+
+
+@pytest.mark.parametrize("kind", EVENTS, ids=lambda kind: kind.__name__)
+def test_no_text_of_an_event_acts(kind: type[AnyEvent]) -> None:
+    event = filled(kind)
+    left = texts(made_safe(event))
+    assert len(left) == len(texts(event))
+    for text in streamed(event):
+        left.remove(text)
+    assert not [text for text in left if UNSAFE.search(text)]
+
+
+def test_the_events_that_were_tried_hold_text() -> None:
+    assert sum(texts(filled(kind)).count(EVIL) for kind in EVENTS) > 60
+
+
+def test_what_is_safe_is_not_copied() -> None:
+    for event in (Notice(text="one line\nand another"), filled(Timing), Piece(id=1, text=EVIL, tokens=1)):
+        safe = made_safe(event)
+        assert safe is event or texts(event) != texts(safe)
+    assert made_safe(notice := Notice(text="plain")) is notice
+
+
+def test_text_that_is_streamed_is_left_to_whoever_shows_it() -> None:
+    finished = filled(Finished)
+    assert made_safe(finished).text == EVIL  # type: ignore[union-attr]
+    assert {kind for kind, _ in STREAMED} == {Piece, Finished, Beam}
+
+
+class Later(msgspec.Struct, frozen=True):
+    number: int = 1
+    told: dict[str, list[tuple[str, int]]] = {}
+
+
+class Newer(Notice, frozen=True, kw_only=True, tag="newer"):
+    inside: list[Later] = []  # noqa: RUF012 (as above)
+
+
+def test_a_new_field_is_safe_by_construction() -> None:
+    newer = Newer(text="", inside=[Later(told={EVIL: [(EVIL, 1)]})])
+    assert texts(newer).count(EVIL) == 2
+    assert not any(map(UNSAFE.search, texts(made_safe(newer))))  # type: ignore[arg-type]
+
+
+# --- a real terminal ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Terminal]:
+    folder = tmp_path / "models" / "starter"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(HOSTILE_CONFIG)
+    opened = Terminal(tmp_path, script="hostile_events.py")
+    yield opened
+    opened.close()
+
+
+def test_nothing_that_an_engine_says_reaches_a_terminal_as_it_is(terminal: Terminal) -> None:
+    terminal.until_drawn("Ask")
+    terminal.until_drawn("XY")
+    pasted = "past\x9b31med \u202etext\r\x1b]0;PWNED\x07line \u0646\u200c\u0647"
+    terminal.type(f"\x1b[200~{pasted}\x1b[201~".encode())
+    terminal.until_drawn("pasted text")
+    terminal.until_drawn("line \u0646\u200c\u0647")
+    terminal.type(b"\r")
+    terminal.until_quiet()
+    terminal.type(b"refuse\r")
+    terminal.until_quiet()
+    for key in (b"\x1bOQ", b"\x1bOR", b"\x1bOS", b"\x1b[15~", b"\x1b[19~", b"\x13", b"\x10"):
+        terminal.type(key)  # f2, f3, f4, f5, f8, ctrl+s, ctrl+p
+        terminal.until_quiet()
+        terminal.type(b"\x1b")
+        terminal.until_quiet()
+    assert [acts for acts in ACTS if acts in terminal.drawn] == []
+
+
+def test_models_list_prints_what_may_be_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = make_home(tmp_path, monkeypatch)
+    folder = home / "models" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(HOSTILE_CONFIG)
+    for in_json in (False, True):
+        show_models(in_json=in_json)
+        printed = capsys.readouterr().out
+        assert "mine" in printed and not UNSAFE.search(printed)
+        assert re.search(r"mine +ready", printed) or in_json
