@@ -18,10 +18,11 @@ from ring_conversation import all_conversations, assert_same, conversation  # no
 from ring_places import placed, places  # noqa: E402
 
 from engine.errors import ModelError  # noqa: E402
-from engine.exchange.seat import Loading  # noqa: E402
+from engine.exchange.seat import Loading, Mode  # noqa: E402
 from engine.messages import Load  # noqa: E402
 from engine.planning.placement import Placement  # noqa: E402
 from engine.ring.running.sharing import RingLayers  # noqa: E402
+from engine.runtimes.mlx import ring as ring_module  # noqa: E402
 from engine.runtimes.mlx.model import MlxModel  # noqa: E402
 from engine.runtimes.mlx.runtime import MlxRuntime  # noqa: E402
 from engine.runtimes.protocol import Interrupted, RingPlace  # noqa: E402
@@ -109,6 +110,50 @@ def test_shared_experts_are_computed_between_sending_and_receiving(
     found, expected = model.start().extend([3, 4, 5]), single.start().extend([3, 4, 5])
     assert found is not None and expected is not None and np.array_equal(found, expected)
     assert happened == ["send", "shared", "receive"] * len(single.facts.moe_layers)
+
+
+class Waits:
+    """Counts how often the GPU is waited for: by ``mx.eval``, and where numpy asks for what was not evaluated."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self._there: list[Any] = []
+        evaluate = mx.eval
+        waits = self
+
+        def counted(*arrays: Any) -> None:
+            waits.count += 1
+            waits._there += arrays
+            evaluate(*arrays)
+
+        class Numpy:
+            def __getattr__(self, name: str) -> Any:
+                return getattr(np, name)
+
+            def array(self, value: Any, *given: Any, **options: Any) -> Any:
+                if isinstance(value, mx.array) and not any(value is one for one in waits._there):
+                    waits.count += 1
+                return np.array(value, *given, **options)
+
+        monkeypatch.setattr(mx, "eval", counted)
+        monkeypatch.setattr(ring_module, "np", Numpy())
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.parametrize("loading", ["selected", "busy-full"])
+def test_the_gpu_is_waited_for_twice_per_layer(
+    mode: Mode, loading: Loading, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(tmp_path, "mixtral", dtype="bfloat16")
+    memory = MemoryRing(1)
+    placement = placement_for(load(folder), 1, "even")
+    model = load(folder, places(placement, mode, loading=loading, exchanges=list(memory.ends))[0])
+    rows = model.start()
+    rows.extend([3, 4, 5])
+    waits = Waits(monkeypatch)
+    rows.step([6])
+    layers = len(model.facts.moe_layers)
+    assert waits.count == 2 * layers + 1, "and once for the caches"
 
 
 def test_a_router_that_differs_is_mended(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The ring executor of the mlx runtime: this node's experts in its memory, the others' results by the exchange.
 
-Routes and results cross the border to the host, where the exchange is: one evaluation per MoE layer. In exact mode
-every node gets all un-weighted results and adds them up with the very expression of the local executor.
+Routes and results cross the border to the host, where the exchange is: the GPU is waited for twice per MoE layer. In
+exact mode every node gets all un-weighted results and adds them up with the very expression of the local executor.
 """
 
 from __future__ import annotations
@@ -75,9 +75,13 @@ class RingExecutor:
 
     def _run(self, layer: int, hidden: Array, indices: Array, weights: Array, beside: Array | None) -> Array:
         rows = hidden.reshape(-1, hidden.shape[-1])
-        mx.eval(rows, indices, weights)
-        chosen = np.array(indices.astype(mx.int32)).reshape(-1, indices.shape[-1])
-        shares = np.array(weights.astype(mx.float32)).reshape(chosen.shape)
+        # All that crosses the border is converted first, so that the GPU is waited for once here, and once for results.
+        routes, scales = indices.astype(mx.int32), weights.astype(mx.float32)
+        needs_hidden = not self.alone and isinstance(self._exchange, NeedsHidden)
+        floats = rows.astype(mx.float32) if needs_hidden else rows
+        mx.eval(rows, routes, scales, floats)
+        chosen = np.array(routes).reshape(-1, indices.shape[-1])
+        shares = np.array(scales).reshape(chosen.shape)
         dtype = self._result_dtype(hidden.dtype)
 
         def local(indices: Indices, weights: NDArray[np.float32], extra: tuple[int, ...]) -> Words:
@@ -95,7 +99,7 @@ class RingExecutor:
             )
         else:
             if isinstance(self._exchange, NeedsHidden):
-                self._exchange.hidden(np.array(rows.astype(mx.float32)), False)
+                self._exchange.hidden(np.array(floats), False)
             work = None if beside is None else meanwhile
             gathered = self._exchange.run(layer, chosen, shares, local, width, _WORDS[travels], work)
             self._count(layer, gathered.indices)
@@ -149,9 +153,11 @@ class RingExecutor:
             tokens.append(np.zeros(SORTED_FROM - number, np.intp))
         given = rows[mx.array(np.concatenate(tokens).astype(np.int32))]
         found = self._experts[layer](given, mx.array(np.concatenate(wanted).astype(np.int32))[:, None])[:, 0]
-        mx.eval(found)
         if len(routes):
             out[mx.array(routes.astype(np.int32))] = found[: len(routes)]
+        else:
+            # Nobody asks for it: it is run so that the experts' memory stays wired.
+            mx.async_eval(found)  # type: ignore[no-untyped-call]
         return out
 
     def close(self) -> None:
