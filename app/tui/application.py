@@ -22,6 +22,7 @@ from app.settings_file import SettingsFile, open_settings
 from app.tui.commands import COMMANDS
 from app.tui.highlighting import Highlighter
 from app.tui.screens.chat import ChatScreen
+from app.tui.shortcuts import readable
 from app.tui.state import LOADING, RING, ChatOptions
 from app.tui.terminal.application import TerminalApp
 
@@ -144,7 +145,7 @@ class ChatApp(TerminalApp):
         yield SystemCommand("Theme", "Choose the colours", self.action_change_theme)
 
     def get_key_display(self, binding: Binding) -> str:
-        return binding.key_display or super().get_key_display(binding)
+        return readable(super().get_key_display(binding))
 
     async def action_quit_chat(self) -> None:
         """Leave, unless something would be lost: then ask first."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from app.tui.shortcuts import key
+
 
 @dataclass(frozen=True)
 class Command:
@@ -19,13 +21,13 @@ class Command:
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("help", "Help", "Keys and commands", "help", "f1"),
+    Command("help", "Help", "Keys and commands", "help", key("help")),
     Command("new", "New conversation", "Start an empty conversation", "new", "ctrl+n"),
-    Command("chats", "Conversations", "Resume, search, rename, export, delete", "chats", "f2"),
-    Command("model", "Model", "Choose, fetch or load a model", "model", "f3", "[name]"),
-    Command("beams", "Beams", "Beam width, candidates and their scores", "beams", "f4", "[width]"),
-    Command("timing", "Timing", "Where each token's time goes, and which experts it used", "timing", "f5"),
-    Command("machines", "Machines", "Find, pair and forget machines; form a ring of them", "machines", "f8"),
+    Command("chats", "Conversations", "Resume, search, rename, export, delete", "chats", key("chats")),
+    Command("model", "Model", "Choose, fetch or load a model", "model", key("model"), "[name]"),
+    Command("beams", "Beams", "Beam width, candidates and their scores", "beams", key("beams"), "[width]"),
+    Command("timing", "Timing", "Where each token's time goes, and which experts it used", "timing", key("timing")),
+    Command("machines", "Machines", "Find, pair and forget machines; form a ring of them", "machines", key("machines")),
     Command("settings", "Settings", "Model, sampling, partitioning, colours", "settings", "ctrl+s"),
     Command("again", "Answer again", "Another answer to the last question; the old one stays", "again", "ctrl+r"),
     Command("edit", "Edit the last question", "Ask it in other words, as a branch", "edit_last"),

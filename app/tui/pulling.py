@@ -9,6 +9,7 @@ from contextlib import suppress
 from app.engine_client import EngineDied
 from app.text_safety import one_line
 from app.tui.engine_link import EngineLink
+from app.tui.shortcuts import key
 from app.tui.state import Severity
 from engine.messages import Cancel, Done, Failed, Progress
 
@@ -50,7 +51,7 @@ class Pulling:
                         self.active[model] = event
                         self._changed()
                     case Done():
-                        self._say(f"{one_line(model)} is on this machine; f3 loads it.", "information")
+                        self._say(f"{one_line(model)} is on this machine; {key('model')} loads it.", "information")
                     case Failed():
                         self._say(event.error, "error")
         except EngineDied as died:

@@ -21,6 +21,7 @@ from app.text_safety import one_line
 from app.tui.commands import Command, UnknownCommand, parse
 from app.tui.controller import ChatController
 from app.tui.screens.opening import OpensScreens
+from app.tui.shortcuts import bound, key
 from app.tui.state import (
     BeamsChanged,
     ChatOptions,
@@ -58,18 +59,18 @@ class Updated(Message):
 
 class ChatScreen(OpensScreens):
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("f1", "app.help", "Help", id="chat.help", priority=True),
+        Binding(bound("help"), "app.help", "Help", id="chat.help", priority=True),
         Binding("ctrl+p", "app.command_palette", "Menu", id="chat.menu", priority=True),
-        Binding("f2,ctrl+o", "chats", "Chats", id="chat.conversations", priority=True),
-        Binding("f3,ctrl+g", "model", "Model", id="chat.model", priority=True),
-        Binding("f4,ctrl+b", "beams", "Beams", id="chat.beams", priority=True),
-        Binding("f5,ctrl+t", "timing", "Timing", id="chat.timing", priority=True),
-        Binding("f8,ctrl+l", "machines", "Machines", id="chat.machines", priority=True),
+        Binding(bound("chats"), "chats", "Chats", id="chat.conversations", priority=True),
+        Binding(bound("model"), "model", "Model", id="chat.model", priority=True),
+        Binding(bound("beams"), "beams", "Beams", id="chat.beams", priority=True),
+        Binding(bound("timing"), "timing", "Timing", id="chat.timing", priority=True),
+        Binding(bound("machines"), "machines", "Machines", id="chat.machines", priority=True),
         Binding("ctrl+s", "settings", "Settings", id="chat.settings", priority=True),
         Binding("ctrl+n", "new", "New", show=False, id="chat.new", priority=True),
         Binding("ctrl+r", "again", "Again", show=False, id="chat.again", priority=True),
         Binding("escape", "stop", "Stop", show=False, id="chat.stop"),
-        Binding("ctrl+end", "end", "To the end", show=False, id="chat.end"),
+        Binding(bound("newest"), "end", "To the end", show=False, id="chat.end"),
     ]
 
     def __init__(
@@ -276,7 +277,10 @@ class ChatScreen(OpensScreens):
 
     @on(Prompt.Scrolled)
     def _scroll(self, event: Prompt.Scrolled) -> None:
-        if event.pages < 0:
+        self.action_scroll(event.pages)
+
+    def action_scroll(self, pages: int) -> None:
+        if pages < 0:
             self.transcript.scroll_page_up(animate=False)
         else:
             self.transcript.scroll_page_down(animate=False)
@@ -288,7 +292,7 @@ class ChatScreen(OpensScreens):
     @on(Transcript.FollowingChanged)
     def _following(self, event: Transcript.FollowingChanged) -> None:
         self.query_one("#prompt").set_class(not event.following, "-elsewhere")
-        self.prompt.border_subtitle = "" if event.following else "▼ ctrl+end goes to the newest text"
+        self.prompt.border_subtitle = "" if event.following else f"▼ {key('newest')} goes to the newest text"
 
     # --- commands -------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from app.conversations.records import Conversation, StoreError
 from app.text_safety import one_line
 from app.tui.controller import ChatController
 from app.tui.saving import unlocked
+from app.tui.shortcuts import bound
 
 _MUTED = "$foreground-muted"
 _HIT_START, _HIT_END = "\ue000", "\ue001"
@@ -75,14 +76,14 @@ class ConversationsScreen(Screen[Opened | None]):
         "(or brings back), `d` deletes after asking, `e` exports, and `v` shows what is archived."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,f2", "leave", "Close", key_display="esc", id="chats.close"),
+        Binding("escape," + bound("chats"), "leave", "Close", key_display="esc", id="chats.close"),
         Binding("enter", "open", "Open", show=False, id="chats.open"),
         Binding("r", "rename", "Rename", id="chats.rename"),
         Binding("a", "archive", "Archive", id="chats.archive"),
         Binding("d,delete", "delete", "Delete", key_display="d", id="chats.delete"),
         Binding("e", "export", "Export", id="chats.export"),
         Binding("v", "archived", "Archived", id="chats.archived"),
-        Binding("f1", "app.help", "Help", id="chats.help"),
+        Binding(bound("help"), "app.help", "Help", id="chats.help"),
         Binding("down", "to_list", "List", show=False, id="chats.list"),
     ]
 

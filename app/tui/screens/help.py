@@ -14,28 +14,30 @@ from textual.widgets import Footer
 
 from app.tui.commands import COMMANDS
 from app.tui.rendering import render_markdown
+from app.tui.shortcuts import bound, either, keys
 from app.tui.widgets.rendered import Rendered
 
-KEYS = """
+KEYS = f"""
 | key | does |
 |---|---|
 | enter | sends |
-| ctrl+j, shift+enter, alt+enter | break the line |
+| {", ".join(keys("newline")[:3])} | break the line |
 | esc | stops the answer; the text stays |
 | up | earlier questions, in an empty field |
-| shift+up | to the messages: copy, edit, answer again, other branches |
-| pageup, pagedown | scroll |
-| ctrl+end | to the newest text |
+| {either("messages")} | to the messages: copy, edit, answer again, other branches |
+| pageup, pagedown; among the messages also u, d | scroll |
+| {either("newest")} | to the newest text |
 | ctrl+r | answer again |
 | ctrl+n | new conversation |
-| f2 or ctrl+o | conversations |
-| f3 or ctrl+g | model |
-| f4 or ctrl+b | beams |
-| f5 or ctrl+t | timing |
-| f8 or ctrl+l | machines: find, pair, form a ring |
+| {either("chats")} | conversations |
+| {either("model")} | model |
+| {either("beams")} | beams |
+| {either("timing")} | timing |
+| {either("machines")} | machines: find, pair, form a ring |
 | ctrl+s | settings |
 | ctrl+p | menu of all commands |
 | ctrl+q | quit; everything is kept |
+| {either("help")} | this help, about what has the focus first |
 """
 
 
@@ -63,7 +65,7 @@ class _HelpText(Rendered):
 
 class HelpScreen(ModalScreen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,f1,q", "dismiss(None)", "Close", key_display="esc", id="help.close")
+        Binding("escape,q," + bound("help"), "dismiss(None)", "Close", key_display="esc", id="help.close")
     ]
 
     def __init__(self, focused: Widget | None) -> None:

@@ -24,6 +24,7 @@ from app.tui.controller import ChatController
 from app.tui.hosting import ChatHost
 from app.tui.ring_view import peer_lines, ring_lines
 from app.tui.screens.asking import AskText, Confirm
+from app.tui.shortcuts import bound
 from app.tui.widgets.rendered import Rendered
 from engine.messages import NetworkState, PeerFacts
 from engine.planning.absent_machines import absent_lines
@@ -45,7 +46,7 @@ class MachinesScreen(Screen[None]):
         "known only once it is paired."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,f8,ctrl+l", "leave", "Close", key_display="esc", id="machines.close"),
+        Binding("escape," + bound("machines"), "leave", "Close", key_display="esc", id="machines.close"),
         Binding("l", "look", "Look", id="machines.look"),
         Binding("p", "pair", "Pair", id="machines.pair"),
         Binding("f", "form", "Form", id="machines.form"),
@@ -53,7 +54,7 @@ class MachinesScreen(Screen[None]):
         Binding("r", "form_anew", "Form anew", id="machines.form_anew"),
         Binding("x", "forget", "Forget", id="machines.forget"),
         Binding("c", "code", "Code", id="machines.code"),
-        Binding("f1", "app.help", "Help", id="machines.help"),
+        Binding(bound("help"), "app.help", "Help", id="machines.help"),
     ]
 
     def __init__(self, controller: ChatController) -> None:

@@ -16,6 +16,7 @@ from textual.widgets.option_list import Option
 from app.text_safety import one_line
 from app.tui.controller import ChatController
 from app.tui.formatting import bar, progress_text, size
+from app.tui.shortcuts import bound
 from engine.errors import ModelError
 
 _MUTED = "$foreground-muted"
@@ -70,9 +71,9 @@ class ModelsScreen(Screen[str | None]):
         "repo id, a folder, or a GGUF file."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,f3", "leave", "Close", key_display="esc", id="models.close"),
+        Binding("escape," + bound("model"), "leave", "Close", key_display="esc", id="models.close"),
         Binding("x", "stop", "Stop fetching", id="models.stop"),
-        Binding("f1", "app.help", "Help", id="models.help"),
+        Binding(bound("help"), "app.help", "Help", id="models.help"),
     ]
 
     def __init__(self, controller: ChatController) -> None:

@@ -9,13 +9,14 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.widgets import Footer, Static
 
+from app.tui.shortcuts import bound
 from app.tui.widgets.panel import Panel
 
 
 class PanelScreen(Screen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,f4,f5,ctrl+b,ctrl+t", "close_panel", "Close", show=False, id="panel.back"),
-        Binding("f1", "app.help", "Help", id="panel.help"),
+        Binding("escape," + bound("beams", "timing"), "close_panel", "Close", show=False, id="panel.back"),
+        Binding(bound("help"), "app.help", "Help", id="panel.help"),
     ]
 
     def __init__(self, panel: Panel) -> None:

@@ -19,6 +19,7 @@ from app.settings import GROUPS, SCHEMA, Setting, SettingError, Value
 from app.tui.controller import ChatController
 from app.tui.hosting import ChatHost
 from app.tui.predicting import prediction
+from app.tui.shortcuts import bound, either, key
 from app.tui.widgets.rendered import Rendered
 from engine.messages import Planned
 
@@ -178,17 +179,18 @@ class SettingsScreen(Screen[str]):
     HELP = (
         "A setting takes effect and is saved when it is changed; a field when you leave it or press `enter`. Those "
         "that load the model again wait until you close the settings: until then the foot of the screen says what "
-        "memory and speed they would give, and `f6` takes them back. `f7` goes to the next group. What cannot be had "
+        f"memory and speed they would give, and {either('undo')} takes them back. {either('group')} goes to the next "
+        "group. What cannot be had "
         "on this machine is greyed, with the reason. An empty field leaves it to the model."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,ctrl+s", "leave", "Close", key_display="esc", id="settings.close"),
         # Before a text area, which has these two keys for something else.
-        Binding("f6", "undo", "Take back", priority=True, id="settings.undo"),
-        Binding("f7", "group", "Group", priority=True, id="settings.group"),
+        Binding(bound("undo"), "undo", "Take back", priority=True, id="settings.undo"),
+        Binding(bound("group"), "group", "Group", priority=True, id="settings.group"),
         Binding("tab", "app.focus_next", "Next", id="settings.next"),
         Binding("shift+tab", "app.focus_previous", "Previous", show=False, id="settings.previous"),
-        Binding("f1", "app.help", "Help", id="settings.help"),
+        Binding(bound("help"), "app.help", "Help", id="settings.help"),
     ]
 
     def __init__(self, controller: ChatController) -> None:
@@ -224,7 +226,7 @@ class SettingsScreen(Screen[str]):
         if not self._draft:
             return ""
         stops = " The answer that is being written stops then." if self._controller.busy else ""
-        return f"Not applied yet: esc applies it, f6 takes it back.{stops}"
+        return f"Not applied yet: esc applies it, {key('undo')} takes it back.{stops}"
 
     @work(group="prediction", exclusive=True, exit_on_error=False)
     async def _predict(self) -> None:

@@ -13,6 +13,7 @@ from textual.widgets import Static
 from app.text_safety import one_line
 from app.tui.controller import ChatController
 from app.tui.formatting import rate, size
+from app.tui.shortcuts import key
 from app.tui.state import BeamsChanged, StatusChanged, Update
 from app.tui.widgets.panel import Panel
 from app.tui.widgets.rendered import Rendered
@@ -25,7 +26,7 @@ _MUTED = "$foreground-muted"
 class BeamPanel(Panel):
     PANEL = "beams"
     TITLE = "Beams"
-    HINT = "f4: go here · tab: candidates · f4 again: close"
+    HINT = f"{key('beams')}: go here · tab: candidates · {key('beams')} again: close"
     HELP = (
         "A beam search keeps several candidates and gives the likeliest whole answer. `left` and `right` choose how "
         "many, at what cost; `enter` applies it from the next question on. `tab` goes to the candidates: `enter` "

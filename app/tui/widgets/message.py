@@ -12,6 +12,7 @@ from textual.message import Message
 from app.tui.formatting import footing, heading
 from app.tui.hosting import ChatHost
 from app.tui.rendering import render_markdown, render_plain
+from app.tui.shortcuts import bound
 from app.tui.state import Entry
 from app.tui.streaming import GrowingText
 from app.tui.widgets.rendered import Rendered
@@ -48,13 +49,15 @@ class MessageView(Written, can_focus=True):
     """A message: who speaks, the text, what happened to it. While it is being written: what is finished of it."""
 
     HELP = (
-        "A message of the conversation. `up` and `down` go to the next, `c` copies it, `b` copies its next block of "
-        "code, `e` edits a question (its old wording stays as an alternative), `r` asks again, `left` and `right` show "
-        "the alternatives, `esc` goes back to typing."
+        "A message of the conversation. `up` and `down` go to the next, `u` and `d` scroll, `c` copies it, `b` "
+        "copies its next block of code, `e` edits a question (its old wording stays as an alternative), `r` asks "
+        "again, `left` and `right` show the alternatives, `esc` goes back to typing."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "neighbour(-1)", "Up", show=False, id="message.up"),
         Binding("down,j", "neighbour(1)", "Down", show=False, id="message.down"),
+        Binding(bound("page_up"), "screen.scroll(-1)", "Page up", show=False, id="message.page_up"),
+        Binding(bound("page_down"), "screen.scroll(1)", "Page down", show=False, id="message.page_down"),
         Binding("left,left_square_bracket", "act('previous')", "Other ←", key_display="←", id="message.previous"),
         Binding("right,right_square_bracket", "act('next')", "Other →", key_display="→", id="message.next"),
         Binding("c", "act('copy')", "Copy", id="message.copy"),

@@ -9,6 +9,8 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import TextArea
 
+from app.tui.shortcuts import bound, either
+
 
 class Prompt(TextArea):
     """Several lines of text; enter sends them, the keys with a modifier break the line.
@@ -18,13 +20,13 @@ class Prompt(TextArea):
 
     HELP = (
         "Type a question. `enter` sends it; `ctrl+j`, `shift+enter` and `alt+enter` break the line (`ctrl+j` works in "
-        "every terminal); pasted lines stay lines. `up` in an empty field brings back earlier questions, `shift+up` "
-        "goes to the messages. `/help` lists the commands."
+        "every terminal); pasted lines stay lines. `up` in an empty field brings back earlier questions, "
+        f"{either('messages')} goes to the messages. `/help` lists the commands."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "send", "Send", show=False, id="prompt.send"),
-        Binding("shift+enter,alt+enter,ctrl+j,ctrl+enter", "break_line", "New line", show=False, id="prompt.newline"),
-        Binding("shift+up,ctrl+up", "leave_up", "Messages", show=False, id="prompt.messages"),
+        Binding(bound("newline"), "break_line", "New line", show=False, id="prompt.newline"),
+        Binding(bound("messages"), "leave_up", "Messages", show=False, id="prompt.messages"),
     ]
 
     class Sent(Message):

@@ -13,6 +13,7 @@ from app.tui.charts import heat_legend, heat_map, layer_bars, movement, phase_su
 from app.tui.controller import ChatController
 from app.tui.node_charts import node_line, overview
 from app.tui.pacing import Pace
+from app.tui.shortcuts import key
 from app.tui.state import TimingArrived, Update
 from app.tui.widgets.panel import Panel
 from app.tui.widgets.rendered import Rendered
@@ -26,7 +27,7 @@ SLOWEST_S = 1.0
 class TimingPanel(Panel):
     PANEL = "timing"
     TITLE = "Timing"
-    HINT = "f5: go here, to scroll · again: close"
+    HINT = f"{key('timing')}: go here, to scroll · again: close"
     HELP = (
         "Where the time of a token goes. Each bar is a layer, split into attention, router, experts, exchange between "
         "machines, waiting, and the rest; `p` changes between decoding and reading the prompt. Below, how often each "

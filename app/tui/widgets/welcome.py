@@ -6,6 +6,7 @@ from textual.content import Content
 from textual.widgets import Static
 
 from app.tui.formatting import engine_name, progress_text
+from app.tui.shortcuts import key
 from app.tui.state import Phase, Status
 
 _NAME = ("private", "bold"), ("llm", "bold $text-primary")
@@ -40,7 +41,7 @@ def _welcome(status: Status) -> Content:
                 ("enter", "sends    "),
                 ("ctrl+j", "new line "),
                 ("esc", "stops    "),
-                ("f1", "help     "),
+                (key("help"), "help     "),
                 ("ctrl+q", "quits    "),
             )
         ],
@@ -53,7 +54,7 @@ def _about_model(status: Status) -> list[Content]:
     if status.phase is Phase.UNAVAILABLE:
         return [
             Content.styled(f"There is no model: {status.problem}", "$text-error"),
-            Content.styled("f3 chooses another one.", "$foreground-muted"),
+            Content.styled(f"{key('model')} chooses another one.", "$foreground-muted"),
         ]
     if facts is not None:
         experts = f"{facts.experts} experts, {facts.experts_per_token} for a token" if facts.experts else "dense"

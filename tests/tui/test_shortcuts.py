@@ -1,0 +1,128 @@
+"""Every function can be reached with a key that the plainest terminal sends."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import string
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from fake_engine import FakeEngine
+from screen_helpers import MakeApp, ask, controller, ready, wait_until
+from textual.binding import Binding
+from textual.dom import DOMNode
+from textual.events import Key
+
+import app.tui
+from app.tui import clipboard, shortcuts
+from app.tui.screens.help import HelpScreen
+from app.tui.screens.settings import SettingsScreen
+from app.tui.shortcuts import TERMINAL_APP, either, key, keys
+from app.tui.terminal.keys import KeyParser
+from app.tui.widgets.message import MessageView
+
+
+def ours() -> list[type[DOMNode]]:
+    """All screens, widgets and applications of the program that have keys of their own."""
+    for module in pkgutil.walk_packages(app.tui.__path__, "app.tui."):
+        importlib.import_module(module.name)
+    found: list[type[DOMNode]] = []
+    left: list[type[DOMNode]] = [DOMNode]
+    while left:
+        kind = left.pop()
+        left += kind.__subclasses__()
+        if kind.__module__.startswith("app.") and "BINDINGS" in vars(kind):
+            found.append(kind)
+    return sorted(set(found), key=lambda kind: kind.__name__)
+
+
+@pytest.mark.parametrize("kind", ours(), ids=lambda kind: kind.__name__)
+def test_every_action_has_a_key_that_terminal_app_sends(kind: type[DOMNode]) -> None:
+    actions: defaultdict[str, set[str]] = defaultdict(set)
+    for binding in Binding.make_bindings(kind.BINDINGS):
+        actions[binding.action].add(binding.key)
+    assert actions
+    assert {action: names for action, names in actions.items() if not names & TERMINAL_APP} == {}
+
+
+SENT = {
+    "enter": "\r", "escape": "\x1b", "tab": "\t", "shift+tab": "\x1b[Z", "backspace": "\x7f", "space": " ",
+    "up": "\x1b[A", "down": "\x1b[B", "right": "\x1b[C", "left": "\x1b[D", "ctrl+underscore": "\x1f",
+    "question_mark": "?", "left_square_bracket": "[", "right_square_bracket": "]",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(TERMINAL_APP))
+def test_its_keys_arrive_under_the_names_they_are_bound_by(name: str) -> None:
+    controls = {f"ctrl+{letter}": chr(ord(letter) & 31) for letter in string.ascii_lowercase}
+    sent = (controls | SENT).get(name, name)
+    parser = KeyParser()
+    # The end of all input says that a lone ESC was the key.
+    events = [*parser.feed(sent), *(parser.feed("") if name == "escape" else ())]
+    assert [event.key for event in events if isinstance(event, Key)] == [name]
+
+
+@pytest.mark.parametrize("function", sorted(shortcuts._KEYS))
+def test_a_mac_is_told_of_those_first(function: str) -> None:
+    assert keys(function, "darwin")[0] in TERMINAL_APP
+    assert set(keys(function, "darwin")) == set(keys(function, "linux")) == set(shortcuts._KEYS[function])
+    assert keys(function, "linux") == shortcuts._KEYS[function]
+
+
+def test_hints_name_the_key_of_the_system() -> None:
+    assert (key("model", "linux"), key("model", "darwin")) == ("f3", "ctrl+g")
+    assert (either("help", "linux"), either("help", "darwin")) == ("f1 or ctrl+_", "ctrl+_ or f1")
+
+
+async def test_the_keys_of_a_mac_work(make_app: MakeApp, engine: FakeEngine) -> None:
+    engine.answer = lambda request: [f"line {number}\n\n" for number in range(200)]
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await ready(pilot, app)
+        await ask(pilot, app, "Hello")
+        assert app.chat is not None
+        transcript = app.chat.transcript
+        await pilot.press("shift+tab")
+        assert isinstance(app.focused, MessageView)
+        bottom = transcript.scroll_y
+        await pilot.press("u")
+        await wait_until(pilot, lambda: transcript.scroll_y < bottom)
+        assert not transcript.following
+        above = transcript.scroll_y
+        await pilot.press("d")
+        await wait_until(pilot, lambda: transcript.scroll_y > above)
+        await pilot.press("u", "u", "escape", "ctrl+f")
+        await wait_until(pilot, lambda: transcript.following)
+        for opened in ("", "ctrl+s"):
+            await pilot.press(*filter(None, [opened]), "ctrl+underscore")
+            await wait_until(pilot, lambda: isinstance(app.screen, HelpScreen))
+            await pilot.press("escape")
+            await wait_until(pilot, lambda: not isinstance(app.screen, HelpScreen))
+        assert isinstance(app.screen, SettingsScreen)
+        await pilot.press("ctrl+n")
+        assert controller(app).thread.path  # in the settings it is the next group, not a new conversation
+
+
+async def test_what_is_selected_goes_to_the_machine_s_clipboard_too(
+    make_app: MakeApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool, target = tmp_path / "pbcopy", tmp_path / "copied"
+    tool.write_text(f"#!/bin/sh\n(printf '%s|' \"$LC_CTYPE\" \"$LC_ALL\"; cat) > '{target}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("LC_ALL", "C")
+    monkeypatch.delenv("SSH_CONNECTION", raising=False)
+    monkeypatch.setattr(clipboard, "tools", lambda: [["pbcopy"]])
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert app.chat is not None
+        app.chat.prompt.fill("größer")
+        app.chat.prompt.select_all()
+        await pilot.press("ctrl+c")
+        await wait_until(pilot, lambda: app._notifications)
+        assert [notice.message for notice in app._notifications] == ["The selection is copied."]
+        assert target.read_text("utf-8") == "UTF-8||größer"
+        assert app.clipboard == "größer"
