@@ -40,6 +40,10 @@ _MOST_DATA = 6 << 30
 """Bytes that the process of an attack may allocate."""
 
 
+_CANNOT_BEGIN = 9
+"""Exit status of a child in which nothing could be attacked."""
+
+
 class Refused(Exception):
     """The input was refused as it should be."""
 
@@ -100,6 +104,8 @@ def run(attack: Attack, seed: int, inputs: int) -> Tally:
             child.start()
             hung = _watch(child, state)
             _collect(said, tally)
+            if child.exitcode == _CANNOT_BEGIN:
+                raise RuntimeError(f"{attack.name}: what is attacked does not work as it is")
             if hung:
                 tally.hangs += 1
                 tally.found.append(f"attempt {state.next} waits for ever")
@@ -164,7 +170,12 @@ def _attempts(
     # What would take all of the machine's memory is an error instead.
     resource.setrlimit(resource.RLIMIT_DATA, (_MOST_DATA, _MOST_DATA))
     signal.signal(signal.SIGPROF, _too_long)
-    with attack.open(home) as attempt:
+    with contextlib.ExitStack() as stack:
+        try:
+            attempt = stack.enter_context(attack.open(home))
+        except Exception:
+            traceback.print_exc()
+            os._exit(_CANNOT_BEGIN)
         before = _peak()
         while (number := state.next) < inputs:
             state.begun = time.monotonic_ns()
