@@ -19,6 +19,8 @@ _INSIDE = re.compile(
     r"docker\d|br-[0-9a-f]{6,}$|virbr|veth[0-9a-f]{6,}|lxcbr|lxdbr|incusbr|cni\d|cni-|flannel|cali[0-9a-f]|podman|vmnet"
     r"|vboxnet|bridge1\d\d$|awdl|llw|anpi|ap\d"
 )
+_SYSTEM_TUNNEL = re.compile(r"utun\d")
+"""macOS makes several for itself, with addresses that lead nowhere; a VPN of one's own is reached by its address."""
 _TUNNEL = re.compile(r"utun|tun\d|tap\d|wg\d|tailscale|ppp|ipsec|gif|stf|zt")
 
 
@@ -87,10 +89,11 @@ def is_inside(interface: str) -> bool:
 
 
 def announced(own: Iterable[OwnAddress]) -> list[OwnAddress]:
-    """Those that are told to others, best first: without loopback and inner bridges, unless there is nothing else."""
+    """Those that are told to others, best first: without loopback, inner bridges and the system's own tunnels, unless
+    there is nothing else."""
     candidates = sorted(own, key=_rank)
-    outside = [one for one in candidates if not one.is_loopback and not is_inside(one.interface)]
     inside = [one for one in candidates if not one.is_loopback]
+    outside = [one for one in inside if not is_inside(one.interface) and not _SYSTEM_TUNNEL.match(one.interface)]
     return outside or inside or candidates
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import socket
 import struct
 import threading
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 
 from discovery.errors import DoorError
 from discovery.frames import Deadline, FrameError, receive_exactly
+
+_log = logging.getLogger(__name__)
 
 USUAL_PORT = 47820
 """Control; the door is the next one."""
@@ -24,6 +27,9 @@ _PREAMBLE = struct.Struct("!4sBBH")
 """Magic, version, bytes of the kind, bytes of the body."""
 _MAGIC = b"pvLM"
 _VERSION = 1
+_POLL_S = 0.25
+"""Between two looks at whether the door was closed."""
+_CLOSE_S = 5.0
 _MAX_CONNECTIONS = 32
 _MAX_PER_ADDRESS = 16
 """Connections on which nothing was agreed yet; one machine cannot take all places."""
@@ -74,7 +80,7 @@ class Door:
         self._open: dict[socket.socket, str] = {}
         self._mutex = threading.Lock()
         self._closed = threading.Event()
-        listener.settimeout(None)
+        listener.settimeout(_POLL_S)
         listener.listen(_MAX_CONNECTIONS)
         self._thread = threading.Thread(target=self._accept, name="door", daemon=True)
         self._thread.start()
@@ -100,26 +106,40 @@ class Door:
             self._closed.set()
             connections = list(self._open)
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept, though not on every system
         self._listener.close()
         for connection in connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(_CLOSE_S)
 
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
-                connection, address = self._listener.accept()
+                self._accept_one()
+            except TimeoutError:
+                continue
             except OSError:
                 self._closed.wait(0.1)  # out of file descriptors, or a connection that was gone before it was accepted
-                continue
-            if not self._admit(connection, str(address[0])):
+            except Exception:  # whatever one connection does, the door stays open for the others
+                _log.exception("a connection was not taken")
+                self._closed.wait(0.1)
+
+    def _accept_one(self) -> None:
+        connection, address = self._listener.accept()
+        taken = False
+        try:
+            # Darwin gives a connection that was reset before it was accepted, without an address.
+            if address and self._admit(connection, str(address[0])):
+                arguments = (connection, (str(address[0]), int(address[1])))
+                threading.Thread(target=self._serve, args=arguments, name="door-connection", daemon=True).start()
+                taken = True
+        finally:
+            if not taken:
+                with self._mutex:
+                    self._open.pop(connection, None)
                 connection.close()
-                continue
-            arguments = (connection, (str(address[0]), int(address[1])))
-            threading.Thread(target=self._serve, args=arguments, name="door-connection", daemon=True).start()
 
     def _admit(self, connection: socket.socket, host: str) -> bool:
         with self._mutex:

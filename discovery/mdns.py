@@ -9,6 +9,7 @@ import logging
 import random
 import re
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -47,6 +48,8 @@ whatever it says of itself."""
 _LOOK_SECONDS = 60.0
 """Between two questions who is there; machines that come say so unasked, if they know that they were away."""
 _RESOLVE_MS = 3000
+_FAMILIES_APART = sys.platform == "darwin"
+"""Whether IPv4 groups must be joined by IPv4 sockets: Darwin's IPv6 sockets cannot, which the library passes over."""
 _NODE_ID = re.compile(r"[0-9a-f]{64}")
 _INSTANCE = re.compile(r"[0-9a-f]{16}")
 _VERSION = re.compile(r"[0-9]{1,4}")
@@ -124,9 +127,8 @@ class Neighbourhood:
         self._opened_at = time.monotonic()
         self._tried_at = float("-inf")
         self._generation = 0
-        self._zeroconf: zeroconf.Zeroconf | None = None
-        self._browser: zeroconf.ServiceBrowser | None = None
-        self._resolving: dict[str, concurrent.futures.Future[None]] = {}
+        self._opened: list[tuple[zeroconf.Zeroconf, zeroconf.ServiceBrowser]] = []
+        self._resolving: dict[tuple[zeroconf.Zeroconf, str], concurrent.futures.Future[None]] = {}
         self._looked_at = float("-inf")
         self._last: list[Found] = []
         self._wake = threading.Event()
@@ -192,7 +194,7 @@ class Neighbourhood:
             own = [one for one in self._own_addresses() if self._host in ("", "0.0.0.0", "::", one.ip)]
         except OSError:
             return  # interfaces come and go while they are listed; the next round is soon
-        if own == self._own and not anew and (self._zeroconf is not None or now - self._tried_at < _RETRY_SECONDS):
+        if own == self._own and not anew and (self._opened or now - self._tried_at < _RETRY_SECONDS):
             return
         self._tried_at = now
         self._stop()
@@ -210,9 +212,10 @@ class Neighbourhood:
         if not told:
             return "no network interface is up"
         try:
-            self._zeroconf = opened = _open(told)
-            self._browser = zeroconf.ServiceBrowser(opened, SERVICE, handlers=[self._heard])
-            opened.register_service(self._service(told), cooperating_responders=True)
+            for opened in _open(told):
+                self._opened.append((opened, zeroconf.ServiceBrowser(opened, SERVICE, handlers=[self._heard])))
+            for opened, _ in self._opened:
+                opened.register_service(self._service(told), cooperating_responders=True)
         except (OSError, RuntimeError, zeroconf.Error) as error:
             self._stop()
             return str(getattr(error, "strerror", None) or error) or type(error).__name__
@@ -234,37 +237,34 @@ class Neighbourhood:
         )
 
     def _stop(self) -> None:
-        opened, self._zeroconf = self._zeroconf, None
-        browser, self._browser = self._browser, None
-        if opened is None:
-            return
+        all_opened, self._opened = self._opened, []
         with self._mutex:
             resolving = list(self._resolving.values())
         for future in resolving:
             future.cancel()
-        with contextlib.suppress(OSError, RuntimeError, zeroconf.Error, asyncio.TimeoutError):
-            if browser is not None:
+        for opened, browser in all_opened:
+            with contextlib.suppress(OSError, RuntimeError, zeroconf.Error, asyncio.TimeoutError):
                 browser.cancel()
-            opened.close()
+                opened.close()
 
     def _refresh(self) -> None:
         """Ask again for everybody, and for names of which nothing more is known: who does not answer is dropped by
         :meth:`_drop`."""
-        opened = self._zeroconf
-        if opened is None:
-            return
-        pointers = [one for one in opened.cache.entries_with_name(SERVICE) if isinstance(one, DNSPointer)]
+        now = time.monotonic()
+        look = now - self._looked_at >= _LOOK_SECONDS
+        if look:
+            self._looked_at = now
         with self._mutex:
             names = list(self._seen)
-        strangers = list({one.alias for one in pointers} - set(names))
-        random.shuffle(strangers)  # whoever floods must not be first each time
-        strangers.sort(key=lambda name: not self._is_known(name))
-        for name in [*names, *strangers[:_MOST_STRANGERS]]:
-            self._resolve(opened, name, anew=True)
-        now = time.monotonic()
-        if now - self._looked_at >= _LOOK_SECONDS:
-            self._looked_at = now
-            _look(opened, pointers)
+        for opened, _ in self._opened:
+            pointers = [one for one in opened.cache.entries_with_name(SERVICE) if isinstance(one, DNSPointer)]
+            strangers = list({one.alias for one in pointers} - set(names))
+            random.shuffle(strangers)  # whoever floods must not be first each time
+            strangers.sort(key=lambda name: not self._is_known(name))
+            for name in [*names, *strangers[:_MOST_STRANGERS]]:
+                self._resolve(opened, name, anew=True)
+            if look:
+                _look(opened, pointers)
 
     def _is_known(self, name: str) -> bool:
         """Whether the name begins as those of a paired machine do."""
@@ -314,18 +314,18 @@ class Neighbourhood:
         if loop is None or not loop.is_running():
             return
         with self._mutex:
-            alike = sum(other[:16] == name[:16] for other in self._resolving)
+            alike = sum(other[:16] == name[:16] for _, other in self._resolving)
             room = len(self._resolving) < 2 * MAX_SERVICES or (alike < _MOST_EACH and self._is_known(name))
-            if name in self._resolving or not room:
+            if (opened, name) in self._resolving or not room:
                 return
             future = asyncio.run_coroutine_threadsafe(self._ask(opened, name, anew), loop)
-            self._resolving[name] = future
-        future.add_done_callback(lambda done: self._resolved(name, done))
+            self._resolving[opened, name] = future
+        future.add_done_callback(lambda done: self._resolved((opened, name), done))
 
-    def _resolved(self, name: str, future: concurrent.futures.Future[None]) -> None:
+    def _resolved(self, asked: tuple[zeroconf.Zeroconf, str], future: concurrent.futures.Future[None]) -> None:
         with self._mutex:
-            if self._resolving.get(name) is future:
-                del self._resolving[name]
+            if self._resolving.get(asked) is future:
+                del self._resolving[asked]
         if not future.cancelled():
             future.exception()  # a damaged answer is no more than a machine not found
 
@@ -418,16 +418,25 @@ def _text(value: bytes | None) -> str:
     return value.decode("ascii", "replace") if value is not None and len(value) <= 64 else ""
 
 
-def _open(told: list[OwnAddress]) -> zeroconf.Zeroconf:
-    """Sockets on these addresses' interfaces. IPv6 by interface number, once each: that is how it joins groups."""
+def _open(told: list[OwnAddress]) -> list[zeroconf.Zeroconf]:
+    """Sockets on these addresses' interfaces. IPv6 by interface number, once each: that is how it joins groups.
+
+    Raises OSError, RuntimeError if there can be none. IPv6 may be there and switched off for multicast; then IPv4 is
+    all there is.
+    """
     v4: list[str | int] = [one.ip for one in told if one.parsed.version == 4]
     v6: list[str | int] = []
     for interface in dict.fromkeys(one.interface for one in told if one.parsed.version == 6):
         with contextlib.suppress(OSError):
             v6.append(socket.if_nametoindex(interface))
-    try:
-        return zeroconf.Zeroconf(interfaces=[*v4, *v6])
-    except (OSError, RuntimeError):
-        if not v4 or not v6:
-            raise
-        return zeroconf.Zeroconf(interfaces=v4)  # IPv6 may be there and switched off for multicast
+    if not v4 or not v6:
+        return [zeroconf.Zeroconf(interfaces=[*v4, *v6])]
+    if not _FAMILIES_APART:
+        try:
+            return [zeroconf.Zeroconf(interfaces=[*v4, *v6])]
+        except (OSError, RuntimeError):
+            return [zeroconf.Zeroconf(interfaces=v4)]
+    opened = [zeroconf.Zeroconf(interfaces=v4, ip_version=zeroconf.IPVersion.V4Only)]
+    with contextlib.suppress(OSError, RuntimeError):
+        opened.append(zeroconf.Zeroconf(interfaces=v6, ip_version=zeroconf.IPVersion.V6Only))
+    return opened

@@ -45,6 +45,8 @@ def test_what_is_announced_leaves_out_loopback_and_containers() -> None:
     told = announced([LOOP, DOCKER, TAILSCALE, WIFI6, THUNDERBOLT, WIFI])
     assert told == [WIFI, THUNDERBOLT, WIFI6, TAILSCALE]
     assert announced([LOOP, DOCKER]) == [DOCKER]
+    system = OwnAddress("utun3", "fe80::3", 64)
+    assert announced([system, WIFI, WIFI6]) == [WIFI, WIFI6] and announced([LOOP, system]) == [system]
     assert announced([LOOP]) == [LOOP]
     assert announced([]) == []
 

@@ -200,3 +200,40 @@ def test_a_frame_cut_short_a_slow_one_and_a_large_one() -> None:
             left.sendall(b"\x00\x05abc")
         with pytest.raises(FrameError, match="closed"):
             receive_frame(right, Deadline(5))
+
+
+class DarwinListener(socket.socket):
+    """A listener that gives its first connection as Darwin gives one that was reset before it was accepted, fails with
+    its second, and is not woken by being closed."""
+
+    taken = 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        connection, address = super().accept()
+        self.taken += 1
+        if self.taken == 2:
+            connection.close()
+            raise RuntimeError("on purpose")
+        return connection, None if self.taken == 1 else address
+
+    def shutdown(self, how: int) -> None:
+        raise OSError(57, "Socket is not connected")
+
+
+def test_a_connection_without_an_address_does_not_end_the_door() -> None:
+    listener = DarwinListener(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    opened = Door(listener)
+    opened.register("echo", echo)
+    try:
+        for answer in (b"", b"", b"x127.0.0.1"):
+            with (
+                contextlib.suppress(DoorError),
+                contextlib.closing(dial(("127.0.0.1", opened.port), "echo", b"x")) as one,
+            ):
+                assert all_of(one) == answer
+        assert listener.taken == 3
+    finally:
+        opened.close()
+    assert not opened._thread.is_alive()
+    assert opened._open == {}

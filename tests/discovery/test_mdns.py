@@ -152,7 +152,7 @@ def test_a_socket_that_cannot_be_opened_is_told_and_tried_again(
     failing = threading.Event()
     tries: list[int] = []
 
-    def refuse(told: list[OwnAddress]) -> zeroconf.Zeroconf:
+    def refuse(told: list[OwnAddress]) -> list[zeroconf.Zeroconf]:
         tries.append(1)
         if not failing.is_set():
             raise OSError(98, "Address already in use")
@@ -167,6 +167,32 @@ def test_a_socket_that_cannot_be_opened_is_told_and_tried_again(
     failing.set()
     other = listen(*ids(), 4001)
     assert other.hears(refused.node_id)
+
+
+def test_where_families_are_apart_each_group_is_joined_by_its_own_sockets(
+    listen: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Darwin: an IPv6 socket joins no IPv4 group there, so machines that have IPv6 would not hear IPv4."""
+    import socket
+
+    both = [LOOPBACK, OwnAddress("lo" if sys.platform == "linux" else "lo0", "::1", 128)]
+    monkeypatch.setattr(mdns, "_FAMILIES_APART", True)
+    opened = mdns._open(both)
+    try:
+        assert 1 <= len(opened) <= 2  # there may be no IPv6 here
+        for one, family in zip(opened, (socket.AF_INET, socket.AF_INET6), strict=False):
+            sockets = [reader.sock for reader in one.engine.readers]
+            assert sockets and {each.family for each in sockets} == {family}
+    finally:
+        for one in opened:
+            one.close()
+    apart = [listen(*ids(), 4000 + number, own=lambda: both) for number in range(2)]
+    monkeypatch.setattr(mdns, "_FAMILIES_APART", False)
+    other = listen(*ids(), 4002)
+    for one in (*apart, other):
+        assert all(one.hears(another.node_id) for another in (*apart, other) if another is not one)
+    apart[0].neighbourhood.close()
+    assert other.hears_no_more_of(apart[0].node_id) and apart[1].hears_no_more_of(apart[0].node_id)
 
 
 def test_announcements_that_are_none_are_ignored(listen: Callable[..., Listening]) -> None:
