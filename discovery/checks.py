@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import secrets
 import shutil
 import socket
@@ -15,7 +16,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -30,6 +31,11 @@ _QUIET_SECONDS = 5.0
 _ALONE_SECONDS = 15.0
 """After so long without hearing of anybody else."""
 _ANSWER_SECONDS = 1.0
+
+_PERMISSION = (
+    "allow your terminal app under System Settings > Privacy & Security > Local Network (if it is not in the list: "
+    "start the app anew and try again)"
+)
 
 Firewall = Literal["", "ufw", "firewalld", "macos", "macos-blocks-all"]
 
@@ -73,6 +79,8 @@ class NetworkFacts:
     firewall: Firewall = ""
     port: int = USUAL_PORT
     in_container: bool = False
+    exempt: bool = False
+    """macOS asks for no Local Network permission here: Terminal.app and remote logins have it."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,12 @@ def network_facts(port: int = USUAL_PORT, probe: bool = True) -> NetworkFacts:
         firewall=_firewall(),
         port=port,
         in_container=Path("/.dockerenv").exists() or Path("/run/.containerenv").exists(),
+        exempt=_is_exempt(os.environ),
     )
+
+
+def _is_exempt(environment: Mapping[str, str]) -> bool:
+    return environment.get("TERM_PROGRAM") == "Apple_Terminal" or "SSH_CONNECTION" in environment
 
 
 def probe_multicast(addresses: Sequence[OwnAddress], seconds: float = _ANSWER_SECONDS) -> list[MulticastProbe]:
@@ -168,19 +181,22 @@ def _unreachable(step: str, host: str, port: int, error: OSError) -> Problem:
         remedy = f"let TCP {port} through the firewall there, and see that both are in the same network"
         return Problem(step, what, remedy)
     remedy = "see that both machines are in the same network, and that a VPN does not take the way"
-    if sys.platform == "darwin" and error.errno == errno.EHOSTUNREACH:
-        remedy = _local_network()
+    if sys.platform == "darwin" and error.errno == errno.EHOSTUNREACH and not _is_exempt(os.environ):
+        remedy = _PERMISSION
     return Problem(step, f"there is no way to {host} port {port} ({error.strerror or error})", remedy)
 
 
 def _unsent(probe: MulticastProbe, facts: NetworkFacts) -> Problem:
     what = f"mDNS questions cannot be sent on {probe.interface} ({probe.ip}: {probe.error})"
-    if facts.system == "darwin" and probe.code in (errno.EHOSTUNREACH, errno.EPERM):
+    if _may_lack_permission(facts) and probe.code in (errno.EHOSTUNREACH, errno.EPERM):
         return Problem("multicast", what, _local_network())
     if probe.code == errno.EADDRINUSE:
         return Problem("multicast", what, _shared_port(facts))
     if probe.code in (errno.ENETUNREACH, errno.EHOSTUNREACH):
-        remedy = f"give {probe.interface} a route for multicast (`sudo ip route add 224.0.0.0/4 dev {probe.interface}`)"
+        command = f"ip route add 224.0.0.0/4 dev {probe.interface}"
+        if facts.system == "darwin":
+            command = f"route -n add -net 224.0.0.0/4 -interface {probe.interface}"
+        remedy = f"give {probe.interface} a route for multicast (`sudo {command}`)"
         return Problem("multicast", what, remedy)
     return Problem("multicast", what, _let_in(facts))
 
@@ -191,14 +207,12 @@ def _unheard(probe: MulticastProbe, facts: NetworkFacts) -> Problem:
 
 
 def _nobody(what: str, facts: NetworkFacts) -> list[Problem]:
-    if facts.system == "darwin":
-        return [Problem("neighbours", what, _local_network())]
-    if facts.firewall:
+    if facts.firewall and facts.system != "darwin":
         return [Problem("neighbours", what, _let_in(facts))]
-    remedy = (
-        "if others are there and run it, the router keeps its clients apart (“AP isolation”, guest network) or drops "
-        f"multicast; use the same network, or name the machine: `--peer HOST:{facts.port}`"
-    )
+    apart = "the router keeps its clients apart (“AP isolation”, guest network) or drops multicast"
+    if _may_lack_permission(facts):
+        apart = f"{_PERMISSION}; else {apart}"
+    remedy = f"if others are there and run it, {apart}; use the same network, or name the machine: `--peer HOST:{facts.port}`"
     return [Problem("neighbours", what, remedy)]
 
 
@@ -207,18 +221,19 @@ def _announcing_failed(failure: str, facts: NetworkFacts) -> Problem:
     lowered = failure.lower()
     if "in use" in lowered:
         return Problem("announcing", what, _shared_port(facts))
-    if facts.system == "darwin" and ("no route" in lowered or "not permitted" in lowered):
+    if _may_lack_permission(facts) and ("no route" in lowered or "not permitted" in lowered):
         return Problem("announcing", what, _local_network())
     if "no network interface" in lowered:
         return Problem("announcing", what, "connect it by cable, Thunderbolt or Wi-Fi")
     return Problem("announcing", what, _let_in(facts))
 
 
+def _may_lack_permission(facts: NetworkFacts) -> bool:
+    return facts.system == "darwin" and not facts.exempt
+
+
 def _local_network() -> str:
-    return (
-        "allow your terminal app under System Settings > Privacy & Security > Local Network (if it is not in the list: "
-        f"start the app anew and try again), or name the other machine: `--peer HOST:{USUAL_PORT}`"
-    )
+    return f"{_PERMISSION}, or name the other machine: `--peer HOST:{USUAL_PORT}`"
 
 
 def _shared_port(facts: NetworkFacts) -> str:

@@ -15,6 +15,7 @@ import hmac
 import socket
 import ssl
 import struct
+import sys
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -38,6 +39,8 @@ KEPT_BYTES = 1 << 22
 SILENT_S = 4
 """A link on which the peer's kernel acknowledges nothing for so long is gone. Whole seconds; three packets in a row
 have to be lost for a mistake."""
+_DARWIN_CONNDROPTIME = 0x80
+"""``TCP_RXT_CONNDROPTIME``, in seconds; the socket module does not name it."""
 _MOST_PARTS = 64
 _LAST_FRAMES = 3
 
@@ -288,17 +291,22 @@ def _prepare(connection: socket.socket) -> None:
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _silence_options(sys.platform):
+        with contextlib.suppress(OSError):  # one that this system's kernel does not know
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _silence_options(system: str) -> list[tuple[int, int]]:
+    """TCP options and values with which ``system`` (``sys.platform``) ends a connection after ``SILENT_S``."""
     options = {
         "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE": 1,
         "TCP_KEEPINTVL": 1,
         "TCP_KEEPCNT": SILENT_S - 1,
         "TCP_USER_TIMEOUT": SILENT_S * 1000,
     }
-    for name, value in options.items():
-        option = getattr(socket, name, None)
-        if option is not None:
-            with contextlib.suppress(OSError):  # one that this system's kernel does not know
-                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    found = [(int(getattr(socket, name)), value) for name, value in options.items() if hasattr(socket, name)]
+    # Of what was sent and is not acknowledged; Darwin has no TCP_USER_TIMEOUT.
+    return [*found, (_DARWIN_CONNDROPTIME, SILENT_S)] if system == "darwin" else found
 
 
 def _ip(of: Callable[[], Any]) -> str:

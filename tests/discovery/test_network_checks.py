@@ -56,6 +56,26 @@ def test_macos_without_the_permission() -> None:
     assert SETTINGS in only(replace(MAC, probes=(nobody,)))
 
 
+def test_macos_asks_nothing_of_its_own_terminal_and_of_remote_logins() -> None:
+    """The permission is in no list there: it is not blamed."""
+    exempt = replace(MAC, exempt=True)
+    text = only(replace(exempt, probes=(replace(FINE, others=0),)))
+    assert SETTINGS not in text and "AP isolation" in text
+    assert "AP isolation" in only(replace(MAC, probes=(replace(FINE, others=0),)))
+    blocked = MulticastProbe("en0", "192.168.1.7", error="No route to host", code=errno.EHOSTUNREACH)
+    assert SETTINGS not in only(replace(exempt, probes=(blocked,)))
+    said = " ".join(map(str, hearing_problems(1, "No route to host", False, 0, exempt)))
+    assert said and SETTINGS not in said
+    assert checks._is_exempt({"TERM_PROGRAM": "Apple_Terminal"}) and checks._is_exempt({"SSH_CONNECTION": "1.2.3.4"})
+    assert not checks._is_exempt({"TERM_PROGRAM": "ghostty"})
+
+
+def test_a_mac_is_given_the_command_of_a_mac() -> None:
+    probe = MulticastProbe("en7", "10.0.0.1", error="Network is unreachable", code=errno.ENETUNREACH)
+    text = only(replace(MAC, probes=(probe,)))
+    assert "route -n add -net 224.0.0.0/4 -interface en7" in text and "ip route" not in text
+
+
 def test_linux_without_a_route() -> None:
     probe = MulticastProbe("eth7", "10.0.0.1", error="Network is unreachable", code=errno.ENETUNREACH)
     assert "ip route add 224.0.0.0/4 dev eth7" in only(replace(LINUX, probes=(probe,)))
@@ -146,7 +166,11 @@ def test_a_name_nobody_knows_and_a_machine_that_does_not_answer(monkeypatch: pyt
     monkeypatch.setattr(socket, "create_connection", nowhere)
     assert "VPN" in str(probe_peer("127.0.0.1", 47820)[-1].problem)
     monkeypatch.setattr(sys, "platform", "darwin")
+    for variable in ("TERM_PROGRAM", "SSH_CONNECTION"):
+        monkeypatch.delenv(variable, raising=False)
     assert SETTINGS in str(probe_peer("127.0.0.1", 47820)[-1].problem)
+    monkeypatch.setenv("TERM_PROGRAM", "Apple_Terminal")
+    assert SETTINGS not in str(probe_peer("127.0.0.1", 47820)[-1].problem)
 
 
 def test_system_tools_that_are_absent_slow_or_broken_say_nothing() -> None:

@@ -16,7 +16,16 @@ from wire_pairs import close_all, plain_pair, plain_victim, recorded_frames, tls
 
 from engine.exchange.exchange import PeerLost, RingProtocolError
 from engine.exchange.links import WireLink
-from engine.exchange.wires import GOODBYE, HEADER, LARGEST_FRAME, TAG_BYTES, PlainWire, Wire
+from engine.exchange.wires import (
+    GOODBYE,
+    HEADER,
+    LARGEST_FRAME,
+    SILENT_S,
+    TAG_BYTES,
+    PlainWire,
+    Wire,
+    _silence_options,
+)
 
 IDENTITIES = (make_identity(), make_identity())
 SIZES = (0, 1, 11, 12, 13, 16_383, 16_384, 65_507, 65_508, 65_509, 65_536, 70_000, 262_144, 262_145, 2_000_000)
@@ -298,3 +307,13 @@ def test_the_buffer_of_a_large_frame_is_given_back() -> None:
     assert carry(left, right, bytes(70_000)) == bytes(70_000)
     assert right._large is not None and len(right._large) < 100_000
     close_all(left, right)
+
+
+def test_a_silent_link_ends_in_time_on_every_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Darwin has no TCP_USER_TIMEOUT; what it has instead counts seconds, and has no name in the socket module."""
+    monkeypatch.delattr(socket, "TCP_USER_TIMEOUT", raising=False)
+    assert (0x80, SILENT_S) in _silence_options("darwin")
+    assert all(option != 0x80 for option, _ in _silence_options("linux"))
+    names = {"TCP_KEEPINTVL": 1, "TCP_KEEPCNT": SILENT_S - 1}
+    for system in ("linux", "darwin"):
+        assert {(getattr(socket, name), value) for name, value in names.items()} <= set(_silence_options(system))

@@ -14,7 +14,7 @@ _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _MAC_PUNCH_HOLE = 99
 """``F_PUNCHHOLE`` of ``fcntl``."""
 _MAC_BLOCK = 4096
-_UNABLE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY)
+_UNABLE = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY)
 
 
 def punch(folder: Path, spans: Iterable[tuple[str, int, int]]) -> int:

@@ -16,8 +16,10 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import re
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import subprocess
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -40,6 +42,8 @@ from engine.temporary_folders import temporary_folder
 MOST_TOLD = 4096
 MOST_BOOTSTRAP = 1 << 20
 """What JACCL's nodes tell each other of their connections is far less."""
+PORTS_S = 3.0
+"""That the system may take to name its ports."""
 STUCK_S = 6.0
 """All nodes connect at the same time, which takes milliseconds, or a second if one was not listening yet."""
 
@@ -204,19 +208,37 @@ def _devices(own_addresses: Mapping[int, str], rank: int, size: int) -> list[str
     interfaces = {
         entry.address.partition("%")[0]: name for name, entries in psutil.net_if_addrs().items() for entry in entries
     }
-    return device_row(own_addresses, interfaces, rank, size)
+    return device_row(own_addresses, interfaces, _thunderbolt(), rank, size)
 
 
-def device_row(own_addresses: Mapping[int, str], interfaces: Mapping[str, str], rank: int, size: int) -> list[str]:
+def _thunderbolt() -> list[str]:
+    """The Thunderbolt ports of this Mac; none if they cannot be told."""
+    try:
+        tool = ["/usr/sbin/networksetup", "-listallhardwareports"]
+        said = subprocess.run(tool, capture_output=True, text=True, timeout=PORTS_S, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return thunderbolt_ports(said)
+
+
+def thunderbolt_ports(said: str) -> list[str]:
+    """The interfaces that ``networksetup -listallhardwareports`` calls Thunderbolt ports; their bridge is none."""
+    found = re.findall(r"^Hardware Port: Thunderbolt (?!Bridge).*\nDevice: (en\d+)$", said, re.MULTILINE)
+    return [str(name) for name in found]
+
+
+def device_row(
+    own_addresses: Mapping[int, str], interfaces: Mapping[str, str], ports: Collection[str], rank: int, size: int
+) -> list[str]:
     """The RDMA device of node ``rank`` towards each of ``size`` nodes, as macOS names them after the interface of the
-    Thunderbolt port; empty if an address belongs to no interface that a cable can end in.
+    Thunderbolt port; empty if an address belongs to none of these ``ports``: macOS gives Wi-Fi no such device.
 
     ``interfaces``: the names by address.
     """
     row = []
     for other in range(size):
         name = interfaces.get(own_addresses.get(other, "").partition("%")[0], "")
-        if other != rank and not name.startswith("en"):
+        if other != rank and name not in ports:
             return []
         row.append("" if other == rank else f"rdma_{name}")
     return row
