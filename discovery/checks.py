@@ -212,7 +212,8 @@ def _nobody(what: str, facts: NetworkFacts) -> list[Problem]:
     apart = "the router keeps its clients apart (“AP isolation”, guest network) or drops multicast"
     if _may_lack_permission(facts):
         apart = f"{_PERMISSION}; else {apart}"
-    remedy = f"if others are there and run it, {apart}; use the same network, or name the machine: `--peer HOST:{facts.port}`"
+    named = f"name the machine: `--peer HOST:{facts.port}`"
+    remedy = f"if others are there and run it, {apart}; use the same network, or {named}"
     return [Problem("neighbours", what, remedy)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Iterable
 
 import psutil
 
@@ -21,6 +22,21 @@ def parse_address(text: str) -> tuple[str, int]:
     if not colon or not host or not port.isdecimal() or not 0 <= int(port) <= 65534:
         raise ModelError(f"“{text}” is no address; write HOST:PORT, such as 192.168.1.7:47820.", kind="bad-input")
     return host, int(port)
+
+
+def literal_addresses(texts: Iterable[str]) -> list[str]:
+    """Those of ``texts``, which another machine said, that are an IP address with a port, each in its one form. What
+    else a library might take (names to look up, sockets of this machine) is left out."""
+    found = []
+    for text in texts:
+        try:
+            host, port = parse_address(text)
+            ip = ipaddress.ip_address(host)
+        except (ModelError, ValueError):
+            continue
+        if port and not ip.is_multicast and not ip.is_unspecified:
+            found.append(shown_address(str(ip), port))
+    return found
 
 
 def door_of(address: str) -> str:

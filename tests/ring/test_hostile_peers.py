@@ -23,8 +23,10 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from paired_nodes import Nodes, eventually, make_identity
 from test_control_plane import spec_with
 
+from discovery.addresses import Address
 from discovery.door import dial
 from discovery.identity import Identity
+from discovery.mdns import Found
 from discovery.pairing import PAIRING_VERSION, Code, PairingRefused, ShowingSide, Start
 from discovery.peers import Peer, new_peer
 from discovery.tls import client_context
@@ -214,9 +216,45 @@ def test_hints_do_not_put_out_where_a_machine_was_found() -> None:
     watch.try_addresses(["192.168.7.2:47820"], keep=True)
     for flood in range(100):
         watch.try_addresses([f"10.0.{flood}.{each}:1" for each in range(16)])
+        assert watch.view().addresses[0] == "192.168.7.2:47820"  # whoever forges a hint sees nobody come
+    watch.try_addresses(["10.1.1.1:1"], sure=True)
     found = watch.view().addresses
-    assert "192.168.7.2:47820" in found[:2]
+    assert found[:2] == ("10.1.1.1:1", "192.168.7.2:47820")
     assert len(found) <= MOST_ADDRESSES
+
+
+def test_an_announcement_is_followed_into_networks_of_this_machine_only(
+    pair: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anybody can announce a paired machine's id: at an address behind a router, it would see who comes."""
+    tried: list[str] = []
+    bait = Found(
+        pair.identities[1].node_id,
+        "b" * 16,
+        (Address("127.0.0.9", 9, "lo"), Address("203.0.113.9", 9)),
+        1,
+    )
+    monkeypatch.setattr(PeerWatch, "try_addresses", lambda watch, addresses, **_: tried.extend(addresses))
+    pair.nodes[0]._heard([bait])
+    assert tried == ["127.0.0.9:9"]
+    # A person who pairs by it has all of them.
+    assert pair.nodes[0].table.find_announced(bait.node_id).addresses == ("127.0.0.9:9", "203.0.113.9:9")
+
+
+def test_a_greeting_names_ip_addresses_only(pair: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else gRPC would take: it would connect to sockets of this machine, or look names up."""
+    tried: set[str] = set()
+    monkeypatch.setattr(PeerWatch, "try_addresses", lambda watch, addresses, **_: tried.update(addresses))
+    client = pair.client(1, pair.identities[0])
+    right = pair.nodes[0].greeting()
+    others = ["unix:/tmp/x.sock:1", "dns:///10.0.0.1:1", "localhost:1", "0.0.0.0:1", "224.0.0.1:1", "10.0.0.1:0", ""]
+    listening = [*others, "192.168.7.7:5", "[fd00::0:7]:5", "[fe80::1%eth0]:5"]
+    try:
+        client.call("Hello", msgspec.structs.replace(right, port=77, listening=listening), Greeting, 10)
+    finally:
+        client.close()
+    own = set(right.listening)  # it greets by itself, too
+    assert tried - own == {"127.0.0.1:77", "192.168.7.7:5", "[fd00::7]:5", "[fe80::1%eth0]:5"}
 
 
 # --- a machine that is paired ---------------------------------------------------------------------------------------

@@ -119,9 +119,12 @@ class PeerWatch:
     def start(self) -> None:
         self._thread.start()
 
-    def try_addresses(self, addresses: list[str], keep: bool = False) -> None:
-        """Where it may be found; the newest hint is tried first. ``keep``: these are no hints, and none puts them out,
-        however many come."""
+    def try_addresses(self, addresses: list[str], keep: bool = False, sure: bool = False) -> None:
+        """Where it may be found; of hints the newest is tried first. ``keep``: these are no hints, and none puts them
+        out, however many come. ``sure``: the machine itself said so.
+
+        Other hints are dialled only when the machine is not where it was last: who forges one sees who comes.
+        """
         with self._lock:
             if keep:
                 self._lasting = list(dict.fromkeys([*addresses, *self._lasting]))[:MOST_LASTING]
@@ -129,10 +132,12 @@ class PeerWatch:
             if not fresh:
                 return
             kept = [address for address in self._addresses if address in self._lasting]
+            kept += [address for address in fresh if address in self._lasting]
             hints = [address for address in fresh + self._addresses if address not in kept]
             hints = hints[: MOST_ADDRESSES - len(kept)]
-            # In turns: whoever floods the network with hints must not keep this one from where it found the machine.
-            turns = zip_longest(hints, kept)
+            # In turns: whoever floods the network with hints must not keep this one from where it found the machine,
+            # and addresses that are no longer right must not keep it from the right one for long.
+            turns = zip_longest(hints, kept) if sure else zip_longest(kept, hints)
             self._addresses = [address for turn in turns for address in turn if address is not None]
         self._poke.set()
 

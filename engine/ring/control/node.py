@@ -225,7 +225,10 @@ class Node:
     def _heard(self, found: list[Found]) -> None:
         others = [one for one in found if one.node_id != self.identity.node_id]
         self._look_again = 0.0
-        self.table.announced(Announced(one.node_id, one.texts) for one in others)
+        self.table.announced(
+            Announced(one.node_id, one.texts, tuple(address.text for address in one.addresses if address.interface))
+            for one in others
+        )
 
     # --- being called ---------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from discovery.names import plain_text
 from discovery.peers import Peer, PeersFile
 from discovery.tls import TLS_NAME, grpc_material
 from engine.errors import ModelError
-from engine.exchange.addresses import plain_ip
+from engine.exchange.addresses import literal_addresses, plain_ip
 from engine.messages.ring import LinkFacts, PeerFacts, PeerState
 from engine.ring.control.beats import LOST_S, PeerView, PeerWatch, version_problem
 from engine.ring.control.client import PeerClient
@@ -36,6 +36,8 @@ class Announced:
 
     node_id: str
     addresses: tuple[str, ...]
+    near: tuple[str, ...] = ()
+    """Those in a network of this machine: of themselves only these are dialled, as anybody can announce anything."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class PeerTable:
                 )
                 announced = self._announced.get(node_id)
                 watch.try_addresses([*peer.addresses, *self._tried], keep=True)
-                watch.try_addresses(list(announced.addresses) if announced else [])
+                watch.try_addresses(list(announced.near) if announced else [])
                 watch.start()
         for watch in gone:
             watch.close()
@@ -140,7 +142,7 @@ class PeerTable:
             hints = dict(self._announced)
         for node_id, one in hints.items():
             if node_id in watches:
-                watches[node_id].try_addresses(list(one.addresses))
+                watches[node_id].try_addresses(list(one.near))
         self._changed()
 
     def greeted(self, caller: Caller, greeting: Greeting) -> None:
@@ -159,7 +161,8 @@ class PeerTable:
         self._rename(caller.node_id, greeting.name)
         if watch is not None:
             here = shown_address(plain_ip(caller.address), greeting.port)
-            watch.try_addresses([here, *greeting.listening[:MOST_ADDRESSES]])
+            said = literal_addresses([here, *greeting.listening[:MOST_ADDRESSES]])
+            watch.try_addresses(said, sure=True)
             watch.heard_from()
 
     def beat(self, caller: Caller, load: NodeLoad) -> None:
