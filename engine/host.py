@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from engine.awake import AWAKE
 from engine.cpu_threads import within_this_machine
 from engine.errors import ModelError
 from engine.exchange.grpc_environment import ONLY_TLS_1_3
@@ -177,7 +178,8 @@ class Host:
     def _answer(self, task: Task) -> AnyEvent:
         """Run a request to its last event; whatever goes wrong becomes one."""
         try:
-            return self._run(task)
+            with AWAKE.held():
+                return self._run(task)
         except ModelError as error:
             return Failed(id=task.request.id, error=str(error), kind=error.kind)
         except BaseException as error:

@@ -3,6 +3,7 @@ asked for; none of it waits for an answer that runs."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from discovery.code_requests import CodeRequests, ShownCode
 from discovery.errors import DiscoveryError
 from discovery.identity import Identity, fingerprint_words, load_identity
 from discovery.peers import PeersFile
+from engine.awake import AWAKE
 from engine.errors import ModelError
 from engine.messages import (
     AnyEvent,
@@ -55,6 +57,7 @@ class Network:
         self._asked = CodeRequests(self._folder)
         self._node: Node | None = None
         self._lender: Lender | None = None
+        self._lent = contextlib.ExitStack()
         self._news = threading.Event()
         self._reporting: threading.Thread | None = None
         self._former: RingFormer | None = None
@@ -117,6 +120,7 @@ class Network:
         with self._lock:
             node, self._node = self._node, None
             lender, self._lender = self._lender, None
+            self._lent.close()
             reporting, self._reporting = self._reporting, None
             former, self._former = self._former, None
         if former is not None and node is not None:
@@ -145,6 +149,7 @@ class Network:
             node = Node(identity, self._peers, request, self._news.set)
             if request.lend:
                 self._lender = Lender(node, self._news.set, Terms.of(request))
+                self._lent.enter_context(AWAKE.held())
             self._node = node
             self._reporting = threading.Thread(target=self._report, args=(node,), name="network-state", daemon=True)
             self._reporting.start()
