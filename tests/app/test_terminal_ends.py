@@ -141,3 +141,17 @@ while True:
     time.sleep(60)
 """
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, timeout=WAIT_S).returncode == 143
+
+
+def test_what_is_typed_on_a_real_terminal_arrives(opened: Open, tmp_path: Path) -> None:
+    terminal = opened()
+    answering(terminal)
+    terminal.type(b"\x1b")
+    terminal.until(lambda: messages(tmp_path)[-1].state == "stopped", "the end of the answer")
+    terminal.type(b"\x1b\r" + "می\u200cخواهم".encode())
+    terminal.until_drawn("می\u200cخواهم")
+    terminal.type(b"\r")
+    terminal.until(lambda: len(messages(tmp_path)) == 4, "another question")
+    assert messages(tmp_path)[2].content == "می\u200cخواهم"
+    terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.end() == 143
