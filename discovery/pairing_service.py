@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 from discovery.door import dial
@@ -18,13 +19,19 @@ from discovery.peers import Peer, PeersFile, new_peer
 KIND = "pair"
 """The door's kind of connection: ``door.register(KIND, service.handle)``."""
 RUN_SECONDS = 10.0
-"""For a whole run; a slower other side is cut off."""
+"""For a whole run, on the side on which the code was typed."""
+STEP_SECONDS = 2.0
+"""For each of the other side's frames, which no person waits for; a slower one is cut off."""
+MOST_RUNS = 8
+_MOST_EACH = 4
+"""Runs of one address: it cannot take all places."""
 _SIDE_WAITS = 3.0
-"""How long a run waits for the one before it."""
+"""How long a run waits for a place."""
 
 
 class PairingService:
-    """The machine that shows a code. One code at a time, one run at a time. Thread-safe.
+    """The machine that shows a code. One code at a time, several runs: which of them is right, the code judges.
+    Thread-safe.
 
     ``on_paired(peer)`` comes after the peer was stored; ``on_failed(sentence, tries_left)`` when somebody tried and
     failed. Both are called in the connection's thread.
@@ -46,7 +53,9 @@ class PairingService:
         self._on_failed = on_failed
         self._clock = clock
         self._code: Code | None = None
-        self._run = threading.Lock()
+        self._runs: Counter[str] = Counter()
+        """By the address of the other side."""
+        self._ended = threading.Condition()
 
     def show(self) -> Code:
         """A new code; the one before is of no more use."""
@@ -68,35 +77,49 @@ class PairingService:
 
     def handle(self, connection: socket.socket, body: bytes, address: tuple[str, int]) -> None:
         """A connection of the door; closed when this returns."""
-        with contextlib.closing(connection):
-            deadline = Deadline(RUN_SECONDS)
-            with contextlib.suppress(FrameError):
-                first = receive_frame(connection, deadline)
-                if not self._run.acquire(timeout=_SIDE_WAITS):
-                    send_frame(connection, refusal("busy"), deadline)
-                    return
-                try:
-                    self._pair(connection, first, deadline)
-                finally:
-                    self._run.release()
+        with contextlib.closing(connection), contextlib.suppress(FrameError):
+            first = _received(connection)
+            if not self._enter(address[0]):
+                _send(connection, refusal("busy"))
+                return
+            try:
+                self._pair(connection, first)
+            finally:
+                self._leave(address[0])
 
-    def _pair(self, connection: socket.socket, first: bytes, deadline: Deadline) -> None:
+    def _enter(self, host: str) -> bool:
+        """Wait for a place."""
+        with self._ended:
+            free = self._ended.wait_for(
+                lambda: self._runs.total() < MOST_RUNS and self._runs[host] < _MOST_EACH, _SIDE_WAITS
+            )
+            if free:
+                self._runs[host] += 1
+            return free
+
+    def _leave(self, host: str) -> None:
+        with self._ended:
+            self._runs[host] -= 1
+            self._runs += Counter()  # forgets those that have none
+            self._ended.notify_all()
+
+    def _pair(self, connection: socket.socket, first: bytes) -> None:
         code = self._code
         try:
             if code is None:
                 raise PairingRefused("none")
             side = ShowingSide(self._identity.certificate_der, self._name, code)
-            send_frame(connection, side.on_start(first), deadline)
-            send_frame(connection, side.on_proof(receive_frame(connection, deadline)), deadline)
-            peer = self._store(side.on_farewell(receive_frame(connection, deadline)))
+            _send(connection, side.on_start(first))
+            _send(connection, side.on_proof(_received(connection)))
+            peer = self._store(side.on_farewell(_received(connection)))
         except PairingRefused as refused:
             if not refused.sent:
-                send_frame(connection, refusal(refused.reason), deadline)
+                _send(connection, refusal(refused.reason))
             self._tell(refused.reason, code)
             return
         # What is stored here but not there is harmless, and told on the other screen.
         with contextlib.suppress(FrameError):
-            send_frame(connection, side.stored(), deadline)
+            _send(connection, side.stored())
         self._on_paired(peer)
 
     def _store(self, paired: PairedPeer) -> Peer:
@@ -117,6 +140,14 @@ class PairingService:
             self._on_failed("A wrong code was typed too often: the code is void, show a new one.", 0)
         elif reason == "same":
             self._on_failed(str(PairingRefused("same")), code.tries_left if code else 0)
+
+
+def _send(connection: socket.socket, frame: bytes) -> None:
+    send_frame(connection, frame, Deadline(STEP_SECONDS))
+
+
+def _received(connection: socket.socket) -> bytes:
+    return receive_frame(connection, Deadline(STEP_SECONDS))
 
 
 def pair_with(

@@ -228,22 +228,46 @@ def test_before_the_proof_an_unpaired_machine_gets_a_certificate_and_nothing_els
             receive_frame(connection, deadline)
 
 
-def test_a_slow_one_is_cut_off_and_meanwhile_others_are_told(
-    shower: Shower, machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pairing_service, "RUN_SECONDS", 1.0)
-    monkeypatch.setattr(pairing_service, "_SIDE_WAITS", 0.1)
+def silent(shower: Shower) -> socket.socket:
+    """Somebody who begins to pair, and says no more."""
     from discovery.pairing import TypingSide
 
-    code = shower.service.show()
     stranger = TypingSide(der_of(make_certificate()[1]), "", b"00000000")
-    with contextlib.closing(dial(("127.0.0.1", shower.door.port), KIND)) as slow:
-        send_frame(slow, stranger.start(), Deadline(10))
-        receive_frame(slow, Deadline(10))
+    connection = dial(("127.0.0.1", shower.door.port), KIND)
+    send_frame(connection, stranger.start(), Deadline(10))
+    receive_frame(connection, Deadline(10))
+    return connection
+
+
+def test_a_silent_one_does_not_keep_anybody_from_pairing(
+    shower: Shower, machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairing_service, "STEP_SECONDS", 60.0)
+    code = shower.service.show()
+    with contextlib.closing(silent(shower)), contextlib.closing(silent(shower)):
+        assert pair(machine("Laptop"), shower, code.text).name == "Kitchen Mac"
+    assert shower.failed == []
+
+
+def test_slow_ones_are_cut_off_and_take_no_more_than_their_places(
+    shower: Shower, machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairing_service, "_SIDE_WAITS", 0.1)
+    monkeypatch.setattr(pairing_service, "STEP_SECONDS", 60.0)
+    code = shower.service.show()
+    with contextlib.ExitStack() as opened:
+        for _ in range(pairing_service._MOST_EACH):
+            opened.enter_context(contextlib.closing(silent(shower)))
         with pytest.raises(PairingRefused, match="somebody else"):
             pair(machine("Other"), shower, code.text)
-        with pytest.raises(FrameError):
-            receive_frame(slow, Deadline(30))
+        # Another address still has places.
+        assert shower.service._enter("10.0.0.9")
+        shower.service._leave("10.0.0.9")
+    monkeypatch.setattr(pairing_service, "STEP_SECONDS", 0.5)
+    assert eventually(lambda: not shower.service._runs)
+    with contextlib.closing(silent(shower)) as slow, pytest.raises(FrameError, match="closed"):
+        receive_frame(slow, Deadline(30))
+    monkeypatch.setattr(pairing_service, "STEP_SECONDS", 30.0)
     assert pair(machine("Laptop"), shower, code.text).name == "Kitchen Mac"
 
 
