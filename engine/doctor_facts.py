@@ -12,13 +12,12 @@ import msgspec
 
 from engine.cpu_threads import threads_of, within_this_machine
 from engine.errors import ModelError
-from engine.experts.calibration_file import calibration_key, load_calibration, shape_of
+from engine.experts.calibration_file import calibration_key, load_calibration
 from engine.experts.kernels import bindings
 from engine.free_memory import memory
 from engine.machine import gpu
 from engine.messages import DoctorFacts, Load
-from engine.models.opening import open_model
-from engine.models.sizes import sizes_of
+from engine.model_headers import read_headers
 from engine.models.store import resolve
 from engine.runtimes.choosing import choose_runtime
 
@@ -51,16 +50,15 @@ def _kernels(load: Load) -> DoctorFacts:
 def _about_model(facts: DoctorFacts, load: Load) -> DoctorFacts:
     """Raises ModelError: there is no such model on this machine, or it cannot be opened."""
     folder = resolve(load.model).require_folder()
-    files = open_model(folder)
-    sizes = sizes_of(files, load.dtype)
+    headers = read_headers(folder, load)
     graphics = None if load.partitioning == "cpu" or load.runtime in ("native", "mlx") else gpu()
-    runtime = choose_runtime(load, folder, graphics is not None)
+    runtime = choose_runtime(load, folder, graphics is not None, lambda: headers.not_native)
     facts = msgspec.structs.replace(facts, runtime=runtime.name, runtime_reason=runtime.reason)
-    if files.experts is None:
+    if headers.shape is None:
         return facts
     notices: list[str] = []
-    key = calibration_key(sizes.dtype, load.cpu_threads, graphics.name if graphics is not None else None)
-    calibration = load_calibration(shape_of(files.experts), key, notices.append)
+    key = calibration_key(headers.sizes.dtype, load.cpu_threads, graphics.name if graphics is not None else None)
+    calibration = load_calibration(headers.shape, key, notices.append)
     none = " ".join(notices) or "none for this model's experts on this machine"
     found = calibration is not None
     return msgspec.structs.replace(facts, calibrated=found, calibration=f"measured on {key}" if found else none)

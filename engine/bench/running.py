@@ -19,8 +19,9 @@ from engine.experts.kernels.pool import physical_cores
 from engine.experts.popularity import Popularity
 from engine.machine import processor
 from engine.messages import Bench, BenchResult, ExpertMovement, Load, ModelFacts
+from engine.model_headers import read_headers
 from engine.models.opening import open_model
-from engine.models.sizes import Sizes, sizes_of
+from engine.models.sizes import Sizes
 from engine.models.tokenizer import load_tokenizer
 from engine.progress import ProgressCallback
 from engine.runtimes.choosing import on_one_machine
@@ -55,8 +56,8 @@ def run_bench(
 
     Nothing of the conversation in the session's cache is lost: every measurement has rows of its own.
     """
-    files = open_model(folder)
-    sizes = sizes_of(files, request.load.dtype)
+    ran = msgspec.structs.replace(request.load, runtime=session.facts.runtime)
+    sizes = read_headers(folder, ran).sizes
     threads = request.load.cpu_threads or physical_cores()
     setting = Setting(
         model=session.model,
@@ -79,7 +80,7 @@ def run_bench(
             result = bench_beams(setting, request.id)
         case "experts":
             words = load_tokenizer(folder)
-            result = bench_experts(setting, request.id, files, popularity_of(session.model), words)
+            result = bench_experts(setting, request.id, open_model(folder), popularity_of(session.model), words)
     result = _with_movement(result, session.model.recorder.frame(request.id).movement)
     return _with_circumstances(result, request, session.facts, threads)
 

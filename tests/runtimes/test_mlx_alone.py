@@ -11,14 +11,16 @@ import pytest
 
 mx = pytest.importorskip("mlx.core")
 
-from mlx_oracle import load, prompt_of, write_comparable  # noqa: E402
+from mlx_oracle import load, prompt_of, write_comparable, write_quantised  # noqa: E402
 
 from engine.bench import ring as ring_bench  # noqa: E402
-from engine.bench.running import load_for  # noqa: E402
+from engine.bench.running import load_for, run_bench  # noqa: E402
+from engine.doctor_facts import doctor_facts  # noqa: E402
 from engine.errors import ModelError  # noqa: E402
 from engine.loading import load_session  # noqa: E402
 from engine.messages import Bench, Done, Load, NetworkState, OpenNetwork  # noqa: E402
 from engine.ring.control.network import Network  # noqa: E402
+from engine.runtimes import choosing  # noqa: E402
 
 
 @pytest.fixture
@@ -70,3 +72,26 @@ def test_the_ring_benchmark_loads_one_node_by_itself(folder: Path, monkeypatch: 
     model = ring_bench.load_model(bench._runtime, "m", folder, bench._load, quiet)
     assert model.facts.device == "gpu"
     model.close()
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_a_model_in_four_bits_is_measured_as_it_is_loaded(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    quantised = write_quantised(tmp_path / "q", "qwen3_moe")
+    wanted = Load(id=1, model=str(quantised), runtime="mlx", keep_resident=False)
+    request = Bench(id=1, kind=kind, load=wanted, rounds=1)  # type: ignore[arg-type]
+    session = load_session(load_for(request), quiet)
+    result = run_bench(request, session, quantised, quiet, lambda: False)
+    assert result.data["runtime"] == "mlx" and result.data["dtype"].startswith("4-bit")
+    session.close()
+
+
+def test_doctor_takes_a_model_in_four_bits_for_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(choosing, "on_apple_silicon", lambda: True)
+    quantised = write_quantised(tmp_path / "q", "qwen3_moe")
+    facts = doctor_facts(Load(id=1, model=str(quantised)))
+    assert facts.model_problem is None or facts.model_problem == ""
+    assert facts.runtime == "mlx"
