@@ -31,3 +31,7 @@ class PeerLost(Exception):
     def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
+
+
+class LinkLost(PeerLost):
+    """A link between two nodes of the epoch broke, and both are there; the text names it."""

@@ -12,6 +12,9 @@ from app.setting_fields import SettingError
 from app.setting_items import ItemError, check_item
 from engine.messages import Load
 
+WAIT_S = 300.0
+"""An answer that nobody looks at waits so long for a machine that is away."""
+
 
 def check_peers(peers: list[str], *, ring: bool) -> tuple[str, ...]:
     """The addresses given with ``--peer``. Raises WorkFailed (status 2) for one that is none or does not count."""
@@ -37,7 +40,7 @@ async def with_ring(engine: EngineClient, load: Load, settings: RingSettings, pe
         raise WorkFailed(str(problem)) from problem
     for found in network.state.problems if network.state is not None else []:
         say(f"note: {found}")
-    return msgspec.structs.replace(load, ring=ring)
+    return msgspec.structs.replace(load, ring=msgspec.structs.replace(ring, wait_s=WAIT_S))
 
 
 async def open_for(engine: EngineClient, settings: RingSettings, peers: tuple[str, ...] = ()) -> Network:

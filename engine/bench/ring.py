@@ -33,7 +33,8 @@ from engine.models.opening import open_model
 from engine.models.sizes import sizes_of
 from engine.planning.ring_speed import PassTime, StepTerms, measured_costs
 from engine.progress import ProgressCallback
-from engine.ring.control.forming import RingFormer, Trial
+from engine.ring.control.epoch_specs import Trial
+from engine.ring.control.forming import RingFormer
 from engine.ring.control.local_ring import NETWORK, LocalRing
 from engine.ring.control.measuring_node import experts_at_once
 from engine.ring.control.network import Network
@@ -261,6 +262,7 @@ class _Bench:
             exchange="tls",
             overlap=method is DECENTRALISED and len(followers) > 1,
             even_if_slower=True,
+            wait_s=0.0,
         )
         load = msgspec.structs.replace(self._load, ring=choice)
         trial = Trial(method.one_by_one, self._threads, self._at_once)

@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 import msgspec
 
 from discovery.door import dial
-from discovery.errors import DiscoveryError
+from discovery.errors import DiscoveryError, DoorError
 from discovery.tls import client_context
 from engine.errors import ModelError
 from engine.exchange.accepting import Links
@@ -39,6 +39,9 @@ from engine.exchange.wires import Wire
 _RETRY_S = (0.02, 0.05, 0.1, 0.25)
 _PATIENCE_S = (0.5, 1.0, 2.0, HANDSHAKE_S)
 """With one address, in the first rounds: one that leads nowhere must not keep the others from being tried."""
+UNREACHED_S = 3.0
+"""A link is given up if nobody took a connection at any of the addresses for so long: a machine that is there and busy
+takes it at once, and answers later."""
 _POLL_S = 0.1
 """Between two looks at whether the epoch was given up."""
 _GRACE_S = 0.5
@@ -162,6 +165,7 @@ def _dial_until(
     """Try all addresses until one works: the other node may not expect this link yet."""
     reason = "it has no address"
     attempt = 0
+    reached = time.monotonic()
     while True:
         for address in member.addresses:
             if stop.is_set():
@@ -173,6 +177,8 @@ def _dial_until(
                 )
             except (PeerLost, RingProtocolError, DiscoveryError, OSError) as error:
                 reason = str(error)
+                if not isinstance(error, DoorError):
+                    reached = time.monotonic()
                 continue
             if stop.is_set():
                 wire.close()
@@ -180,5 +186,6 @@ def _dial_until(
             return wire
         pause = _RETRY_S[min(attempt, len(_RETRY_S) - 1)]
         attempt += 1
-        if not member.addresses or time.monotonic() + pause >= by or stop.wait(pause):
+        end = min(by, reached + UNREACHED_S)
+        if not member.addresses or time.monotonic() + pause >= end or stop.wait(pause):
             raise ModelError(f"The link to {member.called} cannot be made: {reason}", kind="network")

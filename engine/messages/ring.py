@@ -36,6 +36,8 @@ class RingChoice(msgspec.Struct, frozen=True, kw_only=True):
     """Form the ring although one machine alone would be faster."""
     trusted: list[str] = []
     """Networks (``192.168.7.0/24``, ``10.0.0.2``) on which the person allows an exchange in plain text."""
+    wait_s: float | None = None
+    """Seconds that an answer waits for a machine without which nobody can hold the model; None: until it is stopped."""
 
 
 class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):

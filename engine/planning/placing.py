@@ -80,12 +80,14 @@ def place(
     popularity: Sequence[Sequence[float]] = (),
     overlap: bool = True,
     has: Sequence[Mapping[int, Sequence[int]]] = (),
+    all_hold: bool = False,
 ) -> Placement | Shortfall:
     """A placement of ``grid`` on the nodes ``rooms``, in rank order, or what is missing for one.
 
     ``popularity``: routes counted before, [layer of the grid][expert]; empty: even use. ``overlap``: an expert may be
     held by more than one node. ``has``: per rank, layer to experts that are there already; where they serve as well as
-    others they are taken. Raises ValueError without nodes, for a node without speed, or a popularity of another model.
+    others they are taken. ``all_hold``: no node with room is without an expert, however slow it is, as long as another
+    one has two. Raises ValueError without nodes, for a node without speed, or a popularity of another model.
     """
     check(grid, rooms, popularity)
     slots = [min(max(0, room.expert_bytes) // grid.slab_bytes, grid.slabs) if grid.slab_bytes else 0 for room in rooms]
@@ -112,7 +114,28 @@ def place(
     placed = {layer: _holders(layer, grid.experts, seconds, overlap, improver) for layer in different}
     if overlap:
         placed = _leaner(placed, grid.per_token, seconds)
-    return Placement(grid.layers, len(rooms), tuple(placed[layer] for layer in layers))
+    rows = [placed[layer] for layer in layers]
+    if all_hold:
+        for rank, slot in enumerate(slots):
+            rows = _with_one_for(rank, rows) if slot else rows
+    return Placement(grid.layers, len(rooms), tuple(rows))
+
+
+def _with_one_for(rank: int, rows: list[Rows]) -> list[Rows]:
+    """``rows`` with an expert for ``rank`` if it holds none: one of whoever holds the most alone, if that is not its
+    only one."""
+    counts: dict[int, int] = {}
+    for holders in (each for row in rows for each in row):
+        for holder in holders:
+            counts[holder] = counts.get(holder, 0) + 1
+    alone = {holders[0] for row in rows for holders in row if len(holders) == 1}
+    most = max(alone, key=lambda one: (counts[one], -one), default=rank)
+    if rank in counts or counts.get(most, 0) < 2:
+        return rows
+    at = next(at for at in reversed(range(len(rows))) if (most,) in rows[at])
+    expert = max(index for index, holders in enumerate(rows[at]) if holders == (most,))
+    changed = tuple((rank,) if index == expert else holders for index, holders in enumerate(rows[at]))
+    return [changed if index == at else row for index, row in enumerate(rows)]
 
 
 def _holders(layer: _Layer, experts: int, seconds: Sequence[float], overlap: bool, improver: Improver) -> Rows:

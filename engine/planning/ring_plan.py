@@ -193,6 +193,7 @@ class _Planner:
             self.choice.overlap,
             # The head has the whole model, whatever it was counted to have.
             [dict.fromkeys(grid.layers, tuple(range(grid.experts))), *(node.has for node in nodes[1:])],
+            self.choice.even_if_slower or bool(self.choice.nodes),
         )
         if isinstance(placement, Shortfall):
             by_hand = any(node.node_id in self.choice.shares for node in nodes)

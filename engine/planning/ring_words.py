@@ -54,7 +54,13 @@ def left_out_sentence(name: str, missing: int, of: str = "memory") -> str:
 
 def idle_sentence(name: str) -> str:
     """A machine that would get no expert."""
-    return f"{name} is left out: the others hold all experts and are so much faster that none would be given to it."
+    return f"{name} is left out: the others hold all experts, and none would be its own."
+
+
+def apart_sentence(name: str, other: str, why: str) -> str:
+    """A machine has no link to another one; ``other`` may be THIS_MACHINE."""
+    link = f"The link to {name}" if other == THIS_MACHINE else f"The link between {name} and {other}"
+    return f"{link} cannot be made ({why}); {name} is left out of the ring."
 
 
 def full_disk_sentence(name: str, missing: int) -> str:

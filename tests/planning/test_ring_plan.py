@@ -372,8 +372,8 @@ def test_a_dense_model_has_nothing_to_share() -> None:
 
 
 def test_a_machine_that_would_hold_nothing_is_left_out_unless_it_was_named() -> None:
-    small = replace(SIZES, layers=2, moe_layers=2, experts=4, experts_per_token=2, expert_bytes=GB)
-    model = RingModel(small, (0, 1))
+    small = replace(SIZES, layers=1, moe_layers=1, experts=2, experts_per_token=2, expert_bytes=GB)
+    model = RingModel(small, (0,))
     nodes = [node("head", 40, 800e9), node("second", 40, 800e9), node("slow", 40, 4e9)]
     choice = RingChoice(even_if_slower=True, overlap=False)
     found = plan_ring(model, nodes, links(nodes, RDMA), choice)
@@ -381,6 +381,9 @@ def test_a_machine_that_would_hold_nothing_is_left_out_unless_it_was_named() -> 
     assert [line for line in found.notices if line.startswith("slow is left out: the others hold all experts")]
     named = msgspec.structs.replace(choice, nodes=["second-id", "slow-id"])
     assert plan_ring(model, nodes, links(nodes, RDMA), named).ranks == ("head-id", "second-id", "slow-id")
+    # Where there are enough, a slow one gets one: nobody is left out for being slow then.
+    more = RingModel(replace(small, experts=4), (0,))
+    assert [share.experts for share in facts(plan_ring(more, nodes, links(nodes, RDMA), choice)).nodes] == [1, 2, 1]
 
 
 @given(
@@ -398,8 +401,13 @@ def test_every_machine_of_a_ring_holds_experts(
     nodes = [node(f"n{i}", memory, read) for i, (memory, read) in enumerate(machines)]
     choice = RingChoice(mode=mode, overlap=overlap, even_if_slower=even_if_slower)  # type: ignore[arg-type]
     found = plan_ring(RingModel(sizes, (0, 1)), nodes, links(nodes, RDMA), choice)
-    if found.kind == "ring":
-        assert all(share.experts for share in facts(found).nodes[1:])
+    if found.kind != "ring":
+        return
+    assert all(share.experts for share in facts(found).nodes[1:])
+    if even_if_slower:
+        central = found.mode == "central"
+        room = [each.node_id for each in nodes[1:] if expert_room(MODEL, each, central) >= sizes.slab_bytes]
+        assert list(found.ranks[1:]) == room or len(nodes) > sizes.slabs
 
 
 @given(

@@ -78,6 +78,7 @@ class ThreadFormation:
         self.command_links: dict[int, MemoryLink] = {}
         self.notices: list[str] = []
         self.newcomers: frozenset[str] = frozenset()
+        self.apart: frozenset[str] = frozenset()
         self.failures: dict[int, BaseException] = {}
         self.followers: dict[int, Follower] = {}
         self._lost: PeerLost | None = None
@@ -117,6 +118,9 @@ class ThreadFormation:
         self.memory.ends[rank].close()
         self.command_links[rank].close()
 
+    def why_lost(self, lost: PeerLost) -> PeerLost:
+        return self._lost or lost
+
     def lost(self) -> PeerLost | None:
         return self._lost
 
@@ -147,7 +151,7 @@ class ThreadFormer:
         self._formed: list[str] = []
         self._been: set[str] = set()
 
-    def form(self, progress: ProgressCallback) -> ThreadFormation:
+    def form(self, progress: ProgressCallback, say: Callable[[str], None] | None = None) -> ThreadFormation:
         if len(self.names) < self.least:
             raise ModelError(f"{self.least - len(self.names)} GB are missing.", kind="memory")
         progress("loading", 0, 0, "")

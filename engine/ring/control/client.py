@@ -49,13 +49,13 @@ class Calls:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: set[Any] = set()
-        self._ended = False
+        self.ended = threading.Event()
 
     def add(self, call: Any) -> None:
         """``call`` has begun. Raises Unreachable if it is one too many."""
         with self._lock:
             self._running.add(call)
-            ended = self._ended
+            ended = self.ended.is_set()
         call.add_done_callback(self._over)
         if ended:
             call.cancel()
@@ -64,7 +64,7 @@ class Calls:
     def end(self) -> None:
         """They end with Unreachable, here and on the other machines."""
         with self._lock:
-            self._ended = True
+            self.ended.set()
             running = list(self._running)
         for call in running:
             call.cancel()

@@ -73,6 +73,8 @@ class NodeLoad(Control, frozen=True, kw_only=True):
     """Node id of the head it is lent to; empty: free."""
     epoch: Text = ""
     stage: Text = ""
+    broken: Annotated[list[Text], msgspec.Meta(max_length=MOST_NODES)] = []
+    """Node ids to which its links of the last epoch broke."""
 
 
 class WantedFacts(Control, frozen=True, kw_only=True):
@@ -138,6 +140,20 @@ class Linked(Control, frozen=True, kw_only=True):
 
 class LinkMeasured(Control, frozen=True, kw_only=True):
     link: LinkFacts | None
+
+
+class TryLinks(Control, frozen=True, kw_only=True):
+    """``TryLinks``: try all these links at once, and believe all these certificates from now on, as the other ends try
+    theirs. What comes without addresses is not tried from here."""
+
+    links: Annotated[list[Linked], msgspec.Meta(max_length=MOST_NODES)]
+
+
+class LinksTried(Control, frozen=True, kw_only=True):
+    """By node id: the address at which its door was ``reached``, or why the link ``failed``."""
+
+    reached: dict[Text, Text] = {}
+    failed: dict[Text, Text] = {}
 
 
 class Piece(Control, frozen=True, kw_only=True):
@@ -271,6 +287,7 @@ class EndEpoch(Control, frozen=True, kw_only=True):
 LENDING: dict[str, tuple[type[Control], CallKind]] = {
     "Facts": (WantedFacts, "one"),
     "MeasureLinks": (Linked, "one"),
+    "TryLinks": (TryLinks, "one"),
     "Offer": (Piece, "up"),
     "Receive": (Piece, "up"),
     "Connect": (EpochSpec, "one"),

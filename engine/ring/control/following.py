@@ -48,10 +48,13 @@ class Following:
         """Why it ended; None while it goes on."""
         self.failed_here = False
         """It ended because of this machine; the others were told."""
+        self.broken: list[str] = []
+        """Node ids to which its link broke, which ended it."""
         self.tokens = 0
         self.warming: tuple[int, int] | None = None
         """Bytes of the weights that were brought into memory, of how many; None before and after."""
         self.expert_bytes = outline(folder).expert_bytes * spec.placement.count_of(spec.rank)
+        self._members = spec.members
         self._links = links
         self._busy = Busy()
         chosen = links.keep(exchange)
@@ -94,6 +97,7 @@ class Following:
         try:
             self._work.run()
         except PeerLost as error:
+            self.broken = [one.node_id for one in self._members if one.rank in error.ranks]
             self.ended = str(error)
         except ModelError as error:
             self.failed_here = True

@@ -8,11 +8,12 @@ import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from engine.errors import ModelError
+from engine.errors import LinkLost, ModelError
 from engine.exchange.exchange import Link, PeerLost
 from engine.exchange.layers import Gathered
 from engine.exchange.seat import HEAD, Seat
 from engine.messages.ring import RingFacts
+from engine.ring.control.blame import what_broke
 from engine.ring.control.client import PeerClient, Unreachable
 from engine.ring.control.control_messages import Empty, EndEpoch
 from engine.ring.control.epoch_links import EpochLinks
@@ -22,6 +23,7 @@ from engine.runtimes.protocol import LoadedModel
 
 WATCH_S = 0.1
 END_S = 1.0
+LEFT = "left the ring"
 
 
 class FormedRing:
@@ -48,6 +50,7 @@ class FormedRing:
         self.names = dict(names)
         self.notices = notices
         self.newcomers: frozenset[str] = frozenset()
+        self.apart: frozenset[str] = frozenset()
         self.nodes = dict(nodes)
         self._table = table
         self._links = links
@@ -72,11 +75,18 @@ class FormedRing:
     def lost(self) -> PeerLost | None:
         return self._lost
 
+    def why_lost(self, lost: PeerLost) -> PeerLost:
+        """See Formation."""
+        known = self._lost
+        if known is None and self.followers:
+            self._lose(what_broke(self._table, self.nodes, self.names, lost))
+        return self._lost or lost
+
     def forgotten(self, node_id: str) -> None:
         """A machine is no longer paired: if it is in the ring, the ring ends now."""
         for rank, other in self.followers.items():
             if other == node_id:
-                self._lose(rank, "is not paired any more")
+                self._lose(PeerLost(f"{self.names[rank]} is not paired any more", [rank]))
 
     def close(self) -> None:
         with self._lock:
@@ -92,7 +102,7 @@ class FormedRing:
             self._watching.join(END_S)
         if self._lost is not None:
             end_epoch(self._table, self.followers.values(), self.seat.epoch)
-        gone = [self.nodes[rank] for rank in self._lost.ranks] if self._lost is not None else []
+        gone = [self.nodes[rank] for rank in self._lost.ranks if rank in self.nodes] if self._lost is not None else []
         self._table.set_ring([], gone)
         self.model.close()
         # What refers to itself would keep the files mapped, and their memory, until it happens to be collected.
@@ -109,7 +119,11 @@ class FormedRing:
             for rank, node_id in self.followers.items():
                 why = self._gone(rank, node_id)
                 if why:
-                    self._lose(rank, why)
+                    lost = PeerLost(f"{self.names[rank]} {why}", [rank])
+                    if why == LEFT:
+                        lost = what_broke(self._table, self.nodes, self.names, PeerLost(str(lost)))
+                        lost = lost if isinstance(lost, LinkLost) or lost.ranks else PeerLost(str(lost), [rank])
+                    self._lose(lost)
                     return
 
     def _gone(self, rank: int, node_id: str) -> str:
@@ -124,14 +138,14 @@ class FormedRing:
         if epoch == self.seat.epoch:
             self._seen.add(rank)
         elif rank in self._seen:
-            return "left the ring"
+            return LEFT
         return ""
 
-    def _lose(self, rank: int, why: str) -> None:
+    def _lose(self, lost: PeerLost) -> None:
         with self._lock:
-            if self._lost is None:
-                self._lost = PeerLost(f"{self.names[rank]} {why}", [rank])
-        self._table.set_ring([node_id for other, node_id in self.nodes.items() if other != rank], [self.nodes[rank]])
+            self._lost = self._lost or lost
+            gone = [self.nodes[rank] for rank in self._lost.ranks if rank in self.nodes]
+        self._table.set_ring([node_id for node_id in self.nodes.values() if node_id not in gone], gone)
         if self._links is not None:
             self._links.close()
 

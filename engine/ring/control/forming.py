@@ -5,14 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from discovery.names import plain_text
 from engine.errors import Cancelled, ModelError
-from engine.exchange.addresses import own_ip_towards, parse_address, plain_ip
+from engine.exchange.addresses import parse_address, plain_ip
 from engine.exchange.exchange import PeerLost
 from engine.exchange.seat import HEAD, Seat
 from engine.exchange.transports import IN_STEP_ONLY, allowed_exchanges, choose_exchange
@@ -22,53 +21,45 @@ from engine.planning.absent_machines import absent_lines
 from engine.planning.placement import Placement
 from engine.planning.ring_plan import RingDecision
 from engine.progress import ProgressCallback
+from engine.ring.control.apart import Together, decide_together
 from engine.ring.control.asking import Candidate, NodeRefused, ask, connected_or_refused, most_likely, stopped_by
 from engine.ring.control.beats import FORMING, TOLD_S, patience
 from engine.ring.control.client import Calls, Unreachable
-from engine.ring.control.control_messages import Connected, EpochMember, EpochSpec
+from engine.ring.control.control_messages import Connected, EpochSpec
 from engine.ring.control.epoch_links import EpochLinks, connect_epoch, epoch_of
+from engine.ring.control.epoch_specs import Ring, Trial, epoch_specs
 from engine.ring.control.follower_work import seat_of
 from engine.ring.control.formed import AloneLayers, FormedRing, end_epoch
+from engine.ring.control.left_out import LeftOut
 from engine.ring.control.loading_nodes import LoadingNodes
-from engine.ring.control.node import Lent, Node, door_addresses
+from engine.ring.control.node import Lent, Node
 from engine.ring.control.opening import available_exchanges
 from engine.ring.control.regulars import Regulars
 from engine.ring.control.sending import Sending
-from engine.ring.control.survey import Survey, Surveyor, candidates, decide
+from engine.ring.control.survey import Survey, Surveyor, candidates
+from engine.ring.control.trying_links import Tried
+from engine.ring.control.waiting import Patience, TooFewError
 from engine.ring.running.expert_runners import layers_for
 from engine.ring.running.formation import AbortableLayers
 from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime
 
 CERTAIN: tuple[ExchangeName, ...] = ("tls", "socket", "envoy")
 """Those that are made wherever links are; the others are another library's, and may fail for its reasons."""
+MOST_LOSSES = 3
+"""In one forming, of which it is not known who is gone."""
 CONNECT_S = 60.0
 """Connecting and measuring every exchange that may be used."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What only a benchmark changes. ``one_by_one``: central mode calls experts one after the other, the paper's naive
-    version; ``threads``: of every node, as they are processes of one machine, which does ``at_once`` nodes' work in the
-    time of one."""
-
-    one_by_one: bool = False
-    threads: int | None = None
-    at_once: float = 1.0
 
 
 _NO_TRIAL = Trial()
 
 
-@dataclass(frozen=True)
-class Ring:
-    """What is about to be formed; ``followers`` by rank."""
+class LinksBroke(Exception):
+    """Links of a ring that is formed cannot be made any more, or again."""
 
-    epoch: str
-    decision: RingDecision
-    facts: RingFacts
-    survey: Survey
-    followers: dict[int, Candidate]
-    key: bytes
+    def __init__(self, tried: Tried) -> None:
+        super().__init__(", ".join(tried.broken.values()))
+        self.tried = tried
 
 
 class RingFormer:
@@ -103,19 +94,28 @@ class RingFormer:
         self._regulars = Regulars(folder, surveyor)
         self._chosen: ExchangeName | None = None
         self._said: set[str] = set()
+        self._said_of_links: set[str] = set()
+        self._left_out = LeftOut(node, {}, self._there)
+        self._tried: Tried | None = None
+        """Which links can be made, if that is known before a survey."""
         self._fallen_back = ""
         node.on_forgotten(self._forgotten)
 
     # --- see Former -----------------------------------------------------------------------------------------------
 
-    def form(self, progress: ProgressCallback) -> FormedRing:
+    def form(self, progress: ProgressCallback, say: Callable[[str], None] | None = None) -> FormedRing:
         before = self._formed
         if before is not None:
             before.close()
         members = set(self._regulars.members)
+        self._left_out.close()
         self._node.lent = lambda: Lent(stage=FORMING)
         try:
-            formed = self._formed = self._form(progress)
+            formed = self._formed = (
+                self._form(progress)
+                if say is None
+                else self._patience().formed(lambda: self._form(progress), progress, say)
+            )
             formed.newcomers = frozenset(
                 name for rank, name in formed.names.items() if rank != HEAD and formed.nodes[rank] not in members
             )
@@ -133,7 +133,7 @@ class RingFormer:
 
     def changed(self, progress: ProgressCallback, say: Callable[[str], None]) -> bool:
         formed = self._formed
-        if formed is None or formed.lost() is not None:
+        if formed is None or formed.lost() is not None or self._left_out.wanted.is_set():
             return True
         there = self._there()
         # Who goes and comes back is news then.
@@ -150,6 +150,7 @@ class RingFormer:
         return news
 
     def close(self) -> None:
+        self._left_out.close()
         if self._formed is not None:
             self._formed.close()
         self._node.off_forgotten(self._forgotten)
@@ -164,6 +165,19 @@ class RingFormer:
 
     def _there(self) -> list[Candidate]:
         return candidates(self._node, self._choice.nodes)
+
+    def _patience(self) -> Patience:
+        """For an answer that waits for a machine without which nobody can hold the model."""
+
+        def there() -> frozenset[object]:
+            now: set[object] = {(one.node_id, one.process) for one in self._there()}
+            return frozenset(now | ({"its link"} if self._left_out.wanted.is_set() else set()))
+
+        def away() -> list[str]:
+            ids = {one.node_id for one in self._there()} - self._left_out.apart.keys()
+            return [self._node.table.name_of(one) for one in sorted(self._regulars.members - ids)]
+
+        return Patience(there, away, self._choice.wait_s)
 
     def _form(self, progress: ProgressCallback) -> FormedRing:
         there, others = self._there(), list[Candidate]()
@@ -187,12 +201,21 @@ class RingFormer:
 
     def _form_of(self, there: Sequence[Candidate], notices: list[str], progress: ProgressCallback) -> FormedRing:
         gone: set[str] = set()
+        losses = 0
         while True:
             try:
                 formed = self._form_with(there, notices, progress)
                 formed.notices = [line for line in formed.notices if line not in self._said and line not in gone]
                 self._said.update(formed.notices)
                 return formed
+            except PeerLost as lost:
+                # Who is gone is known by the next survey.
+                losses += 1
+                if losses > MOST_LOSSES:
+                    raise ModelError(f"The ring cannot be formed: {lost}", kind="network") from lost
+            except LinksBroke as broke:
+                # They could be made a moment ago. Whoever is left may do without them.
+                self._tried = broke.tried
             except NodeRefused as refused:
                 # Whoever is left may do without it; if not, the plan says what is missing.
                 notices.append(f"{self._node.table.name_of(refused.node_id)} is left out of the ring: {refused}")
@@ -207,18 +230,25 @@ class RingFormer:
     def _form_with(self, there: Sequence[Candidate], notices: list[str], progress: ProgressCallback) -> FormedRing:
         # An answer waits where a machine was lost.
         hurry = self._formed is not None and self._formed.lost() is not None
+        known, self._tried = self._tried, None
         survey = self._surveyor.survey(
-            self._node, there, self._load.runtime, progress, threads=self._trial.threads, hurry=hurry
+            self._node, there, self._load.runtime, progress, threads=self._trial.threads, hurry=hurry, known=known
         )
-        decision = self.decision = self.plan(survey, there)
+        together = self.plan(survey, there)
+        decision = self.decision = together.decision
+        notices = [*notices, *together.lines]
         if decision.kind == "refused":
             said = " ".join([*notices, *decision.notices, decision.reason])
-            raise ModelError(said, kind="memory" if decision.shortfall else "bad-input")
+            if decision.shortfall:
+                self._watch_links(together)
+                raise TooFewError(said, decision.shortfall, together.lines)
+            raise ModelError(said, kind="bad-input")
         if self._formed is None:
             # Said once: the figures are a little different each time.
             notices = [*notices, *decision.notices]
         if decision.kind == "alone" or len(decision.ranks) == 1:
-            return self._alone(decision, [*notices, decision.reason], progress)
+            formed = self._alone(decision, [*notices, decision.reason], progress)
+            return self._without(formed, together, there)
         by_id = {one.node_id: one for one in there}
         self._regulars.members.update(node_id for node_id in decision.ranks if node_id in by_id)
         assert decision.facts is not None and decision.placement is not None
@@ -231,15 +261,28 @@ class RingFormer:
             key=secrets.token_bytes(32),
         )
         try:
-            return self._together(ring, notices, progress)
+            return self._without(self._together(ring, notices, progress), together, there)
         except BaseException:
             end_epoch(self._node.table, [one.node_id for one in ring.followers.values()], ring.epoch)
             raise
 
-    def plan(self, survey: Survey, there: Sequence[Candidate]) -> RingDecision:
+    def _without(self, formed: FormedRing, together: Together, there: Sequence[Candidate]) -> FormedRing:
+        """``formed``, whose links are watched that it goes without."""
+        formed.apart = frozenset(one.name for one in there if one.node_id in together.apart)
+        self._watch_links(together)
+        # When such a link breaks again, that is news.
+        self._said -= self._said_of_links - set(together.lines)
+        self._said_of_links = set(together.lines)
+        return formed
+
+    def _watch_links(self, together: Together) -> None:
+        self._left_out.close()
+        self._left_out = LeftOut(self._node, together.apart, self._there)
+
+    def plan(self, survey: Survey, there: Sequence[Candidate]) -> Together:
         """What the planner makes of the survey."""
         order = [(self._node.identity.node_id, self._node.name), *((one.node_id, one.name) for one in there)]
-        return decide(self._surveyor.headers, self._name, self._load, order, survey, self._trial.at_once)
+        return decide_together(self._surveyor.headers, self._name, self._load, order, survey, self._trial.at_once)
 
     def _alone(self, decision: RingDecision, notices: list[str], progress: ProgressCallback) -> FormedRing:
         from engine.runtimes.loading import load_model
@@ -263,7 +306,8 @@ class RingFormer:
 
     def _together(self, ring: Ring, notices: list[str], progress: ProgressCallback) -> FormedRing:
         has = Sending(self._folder, self._name, ring.decision, ring.followers).send(progress)
-        specs = self._specs(ring)
+        threads = self._trial.threads or (None if ring.decision.mode == "central" else self._surveyor.threads)
+        specs = epoch_specs(ring, self._node, self._name, self._load, self._exchanges(ring), threads, self._trial)
         links = EpochLinks(epoch_of(specs[HEAD], {rank: one.name for rank, one in ring.followers.items()}))
         try:
             exchange, exchange_s = self._connect(ring, specs, links, progress)
@@ -301,66 +345,6 @@ class RingFormer:
         return [f"{said}; {exchange} is used."] if said else []
 
     # --- links ----------------------------------------------------------------------------------------------------
-
-    def _specs(self, ring: Ring) -> dict[int, EpochSpec]:
-        """By rank: the same epoch for all, with the addresses that each of them reaches the others at best."""
-        decision = ring.decision
-        assert decision.placement is not None
-        ids = dict(enumerate(decision.ranks))
-        certificates = {
-            rank: (
-                self._node.identity.certificate_pem
-                if rank == HEAD
-                else self._node.table.peer(node_id).certificate_pem.encode()
-            )
-            for rank, node_id in ids.items()
-        }
-        exchanges = self._exchanges(ring)
-        specs = {}
-        for rank, node_id in ids.items():
-            members = [
-                EpochMember(
-                    rank=other,
-                    node_id=other_id,
-                    certificate=certificates[other],
-                    addresses=self._best_first(ring, node_id, other_id, other),
-                )
-                for other, other_id in ids.items()
-            ]
-            specs[rank] = EpochSpec(
-                epoch=ring.epoch,
-                version=self._node.version,
-                rank=rank,
-                members=members,
-                key=ring.key,
-                trusted=list(self._choice.trusted),
-                placement=decision.placement,
-                mode=decision.mode,
-                link=ring.survey.links.get((ids[HEAD], node_id)),
-                one_by_one=self._trial.one_by_one,
-                cpu_threads=self._trial.threads or (None if decision.mode == "central" else self._surveyor.threads),
-                loading=decision.loading,
-                weights=list(decision.weights),
-                exchanges=exchanges,
-                model=self._name,
-                runtime=self._load.runtime,
-                dtype=self._load.dtype,
-                context_limit=self._load.context_limit,
-                prefill_chunk=self._load.prefill_chunk,
-            )
-        return specs
-
-    def _best_first(self, ring: Ring, from_id: str, to_id: str, rank: int) -> list[str]:
-        """Addresses of the door of ``to_id`` for ``from_id``."""
-        if rank == HEAD:
-            # It dials by itself, but engines that make their own connections must know where it is.
-            own = door_addresses(self._node.listening)
-            first = ring.survey.links.get((to_id, from_id)) or next(iter(ring.survey.links.values()))
-            near = own_ip_towards(first.address)
-            return sorted(own, key=lambda address: parse_address(address)[0] != near)
-        link = ring.survey.links.get((from_id, to_id))
-        doors = list(ring.followers[rank].doors)
-        return list(dict.fromkeys([link.address, *doors])) if link is not None else doors
 
     def _exchanges(self, ring: Ring) -> list[ExchangeName]:
         used = {link.address for link in ring.survey.links.values()}
@@ -428,6 +412,8 @@ class RingFormer:
                 end_epoch(self._node.table, [one.node_id for one in ring.followers.values()], ring.epoch)
             answers = [connected_or_refused(future) for future in asked.values()]
         refused = [answer for answer in answers if isinstance(answer, NodeRefused)]
+        if (failure is not None or refused) and not any(one.gone for one in refused):
+            self._try_links(ring, progress)
         unreachable = any(isinstance(one.__cause__, Unreachable) for one in refused)
         if isinstance(failure, ModelError) and len(refused) == len(answers) and not unreachable:
             # It is nobody's fault in particular: the exchange that was asked for cannot be had.
@@ -450,6 +436,12 @@ class RingFormer:
             )
         chosen = self._chosen = before if before in medians else choose_exchange(medians)
         return chosen, medians[chosen]
+
+    def _try_links(self, ring: Ring, progress: ProgressCallback) -> None:
+        """Links were not made. Raises LinksBroke if that is because of one that cannot be made any more."""
+        tried = self._surveyor.try_links(self._node, list(ring.followers.values()), progress)
+        if tried.broken:
+            raise LinksBroke(tried)
 
     # --- loading --------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,11 @@ class KnownLinks:
             return None
         return known.link if hurry or self._clock() - known.measured < LINK_AGE_S else None
 
+    def last(self, pair: tuple[str, str]) -> LinkFacts | None:
+        """The link of ``pair`` as it was when it was measured last, whatever changed since."""
+        known = self._known.get(pair)
+        return known.link if known is not None else None
+
     def put(self, pair: tuple[str, str], ends: Iterable[str], link: LinkFacts) -> None:
         """It was measured now."""
         self._known[pair] = _Known(frozenset(ends), self._clock(), link)

@@ -6,7 +6,7 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -29,10 +29,12 @@ from engine.ring.control.control_messages import (
     Forming,
     Linked,
     LinkMeasured,
+    LinksTried,
     LoadShare,
     NodeFacts,
     Piece,
     Received,
+    TryLinks,
     WantedFacts,
     Wants,
     check_spec,
@@ -47,6 +49,7 @@ from engine.ring.control.measuring_node import measure_node
 from engine.ring.control.node import Lent, Node
 from engine.ring.control.opening import available_exchanges
 from engine.ring.control.server import Caller, Method
+from engine.ring.control.trying_links import try_own
 from engine.ring.weights.identity_of_model import why_unlike
 from engine.ring.weights.share_store import Need, ShareStore
 from engine.ring.weights.transfer import OFFER_LIMIT, Offer, decode_offer, encode_wanted, outline
@@ -75,6 +78,8 @@ class Lender:
         self._offered: Offer | None = None
         self._need: Need | None = None
         self._following: Following | None = None
+        self._broken: list[str] = []
+        """Node ids to which its links of the last epoch broke."""
         self._stage = ""
         self._done = self._total = 0
         self._share_bytes = 0
@@ -89,6 +94,7 @@ class Lender:
         answers: dict[str, Callable[..., object]] = {
             "Facts": self._facts,
             "MeasureLinks": self._measure_links,
+            "TryLinks": self._try_links,
             "Offer": self._offer,
             "Receive": self._receive,
             "Connect": self._connect,
@@ -107,7 +113,8 @@ class Lender:
 
     def lent(self) -> Lent:
         with self._lock:
-            return Lent(self._head, self._spec.epoch if self._spec else "", self._stage)
+            broken = self._following.broken if self._following is not None else self._broken
+            return Lent(self._head, self._spec.epoch if self._spec else "", self._stage, tuple(broken))
 
     def facts(self) -> LendingFacts | None:
         """None while it is lent to nobody."""
@@ -169,6 +176,7 @@ class Lender:
             if following is not None and following.failed_here:
                 # The head, which was told, may be quicker to end the epoch than this machine is to notice.
                 why = following.ended or why
+            self._broken = following.broken if following is not None else self._broken
             over = "" if self._spec is None else self._said_at_end(why)
             self._links = self._following = self._spec = self._offered = self._need = None
             self._head, self._stage, self._done, self._total = "", "", 0, 0
@@ -278,11 +286,30 @@ class Lender:
         self._check_wanted([linked.node_id])
         check_certificate(linked.node_id, linked.certificate)
         if not linked.addresses:
-            with self._lock:
-                self._vouched = {linked.node_id: (linked.certificate, time.monotonic() + VOUCHED_S)}
+            self._vouch([linked])
             return LinkMeasured(link=None)
         found = measure_best(self._node.links, linked.epoch, linked.node_id, linked.certificate, linked.addresses)
         return LinkMeasured(link=found)
+
+    def _try_links(self, caller: Caller, wanted: TryLinks) -> LinksTried:
+        self._free_for(caller)
+        names, refused = {}, {}
+        for one in wanted.links:
+            try:
+                self._check_wanted([one.node_id])
+            except ModelError as error:
+                refused[one.node_id] = str(error).rstrip(".")
+            if self._node.table.paired(one.node_id):
+                names[one.node_id] = self._node.table.name_of(one.node_id)
+        links = [one for one in wanted.links if one.node_id not in refused]
+        self._vouch(links)
+        tried = try_own(self._node.links, links, self._closed, names)
+        return msgspec.structs.replace(tried, failed={**tried.failed, **refused})
+
+    def _vouch(self, links: Sequence[Linked]) -> None:
+        """The head vouches for these, and for no other machines any more."""
+        with self._lock:
+            self._vouched = {one.node_id: (one.certificate, time.monotonic() + VOUCHED_S) for one in links}
 
     def _offer(self, caller: Caller, pieces: Iterator[Piece]) -> Wants:
         self._take(caller)
@@ -357,7 +384,7 @@ class Lender:
         links = EpochLinks(epoch_of(spec, names))
         with self._lock:
             before, following = self._links, self._following
-            self._links, self._following, self._spec = links, None, spec
+            self._links, self._following, self._spec, self._broken = links, None, spec, []
             self._share_bytes = self._bytes_of(spec)
         if before is not None:
             before.close()

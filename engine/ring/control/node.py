@@ -50,6 +50,8 @@ class Lent:
     head: str = ""
     epoch: str = ""
     stage: str = ""
+    broken: tuple[str, ...] = ()
+    """Node ids to which its links of the last epoch broke."""
 
 
 def privatellm_version() -> str:
@@ -195,6 +197,7 @@ class Node:
             head=lent.head,
             epoch=lent.epoch,
             stage=lent.stage,
+            broken=list(lent.broken),
         )
 
     def _find_runtime(self) -> str:

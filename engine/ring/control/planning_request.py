@@ -13,9 +13,10 @@ from engine.planning.absent_machines import absent_lines
 from engine.planning.ring_nodes import RingModel, beside_weights
 from engine.planning.ring_plan import RingDecision
 from engine.planning.ring_words import THIS_MACHINE
+from engine.ring.control.apart import decide_together
 from engine.ring.control.asking import NodeRefused
 from engine.ring.control.network import Network
-from engine.ring.control.survey import Survey, Surveyor, candidates, decide, planned_model
+from engine.ring.control.survey import Survey, Surveyor, candidates, planned_model
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ def plan_ring_request(
     freed = loaded.trunk_bytes if loaded is not None and loaded.runtime != "native" else 0
     survey.facts[my_id] = msgspec.structs.replace(mine, memory_free=mine.memory_free + freed)
     order = [(my_id, my_name), *((one.node_id, one.name) for one in there)]
-    decision = decide(headers, name, load, order, survey)
+    together = decide_together(headers, name, load, order, survey)
+    decision = together.decision
+    notices += together.lines
     tokens_per_s = decision.facts.tokens_per_s if decision.facts is not None and decision.kind == "ring" else None
     if decision.kind == "alone" and decision.alone_step is not None:
         tokens_per_s = decision.alone_step.tokens_per_s

@@ -15,8 +15,9 @@ import msgspec
 
 from discovery.names import plain_text
 from engine.cpu_threads import threads_of
+from engine.errors import ModelError
 from engine.exchange.addresses import parse_address
-from engine.exchange.exchange import RingProtocolError
+from engine.exchange.exchange import PeerLost, RingProtocolError
 from engine.experts.popularity_file import known_counts
 from engine.messages import Load, RuntimeName
 from engine.messages.ring import LinkFacts
@@ -28,13 +29,14 @@ from engine.planning.ring_words import THIS_MACHINE
 from engine.progress import ProgressCallback
 from engine.ring.control.asking import Candidate, NodeRefused, ask, until_done
 from engine.ring.control.beats import PeerView
-from engine.ring.control.client import Calls
+from engine.ring.control.client import Calls, Unreachable
 from engine.ring.control.control_messages import (
     MOST_ADDRESSES,
     MOST_TEXT,
     Linked,
     LinkMeasured,
     NodeFacts,
+    NodeLoad,
     WantedFacts,
     check_facts,
 )
@@ -42,20 +44,25 @@ from engine.ring.control.known_links import KnownLinks
 from engine.ring.control.measuring_links import measure_best
 from engine.ring.control.measuring_node import measure_node
 from engine.ring.control.node import Node, door_addresses
+from engine.ring.control.trying_links import LinkTrial, Tried, Way, all_ways
 from engine.ring.weights.identity_of_model import identity_of, known_weights
 
 FACTS_S = 60.0
 """Measuring takes a second or two, on a machine that is busy longer."""
 LINKS_S = 30.0
+THERE_S = 1.5
+"""A machine that is there says so within this time."""
 LONGEST_KIND = 160
 
 
 @dataclass
 class Survey:
-    """``facts`` by node id, the head's too; ``links`` by (from, to), measured from there."""
+    """``facts`` by node id, the head's too; ``links`` by (from, to), measured from there, of those that can be made;
+    ``tried``: which can."""
 
     facts: dict[str, NodeFacts] = field(default_factory=dict)
-    links: dict[tuple[str, str], LinkFacts] = field(default_factory=dict)
+    links: dict[Way, LinkFacts] = field(default_factory=dict)
+    tried: Tried = field(default_factory=Tried)
 
 
 def candidates(node: Node, wanted: Sequence[str]) -> list[Candidate]:
@@ -108,11 +115,12 @@ class Surveyor:
         to_send: bool = True,
         threads: int | None = None,
         hurry: bool = False,
+        known: Tried | None = None,
     ) -> Survey:
         """``there`` are machines that ``node`` knows. Each is asked what it has of the weights; ``to_send``: it will be
         sent the rest, for which the model here is read once; else it is asked only if that was done before.
         ``threads``: that the others will use; None: theirs to decide. ``hurry``: links that were measured long ago will
-        do.
+        do. ``known``: which links can be made, if that was tried just now.
 
         Raises NodeRefused for the first node that cannot be measured, Cancelled.
         """
@@ -132,19 +140,35 @@ class Surveyor:
         hosts: dict[str, list[Candidate]] = {}
         for one in there:
             hosts.setdefault(one.client.address.rpartition(":")[0], []).append(one)
-        with _helpers(len(hosts)) as (pool, calls):
+        trial = self._trial(node, there) if node is not None and known is None else None
+        with _helpers(len(hosts) + len(there) + 1) as (pool, calls):
 
             def of_host(group: list[Candidate]) -> dict[str, NodeFacts]:
                 return {one.node_id: ask(one, partial(_facts_of, one, wanted, calls)) for one in group}
 
+            trying = trial.begin(pool, calls) if trial is not None else []
             asked = [pool.submit(of_host, group) for group in hosts.values()]
-            until_done(asked, lambda: progress("measuring the machines", 0, 0, ""))
+            until_done([*trying, *asked], lambda: progress("measuring the machines", 0, 0, ""))
             for future in asked:
                 found.facts.update(future.result())
+            found.tried = trial.result(trying) if trial is not None else known or found.tried
         found.facts[self._me] = measure_node(wanted, self._load.cpu_threads)
         if node is not None:
             self._measure_links(node, there, found, progress, hurry)
         return found
+
+    def _trial(self, node: Node, there: Sequence[Candidate]) -> LinkTrial:
+        ways = all_ways(self._me, there)
+        best = {way: link.address for way in ways if (link := self._links.last(way)) is not None}
+        return LinkTrial(node, there, ways, secrets.token_hex(8), best)
+
+    def try_links(self, node: Node, there: Sequence[Candidate], progress: ProgressCallback) -> Tried:
+        """Which of the links among ``node`` and ``there`` can be made now. Raises NodeRefused, Cancelled."""
+        trial = self._trial(node, there)
+        with _helpers(len(there) + 1) as (pool, calls):
+            trying = trial.begin(pool, calls)
+            until_done(trying, lambda: progress("trying the links", 0, 0, ""))
+            return trial.result(trying)
 
     def _weights(self, progress: ProgressCallback, to_send: bool) -> str:
         """The fingerprint of the weights here; empty if it is not worth reading them."""
@@ -160,29 +184,34 @@ class Surveyor:
         epoch = secrets.token_hex(8)
         with _helpers(1) as (pool, calls):
 
-            def measured(pair: tuple[str, str], ends: Sequence[str], measure: Callable[[], LinkFacts]) -> LinkFacts:
+            def measure(way: Way, ends: Sequence[str], measuring: Callable[[], LinkFacts]) -> None:
                 nonlocal done
-                link = self._links.get(pair, ends, hurry)
+                if frozenset(way) in found.tried.broken:
+                    return
+                link = self._links.get(way, ends, hurry)
                 if link is None:
-                    future = pool.submit(measure)
-                    until_done([future], lambda: progress("measuring the links", done, pairs, ""))
-                    link = future.result()
-                    self._links.put(pair, ends, link)
+                    future = pool.submit(measuring)
+                    try:
+                        until_done([future], lambda: progress("measuring the links", done, pairs, ""))
+                        link = future.result()
+                    except LinkFailedError as failed:
+                        found.tried.broken[frozenset(way)] = str(failed)
+                        return
+                    self._links.put(way, ends, link)
+                found.links[way] = link
                 done += 1
-                return link
 
             here = door_addresses(node.listening)
             for one in there:
                 ends = (*here, one.process, *one.doors)
-                link = measured((me, one.node_id), ends, partial(ask, one, partial(_to, node, one, epoch)))
-                found.links[me, one.node_id] = link
-                node.table.set_link(one.node_id, link)
+                measure((me, one.node_id), ends, partial(_to, node, one, epoch))
+                if (me, one.node_id) in found.links:
+                    node.table.set_link(one.node_id, found.links[me, one.node_id])
             for index, first in enumerate(there):
                 for second in there[index + 1 :]:
-                    pair = first.node_id, second.node_id
+                    way = first.node_id, second.node_id
                     ends = (first.process, *first.doors, second.process, *second.doors)
-                    link = measured(pair, ends, partial(_between, node, first, second, epoch, calls))
-                    found.links[pair] = link
+                    measure(way, ends, partial(_between, node, first, second, epoch, calls))
 
 
 @contextlib.contextmanager
@@ -199,9 +228,23 @@ def _helpers(threads: int) -> Iterator[tuple[ThreadPoolExecutor, Calls]]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
+class LinkFailedError(Exception):
+    """A link cannot be measured although both of its ends are there."""
+
+
 def _to(node: Node, one: Candidate, epoch: str) -> LinkFacts:
     certificate = node.table.peer(one.node_id).certificate_pem.encode()
-    return measure_best(node.links, epoch, one.node_id, certificate, one.doors, one.name)
+    try:
+        return measure_best(node.links, epoch, one.node_id, certificate, one.doors, one.name)
+    except ModelError as error:
+        raise _failed(node, (one,), error) from error
+
+
+def _failed(node: Node, ends: Sequence[Candidate], error: ModelError) -> Exception:
+    """What a measurement that ended with ``error`` means. Raises NodeRefused if one of the ``ends`` is gone."""
+    for one in ends:
+        ask(one, partial(one.client.call, "Beat", node.load(), NodeLoad, THERE_S))
+    return LinkFailedError(str(error).rstrip("."))
 
 
 def _facts_of(one: Candidate, wanted: WantedFacts, calls: Calls) -> NodeFacts:
@@ -227,9 +270,14 @@ def _between(node: Node, first: Candidate, second: Candidate, epoch: str, calls:
     wanted = Linked(
         epoch=epoch, node_id=second.node_id, certificate=certificates[second.node_id], addresses=list(second.doors)
     )
-    answer = ask(second, lambda: first.client.call("MeasureLinks", wanted, LinkMeasured, LINKS_S, calls))
-    if answer.link is None:
-        raise NodeRefused(second.node_id, f"{first.name} measured no link to it.")
+    try:
+        answer = first.client.call("MeasureLinks", wanted, LinkMeasured, LINKS_S, calls)
+        if answer.link is None:
+            raise ModelError("nothing was measured", kind="network")
+    except RingProtocolError as error:
+        raise NodeRefused(first.node_id, str(error)) from error
+    except (ModelError, PeerLost, Unreachable) as error:
+        raise _failed(node, (first, second), ModelError(str(error))) from error
     link = answer.link
     ask(first, lambda: check_link(link))
     return link

@@ -67,6 +67,16 @@ class Formation(Protocol):
         """Of :attr:`names`, who was in no ring of this model before."""
         ...
 
+    @property
+    def apart(self) -> Collection[str]:
+        """Names of machines that are there and left out because of their links: :attr:`notices` says so."""
+        ...
+
+    def why_lost(self, lost: PeerLost) -> PeerLost:
+        """What is behind ``lost``, which came out of a pass: who is gone, or LinkLost. May ask the others, a second at
+        most."""
+        ...
+
     def lost(self) -> PeerLost | None:
         """Who is known to be gone, by beats or a closed link; the exchange is closed by then, so nobody waits. From
         any thread."""
@@ -80,8 +90,9 @@ class Formation(Protocol):
 class Former(Protocol):
     """Forms a model's ring with whoever of the wanted nodes is there, as often as it is asked."""
 
-    def form(self, progress: ProgressCallback) -> Formation:
-        """A new epoch with those who are there now; the formation before must be closed.
+    def form(self, progress: ProgressCallback, say: Callable[[str], None] | None = None) -> Formation:
+        """A new epoch with those who are there now; the formation before must be closed. With ``say``, which hears of
+        it once, it waits until those who are there can hold the model.
 
         Forming again takes those who were in it before or have their weights already, all others only if it cannot be
         without them. Machines whose taking in was stopped by Cancelled are left out like those until they go and come

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
-from engine.errors import ModelError
+from engine.errors import LinkLost, ModelError
 from engine.exchange.exchange import PeerLost
 from engine.exchange.seat import HEAD, Seat
 from engine.experts.popularity import Popularity
@@ -284,7 +284,7 @@ class RingModel:
     def recover(self, lost: PeerLost, progress: ProgressCallback, say: Callable[[str], None]) -> None:
         """See :class:`engine.runtimes.protocol.Recoverable`."""
         before = self._epoch.formation.names
-        why = self._epoch.formation.lost() or lost
+        why = self._epoch.formation.why_lost(lost)
         others = [name for rank, name in before.items() if rank != HEAD]
         # A link that ends tells it by the name only.
         gone = [before[rank] for rank in why.ranks if rank in before] or [
@@ -293,7 +293,8 @@ class RingModel:
         reason = str(why).rstrip(".")
         for name in others:
             reason = reason.removeprefix(f"{name} is gone: ").removeprefix(f"{name} ")
-        say(f"Lost {', '.join(gone) or 'a machine of the ring'}: {reason}; forming the ring again.")
+        what = reason if isinstance(why, LinkLost) else f"Lost {', '.join(gone) or 'a machine of the ring'}: {reason}"
+        say(f"{what}; forming the ring again.")
         self._gone = gone
         self._end()
         self._begin(progress, say)
@@ -316,7 +317,7 @@ class RingModel:
         formation = self._epoch.formation
         now = formation.names.values()
         gone, self._gone = self._gone, []
-        others = [name for name in before if name not in now and name not in gone]
+        others = [name for name in before if name not in now and name not in gone and name not in formation.apart]
         fresh = [name for name in now if name not in before or name in gone]
         joined = [name for name in fresh if name in formation.newcomers]
         back = [name for name in fresh if name not in joined]
@@ -335,7 +336,7 @@ class RingModel:
         """Whatever it raises: the epoch before is over, and the next question forms."""
         before = self._epoch.formation.names.values()
         try:
-            formation = self._former.form(progress)
+            formation = self._former.form(progress, say)
         except Interrupted:
             raise ModelError("Forming the ring again was stopped; ask once more.", kind="network") from None
         self._epoch = Epoch(formation)
