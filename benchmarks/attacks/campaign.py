@@ -24,7 +24,14 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
-Attempt = Callable[[random.Random], None]
+
+class Draw(random.Random):
+    """What an attempt draws its input from. ``number``: of the attempt, from 0 on."""
+
+    number = 0
+
+
+Attempt = Callable[[Draw], None]
 """Tries one input, drawn from the generator. Returns if it was taken, raises :class:`Refused` if it was refused in the
 words meant for that, and anything else if something is wrong."""
 
@@ -180,8 +187,10 @@ def _attempts(
         while (number := state.next) < inputs:
             state.begun = time.monotonic_ns()
             signal.setitimer(signal.ITIMER_PROF, attack.cpu_s)
+            draw = Draw(f"{attack.name}/{seed}/{number}")
+            draw.number = number
             try:
-                attempt(random.Random(f"{attack.name}/{seed}/{number}"))
+                attempt(draw)
                 state.taken += 1
             except Refused:
                 state.refused += 1
