@@ -9,7 +9,6 @@ from pathlib import Path
 
 import msgspec
 
-from discovery.names import plain_text
 from engine.errors import Cancelled, ModelError
 from engine.exchange.addresses import parse_address, plain_ip
 from engine.exchange.exchange import PeerLost
@@ -31,7 +30,7 @@ from engine.ring.control.epoch_specs import Ring, Trial, epoch_specs
 from engine.ring.control.follower_work import seat_of
 from engine.ring.control.formed import AloneLayers, FormedRing, end_epoch
 from engine.ring.control.left_out import LeftOut
-from engine.ring.control.loading_nodes import LoadingNodes
+from engine.ring.control.loading_nodes import LoadingNodes, told_by
 from engine.ring.control.node import Lent, Node
 from engine.ring.control.opening import available_exchanges
 from engine.ring.control.regulars import Regulars
@@ -468,9 +467,7 @@ class RingFormer:
                 loading.cancel()
                 raise
         ready = {rank: future.result() for rank, future in asked.items()}
-        said = [
-            f"{ring.followers[rank].name}: {plain_text(line)}" for rank, one in ready.items() for line in one.notices
-        ]
+        said = [line for rank, one in ready.items() for line in told_by(ring.followers[rank].name, one.notices)]
         return model, layers, said
 
     def _forgotten(self, node_id: str) -> None:

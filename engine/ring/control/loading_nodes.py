@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from discovery.names import plain_text
@@ -16,6 +16,8 @@ from engine.ring.control.client import Answers
 from engine.ring.control.control_messages import Forming, LoadShare
 
 POLL_S = 0.1
+SHOWN_NOTICES = 3
+"""Notices of one node that are shown; what a node says is as much as it likes."""
 
 
 class LoadingNodes:
@@ -82,3 +84,10 @@ class LoadingNodes:
             calls = list(self._calls)
         for call in calls:
             call.cancel()
+
+
+def told_by(name: str, notices: Sequence[str]) -> list[str]:
+    """A line for each of ``notices`` of the node ``name``; of many the first :data:`SHOWN_NOTICES` and their number."""
+    lines = [f"{name}: {plain_text(line)}" for line in notices[:SHOWN_NOTICES]]
+    more = len(notices) - len(lines)
+    return [*lines, f"{name}: and {more} more"] if more else lines
