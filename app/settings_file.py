@@ -27,6 +27,8 @@ class SettingsFile:
         self.path = path
         self._look_only = look_only
         self.notices: list[str] = []
+        self.refused: set[str] = set()
+        """The settings that the person may have given a value which is not used."""
         self.settings = Settings()
         self._read()
 
@@ -38,6 +40,7 @@ class SettingsFile:
         """
         changed = self.settings.with_value(key, value)
         self.settings = changed
+        self.refused.discard(key)
         self.notices = []
         try:
             document = self._document()
@@ -56,8 +59,10 @@ class SettingsFile:
             self.notices.append(
                 f"The settings in {self.path} cannot be read ({error.strerror or error}); defaults are used."
             )
+            self.refused = {setting.key for setting in SCHEMA}
             return
-        self.settings, problems = _settings_from(document.unwrap())
+        self.settings, problems, refused = _settings_from(document.unwrap())
+        self.refused |= refused
         self.notices += [f"{self.path.name}: {problem}" for problem in problems]
 
     def _document(self) -> TOMLDocument:
@@ -70,6 +75,7 @@ class SettingsFile:
         except FileNotFoundError:
             return tomlkit.document()
         except (TOMLKitError, UnicodeDecodeError, ValueError, RecursionError) as error:
+            self.refused = {setting.key for setting in SCHEMA}
             reason = " ".join(str(error).split()) or type(error).__name__
             if self._look_only:
                 self.notices.append(f"The settings file is damaged ({reason}); defaults are used.")
@@ -86,12 +92,13 @@ def open_settings(path: Path | None = None, *, look_only: bool = False) -> Setti
     return SettingsFile(path or locate("config") / "settings.toml", look_only=look_only)
 
 
-def _settings_from(content: dict[str, Any]) -> tuple[Settings, list[str]]:
-    """Settings out of a parsed file, and one line for each thing in it that is not used."""
-    settings, problems = Settings(), []
+def _settings_from(content: dict[str, Any]) -> tuple[Settings, list[str], set[str]]:
+    """Settings out of a parsed file, one line for each thing in it that is not used, and the settings it was for."""
+    settings, problems, refused = Settings(), [], set()
     for group, table in content.items():
         if group not in GROUPS or not isinstance(table, dict):
             problems.append(f"{group!r} is unknown; it is kept and not used.")
+            refused |= {setting.key for setting in SCHEMA if setting.group == group}
             continue
         known = {setting.key: setting for setting in SCHEMA if setting.group == group}
         for key, value in table.items():
@@ -101,8 +108,9 @@ def _settings_from(content: dict[str, Any]) -> tuple[Settings, list[str]]:
             try:
                 settings = settings.with_value(key, value)
             except SettingError as error:
+                refused.add(key)
                 problems.append(f"{error}; {known[key].default!r} is used.".replace("None is used", "it is not used"))
-    return settings, problems
+    return settings, problems, refused
 
 
 def _put(document: TOMLDocument, key: str, value: Value) -> None:

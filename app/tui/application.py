@@ -84,7 +84,8 @@ class ChatApp(TerminalApp):
         self.settings_file = settings
         self.machine = machine
         self.highlighter = Highlighter()
-        self._is_missing = is_missing
+        # A model that the person wanted and that could not be used is no reason to fetch another one unasked.
+        self._is_missing = lambda model: "model" not in settings.refused and is_missing(model)
         self.chat: ChatScreen | None = None
 
     @property
