@@ -14,6 +14,9 @@ def main() -> int:
         from app.interrupts import leave_on_interrupt
 
         leave_on_interrupt()
+        from engine.models.privacy import keep_to_owner
+
+        keep_to_owner()
         if len(sys.argv) > 1:
             from app.commands.root import run
 

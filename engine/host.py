@@ -56,6 +56,7 @@ from engine.messages import (
     request_reader,
 )
 from engine.models.locations import locate
+from engine.models.privacy import keep_to_owner
 from engine.pipes import EventWriter, Pipes, claim_standard_streams
 from engine.progress import Reports
 from engine.temporary_folders import is_remover
@@ -494,6 +495,7 @@ def leave(host: Host) -> NoReturn:
 def main() -> NoReturn:
     # Ctrl-c belongs to the screen, which decides what to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    keep_to_owner()
     pipes = claim_standard_streams(locate("logs") / "engine.log")
     faulthandler.enable(file=2)
     os.environ.update(environment(physical_cores()))

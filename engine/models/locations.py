@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import stat
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -30,4 +32,7 @@ def ensure(kind: Kind) -> Path:
     """The folder for ``kind``, made if it is missing, readable by its owner only."""
     folder = locate(kind)
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with suppress(OSError):  # somebody else's folder stays as it is
+        if stat.S_IMODE(folder.stat().st_mode) & 0o077:
+            folder.chmod(0o700)
     return folder
