@@ -15,7 +15,16 @@ from engine.errors import Cancelled, ModelError, PeerLost
 from engine.free_memory import give_back
 from engine.messages import Notice, Prefill, RingChanged
 from engine.passes import Passes, RememberedPasses
-from engine.runtimes.protocol import Interrupted, Interruptible, LoadedModel, Logits, Recoverable, TokenRows
+from engine.runtimes.protocol import (
+    ChoosesTokens,
+    Draw,
+    Interrupted,
+    Interruptible,
+    LoadedModel,
+    Logits,
+    Recoverable,
+    TokenRows,
+)
 from engine.turn import Turn
 
 LONG_CHUNK = 128
@@ -98,6 +107,21 @@ class ConversationCache:
             return self._run_again(lost, [*self.tokens, token], self._passes.decoded(), turn)
         self._took([token], self._passes.decoded())
         return logits
+
+    def step_choosing(self, token: int, draw: Draw) -> int | None:
+        """The token after one more ``token``, where the rows choose it themselves; None where they do not."""
+        rows: object = self.rows
+        if not isinstance(rows, ChoosesTokens):
+            return None
+        chosen = rows.step_choosing(token, draw)
+        self._took([token], self._passes.decoded())
+        return chosen
+
+    def settle(self) -> None:
+        """An answer is over: no step goes on for it."""
+        rows: object = self.rows
+        if isinstance(rows, ChoosesTokens):
+            rows.settle()
 
     def rows_again(self, lost: PeerLost, turn: Turn) -> TokenRows:
         """Rows that hold what is in the cache, for a beam search whose ring was lost. Raises Interrupted if

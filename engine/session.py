@@ -30,6 +30,7 @@ from engine.messages import (
 )
 from engine.planning.memory import ModelCosts, estimate_beams, extra_beam_memory, longest_answer
 from engine.runtimes.protocol import (
+    Draw,
     Interrupted,
     LoadedModel,
     Logits,
@@ -286,31 +287,48 @@ class Session:
     def _sample(self, turn: Turn, logits: Logits, sampler: Sampler, stops: StopStrings, most: int) -> Answer:
         decoder = IncrementalDecoder(self._tokenizer.decode, self._context) if self._tokenizer else None
         stream = turn.stream(decoder, stops)
+        rule = sampler.rule
+        # What is drawn with a seed is drawn by the host, from the same numbers on every runtime.
+        draw = Draw(rule.temperature, rule.top_k, rule.top_p, rule.min_p, sampler.choose)
+        device_draws = rule.greedy or rule.seed is None
         tokens: list[int] = []
         reason: FinishReason | None = None
-        while reason is None:
-            token = sampler.choose(logits)
-            tokens.append(token)
-            turn.count_token()
-            if token in self._ends:
-                reason = "stop"
-            else:
-                stream.push(token)
-                if stops.stopped:
+        following: int | None = sampler.choose(logits)
+        try:
+            while reason is None:
+                if following is None:
+                    reason = "cancelled"
+                    break
+                token = following
+                tokens.append(token)
+                turn.count_token()
+                if token in self._ends:
                     reason = "stop"
-                elif len(tokens) >= most:
-                    reason = "length"
-                elif turn.cancelled():
-                    reason = "cancelled"
-            if reason is None:
-                turn.watch()
-                stepped = self._cache.step(token, turn)
-                if stepped is None:
-                    reason = "cancelled"
                 else:
-                    logits = stepped
-                turn.show_timing()
+                    stream.push(token)
+                    if stops.stopped:
+                        reason = "stop"
+                    elif len(tokens) >= most:
+                        reason = "length"
+                    elif turn.cancelled():
+                        reason = "cancelled"
+                if reason is None:
+                    turn.watch()
+                    following = self._following(token, turn, sampler, draw if device_draws else None)
+                    turn.show_timing()
+        finally:
+            self._cache.settle()
         return Answer(stream.finish(), tokens, reason)
+
+    def _following(self, token: int, turn: Turn, sampler: Sampler, draw: Draw | None) -> int | None:
+        """The token after ``token``; None if that was cancelled. With ``draw`` the rows may choose it themselves, but
+        not in a step that is measured: nothing else may run beside that."""
+        if draw is not None and not self._model.recorder.enabled:
+            chosen = self._cache.step_choosing(token, draw)
+            if chosen is not None:
+                return chosen
+        logits = self._cache.step(token, turn)
+        return None if logits is None else sampler.choose(logits)
 
     def _search(self, request: Generate, turn: Turn, logits: Logits, most: int) -> Answer:
         assert self._cache.rows is not None

@@ -64,6 +64,35 @@ class TokenRows(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Draw:
+    """How the next token is chosen: the rule of :class:`engine.generation.sampling.SamplingRule` without a seed.
+
+    ``on_host(logits)`` [vocabulary] is asked where the logits are no numbers; it raises ModelError then.
+    """
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    on_host: Callable[[Logits], int]
+
+
+@runtime_checkable
+class ChoosesTokens(Protocol):
+    """Rows that can choose the next token where the logits are, and begin the step after it before anybody has seen
+    it. Whatever else is asked of them forgets a step that was begun so."""
+
+    def step_choosing(self, token: int, draw: Draw) -> int:
+        """Decode ``token`` in the only row; returns the token that follows. With the same ``draw`` as before, and the
+        token that came out then, the step is under way already."""
+        ...
+
+    def settle(self) -> None:
+        """Forget a step that was begun ahead: nobody will ask for it."""
+        ...
+
+
 class LoadedModel(Protocol):
     """A model ready to run."""
 

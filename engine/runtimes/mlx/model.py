@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -15,9 +17,10 @@ from engine.messages import ModelFacts
 from engine.runtimes.mlx import spans as timed
 from engine.runtimes.mlx import wired
 from engine.runtimes.mlx.cache import RowCache, evaluate, move_rows
+from engine.runtimes.mlx.drawing import are_scores, draw_token
 from engine.runtimes.mlx.ring import RingExecutor
 from engine.runtimes.mlx.spans import Spans
-from engine.runtimes.protocol import Logits
+from engine.runtimes.protocol import Draw, Logits
 from engine.timing import Phase, Recorder
 
 Array = Any
@@ -135,7 +138,13 @@ class MlxModel:
         wrong = next((token for row in tokens for token in row if not 0 <= token < size), None)
         if wrong is not None:
             raise ModelError(f"token id {wrong} is outside the vocabulary of {size}", kind="bad-input")
-        return self._model[self._backbone](mx.array(tokens, dtype=mx.int32), caches)
+        return self.hidden_of(mx.array(tokens, dtype=mx.int32), caches)
+
+    def hidden_of(self, tokens: Array, caches: list[RowCache]) -> Array:
+        """The same for ``tokens`` that are an array on the device, and known to be in the vocabulary."""
+        if self._model is None:
+            raise ModelError("the model is closed: load it again", kind="internal")
+        return self._model[self._backbone](tokens, caches)
 
     def logits(self, hidden: Array) -> Logits:
         """The logits [rows, vocabulary] of the last position of ``hidden`` [rows, n, hidden]; [rows, 0] at a place in a
@@ -145,6 +154,10 @@ class MlxModel:
         """
         if not self._logits:
             return np.empty((hidden.shape[0], 0), np.float32)
+        return np.array(self.scores(hidden))
+
+    def scores(self, hidden: Array) -> Array:
+        """The logits as an array on the device, float32, not evaluated."""
         last = hidden[:, -1:, :]
         if "lm_head" in self._model:
             logits = self._model.lm_head(last)
@@ -153,7 +166,7 @@ class MlxModel:
         logits = logits[:, -1, :]
         # granite's head divides; its definition does so outside the head that is called here.
         scaling = getattr(self._model, "logits_scaling", None)
-        return np.array((logits if scaling is None else logits / scaling).astype(mx.float32))
+        return (logits if scaling is None else logits / scaling).astype(mx.float32)
 
     @contextmanager
     def step(self, phase: Phase, tokens: int) -> Iterator[None]:
@@ -182,6 +195,15 @@ class MlxModel:
         self._timed = self._spans.active = wanted
 
 
+@dataclass(frozen=True)
+class _Begun:
+    """A step that is under way: what it will choose, [1]; -1 as its ``outcome`` if its ``scores`` are no numbers."""
+
+    token: Array
+    outcome: Array
+    scores: Array
+
+
 class MlxRows:
     """Rows of tokens in the caches of one model; see :class:`engine.runtimes.protocol.TokenRows`.
 
@@ -196,6 +218,9 @@ class MlxRows:
         self._rows = rows
         self._length = length
         self._shared = shared
+        self._ahead: tuple[int, Draw, _Begun] | None = None
+        """The token that was chosen last, by what, and the step after it, which the caches have begun to hold."""
+        self._key = mx.random.key(secrets.randbits(63))
 
     @property
     def rows(self) -> int:
@@ -209,6 +234,7 @@ class MlxRows:
         self._needs_one_row("extend")
         if not tokens:
             raise ValueError("extend needs at least one token")
+        self.settle()
         with self._model.step("prefill", len(tokens)), self._all_or_nothing():
             hidden = self._model.hidden([list(tokens)], self._caches)
             logits = self._model.logits(hidden)[0] if want_logits else None
@@ -221,14 +247,49 @@ class MlxRows:
     def step(self, tokens: Sequence[int]) -> Logits:
         if len(tokens) != self._rows:
             raise ValueError(f"{len(tokens)} tokens for {self._rows} rows")
+        if self._ahead is not None and self._model.recorder.enabled:
+            mx.eval(self._ahead[2].outcome)  # It must not run beside what is measured.
+        self.settle()
         with self._model.step("decode", 1), self._all_or_nothing():
             logits = self._model.logits(self._model.hidden([[token] for token in tokens], self._caches))
             evaluate(self._caches)
         self._length += 1
         return logits
 
+    def step_choosing(self, token: int, draw: Draw) -> int:
+        """See :class:`engine.runtimes.protocol.ChoosesTokens`."""
+        self._needs_one_row("step_choosing")
+        ahead = self._ahead
+        with self._model.step("decode", 1), self._all_or_nothing():
+            if ahead is not None and ahead[0] == token and ahead[1] is draw:
+                begun = ahead[2]
+            else:
+                self.settle()
+                begun = self._begin(self._model.hidden([[token]], self._caches), draw)
+            following = self._begin(self._model.hidden_of(begun.token[:, None], self._caches), draw)
+            mx.async_eval(following.outcome)  # type: ignore[no-untyped-call]
+            chosen = int(begun.outcome.item())
+            if chosen < 0:
+                chosen = draw.on_host(np.array(begun.scores)[0])
+        self._length += 1
+        self._ahead = (chosen, draw, following)
+        return chosen
+
+    def settle(self) -> None:
+        """See :class:`engine.runtimes.protocol.ChoosesTokens`. What is under way ends by itself."""
+        if self._ahead is not None:
+            self._ahead = None
+            self._set_offsets(self._length)
+
+    def _begin(self, hidden: Array, draw: Draw) -> _Begun:
+        scores = self._model.scores(hidden)
+        self._key, key = mx.random.split(self._key)
+        token = draw_token(scores, draw, key).astype(mx.int32)
+        return _Begun(token, mx.where(are_scores(scores), token, -1), scores)
+
     def truncate(self, length: int) -> None:
         self._needs_one_row("truncate")
+        self._ahead = None
         if not 0 <= length <= self._length:
             raise ValueError(f"cannot keep {length} of {self._length} tokens")
         self._length = length
@@ -236,6 +297,7 @@ class MlxRows:
 
     def fan_out(self, rows: int) -> MlxRows:
         self._needs_one_row("fan_out")
+        self.settle()
         caches = [cache.copy_rows(slice(0, 1), rows) for cache in self._caches]
         evaluate(caches)
         return MlxRows(self._model, caches, rows, self._length, shared=self._length)
@@ -243,6 +305,7 @@ class MlxRows:
     def reorder(self, parents: Sequence[int]) -> int:
         if len(parents) != self._rows or any(not 0 <= parent < self._rows for parent in parents):
             raise ValueError(f"parents {list(parents)} do not fit {self._rows} rows")
+        self.settle()
         return move_rows(self._caches, parents, self._shared)
 
     def bytes_per_position(self) -> int:
@@ -259,6 +322,7 @@ class MlxRows:
             with memory_named():
                 yield
         except BaseException:
+            self._ahead = None
             self._set_offsets(self._length)
             raise
 

@@ -1,0 +1,50 @@
+"""Choosing the next token where the logits are, by the rules of :mod:`engine.generation.sampling`, lazily.
+
+Nothing here waits for the GPU: what is chosen can be fed into the next step before the host has seen it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from engine.runtimes.protocol import Draw
+
+Array = Any
+
+_COLDEST = 1e-30
+"""As on the host: below it nothing but the likeliest tokens has a weight in float32 anyway."""
+
+
+def draw_token(logits: Array, draw: Draw, key: Array) -> Array:
+    """The next token [1] for ``logits`` [1, vocabulary] in float32; ``key`` is mlx's random key."""
+    if draw.temperature == 0.0:
+        return mx.argmax(logits, axis=-1)
+    return mx.random.categorical(surviving(logits, draw), key=key)
+
+
+def surviving(logits: Array, draw: Draw) -> Array:
+    """The logarithms [1, vocabulary] of what the tokens weigh, the likeliest 0, and -inf for those not to be drawn."""
+    weights = (logits - mx.max(logits, axis=-1, keepdims=True)) / max(draw.temperature, _COLDEST)
+    nothing = mx.array(-mx.inf, mx.float32)
+    if 0 < draw.top_k < logits.shape[-1]:
+        last = mx.min(mx.topk(logits, draw.top_k, axis=-1), axis=-1, keepdims=True)
+        weights = mx.where(logits >= last, weights, nothing)
+    if draw.top_p < 1.0:
+        order = mx.argsort(-weights, axis=-1)
+        held = mx.exp(mx.take_along_axis(weights, order, axis=-1))
+        before = mx.cumsum(held, axis=-1) - held
+        inside = before < draw.top_p * mx.sum(held, axis=-1, keepdims=True)
+        # The likeliest stays, whatever is asked for.
+        inside = inside | (mx.arange(logits.shape[-1]) == 0)
+        kept = mx.put_along_axis(mx.zeros(logits.shape, mx.bool_), order, inside, axis=-1)
+        weights = mx.where(kept, weights, nothing)
+    if draw.min_p > 0.0:
+        weights = mx.where(mx.exp(weights) >= draw.min_p, weights, nothing)
+    return weights
+
+
+def are_scores(logits: Array) -> Array:
+    """Whether ``logits`` [1, vocabulary] are numbers, and the highest is finite: [1]."""
+    return ~mx.any(mx.isnan(logits), axis=-1) & mx.isfinite(mx.max(logits, axis=-1))
