@@ -11,6 +11,7 @@ from app.network import Network, NetworkProblem, close_quietly
 from app.ring_words import fingerprint, link_words, machine_name, place_words, short_id, size, state_words
 from app.text_safety import one_line
 from engine.messages import LendingFacts, NetworkState, Notice, OpenNetwork, PeerFacts
+from engine.planning.absent_machines import as_clause
 
 WATCH_S = 0.5
 """Between two looks whether the engine is still there."""
@@ -164,7 +165,7 @@ def _about_peer(before: PeerFacts | None, after: PeerFacts) -> list[str]:
     if before is not None and before.state == "found" and after.state != "found":
         return [_paired_with(after)]
     link = f" ({link_words(after.link)})" if after.link is not None and after.state in ("ready", "ring") else ""
-    problem = f": {one_line(after.problem)}" if after.problem else ""
+    problem = f": {as_clause(one_line(after.problem))}" if after.problem else ""
     return [f"{name}: {state_words(after, of_head=True)}{link}{problem}."]
 
 

@@ -25,6 +25,14 @@ def server_context(identity: Identity, peers: Sequence[Peer]) -> ssl.SSLContext:
     return context
 
 
+def asked_context(identity: Identity) -> ssl.SSLContext:
+    """Shows this machine's certificate and asks for none: whoever comes proves inside who it is, if at all."""
+    context = _context(ssl.PROTOCOL_TLS_SERVER, identity, [])
+    context.verify_mode = ssl.CERT_NONE
+    context.num_tickets = 0
+    return context
+
+
 def client_context(identity: Identity, peer: Peer) -> ssl.SSLContext:
     """Talks to exactly this peer."""
     return _context(ssl.PROTOCOL_TLS_CLIENT, identity, [peer])

@@ -20,6 +20,7 @@ from app.settings_file import open_settings
 from app.text_safety import one_line
 from engine.messages import NetworkState, PeerFacts
 from engine.models.locations import locate
+from engine.planning.absent_machines import as_clause
 
 if TYPE_CHECKING:
     from discovery.checks import NetworkFacts, PeerStep
@@ -167,11 +168,12 @@ def _greeted(peer: Peer, address: str) -> Finding:
     except (EngineDied, NetworkProblem) as error:
         return Finding(about, str(error), "problem", f"the end of {locate('logs') / 'engine.log'} says why")
     if facts is None or facts.state in ("paired", "lost"):
-        again = f"privatellm peers forget {peer.node_id[:8]}, then pair again"
-        return Finding(about, f"{name} does not answer", "problem", f"if it has forgotten this machine: {again}")
+        return Finding(about, f"{name} listens but does not answer this machine", "problem", "start it anew there")
     if facts.problem:
-        what, _, way_out = one_line(facts.problem).rstrip(".").rpartition("; ")
-        return Finding(about, what or way_out, "problem", way_out if what else "see `privatellm --version` on both")
+        what, _, way_out = as_clause(one_line(facts.problem)).rpartition("; ")
+        what = what or way_out
+        said = f"{name}{what[2:]}" if what.startswith("it ") else f"{name}: {what}"
+        return Finding(about, said, "problem", way_out if way_out != what else "see `privatellm --version` on both")
     said = f"{name} answers, privatellm {one_line(facts.version)}"
     if facts.state == "busy":
         return Finding(about, f"{said}; {state_words(facts)}", "note", "leave the ring there, or wait")

@@ -16,6 +16,7 @@ from app.ring_words import fingerprint, link_words, peer_address, short_id, stat
 from app.settings_file import open_settings
 from app.text_safety import one_line
 from engine.messages import NetworkState, PeerFacts
+from engine.planning.absent_machines import as_clause
 
 _NOTHING = "–"
 
@@ -152,8 +153,8 @@ def as_text(state: NetworkState) -> str:
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     strangers = [f"{short_id(peer.node_id)} shows the words: {fingerprint(peer.words)}" for peer in state.peers
                  if not peer.name and peer.words]  # fmt: skip
-    problems = [f"{one_line(peer.name) or short_id(peer.node_id)}: {one_line(peer.problem)}" for peer in state.peers
-                if peer.problem]  # fmt: skip
+    problems = [f"{one_line(peer.name) or short_id(peer.node_id)}: {as_clause(one_line(peer.problem))}."
+                for peer in state.peers if peer.problem]  # fmt: skip
     return first + "\n".join([*lines, *strangers, *problems]) + "\n"
 
 

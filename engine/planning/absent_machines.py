@@ -29,9 +29,15 @@ def why_absent(peer: PeerFacts) -> str:
         case "busy":
             return f"{peer.name} is lent to the ring of another machine."
         case "refused":
-            return f"{peer.name} cannot be used: {peer.problem.removesuffix('.')}."
+            return f"{peer.name} cannot be used: {as_clause(peer.problem)}."
         case "ready" | "ring" if not peer.lends:
             return f"{peer.name} is there but not lent: run `privatellm join` on it."
         case "ready" | "ring":
             return f"{peer.name} could not be used this time."
     return f"{peer.name} is paired but does not answer: is `privatellm join` running on it?"
+
+
+def as_clause(sentence: str) -> str:
+    """What a sentence about a machine says, behind the machine's name and a colon; the full stop is the caller's."""
+    clause = sentence.removesuffix(".")
+    return f"i{clause[1:]}" if clause.startswith("It ") else clause

@@ -21,6 +21,10 @@ def paired(state: str, **more: object) -> PeerFacts:
         (paired("paired"), "studio is paired but does not answer: is `privatellm join` running on it?"),
         (paired("lost"), "studio is paired but does not answer: is `privatellm join` running on it?"),
         (paired("refused", problem="Version 2 there."), "studio cannot be used: Version 2 there."),
+        (
+            paired("refused", problem="It has privatellm 2 and this machine has 1; install the same version on both."),
+            "studio cannot be used: it has privatellm 2 and this machine has 1; install the same version on both.",
+        ),
         (paired("ready"), "studio is there but not lent: run `privatellm join` on it."),
     ],
 )

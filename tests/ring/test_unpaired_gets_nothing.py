@@ -129,7 +129,7 @@ def everything_from(connection: socket.socket, seconds: float = 1.0) -> bytes:
     return bytes(received)
 
 
-@pytest.mark.parametrize("kind", ["pair", "link", "control", "exchange", "x", "PAIR"])
+@pytest.mark.parametrize("kind", ["pair", "link", "known", "control", "exchange", "x", "PAIR"])
 @pytest.mark.parametrize("body", [b"", b"\x80", bytes(1024)], ids=["empty", "a map", "zeros"])
 def test_no_kind_of_door_says_anything_first(target: Target, kind: str, body: bytes) -> None:
     with dial(target.door, kind, body) as connection:

@@ -59,6 +59,9 @@ def test_machines_come_and_go() -> None:
         peers=[msgspec.structs.replace(STRANGER, name="mini", state="refused", problem="version 0.1 there\x1b[2J")],
     )
     assert told(paired, refused) == ["mini: cannot be used: version 0.1 there."]
+    sentence = "It has privatellm 2 and this machine has 1; install the same version on both."
+    other = msgspec.structs.replace(refused, peers=[msgspec.structs.replace(refused.peers[0], problem=sentence)])
+    assert told(paired, other) == [f"mini: cannot be used: i{sentence[1:]}"]
     assert told(paired, OPEN) == ["mini is gone."]
 
 

@@ -35,6 +35,11 @@ BEAT_TIMEOUT_S = 1.5
 HELLO_TIMEOUT_S = 2.0
 RETRY_S = 1.0
 """Between two rounds of looking for a machine that is not there; news of an address cut it short."""
+ASK_AGAIN_S = 10.0
+"""Between two questions whether a machine that cannot be reached has forgotten this one."""
+MOST_ASKED = 2
+"""Addresses, the best first."""
+FORGOTTEN = "It has forgotten this machine; pair the two again, or forget it here, too."
 SOON_S = 0.01
 MOST_ADDRESSES = 16
 MOST_LASTING = 8
@@ -70,7 +75,7 @@ class PeerWatch:
 
     ``greet`` and ``load`` make this machine's own words; ``changed`` is told when anything a screen shows is different,
     ``worked`` at which address the machine was found, and how it greeted; ``met`` who greets besides at an address that
-    a person named.
+    a person named; ``forgotten(address)`` says whether it is there and does not know this machine any more.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class PeerWatch:
         changed: Callable[[], None],
         worked: Callable[[str, Greeting], None] = lambda address, greeting: None,
         met: Callable[[Greeting], None] = lambda greeting: None,
+        forgotten: Callable[[str], bool] = lambda address: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.node_id = node_id
@@ -95,6 +101,7 @@ class PeerWatch:
         self._changed = changed
         self._worked = worked
         self._met = met
+        self._forgotten = forgotten
         self._named: list[str] = []
         """Addresses that are to be greeted once more, though the machine was found at another."""
         self._clock = clock
@@ -112,6 +119,7 @@ class PeerWatch:
         self._refused = False
         self._was_alive = False
         self._problem = ""
+        self._ask_again = -1e9
         self._poke = threading.Event()
         self._closed = False
         self._thread = threading.Thread(target=self._watch, name=f"beats-{node_id[:8]}", daemon=True)
@@ -262,6 +270,7 @@ class PeerWatch:
         with self._lock:
             addresses = list(self._addresses)
         problem = ""
+        unreached: list[str] = []
         for address in addresses:
             if self._closed:
                 return False
@@ -272,6 +281,7 @@ class PeerWatch:
             except Unreachable:
                 client.close()
                 self._tell()
+                unreached.append(address)
                 continue
             except (ModelError, PeerLost) as error:
                 client.close()
@@ -283,9 +293,19 @@ class PeerWatch:
                 return False
             self._found(client, greeting, address, "")
             return True
-        if problem:
+        if not problem and self._is_forgotten(unreached):
+            problem = FORGOTTEN
+        if problem or self._problem == FORGOTTEN:
             self._found(None, None, "", problem)
         return False
+
+    def _is_forgotten(self, addresses: list[str]) -> bool:
+        """A machine that does not let this one in may have been told to forget it; now and then it is asked."""
+        now = self._clock()
+        if self._problem != FORGOTTEN and now < self._ask_again:
+            return False
+        self._ask_again = now + ASK_AGAIN_S
+        return any(not self._closed and self._forgotten(address) for address in addresses[:MOST_ASKED])
 
     def _found(self, client: PeerClient | None, greeting: Greeting | None, address: str, problem: str) -> None:
         with self._lock:
@@ -329,16 +349,16 @@ def patience(watches: Sequence[PeerWatch]) -> Iterator[None]:
 
 
 def version_problem(theirs: Greeting, ours: Greeting) -> str:
-    """A sentence with both values if the two cannot be in a ring together; else empty."""
-    name = plain_text(theirs.name, 64) or theirs.node_id[:12]
+    """A sentence with both values if the two cannot be in a ring together; else empty. Whoever says it names the
+    machine."""
     if theirs.version != ours.version:
         return (
-            f"{name} has privatellm {plain_text(theirs.version, 32)} and this machine has {ours.version}; "
+            f"It has privatellm {plain_text(theirs.version, 32)} and this machine has {ours.version}; "
             "install the same version on both."
         )
     if theirs.protocol != CONTROL_PROTOCOL:
         return (
-            f"{name} speaks ring protocol {theirs.protocol} and this machine {CONTROL_PROTOCOL}; "
+            f"It speaks ring protocol {theirs.protocol} and this machine {CONTROL_PROTOCOL}; "
             "install the same version on both."
         )
     return ""

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from discovery.acquaintance import KIND as KNOWN_KIND
+from discovery.acquaintance import answer as answer_known
 from discovery.addresses import shown_address
 from discovery.checks import hearing_problems, network_facts
 from discovery.door import Door, PortPair, bind_pair
@@ -105,6 +107,7 @@ class Node:
             opened.callback(self.links.close)
             self.pairing = PairingService(identity, peers, self.name, self._paired, self._not_paired)
             self.door.register(PAIR_KIND, self.pairing.handle)
+            self.door.register(KNOWN_KIND, answer_known(identity, self.table.paired))
             watching = PeersWatch(peers, self.forget)
             opened.callback(watching.close)
             self._neighbourhood = self._announce()

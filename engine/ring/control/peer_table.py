@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
+from discovery.acquaintance import is_known
 from discovery.addresses import shown_address
 from discovery.errors import DiscoveryError
 from discovery.identity import Identity, fingerprint_words, short
@@ -16,7 +17,7 @@ from discovery.names import plain_text
 from discovery.peers import Peer, PeersFile
 from discovery.tls import TLS_NAME, grpc_material
 from engine.errors import ModelError
-from engine.exchange.addresses import literal_addresses, plain_ip
+from engine.exchange.addresses import literal_addresses, parse_address, plain_ip
 from engine.messages.ring import LinkFacts, PeerFacts, PeerState
 from engine.ring.control.beats import LOST_S, PeerView, PeerWatch, version_problem
 from engine.ring.control.client import PeerClient
@@ -124,6 +125,7 @@ class PeerTable:
                     self._changed,
                     partial(self._worked, node_id),
                     partial(self._said_by, node_id),
+                    partial(self._forgotten_at, peer),
                 )
                 announced = self._announced.get(node_id)
                 watch.try_addresses([*peer.addresses, *self._tried], keep=True)
@@ -146,7 +148,7 @@ class PeerTable:
         self._changed()
 
     def greeted(self, caller: Caller, greeting: Greeting) -> None:
-        """A paired machine said Hello. Raises ModelError if it cannot be in a ring with this one."""
+        """A paired machine said Hello. Raises ModelError if it says to be another one."""
         self.refresh()
         problem = version_problem(greeting, self._greet())
         if greeting.node_id != caller.node_id:
@@ -156,7 +158,9 @@ class PeerTable:
             watch = self._watches.get(caller.node_id)
         if problem:
             self._changed()
-            raise ModelError(problem, kind="network")
+            if greeting.node_id != caller.node_id:
+                raise ModelError(problem, kind="network")
+            return  # it is told this machine's version, and judges by itself
         self._said_by(caller.node_id, greeting)
         self._rename(caller.node_id, greeting.name)
         if watch is not None:
@@ -244,6 +248,14 @@ class PeerTable:
         # A file that cannot be written makes the machine harder to find the next time, no more.
         with contextlib.suppress(DiscoveryError):
             self._peers.remember_address(node_id, address)
+
+    def _forgotten_at(self, peer: Peer, address: str) -> bool:
+        """Whether the machine at ``address`` is ``peer``, and says that it does not know this one."""
+        try:
+            host, port = parse_address(address)
+        except ModelError:
+            return False
+        return is_known(self._identity, peer, host, port + 1) is False
 
     def _rename(self, node_id: str, name: str) -> None:
         """It may have another name than when it was paired."""
