@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import socket
 import stat
 import subprocess
+import sys
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -49,15 +51,17 @@ class Identity:
         return certificates.der_of(self.certificate_pem)
 
 
-def load_identity(folder: Path) -> Identity:
+def load_identity(folder: Path, patience_s: float | None = None) -> Identity:
     """The identity kept in ``folder``, made there if there is none.
 
+    ``patience_s``: how long the system's keyring may take to hand out the key, which is as long as a person needs to
+    answer its dialogue (None: the usual few seconds).
     Two processes that come at the same time get the same one. Raises IdentityError if the key is in a keyring that
     does not answer now, or if the folder cannot be read or written.
     """
     try:
         with locked(folder / _LOCK):
-            return _load(folder)
+            return _load(folder, patience_s)
     except OSError as error:
         raise IdentityError(
             f"This machine's identity cannot be kept in {folder} ({error.strerror or error}): make the folder writable."
@@ -127,7 +131,7 @@ def copied_identities(mine: Announced, others: Iterable[Announced]) -> list[str]
     return sentences
 
 
-def _load(folder: Path) -> Identity:
+def _load(folder: Path, patience_s: float | None) -> Identity:
     path = folder / _CERTIFICATE
     if not path.exists():
         return _create(folder, "")
@@ -145,7 +149,7 @@ def _load(folder: Path) -> Identity:
         notice = _closed_to_others(key_file)
         key_pem, storage = key_file.read_bytes(), f"the file {key_file}"
     else:
-        found = _key_from_keyring(folder, node_id)
+        found = _key_from_keyring(folder, node_id, patience_s)
         if found is None:
             return _create(
                 folder,
@@ -188,13 +192,16 @@ def _account(folder: Path, node_id: str) -> str:
     return f"{node_id} {folder.resolve()}"
 
 
-def _key_from_keyring(folder: Path, node_id: str) -> bytes | None:
+def _key_from_keyring(folder: Path, node_id: str, patience_s: float | None) -> bytes | None:
     try:
-        secret = system_keyring.read_secret(KEYRING_SERVICE, _account(folder, node_id))
+        secret = system_keyring.read_secret(KEYRING_SERVICE, _account(folder, node_id), patience_s)
     except KeyringUnavailable as reason:
+        # A session over SSH finds a Mac's login keychain locked, and no dialogue appears.
+        over_ssh = sys.platform == "darwin" and "SSH_CONNECTION" in os.environ
+        how = " (over SSH: `security unlock-keychain`)" if over_ssh else ""
         raise IdentityError(
             f"The private key of this machine ({short(node_id)}) is in the system's keyring, but {reason}: unlock the "
-            f"keyring and try again, or delete {folder / _CERTIFICATE} for a new identity and pair again."
+            f"keyring{how} and try again, or delete {folder / _CERTIFICATE} for a new identity and pair again."
         ) from reason
     return None if secret is None else secret.encode()
 

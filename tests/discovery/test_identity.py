@@ -245,6 +245,49 @@ def test_a_hanging_read_is_given_up_too(memory_keyring: MemoryKeyring, monkeypat
         release.set()
 
 
+def test_a_person_has_time_to_answer_the_keyrings_dialogue(
+    tmp_path: Path, memory_keyring: MemoryKeyring, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = load_identity(tmp_path)
+    waited: list[float | None] = []
+    read = system_keyring.read_secret
+    monkeypatch.setattr(
+        system_keyring,
+        "read_secret",
+        lambda service, account, seconds=None: (waited.append(seconds), read(service, account, seconds))[1],
+    )
+    assert load_identity(tmp_path, 120.0).node_id == before.node_id
+    load_identity(tmp_path)
+    assert waited == [120.0, None]
+
+
+@pytest.mark.parametrize(
+    ("platform", "over_ssh", "said"), [("darwin", True, True), ("darwin", False, False), ("linux", True, False)]
+)
+def test_a_keychain_that_is_locked_over_ssh_says_how_it_is_opened(
+    tmp_path: Path,
+    memory_keyring: MemoryKeyring,
+    monkeypatch: pytest.MonkeyPatch,
+    platform: str,
+    over_ssh: bool,
+    said: bool,
+) -> None:
+    load_identity(tmp_path)
+
+    def locked(service: str, account: str, seconds: float | None = None) -> str:
+        raise system_keyring.KeyringUnavailable("it is locked")
+
+    monkeypatch.setattr(system_keyring, "read_secret", locked)
+    monkeypatch.setattr(identities.sys, "platform", platform)
+    if over_ssh:
+        monkeypatch.setenv("SSH_CONNECTION", "somewhere")
+    else:
+        monkeypatch.delenv("SSH_CONNECTION", raising=False)
+    with pytest.raises(IdentityError, match="unlock the keyring") as refused:
+        load_identity(tmp_path)
+    assert ("`security unlock-keychain`" in str(refused.value)) == said
+
+
 def test_identities_of_many_machines_are_all_different(tmp_path: Path) -> None:
     assert len({load_identity(tmp_path / str(number)).node_id for number in range(5)}) == 5
     assert json.dumps(sorted(path.name for path in (tmp_path / "0").iterdir())) == json.dumps(

@@ -112,3 +112,18 @@ def test_lending_holds_it_until_the_network_is_closed(tmp_path: Path, monkeypatc
         assert noted.holders == 0
     finally:
         opened.close()
+
+
+def test_a_lent_machine_waits_for_the_keyrings_dialogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PYTHON_KEYRING_BACKEND", "keyring.backends.null.Keyring")
+    waited: list[float | None] = []
+    load = network.load_identity
+    monkeypatch.setattr(
+        network, "load_identity", lambda folder, patience_s=None: (waited.append(patience_s), load(folder))[1]
+    )
+    for number, lend in enumerate((True, False)):
+        opened = Network(lambda event: None)
+        opened.answer(OpenNetwork(id=number, name="me", listen="127.0.0.1:0", lend=lend))
+        opened.close()
+    assert waited == [network.DIALOGUE_S, None] and network.DIALOGUE_S >= 120

@@ -45,6 +45,11 @@ STATE_S = 0.25
 AnyNetworkRequest = OpenNetwork | CloseNetwork | ShowCode | Pair | ForgetPeer | ListPeers
 
 
+DIALOGUE_S = 120.0
+"""For the keyring of a machine that is lent. A service that gave up sooner would be started again, and the dialogue in
+which a person types a password would be replaced by the next one."""
+
+
 class Network:
     """One per engine process. ``send`` must be callable from any thread."""
 
@@ -145,7 +150,7 @@ class Network:
                     f"The network is open already, at {', '.join(self._node.listening)}; close it first.",
                     kind="bad-input",
                 )
-            identity = self._load_identity()
+            identity = self._load_identity(DIALOGUE_S if request.lend else None)
             node = Node(identity, self._peers, request, self._news.set)
             if request.lend:
                 self._lender = Lender(node, self._news.set, Terms.of(request))
@@ -167,9 +172,9 @@ class Network:
         self._news.set()
         return Done(id=request_id, path="", detail=found.label)
 
-    def _load_identity(self) -> Identity:
+    def _load_identity(self, patience_s: float | None = None) -> Identity:
         if self._identity is None:
-            self._identity = load_identity(self._folder)
+            self._identity = load_identity(self._folder, patience_s)
             if self._identity.notice:
                 self._send(Notice(text=self._identity.notice))
         return self._identity
