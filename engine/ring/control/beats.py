@@ -353,7 +353,7 @@ def version_problem(theirs: Greeting, ours: Greeting) -> str:
     machine."""
     if theirs.version != ours.version:
         return (
-            f"It has privatellm {plain_text(theirs.version, 32)} and this machine has {ours.version}; "
+            f"It has privatellm {plain_text(theirs.version, 32)} and this machine has {plain_text(ours.version, 32)}; "
             "install the same version on both."
         )
     if theirs.protocol != CONTROL_PROTOCOL:
