@@ -8,6 +8,7 @@ import pytest
 from textual.app import App, ComposeResult
 from textual.containers import VerticalScroll
 
+from app.tui.highlighting import Highlighter
 from app.tui.state import Entry
 from app.tui.widgets.message import FAST, LiveTail
 
@@ -16,6 +17,10 @@ WORDS = ["Rain", "falls", "upon", "the", "roof", "and", "nobody", "minds", "it",
 
 class TailApp(App[int]):
     CSS = "LiveTail { height: auto; }"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.highlighter = Highlighter()
 
     def compose(self) -> ComposeResult:
         with VerticalScroll():
