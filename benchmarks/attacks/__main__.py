@@ -14,10 +14,17 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from benchmarks.attacks import bombs, files, machines, screen
+from benchmarks.attacks import bombs, connections, files, kernels, machines, screen
 from benchmarks.attacks.campaign import Attack, Tally, run
 
-ATTACKS: list[Attack] = [*bombs.ATTACKS, *files.ATTACKS, *machines.ATTACKS, *screen.ATTACKS]
+ATTACKS: list[Attack] = [
+    *bombs.ATTACKS,
+    *connections.ATTACKS,
+    *files.ATTACKS,
+    *kernels.ATTACKS,
+    *machines.ATTACKS,
+    *screen.ATTACKS,
+]
 
 
 def as_row(tally: Tally) -> str:

@@ -172,7 +172,11 @@ def _attempts(
     attack: Attack, seed: int, inputs: int, state: _State, home: Path, say: Callable[[tuple[str, str]], None]
 ) -> None:
     """In the child: attempts until all are made."""
-    os.environ["PRIVATELLM_HOME"] = str(home)
+    os.environ |= {
+        "PRIVATELLM_HOME": str(home),
+        "GRPC_VERBOSITY": "NONE",
+        "PYTHON_KEYRING_BACKEND": "keyring.backends.null.Keyring",
+    }
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # What would take all of the machine's memory is an error instead.
     resource.setrlimit(resource.RLIMIT_DATA, (_MOST_DATA, _MOST_DATA))

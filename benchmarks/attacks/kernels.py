@@ -1,0 +1,125 @@
+"""The C kernels: routes, shapes and weights that make no sense, in memory that ends at a page nobody may touch.
+
+A read or a write behind the end of any array is a crash. (Undefined behaviour that stays within the arrays is the
+business of a build with sanitizers.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.attacks.campaign import Attack, Attempt, Draw, Refused
+from engine.errors import ModelError
+from engine.experts.kernels.bindings import KernelChoice, available
+from engine.experts.kernels.layers import Gate, LayerExperts, linear
+from engine.experts.kernels.pool import Pool
+from engine.models.files import ExpertWeights, StoredTensor
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def at_the_edge(values: NDArray[Any]) -> NDArray[Any]:
+    """A copy of ``values`` whose last byte is the last one before a page that cannot be touched."""
+    pages = -(-max(1, values.nbytes) // mmap.PAGESIZE) + 1
+    mapping = mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole = np.frombuffer(mapping, np.uint8)
+    edge = (pages - 1) * mmap.PAGESIZE
+    copy = whole[edge - values.nbytes : edge].view(values.dtype).reshape(values.shape)
+    copy[...] = values
+    if _libc.mprotect(whole.ctypes.data + edge, mmap.PAGESIZE, 0):
+        raise OSError(ctypes.get_errno(), "mprotect")
+    return copy
+
+
+def floats(draw: Draw, *shape: int) -> NDArray[np.float32]:
+    values = np.random.default_rng(draw.getrandbits(32)).standard_normal(shape, dtype=np.float32)
+    if values.size and draw.random() < 0.2:
+        values.flat[draw.randrange(values.size)] = draw.choice((math.nan, math.inf, -math.inf, 3e38, 1e-45))
+    return values
+
+
+def stored(draw: Draw, dtype: str, rows: int, columns: int) -> StoredTensor:
+    values = floats(draw, rows, columns)
+    words = values.view(np.uint32) if dtype == "F32" else (values.view(np.uint32) >> 16).astype(np.uint16)
+    return StoredTensor(dtype, at_the_edge(words))
+
+
+@contextlib.contextmanager
+def experts(home: Path) -> Iterator[Attempt]:
+    """Calls of a layer's experts with routes to experts that are none, are absent, or are somebody else's."""
+    pool = Pool(2)
+    sets = [name for name in available() if name != "none"]
+
+    def attempt(draw: Draw) -> None:
+        hidden, ffn, count = draw.randint(1, 70), draw.randint(1, 70), draw.randint(1, 5)
+        tokens, k = draw.choice((0, 1, 2, 5, 16, 17, 40)), draw.randint(1, 4)
+        dtype = draw.choice(("F32", "BF16"))
+        try:
+            weights = {
+                number: ExpertWeights(
+                    gate=stored(draw, dtype, ffn, hidden),
+                    up=stored(draw, dtype, ffn if draw.random() < 0.95 else ffn + 1, hidden),
+                    down=stored(draw, dtype, hidden, ffn),
+                )
+                for number in range(count)
+                if number == 0 or draw.random() < 0.8
+            }
+            layer = LayerExperts(weights, count, Gate("silu"), KernelChoice(draw.choice(sets), ""))
+            highest = count if draw.random() < 0.8 else draw.choice((count + 1, 2**31 - 1))
+            routes = [draw.randrange(-1, highest) if draw.random() < 0.95 else -(2**31) for _ in range(tokens * k)]
+            indices = at_the_edge(np.array(routes, np.int32).reshape(tokens, k))
+            rows, scales = at_the_edge(floats(draw, tokens, hidden)), at_the_edge(floats(draw, tokens, k))
+            total = at_the_edge(np.zeros((tokens, hidden), np.float32))
+            outputs = at_the_edge(np.zeros((tokens * k, hidden), np.float32))
+            counts = at_the_edge(np.zeros(count, np.int64))
+            layer.run(
+                pool,
+                rows.ctypes.data,
+                indices.ctypes.data,
+                scales.ctypes.data,
+                tokens,
+                k,
+                total.ctypes.data,
+                outputs.ctypes.data,
+                counts.ctypes.data,
+                scale_input=draw.random() < 0.3,
+            )
+        except ModelError as error:
+            raise Refused from error
+
+    yield attempt
+    pool.close()
+
+
+@contextlib.contextmanager
+def products(home: Path) -> Iterator[Attempt]:
+    pool = Pool(2)
+    sets = [name for name in available() if name != "none"]
+
+    def attempt(draw: Draw) -> None:
+        columns, out, rows = draw.randint(1, 130), draw.randint(1, 130), draw.choice((1, 2, 7, 16, 33))
+        weight = stored(draw, draw.choice(("F32", "BF16")), out, columns)
+        given = at_the_edge(floats(draw, rows, columns if draw.random() < 0.9 else columns + 1))
+        try:
+            linear(pool, KernelChoice(draw.choice(sets), ""), weight, None, given)
+        except ModelError as error:
+            raise Refused from error
+
+    yield attempt
+    pool.close()
+
+
+ATTACKS = [
+    Attack("calls of the expert kernels", 30_000, experts),
+    Attack("products of matrices", 20_000, products),
+]
