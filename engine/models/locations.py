@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -11,6 +13,8 @@ from typing import Literal
 import platformdirs
 
 Kind = Literal["config", "data", "models", "logs"]
+_TMUTIL_S = 10.0
+
 KINDS: tuple[Kind, ...] = ("config", "data", "models", "logs")
 
 
@@ -31,8 +35,24 @@ def locate(kind: Kind) -> Path:
 def ensure(kind: Kind) -> Path:
     """The folder for ``kind``, made if it is missing, readable by its owner only."""
     folder = locate(kind)
+    new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with suppress(OSError):  # somebody else's folder stays as it is
         if stat.S_IMODE(folder.stat().st_mode) & 0o077:
             folder.chmod(0o700)
+    if new and kind == "models" and sys.platform == "darwin":
+        _leave_out_of_backups(folder)
     return folder
+
+
+def _leave_out_of_backups(folder: Path) -> None:
+    """Time Machine need not keep gigabytes that can be fetched again. A person who wants them kept says so with
+    ``tmutil removeexclusion``: it is asked only once, when the folder is made."""
+    with suppress(OSError, subprocess.SubprocessError):
+        subprocess.run(
+            ["/usr/bin/tmutil", "addexclusion", str(folder)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_TMUTIL_S,
+            check=False,
+        )
