@@ -415,6 +415,7 @@ def environment(threads: int) -> dict[str, str]:
     return {
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
+        "USE_HUB_KERNELS": "0",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "DO_NOT_TRACK": "1",
         # Handshakes that strangers fail at are no news.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,8 @@ import msgspec
 
 from engine.errors import ModelError
 from engine.messages import Load
+from engine.models.config_values import check_config
+from engine.models.json_files import SMALL_FILE, read_object
 from engine.models.wording import shown
 from engine.progress import ProgressCallback
 from engine.runtimes.loading import load_model
@@ -46,7 +47,7 @@ def load_session(
     check_request(request)
     name, folder = find_folder(request.model, progress, should_stop)
     refuse_share(folder)
-    choice = choose_runtime(request, folder)
+    choice = choose_runtime(request, folder, progress=progress)
     runtime = runtime_named(choice.name)
     progress("reading the tokenizer", 0, 0, "")
     words = tokenizer.load_tokenizer(folder)
@@ -110,14 +111,8 @@ def settings_not_applied(defaults: dict[str, Any]) -> list[str]:
 
 def read_settings(path: Path) -> dict[str, Any]:
     """A JSON object of the model's folder; empty if there is no such file. Raises ModelError if it is damaged."""
-    if not path.is_file():
-        return {}
-    try:
-        settings = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); fetch the model again, or repair the file.") from error
-    if not isinstance(settings, dict):
-        raise ModelError(f"{path} holds no JSON object; fetch the model again, or repair the file.")
+    settings = read_object(path, SMALL_FILE)
+    check_config(settings, str(path))
     return settings
 
 

@@ -8,19 +8,20 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.errors import ModelError
 from engine.experts.calibration_file import shape_of
 from engine.experts.kernels.bindings import VARIABLE
 from engine.experts.popularity_file import ProfileModel, model_of
 from engine.experts.reading_ahead import read_rate
 from engine.messages import Load
 from engine.models.families import check_supported, expert_shape
-from engine.models.files import Experts
+from engine.models.files import Experts, ModelFiles
 from engine.models.opening import open_model
 from engine.models.sizes import Sizes, sizes_in_library, sizes_of
 from engine.models.weight_layout import WeightLayout, is_library, layout_of
 from engine.planning.calibration import ExpertShape
 from engine.runtimes.choosing import mlx_by_default
-from engine.runtimes.native.runtime import why_not
+from engine.runtimes.native.runtime import check_native, why_not
 
 REMEMBERED = 8
 """Models and choices; the files themselves are not kept open."""
@@ -39,6 +40,8 @@ class Headers:
     profile: ProfileModel | None
     not_native: str | None
     largest: Path | None
+    refused: ModelError | None = None
+    """What the native trunk says of the model when it is to run it, if it refuses it."""
 
 
 _headers: OrderedDict[_Key, Headers] = OrderedDict()
@@ -73,7 +76,16 @@ def _headers_of(folder: Path, load: Load) -> Headers:
         profile=None if experts is None else model_of(experts),
         not_native=why_not(files.config, files, load, in_ring=load.partitioning == "ring"),
         largest=None if experts is None else _largest(experts),
+        refused=_refused(files, load),
     )
+
+
+def _refused(files: ModelFiles, load: Load) -> ModelError | None:
+    try:
+        check_native(files, load, in_ring=load.partitioning == "ring")
+    except ModelError as error:
+        return error
+    return None
 
 
 def _in_library(folder: Path, load: Load) -> Headers | None:

@@ -7,6 +7,7 @@ memory, what was measured on it before, and the person's own use of the model.
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,7 +22,7 @@ from engine.machine import Gpu, gpu, processor
 from engine.messages import Load, ModelFacts, Plan, Planned, PlannedChoice
 from engine.model_headers import Headers, disk_rate, read_headers
 from engine.models.sizes import Sizes
-from engine.models.store import resolve
+from engine.models.store import ResolvedModel, resolve
 from engine.planning.calibration import Calibration
 from engine.planning.hybrid import Device, HybridPlan, Machine, Wanted
 from engine.planning.hybrid import plan as plan_placement
@@ -43,7 +44,7 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Network
     if load.partitioning == "ring":
         return _plan_ring(request, load, loaded, network)
     resolved = resolve(load.model)
-    folder = resolved.require_folder()
+    folder = _folder_of(resolved)
     headers = read_headers(folder, load)
     sizes = headers.sizes
     graphics = None if load.partitioning == "cpu" or load.runtime in ("native", "mlx") else gpu()
@@ -84,7 +85,7 @@ def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: Ne
     from engine.ring.control.planning_request import plan_ring_request
 
     resolved = resolve(load.model)
-    headers = read_headers(resolved.require_folder(), load)
+    headers = read_headers(_folder_of(resolved), load)
     runtime = _choose(load, headers, on_gpu=False)
     alone = on_one_machine(load, runtime.name)
     notices: list[str] = []
@@ -113,9 +114,22 @@ def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: Ne
     )
 
 
+def _folder_of(resolved: ResolvedModel) -> Path:
+    """The folder to plan for. A GGUF file that was not converted is refused as converting it would refuse it."""
+    if resolved.kind == "gguf" and resolved.folder is None:
+        from engine.models.gguf_model import check_convertible
+
+        check_convertible(resolved.source)
+    return resolved.require_folder()
+
+
 def _choose(load: Load, headers: Headers, on_gpu: bool) -> Choice:
-    """The runtime that loading takes, by what is known of the model's headers already."""
-    return choose_runtime(load, headers.folder, on_gpu, lambda: headers.not_native)
+    """The runtime that loading takes, by what is known of the model's headers already. Raises ModelError if it refuses
+    the model."""
+    choice = choose_runtime(load, headers.folder, on_gpu, lambda: headers.not_native)
+    if choice.name == "native" and headers.refused is not None:
+        raise headers.refused
+    return choice
 
 
 def _machine(headers: Headers, graphics: Gpu | None, speed: MachineSpeed | None, loaded: ModelFacts | None) -> Machine:

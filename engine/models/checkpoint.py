@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
 from engine.models.families import (
@@ -27,10 +27,17 @@ from engine.models.safetensors_files import MappedFile, TensorEntry, read_header
 from engine.models.share_files import Part as SharePart
 from engine.models.wording import shown
 
+if TYPE_CHECKING:
+    from engine.progress import ProgressCallback
+
 INDEX = "model.safetensors.index.json"
+OPENING = "opening the model"
+"""The stage that is told while a model's files are opened."""
 SINGLE = "model.safetensors"
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 EXPERT_DTYPES = ("BF16", "F16", "F32")
+TRUNK_DTYPES = (*EXPERT_DTYPES, "F64", "I64", "I32", "U8", "BOOL")
+"""What some runtime reads."""
 
 _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.safetensors")
 _INDEX_LIMIT = 200_000_000
@@ -39,13 +46,21 @@ _INDEX_LIMIT = 200_000_000
 class Checkpoint:
     """See :class:`engine.models.files.ModelFiles`."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], family: Family, share: SharePart | None = None) -> None:
-        """Opens and checks every file. Raises ModelError naming the file and what is wrong with it."""
+    def __init__(
+        self,
+        folder: Path,
+        config: dict[str, Any],
+        family: Family,
+        share: SharePart | None = None,
+        progress: ProgressCallback | None = None,
+    ) -> None:
+        """Opens and checks every file, telling ``progress`` before each. Raises ModelError naming the file and what is
+        wrong with it."""
         self._folder = folder
         self._config = config
         self._share = share
         self.family = family
-        headers = _read_headers(folder)
+        headers = _read_headers(folder, progress)
         self._files = {name: MappedFile(folder / name) for name in headers}
         self._trunk: dict[str, tuple[str, TensorEntry]] = {}
         shape = expert_shape(config, family)
@@ -53,8 +68,11 @@ class Checkpoint:
         for file_name, header in headers.items():
             for name, entry in header.items():
                 if collected.is_trunk(file_name, name, entry):
+                    _check_trunk_dtype(file_name, name, entry)
                     self._trunk[name] = (file_name, entry)
-        self._experts = None if shape is None else PlainExperts(collected.finish(folder), shape, self._files, share)
+        self._experts: PlainExperts | None = None
+        if shape is not None and shape.layers:
+            self._experts = PlainExperts(collected.finish(folder), shape, self._files, share)
 
     @property
     def folder(self) -> Path:
@@ -102,6 +120,14 @@ class Checkpoint:
         """Raises ModelError if a file was changed since it was opened."""
         for mapped in self._files.values():
             mapped.check_unchanged()
+
+
+def _check_trunk_dtype(file_name: str, name: str, entry: TensorEntry) -> None:
+    if entry.dtype not in TRUNK_DTYPES:
+        raise ModelError(
+            f"{file_name}: tensor {name} is stored as {entry.dtype}, which cannot be run; "
+            f"use a checkpoint in {', '.join(EXPERT_DTYPES)}."
+        )
 
 
 class _Source:
@@ -298,11 +324,11 @@ class _Collected:
 # --- which files --------------------------------------------------------------------------------------------------
 
 
-def _read_headers(folder: Path) -> dict[str, dict[str, TensorEntry]]:
+def _read_headers(folder: Path, progress: ProgressCallback | None) -> dict[str, dict[str, TensorEntry]]:
     """The headers of the folder's safetensors files, by file name; no tensor is in two of them."""
     index = folder / INDEX
     if index.is_file():
-        return _indexed_headers(folder, index)
+        return _indexed_headers(folder, index, progress)
     if (folder / SINGLE).is_file():
         return {SINGLE: read_header(folder / SINGLE)}
     present = sorted(path.name for path in folder.glob("*.safetensors") if path.is_file())
@@ -316,11 +342,14 @@ def _read_headers(folder: Path) -> dict[str, dict[str, TensorEntry]]:
     raise ModelError(_why_no_weights(folder))
 
 
-def _indexed_headers(folder: Path, index: Path) -> dict[str, dict[str, TensorEntry]]:
+def _indexed_headers(folder: Path, index: Path, progress: ProgressCallback | None) -> dict[str, dict[str, TensorEntry]]:
     weight_map = _read_index(index)
     headers: dict[str, dict[str, TensorEntry]] = {}
     owner: dict[str, str] = {}
-    for file_name in sorted(set(weight_map.values())):
+    names = sorted(set(weight_map.values()))
+    for number, file_name in enumerate(names):
+        if progress is not None:
+            progress(OPENING, number, len(names), "")
         path = folder / file_name
         if Path(file_name).name != file_name or not file_name.endswith(".safetensors"):
             raise ModelError(f"{INDEX} names the file {shown(file_name)}, which is no safetensors file of this folder.")

@@ -144,7 +144,7 @@ _LLAMA4_EXPERTS = _LAYER + "feed_forward.experts."
 
 def _sparse_step(config: Mapping[str, Any], layers: int) -> list[int]:
     step = _integer(config, "decoder_sparse_step", default=1)
-    dense = _layer_list(config, "mlp_only_layers") or []
+    dense = frozenset(_layer_list(config, "mlp_only_layers") or ())
     return [layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0]
 
 
@@ -221,9 +221,11 @@ _TABLE: tuple[Family, ...] = (
 _COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 """transformers takes and writes several names for the same setting, depending on its version."""
 
-_MOST_LAYERS = 10_000
+MOST_LAYERS = 10_000
 _MOST_EXPERTS = 100_000
-"""Far above any model: what is over them is damage, and would cost memory just to count."""
+_MOST_PAIRS = 1_000_000
+"""Layers, experts per layer, and experts in all: far above any model. What is over them is damage, and would cost
+memory just to count."""
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _TABLE}
 SUPPORTED: tuple[str, ...] = tuple(FAMILIES)
@@ -261,7 +263,7 @@ def language_config(config: Mapping[str, Any], family: Family) -> Mapping[str, A
 def layer_count(config: Mapping[str, Any], family: Family) -> int:
     """Decoder layers. Raises ModelError if ``config.json`` does not say."""
     section = language_config(config, family)
-    return _integer(section, _first_present(section, "num_hidden_layers", "n_layers"), maximum=_MOST_LAYERS)
+    return _integer(section, _first_present(section, "num_hidden_layers", "n_layers"), maximum=MOST_LAYERS)
 
 
 def expert_shape(config: Mapping[str, Any], family: Family) -> ExpertShape | None:
@@ -276,10 +278,16 @@ def expert_shape(config: Mapping[str, Any], family: Family) -> ExpertShape | Non
     moe_layers = family.moe_layers(section, layers) if family.moe_layers else list(range(layers))
     if any(not 0 <= layer < layers for layer in moe_layers):
         raise ModelError(f"config.json puts experts into the layers {shown(moe_layers)} of {layers}; fetch it again.")
+    count = _integer(section, _first_present(section, family.expert_count_key, *_COUNT_KEYS), maximum=_MOST_EXPERTS)
+    if count * len(moe_layers) > _MOST_PAIRS:
+        raise ModelError(
+            f"config.json asks for {count} experts in each of {len(moe_layers)} layers, over {_MOST_PAIRS} in all; "
+            "fetch the model again."
+        )
     return ExpertShape(
         hidden=_integer(section, _first_present(section, "hidden_size", "d_model")),
         ffn=_integer(section, family.ffn_key),
-        count=_integer(section, _first_present(section, family.expert_count_key, *_COUNT_KEYS), maximum=_MOST_EXPERTS),
+        count=count,
         layers=tuple(moe_layers),
     )
 

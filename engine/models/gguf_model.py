@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 
 from engine.errors import Cancelled, ModelError
 from engine.models import store
+from engine.models.config_values import LARGEST, check_config
 from engine.models.durable_files import flush, new_file
+from engine.models.families import MOST_LAYERS
 from engine.models.gguf_file import GgufFile
-from engine.models.gguf_tokenizer import write_tokenizer
+from engine.models.gguf_tokenizer import check_tokenizer, write_tokenizer
 from engine.models.locations import ensure
 from engine.models.wording import shown
 
@@ -36,6 +38,9 @@ _CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
+
+_LARGEST = {"block_count": MOST_LAYERS}
+"""The largest value of a number, where it is not that of all numbers."""
 
 StopCheck = Callable[[], bool] | None
 Order = NDArray[np.int64]
@@ -87,6 +92,15 @@ def convert_gguf(path: Path, progress: ProgressCallback, should_stop: StopCheck 
     return folder
 
 
+def check_convertible(path: Path) -> None:
+    """Raises ModelError as :func:`convert_gguf` would, if the file's header tells that it cannot be converted."""
+    with GgufFile(path) as gguf:
+        dense_config(gguf)
+        for _ in dense_plan(gguf):
+            pass
+        check_tokenizer(gguf.metadata)
+
+
 def fresh_partial(folder: Path) -> Path:
     """An empty ``folder.partial``; what an earlier, killed run left there is deleted."""
     partial = folder.with_name(folder.name + store.PARTIAL)
@@ -105,8 +119,9 @@ def write_model(
 ) -> None:
     """Fill ``folder``: weights, tokenizer, generation settings, and the config last. Raises ModelError."""
     try:
+        # The tokenizer first: it may be refused, and the weights take long.
+        end_ids = write_tokenizer(folder, gguf.metadata, should_stop)
         write_tensors(folder / "model.safetensors", gguf, plan, progress, should_stop)
-        end_ids = write_tokenizer(folder, gguf.metadata)
         generation = {"eos_token_id": end_ids, "bos_token_id": config.get("bos_token_id")}
         write_json(folder / "generation_config.json", {k: v for k, v in generation.items() if v not in (None, [])})
         write_json(folder / "config.json", config)
@@ -170,6 +185,7 @@ def dense_config(gguf: GgufFile) -> dict[str, Any]:
     for key, field in (("bos_token_id", "bos_token_id"), ("eos_token_id", "eos_token_id")):
         if isinstance(gguf.metadata.get(f"tokenizer.ggml.{key}"), int):
             config[field] = gguf.metadata[f"tokenizer.ggml.{key}"]
+    check_config(config, str(gguf.path))
     return config
 
 
@@ -179,17 +195,18 @@ def dense_plan(gguf: GgufFile) -> Iterator[PlannedTensor]:
     Raises ModelError naming a tensor that is missing, has the wrong shape, or is not known.
     """
     config = dense_config(gguf)
-    expected = dict(_expected_tensors(config))
-    expected["rope_freqs.weight"] = ("", ())
-    unknown = sorted(set(gguf.tensors) - set(expected))
+    expected: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for source, wanted in _expected_tensors(config):
+        # At the first that is missing it is over: a file may claim any number of layers.
+        _tensor_shape(gguf, source)
+        expected[source] = wanted
+    unknown = sorted(set(gguf.tensors) - set(expected) - {"rope_freqs.weight"})
     if unknown:
         raise ModelError(
             f"{gguf.path} holds the tensor {shown(unknown[0])}, which no {config['model_type']} model known here has; "
             f"use the model's safetensors folder."
         )
     for source, (name, shape) in expected.items():
-        if not name:
-            continue
         if _tensor_shape(gguf, source) != shape:
             raise ModelError(
                 f"{gguf.path} is damaged: its tensor {source} has the shape {list(_tensor_shape(gguf, source))}, not "
@@ -312,9 +329,11 @@ def _number(gguf: GgufFile, key: str, default: int | None = None) -> int:
     value = _get(gguf, key, default)
     if isinstance(value, list) and value and len(set(value)) == 1:
         value = value[0]
-    if not isinstance(value, int) or value < 0 or (value == 0 and default != 0):
+    most = _LARGEST.get(key, LARGEST)
+    if type(value) is not int or not (0 < value <= most or value == default == 0):
         raise ModelError(
-            f"{gguf.path} is damaged: its {key} is {shown(value)}, not a positive number; download it again."
+            f"{gguf.path} is damaged: its {key} is {shown(value)}, not a whole number from 1 to {most}; "
+            "download it again."
         )
     return value
 

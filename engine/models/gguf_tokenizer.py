@@ -8,10 +8,11 @@ subtly wrong prompts.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ModelError
+from engine.errors import Cancelled, ModelError
 from engine.models.wording import shown
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -38,22 +39,44 @@ _WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama-v3", "llama3", "tekken"})
 
 KNOWN_SPLITS = tuple(sorted({*_SPLITS, *_DIGITS_FIRST, "gpt-2"}))
 
+LONGEST_TOKEN = 1000
+"""Characters; the longest in use is a run of some hundred spaces."""
+
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
 
-def write_tokenizer(folder: Path, metadata: dict[str, Any]) -> list[int]:
+def check_tokenizer(metadata: dict[str, Any]) -> None:
+    """Raises ModelError if the tokenizer of a GGUF with ``metadata`` is of a kind that is not known, or cannot be."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in ("gpt2", "llama"):
+        raise ModelError(f"The GGUF's tokenizer is of the kind {shown(kind)!r}; supported are gpt2 and llama.")
+    name = metadata.get("tokenizer.ggml.pre", "(none)")
+    if kind == "gpt2" and name not in KNOWN_SPLITS:
+        raise ModelError(
+            f"The GGUF's tokenizer splits text by the rule {shown(name)!r}, which is not known here; known are "
+            f"{', '.join(KNOWN_SPLITS)}. Use the model's safetensors folder."
+        )
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise ModelError("The GGUF's tokenizer is damaged (its tokens are no texts); download the file again.")
+    longest = max(map(len, tokens), default=0)
+    if longest > LONGEST_TOKEN:
+        raise ModelError(
+            f"The GGUF's tokenizer has a token of {longest} characters, over {LONGEST_TOKEN}; download the file again."
+        )
+
+
+def write_tokenizer(folder: Path, metadata: dict[str, Any], should_stop: Callable[[], bool] | None = None) -> list[int]:
     """Write the tokenizer of a GGUF with ``metadata`` into ``folder``; returns the ids that end a turn.
 
-    Raises ModelError if the tokenizer is of a kind that is not known, or damaged.
+    Raises ModelError if the tokenizer is of a kind that is not known, or damaged; Cancelled if ``should_stop()``.
     """
-    kind = metadata.get("tokenizer.ggml.model")
+    check_tokenizer(metadata)
     try:
-        if kind == "gpt2":
+        if metadata["tokenizer.ggml.model"] == "gpt2":
             tokenizer = _byte_level(metadata)
-        elif kind == "llama":
-            tokenizer = _sentencepiece(metadata)
         else:
-            raise ModelError(f"The GGUF's tokenizer is of the kind {shown(kind)!r}; supported are gpt2 and llama.")
+            tokenizer = _sentencepiece(metadata, should_stop)
         _add_special(tokenizer, metadata)
         (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=False), encoding="utf-8")
     except (ModelError, OSError):
@@ -82,12 +105,7 @@ def write_tokenizer(folder: Path, metadata: dict[str, Any]) -> list[int]:
 def _byte_level(metadata: dict[str, Any]) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    name = metadata.get("tokenizer.ggml.pre", "(none)")
-    if name not in KNOWN_SPLITS:
-        raise ModelError(
-            f"The GGUF's tokenizer splits text by the rule {shown(name)!r}, which is not known here; known are "
-            f"{', '.join(KNOWN_SPLITS)}. Use the model's safetensors folder."
-        )
+    name = metadata["tokenizer.ggml.pre"]
     vocabulary = _vocabulary(metadata)
     merges = [_merge(line) for line in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS_FIRST))
@@ -117,7 +135,7 @@ def _merge(line: str) -> tuple[str, str]:
     return left, right
 
 
-def _sentencepiece(metadata: dict[str, Any]) -> Any:
+def _sentencepiece(metadata: dict[str, Any], should_stop: Callable[[], bool] | None) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     vocabulary = _vocabulary(metadata)
@@ -126,6 +144,8 @@ def _sentencepiece(metadata: dict[str, Any]) -> Any:
     for piece, identity in vocabulary.items():
         if types[identity] in {_UNKNOWN, _CONTROL, _BYTE}:
             continue
+        if should_stop is not None and should_stop():
+            raise Cancelled("Stopped; what was written so far is deleted.")
         for cut in range(1, len(piece)):
             left, right = piece[:cut], piece[cut:]
             if left in vocabulary and right in vocabulary:

@@ -21,13 +21,10 @@ _SMALLEST_NUMBER, _LARGEST_NUMBER = -(2**63), 2**63 - 1
 
 def read_text(path: Path, limit: int) -> str:
     """The text of ``path``. Raises ModelError if it cannot be read, is over ``limit`` bytes, or is not UTF-8."""
-    check_size(path, limit)
     try:
-        return path.read_bytes().decode("utf-8")
+        return _read(path, limit).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ModelError(f"{path} cannot be read: it is not UTF-8 text; fetch the model again.") from error
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read ({error.strerror or error}); check the file.") from error
 
 
 def check_size(path: Path, limit: int) -> None:
@@ -45,12 +42,20 @@ def read_object(path: Path, limit: int) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found = json.loads(read_text(path, limit))
+        found = json.loads(_read(path, limit))
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{path} is damaged: it is not JSON; fetch the model again.") from error
     if not isinstance(found, dict):
         raise ModelError(f"{path} is damaged: it is not a table of settings; fetch the model again.")
     return found
+
+
+def _read(path: Path, limit: int) -> bytes:
+    check_size(path, limit)
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror or error}); check the file.") from error
 
 
 def check_values(settings: dict[str, Any], name: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +31,8 @@ PIECE_BYTES = 64 * 1024 * 1024
 
 _LIBRARY_MARKS = (".switch_mlp.", ".experts.gate_proj.weight", ".embed_q.weight", ".ffn.experts.0.w1.weight")
 """Parts of names that only checkpoints written by mlx-lm have."""
+_MOST_STACKED = 64
+"""Tensors of one layer that hold all its experts: matrices, their scales and biases."""
 _LIBRARY_EXPERT = re.compile(r".*?\.(?:layers|blocks)\.(\d+)\..*?\.(?:switch_mlp|experts)\.(?:(\d+)\.)?.+")
 
 
@@ -218,12 +221,14 @@ def _library_layout(
     family = check_supported(config)
     shape = expert_shape(config, family)
     layers, count = (shape.layers, shape.count) if shape is not None else ((), 0)
+    with_experts = frozenset(layers)
+    stacked: Counter[int] = Counter()
     trunk: list[TrunkTensor] = []
     spans: dict[tuple[int, int], list[Run]] = {}
     for number, (file_name, tensors) in enumerate(entries.items()):
         for name, entry in tensors.items():
             found = _LIBRARY_EXPERT.fullmatch(name)
-            if found is None or int(found[1]) not in layers:
+            if found is None or int(found[1]) not in with_experts:
                 trunk.append((name, number, entry))
                 continue
             layer = int(found[1])
@@ -235,12 +240,17 @@ def _library_layout(
                     f"{file_name}: tensor {name} has shape {list(entry.shape)}, but config.json asks for {count} "
                     "experts; the files do not belong together: fetch the model again."
                 )
+            stacked[layer] += 1
+            if stacked[layer] > _MOST_STACKED:
+                raise ModelError(
+                    f"{file_name}: layer {layer} has over {_MOST_STACKED} tensors of experts; fetch it again."
+                )
             size = entry.nbytes // count
             for expert in range(count):
                 start = entry.start + expert * size
                 spans.setdefault((layer, expert), []).append(Run(number, start, start + size))
-    wanted = {(layer, expert) for layer in layers for expert in range(count)}
-    if set(spans) != wanted:
+    there = len(spans) == len(layers) * count and all(expert < count for _, expert in spans)
+    if not there:
         raise ModelError(f"{folder} has not the experts that config.json asks for; fetch the model again.")
     return WeightLayout(
         folder=folder,

@@ -15,6 +15,7 @@ import msgspec
 from engine import runtimes
 from engine.errors import ModelError
 from engine.messages import Load
+from engine.progress import ProgressCallback
 
 Name = Literal["native", "torch", "mlx"]
 
@@ -33,12 +34,13 @@ def choose_runtime(
     folder: Path,
     on_gpu: bool | None = None,
     why_not_native: Callable[[], str | None] | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Choice:
     """The runtime that loads the model in ``folder`` as ``request`` asks. Imports none.
 
     ``auto`` is mlx on Apple Silicon where it runs the model; elsewhere native where no GPU is used and it runs the
     model, else torch. ``on_gpu``: torch would use a GPU (None: look). ``why_not_native`` is asked instead of opening
-    the model. Raises ModelError if the model cannot be opened.
+    the model, of which ``progress`` is told otherwise. Raises ModelError if the model cannot be opened.
     """
     if request.runtime != "auto":
         return Choice(request.runtime, "chosen by the settings")
@@ -46,8 +48,9 @@ def choose_runtime(
         not_mlx = _why_not_mlx(folder, request)
         if not_mlx is None:
             return Choice("mlx", "the default on Apple Silicon")
-        return _elsewhere(request, folder, False, why_not_native, not_mlx)
-    return _elsewhere(request, folder, runtimes.gpu_present() if on_gpu is None else on_gpu, why_not_native, None)
+        return _elsewhere(request, folder, False, why_not_native, not_mlx, progress)
+    gpu = runtimes.gpu_present() if on_gpu is None else on_gpu
+    return _elsewhere(request, folder, gpu, why_not_native, None, progress)
 
 
 def on_one_machine(request: Load, runtime: str) -> Load:
@@ -58,7 +61,7 @@ def on_one_machine(request: Load, runtime: str) -> Load:
     return msgspec.structs.replace(request, partitioning="auto" if runtime == "mlx" else "cpu")
 
 
-def why_not_native(folder: Path, request: Load) -> str | None:
+def why_not_native(folder: Path, request: Load, progress: ProgressCallback | None = None) -> str | None:
     """Why the native trunk does not run the model in ``folder``, in a few words; None if it does.
 
     Raises ModelError if the model cannot be opened.
@@ -66,7 +69,7 @@ def why_not_native(folder: Path, request: Load) -> str | None:
     from engine.models.opening import open_model
     from engine.runtimes.native.runtime import why_not
 
-    files = open_model(folder)
+    files = open_model(folder, progress)
     return why_not(files.config, files, request)
 
 
@@ -117,12 +120,13 @@ def _elsewhere(
     on_gpu: bool,
     not_native: Callable[[], str | None] | None,
     not_mlx: str | None,
+    progress: ProgressCallback | None,
 ) -> Choice:
     """``not_mlx``: why mlx, the default here, does not run the model; None where it is not the default."""
     if on_gpu and request.partitioning not in ("cpu", "ring"):
         return Choice("torch", "the default with a GPU")
     node = on_one_machine(request, "native") if request.partitioning == "ring" else request
-    reason = not_native() if not_native is not None else why_not_native(folder, node)
+    reason = not_native() if not_native is not None else why_not_native(folder, node, progress)
     if reason is None:
         return Choice("native", not_mlx or "the default on a CPU", is_fallback=not_mlx is not None)
     slower = f"the faster native trunk is not used, because {reason}"

@@ -20,12 +20,14 @@ from tiny_gguf import write_tiny_gguf
 from tiny_models import write_tiny_model
 
 from engine.errors import Cancelled, ModelError
-from engine.models import store
+from engine.messages import Load, Plan
+from engine.models import gguf_model, store
 from engine.models.fetching import pull
 from engine.models.gguf_file import GgufFile
 from engine.models.gguf_model import convert_gguf, dense_config, llama3_divisors, to_bfloat16
 from engine.models.opening import open_model
 from engine.models.tokenizer import load_tokenizer
+from engine.plan_model import plan_model
 
 PROMPT = [5, 17, 80, 3, 44, 120, 9, 61, 33, 12]
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -229,6 +231,43 @@ def test_claims_of_enormous_sizes_cost_nothing(tmp_path: Path) -> None:
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1 << 60, 1 << 60))
     with pytest.raises(ModelError, match="claims"):
         GgufFile(path)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"block_count": 2**31 - 1}, r"block_count is 2147483647, not a whole number from 1 to 10000"),
+        ({"block_count": 9_999}, r"no tensor blk\.3\.attn_norm\.weight"),
+        ({"context_length": 2**31}, r"context_length is 2147483648, not a whole number"),
+        ({"attention.head_count": 2**32 - 1}, r"head_count is 4294967295, not a whole number"),
+        ({"rope.freq_base": 0.5}, r"gives 0\.5 for rope_theta, which must be a number over 1"),
+    ],
+)
+def test_numbers_beyond_any_model_are_refused_before_anything_is_counted(
+    tmp_path: Path, extra: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_tiny_model(tmp_path / "source", "llama")
+    path = write_tiny_gguf(tmp_path / "claims.gguf", source, "llama", extra=extra)
+    looked: list[str] = []
+    look = gguf_model._tensor_shape
+    monkeypatch.setattr(gguf_model, "_tensor_shape", lambda gguf, name: looked.append(name) or look(gguf, name))
+    with pytest.raises(ModelError, match=message):
+        convert_gguf(path, silent)
+    assert len(looked) < 100, "it ends at the first tensor that is missing"
+
+
+def test_a_plan_refuses_a_gguf_that_cannot_be_converted(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "source", "llama")
+    experts = write_tiny_gguf(tmp_path / "moe.gguf", source, "llama", extra={"expert_count": 8})
+    future = write_tiny_gguf(tmp_path / "future.gguf", source, "llama", split="from-the-future")
+    for path, said in ((experts, "Mixture-of-Experts GGUF"), (future, "splits text by the rule 'from-the-future'")):
+        with pytest.raises(ModelError, match=said):
+            plan_model(Plan(id=1, load=Load(id=1, model=str(path), partitioning="cpu")))
+        with pytest.raises(ModelError, match=said):
+            convert_gguf(path, silent)
+    sound = write_tiny_gguf(tmp_path / "sound.gguf", source, "llama")
+    with pytest.raises(ModelError, match="has not been converted yet; run: privatellm models prepare"):
+        plan_model(Plan(id=1, load=Load(id=1, model=str(sound), partitioning="cpu")))
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import ModelError
+from engine.errors import Cancelled, ModelError
 from engine.models.gguf_tokenizer import KNOWN_SPLITS, write_tokenizer
 from engine.models.tokenizer import Tokenizer, load_tokenizer
 
@@ -203,3 +203,16 @@ def test_sentencepiece_ids_agree_on_any_text(
     from_sentencepiece: Tokenizer, sentencepiece_model: Any, text: str
 ) -> None:
     assert from_sentencepiece.encode(text) == [1, *sentencepiece_model.encode(text)]
+
+
+def test_a_token_longer_than_any_is_refused_before_it_is_cut(sentencepiece_model: Any, tmp_path: Path) -> None:
+    for metadata in (sentencepiece_metadata(sentencepiece_model), byte_level("gpt-2")):
+        metadata["tokenizer.ggml.tokens"][-1] = "a" * 1001
+        with pytest.raises(ModelError, match="a token of 1001 characters, over 1000"):
+            write_tokenizer(tmp_path, metadata)
+
+
+def test_cutting_tokens_is_stopped(sentencepiece_model: Any, tmp_path: Path) -> None:
+    with pytest.raises(Cancelled):
+        write_tokenizer(tmp_path, sentencepiece_metadata(sentencepiece_model), lambda: True)
+    assert not (tmp_path / "tokenizer.json").exists()

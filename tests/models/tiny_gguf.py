@@ -54,6 +54,7 @@ def write_tiny_gguf(
     extra: dict[str, Any] | None = None,
     extra_tensors: dict[str, NDArray[np.float32]] | None = None,
     leave_out: str = "",
+    split: str = "gpt-2",
 ) -> Path:
     """The dense model in the Hugging Face folder ``source`` as a GGUF. ``extra``: metadata, architecture put before."""
     from safetensors.numpy import load_file
@@ -75,7 +76,7 @@ def write_tiny_gguf(
     for key, value in (extra or {}).items():
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
         add(f"{architecture}.{key}", value)
-    add_tokenizer(writer, config["vocab_size"])
+    add_tokenizer(writer, config["vocab_size"], split)
     tensors = {gguf_name(name): tensor for name, tensor in load_file(source / "model.safetensors").items()}
     for name, tensor in {**tensors, **(extra_tensors or {})}.items():
         if name == leave_out:
@@ -92,11 +93,11 @@ def write_tiny_gguf(
     return path
 
 
-def add_tokenizer(writer: GGUFWriter, size: int) -> None:
+def add_tokenizer(writer: GGUFWriter, size: int, split: str = "gpt-2") -> None:
     tokens = ["<|endoftext|>", "<s>", "</s>", *TOKENS]
     tokens += [f"<unused{i}>" for i in range(size - len(tokens))]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(split)
     writer.add_token_list(tokens[:size])
     writer.add_token_types([3 if i < 3 else 1 for i in range(size)])
     writer.add_token_merges([f"{token[0]} {token[1]}" for token in TOKENS if len(token) == 2])

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -205,3 +209,77 @@ def test_the_head_gets_the_last_position_without_the_strides_of_the_prompt(tmp_p
     head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].stride()))
     model.start().extend(prompt(model, 20))
     assert seen == [(model.facts.hidden, model.facts.hidden, 1)]
+
+
+KERNELS = """
+from pathlib import Path
+from unittest.mock import MagicMock
+
+def get_kernel(*args, **kwargs):
+    with (Path(__file__).parent / "asked.txt").open("a") as file:
+        file.write(repr((args, kwargs)) + "\\n")
+    raise RuntimeError("no kernel is fetched here")
+
+has_kernel = load_kernel = get_local_kernel = kernelize = get_kernel
+
+def use_kernel_forward_from_hub(*names):
+    return lambda same: same
+
+use_kernelized_func = use_kernel_forward_from_hub
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return MagicMock(name=name)
+"""
+HOSTILE_IMPLEMENTATIONS: tuple[dict[str, Any], ...] = (
+    {"attn_implementation": "flash_attention_2"},
+    {"_attn_implementation": "flash_attention_3"},
+    {"_attn_implementation": "attacker/evil-kernel"},
+    {"attn_implementation": "paged|attacker/evil-kernel"},
+    {"attn_implementation": {"": "attacker/evil-kernel"}},
+    {"experts_implementation": "attacker/evil"},
+    {"_experts_implementation": "deepgemm"},
+    {"use_kernels": True},
+    {"kernel_config": {"RMSNorm": "attacker/evil:Layer"}},
+)
+
+
+def test_no_setting_has_a_kernel_fetched(tmp_path: Path) -> None:
+    """With the package ``kernels`` installed, transformers would fetch what these settings name and run it."""
+    folder = write_tiny_model(tmp_path / "model", "mixtral")
+    config = json.loads((folder / "config.json").read_text())
+    package = tmp_path / "site" / "kernels"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(KERNELS)
+    about = tmp_path / "site" / "kernels-0.18.2.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 0.18.2\n")
+    program = """
+import json, sys
+from pathlib import Path
+import kernels
+from transformers.utils import is_kernels_available
+assert is_kernels_available()
+from engine.errors import ModelError
+from engine.messages import Load
+from engine.runtimes.torch.runtime import TorchRuntime
+folder, config = Path(sys.argv[1]), json.loads(sys.argv[2])
+for settings in json.loads(sys.argv[3]):
+    (folder / "config.json").write_text(json.dumps(config | settings))
+    try:
+        model = TorchRuntime().load(folder, Load(id=1, model="m", partitioning="cpu"), lambda *report: None)
+        model.start().extend([5, 7])
+        print("ran")
+    except ModelError as error:
+        print(error)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(package.parent)])}
+    arguments = [str(folder), json.dumps(config), json.dumps(HOSTILE_IMPLEMENTATIONS)]
+    command = [sys.executable, "-c", program, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(HOSTILE_IMPLEMENTATIONS), result.stderr
+    assert all(line == "ran" or "asks for code from" in line for line in lines), lines
+    assert lines[0] == lines[1] == "ran" and "attacker/evil-kernel" in lines[2]
+    assert not (package / "asked.txt").exists()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import ModelError
+from engine.models.config_values import without_implementations
 from engine.runtimes.mlx.families import MlxFamily
 from engine.runtimes.protocol import Config
 
@@ -24,10 +25,10 @@ def complete_config(folder: Path, config: Config) -> Config:
     from transformers import CONFIG_MAPPING
 
     try:
-        standard = CONFIG_MAPPING[config["model_type"]].from_dict(config).to_dict()
+        standard = CONFIG_MAPPING[config["model_type"]].from_dict(without_implementations(config)).to_dict()
     except Exception as error:
         raise ModelError(f"{folder / 'config.json'} has a setting that cannot be used: {_first_line(error)}") from error
-    return {**config, **standard}
+    return {**without_implementations(config), **standard}
 
 
 def translate_config(config: Config) -> Config:

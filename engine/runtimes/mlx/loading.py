@@ -160,7 +160,7 @@ def _read(
     translated = translate_config(plan.config)
     entries = weights.entries_for_library(plan.folder)
     if plan.quantised is None and not weights.in_library_layout(entries):
-        files = open_model(plan.folder)
+        files = open_model(plan.folder, progress)
         held = files.experts
         if held is not None and plan.seat is not None:
             held = held_by(held, plan.seat.placement, plan.seat.rank)

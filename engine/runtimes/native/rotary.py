@@ -60,8 +60,22 @@ def why_not(settings: Mapping[str, Any]) -> str | None:
 def rotary(settings: Mapping[str, Any], width: int, longest: int) -> Rotary:
     """The frequencies for heads of ``width``; ``longest`` is the model's largest position.
 
-    Raises ModelError naming the setting that is missing or is no number.
+    Raises ModelError naming the setting that is missing or is no number, or if they give no frequencies.
     """
+    try:
+        with np.errstate(all="ignore"):
+            found = _rotary(settings, width, longest)
+    except (ValueError, ArithmeticError):
+        found = None
+    if found is None or not (np.isfinite(found.inverse_frequencies).all() and math.isfinite(found.factor)):
+        raise ModelError(
+            f"config.json's rotary embeddings ({shown(dict(settings), 200)}) give frequencies that are no numbers; "
+            "fetch the model again."
+        )
+    return found
+
+
+def _rotary(settings: Mapping[str, Any], width: int, longest: int) -> Rotary:
     base = _number(settings, "rope_theta")
     exponents = np.arange(0, width, 2, dtype=np.float32) / np.float32(width)
     powers = np.float32(base) ** exponents

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import numpy as np
 from engine import runtimes
 from engine.errors import ModelError
 from engine.exchange.layers import Recorded
-from engine.experts.kernels.bindings import WEIGHT_DTYPES, choose
+from engine.experts.kernels.bindings import WEIGHT_DTYPES, KernelChoice, choose
 from engine.experts.kernels.pool import physical_cores, shared_pool
 from engine.experts.popularity import Popularity
 from engine.experts.reading_ahead import notice_beyond_memory
@@ -28,7 +29,7 @@ from engine.runtimes.native.experts_only import HeldExperts
 from engine.runtimes.native.facts import describe
 from engine.runtimes.native.model import NativeModel
 from engine.runtimes.native.ring import RingTrunk
-from engine.runtimes.native.shape import read_shape, why_not_shape
+from engine.runtimes.native.shape import Shape, read_shape, why_not_shape
 from engine.runtimes.native.weights import TrunkWeights
 from engine.runtimes.protocol import RingPlace
 from engine.timing import Recorder
@@ -58,26 +59,16 @@ class NativeRuntime:
         Raises ModelError if the native trunk cannot run it, saying why, or the files are damaged.
         """
         started = time.perf_counter()
-        progress("opening the model", 0, 0, "")
-        files = open_model(folder)
-        reason = why_not(files.config, files, request, in_ring=ring is not None)
-        if reason is not None:
-            raise ModelError(
-                f"The native runtime cannot run {request.model}: {reason}; choose the runtime auto or torch.",
-                kind="bad-input",
-            )
+        files = open_model(folder, progress)
         threads = physical_cores() if request.cpu_threads is None else request.cpu_threads
         if threads < 1:
             raise ModelError(f"{threads} CPU threads cannot run a model; choose 1 or more.", kind="bad-input")
-        dtype = compute_dtype(files, request)
-        choice, exact = choose(dtype), choose("float32")
         experts = files.experts
-        shape = read_shape(files.config, () if experts is None else experts.layers)
-        release()
         popularity = None if experts is None else Popularity(experts.layers, experts.count)
-        weights = TrunkWeights(files, shape, choice, exact, _STORED[dtype], popularity, in_ring=ring is not None)
+        opened = open_native(files, request, popularity, in_ring=ring is not None)
+        shape, dtype, choice = opened.shape, opened.dtype, opened.choice
+        release()
         recorder = Recorder(shape.layers, shape.moe_layers, 0 if experts is None else experts.count)
-        angles = rotary.rotary(shape.rope, shape.width, shape.context)
         progress("reading the trunk", files.trunk_bytes, files.trunk_bytes, "bytes")
         load_s = time.perf_counter() - started
         facts = describe(shape, files, request, dtype, choice, threads, load_s, None if ring is None else ring.seat)
@@ -93,7 +84,52 @@ class NativeRuntime:
             trunk = RingTrunk(ring, held, shape.top_k, shape.hidden, popularity)
             if isinstance(ring.exchange, Recorded):
                 ring.exchange.recorder = recorder
+        weights, angles = opened.weights, opened.angles
         return NativeModel(shape, weights, angles, facts, recorder, files, pool, popularity, _NUMPY[dtype], trunk)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model as the native trunk takes it: everything about it is checked, nothing of it is read yet but norms."""
+
+    shape: Shape
+    dtype: str
+    choice: KernelChoice
+    weights: TrunkWeights
+    angles: rotary.Rotary
+
+
+def open_native(files: ModelFiles, request: Load, popularity: Popularity | None, in_ring: bool) -> Opened:
+    """``files`` for the native trunk. ``in_ring``: the routed experts are run elsewhere.
+
+    Raises ModelError if it cannot run them as ``request`` asks, saying why, or they are damaged.
+    """
+    refuse_not_native(files, request, in_ring)
+    dtype = compute_dtype(files, request)
+    choice, exact = choose(dtype), choose("float32")
+    shape = read_shape(files.config, () if files.experts is None else files.experts.layers)
+    weights = TrunkWeights(files, shape, choice, exact, _STORED[dtype], popularity, in_ring)
+    return Opened(shape, dtype, choice, weights, rotary.rotary(shape.rope, shape.width, shape.context))
+
+
+def check_native(files: ModelFiles, request: Load, in_ring: bool) -> None:
+    """Raises ModelError as :func:`open_native` does. The matrices of routed experts are not looked at one by one: the
+    files were checked for them when they were opened."""
+    refuse_not_native(files, request, in_ring)
+    shape = read_shape(files.config, () if files.experts is None else files.experts.layers)
+    exact = choose("float32")
+    TrunkWeights(files, shape, exact, exact, "F32", None, in_ring=True)
+    rotary.rotary(shape.rope, shape.width, shape.context)
+
+
+def refuse_not_native(files: ModelFiles, request: Load, in_ring: bool) -> None:
+    """Raises ModelError (bad-input) if the native trunk does not run the model, saying why."""
+    reason = why_not(files.config, files, request, in_ring=in_ring)
+    if reason is not None:
+        raise ModelError(
+            f"The native runtime cannot run {request.model}: {reason}; choose the runtime auto or torch.",
+            kind="bad-input",
+        )
 
 
 def why_not(config: Mapping[str, Any], files: ModelFiles, request: Load, in_ring: bool = False) -> str | None:

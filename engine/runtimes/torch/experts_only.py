@@ -81,7 +81,7 @@ def load_experts(folder: Path, request: Load, seat: Seat) -> TorchExperts:
     files = open_model(folder)
     if files.experts is None:
         raise ModelError(f"{request.model} has no experts to share; it runs on one machine.", kind="bad-input")
-    config: Any = read_config(folder)
+    config: Any = read_config(folder, files.config)
     dtype = pick_dtype(files, request)
     places = find_experts(build_skeleton(config, dtype))
     held = held_by(files.experts, seat.placement, seat.rank)

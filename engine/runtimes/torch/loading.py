@@ -6,7 +6,6 @@ place. So nothing is initialized in vain, and the experts' parameters never exis
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch import nn
 
 from engine.errors import ModelError
 from engine.experts.torch_tensors import view
+from engine.models.config_values import without_implementations
 from engine.models.files import ModelFiles
 from engine.models.wording import shown
 from engine.progress import ProgressCallback
@@ -29,27 +29,28 @@ _LAYER = re.compile(r"\.(?:layers|blocks)\.(\d+)\.")
 _OTHER_MODALITIES = ("vision_model.", "multi_modal_projector.", "vision_tower.")
 
 
-def read_config(folder: Path) -> Any:
-    """transformers' configuration of the text model in ``folder``."""
-    from transformers import AutoConfig
+def read_config(folder: Path, stored: dict[str, Any]) -> Any:
+    """transformers' configuration of the text model in ``folder``, whose ``config.json`` is ``stored``.
+
+    Raises ModelError if transformers finds a setting that it cannot use."""
+    from transformers import CONFIG_MAPPING
 
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config = CONFIG_MAPPING[stored["model_type"]].from_dict(without_implementations(stored))
     except Exception as error:  # whatever transformers raises for settings it did not expect
         raise ModelError(f"{folder / 'config.json'} cannot be used: {_in_one_line(error)}") from error
     text = config.get_text_config(decoder=True)
-    _keep_dbrx_rotary_base(folder, text)
+    _keep_dbrx_rotary_base(stored, text)
     if hasattr(text, "output_router_logits"):
         text.output_router_logits = False
     return text
 
 
-def _keep_dbrx_rotary_base(folder: Path, config: Any) -> None:
+def _keep_dbrx_rotary_base(stored: dict[str, Any], config: Any) -> None:
     """transformers 5.23 reads dbrx's rotary base at the top level only, where the published checkpoints do not have it,
     and silently takes its default of 10000; they were trained with the 500000 of their ``attn_config``."""
     if config.model_type != "dbrx":
         return
-    stored = json.loads((folder / "config.json").read_bytes())
     if "rope_parameters" not in stored and "rope_theta" not in stored and "rope_theta" in stored.get("attn_config", {}):
         config.rope_parameters = {**config.rope_parameters, "rope_theta": float(stored["attn_config"]["rope_theta"])}
 
@@ -59,7 +60,7 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    options: dict[str, Any] = {"dtype": dtype}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": _attention_of(config)}
     if hasattr(config, "_experts_implementation"):
         options["experts_implementation"] = "eager"
     try:
@@ -69,6 +70,15 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
         what = f"config.json does not describe a {config.model_type} model that can be built"
         raise ModelError(f"{what}: {_in_one_line(error)}") from error
     return model.eval().requires_grad_(False)
+
+
+def _attention_of(config: Any) -> str:
+    """torch's own attention where the family has it, else plain products: never what a file names, which may be code
+    from a repository."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return "sdpa" if getattr(family, "_supports_sdpa", False) else "eager"
 
 
 def _in_one_line(error: Exception) -> str:

@@ -62,9 +62,8 @@ class TorchRuntime:
         elif ring is not None:
             # As many as the other nodes were told: the order in which torch adds up depends on it.
             set_threads(threads_of(request))
-        progress("opening the model", 0, 0, "")
-        files = open_model(folder)
-        config = read_config(folder)
+        files = open_model(folder, progress)
+        config = read_config(folder, files.config)
         dtype = pick_dtype(files, request)
         module: Any = build_skeleton(config, dtype)
         places = find_experts(module)
