@@ -255,11 +255,11 @@ def test_a_killed_engine_leaves_nothing_in_the_way_of_the_next(home: Path, model
 CHILD = """
 import subprocess, sys
 from engine import host
-def sleeping(task, request):
+def sleeping(self, task, request):
     child = subprocess.Popen([sys.executable, "-c", "import time; print(1); time.sleep(600)"])
     task.report(str(child.pid), 0, 0, "")
     child.wait()
-host._pull = sleeping
+host.Host._pull = sleeping
 host.main()
 """
 

@@ -271,7 +271,7 @@ class TestDamage:
 
     def test_own_code(self, folder: Path) -> None:
         self.edit_config(folder, model_file="model.py")
-        self.assert_refused(folder, "asks to run its own code")
+        self.assert_refused(folder, "asks for code from its repository .model_file.")
 
     def test_truncated(self, folder: Path) -> None:
         path = folder / "model.safetensors"

@@ -118,10 +118,7 @@ SUPPORTED: tuple[str, ...] = tuple(sorted(FAMILIES))
 
 
 def family_of(config: Config) -> MlxFamily:
-    """The family of ``config``. Raises ModelError if it is not one that mlx runs, naming it and those that are, or
-    if the model brings its own code, as mlx-lm's checkpoints can."""
-    if config.get("model_file"):
-        raise ModelError(f"the model asks to run its own code ({shown(config['model_file'])}): that is never done")
+    """The family of ``config``. Raises ModelError if it is not one that mlx runs, naming it and those that are."""
     problem = _why_not_family(config)
     if problem is not None:
         raise ModelError(f"{problem}; it runs {', '.join(SUPPORTED)} (the torch runtime may run it: --runtime torch)")
