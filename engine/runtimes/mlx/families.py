@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.errors import ModelError
-from engine.models.wording import shown
 from engine.runtimes.protocol import Config
 
 Check = Callable[[Config], str | None]
