@@ -36,7 +36,8 @@ __all__ = [
 
 THEMES = (
     "textual-dark", "textual-light", "ansi-dark", "ansi-light", "atom-one-dark", "atom-one-light", "catppuccin-latte",
-    "catppuccin-mocha", "dracula", "gruvbox", "monokai", "nord", "rose-pine", "rose-pine-dawn", "solarized-dark",
+    "catppuccin-frappe", "catppuccin-macchiato", "catppuccin-mocha", "dracula", "flexoki", "gruvbox", "monokai", "nord",
+    "rose-pine", "rose-pine-dawn", "rose-pine-moon", "solarized-dark",
     "solarized-light", "tokyo-night",
 )  # fmt: skip
 
@@ -154,7 +155,7 @@ class Settings(RingSettings):
     )  # fmt: skip
     system_prompt: str = _setting(
         "answer", "lines", "System prompt", "",
-        "Put before every new conversation; empty: the model's own template decides.",
+        "Added to every new chat. Leave empty for the model's default.",
     )  # fmt: skip
     temperature: float | None = _setting(
         "answer", "number", "Temperature", None,

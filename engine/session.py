@@ -258,8 +258,8 @@ class Session:
         room = limit - prompt_tokens
         if room < 1:
             raise ModelError(
-                f"The prompt has {prompt_tokens} tokens, {1 - room} more than fit in the context of {limit} with an "
-                "answer; shorten it, start a new conversation, or load the model with a larger context limit.",
+                f"The prompt is {prompt_tokens:,} tokens and the context holds {limit:,}, answer included: shorten it, "
+                "start a new conversation, or load the model with a larger context limit.",
                 kind="context",
             )
         most = room if request.max_tokens is None else min(room, request.max_tokens)

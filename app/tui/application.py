@@ -13,11 +13,12 @@ from textual import events
 from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
+from textual.theme import Theme
 
 from app.conversations.store import ConversationStore, open_store
 from app.engine_client import Engine, EngineClient
 from app.machine import Machine
-from app.settings import SCHEMA, SettingError, Settings
+from app.settings import SCHEMA, THEMES, SettingError, Settings
 from app.settings_file import SettingsFile, open_settings
 from app.tui.commands import COMMANDS
 from app.tui.highlighting import Highlighter
@@ -95,6 +96,7 @@ class ChatApp(TerminalApp):
     def on_mount(self) -> None:
         if self.settings.theme in self.available_themes:
             self.theme = self.settings.theme
+        self.theme_changed_signal.subscribe(self, self._theme_chosen)
         self.chat = ChatScreen(self.engine, self.store, chat_options(self.settings), self._is_missing)
         self.push_screen(self.chat)
         notices = [*self.settings_file.notices, *self.store.notices]
@@ -135,6 +137,13 @@ class ChatApp(TerminalApp):
                     self.notify(str(error), severity="error", markup=False)
         if self.screen.query(".settings"):
             self.screen.refresh(recompose=True)
+
+    def _theme_chosen(self, theme: Theme) -> None:
+        """Also from the palette: what was chosen is there at the next start."""
+        if theme.name != self.settings.theme and theme.name in THEMES:
+            problem = self.change_setting("theme", theme.name)
+            if problem:
+                self.notify(problem, severity="error", markup=False)
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         chat = self.chat

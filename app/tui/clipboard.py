@@ -33,7 +33,7 @@ async def copy(text: str, what: str, through_terminal: Callable[[str], None]) ->
             if shutil.which(command[0]) and await _run(command, text):
                 return f"{what} is copied."
     through_terminal(text)
-    return f"{what} was handed to the terminal; if it cannot copy (macOS Terminal cannot), select it with the mouse."
+    return "Sent to the terminal's clipboard. Nothing to paste? Shift-drag to select."
 
 
 def tool_environment(tool: str, environment: Mapping[str, str] = os.environ) -> dict[str, str] | None:

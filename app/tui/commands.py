@@ -22,19 +22,19 @@ class Command:
 
 COMMANDS: tuple[Command, ...] = (
     Command("help", "Help", "Keys and commands", "help", key("help")),
-    Command("new", "New conversation", "Start an empty conversation", "new", "ctrl+n"),
-    Command("chats", "Conversations", "Resume, search, rename, export, delete", "chats", key("chats")),
+    Command("new", "New chat", "Start an empty one", "new", "ctrl+n"),
+    Command("chats", "Chats", "Resume, search, rename, export, delete", "chats", key("chats")),
     Command("model", "Model", "Choose, fetch or load a model", "model", key("model"), "[name]"),
     Command("beams", "Beams", "Beam width, candidates and their scores", "beams", key("beams"), "[width]"),
     Command("timing", "Timing", "Where each token's time goes, and which experts it used", "timing", key("timing")),
     Command("machines", "Machines", "Find, pair and forget machines; form a ring of them", "machines", key("machines")),
     Command("settings", "Settings", "Model, sampling, partitioning, colours", "settings", "ctrl+s"),
     Command("again", "Answer again", "Another answer to the last question; the old one stays", "again", "ctrl+r"),
-    Command("edit", "Edit the last question", "Ask it in other words, as a branch", "edit_last"),
+    Command("edit", "Edit the last question", "Its old wording stays, as a branch", "edit_last"),
     Command("copy", "Copy the last answer", "To the clipboard, as Markdown", "copy_last"),
     Command("code", "Copy the last block of code", "To the clipboard", "copy_code"),
-    Command("rename", "Rename the conversation", "Give it a title", "rename", "", "[title]"),
-    Command("export", "Export the conversation", "To a Markdown or JSON file", "export", "", "[file]"),
+    Command("rename", "Rename the chat", "Give it a title", "rename", "", "[title]"),
+    Command("export", "Export the chat", "To a Markdown or JSON file", "export", "", "[file]"),
     Command("stop", "Stop the answer", "The text so far stays", "stop", "escape"),
     Command("quit", "Quit", "Everything is kept", "quit_chat", "ctrl+q"),
 )
@@ -76,5 +76,5 @@ def parse(text: str) -> Call | None:
         hint = f"did you mean /{near[0]}?" if near else "/help lists them."
         raise UnknownCommand(f"There is no command /{word}; {hint}")
     if argument.strip() and not command.argument:
-        raise UnknownCommand(f"/{command.name} takes nothing behind it.")
+        raise UnknownCommand(f"/{command.name} takes no arguments.")
     return Call(command, argument.strip())

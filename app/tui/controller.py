@@ -123,7 +123,7 @@ class ChatController:
         """Another answer in the place of ``entry`` (default: the last one); the old one stays as an alternative."""
         path = self.thread.path
         if not path:
-            self._say("There is no answer to ask for again yet.", "warning")
+            self._say("Nothing to regenerate yet.", "warning")
             return
         index = path.index(entry) if entry in path else len(path) - 1
         last = index if path[index].role == "user" else index - 1
@@ -214,7 +214,7 @@ class ChatController:
         self._turns.clear()
         for turn in turns:
             if turn.request is None:
-                self._end(turn, "stopped", "Stopped before it was answered.")
+                self._end(turn, "stopped", "Cancelled before answering.")
             elif not turn.stopping:
                 turn.stopping = True
                 self.status.phase = Phase.STOPPING
@@ -300,7 +300,7 @@ class ChatController:
         if not self.link.has(self.options):
             answer.note = "Waiting for the model."
         elif self._current is not None or len(self._turns) > 1:
-            answer.note = "Waiting for the answer before."
+            answer.note = "Queued behind the previous answer."
         self._count_waiting()
         self._tell(update)
         if isinstance(update, EntryAdded):

@@ -41,6 +41,18 @@ def export_conversation(store: ConversationStore, conversation: int, path: Path)
     return _write(path, store.export(conversation, _form(path)))
 
 
+def why_not_exported(path: Path, error: Exception) -> str:
+    """One sentence for what :func:`export_thread` raised."""
+    folder = path.expanduser().absolute().parent
+    if isinstance(error, FileNotFoundError) and not folder.exists():
+        shown = str(path.parent) if path.parent != Path() else str(folder)
+        return f"Export failed: the folder {shown} does not exist."
+    if isinstance(error, FileExistsError):
+        return f"Export failed: {path} is there already; choose another name."
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
+    return f"Export to {path} failed: {reason}."
+
+
 def _form(path: Path) -> str:
     return "json" if path.suffix.lower() == ".json" else "markdown"
 

@@ -103,11 +103,11 @@ def _activity(status: Status) -> Content:
     dot, colour = _DOTS.get(status.phase, ("◍", "$text-accent"))
     text = Content.assemble((f"{dot} ", colour), status.phase.value)
     progress, prefill = status.progress, status.prefill
-    if progress is not None and status.phase in (Phase.READING, Phase.ANSWERING):
-        # A ring is formed again in the middle of a turn: that is what one waits for.
+    if progress is not None and status.phase in (Phase.READING, Phase.ANSWERING, Phase.FETCHING):
+        # Also a ring that is formed again in the middle of a turn: that is what one waits for.
         text = Content.assemble((f"{dot} ", colour), one_line(progress.stage))
         return Content.assemble(text, _done(progress))
-    if progress is not None and status.phase in (Phase.LOADING, Phase.FETCHING):
+    if progress is not None and status.phase is Phase.LOADING:
         if progress.stage != status.phase.value:
             text = Content.assemble(text, f": {one_line(progress.stage)}")
         return Content.assemble(text, _done(progress))
@@ -147,7 +147,7 @@ def _figures(status: Status) -> list[_Figure]:
         figures.append(_Figure(f"warming up {share}", f"warm {share}", "$text-warning"))
     elif status.probe_s is not None:
         idle = latency(status.probe_s)
-        figures.append(_Figure(f"after idle {idle}", f"idle {idle}", _MUTED, spare=True))
+        figures.append(_Figure(f"first token {idle}", f"first {idle}", _MUTED, spare=True))
     if status.facts is not None and status.facts.context_limit:
         figures.append(_context(status.context_used, status.facts.context_limit))
     speed = rate(status.tokens_per_s)

@@ -85,7 +85,7 @@ class LendingApp(TerminalApp):
         self._asking = False
 
     def compose(self) -> ComposeResult:
-        yield Static("This machine, lent", classes="screen-title", markup=False)
+        yield Static("Lending this machine", classes="screen-title", markup=False)
         with VerticalScroll(id="lent", can_focus=True):
             yield Lent()
         with VerticalScroll(id="log", can_focus=True):

@@ -105,7 +105,7 @@ def _lending(facts: LendingFacts, width: int) -> Content:
     if facts.link is not None:
         rows.append(("Link", _link(facts.link, max(8, width - _LABEL))))
     if facts.probe_s is not None:
-        rows.append(("Probe", Content(f"first token after idle in {latency(facts.probe_s)}")))
+        rows.append(("Probe", Content(f"first token {latency(facts.probe_s)}")))
     return Content("\n").join([_row(label, value) for label, value in rows])
 
 

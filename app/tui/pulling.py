@@ -29,7 +29,7 @@ class Pulling:
         """Fetch ``model``; does nothing if that is going on already."""
         if model in self.active:
             return
-        self.active[model] = Progress(stage="asking for it")
+        self.active[model] = Progress(stage="Connecting…")
         task = asyncio.get_running_loop().create_task(self._pull(model))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -119,7 +119,7 @@ class Phase(Enum):
     """What the engine does, as the status line says it."""
 
     STARTING = "starting the engine"
-    FETCHING = "fetching the model"
+    FETCHING = "downloading the model"
     LOADING = "loading"
     READY = "ready"
     READING = "reading the prompt"

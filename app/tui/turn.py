@@ -62,7 +62,7 @@ def failed(answer: Entry, event: Failed) -> tuple[State, str]:
     """The same for an answer that cannot be given."""
     too_long = event.kind == "context"
     answer.finish_reason = TOO_LONG if too_long else ""
-    return "failed", event.error + (" /edit changes the question; the next one leaves it out." if too_long else "")
+    return "failed", event.error + (" /edit changes it; later questions skip it." if too_long else "")
 
 
 def generate_request(request_id: int, turn: Turn, options: ChatOptions) -> Generate:

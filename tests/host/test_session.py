@@ -306,7 +306,7 @@ def refused(ask: Ask, kind: str, text: str, prompt: list[int] | None = None, **o
 
 
 def test_prompt_longer_than_the_context(ask: Ask) -> None:
-    refused(ask, "context", r"600 tokens, 89 more than fit in the context of 512", [1] * 600)
+    refused(ask, "context", r"600 tokens and the context holds 512", [1] * 600)
     refused(ask, "context", r"512 tokens, 1 more", [1] * 512)
     found = ask([1] * 510, max_tokens=50)
     assert (found.finish_reason, found.completion_tokens) == ("length", 2)

@@ -195,7 +195,7 @@ async def test_slash_commands(make_app: MakeApp, home: Path) -> None:
         assert "keep me" in target.read_text()
         app.chat.prompt.fill(f"/export {target}")
         await pilot.press("enter")
-        assert "File exists" in notice(app)
+        assert "is there already" in notice(app)
         app.chat.prompt.fill("/beams 40")
         await pilot.press("enter")
         assert "from 1 to 16" in notice(app)
@@ -283,7 +283,7 @@ async def test_every_command_of_the_palette_exists(make_app: MakeApp) -> None:
         for command in COMMANDS:
             assert command.action == "quit_chat" or hasattr(app.chat, f"action_{command.action}")
         titles = [command.title for command in app.get_system_commands(app.chat)]
-        assert "New conversation" in titles
+        assert "New chat" in titles
         await pilot.press("ctrl+p")
         await wait_until(pilot, lambda: app.screen is not app.chat)
 

@@ -34,4 +34,4 @@ async def test_without_a_tool_the_terminal_is_asked_and_that_is_said(monkeypatch
     handed: list[str] = []
     said = await clipboard.copy("x", "The answer", handed.append)
     assert handed == ["x"]
-    assert "if it cannot copy" in said
+    assert "Shift-drag to select" in said

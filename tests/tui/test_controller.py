@@ -196,7 +196,7 @@ async def test_a_refused_prompt_says_why_and_keeps_the_question(engine: FakeEngi
     async with running(Chat(engine, store)) as chat:
         chat.controller.submit("long")
         await chat.answered()
-        assert chat.path[-1].note.startswith("The prompt is 9 tokens too long. /edit changes the question")
+        assert chat.path[-1].note.startswith("The prompt is 9 tokens too long. /edit changes it")
         assert chat.path[0].content == "long"
         assert chat.controller.status.phase is Phase.READY
 
@@ -223,7 +223,7 @@ async def test_a_question_behind_another_says_what_it_waits_for(engine: FakeEngi
         chat.controller.submit("one")
         await chat.until(lambda: chat.path[1].content)
         chat.controller.submit("two")
-        assert chat.path[-1].note == "Waiting for the answer before."
+        assert chat.path[-1].note == "Queued behind the previous answer."
         engine.gate.set()
         await chat.answered()
         assert chat.path[-1].note == ""

@@ -448,7 +448,7 @@ def test_the_status_line_with_a_ring_fits(width: int) -> None:
     line = status_line(status, width)
     assert line.cell_length <= width
     if width == 120:
-        assert "ring of 2 · socket, plain text" in line.plain and "after idle 41 ms" in line.plain
+        assert "ring of 2 · socket, plain text" in line.plain and "first token 41 ms" in line.plain
 
 
 # --- pictures -----------------------------------------------------------------------------------------------------

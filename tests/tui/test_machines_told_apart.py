@@ -96,7 +96,7 @@ def test_that_it_is_a_ring_matters_more_than_the_first_token_after_idle(width: i
     status.beams, status.probe_s, status.context_used, status.tokens_per_s = 4, 0.471, 1551, 8.3
     line = status_line(status, width).plain
     assert shown in line and "471 ms" not in line and "1551/" in line and len(line) <= width
-    assert "after idle 471 ms" in status_line(status, 140).plain
+    assert "first token 471 ms" in status_line(status, 140).plain
 
 
 def test_a_lent_machine_shows_first_what_one_needs() -> None:

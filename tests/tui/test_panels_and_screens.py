@@ -9,14 +9,17 @@ from contextlib import closing
 from pathlib import Path
 
 import msgspec
+import pytest
 from fake_engine import FakeEngine
 from screen_helpers import MACHINE, MakeApp, ask, controller, notice, ready, shown, wait_until
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, RadioButton, RadioSet, Static
 
 from app.conversations.store import ConversationStore
+from app.settings import THEMES
 from app.settings_file import open_settings
 from app.tui.application import ChatApp
+from app.tui.exporting import why_not_exported
 from app.tui.screens.conversations import ConversationsScreen
 from app.tui.screens.models import ModelsScreen
 from app.tui.screens.panel import PanelScreen
@@ -81,7 +84,7 @@ async def test_a_width_of_beams_is_chosen_and_a_candidate_picked(make_app: MakeA
         await wait_until(pilot, lambda: "1 beam" in str(app.focused.render() if app.focused else ""))
         await pilot.press("right", "right")
         assert "memory 570 MB of 2.4 GB free" in str(app.focused.render() if app.focused else "")
-        assert "1.24 ×" in str(app.focused.render() if app.focused else "")
+        assert "81 % of single-beam speed" in str(app.focused.render() if app.focused else "")
         await pilot.press("enter")
         assert app.settings.beams == 3
         await ask(pilot, app, "q")
@@ -257,7 +260,7 @@ async def test_the_prediction_comes_before_the_model_is_loaded_again(make_app: M
         await pilot.press("down", "enter")
         await wait_until(pilot, lambda: planned_loads(engine)[-1].runtime == "native")
         assert planned_loads(engine)[-1].cpu_threads == 3
-        assert "Not applied yet" in prediction_of(app)
+        assert "Pending changes" in prediction_of(app)
         assert len(engine.sent(Load)) == 1 and app.settings.runtime == "auto"
         await pilot.press("escape")
         await wait_until(pilot, lambda: app.screen is app.chat and len(engine.sent(Load)) == 2)
@@ -274,7 +277,7 @@ async def test_changes_that_are_taken_back_load_nothing(make_app: MakeApp, engin
         rows = await open_settings_screen(pilot, app)
         rows["runtime"].query_one(RadioSet).focus()
         await pilot.press("down", "enter")
-        await wait_until(pilot, lambda: "Not applied yet" in prediction_of(app))
+        await wait_until(pilot, lambda: "Pending changes" in prediction_of(app))
         await pilot.press("f6")
         await wait_until(pilot, lambda: app.screen.query(Prediction) and "96.4 tok/s" in prediction_of(app))
         assert "Not applied" not in prediction_of(app)
@@ -424,3 +427,28 @@ async def test_the_notice_of_text_not_saved_goes_when_it_is_saved(make_app: Make
             controller(app)._saver.retry()
             await wait_until(pilot, lambda: not notice(app))
             assert "not saved" not in "".join(shown(app))
+
+
+async def test_a_theme_of_the_palette_is_there_at_the_next_start(make_app: MakeApp) -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        assert set(app.available_themes) == set(THEMES)
+        app.theme = "nord"
+        await pilot.pause()
+    again = make_app()
+    async with again.run_test() as pilot:
+        await ready(pilot, again)
+        assert again.theme == "nord"
+
+
+def test_an_export_that_fails_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "nope" / "x.md"
+    with pytest.raises(OSError) as failed:
+        path.open("x")
+    assert why_not_exported(path, failed.value) == f"Export failed: the folder {path.parent} does not exist."
+    there = tmp_path / "x.md"
+    there.touch()
+    with pytest.raises(OSError) as failed:
+        there.open("x")
+    assert why_not_exported(there, failed.value) == f"Export failed: {there} is there already; choose another name."

@@ -273,7 +273,7 @@ def test_settings_that_do_not_fit(
         rows["policy"].query_one(RadioSet).focus()
         await pilot.press("down", "enter")
         await wait_until(pilot, lambda: "3.2 GB short" in str(prediction.render()))
-        await wait_until(pilot, lambda: "Not applied yet" in str(prediction.render()))
+        await wait_until(pilot, lambda: "Pending changes" in str(prediction.render()))
         await wait_until(pilot, lambda: not [worker for worker in pilot.app.workers if worker.group == "prediction"])
         await pilot.pause()
 

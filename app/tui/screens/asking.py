@@ -15,7 +15,7 @@ from textual.widgets import Footer, Input, Static
 class AskText(ModalScreen[str | None]):
     """Gives the text, or None if the person left."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Leave", id="asking.leave")]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel", id="asking.leave")]
 
     def __init__(self, label: str, text: str = "") -> None:
         super().__init__()

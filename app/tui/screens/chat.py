@@ -68,7 +68,7 @@ class ChatScreen(OpensScreens):
         Binding(bound("machines"), "machines", "Machines", id="chat.machines", priority=True),
         Binding("ctrl+s", "settings", "Settings", id="chat.settings", priority=True),
         Binding("ctrl+n", "new", "New", show=False, id="chat.new", priority=True),
-        Binding("ctrl+r", "again", "Again", show=False, id="chat.again", priority=True),
+        Binding("ctrl+r", "again", "Regenerate", show=False, id="chat.again", priority=True),
         Binding("escape", "stop", "Stop", show=False, id="chat.stop"),
         Binding(bound("newest"), "end", "To the end", show=False, id="chat.end"),
     ]
@@ -242,9 +242,7 @@ class ChatScreen(OpensScreens):
             line.display = bool(title)
 
     def _say_placeholder(self) -> None:
-        self.prompt.placeholder = (
-            "Ask it in other words; esc leaves the question as it was" if self._editing else "Ask something"
-        )
+        self.prompt.placeholder = "Edit the question. Esc cancels." if self._editing else "Ask something"
 
     # --- typing ---------------------------------------------------------------------------------------------------
 

@@ -72,7 +72,7 @@ _MARGINS = 8
 
 class ConversationsScreen(Screen[Opened | None]):
     HELP = (
-        "Type to search in titles and messages. `enter` opens a conversation. In the list, `r` renames, `a` archives "
+        "Type to search in titles and messages. `enter` opens a chat. In the list, `r` renames, `a` archives "
         "(or brings back), `d` deletes after asking, `e` exports, and `v` shows what is archived."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -95,7 +95,7 @@ class ConversationsScreen(Screen[Opened | None]):
         self._archived = False
 
     def compose(self) -> ComposeResult:
-        yield Static("Conversations", classes="screen-title", markup=False)
+        yield Static("Chats", classes="screen-title", markup=False)
         yield Input(placeholder="search titles and messages", id="search")
         yield OptionList(id="conversations")
         yield Static("", id="chats-problem", classes="problem", markup=False)
@@ -130,10 +130,10 @@ class ConversationsScreen(Screen[Opened | None]):
             self._rows = []
             self._say(str(error))
         else:
-            empty = "Nothing is archived." if self._archived else "There are no conversations yet."
+            empty = "Nothing is archived." if self._archived else "There are no chats yet."
             self._say("" if self._rows else "Nothing was found." if words else empty)
         self._draw(marked)
-        title = "Archived conversations" if self._archived else "Conversations"
+        title = "Archived chats" if self._archived else "Chats"
         self.query_one(".screen-title", Static).update(Content(title))
 
     def on_resize(self) -> None:
@@ -215,7 +215,7 @@ class ConversationsScreen(Screen[Opened | None]):
             else:
                 self._try(lambda: self._store.change(found.id, title=title))
 
-        self.app.push_screen(AskText("Title of the conversation", found.title), renamed)
+        self.app.push_screen(AskText("Title of the chat", found.title), renamed)
 
     def action_delete(self) -> None:
         from app.tui.screens.asking import Confirm
@@ -234,7 +234,7 @@ class ConversationsScreen(Screen[Opened | None]):
         self.app.push_screen(Confirm(f"Delete “{title}”?", detail), answered)
 
     def action_export(self) -> None:
-        from app.tui.exporting import export_conversation, suggested_path
+        from app.tui.exporting import export_conversation, suggested_path, why_not_exported
         from app.tui.screens.asking import AskText
 
         found = self._marked
@@ -247,8 +247,7 @@ class ConversationsScreen(Screen[Opened | None]):
             try:
                 written = export_conversation(self._store, found.id, Path(path).expanduser())
             except (OSError, StoreError) as error:
-                reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-                self._say(f"Nothing was exported to {path}: {reason}.")
+                self._say(why_not_exported(Path(path), error))
             else:
                 self.notify(f"Exported to {written}.", markup=False)
 

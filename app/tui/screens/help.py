@@ -18,7 +18,7 @@ from app.tui.shortcuts import bound, either, keys
 from app.tui.widgets.rendered import Rendered
 
 KEYS = f"""
-| key | does |
+| Key | Action |
 |---|---|
 | enter | sends |
 | {", ".join(keys("newline")[:3])} | break the line |
@@ -28,8 +28,8 @@ KEYS = f"""
 | pageup, pagedown; among the messages also u, d | scroll |
 | {either("newest")} | to the newest text |
 | ctrl+r | answer again |
-| ctrl+n | new conversation |
-| {either("chats")} | conversations |
+| ctrl+n | new chat |
+| {either("chats")} | chats |
 | {either("model")} | model |
 | {either("beams")} | beams |
 | {either("timing")} | timing |
@@ -50,7 +50,7 @@ def help_text(focused: Widget | None) -> str:
         f"| {' '.join(filter(None, [f'/{command.name}', command.argument]))} | {command.help} |" for command in COMMANDS
     )
     parts = ["# Here", own] if own else []
-    parts += ["# Keys", KEYS, "# Commands", f"| command | does |\n|---|---|\n{commands}"]
+    parts += ["# Keys", KEYS, "# Commands", f"| Command | Action |\n|---|---|\n{commands}"]
     return "\n\n".join(parts)
 
 

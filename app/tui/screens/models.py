@@ -66,13 +66,13 @@ class ModelsScreen(Screen[str | None]):
     """Gives the name of the chosen model."""
 
     HELP = (
-        "`enter` on a model of this machine loads it; on another one it is fetched first, while the chat goes on. `x` "
-        "stops fetching: it goes on from there the next time. Any other model is named in the field: a Hugging Face "
-        "repo id, a folder, or a GGUF file."
+        "`enter` on a model of this machine loads it; another one is downloaded first, while the chat goes on. `x` "
+        "stops the download: it goes on from there the next time. Any other model is named in the field: a Hugging "
+        "Face repo id, a folder, or a GGUF file."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape," + bound("model"), "leave", "Close", key_display="esc", id="models.close"),
-        Binding("x", "stop", "Stop fetching", id="models.stop"),
+        Binding("x", "stop", "Stop download", id="models.stop"),
         Binding(bound("help"), "app.help", "Help", id="models.help"),
     ]
 
@@ -84,9 +84,7 @@ class ModelsScreen(Screen[str | None]):
     def compose(self) -> ComposeResult:
         yield Static("Model", classes="screen-title", markup=False)
         yield OptionList(id="models")
-        yield Static(
-            Content.assemble(("↓", "$text-warning"), " is not on this machine: enter fetches it."), id="models-hint"
-        )
+        yield Static(Content.assemble(("↓", "$text-warning"), " Not downloaded. Enter downloads it."), id="models-hint")
         yield Static("", id="model-problem", classes="problem", markup=False)
         yield Input(placeholder="another one: owner/name, a folder, or a .gguf file", id="other")
         yield Footer(compact=True, show_command_palette=False)

@@ -204,7 +204,7 @@ class OpensScreens(Screen[None]):
         from app.tui.screens.asking import AskText
 
         self.app.push_screen(
-            AskText("Title of the conversation", self.controller.thread.title),
+            AskText("Title of the chat", self.controller.thread.title),
             lambda text: self.controller.rename(text) if text else None,
         )
 
@@ -224,12 +224,11 @@ class OpensScreens(Screen[None]):
         )
 
     def _export(self, path: str) -> None:
-        from app.tui.exporting import export_thread
+        from app.tui.exporting import export_thread, why_not_exported
 
         try:
             written = export_thread(self.controller.store, self.controller.thread, Path(path).expanduser())
         except (OSError, StoreError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            self.say(f"Nothing was exported to {path}: {reason}.", "error")
+            self.say(why_not_exported(Path(path), error), "error")
         else:
             self.say(f"Exported to {written}.")

@@ -66,7 +66,7 @@ class SettingRow(Vertical):
             return Content.assemble((f"Without effect here: {self._without_effect}. ", "italic"), help)
         if self.setting.takes_effect == "now":
             return Content(help)
-        return Content(f"{help} {'Forms the ring' if self.setting.group == 'ring' else 'Loads the model'} again.")
+        return Content.assemble(help, (" ↻", "$text-warning"))
 
     def _make_control(self, value: Value) -> Widget:
         setting = self.setting
@@ -186,7 +186,7 @@ class SettingsScreen(Screen[str]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,ctrl+s", "leave", "Close", key_display="esc", id="settings.close"),
         # Before a text area, which has these two keys for something else.
-        Binding(bound("undo"), "undo", "Take back", priority=True, id="settings.undo"),
+        Binding(bound("undo"), "undo", "Undo", priority=True, id="settings.undo"),
         Binding(bound("group"), "group", "Group", priority=True, id="settings.group"),
         Binding("tab", "app.focus_next", "Next", id="settings.next"),
         Binding("shift+tab", "app.focus_previous", "Previous", show=False, id="settings.previous"),
@@ -202,7 +202,7 @@ class SettingsScreen(Screen[str]):
 
     def compose(self) -> ComposeResult:
         app = cast(ChatHost, self.app)
-        yield Static("Settings", classes="screen-title", markup=False)
+        yield Static("Settings · ↻ reloads the model or the ring", classes="screen-title", markup=False)
         with VerticalScroll(classes="settings", can_focus=False):
             for group, title in GROUPS.items():
                 yield Static(title, id=f"group-{group}", classes="group-title", markup=False)
@@ -226,7 +226,7 @@ class SettingsScreen(Screen[str]):
         if not self._draft:
             return ""
         stops = " The answer that is being written stops then." if self._controller.busy else ""
-        return f"Not applied yet: esc applies it, {key('undo')} takes it back.{stops}"
+        return f"Pending changes: Esc applies, {key('undo').upper()} discards.{stops}"
 
     @work(group="prediction", exclusive=True, exit_on_error=False)
     async def _predict(self) -> None:
@@ -319,7 +319,7 @@ class SettingsScreen(Screen[str]):
         if refused and not self._warned:
             self._warned = True
             refused[0].focus_control()
-            self.notify("This value cannot be taken; esc again leaves it as it was.", severity="warning")
+            self.notify("Invalid value. Esc again discards it.", severity="warning")
             return
         problem = cast(ChatHost, self.app).change_settings(self._draft) if self._draft else ""
         self._close_network()

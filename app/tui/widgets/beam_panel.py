@@ -26,7 +26,7 @@ _MUTED = "$foreground-muted"
 class BeamPanel(Panel):
     PANEL = "beams"
     TITLE = "Beams"
-    HINT = f"{key('beams')}: go here · tab: candidates · {key('beams')} again: close"
+    HINT = f"{key('beams')} focus panel · {key('beams')} again close"
     HELP = (
         "A beam search keeps several candidates and gives the likeliest whole answer. `left` and `right` choose how "
         "many, at what cost; `enter` applies it from the next question on. `tab` goes to the candidates: `enter` "
@@ -143,10 +143,7 @@ class Widths(Rendered, can_focus=True):
             f"memory {size(estimate.memory_bytes)} of {size(self._costs.available_bytes)} free, "
             f"at {self._tokens:,} tokens of context"
         )
-        time = (
-            f"a step takes about {estimate.relative_step_time:.2f} × the time of one beam: "
-            f"{1 / estimate.relative_step_time:.0%} of its speed"
-        )
+        time = f"About {100 / estimate.relative_step_time:.0f} % of single-beam speed"
         lines = [Content(what), Content.styled(memory, _MUTED), Content.styled(time, _MUTED)]
         if not estimate.fits:
             lines.append(Content.styled(self._too_much(estimate), "$text-error"))
@@ -218,7 +215,7 @@ class Candidates(Rendered, can_focus=True):
         lines = [Content.assemble(head, (f"  {' · '.join(filter(None, [state, rate(self._rate)]))}", _MUTED))]
         shared = common_beginning([beam.text for beam in self._beams])
         if shared:
-            lines.append(Content.styled("All begin alike; … stands for that.", _MUTED))
+            lines.append(Content.styled("“…” replaces the shared beginning.", _MUTED))
             self._rows.append(-1)
         for index, beam in enumerate(self._beams):
             rows = self._candidate(index, beam, shared, width)

@@ -58,12 +58,14 @@ class MessageView(Written, can_focus=True):
         Binding("down,j", "neighbour(1)", "Down", show=False, id="message.down"),
         Binding(bound("page_up"), "screen.scroll(-1)", "Page up", show=False, id="message.page_up"),
         Binding(bound("page_down"), "screen.scroll(1)", "Page down", show=False, id="message.page_down"),
-        Binding("left,left_square_bracket", "act('previous')", "Other ←", key_display="←", id="message.previous"),
-        Binding("right,right_square_bracket", "act('next')", "Other →", key_display="→", id="message.next"),
+        Binding(
+            "left,left_square_bracket", "act('previous')", "Previous version", key_display="←", id="message.previous"
+        ),
+        Binding("right,right_square_bracket", "act('next')", "Next version", key_display="→", id="message.next"),
         Binding("c", "act('copy')", "Copy", id="message.copy"),
         Binding("b", "act('code')", "Copy code", id="message.copy_code"),
         Binding("e", "act('edit')", "Edit", id="message.edit"),
-        Binding("r", "act('again')", "Again", id="message.again"),
+        Binding("r", "act('again')", "Regenerate", id="message.again"),
         Binding("escape,i", "act('leave')", "Type", show=False, id="message.leave"),
     ]
 

@@ -27,7 +27,7 @@ SLOWEST_S = 1.0
 class TimingPanel(Panel):
     PANEL = "timing"
     TITLE = "Timing"
-    HINT = f"{key('timing')}: go here, to scroll · again: close"
+    HINT = f"{key('timing')} focus panel · {key('timing')} again close"
     HELP = (
         "Where the time of a token goes. Each bar is a layer, split into attention, router, experts, exchange between "
         "machines, waiting, and the rest; `p` changes between decoding and reading the prompt. Below, how often each "

@@ -57,7 +57,7 @@ def _about_model(status: Status) -> list[Content]:
             Content.styled(f"{key('model')} chooses another one.", "$foreground-muted"),
         ]
     if facts is not None:
-        experts = f"{facts.experts} experts, {facts.experts_per_token} for a token" if facts.experts else "dense"
+        experts = f"{facts.experts} experts, {facts.experts_per_token} active per token" if facts.experts else "dense"
         lines = [
             Content.assemble((facts.name, "bold"), (f" · {_parameters(facts.parameters)} · {experts}", "")),
             Content.styled(engine_name(facts), "$foreground-muted"),
