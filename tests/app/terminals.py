@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import struct
 import subprocess
 import sys
@@ -59,13 +60,15 @@ class Terminal:
                  "TEXTUAL_ANIMATIONS": "none"},
         )  # fmt: skip
         self.drawn = b""
+        self._closing = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
         with contextlib.suppress(OSError):
-            while data := os.read(self.master, 65536):
-                self.drawn += data
+            while not self._closing.is_set():
+                if select.select([self.master], [], [], 0.05)[0]:
+                    self.drawn += os.read(self.master, 65536)
 
     def until(self, holds: Callable[[], object], what: str) -> None:
         end = time.monotonic() + WAIT_S
@@ -85,6 +88,9 @@ class Terminal:
 
     def hang_up(self) -> None:
         """Close the terminal, as its window does."""
+        # A descriptor that a thread reads from is closed only once that read returns.
+        self._closing.set()
+        self._reader.join()
         os.close(self.slave)
         master, self.slave, self.master = self.master, -1, -1
         os.close(master)
@@ -108,6 +114,8 @@ class Terminal:
                 child.kill()
             self.process.kill()
             self.process.wait()
+        self._closing.set()
+        self._reader.join()
         for descriptor in (self.slave, self.master):
             if descriptor >= 0:
                 os.close(descriptor)
