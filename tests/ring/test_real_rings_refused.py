@@ -85,4 +85,4 @@ def test_another_protocol_is_refused_at_the_greeting(ring: RealRing) -> None:
     assert state is not None
     other = next(peer for peer in state.peers if peer.node_id == ring.ids[4])
     assert other.state == "refused"
-    assert other.problem.startswith(f"node 4 speaks ring protocol 77 and this machine {CONTROL_PROTOCOL}; install")
+    assert other.problem.startswith(f"It speaks ring protocol 77 and this machine {CONTROL_PROTOCOL}; install")
