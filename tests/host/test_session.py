@@ -307,7 +307,7 @@ def refused(ask: Ask, kind: str, text: str, prompt: list[int] | None = None, **o
 
 def test_prompt_longer_than_the_context(ask: Ask) -> None:
     refused(ask, "context", r"600 tokens and the context holds 512", [1] * 600)
-    refused(ask, "context", r"512 tokens, 1 more", [1] * 512)
+    refused(ask, "context", r"512 tokens and the context holds 512", [1] * 512)
     found = ask([1] * 510, max_tokens=50)
     assert (found.finish_reason, found.completion_tokens) == ("length", 2)
 
@@ -317,7 +317,7 @@ def test_context_limit_of_the_request(folders: dict[str, Path]) -> None:
     ask.session._ends = frozenset()
     assert ask.session.facts.context_limit == 20
     assert ask(PROMPT).completion_tokens == 13
-    refused(ask, "context", "context of 20", [1] * 20)
+    refused(ask, "context", "context holds 20", [1] * 20)
     with pytest.raises(ModelError, match="no room"):
         open_session(folders["mixtral"], context_limit=1)
 
