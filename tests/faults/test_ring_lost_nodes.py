@@ -307,6 +307,22 @@ def test_an_answer_waits_for_the_machine_it_cannot_go_on_without(two: Ring, mode
     assert two.finished(asked).token_ids == alone(24, OTHER_PROMPT).token_ids
 
 
+def test_both_are_lost_and_one_comes_back(three: Ring, model: Path, alone: Oracle) -> None:
+    """The second one while the ring is formed again: the answer waits for both, and one of them is enough."""
+    three.load(model, needs_both(three))
+    since = three.mark()
+    asked = three.ask(LONG)
+    three.until_tokens(asked, 20)
+    first, second = three.followers
+    first.kill()
+    three.engine.wait(lambda event: isinstance(event, Notice) and "Lost" in event.text, 60, since)
+    second.kill()
+    three.engine.wait(lambda event: isinstance(event, Notice) and "The answer waits for " in event.text, 60, since)
+    second.start(lend=True)
+    assert three.finished(asked).token_ids == alone(LONG).token_ids
+    assert any("oing on with 2 machines." in text for text in three.notices(since))
+
+
 def test_an_answer_waits_no_longer_than_it_may(two: Ring, model: Path) -> None:
     """The missing gigabytes are named, and the text that was written stays."""
     two.load(model, needs_both(two, wait_s=1.0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,13 @@ import pathlib
 import engine.ring.control.lending as lending
 from engine.errors import ModelError
 
-offer, asked = lending.Lender._offer, []
+offer = lending.Lender._offer
 
 def refusing(self, caller, pieces):
-    asked.append(0)
-    pathlib.Path({path!r}).write_text(str(len(asked)))
-    if len(asked) <= {times}:
+    asked = pathlib.Path({path!r})
+    left, count = map(int, asked.read_text().split())
+    asked.write_text(f"{{left - 1}} {{count + 1}}")
+    if left > 0:
         raise ModelError("It is still busy.", kind="disk")
     return offer(self, caller, pieces)
 
@@ -27,17 +29,29 @@ lending.Lender._offer = refusing
 """
 
 
-@pytest.mark.parametrize(("times", "asked", "state"), [(1, 2, "ring"), (99, 2, "ready")])
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """How often node 1 is still to refuse, and how often it was asked."""
+    return tmp_path_factory.mktemp("asked") / "asked"
+
+
+@pytest.fixture(scope="module")
+def ring(asked: Path) -> Iterator[Ring]:
+    with Ring(2, codes={1: REFUSING.format(path=str(asked))}) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("times", "tried", "state"), [(1, 2, "ring"), (99, 2, "ready")])
 def test_a_machine_that_refuses_is_tried_once_more(
-    model: Path, alone: Oracle, tmp_path: Path, times: int, asked: int, state: str
+    ring: Ring, asked: Path, model: Path, alone: Oracle, times: int, tried: int, state: str
 ) -> None:
-    path = tmp_path / "asked"
-    with Ring(2, codes={1: REFUSING.format(path=str(path), times=times)}) as ring:
-        ring.load(model)
-        refusing, other = ring.followers
-        for _ in range(3):
-            assert ring.answer(24).token_ids == alone(24).token_ids
-        eventually(lambda: (ring.state_of(refusing), ring.state_of(other)) == (state, "ring"))
-        assert int(path.read_text()) == asked
-        said = [text for text in ring.notices() if "node 1 is left out of the ring: It is still busy." in text]
-        assert len(said) == 1
+    asked.write_text(f"{times} 0")
+    since = ring.mark()
+    ring.load(model)
+    refusing, other = ring.followers
+    for _ in range(3):
+        assert ring.answer(24).token_ids == alone(24).token_ids
+    eventually(lambda: (ring.state_of(refusing), ring.state_of(other)) == (state, "ring"))
+    assert int(asked.read_text().split()[1]) == tried
+    said = [text for text in ring.notices(since) if "node 1 is left out of the ring: It is still busy." in text]
+    assert len(said) == 1

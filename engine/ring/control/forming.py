@@ -95,6 +95,8 @@ class RingFormer:
         self._said: set[str] = set()
         self._said_of_links: set[str] = set()
         self._left_out = LeftOut(node, {}, self._there)
+        self._planned: set[str] = set()
+        """With whom it was planned last; some may be gone since."""
         self._tried: Tried | None = None
         """Which links can be made, if that is known before a survey."""
         self._fallen_back = ""
@@ -173,7 +175,7 @@ class RingFormer:
             return frozenset(now | ({"its link"} if self._left_out.wanted.is_set() else set()))
 
         def away() -> list[str]:
-            ids = {one.node_id for one in self._there()} - self._left_out.apart.keys()
+            ids = self._planned & {one.node_id for one in self._there()}
             return [self._node.table.name_of(one) for one in sorted(self._regulars.members - ids)]
 
         return Patience(there, away, self._choice.wait_s)
@@ -234,6 +236,7 @@ class RingFormer:
             self._node, there, self._load.runtime, progress, threads=self._trial.threads, hurry=hurry, known=known
         )
         together = self.plan(survey, there)
+        self._planned = {one.node_id for one in there} - together.apart.keys()
         decision = self.decision = together.decision
         notices = [*notices, *together.lines]
         if decision.kind == "refused":
