@@ -109,6 +109,7 @@ def test_the_settings_of_the_ring_reach_the_engine(home: Path, capsys: pytest.Ca
     assert load["ring"] == {
         "nodes": [], "mode": "fast", "exchange": "auto", "loading": "auto", "overlap": True,
         "shares": {"a1" * 32: 2 << 30}, "even_if_slower": False, "trusted": [],
+        "wait_s": 300.0,  # nobody is there who could end its waiting
     }  # fmt: skip
     (home / "config" / "settings.toml").write_text('[ring]\nring_nodes = "attic"\n')
     assert run(["plan", "starter", "--partitioning", "ring"]) == 1
