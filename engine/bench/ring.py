@@ -208,10 +208,11 @@ class _Bench:
         predicted = None
         if samples.terms is not None and samples.ring is not None:
             terms = samples.terms
-            computing = PassTime(in_parts.moe_s, 0.0, in_parts.other_s)
-            fence_s = in_parts.exchange_s / terms.model.moe_layers
-            costs = measured_costs(terms.model, computing, fence_s, terms.nodes[0].central_s, "this")
-            predicted = terms.with_nodes(costs, self._at_once).with_exchange(samples.ring.exchange_s or 0.0).step()
+            # Sharing out the routes and framing count as other there, and are in what was rehearsed.
+            framing_s = max(0.0, terms.nodes[0].fence_s * terms.model.moe_layers - in_parts.exchange_s)
+            computing = PassTime(in_parts.moe_s, 0.0, max(0.0, in_parts.other_s - framing_s))
+            costs = measured_costs(terms.model, computing, machine="this")
+            predicted = terms.with_nodes(costs).step()
         seconds = [part.seconds for part in samples.parts]
         return Row(
             model=self._name,
@@ -249,7 +250,7 @@ class _Bench:
             samples.parts += self._measured(model, rounds)
             samples.ring = model.facts.ring
             if former.decision is not None:
-                samples.planned, samples.terms = former.decision.step, former.decision.terms
+                samples.planned, samples.terms = former.decision.step, former.terms
         finally:
             model.close()
 

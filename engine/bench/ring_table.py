@@ -49,8 +49,8 @@ def result_of(request: Bench, threads: int, bound: bool, cores: int, steps: int,
         "in turns. Waiting for the slowest node counts as communication.",
         "planned: tokens/s as predicted before the ring was formed, from experts like the model's, the rate of memory "
         "and the links. predicted: tokens/s from the step of one node that runs as in a ring but exchanges with nobody "
-        "(one, in parts), its experts, framing and all else apart, and from the exchange as measured once all nodes "
-        "were joined; its error is of the time of a token.",
+        "(one, in parts), its experts and all else apart, and from layers that all nodes rehearsed once they were "
+        "joined; its error is of the time of a token.",
         "naive and P-L_B are central, P-L_R-D is decentralised (paper on Apple Silicon, tables 3 and 4).",
         *_within(rows),
     ]

@@ -7,9 +7,9 @@ The paper's equation (1) with measured terms, for unlike nodes:
 where ``nodes`` is the time until the last node is done: the mean over what the routes may be, not the slowest node's
 mean. Shared experts are computed while the wire is busy, so the longer of the two counts. In central mode the head
 alone runs the trunk, and each layer sends twice: routes with hidden states out, the results back. Nodes that are
-processes of one machine share its memory and cores: they are done after the longest of them or after the sum of their
-work over what the machine can do at once, whichever is later. All times are seconds. (Paper of private LLMs on Apple
-Silicon, sections 4.3 and 4.4.)
+processes of one machine share what it can do at once for as long as they are busy. Once a ring is joined, all of its
+nodes rehearse layers: what one takes beside trunk and experts is then known as a whole. All times are seconds. (Paper
+of private LLMs on Apple Silicon, sections 4.3 and 4.4.)
 """
 
 from __future__ import annotations
@@ -59,12 +59,14 @@ class Wire:
     """The exchange over the slowest link in use.
 
     ``latency_s``: MEASURED_BYTES, one way. ``per_peer_s``: what each peer beyond the first adds; 0.0 where the exchange
-    was measured with all nodes.
+    was measured with all nodes. ``layer_s``: of a layer of a decoding step, all that is neither trunk nor experts, as
+    all nodes rehearsed it; None: they did not.
     """
 
     latency_s: float
     bytes_per_s: float
     per_peer_s: float = 0.0
+    layer_s: float | None = None
 
     @classmethod
     def of_link(cls, latency_s: float, bytes_per_s: float) -> Wire:
@@ -156,18 +158,18 @@ class StepTerms:
     def step(self) -> PassTime:
         return step_time(self.model, self.placement, self.nodes, self.wire, self.setting, self.popularity)
 
-    def with_exchange(self, seconds: float) -> StepTerms:
+    def with_exchange(self, seconds: float, layer_s: float | None = None) -> StepTerms:
         """The exchange took ``seconds`` once all nodes were joined. It is measured with nodes that send at the same
-        time, so that none of them sleeps; in a step they wait for each other, which takes a link's latency at least."""
+        time, so that none of them sleeps; in a step they wait for each other, which takes a link's latency at least.
+        ``layer_s``: see :class:`Wire`."""
         if len(self.nodes) < 2:
             return self
         before = self.wire.latency_s + (len(self.nodes) - 2) * self.wire.per_peer_s
-        return replace(self, wire=Wire(max(seconds, before), self.wire.bytes_per_s))
+        return replace(self, wire=Wire(max(seconds, before), self.wire.bytes_per_s, layer_s=layer_s))
 
-    def with_nodes(self, each: NodeCosts, at_once: float) -> StepTerms:
-        """All nodes are like ``each``, whose machine does ``at_once`` nodes' work in the time of one."""
-        nodes = (each,) * len(self.nodes)
-        return replace(self, nodes=nodes, setting=replace(self.setting, at_once=at_once))
+    def with_nodes(self, each: NodeCosts) -> StepTerms:
+        """All nodes are like ``each``."""
+        return replace(self, nodes=(each,) * len(self.nodes))
 
 
 def step_time(
@@ -352,10 +354,11 @@ def _layer(
         back = wire.seconds(sum(rows[1:]) * model.hidden * 4, peers)
         experts = [experts[0] + shared[0], *experts[1:]]
         central = max(node.central_s for node in nodes) if peers else 0.0
-        return trunks[0], _together(nodes, experts, setting), out + back + central
+        travelling = _rehearsed(wire, tokens, out + back + central)
+        return trunks[0], _together(nodes, experts, setting), travelling
     sent = max(rows) * row if setting.mode == "exact" else tokens * row
     fence = max(node.fence_s for node in nodes) if peers else 0.0
-    travelling = wire.seconds(peers * sent, peers) + fence
+    travelling = _rehearsed(wire, tokens, wire.seconds(peers * sent, peers) + fence)
     # What the wire does not hide is computing, like the rest of the trunk.
     left = max(0.0, _together(nodes, shared, setting) - travelling)
     trunk = _together(nodes, trunks, setting)
@@ -363,13 +366,29 @@ def _layer(
     return trunk + left, max(0.0, both - trunk), travelling
 
 
+def _rehearsed(wire: Wire, tokens: int, added_up: float) -> float:
+    """What a layer takes beside trunk and experts: as rehearsed, if that was for so many tokens."""
+    return added_up if wire.layer_s is None or tokens != 1 else wire.layer_s
+
+
 def _together(nodes: Sequence[NodeCosts], seconds: Sequence[float], setting: RingSetting) -> float:
     """Until all nodes are done with so much work each, those of one machine sharing it."""
-    work: dict[str, float] = {}
+    work: dict[str, list[float]] = {}
     for node, each in zip(nodes, seconds, strict=True):
         if node.machine:
-            work[node.machine] = work.get(node.machine, 0.0) + each
-    return max(max(seconds, default=0.0), *(each / setting.at_once for each in work.values()), 0.0)
+            work.setdefault(node.machine, []).append(each)
+    return max(max(seconds, default=0.0), *(sharing_s(each, setting.at_once) for each in work.values()), 0.0)
+
+
+def sharing_s(work: Sequence[float], at_once: float) -> float:
+    """Until processes of one machine are done with ``work`` (seconds of each by itself), which all begin now. One by
+    itself does a second's work in a second; several share what the machine does, ``at_once`` at most, equally."""
+    total = done = 0.0
+    for place, each in enumerate(sorted(work)):
+        busy = len(work) - place
+        total += (each - done) * busy / min(float(busy), at_once)
+        done = each
+    return total
 
 
 def _tokens_of(use: Sequence[float], experts: int, per_token: int, tokens: int) -> list[int]:

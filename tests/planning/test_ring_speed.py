@@ -6,6 +6,8 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.planning.calibration import Calibration, Curve, ExpertShape
 from engine.planning.cluster import DBRX, ClusterHardware, cluster_bound
@@ -14,6 +16,7 @@ from engine.planning.placement import Placement
 from engine.planning.placing import ExpertGrid, Room, place
 from engine.planning.prediction import ModelSizes, Shares, cpu_speed
 from engine.planning.ring_speed import (
+    Mode,
     NodeCosts,
     PassTime,
     RingSetting,
@@ -24,6 +27,7 @@ from engine.planning.ring_speed import (
     costs_of,
     measured_costs,
     pass_time,
+    sharing_s,
     step_time,
 )
 from engine.planning.routing_load import Assigner, LoadingRule, LoadingRules
@@ -68,8 +72,9 @@ def test_terms_are_put_in_as_they_are_measured() -> None:
     assert joined.step().moe_s == terms.step().moe_s
     assert terms.with_exchange(1e-6).step().exchange_s == pytest.approx(terms.step().exchange_s)
     one = replace(NODE, machine="this")
-    assert joined.with_nodes(one, 3.0).step() == joined.step()
-    crowded = joined.with_nodes(one, 1.0).step()
+    roomy = replace(joined, setting=replace(joined.setting, at_once=3.0))
+    assert roomy.with_nodes(one).step().seconds == pytest.approx(joined.step().seconds)
+    crowded = joined.with_nodes(one).step()
     assert crowded.other_s == pytest.approx(3 * joined.step().other_s)
     assert crowded.moe_s == pytest.approx(4 * 2 * 1e-3)
     alone = StepTerms(MODEL, apart(1), (NODE,), WIRE, RingSetting())
@@ -209,6 +214,45 @@ def test_processes_of_one_machine_share_it() -> None:
     assert found.moe_s == pytest.approx(4 * 2 * 1e-3)
     both_at_once = step_time(MODEL, apart(2), here, WIRE, RingSetting(at_once=2.0))
     assert both_at_once.seconds == pytest.approx(step_time(MODEL, apart(2), [NODE] * 2, WIRE, RingSetting()).seconds)
+
+
+def by_events(work: list[float], at_once: float) -> float:
+    """The same, from one end of somebody's work to the next."""
+    left, now = sorted(work), 0.0
+    while left:
+        speed = min(len(left), at_once) / len(left)
+        step = left[0] / speed
+        now += step
+        left = [each - step * speed for each in left[1:]]
+    return now
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.0, 10.0), max_size=6), st.floats(1.0, 6.0))
+def test_processes_share_what_their_machine_does_at_once(work: list[float], at_once: float) -> None:
+    found = sharing_s(work, at_once)
+    assert found == pytest.approx(by_events(work, at_once), abs=1e-9)
+    assert found >= max([*work, sum(work) / at_once]) - 1e-9
+    assert found <= sum(work) + 1e-9
+
+
+def test_unequal_work_is_shared_only_while_both_are_busy() -> None:
+    """Of two that do 1.6 times one's work: both for a second's work, at 0.8 of their speed; then one alone."""
+    assert sharing_s([1.0, 3.0], 1.6) == pytest.approx(1.0 / 0.8 + 2.0)
+    assert sharing_s([2.0, 2.0], 1.6) == pytest.approx(4.0 / 1.6)
+    assert sharing_s([], 1.6) == 0.0
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast", "central"])
+def test_what_was_rehearsed_counts_for_a_step_and_not_for_a_prompt(mode: Mode) -> None:
+    node = replace(NODE, fence_s=1e-3, central_s=2e-3)
+    terms = StepTerms(MODEL, apart(2), (node,) * 2, WIRE, RingSetting(mode))
+    joined = terms.with_exchange(5e-4, 7e-4)
+    assert joined.step().exchange_s == pytest.approx(4 * 7e-4)
+    assert (joined.step().moe_s, joined.step().other_s) == (terms.step().moe_s, terms.step().other_s)
+    prompt = pass_time(MODEL, apart(2), joined.nodes, joined.wire, joined.setting, 64)
+    added_up = terms.with_exchange(5e-4)
+    assert prompt == pass_time(MODEL, apart(2), joined.nodes, added_up.wire, joined.setting, 64)
 
 
 def test_shared_experts_hide_behind_the_wire() -> None:

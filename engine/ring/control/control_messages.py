@@ -249,6 +249,9 @@ class EpochSpec(Control, frozen=True, kw_only=True):
     dtype: DtypeName = "auto"
     context_limit: int | None = None
     prefill_chunk: int = 512
+    width: int = 0
+    """Numbers of a hidden state; with ``experts_per_token``: layers of this size are rehearsed. 0: none are."""
+    experts_per_token: int = 0
 
 
 class Connected(Control, frozen=True, kw_only=True):

@@ -14,7 +14,9 @@ from engine.exchange.exchange import Exchange, Link, PeerLost
 from engine.exchange.transports import DECODE_BYTES, measure_exchange
 from engine.messages.ring import ExchangeName
 from engine.ring.control.control_messages import EpochSpec
+from engine.ring.control.follower_work import seat_of
 from engine.ring.control.opening import open_exchange
+from engine.ring.control.rehearsing import LARGEST_WIDTH, Rehearsal
 
 
 class EpochLinks:
@@ -23,6 +25,8 @@ class EpochLinks:
     def __init__(self, epoch: Epoch) -> None:
         self.epoch = epoch
         self.medians: dict[ExchangeName, float] = {}
+        self.layer_s: dict[ExchangeName, float] = {}
+        """What a layer of a decoding step takes beside trunk and experts, as it was rehearsed."""
         self.problems: dict[ExchangeName, str] = {}
         self.commands: dict[int, Link] = {}
         self._exchanges: dict[ExchangeName, Exchange] = {}
@@ -77,8 +81,14 @@ class EpochLinks:
                 link.close()
 
 
-def connect_epoch(links: Links, found: EpochLinks, names: Sequence[ExchangeName], commands: bool) -> None:
-    """Make the command links, then connect and measure the exchanges ``names`` one by one; all nodes at once.
+def connect_epoch(
+    links: Links,
+    found: EpochLinks,
+    names: Sequence[ExchangeName],
+    commands: bool,
+    rehearsal: Rehearsal | None = None,
+) -> None:
+    """Make the command links, then connect, measure and rehearse the exchanges ``names`` one by one; all nodes at once.
 
     An exchange that cannot be made is noted and left out. Raises ModelError (network) if none can, or no command link.
     """
@@ -88,7 +98,10 @@ def connect_epoch(links: Links, found: EpochLinks, names: Sequence[ExchangeName]
         try:
             exchange = open_exchange(name, links, found.epoch)
             found.add(name, exchange)
-            found.medians[name] = measure_exchange(exchange, DECODE_BYTES)
+            median = measure_exchange(exchange, DECODE_BYTES)
+            if rehearsal is not None:
+                found.layer_s[name] = rehearsal.run(exchange)
+            found.medians[name] = median
         except (ModelError, PeerLost, OSError) as error:
             found.problems[name] = str(error)
             found.drop(name)
@@ -97,6 +110,14 @@ def connect_epoch(links: Links, found: EpochLinks, names: Sequence[ExchangeName]
             raise PeerLost("The epoch was ended while its links were made.")
     if names and not found.medians:
         raise ModelError(next(iter(found.problems.values())), kind="network")
+
+
+def rehearsal_of(spec: EpochSpec, threads: int | None, machines: tuple[tuple[int, ...], ...] = ()) -> Rehearsal | None:
+    """What the nodes of the epoch rehearse, this one on ``threads`` threads; None if its head does not ask for that.
+    ``machines``: see :class:`Rehearsal`."""
+    if not 0 < spec.width <= LARGEST_WIDTH or not 0 < spec.experts_per_token <= spec.placement.experts:
+        return None
+    return Rehearsal(seat_of(spec), spec.width, spec.experts_per_token, threads, spec.one_by_one, machines)
 
 
 def epoch_of(spec: EpochSpec, names: Mapping[int, str]) -> Epoch:

@@ -47,10 +47,12 @@ def epoch_specs(
     exchanges: Sequence[ExchangeName],
     threads: int | None,
     trial: Trial,
+    rehearse: bool,
 ) -> dict[int, EpochSpec]:
     """By rank: the same epoch for all, with the addresses that each of them reaches the others at best. ``threads``: of
-    the others; None: theirs to decide."""
+    the others; None: theirs to decide. ``rehearse``: layers like the model's are to be."""
     decision = ring.decision
+    sizes = decision.terms.model if rehearse and decision.terms is not None else None
     assert decision.placement is not None
     ids = dict(enumerate(decision.ranks))
     certificates = {
@@ -88,6 +90,8 @@ def epoch_specs(
             dtype=load.dtype,
             context_limit=load.context_limit,
             prefill_chunk=load.prefill_chunk,
+            width=sizes.hidden if sizes is not None else 0,
+            experts_per_token=sizes.experts_per_token if sizes is not None else 0,
         )
     return specs
 

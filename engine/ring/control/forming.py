@@ -19,13 +19,14 @@ from engine.messages.ring import ExchangeName, RingFacts
 from engine.planning.absent_machines import absent_lines
 from engine.planning.placement import Placement
 from engine.planning.ring_plan import RingDecision
+from engine.planning.ring_speed import StepTerms
 from engine.progress import ProgressCallback
 from engine.ring.control.apart import Together, decide_together
 from engine.ring.control.asking import Candidate, NodeRefused, ask, connected_or_refused, most_likely, stopped_by
 from engine.ring.control.beats import FORMING, TOLD_S, patience
 from engine.ring.control.client import Calls, Unreachable
 from engine.ring.control.control_messages import Connected, EpochSpec
-from engine.ring.control.epoch_links import EpochLinks, connect_epoch, epoch_of
+from engine.ring.control.epoch_links import EpochLinks, connect_epoch, epoch_of, rehearsal_of
 from engine.ring.control.epoch_specs import Ring, Trial, epoch_specs
 from engine.ring.control.follower_work import seat_of
 from engine.ring.control.formed import AloneLayers, FormedRing, end_epoch
@@ -34,6 +35,7 @@ from engine.ring.control.loading_nodes import LoadingNodes, told_by
 from engine.ring.control.node import Lent, Node
 from engine.ring.control.opening import available_exchanges
 from engine.ring.control.regulars import Regulars
+from engine.ring.control.rehearsing import ranks_together
 from engine.ring.control.sending import Sending
 from engine.ring.control.survey import Survey, Surveyor, candidates
 from engine.ring.control.trying_links import Tried
@@ -87,6 +89,8 @@ class RingFormer:
         self._trial = trial
         self.decision: RingDecision | None = None
         """Of the last forming."""
+        self.terms: StepTerms | None = None
+        """What a step of the ring is predicted from, with what was measured of all its nodes together."""
         self._formed: FormedRing | None = None
         self._considered: dict[str, str] = {}
         """Who was there when it was last formed, and those that were looked at since: node ids, and their processes."""
@@ -309,10 +313,13 @@ class RingFormer:
     def _together(self, ring: Ring, notices: list[str], progress: ProgressCallback) -> FormedRing:
         has = Sending(self._folder, self._name, ring.decision, ring.followers).send(progress)
         threads = self._trial.threads or (None if ring.decision.mode == "central" else self._surveyor.threads)
-        specs = epoch_specs(ring, self._node, self._name, self._load, self._exchanges(ring), threads, self._trial)
+        exchanges, rehearse = self._exchanges(ring), self._chosen is None  # forming again must be quick
+        specs = epoch_specs(ring, self._node, self._name, self._load, exchanges, threads, self._trial, rehearse)
         links = EpochLinks(epoch_of(specs[HEAD], {rank: one.name for rank, one in ring.followers.items()}))
         try:
             exchange, exchange_s = self._connect(ring, specs, links, progress)
+            terms = ring.decision.terms
+            self.terms = None if terms is None else terms.with_exchange(exchange_s, links.layer_s.get(exchange))
             model, layers, said = self._load_all(ring, specs[HEAD], links, exchange, progress)
         except BaseException:
             links.close()
@@ -325,7 +332,7 @@ class RingFormer:
             epoch=ring.epoch,
             exchange=exchange,
             exchange_s=exchange_s,
-            tokens_per_s=_predicted_again(ring.decision, exchange_s),
+            tokens_per_s=None if self.terms is None else self.terms.step().tokens_per_s,
             encrypted=exchange in ("tls", "envoy"),
             nodes=shares,
         )
@@ -407,7 +414,9 @@ class RingFormer:
                 future.add_done_callback(lambda done: links.close() if done.exception() is not None else None)
             failure: Exception | None = None
             try:
-                connect_epoch(self._node.links, links, specs[HEAD].exchanges, commands=specs[HEAD].mode != "central")
+                machines = [ring.survey.facts[node_id].machine for node_id in ring.decision.ranks]
+                rehearsal = rehearsal_of(specs[HEAD], self._load.cpu_threads, ranks_together(machines))
+                connect_epoch(self._node.links, links, specs[HEAD].exchanges, specs[HEAD].mode != "central", rehearsal)
             except (ModelError, PeerLost) as error:
                 failure = error
                 links.close()
@@ -476,9 +485,3 @@ class RingFormer:
     def _forgotten(self, node_id: str) -> None:
         if self._formed is not None:
             self._formed.forgotten(node_id)
-
-
-def _predicted_again(decision: RingDecision, exchange_s: float) -> float | None:
-    """Tokens per second, now that the exchange was measured with all nodes."""
-    terms = decision.terms
-    return None if terms is None else terms.with_exchange(exchange_s).step().tokens_per_s

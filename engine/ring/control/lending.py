@@ -39,7 +39,7 @@ from engine.ring.control.control_messages import (
     Wants,
     check_spec,
 )
-from engine.ring.control.epoch_links import EpochLinks, connect_epoch, epoch_of
+from engine.ring.control.epoch_links import EpochLinks, connect_epoch, epoch_of, rehearsal_of
 from engine.ring.control.follower_work import Terms
 from engine.ring.control.following import Following
 from engine.ring.control.giving import Giving
@@ -392,7 +392,8 @@ class Lender:
             following.close()
         self._go_on("connecting")
         try:
-            connect_epoch(self._node.links, links, spec.exchanges, commands=spec.mode != "central")
+            rehearsal = rehearsal_of(spec, self._terms.threads(spec.cpu_threads))
+            connect_epoch(self._node.links, links, spec.exchanges, spec.mode != "central", rehearsal)
         except BaseException:
             links.close()
             raise

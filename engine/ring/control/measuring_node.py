@@ -219,7 +219,8 @@ def _measured(shape: ExpertShape, dtype: str, threads: int) -> Curve:
 
 def experts_at_once(shape: ExpertShape, threads: int, processes: int) -> float:
     """How many experts that many processes of ``threads`` threads run together in the time in which one runs one: they
-    have one memory, and perhaps one cache. Raises ModelError if an expert of ``shape`` cannot be had in memory."""
+    have one memory, and perhaps one cache, but each has experts of its own. Raises ModelError if an expert of ``shape``
+    cannot be had in memory."""
     choice = choose("float32" if shape.dtype == "F32" else "bfloat16")
     if processes < 2:
         return 1.0
@@ -227,13 +228,16 @@ def experts_at_once(shape: ExpertShape, threads: int, processes: int) -> float:
         return max(1.0, memory_rate(threads * processes) / memory_rate(threads))
     check_shape(shape)
     count = max(1, min(32, min(CYCLE_BYTES, available_bytes() // 4) // _measured_bytes(shape)))
+    each = max(1, count // processes)
+    count = each * processes
     weights = {expert: _like(shape) for expert in range(count)}
 
     def rate(process: int, pool: Pool, layer: LayerExperts, together: threading.Barrier) -> float:
+        first = process * each
         together.wait()
         begun, done = time.perf_counter(), 0
         while time.perf_counter() - begun < AT_ONCE_S:
-            _one(layer, pool, 1, (process * count // processes + done) % count)
+            _one(layer, pool, 1, first + done % each)
             done += 1
         return done / (time.perf_counter() - begun)
 
