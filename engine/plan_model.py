@@ -15,7 +15,7 @@ import msgspec
 from engine.cpu_threads import reason_for, threads_of, within_this_machine
 from engine.experts.calibration_file import calibration_key, load_calibration
 from engine.experts.popularity_file import known_counts
-from engine.experts.speed_file import MachineSpeed, load_speed
+from engine.experts.speed_file import MLX_GPU, MachineSpeed, load_speed
 from engine.free_memory import available_bytes, memory
 from engine.loading import check_request
 from engine.machine import Gpu, gpu, processor
@@ -26,6 +26,7 @@ from engine.models.store import ResolvedModel, resolve
 from engine.planning.calibration import Calibration
 from engine.planning.hybrid import Device, HybridPlan, Machine, Wanted
 from engine.planning.hybrid import plan as plan_placement
+from engine.runtimes import choosing
 from engine.runtimes.choosing import Choice, choose_runtime, on_one_machine
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Network
     graphics = None if load.partitioning == "cpu" or load.runtime in ("native", "mlx") else gpu()
     runtime = _choose(load, headers, graphics is not None)
     notices: list[str] = []
-    calibration, speed = _measured(load, headers, graphics, notices)
+    calibration, speed = _measured(load, headers, graphics, runtime.name, notices)
     context = min(sizes.context_limit, load.context_limit or Wanted().context_tokens)
     plan = plan_placement(
         sizes.for_planning(load.model),
@@ -149,13 +150,14 @@ def _machine(headers: Headers, graphics: Gpu | None, speed: MachineSpeed | None,
 
 
 def _measured(
-    load: Load, headers: Headers, graphics: Gpu | None, notices: list[str]
+    load: Load, headers: Headers, graphics: Gpu | None, runtime: str, notices: list[str]
 ) -> tuple[Calibration | None, MachineSpeed | None]:
     """The calibration of the model's experts on this machine, and what else was measured here."""
     dtype, shape = headers.sizes.dtype, headers.shape
     name = graphics.name if graphics is not None else None
     key = calibration_key(dtype, load.cpu_threads, name)
-    speed = load_speed(calibration_key(dtype, load.cpu_threads, None))
+    on_mac_gpu = runtime == "mlx" and choosing.on_apple_silicon()
+    speed = load_speed(calibration_key(dtype, load.cpu_threads, MLX_GPU if on_mac_gpu else None))
     if shape is None:
         return None, speed
     calibration = load_calibration(shape, key, notices.append)

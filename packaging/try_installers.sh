@@ -2,6 +2,7 @@
 # try_installers.sh [WHEEL]: installs the wheel (built here if none is named) with `uv tool` and with pipx, each into a
 # temporary folder, and runs what was installed. Fetches uv, pipx and all dependencies, torch among them: it takes
 # minutes and about 3 GB of disk in TMPDIR. The indexes of pip's settings are used; UV_FIND_LINKS and its kin for uv's.
+# INSTALLERS=pipx tries one of them only.
 set -eu
 
 root=$(cd "$(dirname "$0")/.." && pwd)
@@ -33,13 +34,20 @@ try() {
     echo "$1: works"
 }
 
-UV_TOOL_DIR=$work/uv UV_TOOL_BIN_DIR=$work/uv-bin UV_CACHE_DIR=$work/uv-cache \
-    "$work/tools/bin/uv" tool install --quiet --python "$python" "$wheel"
-if "$work"/uv/privatellm/bin/python -c 'import pip' 2>/dev/null; then
-    echo "uv: its environment has a pip, so fetching without one was not tried"
-fi
-try uv
-rm -rf "$work/uv" "$work/uv-cache"
-
-PIPX_HOME=$work/pipx PIPX_BIN_DIR=$work/pipx-bin "$work/tools/bin/pipx" --quiet install --python "$python" "$wheel"
-try pipx
+for installer in ${INSTALLERS:-uv pipx}; do
+    case $installer in
+    uv)
+        UV_TOOL_DIR=$work/uv UV_TOOL_BIN_DIR=$work/uv-bin UV_CACHE_DIR=$work/uv-cache \
+            "$work/tools/bin/uv" tool install --quiet --python "$python" "$wheel"
+        if "$work"/uv/privatellm/bin/python -c 'import pip' 2>/dev/null; then
+            echo "uv: its environment has a pip, so fetching without one was not tried"
+        fi
+        ;;
+    pipx)
+        PIPX_HOME=$work/pipx PIPX_BIN_DIR=$work/pipx-bin \
+            "$work/tools/bin/pipx" install --python "$python" "$wheel" >/dev/null
+        ;;
+    esac
+    try "$installer"
+    rm -rf "$work/uv" "$work/uv-cache" "$work/pipx"
+done

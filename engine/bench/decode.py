@@ -15,7 +15,7 @@ from engine.bench.setting import (
 from engine.bench.spread import Spread, figure, milliseconds, per_second
 from engine.bench.streaming import StreamingRead
 from engine.experts.calibration_file import calibration_key
-from engine.experts.speed_file import save_speed
+from engine.experts.speed_file import MLX_GPU, save_speed
 from engine.messages import BenchResult
 
 STEPS = 16
@@ -29,6 +29,7 @@ def bench_decode(setting: Setting, request_id: int) -> BenchResult:
     seconds: list[float] = []
     rates: list[float] = []
     memory = StreamingRead(setting.threads, setting.clock) if setting.on_cpu else None
+    gpu_rates: list[float] = []
     for index in range(setting.rounds):
         setting.report("decoding", index, setting.rounds, "")
         rows = setting.model.start()
@@ -37,6 +38,8 @@ def bench_decode(setting: Setting, request_id: int) -> BenchResult:
         del rows
         if memory is not None:
             rates.append(memory.rate())
+        elif setting.facts.runtime == "mlx":
+            gpu_rates.append(_mlx_rate())
     read_bytes = setting.weight_bytes + len(prompt) * setting.facts.key_value_bytes_per_token
     rate = per_second(seconds, read_bytes)
     share = [read_bytes / one / streaming for one, streaming in zip(seconds, rates, strict=False)]
@@ -44,6 +47,9 @@ def bench_decode(setting: Setting, request_id: int) -> BenchResult:
     if rates:
         why = setting.why_not_kept(rates)
         notes += [not_kept(why)] if why else keep_speed(setting, median(rates), median(seconds), read_bytes)
+    elif gpu_rates:
+        why = setting.why_not_kept(gpu_rates)
+        notes += [not_kept(why)] if why else keep_speed(setting, median(gpu_rates), median(seconds), read_bytes)
     return BenchResult(
         id=request_id,
         title=f"Decoding, {setting.facts.name}",
@@ -70,11 +76,19 @@ def bench_decode(setting: Setting, request_id: int) -> BenchResult:
     )
 
 
+def _mlx_rate() -> float:
+    """Bytes per second at which mlx's GPU reads the memory that it shares with the CPU."""
+    from engine.runtimes.mlx.measuring import READ_BYTES, measure_gpu
+
+    return measure_gpu(None, READ_BYTES).memory_read
+
+
 def keep_speed(setting: Setting, memory_read: float, step_s: float, read_bytes: int) -> list[str]:
     """Keep what plans for other models can rest on; a line if that is not done."""
     facts = setting.facts
     overhead = max(0.0, step_s - read_bytes / memory_read) / facts.layers
-    machine = calibration_key(facts.dtype, setting.threads, None)
+    numbers = facts.dtype.rpartition(" ")[2]  # of "4-bit, bfloat16" what is computed with
+    machine = calibration_key(numbers, setting.threads, None if setting.on_cpu else MLX_GPU)
     try:
         save_speed(machine, memory_read, facts.runtime, overhead)
     except OSError as error:

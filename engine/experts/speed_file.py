@@ -16,6 +16,9 @@ from engine.models.durable_files import new_file
 from engine.models.locations import ensure, locate
 
 SPEED_VERSION = 1
+MLX_GPU = "mlx on the GPU"
+"""Stands for the GPU in the machine's key where mlx's GPU was measured: what it reads is no figure of the CPU's."""
+
 _FILE_LIMIT = 1_000_000
 
 

@@ -12,6 +12,8 @@ from tiny_models import TINY_FAMILIES, write_tiny_model
 
 from engine.doctor_facts import doctor_facts
 from engine.errors import ModelError
+from engine.experts.calibration_file import calibration_key
+from engine.experts.speed_file import MLX_GPU, save_speed
 from engine.loading import load_session
 from engine.messages import Load, Plan
 from engine.models.opening import read_config
@@ -134,6 +136,15 @@ def test_loading_planning_and_doctor_say_the_same(mac: Callable[[int], None], tm
     assert session.facts.notices == [f"Running on native: {planned.reason}."]
     assert planned.reason == facts.runtime_reason
     assert "clip_qkv 4.0" in planned.reason
+
+
+def test_a_plan_for_mlx_rests_on_what_its_gpu_was_measured_at(mac: Callable[[int], None], tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m", "mixtral")
+    save_speed(calibration_key("float32", None, None), 1e9, "native", 1.0)
+    save_speed(calibration_key("float32", None, MLX_GPU), 1e12, "mlx", 1e-3)
+    on_gpu = plan_model(Plan(id=1, load=ask_for(folder))).tokens_per_s
+    on_cpu = plan_model(Plan(id=1, load=ask_for(folder, runtime="native"))).tokens_per_s
+    assert on_gpu is not None and on_cpu is not None and on_gpu > 100 * on_cpu
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)

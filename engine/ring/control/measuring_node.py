@@ -20,6 +20,7 @@ import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
@@ -31,7 +32,7 @@ from engine.experts.kernels.bindings import choose
 from engine.experts.kernels.layers import Gate, LayerExperts
 from engine.experts.kernels.pool import Pool, physical_cores, shared_pool
 from engine.experts.measuring import never_falling
-from engine.experts.speed_file import load_speed
+from engine.experts.speed_file import MLX_GPU, load_speed
 from engine.free_memory import available_bytes
 from engine.machine import processor
 from engine.models.files import ExpertWeights, StoredTensor
@@ -40,6 +41,9 @@ from engine.planning.calibration import Curve, ExpertShape, Processor
 from engine.ring.control.control_messages import NodeFacts, WantedFacts
 from engine.ring.control.measuring_layer import central_seconds, layer_seconds
 from engine.ring.weights.share_store import RESERVE_BYTES
+
+if TYPE_CHECKING:
+    from engine.runtimes.mlx.measuring import GpuFigures
 
 TOKENS = (1, 2, 4, 8, 16, 64)
 BUDGET_S = 1.0
@@ -62,6 +66,7 @@ _OPERATIONS_PER_BYTE = 4.0
 _measuring = threading.Lock()
 _known: dict[tuple[ExpertShape, str, int | None], Curve] = {}
 _rates: dict[int, float] = {}
+_gpus: dict[ExpertShape | None, GpuFigures] = {}
 
 
 def measure_node(wanted: WantedFacts, threads: int | None = None) -> NodeFacts:
@@ -72,9 +77,15 @@ def measure_node(wanted: WantedFacts, threads: int | None = None) -> NodeFacts:
     count = threads or physical_cores()
     dtype = "float32" if wanted.dtype == "float32" else "bfloat16"
     with _measuring:
-        speed = load_speed(calibration_key(dtype, threads, None))
-        rate = speed.memory_read if speed is not None else memory_rate(count)
-        curve = None if wanted.shape is None else expert_curve(wanted.shape, dtype, threads, rate)
+        gpu = gpu_figures(wanted)
+        speed = load_speed(calibration_key(dtype, threads, None if gpu is None else MLX_GPU))
+        if gpu is not None:
+            rate, curve = gpu.memory_read, gpu.expert
+        else:
+            rate = speed.memory_read if speed is not None else memory_rate(count)
+            curve = None if wanted.shape is None else expert_curve(wanted.shape, dtype, threads, rate)
+    # A layer of a ring waits for the GPU twice: for the routes, and for the results.
+    waits_s = 0.0 if gpu is None else 2 * gpu.wait_s
     chosen = choose("bfloat16" if dtype == "bfloat16" else "float32")
     width = wanted.shape.hidden if wanted.shape is not None else 0
     return NodeFacts(
@@ -90,12 +101,31 @@ def measure_node(wanted: WantedFacts, threads: int | None = None) -> NodeFacts:
         processor=processor(),
         system=f"{platform.system()} {platform.machine()}",
         threads=count,
-        fence_s=layer_seconds(width) if width else 0.0,
-        central_s=central_seconds(width) if width else 0.0,
+        fence_s=layer_seconds(width) + waits_s if width else 0.0,
+        central_s=central_seconds(width) + 2 * waits_s if width else 0.0,
         layer_overhead_s=dict(speed.layer_overhead_s) if speed is not None else {},
         machine=this_machine(),
         unified_memory=sys.platform == "darwin" and platform.machine() == "arm64",
     )
+
+
+def gpu_figures(wanted: WantedFacts) -> GpuFigures | None:
+    """What mlx's GPU costs, if that is what will run; None where it is not, or cannot be asked."""
+    if wanted.runtime != "mlx" or importlib.util.find_spec("mlx_lm") is None:
+        return None
+    from engine.runtimes.mlx.eligible import working_set_bytes
+
+    try:
+        budget = working_set_bytes()
+    except ModelError:
+        return None
+    if budget is None:
+        return None
+    if wanted.shape not in _gpus:
+        from engine.runtimes.mlx.measuring import measure_gpu
+
+        _gpus[wanted.shape] = measure_gpu(wanted.shape, min(budget, available_bytes()) // 4)
+    return _gpus[wanted.shape]
 
 
 def check_shape(shape: ExpertShape) -> None:
