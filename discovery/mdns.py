@@ -127,7 +127,8 @@ class Neighbourhood:
         self._opened_at = time.monotonic()
         self._tried_at = float("-inf")
         self._generation = 0
-        self._opened: list[tuple[zeroconf.Zeroconf, zeroconf.ServiceBrowser]] = []
+        self._opened: list[zeroconf.Zeroconf] = []
+        self._browsers: list[zeroconf.ServiceBrowser] = []
         self._resolving: dict[tuple[zeroconf.Zeroconf, str], concurrent.futures.Future[None]] = {}
         self._looked_at = float("-inf")
         self._last: list[Found] = []
@@ -212,9 +213,9 @@ class Neighbourhood:
         if not told:
             return "no network interface is up"
         try:
-            for opened in _open(told):
-                self._opened.append((opened, zeroconf.ServiceBrowser(opened, SERVICE, handlers=[self._heard])))
-            for opened, _ in self._opened:
+            self._opened = _open(told)
+            for opened in self._opened:
+                self._browsers.append(zeroconf.ServiceBrowser(opened, SERVICE, handlers=[self._heard]))
                 opened.register_service(self._service(told), cooperating_responders=True)
         except (OSError, RuntimeError, zeroconf.Error) as error:
             self._stop()
@@ -238,14 +239,14 @@ class Neighbourhood:
 
     def _stop(self) -> None:
         all_opened, self._opened = self._opened, []
+        browsers, self._browsers = self._browsers, []
         with self._mutex:
             resolving = list(self._resolving.values())
         for future in resolving:
             future.cancel()
-        for opened, browser in all_opened:
+        for one in (*(browser.cancel for browser in browsers), *(opened.close for opened in all_opened)):
             with contextlib.suppress(OSError, RuntimeError, zeroconf.Error, asyncio.TimeoutError):
-                browser.cancel()
-                opened.close()
+                one()
 
     def _refresh(self) -> None:
         """Ask again for everybody, and for names of which nothing more is known: who does not answer is dropped by
@@ -256,7 +257,7 @@ class Neighbourhood:
             self._looked_at = now
         with self._mutex:
             names = list(self._seen)
-        for opened, _ in self._opened:
+        for opened in self._opened:
             pointers = [one for one in opened.cache.entries_with_name(SERVICE) if isinstance(one, DNSPointer)]
             strangers = list({one.alias for one in pointers} - set(names))
             random.shuffle(strangers)  # whoever floods must not be first each time

@@ -55,11 +55,12 @@ from engine.ring.control.control_messages import (
     check_spec,
     unpack,
 )
+from engine.ring.control.crowding import MOST_EACH, too_many
 from engine.ring.control.epoch_links import EpochLinks
 from engine.ring.control.lending import Lender
 from engine.ring.control.local_ring import LocalEngine, open_network
 from engine.ring.control.node import Node
-from engine.ring.control.server import MOST_CALLS_EACH, MOST_CONNECTIONS, Method
+from engine.ring.control.server import HANDSHAKE_S, MOST_CALLS_EACH, MOST_CONNECTIONS, Method
 from engine.ring.control.survey import check_link
 from engine.ring.running import commands
 from engine.ring.running.contributions import HEADER, reason_in
@@ -101,6 +102,38 @@ def test_silent_strangers_are_few_and_cut_off(pair: Nodes, monkeypatch: pytest.M
         for connection in knocking:
             connection.close()
     eventually(pair.ready)
+
+
+def test_one_address_does_not_take_all_connections(pair: Nodes) -> None:
+    """The oldest of those on which nothing was proved end, and never one of a paired machine."""
+    port = pair.nodes[1].server.port
+    eventually(pair.ready)
+    before = pair.nodes[0].table.views()[0].client
+
+    def silent() -> int:
+        ours = {one.getsockname()[1] for one in knocking}
+        return sum(
+            one.laddr.port == port and one.status == "ESTABLISHED" and one.raddr.port in ours
+            for one in psutil.Process().net_connections("inet")
+        )
+
+    knocking = [socket.create_connection(("127.0.0.1", port)) for _ in range(MOST_CONNECTIONS // 2)]
+    try:
+        eventually(lambda: silent() <= MOST_EACH, HANDSHAKE_S - 1)  # before they are cut off for being silent
+        assert silent() > 0
+        another = pair.client(1, pair.identities[0])
+        assert another.call("Beat", pair.nodes[0].load(), NodeLoad, 10)
+        another.close()
+    finally:
+        for connection in knocking:
+            connection.close()
+    assert pair.nodes[0].table.views()[0].client is before
+
+
+def test_the_oldest_strangers_of_a_crowd_end() -> None:
+    ends = {10 + number: ("10.0.0.1", 1000 + number) for number in range(6)} | {5: ("10.0.0.2", 1000)}
+    assert too_many(ends, {("10.0.0.1", 1000)}, most=3) == [11, 12]
+    assert too_many(ends, set(ends.values()), most=3) == [] and too_many({}, set()) == []
 
 
 def test_a_node_speaks_no_older_tls(tmp_path: Path) -> None:

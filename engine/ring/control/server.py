@@ -21,6 +21,7 @@ from discovery.tls import shown_to_grpc
 from engine.errors import ModelError
 from engine.exchange.exchange import PeerLost, RingProtocolError
 from engine.ring.control.control_messages import MESSAGE_LIMIT, SERVICE, CallKind, Control, pack, unpack
+from engine.ring.control.crowding import CrowdLimit
 
 WORKERS = 24
 MOST_CALLS = 48
@@ -93,6 +94,8 @@ class ControlServer:
         self._shown = credentials()
         self._calls: defaultdict[str, set[grpc.ServicerContext]] = defaultdict(set)
         self._lock = threading.Lock()
+        self._crowds = CrowdLimit()
+        self.port = 0
         self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="control")
         self._server = grpc.server(self._pool, options=SERVER_OPTIONS, maximum_concurrent_rpcs=MOST_CALLS)
         handlers = {name: self._handler(method) for name, method in methods.items()}
@@ -117,11 +120,13 @@ class ControlServer:
             context.cancel()
 
     def close(self) -> None:
+        self._crowds.close()
         self._server.stop(0).wait(STOP_S)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
         """Asked by gRPC for every new connection: the machines that are paired now."""
+        self._crowds.came(self.port)
         now = self._credentials()
         if now == self._shown:
             return None
@@ -183,10 +188,11 @@ class ControlServer:
             many = len(self._calls[node_id]) >= MOST_CALLS_EACH
             if not many:
                 self._calls[node_id].add(context)
+        self._crowds.proved(*_end_of(context))
         if many:
             context.abort(grpc.StatusCode.UNAVAILABLE, "")
             raise AssertionError("a refused call has ended")
-        return Caller(node_id, _address_of(context), lambda: bool(context.is_active()) and self._paired(node_id))
+        return Caller(node_id, _end_of(context)[0], lambda: bool(context.is_active()) and self._paired(node_id))
 
     def _leave(self, caller: Caller, context: grpc.ServicerContext) -> None:
         with self._lock:
@@ -208,11 +214,13 @@ def _configuration(shown: Credentials) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration(((shown.key, shown.certificate),), shown.roots)
 
 
-def _address_of(context: grpc.ServicerContext) -> str:
-    """Where the connection comes from, without its port; IPv6 without brackets."""
+def _end_of(context: grpc.ServicerContext) -> tuple[str, int]:
+    """Where the connection comes from: the IP address (IPv6 without brackets) and the port."""
     kind, _, rest = context.peer().partition(":")
-    host = str(rest).rpartition(":")[0]
-    return host.replace("%5B", "").replace("%5D", "").strip("[]") if kind == "ipv6" else host
+    host, _, port = str(rest).rpartition(":")
+    if kind == "ipv6":
+        host = host.replace("%5B", "").replace("%5D", "").strip("[]")
+    return host, int(port) if port.isdecimal() else 0
 
 
 def _refuse(context: grpc.ServicerContext, error: Exception) -> None:
