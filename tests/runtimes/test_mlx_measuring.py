@@ -104,3 +104,13 @@ def test_decoding_on_the_gpu_keeps_what_a_layer_costs(tmp_path: Path, monkeypatc
     kept = load_speed(calibration_key("float32", 1, MLX_GPU))
     assert kept is not None and kept.memory_read == 1e15 and kept.layer_overhead_s["mlx"] > 0
     assert load_speed(calibration_key("float32", 1, None)) is None
+
+
+@pytest.mark.parametrize(("platform", "machine", "first"), [("darwin", "arm64", "mlx"), ("linux", "x86_64", "native")])
+def test_every_runtime_of_a_node_is_offered_its_default_first(
+    platform: str, machine: str, first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring_node.sys, "platform", platform)
+    monkeypatch.setattr(measuring_node.platform, "machine", lambda: machine)
+    found = measuring_node.runtimes()
+    assert found[0] == first and set(found) == {"mlx", "native", "torch"}

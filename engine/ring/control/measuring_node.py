@@ -158,7 +158,8 @@ def runtimes() -> list[str]:
     apple = sys.platform == "darwin" and platform.machine() == "arm64"
     native = ["native"] if choose("bfloat16").native else []
     mlx = ["mlx"] if importlib.util.find_spec("mlx_lm") is not None else []
-    return [*mlx, *found] if apple else [*native, *found, *mlx]
+    # On a Mac native stands in for models that mlx does not run.
+    return [*mlx, *native, *found] if apple else [*native, *found, *mlx]
 
 
 def libraries() -> dict[str, str]:
