@@ -53,6 +53,8 @@ class Download:
     should_stop: StopCheck
     done: int = 0
     total: int = 0
+    unlock: Callable[[httpx2.Response], bool] = lambda response: False
+    """Whether a refused request may be tried again, in another way."""
 
     def fetch(self, files: list[RemoteFile], total: int) -> None:
         """Bring all ``files`` into the folder, verified. Raises ModelError, Cancelled, OSError."""
@@ -119,6 +121,8 @@ class Download:
                 raise _Busy(f"HTTP {response.status_code}")
             if response.status_code == 416:  # what we have is not the beginning of what the server has
                 part.write_bytes(b"")
+                return
+            if self.unlock(response):
                 return
             self.raise_for_status(response)
             resumes = response.status_code == 206

@@ -78,6 +78,7 @@ def _download(repo: str, folder: Path, progress: ProgressCallback, should_stop: 
             partial,
             progress,
             should_stop,
+            unlock=lambda response: hub.unlock(client, response),
         )
         try:
             partial.mkdir(exist_ok=True)

@@ -18,6 +18,7 @@ import httpx2
 import msgspec
 
 from engine.errors import ModelError
+from engine.models.json_files import MOST_TOKENIZER_BYTES, SMALL_FILE
 
 ENDPOINT = "https://huggingface.co"
 WEIGHT_INDEX = "model.safetensors.index.json"
@@ -28,6 +29,10 @@ _WANTED = re.compile(
     r"special_tokens_map\.json|added_tokens\.json|vocab\.json|merges\.txt|chat_template\.(jinja|json)|"
     r"LICEN[CS]E(\.(txt|md))?|model\.safetensors\.index\.json"
 )
+_LARGE_SETTINGS = dict.fromkeys(
+    ("tokenizer.json", "tokenizer.model", "spiece.model", WEIGHT_INDEX), MOST_TOKENIZER_BYTES
+)
+"""Bytes of those files beside the weights that may be larger than a configuration."""
 _SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -86,12 +91,36 @@ def stored_token() -> str | None:
 
 
 def new_client() -> httpx2.Client:
-    """A client with the person's token. A redirect to another host (the file store) does not carry the token along."""
-    headers = {"User-Agent": "privatellm", "Accept-Encoding": "identity"}
+    """A client for one repository, without the person's token until :func:`unlock` is asked for it."""
+    return httpx2.Client(
+        headers={"User-Agent": "privatellm", "Accept-Encoding": "identity"},
+        follow_redirects=True,
+        timeout=httpx2.Timeout(20.0, connect=10.0),
+        event_hooks={"response": [_refuse_packed]},
+    )
+
+
+def unlock(client: httpx2.Client, response: httpx2.Response) -> bool:
+    """Whether the request that ``response`` refuses may be tried again, now with the person's token.
+
+    The token is for the hub alone, and never goes over a connection that others can read. A redirect to another host
+    (the file store) does not carry it along.
+    """
+    first = response.history[0].request if response.history else response.request
+    hub = httpx2.URL(endpoint())
+    to_the_hub = (first.url.scheme, first.url.host, first.url.port) == ("https", hub.host, hub.port)
+    if response.status_code not in (401, 403) or not to_the_hub or "Authorization" in client.headers:
+        return False
     token = stored_token()
-    if token:
-        headers["Authorization"] = f"Bearer {token}"
-    return httpx2.Client(headers=headers, follow_redirects=True, timeout=httpx2.Timeout(20.0, connect=10.0))
+    if token is not None:
+        client.headers["Authorization"] = f"Bearer {token}"
+    return token is not None
+
+
+def _refuse_packed(response: httpx2.Response) -> None:
+    """A small answer that unpacks to gigabytes is not unpacked: nobody asked for a packed one."""
+    if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise ModelError(f"{response.request.url.host} sends a packed answer, which was not asked for.", "network")
 
 
 def file_url(repository: Repository, name: str) -> str:
@@ -101,14 +130,11 @@ def file_url(repository: Repository, name: str) -> str:
 def list_repository(client: httpx2.Client, repo: str) -> Repository:
     """What is in ``repo`` now. Raises ModelError (network; bad-input for a repo that is not there or not open)."""
     try:
-        response = client.get(f"{endpoint()}/api/models/{repo}/revision/main", params={"blobs": "true"})
+        body = _answer_about(client, repo) or _answer_about(client, repo)
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise no_connection(error) from error
-    raise_for_status(response, repo)
-    if len(response.content) > _ANSWER_LIMIT:
-        raise ModelError(f"The hub's answer about {repo} is too large; it was not used.", "network")
     try:
-        info = msgspec.json.decode(response.content, type=_ModelInfo)
+        info = msgspec.json.decode(body or b"", type=_ModelInfo)
     except msgspec.DecodeError as error:
         raise ModelError(
             f"{endpoint()} does not answer like a model hub ({error}); check HF_ENDPOINT.", "network"
@@ -124,6 +150,21 @@ def list_repository(client: httpx2.Client, repo: str) -> Repository:
     return Repository(repo, info.sha, files)
 
 
+def _answer_about(client: httpx2.Client, repo: str) -> bytes | None:
+    """What the hub says of ``repo``, unread beyond a limit; None: ask again, with the token that was asked for."""
+    body = bytearray()
+    address = f"{endpoint()}/api/models/{repo}/revision/main"
+    with client.stream("GET", address, params={"blobs": "true"}) as response:
+        if unlock(client, response):
+            return None
+        raise_for_status(response, repo)
+        for piece in response.iter_raw():
+            body += piece
+            if len(body) > _ANSWER_LIMIT:
+                raise ModelError(f"The hub's answer about {repo} is too large; it was not used.", "network")
+    return bytes(body)
+
+
 def small_files(repository: Repository) -> list[RemoteFile]:
     """Config, tokenizer, licence and weight index. Raises ModelError if the repo cannot be a usable model."""
     names = repository.files
@@ -137,7 +178,16 @@ def small_files(repository: Repository) -> list[RemoteFile]:
         pickled = any(name.endswith(_PICKLED) for name in names)
         what = "only pickled weights, which can run code" if pickled else "no weights"
         raise ModelError(f"{repository.repo} holds {what}; use a repository with *.safetensors.", "bad-input")
-    return [names[name] for name in sorted(names) if _WANTED.fullmatch(name)]
+    wanted = [names[name] for name in sorted(names) if _WANTED.fullmatch(name)]
+    for file in wanted:
+        limit = _LARGE_SETTINGS.get(file.name, SMALL_FILE)
+        if file.size > limit:
+            raise ModelError(
+                f"{file.name} of {repository.repo} has {file.size} bytes, over {limit}; no model needs so many, and it "
+                "was not fetched.",
+                "bad-input",
+            )
+    return wanted
 
 
 def weight_files(repository: Repository, index: Path | None) -> list[RemoteFile]:
@@ -200,6 +250,12 @@ def raise_for_status(response: httpx2.Response, repo: str) -> None:
     code = response.headers.get("X-Error-Code", "")
     page = f"{endpoint()}/{repo}"
     gated = code == "GatedRepo"
+    over_http = status in {401, 403} and response.request.url.scheme != "https" and stored_token() is not None
+    if over_http:
+        raise ModelError(
+            f"{endpoint()} asks who you are, and your hub token is only sent over https; check HF_ENDPOINT.",
+            "bad-input",
+        )
     if gated or (status == 403 and code != "RepoNotFound"):
         raise ModelError(
             f"{repo} is only for people who accepted its terms: accept them at {page}, then set HF_TOKEN.",

@@ -11,6 +11,8 @@ from engine.models.wording import shown
 
 SMALL_FILE = 20_000_000
 """Bytes of a configuration; the largest in use have some hundred thousand."""
+MOST_TOKENIZER_BYTES = 200_000_000
+"""Bytes of a tokenizer's vocabulary; the largest in use has 35 million."""
 LONGEST_LIST = 100_000
 """Entries of a list: far above layers, experts or end tokens of any model."""
 DEEPEST = 64

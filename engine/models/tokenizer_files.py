@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
 from engine.free_memory import give_back
-from engine.models.json_files import SMALL_FILE, check_size, read_object, read_text
+from engine.models.json_files import MOST_TOKENIZER_BYTES, SMALL_FILE, check_size, read_object, read_text
 from engine.models.wording import shown
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The keys of special tokens that every tokenizer may have."""
-MOST_TOKENIZER_BYTES = 200_000_000
-"""Bytes of a ``tokenizer.json``; the largest in use has 35 million."""
 TEMPLATE_BYTES = 2_000_000
 """Bytes of a chat template; the largest in use have 30 thousand."""
 
@@ -301,6 +299,9 @@ def read_template(folder: Path) -> str | None:
 def _read_by_transformers(folder: Path, why: str) -> TokenizerFiles:
     from transformers import AutoTokenizer
 
+    for path in folder.iterdir():
+        if path.is_file() and path.suffix in (".json", ".txt", ".model"):
+            check_size(path, MOST_TOKENIZER_BYTES)
     try:
         inner = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import threading
@@ -30,6 +31,12 @@ class Repo:
     """Send so many bytes of a file and then nothing, until ``stalled`` is set or half a minute has passed."""
     stalled: threading.Event = field(default_factory=threading.Event)
     waited_in_vain: bool = False
+    wants_token: bool = False
+    """Answer 401 to whoever does not say who they are."""
+    packed: bool = False
+    """Answer with a small piece that unpacks to half a gigabyte."""
+    padding: int = 0
+    """Bytes of blanks in what is said of the repository."""
     redirect_to: str = ""
     """Files lie on another server, as the hub's do."""
 
@@ -73,8 +80,13 @@ class LoopbackHub:
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         path = handler.path.partition("?")[0]
         for name, repo in self.repos.items():
+            if path.startswith((f"/api/models/{name}/", f"/{name}/")) and repo.wants_token:
+                return _send(handler, 401, b"{}", {"X-Error-Code": "GatedRepo"})
             if path == f"/api/models/{name}/revision/main":
-                return _send(handler, 200, json.dumps(_info(repo)).encode())
+                if repo.packed:
+                    packed = gzip.compress(bytes(1 << 20)) * 512
+                    return _send(handler, 200, packed, {"Content-Encoding": "gzip"})
+                return _send(handler, 200, json.dumps(_info(repo)).encode() + b" " * repo.padding)
             prefix = f"/{name}/resolve/{REVISION}/"
             if path.startswith(prefix):
                 return _send_file(handler, repo, path[len(prefix) :])

@@ -14,12 +14,14 @@ from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import numpy as np
 import pytest
 from loopback_hub import REVISION, LoopbackHub, Repo
 
 from engine.errors import Cancelled, ModelError
 from engine.models import downloading, store
+from engine.models import hub as hub_module
 from engine.models.fetching import pull
 
 REPO = "someone/tiny-mixtral"
@@ -238,10 +240,91 @@ def test_a_gated_repo_says_where_to_accept_its_terms(hub: LoopbackHub, repo: Rep
         pull(REPO, silent)
 
 
-def test_the_token_goes_to_the_hub(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_stays_here_when_nobody_asks_for_it(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     pull(REPO, silent)
-    assert {sent for _, _, sent in hub.requests} == {"Bearer hf_secret"}
+    assert {sent for _, _, sent in hub.requests} == {None}
+
+
+def test_the_token_does_not_go_where_others_can_read_it(
+    hub: LoopbackHub, repo: Repo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    repo.wants_token = True
+    with pytest.raises(ModelError, match=r"your hub token is only sent over https; check HF_ENDPOINT"):
+        pull(REPO, silent)
+    assert {sent for _, _, sent in hub.requests} == {None}
+
+
+def test_the_token_goes_to_the_hub_that_asks_for_it_and_to_no_other_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.example")
+    asked: list[tuple[str, str | None]] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        sent = request.headers.get("Authorization")
+        asked.append((request.url.host, sent))
+        if request.url.host == "hub.example" and sent is None:
+            return httpx2.Response(401)
+        if request.url.path.endswith("/config.json") and request.url.host == "hub.example":
+            return httpx2.Response(302, headers={"Location": "https://store.example/config.json"})
+        return httpx2.Response(200, stream=httpx2.ByteStream(json.dumps({"sha": "a" * 40}).encode()))
+
+    with httpx2.Client(transport=httpx2.MockTransport(answer), follow_redirects=True) as client:
+        assert hub_module.list_repository(client, REPO).revision == "a" * 40
+        client.get(f"https://hub.example/{REPO}/resolve/main/config.json")
+    secret = "Bearer hf_secret"
+    assert asked == [("hub.example", None), ("hub.example", secret), ("hub.example", secret), ("store.example", None)]
+
+
+def test_a_file_that_needs_the_token_is_asked_for_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.example")
+    data = b"{}"
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        known = "Authorization" in request.headers
+        return httpx2.Response(200, stream=httpx2.ByteStream(data)) if known else httpx2.Response(403)
+
+    with httpx2.Client(transport=httpx2.MockTransport(answer)) as client:
+        task = downloading.Download(
+            client,
+            REPO,
+            lambda name: f"https://hub.example/{name}",
+            lambda response: hub_module.raise_for_status(response, REPO),
+            tmp_path,
+            silent,
+            None,
+            unlock=lambda response: hub_module.unlock(client, response),
+        )
+        digest = f"sha1:{hashlib.sha1(b'blob 2' + bytes(1) + data).hexdigest()}"
+        task.fetch([hub_module.RemoteFile("config.json", len(data), digest)], len(data))
+    assert (tmp_path / "config.json").read_bytes() == data
+
+
+def test_a_packed_answer_is_not_unpacked(hub: LoopbackHub, repo: Repo) -> None:
+    repo.packed = True
+    with pytest.raises(ModelError, match="a packed answer, which was not asked for"):
+        pull(REPO, silent)
+
+
+def test_an_answer_without_end_is_not_read(hub: LoopbackHub, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "_ANSWER_LIMIT", 100_000)
+    repo.padding = 1_000_000
+    with pytest.raises(ModelError, match="is too large; it was not used"):
+        pull(REPO, silent)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json", "tokenizer.json"])
+def test_settings_larger_than_any_are_not_fetched(
+    hub: LoopbackHub, repo: Repo, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_module, "SMALL_FILE", 1000)
+    monkeypatch.setattr(hub_module, "_LARGE_SETTINGS", {"tokenizer.json": 2000})
+    repo.files[name] = b" " * 3000
+    with pytest.raises(ModelError, match=rf"{name} of {REPO} has 3000 bytes, over [12]000"):
+        pull(REPO, silent)
+    assert hub.file_requests(name) == []
 
 
 @pytest.mark.parametrize("unsafe", ["../../evil.safetensors", "/etc/evil.safetensors", "a/b.safetensors", "evil.bin"])
