@@ -52,6 +52,8 @@ class Giving:
         found = self._find(caller, wanted)
         if found is None:
             return
+        who, what = self._node.table.name_of(caller.node_id), plain_text(wanted.name, 100)
+        self._notice(f"{who} copies {what} from this machine.")
         said: queue.SimpleQueue[OfferPiece | Offer | BaseException] = queue.SimpleQueue()
 
         def progress(stage: str, done: int, total: int, unit: str) -> None:
@@ -78,8 +80,6 @@ class Giving:
                 raise Cancelled("Nobody waits for the weights any more.")
 
         items = decode_wanted(wanted.wanted)
-        who, what = self._node.table.name_of(caller.node_id), plain_text(wanted.model.name, 100)
-        self._notice(f"{who} copies {what} from this machine.")
         for chunk in found.chunks(wanted.layout, wanted.weights, items, progress):
             yield Piece(data=chunk)
 
