@@ -67,7 +67,7 @@ def run(arguments: list[str]) -> int:
     in_json = _asks_for_json(arguments)
     try:
         # Otherwise the library ends the process itself after a bad argument, and tells nobody what it was.
-        return app(args=arguments, prog_name="privatellm", standalone_mode=not in_json) or 0
+        return app(args=arguments, prog_name="privatellm", standalone_mode=False) or 0
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
     except WorkFailed as error:
@@ -80,9 +80,13 @@ def run(arguments: list[str]) -> int:
         return status
     except Exception as error:
         # Which class bad arguments have differs between versions of the library; all of them can describe themselves.
-        if not hasattr(error, "format_message"):
+        if not (hasattr(error, "format_message") and hasattr(error, "message") and hasattr(error, "show")):
             raise
-        return fail(error.format_message(), 2, in_json=in_json)
+        error.message = error.message.removeprefix("Value error, ")
+        if in_json:
+            return fail(error.format_message(), 2, in_json=True)
+        error.show()
+        return 2
 
 
 def _asks_for_json(arguments: list[str]) -> bool:

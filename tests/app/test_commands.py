@@ -421,3 +421,11 @@ def test_a_terminal_gets_one_changing_line(monkeypatch: pytest.MonkeyPatch) -> N
     line.clear()
     line.clear()
     assert written == ["\r\x1b[Ks: 50 % (1 of 2 layers)", "\r\x1b[Ks: 100 % (2 of 2 layers)", "\r\x1b[K"]
+
+
+def test_a_bad_argument_is_told_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the name of what the library checks with."""
+    assert run(["locate", "db"]) == 2
+    said = capsys.readouterr()
+    assert "Invalid value for 'WHAT': 'db' is not one of 'config', 'data', 'models', 'logs'." in said.err
+    assert said.out == ""
