@@ -209,7 +209,8 @@ class ChatController:
         self._wake.set()
 
     def stop_soon(self) -> bool:
-        """Stop what is being answered and what waits; the text stays. Whether there was anything to stop."""
+        """Stop what is being answered and what waits; the text stays. If nothing is, stop fetching the model: what has
+        come of it is kept, and the next question goes on with it. Whether there was anything to stop."""
         turns = [turn for turn in (self._current, *self._turns) if turn is not None and not turn.ended]
         self._turns.clear()
         for turn in turns:
@@ -220,7 +221,10 @@ class ChatController:
                 self.status.phase = Phase.STOPPING
                 self._background(self._cancel(turn.request))
         self._count_waiting()
-        return bool(turns)
+        fetching = not turns and self.status.phase is Phase.FETCHING
+        if fetching:
+            self._background(self.link.abandon_loading())
+        return bool(turns) or fetching
 
     def pick_beam(self, index: int) -> None:
         """Make candidate ``index`` the answer: at once if the search has ended, else it is stopped for it."""

@@ -191,6 +191,26 @@ async def test_the_starter_is_fetched_first(engine: FakeEngine, store: Conversat
         assert kinds == [Pull, Load]
 
 
+async def test_fetching_is_stopped_and_goes_on_with_the_next_question(
+    engine: FakeEngine, store: ConversationStore
+) -> None:
+    chat = Chat(engine, store)
+    chat.missing = True
+    engine.pull_gate = asyncio.Event()
+    async with running(chat):
+        await chat.until(lambda: chat.controller.status.progress is not None)
+        assert chat.controller.stop_soon()
+        await chat.until(lambda: engine.cancelled)
+        engine.pull_gate.set()
+        await chat.until(lambda: chat.controller.status.phase is Phase.UNAVAILABLE)
+        assert chat.controller.status.problem.startswith("The download was stopped")
+        assert not chat.controller.stop_soon()
+        chat.controller.submit("And now?")
+        await chat.answered()
+        assert [type(request) for request in engine.requests if isinstance(request, (Pull, Load))] == [Pull, Pull, Load]
+        assert chat.path[-1].content == "Paris is the capital."
+
+
 async def test_a_refused_prompt_says_why_and_keeps_the_question(engine: FakeEngine, store: ConversationStore) -> None:
     engine.generate_error = "The prompt is 9 tokens too long."
     async with running(Chat(engine, store)) as chat:
