@@ -65,10 +65,14 @@ class ConversationCache:
         self._known = None
 
     def take_back_peers(self, turn: Turn) -> None:
-        """Between two questions a ring may be formed anew, by which the cache is lost. Raises Cancelled, ModelError."""
+        """Before a question: a ring may be formed anew, by which the cache is lost. Raises Cancelled, ModelError.
+
+        Until :meth:`turn_over` its machines are waited for only as long as ``turn`` is not cancelled.
+        """
         self._formed_again = 0
         if not isinstance(self._model, Recoverable):
             return
+        self._model.turn(turn.cancelled)
         void = True
         try:
             void = self._model.between_turns(turn.report, lambda text: turn.emit(Notice(text=text)))
@@ -77,6 +81,10 @@ class ConversationCache:
                 if self.rows is not None:
                     self._lost = self.tokens, self._passes
                 self.forget()
+
+    def turn_over(self) -> None:
+        if isinstance(self._model, Recoverable):
+            self._model.turn(lambda: False)
 
     def prefill(self, prompt: list[int], turn: Turn, repeatable: bool) -> Logits | None:
         """Bring ``prompt`` into the cache, again if a peer is lost; the logits after it, or None if cancelled.
@@ -103,6 +111,8 @@ class ConversationCache:
         assert self.rows is not None
         try:
             logits: Logits = self.rows.step([token])[0]
+        except Interrupted:
+            return None
         except PeerLost as lost:
             return self._run_again(lost, [*self.tokens, token], self._passes.decoded(), turn)
         self._took([token], self._passes.decoded())
@@ -196,8 +206,11 @@ class ConversationCache:
                     if count >= LONG_CHUNK:
                         give_back()
                 else:
-                    with turn.passing():
-                        logits = rows.step(part)[0]
+                    try:
+                        with turn.passing():
+                            logits = rows.step(part)[0]
+                    except Interrupted:
+                        return None
                     self._took(part, self._passes.decoded())
                 done = begun + count
                 turn.ran_of_prompt(begun, done)
@@ -224,6 +237,8 @@ class ConversationCache:
     def _form_again(self, lost: PeerLost, turn: Turn) -> bool:
         """Nothing of the cache is left. False: cancelled. Raises ModelError if those who are there cannot go on."""
         self.forget()
+        if turn.cancelled():
+            return False
         self._formed_again += 1
         if not isinstance(self._model, Recoverable) or self._formed_again > FORMED_AGAIN:
             raise ModelError(f"A machine of the ring is gone: {lost}.", kind="network") from lost

@@ -13,7 +13,7 @@ from engine.conversation_cache import ConversationCache
 from engine.errors import Cancelled, ModelError
 from engine.free_memory import available_bytes, ran_out_of_memory
 from engine.generation.beams import BeamRule, BeamState, Hypothesis, beam_run, check_beams
-from engine.generation.sampling import Sampler, sampling_rule
+from engine.generation.sampling import NotNumbersError, Sampler, sampling_rule
 from engine.generation.text import IncrementalDecoder, StopStrings, first_stop
 from engine.messages import (
     AnyEvent,
@@ -191,6 +191,7 @@ class Session:
                 self._spoken.answered(answer.text, answer.tokens[:-1] if ended else answer.tokens)
             return turn.finished(answer)
         finally:
+            self._cache.turn_over()
             turn.close()
             self.first_pass_s = turn.first_pass_s
             self._keep_facts(emit)
@@ -401,6 +402,14 @@ class Session:
             yield
         except BaseException as error:
             self._cache.forget()
+            ring = self.facts.ring
+            if isinstance(error, NotNumbersError) and ring is not None and len(ring.nodes) > 1:
+                names = ", ".join(node.name for node in ring.nodes[1:])
+                raise ModelError(
+                    f"What the ring computed is no number: results of {names} are wrong, or the model's weights are "
+                    "damaged; leave the ring and ask again to see which.",
+                    kind="network",
+                ) from error
             if not isinstance(error, ModelError) and ran_out_of_memory(error):
                 raise ModelError(
                     f"Memory ran out while {self.facts.name} was answering, with {_size(self._memory())} free; "

@@ -142,6 +142,10 @@ class EnvoyExchange:
         frames.insert(self._epoch.rank, self._own)
         return frames
 
+    def missing(self) -> list[int]:
+        """See :class:`Exchange`."""
+        return [rank for rank in self._others if not self._complete[rank]]
+
     def _check_ended(self) -> None:
         """A node that went after its contribution came is nobody's trouble before the next exchange."""
         for rank, end in self._ended.items():
@@ -200,8 +204,9 @@ class EnvoyExchange:
             return
         pieces, complete = self._pieces[rank], self._complete[rank]
         # Another node can be one exchange ahead of this one: one contribution is looked at, one may wait.
-        if len(complete) > 1 or sum(map(len, pieces)) + len(payload) > LARGEST_FRAME:
-            raise RingProtocolError(f"{name} sends more than the exchange asks for.", kind="network")
+        pieces_fit = (len(pieces) + 1) * PIECE_BYTES <= LARGEST_FRAME and (len(payload) == PIECE_BYTES or kind == LAST)
+        if len(complete) > 1 or not pieces_fit or len(payload) > PIECE_BYTES:
+            raise RingProtocolError(f"{name} sends more than the exchange asks for, or less.", kind="network")
         pieces.append(payload)
         if kind == LAST:
             complete.append(pieces[0] if len(pieces) == 1 else b"".join(pieces))

@@ -40,8 +40,8 @@ class Exchange(Protocol):
 
     def send(self, parts: Sequence[Buffer], capacity: int) -> None:
         """Begin: ``parts``, one after the other, are this node's contribution (it may be empty). They may be reused
-        when :meth:`receive` has returned. ``capacity`` is the largest contribution any node may make in this exchange,
-        in bytes, the same number on all nodes. Raises PeerLost."""
+        when :meth:`receive` has returned. ``capacity`` is the largest contribution that any other node may make in this
+        exchange, in bytes. Raises PeerLost."""
         ...
 
     def receive(self) -> list[memoryview]:
@@ -49,6 +49,10 @@ class Exchange(Protocol):
 
         Waits as long as the others live. Raises PeerLost if one is gone, RingProtocolError if one sent more than
         ``capacity`` or anything that is not the expected exchange."""
+        ...
+
+    def missing(self) -> Sequence[int]:
+        """From any thread: the ranks whose contribution :meth:`receive` waits for, as far as this exchange knows."""
         ...
 
     def close(self) -> None:

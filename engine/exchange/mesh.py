@@ -31,6 +31,8 @@ class Mesh:
         self._closed = False
         self._capacity = 0
         self._own = memoryview(b"")
+        self._frames: dict[int, memoryview] = {}
+        """The contributions that are here, by rank."""
         self.idle_s = 0.0
 
     @property
@@ -73,6 +75,7 @@ class Mesh:
 
     def _gather(self) -> list[memoryview]:
         wires = self._wires
+        self._frames = {}
         if len(wires) == 1 and not wires[0].unsent:
             began = time.perf_counter()
             frame = wires[0].pull(self._capacity, wait=True)
@@ -82,7 +85,7 @@ class Mesh:
         return self._gather_from_several()
 
     def _gather_from_several(self) -> list[memoryview]:
-        frames: dict[int, memoryview] = {}
+        frames = self._frames
         poller = select.poll()
         outstanding = 0
         for wire in self._wires:
@@ -112,6 +115,10 @@ class Mesh:
                 elif has != had or still != unsent:
                     poller.modify(descriptor, _interest(not has, still))
         return [frames[wire.rank] for wire in self._wires]
+
+    def missing(self) -> list[int]:
+        """See :class:`Exchange`."""
+        return [wire.rank for wire in self._wires if wire.rank not in self._frames]
 
     def close(self) -> None:
         """See :class:`Exchange`."""

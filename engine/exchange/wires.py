@@ -34,6 +34,8 @@ READ_BYTES = 1 << 16
 TLS_READ_BYTES = 1 << 18
 TURN_BYTES = 1 << 19
 """Sent or received at most before it is the other direction's turn, so that both directions of a link are in use."""
+GROWN_BYTES = 1 << 20
+"""A buffer for a large frame begins with so many and is doubled as bytes arrive: what a header says costs nothing."""
 KEPT_BYTES = 1 << 22
 """A buffer for large frames that is larger than this is given back when frames become small again."""
 SILENT_S = 4
@@ -121,6 +123,8 @@ class Wire(ABC):
         small = frame is self._small
         turn = 0
         while (self._end if small else self._filled) < self._total:
+            if not small and self._filled == len(frame):
+                frame = self._frame = self._grown(frame)
             space = self._small[self._end :] if small else frame[self._filled : self._total]
             count = self._read_into(space, wait)
             if not count:
@@ -166,12 +170,20 @@ class Wire(ABC):
         return True
 
     def _large_buffer(self, total: int) -> memoryview:
+        """For a frame of ``total`` bytes: the one that is here, or the beginning of one."""
         have = 0 if self._large is None else len(self._large)
-        if have < total or have > max(KEPT_BYTES, 8 * total):
+        if not have or have > max(KEPT_BYTES, 8 * total):
             self._large = None  # the old one goes first: both need not exist at once
-            self._large = memoryview(bytearray(total))
+            self._large = memoryview(bytearray(min(total, GROWN_BYTES)))
         assert self._large is not None
         return self._large
+
+    def _grown(self, full: memoryview) -> memoryview:
+        """What is in ``full``, with room for as much again."""
+        larger = memoryview(bytearray(min(self._total, 2 * len(full))))
+        larger[: len(full)] = full
+        self._large = larger
+        return larger
 
     def _finish_frame(self, frame: memoryview, small: bool) -> memoryview:
         length, _ = HEADER.unpack_from(frame)

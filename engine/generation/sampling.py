@@ -76,14 +76,18 @@ def sampling_rule(asked: Sampling, defaults: Mapping[str, Any]) -> SamplingRule:
     return SamplingRule(temperature, top_k, top_p, min_p, asked.seed)
 
 
+class NotNumbersError(ModelError):
+    """The logits are no numbers."""
+
+
 def greedy_token(logits: Logits) -> int:
     """The most likely token; the lowest id among equals.
 
-    Raises ModelError if the logits are not numbers: continuing would be nonsense said with confidence.
+    Raises NotNumbersError if the logits are not numbers: continuing would be nonsense said with confidence.
     """
     token = int(np.argmax(logits))
     if not math.isfinite(float(logits[token])):
-        raise ModelError(
+        raise NotNumbersError(
             f"The model computed {float(logits[token])} where a score was expected; "
             "its weights are damaged or its dtype is too narrow: try --dtype float32."
         )

@@ -159,6 +159,11 @@ class RingPlace:
 class Recoverable(Protocol):
     """A loaded model that other machines run a part of."""
 
+    def turn(self, cancelled: Callable[[], bool]) -> None:
+        """A turn begins, or is over. ``cancelled``, which is asked from another thread, says whether it was stopped: a
+        pass ends then though other machines are waited for, with Interrupted or, where they do not answer, PeerLost."""
+        ...
+
     def recover(self, lost: PeerLost, progress: ProgressCallback, say: Callable[[str], None]) -> None:
         """After ``lost`` came out of a pass: form again with those who are left. All rows that were made before are
         void. ``say`` is told each thing that the person should know as soon as it is known, a line each.

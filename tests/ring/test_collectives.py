@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linked_nodes import LinkedNode, LinkedNodes
-from memory_exchange import on_all_ranks
+from memory_exchange import MemoryRing, must_succeed, on_all_ranks
 
 from discovery import certificates
 from engine.bench.exchange_node import Neighbour, NodeConnected, NodePlan, NodePort, NodeRound, NodeSetup, NodeTimes
@@ -27,7 +27,7 @@ from engine.errors import ModelError
 from engine.exchange.collective import BLOCK, LENGTH, ROOM, CollectiveExchange, Gathering
 from engine.exchange.exchange import Exchange, PeerLost, RingProtocolError
 from engine.ring.control.opening import open_exchange
-from engine.runtimes.torch.gloo import connect_gloo
+from engine.runtimes.torch.gloo import ToldStore, connect_gloo
 
 
 class MemoryGathering(Gathering):
@@ -320,3 +320,22 @@ def test_a_second_group_in_one_process_is_refused(
         return caught.value.kind
 
     assert on_all_ranks(refused, 2) == ["network"] * 2
+
+
+def test_no_node_tells_gloo_of_anothers_place() -> None:
+    """What gloo reads of each node is what that node said, whatever others say of it."""
+    ring = MemoryRing(3)
+
+    def tells(rank: int) -> list[bytes]:
+        store = ToldStore(ring.ends[rank])
+        store.set(f"0/{rank}", f"of {rank}")
+        if rank == 2:
+            store.set("0/0", "not of 0")
+            store.set("0/1/x", "nor of 1")
+        found = store.multi_get(["0/0", "0/1", "0/2"])
+        with pytest.raises(RuntimeError, match="no node has told 0/1/x"):
+            store.get("0/1/x")
+        return list(found)
+
+    for found in must_succeed(on_all_ranks(tells, 3)):
+        assert found == [b"of 0", b"of 1", b"of 2"]

@@ -456,6 +456,9 @@ def test_nested_without_end_is_refused_everywhere() -> None:
 
 
 class _Rows:
+    rows = 1
+    length = 0
+
     def extend(self, tokens: list[int], want_logits: bool) -> None:
         raise AssertionError("it must not come to this")
 
@@ -463,7 +466,7 @@ class _Rows:
 
 
 class _Model:
-    facts = SimpleNamespace(vocabulary=100)
+    facts = SimpleNamespace(vocabulary=100, context_limit=40, key_value_bytes_per_token=1000)
 
     def start(self) -> _Rows:
         return _Rows()

@@ -173,13 +173,14 @@ class Layers:
 
 
 class Rows:
+    rows = 1
     length = 0
 
     def extend(self, tokens: Any, want_logits: bool = True) -> None: ...
 
 
 class Model:
-    facts = SimpleNamespace(vocabulary=100)
+    facts = SimpleNamespace(vocabulary=100, context_limit=64)
 
     def start(self) -> Rows:
         return Rows()

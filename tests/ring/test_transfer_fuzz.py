@@ -105,7 +105,7 @@ BAD_NAMES = [
     "model.bin",
     "experts/layer-1.slabs",
     "experts/layer-٠٠٠٠١.slabs",
-    "m" * 10_000_000 + ".safetensors",
+    "m" * 5_000_000 + ".safetensors",
     "",
 ]
 

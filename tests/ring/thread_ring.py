@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from memory_exchange import MemoryRing
@@ -13,6 +13,7 @@ from engine.errors import ModelError, PeerLost
 from engine.exchange.exchange import Buffer
 from engine.exchange.seat import Loading, Mode, Seat
 from engine.messages import Load, RingFacts
+from engine.messages.ring import NodeShare
 from engine.planning.placement import Placement
 from engine.progress import ProgressCallback
 from engine.ring.running.follower import Follower
@@ -81,11 +82,16 @@ class ThreadFormation:
         self.apart: frozenset[str] = frozenset()
         self.failures: dict[int, BaseException] = {}
         self.followers: dict[int, Follower] = {}
+        self.silent: list[str] = []
         self._lost: PeerLost | None = None
         self._threads = []
         self._models = []
         self._links: list[MemoryLink] = []
-        self.facts = RingFacts(mode="exact", exchange="socket", loading="selected", nodes=[])
+        nodes = [
+            NodeShare(rank=rank, node_id=name, name=name, experts=1, expert_bytes=1, trunk_bytes=1, memory_free=1)
+            for rank, name in enumerate(names)
+        ]
+        self.facts = RingFacts(mode="exact", exchange="socket", loading="selected", nodes=nodes)
         for rank in range(len(names)):
             self.seat = Seat("epoch", rank, placement, mode, loading)
             layers = RingLayers(self.seat, self.memory.ends[rank])
@@ -121,6 +127,15 @@ class ThreadFormation:
     def why_lost(self, lost: PeerLost) -> PeerLost:
         return self._lost or lost
 
+    def lose(self, ranks: Sequence[int], why: str) -> None:
+        names = ", ".join(self.names[rank] for rank in ranks)
+        self._lost = PeerLost(f"{names} {why}".strip(), ranks)
+        self.silent += [self.names[rank] for rank in ranks]
+        for end in self.memory.ends:
+            end.close()
+        for link in self.command_links.values():
+            link.close()
+
     def lost(self) -> PeerLost | None:
         return self._lost
 
@@ -155,6 +170,8 @@ class ThreadFormer:
         if len(self.names) < self.least:
             raise ModelError(f"{self.least - len(self.names)} GB are missing.", kind="memory")
         progress("loading", 0, 0, "")
+        if self.formations:
+            self.names = [name for name in self.names if name not in self.formations[-1].silent]
         placement = split(self._layers, self._experts, len(self.names), self.overlap)
         self._formed = list(self.names)
         formed = ThreadFormation(self._folder, self._request, self._formed, placement)

@@ -20,7 +20,8 @@ from engine.ring.control.control_messages import EpochSpec
 from engine.ring.control.measuring_node import runtimes
 from engine.ring.running.central import CentralNode
 from engine.ring.running.expert_runners import layers_for, load_experts
-from engine.ring.running.follower import Follower
+from engine.ring.running.follower import BEAMS_LIMIT, Follower
+from engine.ring.weights.transfer import outline
 from engine.runtimes import runtime_named
 from engine.runtimes.loading import load_model
 from engine.runtimes.protocol import LoadedModel, RingPlace
@@ -74,6 +75,14 @@ def load_of(spec: EpochSpec, terms: Terms) -> Load:
     return within_this_machine(wanted)[0]
 
 
+def share_bytes(folder: Path, spec: EpochSpec) -> int:
+    """Memory that the weights of this node's share take; ``folder`` has it, or the whole model."""
+    parts = outline(folder)
+    return parts.expert_bytes * spec.placement.count_of(spec.rank) + (
+        0 if spec.mode == "central" else parts.trunk_bytes
+    )
+
+
 class Work(Protocol):
     """What a follower does until its epoch ends."""
 
@@ -123,7 +132,9 @@ class ModelWork:
         runtime = runtime_named(spec.runtime)
         self._model: LoadedModel = load_model(runtime, spec.model, folder, load, task.progress, place)
         self._ready = Ready(self._model, folder, load, held_in(seat), task.warm, task.notice)
-        self._follower = Follower(self._model, layers, task.ran, self._ready.passing)
+        lent = task.terms.memory
+        memory = None if lent is None else max(0, lent - share_bytes(folder, spec))
+        self._follower = Follower(self._model, layers, task.ran, self._ready.passing, memory)
         self._link = link
 
     @property
@@ -164,7 +175,8 @@ class CentralWork:
         self._begins = False
         """It was the first one of a pass."""
         self._ran = task.ran
-        self._node = CentralNode(seat, exchange, self._experts, self._ran_layer, spec.one_by_one, self._around)
+        most = max(BEAMS_LIMIT, spec.prefill_chunk)
+        self._node = CentralNode(seat, exchange, self._experts, self._ran_layer, spec.one_by_one, self._around, most)
 
     @property
     def notices(self) -> list[str]:
@@ -272,6 +284,9 @@ class TimedExchange:
         found = self._exchange.receive()
         self._busy.begin()
         return found
+
+    def missing(self) -> Sequence[int]:
+        return self._exchange.missing()
 
     def close(self) -> None:
         self._exchange.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from engine.errors import LinkLost, ModelError
@@ -19,6 +19,7 @@ from engine.ring.control.control_messages import Empty, EndEpoch
 from engine.ring.control.epoch_links import EpochLinks
 from engine.ring.control.peer_table import PeerTable
 from engine.ring.running.formation import AbortableLayers
+from engine.ring.running.waiting import Waits
 from engine.runtimes.protocol import LoadedModel
 
 WATCH_S = 0.1
@@ -55,6 +56,8 @@ class FormedRing:
         self._table = table
         self._links = links
         self._lost: PeerLost | None = None
+        self.silent: list[str] = []
+        """Node ids of those that were there and did nothing."""
         self._seen: set[int] = set()
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -81,6 +84,12 @@ class FormedRing:
         if known is None and self.followers:
             self._lose(what_broke(self._table, self.nodes, self.names, lost))
         return self._lost or lost
+
+    def lose(self, ranks: Sequence[int], why: str) -> None:
+        """See :class:`engine.ring.running.formation.Formation`."""
+        self.silent += [self.nodes[rank] for rank in ranks]
+        who = ", ".join(self.names[rank] for rank in ranks)
+        self._lose(PeerLost(f"{who} {why}".strip(), ranks))
 
     def forgotten(self, node_id: str) -> None:
         """A machine is no longer paired: if it is in the ring, the ring ends now."""
@@ -152,6 +161,8 @@ class FormedRing:
 
 class AloneLayers:
     """Of a ring of one, whose model asks nobody: a pass is stopped by its own means."""
+
+    waits = Waits()
 
     def begin_pass(self) -> None:
         return

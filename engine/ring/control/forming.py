@@ -112,6 +112,7 @@ class RingFormer:
         before = self._formed
         if before is not None:
             before.close()
+            self._regulars.put_off((node_id, self._considered.get(node_id, "")) for node_id in before.silent)
         members = set(self._regulars.members)
         self._left_out.close()
         self._node.lent = lambda: Lent(stage=FORMING)

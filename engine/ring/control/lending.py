@@ -40,7 +40,7 @@ from engine.ring.control.control_messages import (
     check_spec,
 )
 from engine.ring.control.epoch_links import EpochLinks, connect_epoch, epoch_of, rehearsal_of
-from engine.ring.control.follower_work import Terms
+from engine.ring.control.follower_work import Terms, share_bytes
 from engine.ring.control.following import Following
 from engine.ring.control.giving import Giving
 from engine.ring.control.held_here import here_already, perhaps_here
@@ -470,9 +470,7 @@ class Lender:
         """Raises ModelError if the share would take more memory than its person lends."""
         if self._terms.memory is None or self._need is None:
             return
-        parts = outline(self._need.folder)
-        taken = parts.expert_bytes * spec.placement.count_of(spec.rank)
-        taken += 0 if spec.mode == "central" else parts.trunk_bytes
+        taken = share_bytes(self._need.folder, spec)
         if taken > self._terms.memory:
             raise ModelError(
                 f"{self._node.name} lends {gigabytes(self._terms.memory)} of memory and its share would take "

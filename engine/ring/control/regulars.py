@@ -32,8 +32,8 @@ class Regulars:
         self._refused: dict[str, str] = {}
 
     def put_off(self, nodes: Iterable[tuple[str, str]]) -> None:
-        """The person did not want to wait for these (node ids, processes) to be taken in: they are none of the regulars
-        until they go, or start anew."""
+        """The person did not want to wait for these (node ids, processes), or they did nothing: they are none of the
+        regulars until they go, or start anew."""
         self._apart.update(nodes)
 
     def split(

@@ -28,6 +28,9 @@ class LoneExchange:
     def receive(self) -> list[memoryview]:
         return [memoryview(self._sent)]
 
+    def missing(self) -> list[int]:
+        return []
+
     def close(self) -> None:
         return
 

@@ -22,19 +22,20 @@ from engine.ring.running.contributions import (
     FAILED,
     GAVE_UP,
     HEADER,
-    MOST_BYTES,
     REASON_BYTES,
     NodeFailed,
+    Trading,
     reason_in,
-    trade,
 )
 from engine.ring.running.routing import Router, SharedRoutes
+from engine.ring.running.waiting import Waits
 from engine.runtimes.protocol import Interrupted
 from engine.timing import Recorder
 
 SHAPE = struct.Struct("<IIIB3x")
 """Tokens, experts per token, numbers of a hidden state, whether the input is scaled by the weights."""
 MOST_TOKENS = 1 << 20
+"""Of a layer, unless a node is told that there will be fewer."""
 _F32 = np.dtype(np.float32)
 _NOTHING = bytes(8)
 
@@ -80,13 +81,18 @@ class CentralHead:
             raise ValueError(f"rank {seat.rank} is not the head")
         self.seat = seat
         self.recorder = recorder
-        self._exchange = exchange
+        self._trading = Trading(exchange)
         self._router = Router(seat)
         self._one_by_one = one_by_one
         self._number = 0
         self._hidden: tuple[Floats, bool] | None = None
         self._aborted = False
         self._lost: PeerLost | None = None
+
+    @property
+    def waits(self) -> Waits:
+        """What the head's thread waits for of others; from any thread."""
+        return self._trading.waits
 
     def begin_pass(self) -> None:
         """A pass begins. An :meth:`abort` that came before it is forgotten."""
@@ -134,9 +140,9 @@ class CentralHead:
         try:
             mine = self._own(routes, weights, local) if routes.runs_any else None
         except BaseException:
-            self._trade(layer, [self._header(layer, GAVE_UP)])
+            self._answers(layer, GAVE_UP, routes, indices, width)
             raise
-        received, problem = self._trade(layer, [self._header(layer, 0)], meanwhile)
+        received, problem = self._answers(layer, 0, routes, indices, width, meanwhile)
         outputs = mine if mine is not None and mine.flags.writeable else np.empty((indices.size, width), np.float32)
         if mine is not None and outputs is not mine:
             outputs[:] = mine
@@ -153,7 +159,21 @@ class CentralHead:
         parts: list[Buffer] = [self._header(layer, 0) + shape, _bytes_of(np.ascontiguousarray(indices, np.int32))]
         if scale:
             parts.append(_bytes_of(np.ascontiguousarray(weights, np.float32)))
-        self._trade(layer, [*parts, _bytes_of(rows)])
+        # The others only say that they are there.
+        self._trade(layer, [*parts, _bytes_of(rows)], HEADER.size, len(indices))
+
+    def _answers(
+        self,
+        layer: int,
+        flags: int,
+        routes: SharedRoutes,
+        indices: Indices,
+        width: int,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> tuple[list[memoryview], BaseException | None]:
+        """The second message, in which the others give their results."""
+        parts = [self._header(layer, flags)]
+        return self._trade(layer, parts, most_results(routes, width), len(indices), meanwhile)
 
     def _own(self, routes: SharedRoutes, weights: Floats, local: Local) -> Words:
         if not self._one_by_one:
@@ -164,10 +184,15 @@ class CentralHead:
         return HEADER.pack(self._number & 0xFFFFFFFF, layer, flags, _NOTHING)
 
     def _trade(
-        self, layer: int, parts: Sequence[Buffer], meanwhile: Callable[[], None] | None = None
+        self,
+        layer: int,
+        parts: Sequence[Buffer],
+        capacity: int,
+        tokens: int,
+        meanwhile: Callable[[], None] | None = None,
     ) -> tuple[list[memoryview], BaseException | None]:
         try:
-            return trade(self._exchange, parts, MOST_BYTES, layer, self.recorder, meanwhile)
+            return self._trading.trade(parts, capacity, layer, tokens, self.recorder, meanwhile)
         except PeerLost as lost:
             self._lost = lost
             raise
@@ -192,6 +217,7 @@ class CentralNode:
     """A node that runs experts for the head, in central mode; see :class:`CentralHead`.
 
     ``ran`` is told the tokens of every layer; ``around`` makes, of a layer's number, what it is answered within.
+    A layer has at most ``most_tokens``.
     """
 
     def __init__(
@@ -202,8 +228,10 @@ class CentralNode:
         ran: Callable[[int], None] = lambda tokens: None,
         one_by_one: bool = False,
         around: Callable[[int], AbstractContextManager[None]] = lambda layer: nullcontext(),
+        most_tokens: int = MOST_TOKENS,
     ) -> None:
         self._seat = seat
+        self._most_tokens = most_tokens
         self._exchange = exchange
         self._around = around
         self._runner = runner
@@ -220,34 +248,42 @@ class CentralNode:
     def serve_layer(self) -> None:
         """Answer what the head asks next. Raises PeerLost, RingProtocolError, and what the experts raised, which the
         head is told."""
-        asked = self._trade([HEADER.pack(self._number & 0xFFFFFFFF, 0, 0, _NOTHING)])
+        width = self._runner.width
+        most = HEADER.size + SHAPE.size + self._most_tokens * (8 * self._seat.placement.experts + 4 * width)
+        asked = self._trade([HEADER.pack(self._number & 0xFFFFFFFF, 0, 0, _NOTHING)], most)
         problem: BaseException | None = None
+        # The other nodes' results come here, too; of an ask that makes no sense, they say so.
+        others = HEADER.size + REASON_BYTES
         try:
-            parts = self._answer(asked)
+            layer, hidden, indices, weights, scale = self._parsed(asked)
+            routes = self._router.share(layer, indices, with_extra=True)
+            others = most_results(routes, width)
+            with self._around(layer):
+                parts = self._results(layer, routes, hidden, indices, weights, scale)
         except BaseException as error:
             problem = error
             text = (str(error) or type(error).__name__).encode()[:REASON_BYTES]
             parts = [HEADER.pack(self._number & 0xFFFFFFFF, 0, FAILED, _NOTHING), text]
-        self._trade(parts)
+        self._trade(parts, others)
         if problem is not None:
             raise problem
 
-    def _trade(self, parts: Sequence[Buffer]) -> memoryview:
+    def _trade(self, parts: Sequence[Buffer], capacity: int) -> memoryview:
         """One exchange; what the head contributed."""
-        self._exchange.send(parts, MOST_BYTES)
+        self._exchange.send(parts, capacity)
         self._number += 1
         return self._exchange.receive()[HEAD]
 
-    def _answer(self, asked: memoryview) -> list[Buffer]:
+    def _results(
+        self,
+        layer: int,
+        routes: SharedRoutes,
+        hidden: Floats,
+        indices: Indices,
+        weights: Floats,
+        scale: bool,
+    ) -> list[Buffer]:
         """The results of this node's routes, float32, in the order of the routes."""
-        check_header(asked, HEAD, self._number - 1)
-        layer = int(HEADER.unpack_from(asked)[1])
-        with self._around(layer):
-            return self._results(layer, asked)
-
-    def _results(self, layer: int, asked: memoryview) -> list[Buffer]:
-        hidden, indices, weights, scale = self._parsed(asked)
-        routes = self._router.share(layer, indices, with_extra=True)
         header = HEADER.pack(self._number & 0xFFFFFFFF, layer, 0, _NOTHING)
         self._ran(len(indices))
         if not routes.runs_any:
@@ -262,15 +298,19 @@ class CentralNode:
             return [header]
         return [header, _bytes_of(np.ascontiguousarray(results.take(own, axis=0), np.float32))]
 
-    def _parsed(self, asked: memoryview) -> tuple[Floats, Indices, Floats, bool]:
-        """Hidden states, indices, weights (ones where they are not needed). Raises RingProtocolError."""
+    def _parsed(self, asked: memoryview) -> tuple[int, Floats, Indices, Floats, bool]:
+        """The layer, hidden states, indices, weights (ones where they are not needed). Raises RingProtocolError."""
+        check_header(asked, HEAD, self._number - 1)
+        layer = int(HEADER.unpack_from(asked)[1])
+        if layer not in self._seat.placement.layers:
+            raise RingProtocolError(f"the head asked for layer {layer}, which has no experts")
         at = HEADER.size + SHAPE.size
         if len(asked) < at:
             raise RingProtocolError(f"the head sent {len(asked)} bytes, too few for routes")
         tokens, k, width, scale = SHAPE.unpack_from(asked, HEADER.size)
         count, experts = tokens * k, self._seat.placement.experts
         expected = at + count * 4 * (2 if scale else 1) + tokens * width * 4
-        if not 0 < tokens <= MOST_TOKENS or not 0 < k <= experts or width != self._runner.width or scale > 1:
+        if not 0 < tokens <= self._most_tokens or not 0 < k <= experts or width != self._runner.width or scale > 1:
             raise RingProtocolError(f"the head sent routes [{tokens}, {k}] of {width} numbers, which this model lacks")
         if len(asked) != expected:
             raise RingProtocolError(f"the head sent {len(asked)} bytes where {expected} were expected")
@@ -283,7 +323,12 @@ class CentralNode:
             weights = np.frombuffer(asked, np.float32, count, at).reshape(tokens, k).copy()
             at += count * 4
         hidden = np.frombuffer(asked, np.float32, tokens * width, at).reshape(tokens, width).copy()
-        return hidden, indices, weights, bool(scale)
+        return layer, hidden, indices, weights, bool(scale)
+
+
+def most_results(routes: SharedRoutes, width: int) -> int:
+    """Bytes of the largest contribution with the results of a layer's routes, or with the reason why there are none."""
+    return HEADER.size + max(REASON_BYTES, 4 * width * max(map(len, routes.rows)))
 
 
 def one_by_one(routes: SharedRoutes, run: Callable[[Indices, tuple[int, ...]], Words]) -> Words:

@@ -14,8 +14,9 @@ import msgspec
 from engine.errors import ModelError
 from engine.messages import PhaseTimes
 
-COMMAND_LIMIT = 8 * 1024 * 1024
-"""Largest command, in bytes: a prompt of a million tokens fits."""
+_COMMAND_BYTES = 64 * 1024
+"""Of a command beside a prompt's tokens: rows that are dropped, parents."""
+_TOKEN_BYTES = 5
 REPLY_LIMIT = 4 * 1024 * 1024
 
 _PRIME = 0x100000001B3
@@ -95,6 +96,11 @@ class Times(msgspec.Struct, frozen=True):
 _encoder = msgspec.msgpack.Encoder()
 _commands = msgspec.msgpack.Decoder(AnyCommand)
 _times = msgspec.msgpack.Decoder(Times)
+
+
+def command_limit(context_limit: int) -> int:
+    """Bytes of the largest command to a node whose model reads so many tokens."""
+    return _COMMAND_BYTES + _TOKEN_BYTES * context_limit
 
 
 def encode(message: Command | Times) -> bytes:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from discovery.names import plain_text
 from engine.exchange.exchange import Buffer, Exchange, PeerLost
+from engine.ring.running.waiting import Waits, patience
 from engine.timing import Recorder
 
 HEADER = struct.Struct("<IHBx8s")
@@ -30,36 +31,54 @@ def reason_in(view: memoryview) -> str:
     return plain_text(bytes(view[HEADER.size : HEADER.size + REASON_BYTES]).decode("utf-8", "replace"), REASON_BYTES)
 
 
-def trade(
-    exchange: Exchange,
-    parts: Sequence[Buffer],
-    capacity: int,
-    layer: int,
-    recorder: Recorder | None,
-    meanwhile: Callable[[], None] | None = None,
-) -> tuple[list[memoryview], BaseException | None]:
-    """One exchange, in which ``meanwhile`` runs once this node's ``parts`` are on their way: all contributions, and
-    what ``meanwhile`` raised, which is kept so that this node stays in step.
+class Trading:
+    """This node's exchange, one contribution after the other.
 
-    ``recorder`` is told what the exchange took, ``meanwhile`` not counted, and what of it was waiting. Raises PeerLost,
-    RingProtocolError.
+    ``waits`` is what its thread waits for meanwhile; whoever watches over it may close the exchange.
     """
-    if recorder is not None and not recorder.enabled:
-        recorder = None
-    problem: BaseException | None = None
-    begun = recorder.clock() if recorder is not None else 0.0
-    exchange.send(parts, capacity)
-    sent = recorder.clock() if recorder is not None else 0.0
-    if meanwhile is not None:
-        try:
-            meanwhile()
-        except BaseException as error:
-            problem = error
-    asked = recorder.clock() if recorder is not None else 0.0
-    idle = exchange.idle_s
-    received = exchange.receive()
-    if recorder is not None:
-        waited = exchange.idle_s - idle
-        recorder.add(layer, "wait", waited)
-        recorder.add(layer, "exchange", sent - begun + recorder.clock() - asked - waited)
-    return received, problem
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.waits = Waits()
+        self.exchange = exchange
+        self._begun: set[int] = set()
+        """The layers that were exchanged before."""
+
+    def trade(
+        self,
+        parts: Sequence[Buffer],
+        capacity: int,
+        layer: int,
+        tokens: int,
+        recorder: Recorder | None = None,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> tuple[list[memoryview], BaseException | None]:
+        """One exchange of ``layer``, in which ``tokens`` are run and ``meanwhile`` is, once this node's ``parts`` are
+        on their way: all contributions, and what ``meanwhile`` raised, which is kept so that this node stays in step.
+
+        ``recorder`` is told what the exchange took, ``meanwhile`` not counted, and what of it was waiting. Raises
+        PeerLost, RingProtocolError.
+        """
+        exchange, waits = self.exchange, self.waits
+        if recorder is not None and not recorder.enabled:
+            recorder = None
+        problem: BaseException | None = None
+        allowed = patience(tokens, layer not in self._begun)
+        begun = recorder.clock() if recorder is not None else 0.0
+        with waits.on(exchange.missing, allowed):
+            exchange.send(parts, capacity)
+        sent = recorder.clock() if recorder is not None else 0.0
+        if meanwhile is not None:
+            try:
+                meanwhile()
+            except BaseException as error:
+                problem = error
+        asked = recorder.clock() if recorder is not None else 0.0
+        idle = exchange.idle_s
+        with waits.on(exchange.missing, allowed):
+            received = exchange.receive()
+        self._begun.add(layer)
+        if recorder is not None:
+            waited = exchange.idle_s - idle
+            recorder.add(layer, "wait", waited)
+            recorder.add(layer, "exchange", sent - begun + recorder.clock() - asked - waited)
+        return received, problem

@@ -8,6 +8,7 @@ from typing import assert_never
 
 from engine.errors import ModelError
 from engine.exchange.exchange import Link, PeerLost
+from engine.planning.ring_words import gigabytes
 from engine.ring.running import commands
 from engine.ring.running.commands import AnyCommand, Prefixes
 from engine.ring.running.formation import AbortableLayers
@@ -26,7 +27,8 @@ class StaleCacheError(ModelError):
 class Follower:
     """Does what the head says. ``model`` was loaded with this node's place in the ring, whose layers are ``layers``.
 
-    ``ran`` is told after every pass how many token positions it had; ``around`` makes what a pass runs within.
+    ``ran`` is told after every pass how many token positions it had; ``around`` makes what a pass runs within. Keys and
+    values take at most ``memory`` bytes (None: what there is).
     """
 
     def __init__(
@@ -35,11 +37,13 @@ class Follower:
         layers: AbortableLayers,
         ran: Callable[[int], None] = lambda tokens: None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        memory: int | None = None,
     ) -> None:
         self._model = model
         self._layers = layers
         self._ran = ran
         self._around = around
+        self._memory = memory
         self._rows: dict[int, tuple[TokenRows, Prefixes]] = {}
 
     def follow(self, link: Link) -> None:
@@ -48,8 +52,9 @@ class Follower:
         Raises ModelError if a pass failed here or the head wants what this node does not have; the epoch is then to
         be ended, with that sentence.
         """
+        limit = commands.command_limit(self._model.facts.context_limit)
         while True:
-            command = commands.decode_command(link.receive(commands.COMMAND_LIMIT))
+            command = commands.decode_command(link.receive(limit))
             try:
                 reply = self.do(command)
             except (ValueError, IndexError) as error:
@@ -65,11 +70,13 @@ class Follower:
             case commands.Extend(rows, before, tokens, want_logits):
                 found, prefixes = self._checked(rows, before)
                 self._check_tokens(tokens)
+                self._check_room(found, len(tokens))
                 if self._pass(lambda: found.extend(tokens, want_logits), len(tokens)):
                     self._rows[rows] = (found, prefixes.extended(tokens))
             case commands.Step(rows, before, tokens):
                 found, prefixes = self._checked(rows, before)
                 self._check_tokens(tokens)
+                self._check_room(found, 1)
                 if self._pass(lambda: found.step(tokens), 1):
                     self._rows[rows] = (found, prefixes.stepped(tokens))
             case commands.Truncate(rows, length):
@@ -80,6 +87,7 @@ class Follower:
                 found, prefixes = self._get(rows)
                 if not 0 < count <= BEAMS_LIMIT:
                     raise ValueError(f"{count} rows of one; at most {BEAMS_LIMIT} are made")
+                self._check_memory(count * found.length)
                 self._put(into, found.fan_out(count), prefixes.fanned_out(count))
             case commands.Reorder(rows, parents):
                 found, prefixes = self._get(rows)
@@ -121,6 +129,28 @@ class Follower:
         vocabulary = self._model.facts.vocabulary
         if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):
             raise ValueError(f"a token outside of the vocabulary of {vocabulary}")
+
+    def _check_room(self, rows: TokenRows, more: int) -> None:
+        """Raises ValueError for more tokens in ``rows`` than the model reads, ModelError as :meth:`_check_memory`."""
+        limit = self._model.facts.context_limit
+        if rows.length + more > limit:
+            raise ValueError(f"{rows.length + more} tokens in a context of {limit}")
+        self._check_memory(rows.rows * more)
+
+    def _check_memory(self, more: int) -> None:
+        """Raises ModelError (memory) if keys and values of so many more tokens are more than what is lent; the others
+        are told."""
+        if self._memory is None:
+            return
+        held = sum(rows.rows * rows.length for rows, _ in self._rows.values())
+        wanted = (held + more) * self._model.facts.key_value_bytes_per_token
+        if wanted > self._memory:
+            reason = (
+                f"its keys and values would take {gigabytes(wanted)} of the {gigabytes(self._memory)} lent for them"
+            )
+            self._layers.begin_pass()
+            self._layers.give_up(reason)
+            raise ModelError(f"The head asks for too much: {reason}.", kind="memory")
 
     def _get(self, rows: int) -> tuple[TokenRows, Prefixes]:
         found = self._rows.get(rows)

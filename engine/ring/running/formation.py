@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 from engine.exchange.exchange import Link, PeerLost
@@ -10,11 +10,17 @@ from engine.exchange.layers import LayerExchange
 from engine.exchange.seat import Seat
 from engine.messages.ring import RingFacts
 from engine.progress import ProgressCallback
+from engine.ring.running.waiting import Waits
 from engine.runtimes.protocol import LoadedModel
 
 
 class AbortableLayers(LayerExchange, Protocol):
     """The head's side of every MoE layer, with the ways out of a pass that is not wanted any more."""
+
+    @property
+    def waits(self) -> Waits:
+        """What the thread of the passes waits for of other nodes; from any thread."""
+        ...
 
     def begin_pass(self) -> None:
         """A pass of the model begins; to be called on every node before each."""
@@ -80,6 +86,12 @@ class Formation(Protocol):
     def lost(self) -> PeerLost | None:
         """Who is known to be gone, by beats or a closed link; the exchange is closed by then, so nobody waits. From
         any thread."""
+        ...
+
+    def lose(self, ranks: Sequence[int], why: str) -> None:
+        """From any thread: the epoch cannot go on, because of ``ranks``, which are there and of whom ``why`` tells; the
+        exchange is closed and :meth:`lost` says so. They are not taken into the next one unless it needs them. With no
+        ranks nobody is to blame."""
         ...
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from engine.progress import ProgressCallback
 from engine.ring.running import commands
 from engine.ring.running.commands import Command, Prefixes
 from engine.ring.running.formation import Formation, Former
+from engine.ring.running.waiting import LIMIT_S, Watch
 from engine.runtimes.protocol import CountsRoutes, Interrupted, Interruptible, Logits, TokenRows
 from engine.timing import Part, Phase, Recorder
 
@@ -29,6 +30,7 @@ class Epoch:
         self.formation = formation
         self.ended = False
         self.finished_elsewhere = False
+        self.watch = Watch(formation) if len(formation.names) > 1 else None
         self._next_rows = 0
         self._unused: list[int] = []
 
@@ -51,9 +53,22 @@ class Epoch:
         if self._unused:
             unused, self._unused = self._unused, []
             frames.insert(0, commands.encode(commands.Drop(unused)))
-        for link in links.values():
-            for frame in frames:
-                link.send(frame)
+        for rank, link in links.items():
+            with self.formation.layers.waits.on(lambda rank=rank: (rank,), LIMIT_S):  # type: ignore[misc]
+                for frame in frames:
+                    link.send(frame)
+
+    def ask(self, rank: int) -> memoryview:
+        """What node ``rank`` answers to the command that it was told last. Raises PeerLost."""
+        with self.formation.layers.waits.on(lambda: (rank,), LIMIT_S):
+            return self.formation.command_links[rank].receive(commands.REPLY_LIMIT)
+
+    def end(self) -> None:
+        """Nothing of it can be used any more. May be called twice."""
+        self.ended = True
+        if self.watch is not None:
+            self.watch.close()
+        self.formation.close()
 
     def run(self, work: Callable[[], Done]) -> Done:
         """A pass on this node, the followers having been told of it.
@@ -155,12 +170,12 @@ class RingRecorder(Recorder):
             return
 
     def _ask(self) -> dict[int, commands.Times]:
-        links = self._epoch.formation.command_links
         if self._epoch.ended:
             return {}
         try:
             self._epoch.tell(commands.AskTimes())
-            return {rank: commands.decode_times(link.receive(commands.REPLY_LIMIT)) for rank, link in links.items()}
+            links = self._epoch.formation.command_links
+            return {rank: commands.decode_times(self._epoch.ask(rank)) for rank in links}
         except PeerLost:
             return {}
 
@@ -235,6 +250,7 @@ class RingModel:
         self._former = former
         self._epoch = Epoch(former.form(progress))
         self._recorder = RingRecorder(self._epoch, self.facts)
+        self._cancelled: Callable[[], bool] = lambda: False
         self._gone: list[str] = []
         """Who was said to be lost, and what became of it was not said yet."""
         for line in self._epoch.formation.notices:
@@ -272,6 +288,12 @@ class RingModel:
         if isinstance(model, Interruptible):
             model.between_layers = check
 
+    def turn(self, cancelled: Callable[[], bool]) -> None:
+        """See :class:`engine.runtimes.protocol.Recoverable`."""
+        self._cancelled = cancelled
+        if self._epoch.watch is not None:
+            self._epoch.watch.cancelled = cancelled
+
     def start(self) -> TokenRows:
         number = self._epoch.new_rows()
         self._epoch.tell(commands.Start(number))
@@ -303,10 +325,12 @@ class RingModel:
         """See :class:`engine.runtimes.protocol.Recoverable`."""
         if not self._epoch.ended:
             lost = self._epoch.formation.lost()
-            if lost is not None:
+            stopped = self._epoch.watch is not None and self._epoch.watch.stopped
+            if lost is not None and not stopped:
                 self.recover(lost, progress, say)
                 return True
-            if not self._former.changed(progress, say):
+            # Stopped: the machines are there, but what they were at then is not to be waited for.
+            if not stopped and not self._former.changed(progress, say):
                 return False
             self._end()
         self._begin(progress, say)
@@ -329,8 +353,7 @@ class RingModel:
         return "; ".join(parts) + "."
 
     def _end(self) -> None:
-        self._epoch.ended = True
-        self._epoch.formation.close()
+        self._epoch.end()
 
     def _begin(self, progress: ProgressCallback, say: Callable[[str], None]) -> None:
         """Whatever it raises: the epoch before is over, and the next question forms."""
@@ -340,6 +363,7 @@ class RingModel:
         except Interrupted:
             raise ModelError("Forming the ring again was stopped; ask once more.", kind="network") from None
         self._epoch = Epoch(formation)
+        self.turn(self._cancelled)
         self._recorder.follow(self._epoch)
         say(self._outcome(before))
         for line in formation.notices:

@@ -25,10 +25,11 @@ from engine.ring.running.contributions import (
     MOST_BYTES,
     REASON_BYTES,
     NodeFailed,
+    Trading,
     reason_in,
-    trade,
 )
 from engine.ring.running.routing import Router, SharedRoutes
+from engine.ring.running.waiting import Waits
 from engine.runtimes.protocol import Interrupted
 from engine.timing import Recorder
 
@@ -51,7 +52,7 @@ class RingLayers:
         self.recorder = recorder
         self.disagreements = 0
         """Layers in which the routers of nodes disagreed, since the epoch began."""
-        self._exchange = exchange
+        self._trading = Trading(exchange)
         self._router = Router(seat)
         self._layers = seat.placement.layers
         self._next = 0
@@ -61,6 +62,11 @@ class RingLayers:
         self._lost: PeerLost | None = None
         self._problem: BaseException | None = None
         self._recent: deque[int] = deque(maxlen=MANY_DISAGREEMENTS)
+
+    @property
+    def waits(self) -> Waits:
+        """What this node's thread waits for of others; from any thread."""
+        return self._trading.waits
 
     # --- passes -----------------------------------------------------------------------------------------------------
 
@@ -154,7 +160,7 @@ class RingLayers:
             parts.append(_bytes_of(mine.take(own, axis=0) if exact else mine))
         tokens = indices.shape[0]
         rows = indices.size if exact else tokens
-        received = self._trade(layer, parts, rows * width * word.itemsize, meanwhile)
+        received = self._trade(layer, parts, rows * width * word.itemsize, tokens, meanwhile)
         if not self._agreed(layer, header, received):
             return None
         self._next += 1
@@ -180,7 +186,7 @@ class RingLayers:
         if self.seat.is_head and indices.size:
             parts += [_bytes_of(np.ascontiguousarray(indices, np.int32)), _bytes_of(np.asarray(weights, np.float32))]
         header = bytes(parts[0])
-        received = self._trade(layer, parts, indices.size * 8, None)
+        received = self._trade(layer, parts, indices.size * 8, len(indices), None)
         if not self._agreed(layer, header, received):
             raise self._refused(f"the nodes disagree on what layer {layer} is at")
         shape, count = indices.shape, indices.size
@@ -215,13 +221,13 @@ class RingLayers:
         return HEADER.pack(self._number & 0xFFFFFFFF, layer, flags, routes)
 
     def _trade(
-        self, layer: int, parts: Sequence[Buffer], payload: int, meanwhile: Callable[[], None] | None
+        self, layer: int, parts: Sequence[Buffer], payload: int, tokens: int, meanwhile: Callable[[], None] | None
     ) -> list[memoryview]:
         """One exchange of at most ``payload`` bytes beside the header. What ``meanwhile`` raises is kept until the
         layer is over, so that this node stays in step."""
         capacity = HEADER.size + max(payload, REASON_BYTES)
         try:
-            received, problem = trade(self._exchange, parts, capacity, layer, self.recorder, meanwhile)
+            received, problem = self._trading.trade(parts, capacity, layer, tokens, self.recorder, meanwhile)
         except PeerLost as lost:
             self._lost = lost
             raise
@@ -266,8 +272,7 @@ class RingLayers:
             parts.append(reason.encode()[:REASON_BYTES])
         self._over = True
         try:
-            self._exchange.send(parts, MOST_BYTES)
-            self._exchange.receive()
+            self._trading.trade(parts, MOST_BYTES, layer, 1)
         except PeerLost as lost:
             self._lost = lost
             raise

@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -33,13 +34,16 @@ from engine.ring.weights.identity_of_model import (
 )
 
 CHUNK_BYTES = 1024 * 1024
-OFFER_LIMIT = 64 * 1024 * 1024
-"""Largest encoded offer in bytes."""
+OFFER_LIMIT = 8 * 1024 * 1024
+"""Largest encoded offer in bytes: one of 384 experts in each of 60 layers has 4 MB. Decoded it takes some 25 times
+that."""
 _CHUNK_OVERHEAD = 64
 _SETTINGS_LIMIT = 1_000_000_000
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors|experts/layer-[0-9]{5}\.slabs")
 _SETTING_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,200}")
-_MOST_ITEMS = 1_000_000
+_MOST_ITEMS = 100_000
+_MOST_RUNS = 100_000
+"""Of an item: all that is not an expert's may lie apart."""
 _MOST_FILES = 1000
 """All of them are open while weights are received."""
 _LARGEST_FILE = 1 << 46
@@ -53,7 +57,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     key: str
     nbytes: int
     checksum: int
-    runs: tuple[tuple[int, int, int], ...] = ()
+    runs: Annotated[tuple[tuple[int, int, int], ...], msgspec.Meta(max_length=_MOST_RUNS)] = ()
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,9 +66,9 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     identity: ModelIdentity
     form: Form
     layout: str
-    files: tuple[tuple[str, int], ...]
+    files: Annotated[tuple[tuple[str, int], ...], msgspec.Meta(max_length=_MOST_ITEMS)]
     """Names and sizes of the files of weights."""
-    items: tuple[Item, ...]
+    items: Annotated[tuple[Item, ...], msgspec.Meta(max_length=_MOST_ITEMS)]
     trunk_pieces: int
 
     @property
@@ -218,7 +222,7 @@ def expert_of(key: str) -> tuple[int, int] | None:
 _encoder = msgspec.msgpack.Encoder()
 _offers = msgspec.msgpack.Decoder(Offer)
 _chunks = msgspec.msgpack.Decoder(Chunk)
-_wanted = msgspec.msgpack.Decoder(tuple[Wanted, ...])
+_wanted = msgspec.msgpack.Decoder(Annotated[tuple[Wanted, ...], msgspec.Meta(max_length=_MOST_ITEMS)])
 
 
 def encode_offer(offered: Offer) -> bytes:
@@ -246,7 +250,8 @@ def decode_wanted(data: bytes | memoryview) -> tuple[Wanted, ...]:
     if len(data) > OFFER_LIMIT:
         raise RingProtocolError(f"a request of {len(data)} bytes is over the limit of {OFFER_LIMIT}")
     try:
-        return _wanted.decode(data)
+        wanted: tuple[Wanted, ...] = _wanted.decode(data)
+        return wanted
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RingProtocolError(f"a request for weights could not be read: {error}") from error
 
@@ -280,8 +285,8 @@ def check_offer(offered: Offer) -> None:
         raise RingProtocolError(f"an offer names {len(names)} files of weights; {_MOST_FILES} are allowed")
     if any(not 0 < size <= _LARGEST_FILE for _, size in offered.files):
         raise RingProtocolError("an offer names a file of an impossible size")
-    if len(offered.items) > _MOST_ITEMS or len({item.key.casefold() for item in offered.items}) != len(offered.items):
-        raise RingProtocolError("an offer has too many items, or one of them twice")
+    if len({item.key.casefold() for item in offered.items}) != len(offered.items):
+        raise RingProtocolError("an offer has one item twice")
     if not re.fullmatch(r"[0-9a-f]{8,64}", offered.layout) or not re.fullmatch(
         r"[0-9a-f]{8,64}", offered.identity.weights
     ):
