@@ -166,8 +166,8 @@ class _Swapped:
 
 
 class _Files:
-    def __init__(self, folder: Path) -> None:
-        self._files = open_model(folder)
+    def __init__(self, folder: Path, *given: Any) -> None:
+        self._files = open_model(folder, *given)
         assert self._files.experts is not None
         self.experts = _Swapped(self._files.experts)
 
