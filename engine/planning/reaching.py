@@ -1,6 +1,6 @@
 """Which machines form a ring when some of the links between them cannot be made: the largest set that can. Pure.
 
-Every two nodes of a ring exchange with each other; in central mode only the head does with each of the others.
+Every two nodes of a ring have a link, in central mode too.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def plan_reaching(head: str, others: Sequence[str], broken: Collection[Pair], pl
     prediction. If none holds it, the refusal of those to whom the least is missing."""
     reached = tuple(one for one in others if frozenset((head, one)) not in broken)
     whole = Reaching(plan(reached), reached)
-    if whole.decision.kind == "refused" or not _needs(head, whole.decision, broken):
+    if whole.decision.kind == "refused" or not _needs(whole.decision, broken):
         return whole
     refused = []
     for _, sets in groupby(reaching_sets(reached, broken), key=len):
@@ -77,12 +77,9 @@ def _independent(left: frozenset[str], ends: Mapping[str, Collection[str]]) -> I
         yield rest | {worst}
 
 
-def _needs(head: str, decision: RingDecision, broken: Collection[Pair]) -> bool:
+def _needs(decision: RingDecision, broken: Collection[Pair]) -> bool:
     """Whether ``decision`` uses a link that is ``broken``."""
-    if decision.kind != "ring":
-        return False
-    ranks = set(decision.ranks)
-    return any(pair <= ranks and (decision.mode != "central" or head in pair) for pair in broken)
+    return decision.kind == "ring" and any(pair <= set(decision.ranks) for pair in broken)
 
 
 def _seconds(decision: RingDecision) -> float:

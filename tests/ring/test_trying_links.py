@@ -13,6 +13,7 @@ from tests_models import tiny_mixtral
 
 from discovery.peers import new_peer
 from engine.errors import LinkLost, ModelError, PeerLost
+from engine.exchange import connecting
 from engine.exchange.addresses import door_of
 from engine.exchange.connecting import connect_commands
 from engine.exchange.epochs import Epoch, Member
@@ -23,10 +24,12 @@ from engine.ring.control.apart import decide_together
 from engine.ring.control.asking import NodeRefused
 from engine.ring.control.blame import what_broke
 from engine.ring.control.client import Calls
+from engine.ring.control.forming import RingFormer
 from engine.ring.control.left_out import LeftOut
 from engine.ring.control.lending import Lender
 from engine.ring.control.survey import Surveyor, candidates
 from engine.ring.control.trying_links import LinkTrial, Tried, Way, all_ways
+from engine.runtimes import runtime_named
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
 
@@ -163,6 +166,39 @@ def test_a_machine_is_wanted_again_when_its_link_works(three: Three, monkeypatch
         watched.close()
 
 
+def test_a_link_that_breaks_while_the_ring_is_formed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could be made when it was tried: what is left forms a ring without it, and says which link it was."""
+    monkeypatch.setattr(connecting, "UNREACHED_S", 0.2)
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    folder = tiny_mixtral(tmp_path / "model")
+    nodes = Nodes(tmp_path / "nodes", "Anna", "Bob", lend=True)
+    lender = Lender(nodes.nodes[1])
+    choice = RingChoice(even_if_slower=True, overlap=False)
+    load = Load(id=0, model="tiny", runtime="native", partitioning="cpu", ring=choice)
+    surveyor = Surveyor(nodes.identities[0].node_id, folder, load)
+    former = RingFormer(nodes.nodes[0], "tiny", folder, runtime_named("native"), load, surveyor)
+    stages: list[str] = []
+
+    def progress(stage: str, done: int, total: int, unit: str) -> None:
+        stages.append(stage)
+        if stage.startswith("connecting to Bob"):
+            nodes.nodes[1].door.close()
+
+    try:
+        eventually(nodes.ready)
+        formed = former.form(progress)
+        assert [stage for stage in stages if stage.startswith("connecting to Bob")]
+        assert formed.names == {0: "Anna"}
+        assert formed.apart == {"Bob"}
+        assert [line for line in formed.notices if line.startswith("The link to Bob cannot be made (")]
+        assert not former.changed(progress, lambda text: None)
+        eventually(lambda: lender.facts() is None)
+    finally:
+        former.close()
+        lender.close()
+        nodes.close()
+
+
 # --- who is to blame ------------------------------------------------------------------------------------------------
 
 
@@ -202,8 +238,6 @@ def test_who_left_by_itself_is_blamed(three: Three) -> None:
 def test_a_link_that_nobody_takes_is_given_up_long_before_its_time(
     three: Three, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from engine.exchange import connecting
-
     monkeypatch.setattr(connecting, "UNREACHED_S", 0.2)
     three.nodes.nodes[1].door.close()
     bob = three.nodes.nodes[1]

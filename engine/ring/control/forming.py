@@ -47,7 +47,7 @@ from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime
 CERTAIN: tuple[ExchangeName, ...] = ("tls", "socket", "envoy")
 """Those that are made wherever links are; the others are another library's, and may fail for its reasons."""
 MOST_LOSSES = 3
-"""In one forming, of which it is not known who is gone."""
+"""In one forming: of links, or of machines of which it is not known who they are."""
 CONNECT_S = 60.0
 """Connecting and measuring every exchange that may be used."""
 
@@ -221,6 +221,9 @@ class RingFormer:
                     raise ModelError(f"The ring cannot be formed: {lost}", kind="network") from lost
             except LinksBroke as broke:
                 # They could be made a moment ago. Whoever is left may do without them.
+                losses += 1
+                if losses > MOST_LOSSES:
+                    raise ModelError(f"The links of the ring cannot be made: {broke}.", kind="network") from broke
                 self._tried = broke.tried
             except NodeRefused as refused:
                 # Whoever is left may do without it; if not, the plan says what is missing.
@@ -424,9 +427,9 @@ class RingFormer:
                 end_epoch(self._node.table, [one.node_id for one in ring.followers.values()], ring.epoch)
             answers = [connected_or_refused(future) for future in asked.values()]
         refused = [answer for answer in answers if isinstance(answer, NodeRefused)]
-        if (failure is not None or refused) and not any(one.gone for one in refused):
-            self._try_links(ring, progress)
         unreachable = any(isinstance(one.__cause__, Unreachable) for one in refused)
+        if (failure is not None or refused) and not unreachable:
+            self._try_links(ring, progress)
         if isinstance(failure, ModelError) and len(refused) == len(answers) and not unreachable:
             # It is nobody's fault in particular: the exchange that was asked for cannot be had.
             raise failure
