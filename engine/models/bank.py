@@ -23,7 +23,7 @@ import msgspec
 from engine.errors import ModelError
 from engine.models.families import ExpertShape, Family, Part, expert_shape, layer_count, part_shape
 from engine.models.files import Experts, ExpertWeights, StoredTensor
-from engine.models.safetensors_files import ALIGNMENT, WIDTHS, MappedFile, TensorEntry, read_header
+from engine.models.safetensors_files import ALIGNMENT, WIDTHS, MappedFile, TensorEntry, aligned, read_header
 from engine.models.share_files import Part as SharePart
 from engine.models.wording import shown
 
@@ -213,7 +213,8 @@ class Bank:
         if self._share is not None:
             self._share.require_trunk()
         for name, entry in self._trunk_entries.items():
-            yield name, self._trunk_file.tensor(entry.dtype, entry.shape, entry.start)
+            stored = self._trunk_file.tensor(entry.dtype, entry.shape, entry.start)
+            yield name, StoredTensor(stored.dtype, aligned(stored.words))
 
     @property
     def experts(self) -> Experts | None:

@@ -23,7 +23,7 @@ from engine.models.families import (
     stored_shape,
 )
 from engine.models.files import Experts, ExpertWeights, StoredTensor
-from engine.models.safetensors_files import MappedFile, TensorEntry, read_header
+from engine.models.safetensors_files import MappedFile, TensorEntry, aligned, read_header
 from engine.models.share_files import Part as SharePart
 from engine.models.wording import shown
 
@@ -101,7 +101,8 @@ class Checkpoint:
         if self._share is not None:
             self._share.require_trunk()
         for name, (file_name, entry) in self._trunk.items():
-            yield name, self._files[file_name].tensor(entry.dtype, entry.shape, entry.start)
+            stored = self._files[file_name].tensor(entry.dtype, entry.shape, entry.start)
+            yield name, StoredTensor(stored.dtype, aligned(stored.words))
 
     @property
     def experts(self) -> Experts | None:
@@ -203,8 +204,10 @@ class PlainExperts:
             entry = source.entry
             whole = self._files[source.file_name].tensor(entry.dtype, entry.shape, entry.start)
             for part, words in part_views(source.tensor, whole.words, expert, self.shape):
-                parts[part] = StoredTensor(entry.dtype, words)
-            if source.tensor.parts == ("gate", "up") and not source.tensor.strided:
+                # The expert alone, not the tensor with all of them.
+                parts[part] = StoredTensor(entry.dtype, aligned(words))
+            in_place = source.tensor.parts == ("gate", "up") and not source.tensor.strided
+            if in_place and whole.words.flags.aligned:
                 gate_up = StoredTensor(entry.dtype, whole.words[expert])
         return ExpertWeights(gate_up=gate_up, **parts)
 

@@ -63,6 +63,12 @@ def words_dtype(dtype: str) -> np.dtype[Any]:
     return _WORDS[WIDTHS[dtype]]
 
 
+def aligned(words: NDArray[Any]) -> NDArray[Any]:
+    """``words`` where C may read them one by one: as they lie, or a copy if a file's header has an odd length, as old
+    programs wrote it. Reading a number at an address that is no multiple of its width is undefined there."""
+    return words if words.flags.aligned else words.copy()
+
+
 # --- the header ---------------------------------------------------------------------------------------------------
 
 

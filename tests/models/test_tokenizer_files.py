@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import ModelError
+from engine.models import tokenizer_files
+from engine.models.families import SUPPORTED
 from engine.models.tokenizer import load_tokenizer
 from engine.models.tokenizer_files import read_template, read_tokenizer
 
@@ -281,3 +283,15 @@ def test_files_that_are_far_too_large_are_not_read(tmp_path: Path, monkeypatch: 
     monkeypatch.undo()
     with pytest.raises(ModelError, match="chat_template of 2000001 characters"):
         read_template(tmp_path)
+
+
+def test_the_classes_of_the_families_are_transformers() -> None:
+    """A family that is added, or a new version of transformers, may ask for a line in the table."""
+    from transformers.models.auto.tokenization_auto import (
+        MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS,
+        TOKENIZER_MAPPING_NAMES,
+    )
+
+    registered = {family: TOKENIZER_MAPPING_NAMES.get(family) for family in SUPPORTED}
+    assert {family: name for family, name in registered.items() if name} == tokenizer_files._CLASS_OF_FAMILY
+    assert MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS & set(SUPPORTED) == tokenizer_files._WRONG_ON_THE_HUB

@@ -17,11 +17,15 @@ from torch_oracle import no_progress, prompt
 
 from engine import runtimes
 from engine.errors import ModelError
+from engine.experts.kernels.layers import unreadable
 from engine.loading import load_session
 from engine.messages import Load
+from engine.models.files import StoredTensor
 from engine.models.opening import open_model
+from engine.models.safetensors_files import read_header
 from engine.runtimes import choosing
 from engine.runtimes.choosing import Choice, choose_runtime, why_not_native
+from engine.runtimes.native.runtime import NativeRuntime
 from engine.runtimes.protocol import CountsRoutes, Interruptible
 
 pytestmark = needs_kernels
@@ -253,3 +257,33 @@ def test_all_weights_stay_file_backed(tmp_path: Path) -> None:
     assert found["weights"] > 170 * 10**6
     assert found["anonymous"] < found["cache"] + BUFFERS
     assert found["file"] > 0.6 * found["weights"]
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "granitemoe"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_file_whose_tensors_lie_at_odd_addresses_runs_all_the_same(tmp_path: Path, family: str, dtype: str) -> None:
+    """Old programs wrote headers of any length; a number at an odd address is not for C to read."""
+    folder = write_tiny_model(tmp_path / "model", family, dtype=dtype)
+    load = Load(id=1, model="tiny", partitioning="cpu")
+    straight = NativeRuntime().load(folder, load, lambda *report: None)
+    expected = straight.start().extend([5, 17, 42])
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + length].rstrip() + b" "
+    header += b" " * (len(header) % 2 == 0)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+    entries = read_header(path)
+    assert any(entry.start % 2 for entry in entries.values())
+    odd = NativeRuntime().load(folder, load, lambda *report: None)
+    assert np.array_equal(odd.start().extend([5, 17, 42]), expected)
+    experts = open_model(folder).experts
+    if experts is not None:
+        one = experts.expert(experts.layers[0], 0)
+        assert one.gate.words.flags.aligned and one.down.words.flags.aligned
+
+
+def test_the_kernels_take_no_number_at_an_odd_address() -> None:
+    words = np.zeros(65, np.uint8)[1:].view(np.uint16).reshape(4, 8)
+    assert not words.flags.aligned
+    assert unreadable(StoredTensor("BF16", words)) == "they do not begin at a whole number of values"

@@ -62,6 +62,8 @@ def unreadable(stored: StoredTensor) -> str | None:
         return "the values of a row do not lie side by side"
     if words.ndim == 2 and words.shape[0] > 1 and words.strides[0] % words.itemsize:
         return "the rows are not a whole number of values apart"
+    if not words.flags.aligned:
+        return "they do not begin at a whole number of values"
     return None
 
 
