@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -152,35 +149,19 @@ def test_what_is_run_to_keep_it_warm_changes_nothing(loading: str, tiny_model: T
             assert np.isfinite(found).all()
 
 
-_IN_A_PROCESS = """
-import sys
-from pathlib import Path
-sys.path[:0] = sys.argv[2:]
-from memory_exchange import must_succeed, on_all_ranks
-from test_native_ring import conversation, load_native, ring_of, same
-folder = Path(sys.argv[1])
-alone = conversation(load_native(folder))
-models = ring_of(folder, 2, "overlapping")
-for found in must_succeed(on_all_ranks(lambda rank: conversation(models[rank]), 2)):
-    assert same(found, alone)
-print(models[1].facts.executor)
-"""
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("instructions", available())
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_instruction_set(instructions: str, dtype: str, tiny_model: TinyModel) -> None:
+def test_every_instruction_set(
+    instructions: str, dtype: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIVATELLM_KERNELS", instructions)
     folder = tiny_model("qwen2_moe", dtype=dtype)
-    here = Path(__file__).parent
-    paths = [str(here), str(here.parent), str(here.parent / "ring")]
-    run = subprocess.run(
-        [sys.executable, "-c", _IN_A_PROCESS, str(folder), *paths],
-        check=False, capture_output=True, text=True, env=os.environ | {"PRIVATELLM_KERNELS": instructions},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    alone = conversation(load_native(folder))
+    models = ring_of(folder, 2, "overlapping")
+    for found in together(models):
+        assert same(found, alone)
     runs = "avx512f" if instructions == "avx512_bf16" and dtype == "float32" else instructions
-    assert run.stdout.strip() == f"ring (node 2 of 2, exact, native {runs}, cpu)"
+    assert models[1].facts.executor == f"ring (node 2 of 2, exact, native {runs}, cpu)"
 
 
 # ---- What a node knows, and what it refuses -------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Experts never become anonymous memory: a model of 600 MB of experts runs in its own process, which is measured."""
+"""Experts never become anonymous memory: a model of 270 MB of experts runs in its own process, which is measured."""
 
 from __future__ import annotations
 
@@ -71,14 +71,15 @@ print(json.dumps({
 
 
 def write_big_model(folder: Path) -> Path:
-    """A mixtral of 604 MB of bfloat16 experts in three layers; the numbers only need to send tokens everywhere."""
+    """A mixtral of two layers of 135 MB of bfloat16 experts each: one of them is more than the margin leaves room for.
+    The numbers only need to send tokens everywhere."""
     from transformers import AutoModelForCausalLM, MixtralConfig
 
     config = MixtralConfig(
         vocab_size=512,
         hidden_size=1024,
-        intermediate_size=4096,
-        num_hidden_layers=3,
+        intermediate_size=2752,
+        num_hidden_layers=2,
         num_attention_heads=8,
         num_key_value_heads=4,
         num_local_experts=8,
@@ -110,8 +111,8 @@ def test_experts_stay_file_backed(big_model: Path, kind: str) -> None:
         folder = big_model.parent / "prepared"
         prepare(big_model, folder, lambda *_: None)
     found = measured(folder, 128)
-    assert found["experts"] > 600 * 10**6
-    assert found["used"] == [8, 8, 8]
+    assert found["experts"] > 270 * 10**6
+    assert found["used"] == [8, 8]
     assert found["peak"] <= found["trunk"] + MARGIN
     # All experts were read, and are there as pages of the file.
     assert found["file"] >= 0.9 * found["experts"]
