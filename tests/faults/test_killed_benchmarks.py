@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -17,10 +15,10 @@ from ring_faults import eventually, write_model
 
 from engine.temporary_folders import is_remover, remove, temporary_folder
 
+THERE_S = 100.0
 GONE_S = 30.0
-MOMENTS_S = {"ring": 9.0, "exchange": 6.0}
-"""Until when it is ended: by then it is in the middle of measuring."""
-MOMENTS = 3
+NODE = {"ring": "engine.host", "exchange": "engine.bench.exchange_node"}
+"""The module that a node's process runs."""
 MARK = "PRIVATELLM_TEST_MARK"
 
 
@@ -38,6 +36,16 @@ def engine_of(started: psutil.Process) -> psutil.Process | None:
     with contextlib.suppress(psutil.Error):
         return next((one for one in started.children() if "engine.host" in one.cmdline()), None)
     return None
+
+
+def linked_nodes(kind: str, mark: str) -> int:
+    """The benchmark's own nodes that are connected with another one."""
+    found = 0
+    for process in descendants(mark):
+        with contextlib.suppress(psutil.Error):
+            if NODE[kind] in process.cmdline():
+                found += any(one.status == psutil.CONN_ESTABLISHED for one in process.net_connections("inet"))
+    return found
 
 
 def start(kind: str, model: Path, folder: Path, mark: str) -> subprocess.Popen[bytes]:
@@ -65,33 +73,46 @@ def removers() -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["ring", "exchange"])
 @pytest.mark.parametrize(
-    ("number", "whom"),
+    ("kind", "stage", "number", "whom"),
     [
-        (signal.SIGINT, "command"),
-        (signal.SIGTERM, "command"),
-        (signal.SIGKILL, "command"),
-        (signal.SIGKILL, "engine"),
+        ("ring", "preparing", signal.SIGINT, "command"),
+        ("ring", "measuring", signal.SIGTERM, "command"),
+        ("ring", "preparing", signal.SIGKILL, "command"),
+        ("ring", "measuring", signal.SIGKILL, "command"),
+        ("ring", "measuring", signal.SIGKILL, "engine"),
+        ("exchange", "measuring", signal.SIGINT, "command"),
+        ("exchange", "preparing", signal.SIGTERM, "command"),
+        ("exchange", "measuring", signal.SIGKILL, "command"),
+        ("exchange", "preparing", signal.SIGKILL, "engine"),
+        ("exchange", "measuring", signal.SIGKILL, "engine"),
     ],
-    ids=["ctrl-c", "ended", "killed", "engine killed"],
 )
-def test_nothing_is_left(tmp_path: Path, kind: str, number: signal.Signals, whom: str) -> None:
+def test_nothing_is_left(tmp_path: Path, kind: str, stage: str, number: signal.Signals, whom: str) -> None:
+    """``preparing``: what will be removed is there; ``measuring``: so are the nodes, connected with one another."""
     model = write_model(tmp_path)
-    chosen = random.Random(f"{kind} {number} {whom}")
-    for moment in range(MOMENTS):
-        mark = f"{tmp_path.name} {moment}"
-        with start(kind, model, tmp_path, mark) as bench:
-            try:
-                time.sleep(MOMENTS_S[kind] * (moment + chosen.random()) / MOMENTS)
-                assert bench.poll() is None, "it ended before it could be killed"
-                victim = engine_of(psutil.Process(bench.pid)) if whom == "engine" else None
-                (victim or bench).send_signal(number)
-                bench.wait(GONE_S)
-                eventually(lambda mark=mark: not descendants(mark), GONE_S, "a process is left")
-                assert not list((tmp_path / "temporary").iterdir())
-            finally:
-                for one in (bench, *descendants(mark)):
+    mark = tmp_path.name
+
+    def so_far() -> bool:
+        assert bench.poll() is None, "it ended before it could be killed"
+        if stage == "measuring":
+            return linked_nodes(kind, mark) == 2
+        if kind == "ring":
+            return any((tmp_path / "temporary").iterdir())
+        return any(NODE[kind] in one.cmdline() for one in descendants(mark))
+
+    with start(kind, model, tmp_path, mark) as bench:
+        try:
+            eventually(so_far, THERE_S, f"it was never {stage}")
+            victim = engine_of(psutil.Process(bench.pid)) if whom == "engine" else None
+            assert whom == "command" or victim is not None
+            (victim or bench).send_signal(number)
+            bench.wait(GONE_S)
+            eventually(lambda: not descendants(mark), GONE_S, "a process is left")
+            assert not list((tmp_path / "temporary").iterdir())
+        finally:
+            for one in (bench, *descendants(mark)):
+                with contextlib.suppress(psutil.Error):
                     one.kill()
 
 
