@@ -36,7 +36,7 @@ from engine.exchange.exchange import RingProtocolError
 from engine.messages.ring import LinkFacts
 from engine.planning.calibration import Curve, ExpertShape
 from engine.planning.placement import Placement
-from engine.ring.control import measuring_node
+from engine.ring.control import beats, measuring_node, server
 from engine.ring.control.beats import MOST_ADDRESSES, PeerWatch
 from engine.ring.control.client import Unreachable
 from engine.ring.control.control_messages import (
@@ -51,6 +51,7 @@ from engine.ring.control.control_messages import (
     LoadShare,
     NodeFacts,
     NodeLoad,
+    WantedFacts,
     check_facts,
     check_spec,
     unpack,
@@ -76,36 +77,46 @@ def pair(tmp_path: Path) -> Iterator[Nodes]:
     nodes.close()
 
 
+@pytest.fixture
+def patient_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    """Nobody is cut off or lost for being slow, as everybody is where the machine is busy."""
+    options = dict(server.SERVER_OPTIONS) | {"grpc.server_handshake_timeout_ms": 60_000}
+    monkeypatch.setattr(server, "SERVER_OPTIONS", tuple(options.items()))
+    monkeypatch.setattr(beats, "BEAT_TIMEOUT_S", 60.0)
+    nodes = Nodes(tmp_path, "Anna", "Bob", lend=True)
+    yield nodes
+    nodes.close()
+
+
 # --- strangers ------------------------------------------------------------------------------------------------------
 
 
-def test_silent_strangers_are_few_and_cut_off(pair: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_strangers_are_few_and_cut_off(pair: Nodes) -> None:
     port = pair.nodes[1].server.port
-    begin = time.monotonic()
+
+    def open_here() -> int:
+        found = psutil.Process().net_connections("inet")
+        # Those that wait to be accepted have no file descriptor.
+        return sum(one.fd >= 0 and one.laddr.port == port and one.status == "ESTABLISHED" for one in found)
+
     knocking = [socket.create_connection(("127.0.0.1", port)) for _ in range(3 * MOST_CONNECTIONS)]
     try:
-        time.sleep(0.5)
-        open_here = [
-            one
-            for one in psutil.Process().net_connections("inet")
-            if one.laddr.port == port and one.status == "ESTABLISHED"
-        ]
-        assert len(open_here) <= MOST_CONNECTIONS + 8
+        eventually(lambda: open_here() <= MOST_CONNECTIONS + 8, HANDSHAKE_S - 1)
         for connection in knocking:
-            connection.settimeout(20)
+            connection.settimeout(12 * HANDSHAKE_S)
             try:
                 assert connection.recv(100) == b""
             except ConnectionError:
                 continue
-        assert time.monotonic() - begin < 15
     finally:
         for connection in knocking:
             connection.close()
     eventually(pair.ready)
 
 
-def test_one_address_does_not_take_all_connections(pair: Nodes) -> None:
+def test_one_address_does_not_take_all_connections(patient_pair: Nodes) -> None:
     """The oldest of those on which nothing was proved end, and never one of a paired machine."""
+    pair = patient_pair
     port = pair.nodes[1].server.port
     eventually(pair.ready)
     before = pair.nodes[0].table.views()[0].client
@@ -119,10 +130,10 @@ def test_one_address_does_not_take_all_connections(pair: Nodes) -> None:
 
     knocking = [socket.create_connection(("127.0.0.1", port)) for _ in range(MOST_CONNECTIONS // 2)]
     try:
-        eventually(lambda: silent() <= MOST_EACH, HANDSHAKE_S - 1)  # before they are cut off for being silent
+        eventually(lambda: silent() <= MOST_EACH)
         assert silent() > 0
         another = pair.client(1, pair.identities[0])
-        assert another.call("Beat", pair.nodes[0].load(), NodeLoad, 10)
+        assert another.call("Beat", pair.nodes[0].load(), NodeLoad, 60)
         another.close()
     finally:
         for connection in knocking:
@@ -427,14 +438,14 @@ def test_epochs_that_no_head_makes_are_refused(changes: dict[str, Any]) -> None:
 )
 def test_experts_that_no_model_has_are_not_measured(shape: ExpertShape) -> None:
     with pytest.raises(ModelError):
-        measuring_node.measure_node(SimpleNamespace(shape=shape, dtype="float32"), 1)  # type: ignore[arg-type]
+        measuring_node.measure_node(WantedFacts(shape=shape, dtype="float32"), 1)
 
 
 def test_no_more_threads_than_there_are_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(measuring_node, "memory_rate", lambda threads: asked.append(threads) or 1e9)
     monkeypatch.setattr(measuring_node, "load_speed", lambda key: None)
-    measuring_node.measure_node(SimpleNamespace(shape=None, dtype="float32"), 1_000_000)  # type: ignore[arg-type]
+    measuring_node.measure_node(WantedFacts(shape=None, dtype="float32"), 1_000_000)
     assert asked == [measuring_node.usable_cpus()]
 
 

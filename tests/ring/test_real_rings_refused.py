@@ -47,7 +47,7 @@ def ring(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Real
 
 def _written(folder: Path, tokenizer: dict[str, str], dtype: str = "float32") -> Path:
     made = write_tiny_model(folder / "tiny", "qwen3_moe", dtype=dtype)
-    whole = {"added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}, **tokenizer}
+    whole = {"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, **tokenizer}
     (made / "tokenizer.json").write_text(json.dumps(whole))
     return made
 
