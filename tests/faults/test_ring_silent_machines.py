@@ -8,23 +8,24 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring
+from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring, eventually
 
 from engine.messages import Cancel
 from engine.messages.ring import RingMode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-AFTER = 200
+AFTER = 400
 """Exchanges in which it takes part, those included that are measured while the ring is formed."""
 SILENT = f"""
 # Its contributions from a certain one on are never sent; a new epoch begins anew.
-import time
+import os, pathlib, time
 from engine.exchange import mesh
 _send = mesh.Mesh.send
 def send(self, parts, capacity):
     self.sent = getattr(self, "sent", 0) + 1
     while self.sent > {AFTER} and not self._closed:
+        pathlib.Path(os.environ["PRIVATELLM_HOME"], "silent").touch()
         time.sleep(0.05)
     _send(self, parts, capacity)
 mesh.Mesh.send = send
@@ -51,10 +52,13 @@ def rings() -> Iterator[dict[str, Ring]]:
 @pytest.mark.parametrize("mode", ["exact", "central"])
 def test_esc_does_not_wait_for_it(rings: dict[str, Ring], model: Path, mode: RingMode) -> None:
     ring = rings["patient"]
+    silent = ring.machines[2].home / "silent"
+    silent.unlink(missing_ok=True)
     ring.load(model, replace(EXACT, mode=mode))
     asked = ring.ask(1500)
     ring.until_tokens(asked, 5)
-    # Nothing comes any more: the limit is far away.
+    # Nothing comes any more, and the limit is far away.
+    eventually(silent.exists)
     ring.engine.send(Cancel(id=ring.engine.new_id(), target=asked))
     found = ring.finished(asked)
     assert found.finish_reason == "cancelled"
