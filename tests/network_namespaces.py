@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, count, permutations
@@ -30,6 +31,8 @@ _NOWHERE = "7"
 """The routing table whose packets go nowhere."""
 _MULTICAST = ("224.0.0.0/4", "dev", "lan0")
 """Where multicast of a program goes that names no interface."""
+_NOTICED_S = 20.0
+"""The system takes up to a second or two to notice a cable."""
 _numbers = count()
 
 
@@ -210,6 +213,11 @@ class Network:
         for other in self.spaces:
             if other is not space:
                 ip("-n", space.name, "link", "set", _port(other, lan), state)
+        end = time.monotonic() + _NOTICED_S
+        while f"state {state.upper()}" not in ip("-n", space.name, "link", "show", f"lan{lan}"):
+            if time.monotonic() > end:
+                raise RuntimeError(f"lan{lan} of {space.name} did not notice that its cable is {state}")
+            time.sleep(0.02)
 
 
 def _port(other: Space, lan: int) -> str:
