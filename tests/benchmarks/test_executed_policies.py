@@ -13,7 +13,7 @@ from benchmarks import executed
 
 @pytest.fixture
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    scenarios = (("an answer", (8, *[1] * 8)), ("a prompt", (96,)), ("beams", (4, *[4] * 3)))
+    scenarios = (("an answer", (4, *[1] * 4)), ("a prompt", (64,)), ("beams", (4, *[4] * 2)))
     monkeypatch.setattr(executed, "SCENARIOS", scenarios)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -240,8 +241,10 @@ def test_the_built_model_is_prepared_and_complete(
 
 
 @pytest.mark.slow
-def test_a_killed_build_leaves_nothing_that_opens_and_the_next_one_works(home: Path, starter_wheel: Path) -> None:
-    """The last build also measures its memory: far below the 750 MB that are written."""
+def test_a_killed_build_leaves_nothing_that_opens_and_the_next_one_works(
+    home: Path, starter_wheel: Path, starter_home: Path
+) -> None:
+    """The next one finds a damaged model in its place. Its memory is measured: far below the 750 MB that it writes."""
     program = (
         "import sys\nfrom pathlib import Path\nfrom engine.models.starter import build_starter\npeak = 0\n"
         "def look(stage, *_):\n"
@@ -261,14 +264,16 @@ def test_a_killed_build_leaves_nothing_that_opens_and_the_next_one_works(home: P
             process.send_signal(signal.SIGKILL)
         assert store.resolve("starter").folder is None
         assert store.installed() == []
+    damaged = home / "models" / "starter"
+    shutil.copytree(starter_home / "models" / "starter", damaged, copy_function=os.link)
+    assert open_model(damaged).prepared
+    slabs = damaged / "experts" / "layer-00007.slabs"
+    slabs.unlink()
+    slabs.write_bytes(bytes(4096))
+    with pytest.raises(ModelError, match="fetch or prepare the model again"):
+        open_model(damaged)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert int(done.stdout.splitlines()[-1]) < 400_000, "kB"
-    folder = store.resolve("starter").require_folder()
-    assert open_model(folder).prepared
-    os.truncate(folder / "experts" / "layer-00007.slabs", 4096)
-    with pytest.raises(ModelError, match="fetch or prepare the model again"):
-        open_model(folder)
-    subprocess.run(command, env=environment, capture_output=True, check=True)
     assert open_model(store.resolve("starter").require_folder()).prepared
     assert store.partial_downloads() == []
     assert store.remove("starter") > 700_000_000

@@ -36,9 +36,8 @@ def test_a_manifest(tmp_path: Path, manifest: dict[str, object]) -> None:
 
 
 def test_a_configuration_that_transformers_refuses(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": EVIL}))
     with pytest.raises(ModelError) as refused:
-        read_config(tmp_path)
+        read_config(tmp_path, {"model_type": EVIL})
     assert plain(str(refused.value), tmp_path)
 
 
