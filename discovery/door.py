@@ -162,9 +162,9 @@ class Door:
             handler(connection, body, address)
         except (FrameError, OSError):
             connection.close()
-        except BaseException:
+        except Exception:  # what one connection brings about is that connection's end, and nobody else's
+            _log.exception("a connection was cut")
             connection.close()
-            raise
         finally:
             with self._mutex:
                 self._open.pop(connection, None)

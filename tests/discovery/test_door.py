@@ -46,6 +46,21 @@ def test_each_kind_goes_to_its_handler(door: Door) -> None:
             assert all_of(connection) == answer
 
 
+def test_a_handler_that_fails_ends_its_connection_alone(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(connection: socket.socket, body: bytes, address: tuple[str, int]) -> None:
+        raise ZeroDivisionError("of one connection")
+
+    failed: list[threading.ExceptHookArgs] = []
+    door.register("bad", fail)
+    door.register("echo", echo)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", failed.append)
+        for kind, answer in (("bad", b""), ("echo", b"x127.0.0.1")):
+            with contextlib.closing(dial(("127.0.0.1", door.port), kind, b"x")) as connection:
+                assert all_of(connection) == answer
+    assert not failed and "of one connection" in caplog.text
+
+
 def test_a_connection_that_was_handed_on_stays_open(door: Door) -> None:
     kept: list[socket.socket] = []
     taken = threading.Event()

@@ -423,3 +423,20 @@ def test_thirty_openings_leave_nothing_behind(tmp_path: Path) -> None:
 def test_identity_is_the_same_when_it_is_opened_again(tmp_path: Path) -> None:
     first, _ = make_identity(tmp_path / "me")
     assert load_identity(tmp_path / "me").node_id == first.node_id
+
+
+def test_an_answer_that_nobody_expects_ends_no_watching(pair: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    eventually(pair.ready)
+    watch = pair.nodes[0].table.watch(pair.identities[1].node_id)
+    assert watch is not None
+    asked: list[object] = []
+
+    def fail(client: object) -> None:
+        asked.append(client)
+        raise OverflowError("of one answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(watch, "_beat", fail)
+        eventually(lambda: len(asked) > 1)
+        answered = watch._answered
+    eventually(lambda: watch._answered > answered)

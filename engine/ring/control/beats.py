@@ -6,6 +6,7 @@ Both sides ask, so that each notices the other's silence by its own clock; no cl
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,8 @@ from engine.errors import ModelError
 from engine.exchange.exchange import PeerLost
 from engine.ring.control.client import NobodyListens, PeerClient, Unreachable
 from engine.ring.control.control_messages import CONTROL_PROTOCOL, Greeting, NodeLoad
+
+_log = logging.getLogger(__name__)
 
 BEAT_S = 0.5
 LOST_S = 2.5
@@ -200,17 +203,23 @@ class PeerWatch:
 
     def _watch(self) -> None:
         while not self._closed:
-            client = self._client
-            if client is None:
-                found = self._find()
-                wait = BEAT_S if found else self._within(RETRY_S)
-            else:
-                self._beat(client)
-                self._look_for_a_copy()
-                wait = BEAT_S if self._client is not None else 0.0
+            try:
+                wait = self._look()
+            except Exception:  # whatever a machine answers, it is asked again, and its silence is noticed
+                _log.exception("a machine was not asked")
+                wait = RETRY_S
             self._tell()
             self._poke.wait(wait)
             self._poke.clear()
+
+    def _look(self) -> float:
+        """Ask how the machine is, or look for it; the seconds until it is asked again."""
+        client = self._client
+        if client is None:
+            return BEAT_S if self._find() else self._within(RETRY_S)
+        self._beat(client)
+        self._look_for_a_copy()
+        return BEAT_S if self._client is not None else 0.0
 
     def _tell(self) -> None:
         alive = self.view().alive
