@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -55,13 +56,24 @@ class Joined:
         self._file.close()
 
 
+@contextlib.contextmanager
+def hang_up_is(handler: signal.Handlers) -> Iterator[None]:
+    """What processes do that are started here, whatever the tests themselves were started with."""
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def environment(home: Path) -> dict[str, str]:
     return {**os.environ, "PRIVATELLM_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 @pytest.fixture
 def joined(tmp_path: Path) -> Iterator[Joined]:
-    machine = Joined(tmp_path, "--name", "studio")
+    with hang_up_is(signal.SIG_DFL):
+        machine = Joined(tmp_path, "--name", "studio")
     yield machine
     machine.close()
 
@@ -85,11 +97,8 @@ def test_a_closed_terminal_is_an_orderly_end_with_its_status(joined: Joined) -> 
 
 
 def test_nohup_is_heeded_without_a_screen(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
+    with hang_up_is(signal.SIG_IGN):
         machine = Joined(tmp_path)
-    finally:
-        signal.signal(signal.SIGHUP, before)
     try:
         machine.until(lambda: "Code: " in machine.said)
         machine.process.send_signal(signal.SIGHUP)

@@ -217,7 +217,8 @@ FORMS: dict[str, Callable[[], bytes]] = {
 def test_the_sound_one_is_taken() -> None:
     """So each of the forms is refused for what was changed: this is how they are put together."""
     assert pem_of(signed_anew(content(SIGNED))) and pem_of(WHOLE)
-    assert with_extensions(EXTENSIONS)[:60] == WHOLE[:60]
+    # Signatures differ in length by a byte or two, and so does what the first four bytes tell.
+    assert with_extensions(EXTENSIONS)[4:60] == WHOLE[4:60]
     assert len({form() for form in FORMS.values()}) == len(FORMS)
 
 

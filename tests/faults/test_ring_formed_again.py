@@ -81,16 +81,20 @@ def test_stopped_while_a_machine_is_taken_back(two: Ring, model: Path, alone: Or
     gone = two.followers[0]
     lose(two, gone)
     returns(two, gone)
+    begun = two.mark()
     asked = two.ask(8)
     reached(two, asked, stage)
     found = stopped(two, asked)
     assert found.token_ids == []
     since = two.mark()
+    # The last stage may have ended before Esc came.
+    formed = f"{gone.name} came back; going on with 2 machines." in two.notices(begun)
+    assert not formed or stage == STAGES[-1]
     asked = two.ask(8)
     assert two.finished(asked).token_ids == alone(8).token_ids
     assert not any(isinstance(event, Progress) and "sending" in event.stage for event in told_of(two, asked, since))
-    assert any("this machine alone" in text for text in two.notices(since))
-    assert two.state_of(gone) == "ready"
+    assert formed or any("this machine alone" in text for text in two.notices(since))
+    assert two.state_of(gone) == ("ring" if formed else "ready")
     lose(two, gone)
     returns(two, gone)
     since = two.mark()
