@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import statistics
@@ -18,7 +19,7 @@ from engine.ring.control.local_ring import LocalEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROUNDS = int(os.environ.get("PRIVATELLM_TEST_ROUNDS", "20"))
+ROUNDS = int(os.environ.get("PRIVATELLM_TEST_ROUNDS", "14"))
 """Each kills a machine. A hundred take five minutes, which is too long for every run of the tests; what is left by a
 kill shows in fewer."""
 WARM = 4
@@ -55,9 +56,10 @@ class Held:
 
 
 def growth(sizes: Sequence[int]) -> float:
-    """Bytes per round, by a straight line through the last half of the rounds."""
+    """Bytes per round in the last half of the rounds: the median of the slopes between any two of them, because what an
+    allocator takes or gives back at once, megabytes each time, is no growth."""
     last = sizes[len(sizes) // 2 :]
-    return statistics.linear_regression(range(len(last)), last).slope
+    return statistics.median((last[j] - last[i]) / (j - i) for i, j in itertools.combinations(range(len(last)), 2))
 
 
 def rss(machine: Machine) -> int:
@@ -88,8 +90,7 @@ def test_kills_and_returns_leave_nothing_behind(model: Path, expected: list[int]
             spare.ask(OpenNetwork(id=spare.new_id(), name=gone.name, listen=listen, lend=True))
             spare = spare_process(gone)
             eventually(lambda: ring.state_of(gone) == "ready")
-            assert ring.answer(12).token_ids == expected
-            eventually(lambda: set(ring.states().values()) == {"ring"})
+            assert answered_by_all(ring) == expected
             for machine, taken in zip(staying, sizes, strict=True):
                 taken.append(rss(machine))
         spare.close()
@@ -110,6 +111,17 @@ def test_kills_and_returns_leave_nothing_behind(model: Path, expected: list[int]
         ring.engine.close()
         for port in ports:
             assert port_is_free(port)
+
+
+def answered_by_all(ring: Ring) -> list[int]:
+    """What a ring of all machines answers. One that is slow to come is taken in by a later question."""
+    asked_by = time.monotonic() + 60
+    while True:
+        found = ring.answer(12).token_ids
+        if set(ring.states().values()) == {"ring"}:
+            return found
+        assert time.monotonic() < asked_by, (ring.states(), ring.notices()[-5:])
+        time.sleep(0.5)
 
 
 def spare_process(machine: Machine) -> LocalEngine:
