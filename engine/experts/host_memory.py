@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import psutil
 import torch
 
 from engine.errors import ModelError
 from engine.experts.devices import HostPiece, PartView, SlotLayout
+from engine.free_memory import memory
 from engine.models.bank import BankExperts
 from engine.models.files import Experts, ExpertWeights, FileMapping, StoredTensor, first_held
 from engine.progress import ProgressCallback
@@ -84,7 +84,7 @@ class HostExperts:
         """
         files: tuple[FileMapping, ...] = getattr(self.experts, "mapped_files", ())
         wanted = sum(mapped.size for mapped in files)
-        room = psutil.virtual_memory().available if available is None else available
+        room = memory().free if available is None else available
         if wanted > LOCKED_SHARE * room:
             return [
                 f"The experts' {wanted / 1e9:.1f} GB are not page-locked, with {room / 1e9:.1f} GB of memory free: "

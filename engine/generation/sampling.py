@@ -110,21 +110,11 @@ def largest(values: Logits, count: int) -> NDArray[np.int64]:
     return found
 
 
-def surviving_tokens(logits: Logits, rule: SamplingRule) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Token ids that may be drawn, ascending, and their probabilities, which sum to 1.
+def weighed(logits: Logits, rule: SamplingRule) -> tuple[NDArray[np.int64] | None, Logits]:
+    """Token ids that may be drawn, ascending (None: the whole vocabulary), and what each weighs, the likeliest 1.
 
     ``logits`` is [vocabulary]; ``rule`` must not be greedy.
     """
-    tokens, weights = _weighed(logits, rule)
-    if tokens is None:
-        tokens = np.flatnonzero(weights)
-        weights = weights[tokens]
-    probabilities = weights.astype(np.float64)
-    return tokens, probabilities / probabilities.sum()
-
-
-def _weighed(logits: Logits, rule: SamplingRule) -> tuple[NDArray[np.int64] | None, Logits]:
-    """Token ids that may be drawn, ascending (None: the whole vocabulary), and what each weighs, the likeliest 1."""
     best = logits.max()
     tokens: NDArray[np.int64] | None = None
     if 0 < rule.top_k < len(logits):
@@ -199,6 +189,6 @@ class Sampler:
         best = greedy_token(logits)
         if self.rule.greedy:
             return best
-        tokens, weights = _weighed(logits, self.rule)
+        tokens, weights = weighed(logits, self.rule)
         index = _drawn(weights, self._random.random())
         return index if tokens is None else int(tokens[index])

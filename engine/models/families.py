@@ -243,7 +243,7 @@ def check_supported(config: Mapping[str, Any]) -> Family:
     family = FAMILIES.get(name)
     if family is None:
         raise ModelError(
-            f"Models of the family {shown(name)!r} are not supported; supported are {', '.join(SUPPORTED)}."
+            f"Models of the family {shown(ascii(name))} are not supported; supported are {', '.join(SUPPORTED)}."
         )
     return family
 

@@ -288,7 +288,8 @@ def _rope(gguf: GgufFile, head_size: int) -> dict[str, Any]:
             "original_max_position_embeddings": original,
         }
     raise ModelError(
-        f"{gguf.path} scales its positions by {shown(kind)!r}, which cannot be converted; use its safetensors folder."
+        f"{gguf.path} scales its positions by {shown(ascii(kind))}, which cannot be converted; "
+        "use its safetensors folder."
     )
 
 

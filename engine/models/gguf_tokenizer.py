@@ -49,11 +49,11 @@ def check_tokenizer(metadata: dict[str, Any]) -> None:
     """Raises ModelError if the tokenizer of a GGUF with ``metadata`` is of a kind that is not known, or cannot be."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
-        raise ModelError(f"The GGUF's tokenizer is of the kind {shown(kind)!r}; supported are gpt2 and llama.")
+        raise ModelError(f"The GGUF's tokenizer is of the kind {shown(ascii(kind))}; supported are gpt2 and llama.")
     name = metadata.get("tokenizer.ggml.pre", "(none)")
     if kind == "gpt2" and name not in KNOWN_SPLITS:
         raise ModelError(
-            f"The GGUF's tokenizer splits text by the rule {shown(name)!r}, which is not known here; known are "
+            f"The GGUF's tokenizer splits text by the rule {shown(ascii(name))}, which is not known here; known are "
             f"{', '.join(KNOWN_SPLITS)}. Use the model's safetensors folder."
         )
     tokens = metadata.get("tokenizer.ggml.tokens")

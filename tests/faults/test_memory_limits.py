@@ -20,6 +20,7 @@ from torch_oracle import load, prompt
 from engine import free_memory
 from engine.doctor_facts import doctor_facts
 from engine.experts import local, reading_ahead
+from engine.experts.host_memory import HostExperts
 from engine.experts.kernels import bindings
 from engine.experts.reading_ahead import ReadAhead, notice_beyond_memory, page_ranges, read_rate
 from engine.free_memory import container_bytes, container_limit
@@ -28,6 +29,8 @@ from engine.models.files import Experts, FileMapping
 from engine.models.opening import open_model
 from engine.models.prepare import prepare
 from engine.plan_model import plan_model
+from engine.ring.control.control_messages import WantedFacts
+from engine.ring.control.measuring_node import measure_node
 from engine.runtimes.native.runtime import NativeRuntime
 
 # --- the notice ---------------------------------------------------------------------------------------------------
@@ -191,6 +194,16 @@ def test_whoever_asks_for_memory_hears_of_the_same(
     planned = plan_model(Plan(id=1, load=Load(id=1, model=str(write_tiny_model(tmp_path / "model", "mixtral")))))
     (cpu,) = [device for device in planned.memory if device.device == "CPU"]
     assert (cpu.total, cpu.free) == (machine.total, free_memory.available_bytes())
+    node = measure_node(WantedFacts(shape=None))
+    assert (node.memory_total, node.memory_free) == (machine.total, free_memory.available_bytes())
+
+
+def test_no_more_is_locked_than_this_process_may_use(small: Path, tmp_path: Path) -> None:
+    experts = open_model(write_tiny_model(tmp_path / "model", "mixtral")).experts
+    assert experts is not None
+    group(small, 2, "1000000000", 999_999_000, 0)
+    (line,) = HostExperts(experts).lock(lambda address, nbytes: None, lambda address: None, lambda *told: None)
+    assert "are not page-locked" in line
 
 
 def test_the_native_runtime_says_that_a_model_exceeds_what_it_may_use(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from survivors import surviving_tokens
 from transformers.generation import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -24,7 +25,6 @@ from engine.generation.sampling import (
     greedy_token,
     largest,
     sampling_rule,
-    surviving_tokens,
 )
 from engine.messages import Sampling
 from engine.runtimes.protocol import Logits

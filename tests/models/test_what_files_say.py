@@ -10,6 +10,7 @@ import pytest
 from engine.errors import ModelError
 from engine.loading import settings_not_applied
 from engine.models.bank import FORMAT, MANIFEST, read_manifest
+from engine.models.families import check_supported
 from engine.runtimes.mlx.families import family_of
 from engine.runtimes.torch.loading import read_config
 
@@ -45,3 +46,10 @@ def test_code_that_a_model_names() -> None:
     with pytest.raises(ModelError) as refused:
         family_of({"model_file": EVIL})
     assert plain(str(refused.value), Path("/nowhere"))
+
+
+@pytest.mark.parametrize(("name", "said"), [("bert", "'bert'"), ("a\x1bb", r"'a\x1bb'")])
+def test_a_family_that_is_none_stands_in_one_pair_of_quotes(name: str, said: str) -> None:
+    with pytest.raises(ModelError) as refused:
+        check_supported({"model_type": name})
+    assert str(refused.value).startswith(f"Models of the family {said} are not supported")

@@ -19,6 +19,7 @@ from paired_nodes import Nodes, eventually, make_identity
 
 from discovery.identity import load_identity
 from discovery.peers import PeersFile, new_peer
+from engine import free_memory
 from engine.errors import ModelError
 from engine.exchange.exchange import RingProtocolError
 from engine.messages import OpenNetwork
@@ -71,6 +72,11 @@ def test_paired_nodes_find_each_other_by_address(pair: Nodes) -> None:
     back = pair.nodes[1].table.facts()[0]
     # Only one side was told an address: the greeting brought the other's.
     assert (back.name, back.state, back.addresses[0]) == ("Anna", "ready", pair.nodes[0].listening[0])
+
+
+def test_a_machine_says_how_much_memory_its_control_group_has(pair: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(free_memory, "container_limit", lambda: 1_000_000_000)
+    assert pair.nodes[0].load().memory_total == 1_000_000_000
 
 
 def test_one_paired_by_another_process_is_found(tmp_path: Path) -> None:

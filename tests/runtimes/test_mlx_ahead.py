@@ -16,9 +16,10 @@ mx = pytest.importorskip("mlx.core")
 pytest.importorskip("mlx_lm")
 
 from mlx_oracle import load, prompt_of, write_comparable, write_quantised  # noqa: E402
+from survivors import surviving_tokens  # noqa: E402
 
 from engine.errors import ModelError  # noqa: E402
-from engine.generation.sampling import Sampler, SamplingRule, surviving_tokens  # noqa: E402
+from engine.generation.sampling import Sampler, SamplingRule  # noqa: E402
 from engine.loading import load_session  # noqa: E402
 from engine.messages import AnyEvent, Finished, Generate, Load, Sampling  # noqa: E402
 from engine.runtimes.mlx.drawing import draw_token, surviving  # noqa: E402

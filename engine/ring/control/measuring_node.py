@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import psutil
 
 from engine.cpu_threads import usable_cpus
 from engine.errors import ModelError
@@ -33,7 +32,7 @@ from engine.experts.kernels.layers import Gate, LayerExperts
 from engine.experts.kernels.pool import Pool, physical_cores, shared_pool
 from engine.experts.measuring import never_falling
 from engine.experts.speed_file import MLX_GPU, load_speed
-from engine.free_memory import available_bytes
+from engine.free_memory import available_bytes, memory
 from engine.machine import processor
 from engine.models.files import ExpertWeights, StoredTensor
 from engine.models.locations import locate
@@ -89,7 +88,7 @@ def measure_node(wanted: WantedFacts, threads: int | None = None) -> NodeFacts:
     chosen = choose("bfloat16" if dtype == "bfloat16" else "float32")
     width = wanted.shape.hidden if wanted.shape is not None else 0
     return NodeFacts(
-        memory_total=int(psutil.virtual_memory().total),
+        memory_total=memory().total,
         memory_free=available_bytes(),
         memory_read=rate,
         disk_free=disk_free(),

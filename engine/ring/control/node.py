@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import psutil
-
 from discovery.acquaintance import KIND as KNOWN_KIND
 from discovery.acquaintance import answer as answer_known
 from discovery.addresses import shown_address
@@ -31,7 +29,7 @@ from engine.errors import ModelError
 from engine.exchange.accepting import Links
 from engine.exchange.addresses import door_of, own_addresses, parse_address
 from engine.exchange.link_speed import answer_measuring
-from engine.free_memory import available_bytes
+from engine.free_memory import available_bytes, memory
 from engine.messages import OpenNetwork
 from engine.messages.ring import NodeId
 from engine.models.locations import ensure, locate
@@ -193,7 +191,7 @@ class Node:
         lent = self.lent()
         return NodeLoad(
             process=self.process,
-            memory_total=int(psutil.virtual_memory().total),
+            memory_total=memory().total,
             memory_free=min(available_bytes(), self._most_memory),
             runtime=self._runtime or self._find_runtime(),
             lends=self.lends,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-import psutil
 import torch
 
 from engine.errors import ModelError
@@ -21,7 +20,7 @@ from engine.experts.popularity_file import seed_counts, seed_order
 from engine.experts.reading_ahead import read_rate
 from engine.experts.speed_file import load_speed
 from engine.experts.torch_tensors import NAMES
-from engine.free_memory import available_bytes
+from engine.free_memory import available_bytes, memory
 from engine.messages import Load
 from engine.models.files import Experts, ModelFiles
 from engine.models.sizes import sizes_of
@@ -124,7 +123,7 @@ def _slower(
         return None
     speed = load_speed(calibration_key(NAMES[dtype], request.cpu_threads, None))
     free, total = device.memory()
-    cpu = Device("CPU", int(psutil.virtual_memory().total), available_bytes())
+    cpu = Device("CPU", memory().total, available_bytes())
     disk = None
     mapped = sorted(getattr(files.experts, "mapped_files", ()), key=lambda each: each.size)
     if mapped and sizes.expert_bytes + sizes.trunk_bytes > cpu.free:
