@@ -36,8 +36,8 @@ from engine.ring.control.local_ring import LocalEngine
 PROMPT = [3, 14, 15, 9, 26, 5]
 OTHER_PROMPT = [90, 91, 7, 33, 64, 12, 77, 101]
 NOISE_S = 8.0
-"""Beyond what is promised: the tests share their machine with other work. It is still less than the 15 seconds after
-which an exchange gives up by itself."""
+"""Beyond what is promised: the tests share their machine with other work. It is still much less than
+what a machine may be silent in a pass before it counts as lost."""
 EXACT = RingChoice(even_if_slower=True, mode="exact", exchange="tls")
 NETWORK = Path("config") / "network"
 MAIN = "\nfrom engine.host import main\nmain()\n"
