@@ -17,13 +17,12 @@ from engine.ring.control.server import Credentials
 WAIT_S = 20.0
 
 
-def eventually(what: Callable[[], object], seconds: float = WAIT_S) -> float:
-    """Wait until ``what()`` is true; how long it took."""
+def eventually(what: Callable[[], object], seconds: float = WAIT_S) -> None:
+    """Wait until ``what()`` is true."""
     begin = time.monotonic()
     while not what():
         assert time.monotonic() - begin < seconds, "it did not happen in time"
         time.sleep(0.01)
-    return time.monotonic() - begin
 
 
 def make_identity(folder: Path) -> tuple[Identity, PeersFile]:

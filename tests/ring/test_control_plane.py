@@ -335,8 +335,7 @@ def test_machine_that_closes_is_noticed_and_comes_back(tmp_path: Path, pair: Nod
     eventually(pair.ready)
     address = pair.nodes[1].listening[0]
     pair.nodes[1].close()
-    took = eventually(lambda: pair.nodes[0].table.facts()[0].state == "paired")
-    assert took < 3.0
+    eventually(lambda: pair.nodes[0].table.facts()[0].state == "paired")
     options = OpenNetwork(id=1, name="Bob", listen=address, lend=True)
     pair.nodes[1] = Node(pair.identities[1], pair.peers[1], options)
     eventually(pair.ready)
@@ -361,8 +360,7 @@ def test_forgetting_ends_a_call_that_runs(pair: Nodes) -> None:
         assert next(answers).stage == "busy"
         assert entered.is_set()
         pair.peers[1].forget(pair.identities[0].node_id)
-        took = eventually(left.is_set)
-        assert took < 1.5
+        eventually(left.is_set)
         with pytest.raises(Unreachable):
             for _ in answers:
                 continue
