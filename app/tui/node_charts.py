@@ -30,7 +30,7 @@ class Slowest:
 
     node: int
     times: LayerTimes
-    ahead: float
+    gap: float
     """Milliseconds a token."""
 
 
@@ -98,7 +98,7 @@ def _bars(nodes: Sequence[NodeTimes], slowest: Sequence[Slowest], width: int) ->
     labels = [_label(nodes[layer.node]) if width >= _NARROW else _number(nodes[layer.node]) for layer in slowest]
     names = max(map(len, labels))
     room = max(4, width - digits - names - 18)
-    lines = [Content.styled(f"{'':{digits + names + room + 3}} {'ms':>7} {'ahead':>6}", _MUTED)]
+    lines = [Content.styled(f"{'':{digits + names + room + 3}} {'ms':>7} {'gap':>6}", _MUTED)]
     for index, (layer, label) in enumerate(zip(slowest, labels, strict=True)):
         work = work_of(layer.times)
         values = [0.0 if name in _WAITING else float(getattr(layer.times, name)) for name, _, _ in PARTS]
@@ -106,7 +106,7 @@ def _bars(nodes: Sequence[NodeTimes], slowest: Sequence[Slowest], width: int) ->
         lines.append(
             Content.assemble(
                 (f"{index:>{digits}} ", _MUTED), (f"{label:{names}}  ", "bold"), stacked(values, length),
-                " " * (room - length), f" {work:7.2f}", (f" {layer.ahead:+6.2f}", _MUTED),
+                " " * (room - length), f" {work:7.2f}", (f" {layer.gap:+6.2f}", _MUTED),
             )
         )  # fmt: skip
     return Content("\n").join(lines)

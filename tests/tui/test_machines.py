@@ -395,7 +395,7 @@ def test_a_machine_in_lines() -> None:
 def test_the_slowest_node_of_each_layer() -> None:
     slowest = slowest_by_layer([node.decode.layers for node in NODES])
     assert [layer.node for layer in slowest] == [1, 1, 1, 1, 0, 0, 0, 0]
-    assert slowest[0].ahead == pytest.approx(4.0 * 0.6)
+    assert slowest[0].gap == pytest.approx(4.0 * 0.6)
     assert slowest_by_layer([]) == [] and slowest_by_layer([[], []]) == []
 
 
