@@ -94,9 +94,13 @@ def place_words(facts: LendingFacts) -> str:
 
 
 def ring_name(ring: RingFacts, gone: Sequence[str] = ()) -> str:
-    """``ring of 3 · tls, encrypted``; with machines that are ``gone``: ``ring of 3, studio is gone``"""
+    """``ring of 3 · tls, encrypted``; with machines that are ``gone``: ``ring of 3, studio is gone``; ``computed by
+    studio`` where one other machine does everything"""
     if len(ring.nodes) < 2:
         return "no ring: this machine alone"
+    if ring.elsewhere:
+        name = machine_name(ring.nodes[1])
+        return f"{name} is gone" if gone else f"computed by {name}"
     if gone:
         return f"ring of {len(ring.nodes)}, {', '.join(gone)} {'is' if len(gone) == 1 else 'are'} gone"
     return f"ring of {len(ring.nodes)} · {exchange_words(ring)}"
@@ -131,6 +135,8 @@ def exchange_words(ring: RingFacts) -> str:
 
 def how_it_runs(ring: RingFacts) -> list[str]:
     """Mode, exchange with what one takes, and the idle experts, in words."""
+    if ring.elsewhere:
+        return ["tokens there, logits back", "encrypted"]
     took = f" ({latency(ring.exchange_s)} each)" if ring.exchange_s is not None else ""
     loading = {"selected": "no idle experts run", "router-aided": "idle experts: router-aided",
                "busy-full": "idle experts: busy full", "auto": ""}[ring.loading]  # fmt: skip
@@ -142,6 +148,8 @@ def speed_words(ring: RingFacts, figure: str, alone: str) -> str:
     if ring.tokens_per_s is None:
         return "no speed is predicted for the ring"
     about = roughly(ring)
+    if ring.elsewhere:
+        return f"{about} {figure}"
     if ring.alone_tokens_per_s is None:
         return f"{about} {figure}; no machine could run it alone"
     return f"{about} {figure}; the best machine alone {'up to ' * ring.at_best}{alone}"
@@ -153,9 +161,10 @@ def roughly(ring: RingFacts) -> str:
 
 
 def is_slower(ring: RingFacts) -> bool:
-    """Is one machine alone predicted to be at least as fast?"""
+    """Is one machine alone predicted to be at least as fast as the machines together?"""
     return (
-        ring.tokens_per_s is not None
+        not ring.elsewhere
+        and ring.tokens_per_s is not None
         and ring.alone_tokens_per_s is not None
         and ring.alone_tokens_per_s >= ring.tokens_per_s
     )

@@ -68,7 +68,8 @@ def memory_line(device: DeviceMemory) -> str:
 def ring_lines(ring: RingFacts) -> list[str]:
     """The ring in a line, then what each node holds."""
     fast, alone = figure(ring.tokens_per_s or 0), figure(ring.alone_tokens_per_s or 0)
-    head = f"Ring of {len(ring.nodes)}: {speed_words(ring, f'{fast} tokens/s', f'{alone} tokens/s')}"
+    who = f"{machine_name(ring.nodes[1])} alone" if ring.elsewhere else f"Ring of {len(ring.nodes)}"
+    head = f"{who}: {speed_words(ring, f'{fast} tokens/s', f'{alone} tokens/s')}"
     names = max((len(machine_name(node)) for node in ring.nodes), default=0)
     nodes = [
         f"{node.rank + 1}  {machine_name(node):{names}}  {node.experts:,} experts {size(node.expert_bytes)}, trunk "

@@ -41,7 +41,9 @@ def ring_lines(ring: RingFacts, width: int, *, me: str = "") -> list[Content]:
     """The ring in lines: its speed beside one machine's, how it runs, what each node holds. ``me``: this node's id."""
     formed = bool(ring.epoch)
     if len(ring.nodes) < 2:
-        return _one_machine(ring, width)
+        return _one_machine(ring, "this machine alone", width)
+    if ring.elsewhere:
+        return _elsewhere(ring, width)
     head = [Content.styled(f"Ring of {len(ring.nodes)}{'' if formed else ', planned'}", "bold"), *_speed(ring)]
     lines = [flowing(head, width)]
     if ring.reason:
@@ -55,12 +57,21 @@ def ring_lines(ring: RingFacts, width: int, *, me: str = "") -> list[Content]:
     return lines + [_node(node, f"{_name(node, me):{names}}", most, width, own_trunk) for node in shown]
 
 
-def _one_machine(ring: RingFacts, width: int) -> list[Content]:
+def _elsewhere(ring: RingFacts, width: int) -> list[Content]:
+    """One other machine computes everything."""
+    there = ring.nodes[1]
+    shown = _settled(there) if ring.epoch else there
+    name = machine_name(there)
+    how = flowing([Content.styled(part, _MUTED) for part in how_it_runs(ring)], width)
+    return [*_one_machine(ring, f"{name} alone", width), how, _node(shown, name, there.expert_bytes, width, True)]
+
+
+def _one_machine(ring: RingFacts, who: str, width: int) -> list[Content]:
     """A ring was asked for, and one machine is used instead."""
-    lines = [flowing([Content.styled("No ring: this machine alone", "bold"), *_speed(ring)], width)]
+    lines = [flowing([Content.styled(f"No ring: {who}", "bold"), *_speed(ring)], width)]
     if ring.reason:
         lines.append(Content.styled(one_line(ring.reason), "$text-warning"))
-    if is_slower(ring):
+    if is_slower(ring) or ring.elsewhere:
         lines.append(Content.styled("The setting “Even if slower” forms the ring all the same.", _MUTED))
     return lines
 
@@ -82,6 +93,8 @@ def _speed(ring: RingFacts) -> list[Content]:
     slower = is_slower(ring)
     colour = "bold $text-warning" if slower else "bold $text-success"
     items = [Content.styled(f"{roughly(ring)} {rate(ring.tokens_per_s)}", colour)]
+    if ring.elsewhere:
+        return items
     if ring.alone_tokens_per_s is None:
         return [*items, Content.styled("fits on no machine alone", _MUTED)]
     alone = f"one machine alone {'up to ' * ring.at_best}{rate(ring.alone_tokens_per_s)}"

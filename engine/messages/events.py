@@ -82,7 +82,8 @@ class Timing(Event, frozen=True, kw_only=True, tag="timing"):
     resident: list[list[int]] = []
     """Per MoE layer, the experts that are in GPU memory now; empty where none are kept there."""
     nodes: list[NodeTimes] = []
-    """Every node of the ring in rank order, the head first; empty on one machine."""
+    """Every node of the ring in rank order, the head first; only the one that computes where that is another machine
+    by itself; empty on one machine."""
     sampled: bool = False
     """Only some of the steps were measured, at most four a second."""
 

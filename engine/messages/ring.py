@@ -117,6 +117,8 @@ class RingFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Measured median of one exchange of a decoding step."""
     reason: str = ""
     """Why this ring, or why one machine is used instead."""
+    elsewhere: bool = False
+    """The second of the nodes computes everything by itself, and the head holds nothing."""
 
 
 class LendingFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -82,6 +82,8 @@ class RingModel:
     prefill_chunk: int = 512
     word_bytes: int = 4
     """Of a number of the exchange."""
+    vocabulary: int = 0
+    """Logits of a token."""
 
     @property
     def grid(self) -> ExpertGrid:

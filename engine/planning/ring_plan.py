@@ -39,6 +39,7 @@ from engine.planning.ring_words import (
     alone_sentence,
     disk_sentence,
     elsewhere_sentence,
+    faster_there_sentence,
     fewer_sentence,
     full_disk_sentence,
     idle_sentence,
@@ -64,6 +65,7 @@ NOISE = 1.25
 """Measurements of equal machines differ by less than this factor; more is a real difference, such as slower memory."""
 ELSEWHERE_WORTH = 1.10
 """A machine must be so much faster by itself than the ring, and than the head by itself, to be worth moving to."""
+LOGIT_BYTES = 4
 ASSUMED_LATENCY_S = 1e-3
 ASSUMED_BYTES_PER_S = 1.25e8
 """Of a link that was not measured: the paper's latency, and Gigabit Ethernet."""
@@ -71,10 +73,11 @@ ASSUMED_BYTES_PER_S = 1.25e8
 
 @dataclass(frozen=True)
 class RingDecision:
-    """``ring``: form it as given. ``alone``: the head by itself is faster. ``refused``: it cannot be; ``shortfall``
-    says how many bytes are missing, 0 if that is not why."""
+    """``ring``: form it as given. ``alone``: the head by itself is faster. ``elsewhere``: another machine by itself is,
+    the second of :attr:`ranks`, which holds everything. ``refused``: it cannot be; ``shortfall`` says how many bytes
+    are missing, 0 if that is not why."""
 
-    kind: Literal["ring", "alone", "refused"]
+    kind: Literal["ring", "alone", "elsewhere", "refused"]
     reason: str
     ranks: tuple[str, ...] = ()
     """Node ids in rank order, the head first; also of the ring that is not formed because one machine is faster."""
@@ -216,6 +219,50 @@ class _Planner:
         if costs is None or expert_room(self.model, node) < self.model.sizes.expert_bytes:
             return None
         return alone_time(self.model.sizes, costs)
+
+    def elsewhere(self, head: NodeMeasured, node: NodeMeasured) -> tuple[PassTime, PassTime] | None:
+        """A decoding step and a prompt of PREFILL_TOKENS for ``head`` on ``node`` by itself, the way there and back
+        with the logits included; None if the model does not fit there, or may not, or nothing was measured."""
+        step, costs, all_experts = self.alone(node), self._costs.get(node.node_id), self.model.sizes.expert_bytes
+        on_disk = disk_room(self.model, node, False)
+        if step is None or costs is None or (on_disk is not None and on_disk < all_experts):
+            return None
+        hand = self.choice.shares.get(node.node_id)
+        if (hand is not None and hand < all_experts) or node.kind.partition(" ")[0] != head.kind.partition(" ")[0]:
+            return None
+        wire = self.wire([head, node], central=True)
+        there_and_back = 2 * wire.latency_s + LOGIT_BYTES * self.model.vocabulary / wire.bytes_per_s
+        prefill = alone_time(self.model.sizes, costs, PREFILL_TOKENS)
+        return replace(step, exchange_s=there_and_back), replace(prefill, exchange_s=there_and_back)
+
+    def decided_elsewhere(
+        self,
+        ring: RingDecision,
+        head: NodeMeasured,
+        node: NodeMeasured,
+        times: tuple[PassTime, PassTime],
+        reason: str,
+    ) -> RingDecision:
+        """Instead of ``ring``: ``node`` holds everything, and the head nothing."""
+        grid = self.model.grid
+        placement = Placement(grid.layers, 2, (((1,),) * grid.experts,) * len(grid.layers))
+        step, prefill = times
+        facts = self._facts([head, node], placement, (1.0, 1.0), "exact", "selected", step, reason)
+        here, there = facts.nodes
+        nothing = structs.replace(here, trunk_bytes=0, has_bytes=0)
+        alone = ring.facts.alone_tokens_per_s if ring.facts is not None else None
+        return RingDecision(
+            kind="elsewhere",
+            reason=reason,
+            ranks=(head.node_id, node.node_id),
+            placement=placement,
+            weights=(1.0, 1.0),
+            facts=structs.replace(facts, nodes=[nothing, there], elsewhere=True, alone_tokens_per_s=alone),
+            step=step,
+            prefill=prefill,
+            alone_step=ring.alone_step,
+            notices=ring.notices,
+        )
 
     def slowest(self, nodes: Sequence[NodeMeasured]) -> list[NodeMeasured]:
         """Of the others than the head: the one whose experts take longest, and the one with the slowest links."""
@@ -438,7 +485,7 @@ def _without_the_slow(planner: _Planner, nodes: Sequence[NodeMeasured], best: Ri
 
 
 def _against_alone(planner: _Planner, nodes: Sequence[NodeMeasured], ring: RingDecision) -> RingDecision:
-    """``ring``, or the head by itself where that is faster."""
+    """``ring``, or the head or another machine by itself where that is faster."""
     head = nodes[0]
     by_itself = {node.node_id: planner.alone(node) for node in nodes}
     fits_alone = expert_room(planner.model, head) >= planner.model.sizes.expert_bytes
@@ -454,12 +501,18 @@ def _against_alone(planner: _Planner, nodes: Sequence[NodeMeasured], ring: RingD
         return _alone(decision, "There is no other machine to share with.") if fits_alone else decision
     if ring.step is None or not best:
         return decision
+    least = min([ring.step.seconds, *([step.seconds] if step is not None else [])])
+    if not planner.choice.even_if_slower:
+        reached = [(*times, node) for node in nodes[1:] if (times := planner.elsewhere(head, node)) is not None]
+        at, prefill, node = min(reached, key=lambda each: each[0].seconds, default=(None, None, None))
+        if at is not None and prefill is not None and node is not None and at.seconds * ELSEWHERE_WORTH <= least:
+            reason = elsewhere_sentence(node.name, at.tokens_per_s, 1.0 / least, step is not None)
+            return planner.decided_elsewhere(decision, head, node, (at, prefill), reason)
     if step is not None and step.seconds < ring.step.seconds and not planner.choice.even_if_slower:
         return _alone(decision, alone_sentence(head.name, step.tokens_per_s, len(ring.ranks), ring.step.tokens_per_s))
-    least = min([ring.step.seconds, *([step.seconds] if step is not None else [])])
     if best != head.node_id and best_s * ELSEWHERE_WORTH <= least:
         name = next(node.name for node in nodes if node.node_id == best)
-        line = elsewhere_sentence(name, 1.0 / best_s, ring.step.tokens_per_s)
+        line = faster_there_sentence(name, 1.0 / best_s, ring.step.tokens_per_s, planner.choice.even_if_slower)
         return replace(decision, notices=(*decision.notices, line))
     return decision
 

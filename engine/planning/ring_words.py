@@ -113,8 +113,13 @@ def alone_sentence(name: str, alone: float, machines: int, together: float) -> s
     return f"{name} alone is predicted to be faster: {rate(alone)}, {machines} machines together {rate(together)}."
 
 
-def elsewhere_sentence(name: str, alone: float, together: float) -> str:
-    return (
-        f"{name} alone would be faster: {rate(alone)} are predicted there, {rate(together)} together; "
-        "start the chat on that machine."
-    )
+def elsewhere_sentence(name: str, there: float, otherwise: float, fits_here: bool) -> str:
+    """The whole model runs on another machine. ``otherwise``: as a ring, or here where it fits."""
+    instead = "here or together" if fits_here else "together"
+    return f"{name} computes alone, which is predicted to be faster: {rate(there)}, {instead} {rate(otherwise)}."
+
+
+def faster_there_sentence(name: str, alone: float, together: float, asked: bool) -> str:
+    """A machine that would be faster is not used. ``asked``: the person wants the ring even if it is slower."""
+    instead = "without “even if slower” it computes alone" if asked else "start the chat on that machine"
+    return f"{name} alone would be faster: {rate(alone)} are predicted there, {rate(together)} together; {instead}."

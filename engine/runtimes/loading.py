@@ -21,9 +21,11 @@ def load_model(
     progress: ProgressCallback,
     ring: RingPlace | None = None,
     release: Callable[[], None] = lambda: None,
+    whole_share: bool = False,
 ) -> LoadedModel:
-    """As ``runtime.load``, with running out of memory said as such; a share of a ring is not loaded without a ring."""
-    if ring is None:
+    """As ``runtime.load``, with running out of memory said as such; a share of a ring is not loaded without a ring,
+    unless it is known to hold everything (``whole_share``)."""
+    if ring is None and not whole_share:
         refuse_share(folder)
     try:
         return runtime.load(folder, request, progress, ring, release)

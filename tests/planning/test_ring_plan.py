@@ -112,20 +112,99 @@ def test_a_ring_that_is_faster_is_formed() -> None:
     assert found.step.seconds < found.alone_step.seconds
 
 
-def test_another_machine_alone_would_be_faster() -> None:
-    found = decide([node("laptop", 24, 50e9), node("studio", 192, 800e9)])
-    assert found.kind == "ring"
-    assert any(line.startswith("studio alone would be faster") for line in found.notices)
+def test_another_machine_alone_is_faster_and_computes() -> None:
+    nodes = [node("laptop", 24, 50e9), node("studio", 192, 800e9)]
+    found = decide(nodes)
+    assert found.kind == "elsewhere"
+    assert found.ranks == ("laptop-id", "studio-id")
+    assert found.step is not None
+    assert found.reason.startswith("studio computes alone, which is predicted to be faster")
+    assert found.placement is not None
+    assert (found.placement.count_of(0), found.placement.count_of(1)) == (0, SIZES.slabs)
+    here, there = facts(found).nodes
+    assert facts(found).elsewhere
+    assert (here.experts, here.trunk_bytes, there.experts) == (0, 0, SIZES.slabs)
+    assert facts(found).tokens_per_s == pytest.approx(found.step.tokens_per_s)
+    told = decide(nodes, even_if_slower=True)
+    assert told.kind == "ring"
+    assert any(line.startswith("studio alone would be faster") for line in told.notices)
+    assert decide(nodes, nodes=["studio-id"]).kind == "elsewhere"
+
+
+@pytest.mark.parametrize(
+    ("more", "choice"),
+    [
+        ({"kind": "torch avx512_bf16"}, {}),
+        ({"disk_free": 40 * GB}, {}),
+        ({"memory_gb": 50}, {}),
+        ({}, {"shares": {"studio-id": 50 * GB}}),
+    ],
+    ids=["another runtime", "no disk", "no memory", "not so much by hand"],
+)
+def test_a_machine_that_may_not_hold_everything_does_not_compute_alone(
+    more: dict[str, object], choice: dict[str, object]
+) -> None:
+    values: dict[str, object] = {"memory_gb": 192, "read": 800e9, **more}
+    nodes = [node("laptop", 64, 50e9), node("studio", **values)]  # type: ignore[arg-type]
+    assert decide(nodes, **choice).kind != "elsewhere"
+
+
+def test_the_way_to_a_faster_machine_counts() -> None:
+    nodes = [node("head", 96, 100e9), node("studio", 96, 130e9)]
+    assert decide(nodes, (1e-3, 1e9)).kind == "elsewhere"
+    assert decide(nodes, (20e-3, 1e9)).kind == "alone"
+    large = replace(MODEL, vocabulary=150_000)
+    slow = links(nodes, (1e-3, 2e7))
+    assert plan_ring(large, nodes, slow, RingChoice()).kind == "alone"
 
 
 def test_a_machine_that_is_hardly_faster_is_not_worth_moving_to() -> None:
     # The head alone is as fast as the other one: there is nothing to be gained there, however slow the ring is.
     nodes = [node("head", 96, 60e9), node("attic", 96, 63e9)]
+    assert decide(nodes, (5e-3, 1e8)).kind == "alone"
     found = decide(nodes, (5e-3, 1e8), even_if_slower=True)
     assert found.kind == "ring"
     assert not [line for line in found.notices if "alone would be faster" in line]
     much = decide([node("head", 96, 60e9), node("attic", 96, 80e9)], (5e-3, 1e8), even_if_slower=True)
     assert any(line.startswith("attic alone would be faster") for line in much.notices)
+
+
+@given(
+    machines=st.lists(
+        st.tuples(st.sampled_from([30, 64, 96, 192]), st.sampled_from([50e9, 60e9, 100e9, 400e9])),
+        min_size=2,
+        max_size=4,
+    ),
+    wire=st.sampled_from([RDMA, ETHERNET, (5e-3, 1e8)]),
+)
+@settings(max_examples=30, deadline=None)
+def test_where_it_is_computed_is_the_best_of_all_that_can_be(
+    machines: list[tuple[float, float]], wire: tuple[float, float]
+) -> None:
+    """Against each machine by itself, planned as the head of its own, and against the ring that was asked for."""
+    nodes = [node(f"n{i}", memory, read) for i, (memory, read) in enumerate(machines)]
+    model = RingModel(replace(SIZES, layers=6, moe_layers=6, experts=16), tuple(range(6)))
+
+    def plan(these: list[NodeMeasured], **choice: bool) -> RingDecision:
+        return plan_ring(model, these, links(these, wire), RingChoice(**choice))
+
+    found = plan(nodes)
+    alone = {each.node_id: plan([each]).alone_step for each in nodes}
+    there = [step.seconds + 2 * wire[0] for each in nodes[1:] if (step := alone[each.node_id]) is not None]
+    head, ring = alone["n0-id"], plan(nodes, even_if_slower=True)
+    if ring.kind == "refused":
+        assert found.kind == "refused"
+        return
+    assert ring.step is not None
+    if found.kind == "elsewhere":
+        assert found.step is not None
+        assert found.step.seconds == pytest.approx(min(there))
+        assert head is None or found.step.seconds < head.seconds
+        assert found.step.seconds < ring.step.seconds
+    else:
+        reached = found.alone_step if found.kind == "alone" else found.step
+        assert reached is not None
+        assert all(reached.seconds < 1.1 * each * (1 + 1e-9) for each in there)
 
 
 def test_noise_between_equal_machines_idles_none_of_them() -> None:
@@ -228,7 +307,7 @@ def test_no_other_choice_of_machines_is_much_faster(machines: list[tuple[float, 
     nodes = [node(f"n{i}", memory, read) for i, (memory, read) in enumerate(machines)]
     found = decide(nodes, RDMA, mode="fast")
     assert found.step is not None
-    reached = found.step.seconds if found.kind == "ring" else found.alone_step.seconds  # type: ignore[union-attr]
+    reached = found.alone_step.seconds if found.kind == "alone" else found.step.seconds  # type: ignore[union-attr]
     best = reached
     for size in range(1, len(nodes)):
         for others in itertools.combinations(nodes[1:], size):

@@ -235,6 +235,7 @@ def test_an_epoch_that_fits_together_is_accepted() -> None:
     spec = spec_with()
     messages.check_spec(spec)
     assert messages.unpack(messages.pack(spec), EpochSpec) == spec
+    messages.check_spec(spec_with(whole=True, exchanges=[], placement=Placement((0,), 2, (((1,), (1,)),))))
 
 
 @pytest.mark.parametrize(
@@ -250,6 +251,9 @@ def test_an_epoch_that_fits_together_is_accepted() -> None:
         {"placement": Placement((0,), 2, (((0,), (2,)),))},
         {"placement": Placement((0,), 2, (((1, 0), (1,)),))},
         {"placement": Placement((0, 1), 2, (((0,), (1,)),))},
+        {"whole": True},
+        {"whole": True, "exchanges": [], "placement": Placement((0,), 2, (((0,), (1,)),))},
+        {"whole": True, "exchanges": [], "mode": "central", "placement": Placement((0,), 2, (((1,), (1,)),))},
     ],
 )
 def test_an_epoch_that_cannot_be_is_refused(changes: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.timer import Timer
 
+from app.text_safety import one_line
 from app.tui.charts import heat_legend, heat_map, layer_bars, movement, phase_summary, slowest_line
 from app.tui.controller import ChatController
 from app.tui.node_charts import node_line, overview
@@ -80,7 +81,7 @@ class TimingPanel(Panel):
             self._timer = None
         self._pace.drawn()
         if self._latest is not None:
-            if bool(self._latest.nodes) != self._view.has_nodes:
+            if (len(self._latest.nodes) > 1) != self._view.has_nodes:
                 self.refresh_bindings()
             self._view.show(self._latest)
             self._experts.show(self._latest)
@@ -96,7 +97,7 @@ class TimingPanel(Panel):
         self._view.change_node(offset)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        return action != "node" or bool(self._latest is not None and self._latest.nodes)
+        return action != "node" or bool(self._latest is not None and len(self._latest.nodes) > 1)
 
 
 class TimingView(Rendered):
@@ -110,7 +111,7 @@ class TimingView(Rendered):
 
     @property
     def has_nodes(self) -> bool:
-        return self._timing is not None and bool(self._timing.nodes)
+        return self._timing is not None and len(self._timing.nodes) > 1
 
     def show(self, timing: Timing) -> None:
         self._timing = timing
@@ -124,7 +125,7 @@ class TimingView(Rendered):
 
     def change_node(self, offset: int) -> None:
         """From the overview through the nodes and back."""
-        if self._timing is None or not self._timing.nodes:
+        if self._timing is None or not self.has_nodes:
             return
         places = len(self._timing.nodes) + 1
         place = ((0 if self._node is None else self._node + 1) + offset) % places
@@ -149,6 +150,10 @@ class TimingView(Rendered):
             )
         if not timing.nodes:
             return self._one(timing.decode, timing.prefill, timing.movement, width)
+        if not self.has_nodes:
+            (node,) = timing.nodes
+            title = Content.assemble(("Computed by ", "$foreground-muted"), (one_line(node.name), "bold"))
+            return Content("\n").join([title, Content(), self._one(node.decode, node.prefill, None, width)])
         head = node_line(timing.nodes, self._node, width)
         if self._node is None:
             title = f"{'Decoding' if self._phase == 'decode' else 'Prefill'} by node"

@@ -252,6 +252,8 @@ class EpochSpec(Control, frozen=True, kw_only=True):
     width: int = 0
     """Numbers of a hidden state; with ``experts_per_token``: layers of this size are rehearsed. 0: none are."""
     experts_per_token: int = 0
+    whole: bool = False
+    """This node runs the whole model by itself and sends the head the logits; nothing is exchanged."""
 
 
 class Connected(Control, frozen=True, kw_only=True):
@@ -278,7 +280,16 @@ class Forming(Control, frozen=True, kw_only=True):
     unit: Text = ""
     ready: bool = False
     executor: Text = ""
+    can_truncate: bool = True
+    """Rows of tokens can be cut: the head, which has none of its own, asks for it."""
     notices: Annotated[list[Text], msgspec.Meta(max_length=MOST_NOTICES)] = []
+
+
+class StopPass(Control, frozen=True, kw_only=True):
+    """``StopPass``: the head, whose whole model runs here, gives up pass ``number`` of ``epoch``, counted from one."""
+
+    epoch: str
+    number: int
 
 
 class EndEpoch(Control, frozen=True, kw_only=True):
@@ -295,6 +306,7 @@ LENDING: dict[str, tuple[type[Control], CallKind]] = {
     "Receive": (Piece, "up"),
     "Connect": (EpochSpec, "one"),
     "Form": (LoadShare, "down"),
+    "StopPass": (StopPass, "one"),
     "End": (EndEpoch, "one"),
     "ModelHere": (WantedModel, "one"),
     "ModelOffer": (WantedModel, "down"),
@@ -346,6 +358,9 @@ def check_spec(spec: EpochSpec) -> None:
     ):
         raise RingProtocolError("An epoch's name, its weights or its prefill chunk are none.")
     check_placement(spec.placement)
+    everything = all(ranks == (1,) for row in spec.placement.holders for ranks in row)
+    if spec.whole and (nodes != 2 or spec.exchanges or spec.mode == "central" or not everything):
+        raise RingProtocolError("An epoch in which one node runs the whole model gives a part of it to another.")
 
 
 def check_facts(facts: NodeFacts) -> None:

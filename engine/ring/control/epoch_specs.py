@@ -92,6 +92,7 @@ def epoch_specs(
             prefill_chunk=load.prefill_chunk,
             width=sizes.hidden if sizes is not None else 0,
             experts_per_token=sizes.experts_per_token if sizes is not None else 0,
+            whole=decision.kind == "elsewhere",
         )
     return specs
 

@@ -18,13 +18,14 @@ from engine.progress import ProgressCallback
 from engine.residency.ready import Ready, held_in
 from engine.ring.control.control_messages import EpochSpec
 from engine.ring.control.measuring_node import runtimes
+from engine.ring.running.answers import Answers
 from engine.ring.running.central import CentralNode
 from engine.ring.running.expert_runners import layers_for, load_experts
 from engine.ring.running.follower import BEAMS_LIMIT, Follower
 from engine.ring.weights.transfer import outline
 from engine.runtimes import runtime_named
 from engine.runtimes.loading import load_model
-from engine.runtimes.protocol import LoadedModel, RingPlace
+from engine.runtimes.protocol import Interruptible, LoadedModel, RingPlace
 
 WINDOW_S = 5.0
 """What :class:`Busy` looks back on."""
@@ -140,6 +141,47 @@ class ModelWork:
     @property
     def executor(self) -> str:
         return self._model.facts.executor
+
+    @property
+    def notices(self) -> list[str]:
+        return list(self._model.facts.notices)
+
+    @property
+    def probe_s(self) -> float | None:
+        return self._ready.probe_s
+
+    def run(self) -> None:
+        self._follower.follow(self._link)
+
+    def close(self) -> None:
+        self._ready.close()
+        self._model.close()
+
+
+class WholeWork:
+    """Elsewhere: the whole model, by itself. The head's commands are done here, and it gets the logits."""
+
+    def __init__(self, task: FollowerTask, link: Link) -> None:
+        spec, folder = task.spec, task.folder
+        load = load_of(spec, task.terms)
+        self.answers = Answers(link)
+        runtime = runtime_named(spec.runtime)
+        self._model: LoadedModel = load_model(runtime, spec.model, folder, load, task.progress, whole_share=True)
+        if isinstance(self._model, Interruptible):
+            self._model.between_layers = self.answers.check
+        self._ready = Ready(self._model, folder, load, held_in(seat_of(spec)), task.warm, task.notice)
+        lent = task.terms.memory
+        memory = None if lent is None else max(0, lent - share_bytes(folder, spec))
+        self._follower = Follower(self._model, self.answers, task.ran, self._ready.passing, memory)
+        self._link = link
+
+    @property
+    def executor(self) -> str:
+        return self._model.facts.trunk or self._model.facts.executor
+
+    @property
+    def can_truncate(self) -> bool:
+        return self._model.start().can_truncate
 
     @property
     def notices(self) -> list[str]:

@@ -23,6 +23,7 @@ from engine.ring.control.follower_work import (
     Terms,
     TimedExchange,
     TimedLink,
+    WholeWork,
     Work,
 )
 from engine.ring.weights.transfer import outline
@@ -57,19 +58,32 @@ class Following:
         self._members = spec.members
         self._links = links
         self._busy = Busy()
-        chosen = links.keep(exchange)
         task = FollowerTask(spec, folder, terms, progress, self._ran, self._warm, notice)
         self._work: Work
-        if spec.mode == "central":
-            central = TimedExchange(chosen, self._busy)
+        self._whole: WholeWork | None = None
+        if spec.whole:
+            self._work = self._whole = WholeWork(task, TimedLink(links.commands[HEAD], self._busy))
+        elif spec.mode == "central":
+            central = TimedExchange(links.keep(exchange), self._busy)
             self._work = CentralWork(task, central)
         else:
             link = TimedLink(links.commands[HEAD], self._busy)
-            self._work = ModelWork(task, chosen, link)
+            self._work = ModelWork(task, links.keep(exchange), link)
         self._thread = threading.Thread(target=self._run, name="following", daemon=True)
 
     def ready(self) -> Forming:
-        return Forming(stage="ready", ready=True, executor=self._work.executor, notices=self._work.notices)
+        return Forming(
+            stage="ready",
+            ready=True,
+            executor=self._work.executor,
+            can_truncate=self._whole is None or self._whole.can_truncate,
+            notices=self._work.notices,
+        )
+
+    def stop_pass(self, number: int) -> None:
+        """The head gives up pass ``number`` of a model that runs here as a whole. From any thread."""
+        if self._whole is not None:
+            self._whole.answers.stop(number)
 
     def start(self) -> None:
         self._thread.start()

@@ -30,6 +30,7 @@ from engine.ring.control.epoch_links import EpochLinks, connect_epoch, epoch_of,
 from engine.ring.control.epoch_specs import Ring, Trial, epoch_specs
 from engine.ring.control.follower_work import seat_of
 from engine.ring.control.formed import AloneLayers, FormedRing, end_epoch
+from engine.ring.control.forming_elsewhere import load_elsewhere
 from engine.ring.control.left_out import LeftOut
 from engine.ring.control.loading_nodes import LoadingNodes, told_by
 from engine.ring.control.node import Lent, Node
@@ -317,11 +318,16 @@ class RingFormer:
     def _together(self, ring: Ring, notices: list[str], progress: ProgressCallback) -> FormedRing:
         has = Sending(self._folder, self._name, ring.decision, ring.followers).send(progress)
         threads = self._trial.threads or (None if ring.decision.mode == "central" else self._surveyor.threads)
-        exchanges, rehearse = self._exchanges(ring), self._chosen is None  # forming again must be quick
+        elsewhere = ring.decision.kind == "elsewhere"
+        exchanges = [] if elsewhere else self._exchanges(ring)
+        rehearse = self._chosen is None and not elsewhere  # forming again must be quick
         specs = epoch_specs(ring, self._node, self._name, self._load, exchanges, threads, self._trial, rehearse)
         links = EpochLinks(epoch_of(specs[HEAD], {rank: one.name for rank, one in ring.followers.items()}))
         try:
-            exchange, exchange_s = self._connect(ring, specs, links, progress)
+            medians = self._connect(ring, specs, links, progress)
+            if elsewhere:
+                return self._elsewhere(ring, specs[HEAD], links, has, notices, progress)
+            exchange, exchange_s = self._choose(medians, links)
             terms = ring.decision.terms
             self.terms = None if terms is None else terms.with_exchange(exchange_s, links.layer_s.get(exchange))
             model, layers, said = self._load_all(ring, specs[HEAD], links, exchange, progress)
@@ -340,17 +346,48 @@ class RingFormer:
             encrypted=exchange in ("tls", "envoy"),
             nodes=shares,
         )
+        said += self._take_fallen_back(exchange)
+        return self._formed_ring(ring, specs[HEAD], facts, model, layers, links, [*notices, *said])
+
+    def _elsewhere(
+        self,
+        ring: Ring,
+        spec: EpochSpec,
+        links: EpochLinks,
+        has: Mapping[int, int],
+        notices: list[str],
+        progress: ProgressCallback,
+    ) -> FormedRing:
+        """One other machine computes everything."""
+        sizes = self._surveyor.headers.sizes
+        model, passes, said = load_elsewhere(ring, links, self._node.table, self._name, sizes, self._load, progress)
+        self.terms = None
+        here, there = ring.facts.nodes
+        there = msgspec.structs.replace(there, has_bytes=has.get(there.rank, there.has_bytes))
+        facts = msgspec.structs.replace(ring.facts, epoch=ring.epoch, exchange="tls", nodes=[here, there])
+        return self._formed_ring(ring, spec, facts, model, passes, links, [*notices, ring.decision.reason, *said])
+
+    def _formed_ring(
+        self,
+        ring: Ring,
+        spec: EpochSpec,
+        facts: RingFacts,
+        model: LoadedModel,
+        layers: AbortableLayers,
+        links: EpochLinks,
+        notices: list[str],
+    ) -> FormedRing:
         me = self._node.identity.node_id
         return FormedRing(
             self._node.table,
-            seat_of(specs[HEAD]),
+            seat_of(spec),
             facts,
             model,
             layers,
             links,
             {HEAD: me, **{rank: one.node_id for rank, one in ring.followers.items()}},
             {HEAD: self._node.name, **{rank: one.name for rank, one in ring.followers.items()}},
-            [*notices, *said, *self._take_fallen_back(exchange)],
+            notices,
         )
 
     def _take_fallen_back(self, exchange: ExchangeName) -> list[str]:
@@ -391,8 +428,8 @@ class RingFormer:
 
     def _connect(
         self, ring: Ring, specs: Mapping[int, EpochSpec], links: EpochLinks, progress: ProgressCallback
-    ) -> tuple[ExchangeName, float]:
-        """The exchange that was chosen, and its median on the slowest node in seconds."""
+    ) -> dict[ExchangeName, float]:
+        """The median of each exchange that every node made, on the slowest one, in seconds."""
         names = ", ".join(one.name for one in ring.followers.values())
         calls = Calls()
 
@@ -437,11 +474,14 @@ class RingFormer:
             raise most_likely(refused)
         if failure is not None:
             raise failure
-        medians = {
+        return {
             name: max([seconds, *(answer.medians[name] for answer in answers if isinstance(answer, Connected))])
             for name, seconds in links.medians.items()
             if all(isinstance(answer, Connected) and name in answer.medians for answer in answers)
         }
+
+    def _choose(self, medians: Mapping[ExchangeName, float], links: EpochLinks) -> tuple[ExchangeName, float]:
+        """The exchange that is used, and its median in seconds."""
         wanted = self._choice.exchange
         before = self._chosen or (wanted if wanted != "auto" else None)
         if before is not None and before not in medians:
@@ -449,7 +489,8 @@ class RingFormer:
                 f"The exchange “{before}” could not be made{' again' if self._chosen else ''} "
                 f"({links.problems.get(before, 'not by every node, or not a second time').rstrip('.')})"
             )
-        chosen = self._chosen = before if before in medians else choose_exchange(medians)
+        chosen = before if before is not None and before in medians else choose_exchange(medians)
+        self._chosen = chosen
         return chosen, medians[chosen]
 
     def _try_links(self, ring: Ring, progress: ProgressCallback) -> None:

@@ -34,6 +34,7 @@ from engine.ring.control.control_messages import (
     NodeFacts,
     Piece,
     Received,
+    StopPass,
     TryLinks,
     WantedFacts,
     Wants,
@@ -99,6 +100,7 @@ class Lender:
             "Receive": self._receive,
             "Connect": self._connect,
             "Form": self._form,
+            "StopPass": self._stop_pass,
             "End": self._end,
             **Giving(node, self._terms.give_models, self._say).answers,
         }
@@ -464,6 +466,14 @@ class Lender:
             mine = self._head == caller.node_id and (self._spec is None or self._spec.epoch == end.epoch)
         if mine:
             self.release()
+        return Empty()
+
+    def _stop_pass(self, caller: Caller, stop: StopPass) -> Empty:
+        with self._lock:
+            mine = self._head == caller.node_id and self._spec is not None and self._spec.epoch == stop.epoch
+            following = self._following
+        if mine and following is not None:
+            following.stop_pass(stop.number)
         return Empty()
 
     def _check_lent(self, spec: EpochSpec) -> None:

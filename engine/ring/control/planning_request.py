@@ -56,11 +56,14 @@ def plan_ring_request(
     together = decide_together(headers, name, load, order, survey)
     decision = together.decision
     notices += together.lines
-    tokens_per_s = decision.facts.tokens_per_s if decision.facts is not None and decision.kind == "ring" else None
+    formed = decision.kind in ("ring", "elsewhere")
+    tokens_per_s = decision.facts.tokens_per_s if decision.facts is not None and formed else None
     if decision.kind == "alone" and decision.alone_step is not None:
         tokens_per_s = decision.alone_step.tokens_per_s
     model = planned_model(headers, name, load)
     shares = decision.facts.nodes if decision.facts is not None else []
+    if decision.kind == "elsewhere":
+        shares = shares[1:]  # the head holds nothing
     return RingRequest(decision, [_memory(share, survey, model, decision.mode) for share in shares], tokens_per_s)
 
 

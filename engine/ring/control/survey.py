@@ -315,6 +315,7 @@ def planned_model(headers: Headers, name: str, load: Load) -> RingModel:
         moe_layers=profile.layers if profile is not None else (),
         context_tokens=min(sizes.context_limit, load.context_limit or Wanted().context_tokens),
         prefill_chunk=load.prefill_chunk,
+        vocabulary=sizes.vocabulary,
     )
 
 

@@ -10,9 +10,10 @@ from engine.errors import ModelError
 from engine.exchange.exchange import Link, PeerLost
 from engine.planning.ring_words import gigabytes
 from engine.ring.running import commands
+from engine.ring.running.answers import Answers
 from engine.ring.running.commands import AnyCommand, Prefixes
 from engine.ring.running.formation import AbortableLayers
-from engine.runtimes.protocol import Interrupted, LoadedModel, TokenRows
+from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, TokenRows
 
 ROWS_LIMIT = 64
 """Rows of tokens a head may have at the same time; it has a few."""
@@ -25,7 +26,8 @@ class StaleCacheError(ModelError):
 
 
 class Follower:
-    """Does what the head says. ``model`` was loaded with this node's place in the ring, whose layers are ``layers``.
+    """Does what the head says. ``model`` was loaded with this node's place in the ring, whose layers are ``layers``; or
+    it runs here as a whole, and the head is told of each pass by ``layers``, which are Answers then.
 
     ``ran`` is told after every pass how many token positions it had; ``around`` makes what a pass runs within. Keys and
     values take at most ``memory`` bytes (None: what there is).
@@ -34,7 +36,7 @@ class Follower:
     def __init__(
         self,
         model: LoadedModel,
-        layers: AbortableLayers,
+        layers: AbortableLayers | Answers,
         ran: Callable[[int], None] = lambda tokens: None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         memory: int | None = None,
@@ -107,13 +109,16 @@ class Follower:
                 assert_never(command)
         return None
 
-    def _pass(self, run: Callable[[], object], tokens: int) -> bool:
+    def _pass(self, run: Callable[[], Logits | None], tokens: int) -> bool:
         """Whether the pass went through; False if the head gave it up, which leaves the rows as they were."""
+        answers = self._layers if isinstance(self._layers, Answers) else None
         self._layers.begin_pass()
         try:
             with self._around():
-                run()
+                logits = run()
         except Interrupted:
+            if answers is not None:
+                answers.gave_up()
             return False
         except PeerLost:
             raise
@@ -122,6 +127,8 @@ class Follower:
             self._layers.give_up(str(error) or type(error).__name__)
             raise
         self._ran(tokens)
+        if answers is not None:
+            answers.done(logits)
         return True
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:

@@ -47,7 +47,8 @@ class Formation(Protocol):
 
     @property
     def model(self) -> LoadedModel:
-        """The head's own, loaded with its :class:`engine.runtimes.protocol.RingPlace`."""
+        """The head's own, loaded with its :class:`engine.runtimes.protocol.RingPlace`; an
+        :class:`engine.ring.running.elsewhere.ElsewhereModel` where another machine computes."""
         ...
 
     @property

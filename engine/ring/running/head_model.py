@@ -15,6 +15,7 @@ from engine.messages import ModelFacts, NodeTimes, Timing
 from engine.progress import ProgressCallback
 from engine.ring.running import commands
 from engine.ring.running.commands import Command, Prefixes
+from engine.ring.running.elsewhere import RANK
 from engine.ring.running.formation import Formation, Former
 from engine.ring.running.waiting import LIMIT_S, Watch
 from engine.runtimes.protocol import CountsRoutes, Interrupted, Interruptible, Logits, TokenRows
@@ -156,9 +157,16 @@ class RingRecorder(Recorder):
         names = self._epoch.formation.names
         if len(names) < 2:
             return own
+        if self._epoch.formation.facts.elsewhere:
+            # What this machine does is wait.
+            found = self._ask().get(RANK)
+            if found is None:
+                return own
+            there = NodeTimes(rank=RANK, name=names[RANK], prefill=found.prefill, decode=found.decode)
+            return msgspec.structs.replace(own, prefill=found.prefill, decode=found.decode, nodes=[there])
         nodes = [NodeTimes(rank=HEAD, name=names[HEAD], prefill=own.prefill, decode=own.decode)]
-        for rank, found in sorted(self._ask().items()):
-            nodes.append(NodeTimes(rank=rank, name=names[rank], prefill=found.prefill, decode=found.decode))
+        for rank, times in sorted(self._ask().items()):
+            nodes.append(NodeTimes(rank=rank, name=names[rank], prefill=times.prefill, decode=times.decode))
         return msgspec.structs.replace(own, nodes=nodes)
 
     def _measure(self, forget: bool) -> None:
@@ -349,7 +357,12 @@ class RingModel:
         parts += [f"{', '.join(back)} came back"] if back else []
         parts += [f"{', '.join(joined)} joined"] if joined else []
         going = "going" if parts else "Going"
-        parts.append(f"{going} on with {len(now)} machines" if len(now) > 1 else f"{going} on with this machine alone")
+        if formation.facts.elsewhere:
+            parts.append(f"{going} on with {formation.names[RANK]} alone")
+        else:
+            parts.append(
+                f"{going} on with {len(now)} machines" if len(now) > 1 else f"{going} on with this machine alone"
+            )
         return "; ".join(parts) + "."
 
     def _end(self) -> None:
