@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 from real_rings import ANSWER, Machine, RealRing
 from tiny_models import write_tiny_model
 
 from engine.experts.kernels.bindings import choose
-from engine.messages import Finished, Notice, Piece
+from engine.messages import Cancel, Finished, Notice, Piece
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -23,11 +25,34 @@ SLOW = Machine(
     "measuring.expert_curve = lambda *_: Curve((1, 512), (0.05, 20.0))"
 )
 """A machine on which a token takes seconds, as it measures itself."""
-FAST = Machine(
-    before="import engine.ring.control.measuring_node as measuring\n"
-    "measuring.this_machine = lambda: 'another'\n"
-    "measuring.processor = lambda: 'another'"
-)
+
+
+def fast(folder: Path) -> Machine:
+    """Another machine. While ``folder``/slow exists its prompts stay at a layer until they are stopped: then it writes
+    ``folder``/begun and ``folder``/stopped."""
+    return Machine(
+        before="import engine.ring.control.measuring_node as measuring\n"
+        "measuring.this_machine = lambda: 'another'\n"
+        "measuring.processor = lambda: 'another'\n"
+        "import pathlib, time\n"
+        "from engine.ring.running.answers import Answers\n"
+        f"folder, check = pathlib.Path({str(folder)!r}), Answers.check\n"
+        "def slowly(self):\n"
+        "    while (folder / 'slow').exists() and self._stop != self._number:\n"
+        "        (folder / 'begun').touch()\n"
+        "        time.sleep(0.01)\n"
+        "    if self._stop == self._number:\n"
+        "        (folder / 'stopped').touch()\n"
+        "    check(self)\n"
+        "Answers.check = slowly"
+    )
+
+
+def appears(path: Path) -> bool:
+    by = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < by:
+        time.sleep(0.02)
+    return path.exists()
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
@@ -35,7 +60,7 @@ def test_the_faster_machine_answers_and_its_death_is_survived(tmp_path: Path, st
     if not choose(stored).native:  # type: ignore[arg-type]
         pytest.skip("the native kernels are not built")
     model = write_tiny_model(tmp_path / "tiny", "qwen3_moe", dtype=stored)
-    with RealRing(tmp_path / "ring", [SLOW, FAST]) as ring:
+    with RealRing(tmp_path / "ring", [SLOW, fast(tmp_path)]) as ring:
         ring.alone(model, "native", stored)
         alone, beams, longer = ring.answer(), ring.beams(), ring.answer(LONG)
         assert len(alone) == ANSWER
@@ -49,6 +74,18 @@ def test_the_faster_machine_answers_and_its_death_is_survived(tmp_path: Path, st
         assert ring.answer() == alone
         again = ring.beams()
         assert [(beam.token_ids, beam.score) for beam in again] == [(beam.token_ids, beam.score) for beam in beams]
+
+        (tmp_path / "slow").touch()
+        stopped = msgspec.structs.replace(ring.question(), prompt_ids=[3, 4, 5, 6])
+        ring.head.send(stopped)
+        assert appears(tmp_path / "begun")
+        ring.head.send(Cancel(id=ring.head.new_id(), target=stopped.id))
+        finished = ring.head.wait(lambda event: isinstance(event, Finished) and event.id == stopped.id, 60)
+        assert isinstance(finished, Finished)
+        assert finished.finish_reason == "cancelled"
+        assert appears(tmp_path / "stopped")
+        (tmp_path / "slow").unlink()
+        assert ring.answer() == alone
 
         asked = ring.question(LONG)
         since = len(ring.head.events)

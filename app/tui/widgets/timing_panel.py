@@ -152,8 +152,8 @@ class TimingView(Rendered):
             return self._one(timing.decode, timing.prefill, timing.movement, width)
         if not self.has_nodes:
             (node,) = timing.nodes
-            title = Content.assemble(("Computed by ", "$foreground-muted"), (one_line(node.name), "bold"))
-            return Content("\n").join([title, Content(), self._one(node.decode, node.prefill, None, width)])
+            whose = Content.assemble(("Computed by ", "$foreground-muted"), (one_line(node.name), "bold"))
+            return Content("\n").join([whose, Content(), self._one(node.decode, node.prefill, None, width)])
         head = node_line(timing.nodes, self._node, width)
         if self._node is None:
             title = f"{'Decoding' if self._phase == 'decode' else 'Prefill'} by node"
