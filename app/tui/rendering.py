@@ -47,7 +47,11 @@ def render_markdown(source: str, width: int, colours: Colours = no_colours) -> C
     if len(text) > MARKDOWN_LIMIT:
         cut = text.rfind("\n", 0, MARKDOWN_LIMIT) + 1 or MARKDOWN_LIMIT
         text, rest = text[:cut], text[cut:]
-    lines = _Blocks(colours).of(_parse(text), max(width, _NARROWEST), nested=False)
+    try:
+        lines = _Blocks(colours).of(_parse(text), max(width, _NARROWEST), nested=False)
+    except RecursionError:
+        # Emphasis within emphasis, some hundred times, as nobody writes it who means it.
+        lines = [Content(text)]
     return Content("\n").join([*lines, Content(rest)] if rest else lines)
 
 
@@ -58,7 +62,10 @@ def render_plain(text: str) -> Content:
 
 def code_blocks(source: str) -> list[str]:
     """The code of each fence of ``source``, in order."""
-    return [node.content.rstrip("\n") for node in _parse(source).walk() if node.type in ("fence", "code_block")]
+    try:
+        return [node.content.rstrip("\n") for node in _parse(source).walk() if node.type in ("fence", "code_block")]
+    except RecursionError:
+        return []
 
 
 @functools.cache

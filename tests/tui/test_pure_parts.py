@@ -154,6 +154,13 @@ def test_any_text_can_be_rendered(source: str, width: int) -> None:
     assert not any(ord(character) < 32 and character not in "\n\t" for character in content.plain)
 
 
+@pytest.mark.parametrize("mark", ["*", "_", "["])
+def test_marks_within_marks_without_end_are_shown_all_the_same(mark: str) -> None:
+    source = mark * 6000 + "the words" + mark * 6000
+    assert "the words" in render_markdown(source, 80).plain
+    assert code_blocks(source) == []
+
+
 def test_code_blocks_are_found_in_order() -> None:
     assert code_blocks("```py\na\n```\ntext\n\n~~~\nb\nc\n~~~") == ["a", "b\nc"]
 
