@@ -6,6 +6,7 @@ An attempt is a function of a seed and a number alone, so that whatever is found
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import mmap
 import multiprocessing
 import os
@@ -181,6 +182,8 @@ def _attempts(
     # What would take all of the machine's memory is an error instead.
     resource.setrlimit(resource.RLIMIT_DATA, (_MOST_DATA, _MOST_DATA))
     signal.signal(signal.SIGPROF, _too_long)
+    # A crash is told by its number and place in the table; where it happened, by a debugger.
+    faulthandler.disable()
     with contextlib.ExitStack() as stack:
         try:
             attempt = stack.enter_context(attack.open(home))
