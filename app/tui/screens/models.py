@@ -41,7 +41,9 @@ def rows() -> list[Row]:
     found = [
         Row(
             model.name,
-            " · ".join(filter(None, [size(model.nbytes), model.family, "prepared" if model.prepared else ""])),
+            " · ".join(
+                filter(None, [size(model.nbytes), one_line(model.family), "prepared" if model.prepared else ""])
+            ),
             entries[model.name].description if model.name in entries else "",
             True,
         )
