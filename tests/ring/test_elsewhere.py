@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from paired_nodes import eventually
 from ring_chat import PROMPT, Chat, session_of
 from thread_ring import ThreadFormation, link_pair, loaded_model, split
 from tiny_models import write_tiny_model
@@ -153,9 +154,13 @@ class Setting:
     def in_step(self) -> None:
         """The machine has the tokens that the head takes it to have."""
         rows = self.there.session._cache.rows
-        held, prefixes = self.studio.follower._rows[rows._number]  # type: ignore[union-attr]
-        assert held.length == rows.length  # type: ignore[union-attr]
-        assert prefixes.state == rows._prefixes.state  # type: ignore[union-attr]
+
+        def is_in_step() -> bool:
+            # A pass that nobody waits for any more ends over there a moment later.
+            held, prefixes = self.studio.follower._rows[rows._number]  # type: ignore[union-attr]
+            return held.length == rows.length and prefixes.state == rows._prefixes.state  # type: ignore[union-attr]
+
+        eventually(is_in_step, PATIENCE_S)
 
     def close(self) -> None:
         self.there.session.close()
