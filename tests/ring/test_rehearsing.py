@@ -13,7 +13,7 @@ from engine.exchange.exchange import RingProtocolError
 from engine.exchange.mesh import Mesh
 from engine.exchange.seat import Loading, Mode, Seat
 from engine.planning.placement import Placement
-from engine.ring.control.rehearsing import Rehearsal, Shared, _tell, beside_work, ranks_together
+from engine.ring.control.rehearsing import OUTLIERS, Rehearsal, Shared, _tell, beside_work, ranks_together
 
 
 def placement(nodes: int) -> Placement:
@@ -44,14 +44,28 @@ def test_all_nodes_rehearse_and_stay_in_step(
 
 
 def test_what_is_neither_trunk_nor_experts_is_left() -> None:
-    trunks, experts = [[1.0, 2.0], [1.5, 0.5]], [[3.0, 1.0], [2.0, 4.0]]
-    assert beside_work([6.0, 7.0], trunks, experts, False, Shared()) == [2.0, 2.5]
-    assert beside_work([6.0, 7.0], trunks, experts, True, Shared()) == [2.0, 1.0]
+    trunks, experts = [[1.0, 1.0], [1.5, 1.5]], [[3.0, 3.0], [2.0, 2.0]]
+    assert beside_work([6.0, 6.0, 6.0], [[1.0] * 3, [1.5] * 3], [[3.0] * 3, [2.0] * 3], False, Shared()) == 2.0
+    assert beside_work([6.0, 6.0], trunks, experts, True, Shared()) == 2.0
     # On one core they come one after the other.
     crowded = Shared(((0, 1),), 1)
-    assert beside_work([9.0, 9.0], trunks, experts, False, crowded) == [1.5, 1.5]
-    assert beside_work([9.0, 9.0], trunks, experts, True, crowded) == [3.0, 2.0]
-    assert beside_work([6.0], [[1.0], [1.0]], [[3.0], [2.0]], False, Shared(((0, 1),), 2)) == [2.0]
+    assert beside_work([9.0, 9.0], trunks, experts, False, crowded) == 1.5
+    assert beside_work([9.0, 9.0], trunks, experts, True, crowded) == 3.0
+    assert beside_work([6.0], [[1.0], [1.0]], [[3.0], [2.0]], False, Shared(((0, 1),), 2)) == 2.0
+
+
+def test_waiting_now_for_one_node_and_now_for_another_counts() -> None:
+    """Both nodes work for 2 s on average, and each layer takes 3."""
+    layers = 2 * OUTLIERS + 2
+    first, second = [1.0, 3.0] * (layers // 2), [3.0, 1.0] * (layers // 2)
+    nothing = [[0.0] * layers] * 2
+    assert beside_work([3.0] * layers, nothing, [first, second], False, Shared()) == 1.0
+
+
+def test_the_slowest_layers_do_not_count() -> None:
+    wholes = [2.0] * 10 + [100.0] * OUTLIERS
+    work = [1.0] * 10 + [99.0] * OUTLIERS
+    assert beside_work(wholes, [[0.0] * len(wholes)], [work], False, Shared()) == 1.0
 
 
 def test_ranks_of_one_machine_are_found() -> None:

@@ -26,9 +26,11 @@ from engine.experts.kernels.pool import physical_cores, shared_pool
 from engine.ring.running.central import CentralHead, CentralNode, Floats
 from engine.ring.running.sharing import RingLayers
 
-LAYERS = 24
+LAYERS = 48
 WARM = 8
 """Layers that are run first and do not count."""
+OUTLIERS = 2
+"""Slowest layers that do not count: a machine that did something else for a moment."""
 READ_BYTES = 2 << 20
 """Read in place of a layer's trunk, and of its experts."""
 CYCLE_BYTES = 64 << 20
@@ -60,8 +62,7 @@ class Rehearsal:
         experts = [node[2 * WARM + LAYERS :] for node in told]
         cores = physical_cores()
         shared = Shared(self.machines, max(1, cores // min(cores, self.threads or cores)))
-        beside = beside_work(wholes[WARM:], trunks, experts, self.seat.mode == "central", shared)
-        return max(LEAST_S, statistics.median(beside))
+        return max(LEAST_S, beside_work(wholes[WARM:], trunks, experts, self.seat.mode == "central", shared))
 
 
 @dataclass(frozen=True)
@@ -91,17 +92,25 @@ def beside_work(
     experts: Sequence[Sequence[float]],
     central: bool,
     shared: Shared,
-) -> list[float]:
-    """Of each layer that took the head ``wholes`` seconds: what is neither trunk nor experts ([rank][layer], seconds).
-    In central mode the head alone has a trunk; else all nodes do both, and the last one is waited for. Pure."""
-    left = []
-    for whole, trunk, expert in zip(wholes, zip(*trunks, strict=True), zip(*experts, strict=True), strict=True):
-        if central:
-            work = trunk[HEAD] + shared.done(expert)
-        else:
-            work = shared.done([a + b for a, b in zip(trunk, expert, strict=True)])
-        left.append(whole - work)
-    return left
+) -> float:
+    """Seconds of a layer that are neither trunk nor experts, on average.
+
+    ``wholes`` are the head's seconds by layer; ``trunks`` and ``experts`` are [rank][layer]. In central mode only the
+    head has a trunk. In the other modes all nodes do both, and the slowest one is waited for. Which one that is changes
+    from layer to layer. A prediction knows only each node's average, so the time lost by that is part of the result.
+    Pure.
+    """
+    kept = sorted(range(len(wholes)), key=wholes.__getitem__)[: max(1, len(wholes) - OUTLIERS)]
+
+    def average(seconds: Sequence[float]) -> float:
+        return statistics.fmean(seconds[layer] for layer in kept)
+
+    trunk, expert = [average(node) for node in trunks], [average(node) for node in experts]
+    if central:
+        work = trunk[HEAD] + shared.done(expert)
+    else:
+        work = shared.done([a + b for a, b in zip(trunk, expert, strict=True)])
+    return average(wholes) - work
 
 
 class _Reader:
