@@ -23,7 +23,7 @@ help:
 BROKEN := $(shell test -x $(BIN)/python || rm -f $(VENV)/.installed*)
 
 # The native kernels are built by the installation, so that a changed source installs again.
-NATIVE := $(wildcard engine/experts/kernels/native/*.[ch])
+NATIVE := $(wildcard engine/moe/kernels/native/*.[ch])
 
 # A stamp is newer than pyproject.toml and the C sources only after everything it names was installed.
 $(VENV)/.installed: pyproject.toml packaging/install.sh $(NATIVE)
@@ -62,4 +62,4 @@ bench: $(VENV)/.installed-bench
 	@$(BIN)/python -m benchmarks.compare $(BENCH_ARGS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info engine/experts/kernels/_native*.so .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info engine/moe/kernels/_native*.so .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

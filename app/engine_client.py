@@ -19,7 +19,7 @@ import msgspec
 
 from app.event_safety import made_safe
 from app.text_safety import one_line
-from engine.messages import (
+from engine.ipc.messages import (
     PROTOCOL_VERSION,
     TERMINAL_EVENTS,
     AnyEvent,

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from app.text_safety import sanitize
-from engine.messages import AnyEvent, Beam, Finished, Piece
+from engine.ipc.messages import AnyEvent, Beam, Finished, Piece
 
 STREAMED = frozenset({(Piece, "text"), (Finished, "text"), (Beam, "text")})
 """The fields with text of a model."""

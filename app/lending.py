@@ -10,7 +10,7 @@ from app.engine_client import Engine, EngineDied
 from app.network import Network, NetworkProblem, close_quietly
 from app.ring_words import fingerprint, link_words, machine_name, place_words, short_id, size, state_words
 from app.text_safety import one_line
-from engine.messages import LendingFacts, NetworkState, Notice, OpenNetwork, PeerFacts
+from engine.ipc.messages import LendingFacts, NetworkState, Notice, OpenNetwork, PeerFacts
 from engine.planning.absent_machines import as_clause
 
 WATCH_S = 0.5

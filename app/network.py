@@ -10,7 +10,7 @@ import msgspec
 
 from app.engine_client import Engine, EngineDied
 from app.text_safety import one_line
-from engine.messages import (
+from engine.ipc.messages import (
     AnyRequest,
     CloseNetwork,
     Done,

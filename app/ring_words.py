@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from app.text_safety import one_line
-from engine.messages import LendingFacts, LinkFacts, NetworkState, NodeShare, PeerFacts, PeerState, RingFacts
+from engine.ipc.messages import LendingFacts, LinkFacts, NetworkState, NodeShare, PeerFacts, PeerState, RingFacts
 
 STATES: dict[PeerState, str] = {
     "found": "found, not paired",

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.measuring import OURS
-from engine.messages import Load, RuntimeName
+from engine.ipc.messages import Load, RuntimeName
 
 Logits = NDArray[np.float32]
 ALL_LOGITS = "llama.cpp, all logits"

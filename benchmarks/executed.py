@@ -22,19 +22,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from benchmarks.papers.replay import replay
 from benchmarks.policies import ENVIRONMENTS, MIXTRAL, MIXTRAL_SHAPE, POLICIES, REPEAT, Environment, table
 from benchmarks.routes import Floats, counted, mixtral_popularity, popular_order, routed_steps
 from benchmarks.stand_in_device import CalibratedSpeeds, StandInDevice, TimedCpu
-from engine.experts.gates import Activation, FamilyGate
-from engine.experts.host_memory import HostExperts
-from engine.experts.hybrid import HybridExecutor
-from engine.experts.local import make_cpu_experts
-from engine.messages import ExpertMovement, ExpertPolicy
+from engine.ipc.messages import ExpertMovement, ExpertPolicy
 from engine.models.files import ExpertWeights, StoredTensor
+from engine.moe.timing import Recorder
 from engine.planning.calibration import Calibration, estimated
 from engine.planning.policy import policy_named
-from engine.planning.replay import replay
-from engine.timing import Recorder
+from engine.runtimes.torch.offload.gates import Activation, FamilyGate
+from engine.runtimes.torch.offload.host_memory import HostExperts
+from engine.runtimes.torch.offload.hybrid import HybridExecutor
+from engine.runtimes.torch.offload.local import make_cpu_experts
 
 HIDDEN, FFN = 32, 48
 """Of the experts that are run. What they cost is not theirs but the machine's."""

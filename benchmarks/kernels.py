@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.experts.kernels.bindings import KernelChoice, available
-from engine.experts.kernels.layers import Gate, LayerExperts
-from engine.experts.kernels.pool import Pool, physical_cores
 from engine.models.files import ExpertWeights, StoredTensor
+from engine.moe.kernels.bindings import KernelChoice, available
+from engine.moe.kernels.layers import Gate, LayerExperts
+from engine.moe.kernels.pool import Pool, physical_cores
 
 ROWS = (1, 2, 4, 8, 12, 16, 64, 256)
 

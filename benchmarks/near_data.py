@@ -22,10 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.policies import table
-from benchmarks.routes import skewed_layers
-from engine.planning.near_data import NearDevice, NearSystem
-from engine.planning.near_workflows import (
+from benchmarks.papers.near_data_device import NearDevice, NearSystem
+from benchmarks.papers.near_workflows import (
     NLLB_DECODER,
     NLLB_ENCODER,
     SWITCH_DECODER,
@@ -35,6 +33,8 @@ from engine.planning.near_workflows import (
     dense_seconds,
     simulate,
 )
+from benchmarks.policies import table
+from benchmarks.routes import skewed_layers
 
 STACKS = (SWITCH_ENCODER, SWITCH_DECODER, NLLB_ENCODER, NLLB_DECODER)
 CLAIMS = {

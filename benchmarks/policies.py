@@ -23,12 +23,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from benchmarks.papers.replay import Step, replay
 from benchmarks.routes import Floats, mixtral_popularity, popular_order, steps
-from engine.messages import ExpertPolicy
+from engine.ipc.messages import ExpertPolicy
 from engine.planning.calibration import Calibration, Curve, ExpertShape, Processor, estimated
 from engine.planning.policy import Policy, policy_named
 from engine.planning.prediction import ModelSizes
-from engine.planning.replay import Step, replay
 
 MIXTRAL_SHAPE = ExpertShape(hidden=4096, ffn=14336, dtype="BF16", expert_bytes=3 * 4096 * 14336 * 2)
 MIXTRAL = ModelSizes(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from engine.planning.replay import Step
+from benchmarks.papers.replay import Step
 
 Floats = npt.NDArray[np.float64]
 

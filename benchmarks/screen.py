@@ -43,7 +43,7 @@ NO_ANSWER = (0, "", 0, 0.0, 0)
 
 def make_home(home: Path, models: Path, model: str, tokens: int, threads: int) -> dict[str, str]:
     """A home with the models of another and settings of its own; the environment of programs that live in it."""
-    from app.settings_file import SettingsFile
+    from app.settings.file import SettingsFile
 
     home.mkdir(parents=True, exist_ok=True)
     (home / "models").symlink_to(models, target_is_directory=True)

@@ -18,7 +18,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from engine.experts.devices import (
+from engine.models.files import ExpertWeights, StoredTensor
+from engine.moe.timing import Recorder
+from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
+from engine.runtimes.torch.offload.devices import (
     CopyFailed,
     DeviceLost,
     HostPiece,
@@ -27,11 +30,8 @@ from engine.experts.devices import (
     Slot,
     SlotLayout,
 )
-from engine.experts.gates import FamilyGate
-from engine.experts.local import CpuExperts, make_cpu_experts
-from engine.models.files import ExpertWeights, StoredTensor
-from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
-from engine.timing import Recorder
+from engine.runtimes.torch.offload.gates import FamilyGate
+from engine.runtimes.torch.offload.local import CpuExperts, make_cpu_experts
 
 ALIGNMENT = 64
 WIDTHS = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
@@ -147,7 +147,7 @@ class Faults:
 
 
 class StandInDevice:
-    """See the module, and :class:`engine.experts.devices.ExpertDevice`."""
+    """See the module, and :class:`engine.runtimes.torch.offload.devices.ExpertDevice`."""
 
     def __init__(
         self,
@@ -356,7 +356,7 @@ class SlotExperts:
 
 
 class TimedCpu:
-    """``cpu`` with its virtual time; see :class:`engine.experts.local.CpuExperts`."""
+    """``cpu`` with its virtual time; see :class:`engine.runtimes.torch.offload.local.CpuExperts`."""
 
     def __init__(self, cpu: CpuExperts, device: StandInDevice) -> None:
         self._cpu = cpu

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.engines import KINDS, Engine, PrivatellmEngine
-from engine.timing import PARTS
+from engine.moe.timing import PARTS
 
 BLOCK = 8
 """Steps between two changes: hooks are put in and taken out once per block, as when the panel opens and closes."""

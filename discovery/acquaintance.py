@@ -18,10 +18,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from discovery.certificates import CertificateError, fingerprint, pem_of
-from discovery.door import dial
 from discovery.errors import DiscoveryError
 from discovery.frames import Deadline, FrameError, receive_frame, send_frame
 from discovery.identity import Identity
+from discovery.link_listener import dial
 from discovery.peers import Peer
 from discovery.tls import asked_context, client_context
 

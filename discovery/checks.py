@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from discovery.addresses import OwnAddress, announced, is_inside, own_addresses
-from discovery.door import USUAL_PORT
+from discovery.link_listener import USUAL_PORT
 
 GROUP = "224.0.0.251"
 MDNS_PORT = 5353

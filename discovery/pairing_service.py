@@ -9,10 +9,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from discovery.door import dial
 from discovery.errors import DiscoveryError, PairingError
 from discovery.frames import Deadline, FrameError, receive_frame, send_frame
 from discovery.identity import Identity
+from discovery.link_listener import dial
 from discovery.pairing import Code, PairedPeer, PairingRefused, Reason, ShowingSide, TypingSide, refusal, typed_digits
 from discovery.peers import Peer, PeersFile, new_peer
 

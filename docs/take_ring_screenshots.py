@@ -22,11 +22,11 @@ from textual.pilot import Pilot
 
 from app.conversations.store import open_store
 from app.engine_client import EngineClient, host_command
-from app.settings_file import SettingsFile, open_settings
+from app.settings.file import SettingsFile, open_settings
 from app.tui.application import ChatApp
+from app.tui.chat.state import Phase
 from app.tui.lending_app import LendingApp
-from app.tui.state import Phase
-from engine.messages import OpenNetwork
+from engine.ipc.messages import OpenNetwork
 from engine.models.locations import locate
 
 HEAD = "laptop"

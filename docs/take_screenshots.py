@@ -19,10 +19,10 @@ from textual.pilot import Pilot
 
 from app.conversations.store import open_store
 from app.engine_client import EngineClient
-from app.settings_file import SettingsFile, open_settings
+from app.settings.file import SettingsFile, open_settings
 from app.tui.application import ChatApp
-from app.tui.controller import ChatController
-from app.tui.state import Phase
+from app.tui.chat.controller import ChatController
+from app.tui.chat.state import Phase
 
 DOCS = Path(__file__).parent
 SIZE = (124, 38)

@@ -1,7 +1,7 @@
 """What ``privatellm doctor`` asks of the engine's side: ``python -m engine.doctor_facts``.
 
-Reads a Load as JSON from stdin, writes :class:`engine.messages.DoctorFacts` as JSON to stdout. Nothing is loaded, and
-torch is not imported; that a kernel library is damaged can end only this process.
+Reads a Load as JSON from stdin, writes :class:`engine.ipc.messages.DoctorFacts` as JSON to stdout. Nothing is loaded,
+and torch is not imported; that a kernel library is damaged can end only this process.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import sys
 
 import msgspec
 
-from engine.cpu_threads import threads_of, within_this_machine
+from engine.calibration.calibration_file import calibration_key, load_calibration
+from engine.calibration.model_headers import read_headers
 from engine.errors import ModelError
-from engine.experts.calibration_file import calibration_key, load_calibration
-from engine.experts.kernels import bindings
-from engine.free_memory import memory
-from engine.machine import gpu
-from engine.messages import DoctorFacts, Load
-from engine.model_headers import read_headers
+from engine.ipc.messages import DoctorFacts, Load
 from engine.models.store import resolve
+from engine.moe.kernels import bindings
 from engine.runtimes.choosing import choose_runtime
+from engine.system.cpu_threads import threads_of, within_this_machine
+from engine.system.free_memory import memory
+from engine.system.machine import gpu
 
 
 def doctor_facts(load: Load) -> DoctorFacts:

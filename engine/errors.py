@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.messages import ErrorKind
+from engine.ipc.messages import ErrorKind
 
 
 class ModelError(Exception):

@@ -20,12 +20,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from engine.awake import AWAKE
-from engine.cpu_threads import within_this_machine
+from engine.cluster.transport.grpc_environment import ONLY_TLS_1_3
 from engine.errors import ModelError
-from engine.exchange.grpc_environment import ONLY_TLS_1_3
-from engine.experts.kernels.pool import physical_cores
-from engine.messages import (
+from engine.ipc.messages import (
     PROTOCOL_VERSION,
     AnyEvent,
     AnyRequest,
@@ -55,17 +52,20 @@ from engine.messages import (
     Watch,
     request_reader,
 )
+from engine.ipc.pipes import EventWriter, Pipes, claim_standard_streams
+from engine.ipc.progress import Reports
 from engine.models.locations import locate
 from engine.models.privacy import keep_to_owner
-from engine.pipes import EventWriter, Pipes, claim_standard_streams
-from engine.progress import Reports
-from engine.temporary_folders import is_remover
+from engine.moe.kernels.pool import physical_cores
+from engine.system.awake import AWAKE
+from engine.system.cpu_threads import within_this_machine
+from engine.system.temporary_folders import is_remover
 
 if TYPE_CHECKING:
-    from engine.experts.popularity_file import PopularityKeeper
+    from engine.cluster.network import Network
+    from engine.moe.popularity_file import PopularityKeeper
     from engine.residency.ready import Keeping
-    from engine.ring.control.network import Network
-    from engine.session import Session
+    from engine.session.session import Session
 
 READ_BYTES = 1 << 16
 
@@ -212,7 +212,7 @@ class Host:
                 raise ProtocolError(f"{type(request).__name__} is not answered")
 
     def _load(self, task: Task, request: Load) -> AnyEvent:
-        from engine.loading import load_session
+        from engine.session.loading import load_session
 
         task.report("loading", 0, 0, "")
         request, said = within_this_machine(request)
@@ -232,7 +232,7 @@ class Host:
         resolved = store.resolve(request.model)
         node = self._network.open_node() if self._network is not None else None
         if node is not None and resolved.folder is None and resolved.kind in ("hub", "starter"):
-            from engine.ring.control.taking_model import Copier
+            from engine.cluster.head.model_download import Copier
 
             taken = Copier(node, resolved, task.report).run()
             if taken is not None:
@@ -261,7 +261,7 @@ class Host:
         """Made when it is first asked for; it opens no socket by itself."""
         with self._networking:
             if self._network is None:
-                from engine.ring.control.network import Network
+                from engine.cluster.network import Network
 
                 self._network = Network(self.send)
             return self._network
@@ -280,7 +280,7 @@ class Host:
         return Loaded(id=request.id, facts=facts)
 
     def _plan(self, request: Plan) -> AnyEvent:
-        from engine.plan_model import plan_model
+        from engine.session.plan_model import plan_model
 
         session = self._session
         network = self._the_network() if request.load.partitioning == "ring" else None
@@ -288,7 +288,7 @@ class Host:
 
     def _bench(self, task: Task, request: Bench) -> AnyEvent:
         from engine.bench.running import check_bench, load_for, run_bench
-        from engine.loading import find_folder
+        from engine.session.loading import find_folder
 
         check_bench(request)
         if request.kind == "residency":
@@ -333,7 +333,7 @@ class Host:
             keeper.save()
 
     def _generate(self, task: Task, request: Generate) -> AnyEvent:
-        from engine.session import nothing_said
+        from engine.session.session import nothing_said
 
         session = self._loaded()
         if task.cancelled():
@@ -358,9 +358,9 @@ class Host:
 
 def keeper_for(session: Session, model: str, notice: Callable[[str], None]) -> PopularityKeeper | None:
     """What keeps the use of ``session``'s experts; None for a dense model, or a runtime that does not count it."""
-    from engine.experts.popularity_file import PopularityKeeper, ProfileModel
     from engine.models.profiles import profile_paths
     from engine.models.store import profile_key, resolve
+    from engine.moe.popularity_file import PopularityKeeper, ProfileModel
     from engine.runtimes.protocol import CountsRoutes
 
     popularity = session.model.popularity if isinstance(session.model, CountsRoutes) else None
@@ -396,7 +396,7 @@ def _sentence(error: BaseException) -> str:
 
 
 def _kind(error: BaseException) -> ErrorKind:
-    from engine.free_memory import ran_out_of_memory
+    from engine.system.free_memory import ran_out_of_memory
 
     if isinstance(error, OSError) and error.filename is not None:
         return "disk"

@@ -93,6 +93,6 @@ pip install $quiet --editable "$requirement" ||
     fail "pip could not install $requirement: its last lines say why (no network, or a full disk?). Run make again: it goes on."
 
 # The kernels are optional: pip says nothing when they could not be built.
-ls engine/experts/kernels/_native*.so >/dev/null 2>&1 ||
+ls engine/moe/kernels/_native*.so >/dev/null 2>&1 ||
     echo "The native kernels were not built, torch's answer instead: slower. With a C compiler (Debian: apt install gcc;" \
         "macOS: xcode-select --install), run: $venv/bin/pip install --editable ."

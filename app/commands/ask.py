@@ -14,11 +14,11 @@ from app.commands.engine_work import Interruption, do, run_with_engine
 from app.commands.output import ProgressLine, ReaderGoneError, WorkFailed, answer, as_json, say
 from app.commands.ringing import with_ring
 from app.engine_client import EngineClient, EngineDied
-from app.ring_settings import may_be_copied
-from app.settings import Settings
+from app.settings.ring import may_be_copied
+from app.settings.schema import Settings
 from app.text_safety import Sanitizer, sanitize
 from engine.errors import ModelError
-from engine.messages import (
+from engine.ipc.messages import (
     Cancel,
     Done,
     Failed,

@@ -12,9 +12,9 @@ from app.commands.ask import Question
 from app.commands.output import WorkFailed, say
 from app.commands.reading import read_piped, read_prompt
 from app.commands.ringing import check_peers
-from app.settings import Settings
-from app.settings_file import open_settings
-from engine.messages import DtypeName, ExpertPolicy, Generate, Load, Message, Partitioning, RuntimeName, Sampling
+from app.settings.file import open_settings
+from app.settings.schema import Settings
+from engine.ipc.messages import DtypeName, ExpertPolicy, Generate, Load, Message, Partitioning, RuntimeName, Sampling
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 _LARGEST_TOKEN_ID = 2**31 - 1

@@ -12,7 +12,7 @@ from app.commands.output import ProgressLine, answer, as_json, figure
 from app.commands.ringing import with_ring
 from app.engine_client import EngineClient
 from app.text_safety import one_line
-from engine.messages import Bench, BenchKind, BenchResult
+from engine.ipc.messages import Bench, BenchKind, BenchResult
 
 _NOTHING = "–"
 

@@ -23,10 +23,10 @@ from app.commands.finding import Finding, Mark
 from app.commands.output import answer, as_json, size
 from app.engine_client import EngineClient, EngineDied, child_environment
 from app.machine import Machine, default_runtime, this_machine
-from app.settings_file import open_settings
+from app.settings.file import open_settings
 from app.text_safety import one_line
 from engine.errors import ModelError
-from engine.messages import DoctorFacts, Load
+from engine.ipc.messages import DoctorFacts, Load
 from engine.models import store
 from engine.models.locations import KINDS, Kind, locate
 

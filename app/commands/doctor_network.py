@@ -14,11 +14,11 @@ import msgspec
 from app.commands.finding import Finding, Mark
 from app.engine_client import EngineClient, EngineDied
 from app.network import Network, NetworkProblem, close_quietly
-from app.ring_settings import open_network
 from app.ring_words import state_words
-from app.settings_file import open_settings
+from app.settings.file import open_settings
+from app.settings.ring import open_network
 from app.text_safety import one_line
-from engine.messages import NetworkState, PeerFacts
+from engine.ipc.messages import NetworkState, PeerFacts
 from engine.models.locations import locate
 from engine.planning.absent_machines import as_clause
 
@@ -77,8 +77,8 @@ def _peers(folder: Path) -> list[Finding]:
 
 def _ports() -> list[Finding]:
     """Whether the usual pair of ports could be listened at now; they are let go again."""
-    from discovery.door import USUAL_PORT, bind_pair
     from discovery.errors import DiscoveryError
+    from discovery.link_listener import USUAL_PORT, bind_pair
 
     try:
         pair = bind_pair()
@@ -110,7 +110,7 @@ def _interfaces(facts: NetworkFacts) -> Finding:
 
 def _walk(folder: Path, address: str) -> list[Finding]:
     """From the name to the greeting, as far as it goes."""
-    from app.setting_items import host_and_port
+    from app.settings.items import host_and_port
     from discovery.checks import probe_peer
 
     host, port = host_and_port(address)

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from app.commands.output import ProgressLine, WorkFailed, say
 from app.engine_client import EngineClient, EngineDied
 from app.interrupts import INTERRUPTED, handled
-from engine.messages import AnyRequest, BenchResult, Done, Failed, Loaded, Notice, Planned, Progress
+from engine.ipc.messages import AnyRequest, BenchResult, Done, Failed, Loaded, Notice, Planned, Progress
 
 _ORDERLY_END_WAIT_S = 2.0
 

@@ -17,11 +17,11 @@ from app.commands.output import ReaderGoneError, WorkFailed, answer, say
 from app.engine_client import EngineClient
 from app.lending import Lender
 from app.network import NetworkProblem
-from app.ring_settings import open_network
-from app.setting_fields import GIB, SettingError
-from app.settings_file import SettingsFile, open_settings
+from app.settings.fields import GIB, SettingError
+from app.settings.file import SettingsFile, open_settings
+from app.settings.ring import open_network
 from app.text_safety import one_line
-from engine.messages import OpenNetwork
+from engine.ipc.messages import OpenNetwork
 
 
 @dataclass(frozen=True)

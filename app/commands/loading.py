@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 
 from app.commands.output import WorkFailed, say
 from app.commands.ringing import check_peers
-from app.settings import Settings, gpu_expert_bytes
-from app.settings_file import open_settings
+from app.settings.file import open_settings
+from app.settings.schema import Settings, gpu_expert_bytes
 from engine.errors import ModelError
-from engine.messages import DtypeName, ExpertPolicy, Load, Partitioning, RuntimeName
+from engine.ipc.messages import DtypeName, ExpertPolicy, Load, Partitioning, RuntimeName
 from engine.models.store import resolve
 
 

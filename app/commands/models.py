@@ -10,10 +10,10 @@ from app.commands.engine_work import Interruption, do, run_with_engine
 from app.commands.output import ProgressLine, WorkFailed, answer, as_json, say, size
 from app.commands.ringing import open_for
 from app.engine_client import EngineClient
-from app.settings_file import open_settings
+from app.settings.file import open_settings
 from app.text_safety import one_line
 from engine.errors import ModelError
-from engine.messages import AnyRequest, Done, Prepare, Pull
+from engine.ipc.messages import AnyRequest, Done, Prepare, Pull
 from engine.models import store
 from engine.models.catalogue import catalogue
 from engine.models.locations import locate

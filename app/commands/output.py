@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 from app.text_safety import one_line, sanitize
 
 if TYPE_CHECKING:
-    from engine.messages import Progress
+    from engine.ipc.messages import Progress
 
 _UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _STEPS = 4

@@ -11,11 +11,11 @@ from app.commands.engine_work import Interruption, run_with_engine
 from app.commands.output import WorkFailed, answer, as_json, say, size
 from app.engine_client import EngineClient
 from app.network import Network, NetworkProblem, close_quietly
-from app.ring_settings import open_network
 from app.ring_words import fingerprint, link_words, peer_address, short_id, state_words
-from app.settings_file import open_settings
+from app.settings.file import open_settings
+from app.settings.ring import open_network
 from app.text_safety import one_line
-from engine.messages import NetworkState, PeerFacts
+from engine.ipc.messages import NetworkState, PeerFacts
 from engine.planning.absent_machines import as_clause
 
 _NOTHING = "–"

@@ -13,7 +13,7 @@ from app.commands.ringing import with_ring
 from app.engine_client import EngineClient
 from app.ring_words import how_it_runs, machine_name, speed_words, to_send
 from app.text_safety import one_line
-from engine.messages import DeviceMemory, Plan, Planned, RingFacts
+from engine.ipc.messages import DeviceMemory, Plan, Planned, RingFacts
 
 
 def plan(flags: LoadFlags, *, in_json: bool) -> int:

@@ -7,10 +7,10 @@ import msgspec
 from app.commands.output import WorkFailed, say
 from app.engine_client import EngineClient
 from app.network import Network, NetworkProblem
-from app.ring_settings import RingSettings, open_network, ring_choice
-from app.setting_fields import SettingError
-from app.setting_items import ItemError, check_item
-from engine.messages import Load
+from app.settings.fields import SettingError
+from app.settings.items import ItemError, check_item
+from app.settings.ring import RingSettings, open_network, ring_choice
+from engine.ipc.messages import Load
 
 WAIT_S = 300.0
 """An answer that nobody looks at waits so long for a machine that is away."""

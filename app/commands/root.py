@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from app.commands.output import ReaderGoneError, WorkFailed, answer, fail, forget_stdout
-from app.settings import SettingError, setting_named
-from engine.messages import BenchKind, DtypeName, ExpertPolicy, Partitioning, RuntimeName
+from app.settings.schema import SettingError, setting_named
+from engine.ipc.messages import BenchKind, DtypeName, ExpertPolicy, Partitioning, RuntimeName
 
 if TYPE_CHECKING:
     from app.commands.loading import LoadFlags
@@ -370,7 +370,7 @@ def doctor(
 ) -> None:
     """What was found on this machine, what will run and why, and the way out of what does not."""
     from app.commands.doctor import doctor as examine
-    from app.setting_items import ItemError, check_item
+    from app.settings.items import ItemError, check_item
 
     try:
         address = check_item("address", peer) if peer is not None else ""

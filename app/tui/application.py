@@ -18,13 +18,13 @@ from textual.theme import Theme
 from app.conversations.store import ConversationStore, open_store
 from app.engine_client import Engine, EngineClient
 from app.machine import Machine
-from app.settings import SCHEMA, THEMES, SettingError, Settings
-from app.settings_file import SettingsFile, open_settings
+from app.settings.file import SettingsFile, open_settings
+from app.settings.schema import SCHEMA, THEMES, SettingError, Settings
+from app.tui.chat.chat_screen import ChatScreen
+from app.tui.chat.state import LOADING, RING, ChatOptions
 from app.tui.commands import COMMANDS
-from app.tui.highlighting import Highlighter
-from app.tui.screens.chat import ChatScreen
+from app.tui.render.highlighting import Highlighter
 from app.tui.shortcuts import readable
-from app.tui.state import LOADING, RING, ChatOptions
 from app.tui.terminal.application import TerminalApp
 
 

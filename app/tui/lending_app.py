@@ -20,11 +20,11 @@ from app.engine_client import Engine, EngineClient, EngineDied
 from app.lending import FIRST_WAIT_S, Lender
 from app.network import NetworkProblem
 from app.text_safety import one_line
-from app.tui.lending_view import leaving_question, lending_view
+from app.tui.chat.rendered import Rendered
 from app.tui.screens.asking import Confirm
+from app.tui.screens.lending_view import leaving_question, lending_view
 from app.tui.terminal.application import TerminalApp
-from app.tui.widgets.rendered import Rendered
-from engine.messages import NetworkState, OpenNetwork
+from engine.ipc.messages import NetworkState, OpenNetwork
 
 _MESSAGES = 200
 """Lines of what happened that are kept."""

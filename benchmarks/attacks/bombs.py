@@ -86,7 +86,7 @@ def _settings(home: Path) -> Iterator[Callable[[], None]]:
 
 
 def _templates(home: Path) -> Iterator[Callable[[], None]]:
-    from engine.messages import Message
+    from engine.ipc.messages import Message
     from engine.models.tokenizer import load_tokenizer
 
     folder = home / "tokenizer"
@@ -136,10 +136,10 @@ def _messages(home: Path) -> Iterator[Callable[[], None]]:
     """Of a head and of a node that is paired."""
     import msgspec
 
-    from engine.exchange.exchange import RingProtocolError
-    from engine.ring.control.control_messages import MESSAGE_LIMIT
-    from engine.ring.running.commands import decode_command
-    from engine.ring.weights.transfer import decode_offer
+    from engine.cluster.commands import decode_command
+    from engine.cluster.membership.control_messages import MESSAGE_LIMIT
+    from engine.cluster.transport.exchange import RingProtocolError
+    from engine.cluster.weights.transfer import decode_offer
 
     def use(decode: Callable[[bytes], object], data: bytes) -> None:
         try:

@@ -13,7 +13,7 @@ import msgspec
 
 from benchmarks.attacks.campaign import Attack, Attempt, Draw
 from benchmarks.attacks.mutating import spoiled
-from engine.messages import OpenNetwork
+from engine.ipc.messages import OpenNetwork
 
 LOOK_EVERY = 25
 MOST_DESCRIPTORS = 400
@@ -25,13 +25,13 @@ _HTTP = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 @contextlib.contextmanager
 def strangers(home: Path) -> Iterator[Attempt]:
     """Nothing, half a greeting, noise, other protocols, calls of the door of every kind; some stay open for a while."""
-    from discovery.door import dial
     from discovery.identity import load_identity
+    from discovery.link_listener import dial
     from discovery.peers import PeersFile, new_peer
-    from engine.ring.control.client import PeerClient
-    from engine.ring.control.control_messages import Greeting
-    from engine.ring.control.node import Node
-    from engine.ring.control.server import Credentials
+    from engine.cluster.membership.client import PeerClient
+    from engine.cluster.membership.control_messages import Greeting
+    from engine.cluster.membership.node import Node
+    from engine.cluster.membership.server import Credentials
 
     folders = [home / name for name in ("victim", "friend")]
     for folder in folders:

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from benchmarks.attacks.campaign import Attack, Attempt, Draw, Refused
 from benchmarks.attacks.mutating import spoiled
+from engine.cluster.all_gather import RingLayers
+from engine.cluster.transport.exchange import Buffer, PeerLost, RingProtocolError
 from engine.errors import ModelError
-from engine.exchange.exchange import Buffer, PeerLost, RingProtocolError
-from engine.exchange.seat import Mode, Seat
-from engine.messages.ring import ExchangeName
+from engine.ipc.messages.ring import ExchangeName
+from engine.moe.rank_context import Mode, Seat
 from engine.planning.placement import Placement
-from engine.ring.running.sharing import RingLayers
 
 LAYERS = (0, 1, 2)
 EXPERTS, WIDTH, TOKENS, ROUTES = 8, 6, 3, 2

@@ -40,9 +40,9 @@ def linked(source: Path, target: Path, but: str) -> Path:
 def answered(folder: Path) -> None:
     """Plan, load and run the model in ``folder``. Raises Refused; a plan that loading then refuses is an error, but for
     what only the weights or a forward pass can show."""
-    from engine.loading import load_session
-    from engine.messages import Generate, Load, Plan, Sampling
-    from engine.plan_model import plan_model
+    from engine.ipc.messages import Generate, Load, Plan, Sampling
+    from engine.session.loading import load_session
+    from engine.session.plan_model import plan_model
 
     class Control:
         def cancelled(self) -> bool:
@@ -195,7 +195,7 @@ def tiny_gguf(path: Path) -> Path:
 @contextlib.contextmanager
 def tokenizers(home: Path) -> Iterator[Attempt]:
     """Folders with a spoiled ``tokenizer.json``, settings of it, or chat template; a conversation is rendered."""
-    from engine.messages import Message
+    from engine.ipc.messages import Message
     from engine.models.tokenizer import load_tokenizer
 
     folder = home / "tokenizer"
@@ -248,9 +248,9 @@ def write_tokenizer(folder: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def offers(home: Path) -> Iterator[Attempt]:
     """What a head offers a node, and the pieces of it, spoiled on the way."""
-    from engine.exchange.exchange import RingProtocolError
-    from engine.ring.weights.share_store import ShareStore
-    from engine.ring.weights.transfer import decode_chunk, decode_offer, encode_offer, offer, stream
+    from engine.cluster.transport.exchange import RingProtocolError
+    from engine.cluster.weights.share_store import ShareStore
+    from engine.cluster.weights.transfer import decode_chunk, decode_offer, encode_offer, offer, stream
 
     folder = write_moe(home / "model", SHAPE, quiet)
     made = offer(folder, {layer: [0, 2] for layer in range(SHAPE.layers)}, quiet)

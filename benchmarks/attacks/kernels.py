@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 from benchmarks.attacks.campaign import Attack, Attempt, Draw, Refused
 from engine.errors import ModelError
-from engine.experts.kernels.bindings import KernelChoice, available
-from engine.experts.kernels.layers import Gate, LayerExperts, linear
-from engine.experts.kernels.pool import Pool
 from engine.models.files import ExpertWeights, StoredTensor
+from engine.moe.kernels.bindings import KernelChoice, available
+from engine.moe.kernels.layers import Gate, LayerExperts, linear
+from engine.moe.kernels.pool import Pool
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

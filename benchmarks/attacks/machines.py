@@ -84,8 +84,8 @@ def certificates(home: Path) -> Iterator[Attempt]:
 @contextlib.contextmanager
 def links(home: Path) -> Iterator[Attempt]:
     """Bytes on a plain link of an epoch, which are frames with a code of authenticity and spoiled ones."""
-    from engine.exchange.exchange import PeerLost, RingProtocolError
-    from engine.exchange.wires import PlainWire
+    from engine.cluster.transport.exchange import PeerLost, RingProtocolError
+    from engine.cluster.transport.framed_socket import PlainWire
 
     there, here = b"a" * 32, b"b" * 32
     words = [b"", b"x", b"frame" * 100, bytes(70_000)]
@@ -127,9 +127,9 @@ def links(home: Path) -> Iterator[Attempt]:
 @contextlib.contextmanager
 def calls(home: Path) -> Iterator[Attempt]:
     """Bodies of calls of the control plane and commands of a head, as trees and as bytes."""
-    from engine.exchange.exchange import RingProtocolError
-    from engine.ring.control import control_messages as messages
-    from engine.ring.running import commands
+    from engine.cluster import commands
+    from engine.cluster.membership import control_messages as messages
+    from engine.cluster.transport.exchange import RingProtocolError
 
     greeting = messages.Greeting(
         protocol=1, version="1", node_id="n", instance="i", process="p", name="m", port=4000, listening=["127.0.0.1:1"]
@@ -183,7 +183,7 @@ def announced(draw: random.Random) -> None:
 
 def pipe(draw: random.Random) -> None:
     """Frames between the screen and the engine."""
-    from engine.messages import Cancel, Generate, Load, ProtocolError, pack, request_reader
+    from engine.ipc.messages import Cancel, Generate, Load, ProtocolError, pack, request_reader
 
     data = b"".join(map(pack, (Load(id=1, model="m"), Generate(id=2, prompt_ids=[1, 2, 3]), Cancel(id=3, target=2))))
     reader = request_reader()

@@ -55,7 +55,7 @@ def sanitized(draw: random.Random) -> None:
 def rendered(draw: random.Random) -> None:
     """Any text becomes something to show, within the time that an attempt has."""
     from app.text_safety import sanitize
-    from app.tui.rendering import code_blocks, render_markdown
+    from app.tui.render.rendering import code_blocks, render_markdown
 
     source = sanitize(text(draw, draw.choice((5, 300, 3000))))
     render_markdown(source, draw.choice((1, 20, 80)))
@@ -67,8 +67,8 @@ def coloured(home: Path) -> Iterator[Attempt]:
     """Every lexer that may be asked, on blocks within the limits."""
     from pygments.lexers import get_lexer_by_name
 
-    from app.tui.highlight_process import runs_of
-    from app.tui.highlighting import LANGUAGES, worth_colouring
+    from app.tui.render.highlight_process import runs_of
+    from app.tui.render.highlighting import LANGUAGES, worth_colouring
 
     lexers = sorted(set(LANGUAGES.values()))
     units = [*"\"'`\\/*#-<>(){}[]=:;,.!?$%&@^~|+_ \t\n0aA", '"""', "${", "{{", "/*", "<!--", "<<E\n", 'r#"', "=begin\n"]

@@ -13,10 +13,10 @@ from engine.bench.setting import (
     steps,
 )
 from engine.bench.spread import Spread, figure, milliseconds, per_second
-from engine.bench.streaming import StreamingRead
-from engine.experts.calibration_file import calibration_key
-from engine.experts.speed_file import MLX_GPU, save_speed
-from engine.messages import BenchResult
+from engine.calibration.calibration_file import calibration_key
+from engine.calibration.speed_file import MLX_GPU, save_speed
+from engine.calibration.streaming import StreamingRead
+from engine.ipc.messages import BenchResult
 
 STEPS = 16
 """Decoded per round; a round's figure is their median."""

@@ -31,13 +31,13 @@ from engine.bench.exchange_node import (
     contribution,
 )
 from engine.bench.spread import figure
+from engine.cluster.transport.registry import available_exchanges
+from engine.cluster.transport.transports import IN_PLAIN_TEXT
 from engine.errors import Cancelled, ModelError
-from engine.exchange.transports import IN_PLAIN_TEXT
-from engine.machine import processor
-from engine.messages import Bench, BenchResult
-from engine.messages.ring import ExchangeName
-from engine.progress import ProgressCallback
-from engine.ring.control.opening import available_exchanges
+from engine.ipc.messages import Bench, BenchResult
+from engine.ipc.messages.ring import ExchangeName
+from engine.ipc.progress import ProgressCallback
+from engine.system.machine import processor
 
 SIZES = (12 * 1024, 96 * 1024, 1 << 20)
 COMPARED = (0, 1, 2, 5, *SIZES, (2 << 20) + 3)

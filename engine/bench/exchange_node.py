@@ -20,15 +20,15 @@ import msgspec
 import psutil
 
 from discovery.certificates import der_of, fingerprint
-from discovery.door import Door
 from discovery.identity import Identity
+from discovery.link_listener import Door
+from engine.cluster.transport.accepting import Links
+from engine.cluster.transport.epochs import Epoch, Member
+from engine.cluster.transport.exchange import Exchange, PeerLost
+from engine.cluster.transport.registry import open_exchange
+from engine.cluster.transport.transports import time_exchanges
 from engine.errors import ModelError
-from engine.exchange.accepting import Links
-from engine.exchange.epochs import Epoch, Member
-from engine.exchange.exchange import Exchange, PeerLost
-from engine.exchange.transports import time_exchanges
-from engine.messages.ring import ExchangeName
-from engine.ring.control.opening import open_exchange
+from engine.ipc.messages.ring import ExchangeName
 
 LOOPBACK = ("127.0.0.0/8", "::1/128")
 WAIT_S = 0.3

@@ -8,16 +8,16 @@ from engine.bench.decode import keep_speed
 from engine.bench.prompts import PromptTokenizer, calibration_prompts, count_routes
 from engine.bench.setting import WARM_UP_STEPS, Setting, median, not_kept, random_tokens, read_prompt, steps
 from engine.bench.spread import Spread, figure, milliseconds
-from engine.bench.streaming import StreamingRead
+from engine.calibration.calibration_file import calibration_key, save_calibration, shape_of
+from engine.calibration.measuring import Figures, calibration_of, measure
+from engine.calibration.streaming import StreamingRead
 from engine.errors import ModelError
-from engine.experts.calibration_file import calibration_key, save_calibration, shape_of
-from engine.experts.measuring import Figures, calibration_of, measure
-from engine.experts.popularity import Popularity
-from engine.experts.popularity_file import model_of, save_profile
-from engine.messages import BenchResult
+from engine.ipc.messages import BenchResult
 from engine.models.files import Experts, ModelFiles
 from engine.models.profiles import profile_paths
 from engine.models.store import profile_key
+from engine.moe.popularity import Popularity
+from engine.moe.popularity_file import model_of, save_profile
 from engine.planning.calibration import Calibration
 
 SHORT_PROMPT = 16
@@ -38,7 +38,7 @@ def bench_experts(
 
     Raises ModelError (bad-input for a dense model, disk if the calibration cannot be kept), Cancelled.
     """
-    from engine.experts.measuring_sides import LocalCpuSide, gpu_side
+    from engine.runtimes.torch.offload.measuring_sides import LocalCpuSide, gpu_side
 
     experts = files.experts
     if experts is None:

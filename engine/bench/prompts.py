@@ -10,8 +10,8 @@ import numpy as np
 
 from engine.bench.setting import Setting, read_prompt
 from engine.errors import Cancelled
-from engine.experts.popularity import Popularity
-from engine.messages import Message
+from engine.ipc.messages import Message
+from engine.moe.popularity import Popularity
 
 PROMPTS_FILE = "calibration_prompts.txt"
 ANSWER_TOKENS = 12

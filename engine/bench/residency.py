@@ -22,18 +22,18 @@ from numpy.typing import NDArray
 
 from engine.bench.spread import Spread, figure
 from engine.errors import Cancelled, ModelError
-from engine.experts.kernels.bindings import KernelChoice, choose
-from engine.experts.kernels.layers import linear
-from engine.experts.kernels.pool import Pool, physical_cores, shared_pool
-from engine.free_memory import available_bytes
-from engine.machine import processor
-from engine.messages import Bench, BenchResult
+from engine.ipc.messages import Bench, BenchResult
+from engine.ipc.progress import ProgressCallback
 from engine.models.files import StoredTensor
 from engine.models.locations import ensure
 from engine.models.safetensors_files import MappedFile, encode_header, read_header
 from engine.models.store import check_space
-from engine.progress import ProgressCallback
-from engine.temporary_folders import temporary_folder
+from engine.moe.kernels.bindings import KernelChoice, choose
+from engine.moe.kernels.layers import linear
+from engine.moe.kernels.pool import Pool, physical_cores, shared_pool
+from engine.system.free_memory import available_bytes
+from engine.system.machine import processor
+from engine.system.temporary_folders import temporary_folder
 
 Packing = Literal["unstacked", "prestacked"]
 PACKINGS: tuple[Packing, ...] = ("unstacked", "prestacked")

@@ -17,34 +17,34 @@ from pathlib import Path
 import msgspec
 
 from engine.bench.decode import bench_decode
+from engine.bench.local_ring import NETWORK, LocalRing
 from engine.bench.own_cores import bound, cores_here, shared_out
+from engine.bench.ring_of_one import ring_of_one
 from engine.bench.ring_table import Row, result_of
 from engine.bench.running import weight_bytes_per_token
 from engine.bench.setting import WARM_UP_STEPS, Setting, random_tokens, read_prompt, steps
 from engine.bench.synthetic_moe import MoeShape, write_moe
+from engine.calibration.model_headers import read_headers
+from engine.cluster.head.epoch_specs import Trial
+from engine.cluster.head.forming import RingFormer
+from engine.cluster.head.head_model import RingModel
+from engine.cluster.membership.measuring_node import experts_at_once
+from engine.cluster.network import Network
 from engine.errors import Cancelled, ModelError
-from engine.experts.kernels.pool import physical_cores
-from engine.loading import find_folder
-from engine.messages import Bench, BenchResult, OpenNetwork, PhaseTimes
-from engine.messages.ring import LoadingName, RingChoice, RingFacts, RingMode
-from engine.model_headers import read_headers
+from engine.ipc.messages import Bench, BenchResult, OpenNetwork, PhaseTimes
+from engine.ipc.messages.ring import LoadingName, RingChoice, RingFacts, RingMode
+from engine.ipc.progress import ProgressCallback
 from engine.models.catalogue import STARTER
 from engine.models.opening import open_model
 from engine.models.sizes import sizes_of
+from engine.moe.kernels.pool import physical_cores
 from engine.planning.ring_speed import PassTime, StepTerms, measured_costs
-from engine.progress import ProgressCallback
-from engine.ring.control.epoch_specs import Trial
-from engine.ring.control.forming import RingFormer
-from engine.ring.control.local_ring import NETWORK, LocalRing
-from engine.ring.control.measuring_node import experts_at_once
-from engine.ring.control.network import Network
-from engine.ring.control.ring_of_one import ring_of_one
-from engine.ring.running.head_model import RingModel
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import choose_runtime, on_one_machine
 from engine.runtimes.loading import load_model
 from engine.runtimes.protocol import LoadedModel
-from engine.temporary_folders import temporary_folder
+from engine.session.loading import find_folder
+from engine.system.temporary_folders import temporary_folder
 
 STEPS = 24
 """Decoded per round."""

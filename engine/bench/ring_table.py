@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.bench.spread import figure
-from engine.machine import processor
-from engine.messages import Bench, BenchResult
+from engine.ipc.messages import Bench, BenchResult
 from engine.planning.ring_speed import PassTime, compare
+from engine.system.machine import processor
 
 MEASURED = ("tokens/s", "ms/token", "MoE", "communication", "other")
 COLUMNS = ("model", "method", "nodes", *MEASURED, "planned", "predicted", "error", "within 25 %")

@@ -11,24 +11,24 @@ import msgspec
 from engine.bench.beams import bench_beams
 from engine.bench.decode import bench_decode
 from engine.bench.experts import bench_experts
-from engine.bench.others import Others
 from engine.bench.prefill import bench_prefill
 from engine.bench.setting import Setting
+from engine.calibration.model_headers import read_headers
+from engine.calibration.others import Others
 from engine.errors import ModelError
-from engine.experts.kernels.pool import physical_cores
-from engine.experts.popularity import Popularity
-from engine.machine import processor
-from engine.messages import Bench, BenchResult, ExpertMovement, Load, ModelFacts
-from engine.model_headers import read_headers
+from engine.ipc.messages import Bench, BenchResult, ExpertMovement, Load, ModelFacts
+from engine.ipc.progress import ProgressCallback
 from engine.models.opening import open_model
 from engine.models.sizes import Sizes
 from engine.models.tokenizer import load_tokenizer
-from engine.progress import ProgressCallback
+from engine.moe.kernels.pool import physical_cores
+from engine.moe.popularity import Popularity
 from engine.runtimes.choosing import on_one_machine
 from engine.runtimes.protocol import CountsRoutes, LoadedModel
+from engine.system.machine import processor
 
 if TYPE_CHECKING:
-    from engine.session import Session
+    from engine.session.session import Session
 
 MOST_ROUNDS = 1000
 

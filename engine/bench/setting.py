@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.errors import Cancelled, ModelError
-from engine.messages import ModelFacts
-from engine.progress import ProgressCallback
+from engine.ipc.messages import ModelFacts
+from engine.ipc.progress import ProgressCallback
 from engine.runtimes.protocol import Interrupted, Interruptible, LoadedModel, TokenRows
 
 PROMPT_TOKENS = 64

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
-from engine.messages import Sampling
+from engine.ipc.messages import Sampling
 from engine.runtimes.protocol import Logits
 
 _SEED_LIMIT = 2**64

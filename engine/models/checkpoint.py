@@ -28,7 +28,7 @@ from engine.models.share_files import Part as SharePart
 from engine.models.wording import shown
 
 if TYPE_CHECKING:
-    from engine.progress import ProgressCallback
+    from engine.ipc.progress import ProgressCallback
 
 INDEX = "model.safetensors.index.json"
 OPENING = "opening the model"

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     import httpx2
 
+    from engine.ipc.progress import ProgressCallback
     from engine.models.hub import RemoteFile
-    from engine.progress import ProgressCallback
 
 StopCheck = Callable[[], bool] | None
 """Asked now and then; True: stop. None: nobody asks."""

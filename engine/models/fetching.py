@@ -18,8 +18,8 @@ from engine.models.locations import ensure
 from engine.models.opening import read_config, refuse_quantized
 
 if TYPE_CHECKING:
+    from engine.ipc.progress import ProgressCallback
     from engine.models.hub import Repository
-    from engine.progress import ProgressCallback
 
 _ORIGIN = "origin.json"
 

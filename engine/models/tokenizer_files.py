@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
-from engine.free_memory import give_back
 from engine.models.json_files import MOST_TOKENIZER_BYTES, SMALL_FILE, check_size, read_object, read_text
 from engine.models.wording import shown
+from engine.system.free_memory import give_back
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from engine.messages.ring import PeerFacts
+from engine.ipc.messages.ring import PeerFacts
 
 
 def absent_lines(peers: Sequence[PeerFacts], wanted: Collection[str], present: Collection[str]) -> list[str]:

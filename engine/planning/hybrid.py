@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from engine.messages import DeviceMemory, ExpertPolicy, PlannedChoice
+from engine.ipc.messages import DeviceMemory, ExpertPolicy, PlannedChoice
 from engine.planning.calibration import Calibration
 from engine.planning.policy import Policy, policy_named
 from engine.planning.prediction import (

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from engine.messages import ExpertPolicy
+from engine.ipc.messages import ExpertPolicy
 from engine.planning.balancing import share
 from engine.planning.calibration import Calibration
 from engine.planning.layer_time import ActiveExpert, Place, layer_sides

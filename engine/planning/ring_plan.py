@@ -12,7 +12,7 @@ from typing import Literal
 
 from msgspec import structs
 
-from engine.messages.ring import NodeShare, RingChoice, RingFacts
+from engine.ipc.messages.ring import NodeShare, RingChoice, RingFacts
 from engine.planning.cluster_load import load_outcomes
 from engine.planning.placement import Placement
 from engine.planning.placing import Room, Shortfall, place

@@ -10,14 +10,14 @@ from pathlib import Path
 import msgspec
 
 from engine.errors import ModelError
-from engine.exchange.seat import Seat
-from engine.free_memory import available_bytes
-from engine.machine import on_battery
-from engine.messages import AnyEvent, Finished, Load, Notice, WarmUp
+from engine.ipc.messages import AnyEvent, Finished, Load, Notice, WarmUp
+from engine.moe.rank_context import Seat
 from engine.planning.residency import lets_go
-from engine.residency.keeper import IdleProbe, Keeper
 from engine.residency.mapped import MappedWeights
+from engine.residency.page_warmer import IdleProbe, Keeper
 from engine.runtimes.protocol import KeepsWeights, LoadedModel, MapsFiles, Seated, Weights
+from engine.system.free_memory import available_bytes
+from engine.system.machine import on_battery
 
 Held = Mapping[int, Sequence[int]]
 """Decoder layer to the experts that this node runs."""

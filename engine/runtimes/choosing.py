@@ -14,8 +14,8 @@ import msgspec
 
 from engine import runtimes
 from engine.errors import ModelError
-from engine.messages import Load
-from engine.progress import ProgressCallback
+from engine.ipc.messages import Load
+from engine.ipc.progress import ProgressCallback
 
 Name = Literal["native", "torch", "mlx"]
 

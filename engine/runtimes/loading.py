@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import ModelError
-from engine.free_memory import ran_out_of_memory
-from engine.messages import Load
+from engine.ipc.messages import Load
+from engine.ipc.progress import ProgressCallback
 from engine.models.store import refuse_share
-from engine.progress import ProgressCallback
 from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime
+from engine.system.free_memory import ran_out_of_memory
 
 
 def load_model(

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import PeerLost
-from engine.exchange.layers import LayerExchange
-from engine.exchange.seat import Seat
-from engine.experts.popularity import Popularity
-from engine.messages import Load, ModelFacts
+from engine.ipc.messages import Load, ModelFacts
+from engine.ipc.progress import ProgressCallback
 from engine.models.files import FileMapping
-from engine.progress import ProgressCallback
-from engine.timing import Recorder
+from engine.moe.expert_parallel import LayerExchange
+from engine.moe.popularity import Popularity
+from engine.moe.rank_context import Seat
+from engine.moe.timing import Recorder
 
 Logits = NDArray[np.float32]
 

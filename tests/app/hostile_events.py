@@ -10,7 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import msgspec
 
-from engine.messages import (
+from engine.ipc.messages import (
     PROTOCOL_VERSION,
     AnyEvent,
     Done,

@@ -13,7 +13,7 @@ import time
 
 import msgspec
 
-from engine.messages import (
+from engine.ipc.messages import (
     PROTOCOL_VERSION,
     Beam,
     BeamProgress,

@@ -263,7 +263,7 @@ def test_without_a_terminal_there_is_no_chat(environment: dict[str, str]) -> Non
 
 def test_commands_load_only_what_they_need(environment: dict[str, str]) -> None:
     program = "import sys, app.commands.ask, app.commands.asking, app.commands.models, app.commands.doctor, " \
-        "app.commands.root, app.conversations.database, app.settings_file; print(*sys.modules)"  # fmt: skip
+        "app.commands.root, app.conversations.database, app.settings.file; print(*sys.modules)"  # fmt: skip
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     loaded = set(result.stdout.split())
     assert loaded & {"textual", "rich", "torch", "transformers", "mlx", "grpc", "numpy", "huggingface_hub"} == set()

@@ -16,9 +16,9 @@ from scripted import install, make_home, play
 from app.commands import ask, engine_work
 from app.commands.output import ProgressLine, as_json, describe, size
 from app.commands.root import run
-from app.settings import documentation
-from app.settings_file import open_settings
-from engine.messages import Progress
+from app.settings.file import open_settings
+from app.settings.schema import documentation
+from engine.ipc.messages import Progress
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from app.commands import doctor
 from app.commands.ask import result_object
 from app.commands.asking import Flags, question_from
 from app.commands.root import run
-from app.settings_file import open_settings
-from engine.messages import (
+from app.settings.file import open_settings
+from engine.ipc.messages import (
     DoctorFacts,
     ExpertMovement,
     Finished,

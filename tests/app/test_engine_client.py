@@ -16,7 +16,7 @@ from scripted import SCRIPT
 
 from app import engine_client
 from app.engine_client import Engine, EngineClient, EngineDied, how_it_ended, merge
-from engine.messages import Cancel, Done, Failed, Finished, Generate, Message, Notice, Piece, Prefill, Pull
+from engine.ipc.messages import Cancel, Done, Failed, Finished, Generate, Message, Notice, Piece, Prefill, Pull
 
 
 def command(script: str = "") -> list[str]:

@@ -16,7 +16,7 @@ from terminals import Terminal
 from app.commands.models import show_models
 from app.event_safety import STREAMED, made_safe
 from app.text_safety import UNSAFE
-from engine.messages import AnyEvent, Beam, Finished, Notice, Piece, Timing
+from engine.ipc.messages import AnyEvent, Beam, Finished, Notice, Piece, Timing
 
 ACTS = [b"\x1b]0;", b"\x1b[777m", b"PWNED", b"\xc2\x9b", b"\xe2\x80\xae", b"\x1bPq"]
 """What of ``EVIL`` would act: none of it is anything that Textual writes."""

@@ -12,7 +12,7 @@ from scripted import install, make_home, play, written
 
 from app.commands.join import JoinFlags, network_from
 from app.commands.root import run
-from engine.messages import OpenNetwork
+from engine.ipc.messages import OpenNetwork
 
 
 @pytest.fixture

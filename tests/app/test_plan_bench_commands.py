@@ -18,7 +18,7 @@ from scripted import install, make_home, play, written
 from app.commands.bench import as_text
 from app.commands.plan import memory_line
 from app.commands.root import run
-from engine.messages import BenchResult, DeviceMemory, Planned
+from engine.ipc.messages import BenchResult, DeviceMemory, Planned
 
 ROOT = Path(__file__).resolve().parents[2]
 

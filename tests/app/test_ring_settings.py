@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.ring_settings import node_id, open_network, ring_choice
-from app.setting_items import ItemError, ItemKind, check_items, host_and_port
-from app.settings import GIB, SettingError, Settings, setting_named
-from engine.messages import NetworkState, NodeId, PeerFacts
+from app.settings.items import ItemError, ItemKind, check_items, host_and_port
+from app.settings.ring import node_id, open_network, ring_choice
+from app.settings.schema import GIB, SettingError, Settings, setting_named
+from engine.ipc.messages import NetworkState, NodeId, PeerFacts
 
 NETWORK = NetworkState(
     me=NodeId(node_id="a1" * 32, name="Laptop"), open=True,

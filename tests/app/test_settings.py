@@ -11,8 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.machine import Machine, unavailable_reason
-from app.setting_items import ItemKind
-from app.settings import (
+from app.settings.file import SettingsFile, open_settings
+from app.settings.items import ItemKind
+from app.settings.schema import (
     GROUPS,
     SCHEMA,
     THEMES,
@@ -23,8 +24,7 @@ from app.settings import (
     gpu_expert_bytes,
     setting_named,
 )
-from app.settings_file import SettingsFile, open_settings
-from engine.messages import ExpertPolicy
+from engine.ipc.messages import ExpertPolicy
 
 LINUX = Machine("linux", "x86_64", nvidia=False, torch=True, mlx=False)
 LINUX_GPU = dataclasses.replace(LINUX, nvidia=True)

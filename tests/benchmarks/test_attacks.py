@@ -18,7 +18,7 @@ from benchmarks.attacks.__main__ import ATTACKS, main
 from benchmarks.attacks.campaign import Attack, Attempt, Draw, Refused, plain, run
 from benchmarks.attacks.kernels import at_the_edge
 from benchmarks.attacks.mutating import spoiled, spoiled_tree
-from engine.experts.kernels.bindings import choose
+from engine.moe.kernels.bindings import choose
 
 SEED = 20
 INPUTS = 40

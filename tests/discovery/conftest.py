@@ -11,7 +11,7 @@ from announcing_machines import Listening, Process
 from discovery_machines import Machine, MemoryKeyring, Shower
 from keyring.backends import fail
 
-from discovery.door import Door
+from discovery.link_listener import Door
 from discovery.pairing_service import KIND, PairingService
 from discovery.peers import Peer
 

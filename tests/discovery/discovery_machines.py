@@ -8,8 +8,8 @@ from pathlib import Path
 import keyring.backend
 import keyring.errors
 
-from discovery.door import Door
 from discovery.identity import Identity, load_identity
+from discovery.link_listener import Door
 from discovery.pairing_service import PairingService
 from discovery.peers import Peer, PeersFile
 

@@ -12,8 +12,8 @@ from discovery_machines import Machine
 
 from discovery import acquaintance
 from discovery.acquaintance import KIND, answer, is_known
-from discovery.door import Door, dial
 from discovery.frames import Deadline, FrameError, receive_frame, send_frame
+from discovery.link_listener import Door, dial
 from discovery.tls import client_context
 
 MakeMachine = Callable[[str], Machine]

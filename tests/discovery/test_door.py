@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from discovery import door as doors
-from discovery.door import MAX_BODY, Door, bind_pair, dial
+from discovery import link_listener as doors
 from discovery.errors import DoorError
 from discovery.frames import MAX_FRAME, Deadline, FrameError, receive_exactly, receive_frame, send_frame
+from discovery.link_listener import MAX_BODY, Door, bind_pair, dial
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from network_namespaces import network
 from discovery import checks
 from discovery.addresses import OwnAddress
 from discovery.checks import MulticastProbe, NetworkFacts, hearing_problems, network_problems, probe_peer
-from discovery.door import Door, bind_pair
+from discovery.link_listener import Door, bind_pair
 
 LOOP = OwnAddress("lo", "127.0.0.1", 8)
 WIFI = OwnAddress("en0", "192.168.1.7", 24)

@@ -14,9 +14,9 @@ from discovery_machines import Machine, Shower
 
 from discovery import pairing_service
 from discovery.certificates import der_of, make_certificate
-from discovery.door import Door, dial
 from discovery.errors import DoorError, PairingError, PeersError
 from discovery.frames import Deadline, FrameError, receive_frame, send_frame
+from discovery.link_listener import Door, dial
 from discovery.pairing import CODE_SECONDS, PairingRefused, Proof, Reply, Start
 from discovery.pairing_service import KIND, pair_with
 from discovery.peers import Peer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-for folder in ("host", "runtimes"):
+for folder in ("session", "runtimes"):
     sys.path.append(str(Path(__file__).parent.parent / folder))
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from tiny_models import write_tiny_model
 
 from discovery.identity import load_identity
 from discovery.peers import PeersFile, new_peer
-from engine.messages import (
+from engine.bench.local_ring import LocalEngine
+from engine.ipc.messages import (
     AnyEvent,
     Failed,
     Finished,
@@ -30,8 +31,7 @@ from engine.messages import (
     Piece,
     Sampling,
 )
-from engine.messages.ring import LendingFacts, PeerFacts, RingChoice
-from engine.ring.control.local_ring import LocalEngine
+from engine.ipc.messages.ring import LendingFacts, PeerFacts, RingChoice
 
 PROMPT = [3, 14, 15, 9, 26, 5]
 OTHER_PROMPT = [90, 91, 7, 33, 64, 12, 77, 101]
@@ -138,7 +138,7 @@ assert _ctypes.CDLL(None, use_errno=True).setns(_space, 0x40000000) == 0
 
 ANNOUNCE_PROXY = """
 # Others are told to come by way of {port}.
-from engine.ring.control import node as _node
+from engine.cluster.membership import node as _node
 _greeting = _node.Node.greeting
 _node.Node.greeting = lambda self: __import__("msgspec").structs.replace(
     _greeting(self), port={port}, listening=["127.0.0.1:{port}"])

@@ -16,9 +16,9 @@ from torch_oracle import load, prompt
 
 from app.engine_client import how_it_ended
 from engine.errors import ModelError
-from engine.experts.kernels import bindings
-from engine.messages import Failed, Finished, Generate, Load, Loaded
+from engine.ipc.messages import Failed, Finished, Generate, Load, Loaded
 from engine.models.prepare import prepare
+from engine.moe.kernels import bindings
 
 needs_library = pytest.mark.skipif(bindings.path() is None, reason="the native library was not built")
 
@@ -106,8 +106,8 @@ _SHORTEN = """
 import os, sys
 from pathlib import Path
 from engine.errors import ModelError
-from engine.experts.kernels import file_guard
-from engine.messages import Load
+from engine.moe.kernels import file_guard
+from engine.ipc.messages import Load
 from engine.models.safetensors_files import MappedFile
 from engine.runtimes import runtime_named
 
@@ -195,7 +195,7 @@ def test_other_bus_errors_still_end_the_process(tmp_path: Path, prepared: Path) 
 import ctypes, mmap, os, sys
 from pathlib import Path
 from engine.models.safetensors_files import MappedFile
-from engine.experts.kernels.file_guard import FileGuard
+from engine.moe.kernels.file_guard import FileGuard
 guarded, other = Path(sys.argv[1]), Path(sys.argv[2])
 guard = FileGuard([MappedFile(guarded)])
 other.write_bytes(bytes(8192))

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from ring_faults import eventually, write_model
 
-from engine.temporary_folders import is_remover, remove, temporary_folder
+from engine.system.temporary_folders import is_remover, remove, temporary_folder
 
 THERE_S = 100.0
 GONE_S = 30.0
@@ -136,13 +136,13 @@ def test_a_folder_is_removed_when_what_it_is_used_for_fails(tmp_path: Path) -> N
 def test_a_folder_that_is_written_into_meanwhile_is_removed_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.temporary_folders.LOOK_S", 0.02)
+    monkeypatch.setattr("engine.system.temporary_folders.LOOK_S", 0.02)
     folder = tmp_path / "folder"
     late = subprocess.Popen(
         [sys.executable, "-c", "import os, sys, time; time.sleep(0.05); os.makedirs(sys.argv[1])", str(folder / "late")]
     )
     (folder / "early").mkdir(parents=True)
-    monkeypatch.setattr("engine.temporary_folders.QUIET_LOOKS", 50)
+    monkeypatch.setattr("engine.system.temporary_folders.QUIET_LOOKS", 50)
     remove(folder)
     assert late.wait(10) == 0
     assert not folder.exists()

@@ -17,21 +17,22 @@ from hypothesis import strategies as st
 from tiny_models import write_tiny_model
 from torch_oracle import load, prompt
 
-from engine import free_memory
+from engine.cluster.membership.control_messages import WantedFacts
+from engine.cluster.membership.measuring_node import measure_node
 from engine.doctor_facts import doctor_facts
-from engine.experts import local, reading_ahead
-from engine.experts.host_memory import HostExperts
-from engine.experts.kernels import bindings
-from engine.experts.reading_ahead import ReadAhead, notice_beyond_memory, page_ranges, read_rate
-from engine.free_memory import container_bytes, container_limit
-from engine.messages import Load, Plan
+from engine.ipc.messages import Load, Plan
 from engine.models.files import Experts, FileMapping
 from engine.models.opening import open_model
 from engine.models.prepare import prepare
-from engine.plan_model import plan_model
-from engine.ring.control.control_messages import WantedFacts
-from engine.ring.control.measuring_node import measure_node
+from engine.moe import prefetch as reading_ahead
+from engine.moe.kernels import bindings
+from engine.moe.prefetch import ReadAhead, notice_beyond_memory, page_ranges, read_rate
 from engine.runtimes.native.runtime import NativeRuntime
+from engine.runtimes.torch.offload import local
+from engine.runtimes.torch.offload.host_memory import HostExperts
+from engine.session.plan_model import plan_model
+from engine.system import free_memory
+from engine.system.free_memory import container_bytes, container_limit
 
 # --- the notice ---------------------------------------------------------------------------------------------------
 
@@ -230,7 +231,7 @@ _ASK = """
 import json, os, sys
 from pathlib import Path
 (Path(sys.argv[2]) / "cgroup.procs").write_text(str(os.getpid()))
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.runtimes import runtime_named
 model = runtime_named("torch").load(Path(sys.argv[1]), Load(id=1, model="m", cpu_threads=1), lambda *_: None)
 rows = model.start()

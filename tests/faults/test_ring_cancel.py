@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 from ring_faults import EXACT, NOISE_S, OTHER_PROMPT, Oracle, Ring
 
-from engine.messages import BeamProgress, Cancel, Finished, Prefill
+from engine.ipc.messages import BeamProgress, Cancel, Finished, Prefill
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

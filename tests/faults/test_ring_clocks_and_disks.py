@@ -18,7 +18,7 @@ from ring_faults import EXACT, Machine, Oracle, Ring, eventually
 from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
-from engine.messages import Failed, Load, Loaded, NetworkState, Pair, Progress
+from engine.ipc.messages import Failed, Load, Loaded, NetworkState, Pair, Progress
 from engine.models.share_files import read_share
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

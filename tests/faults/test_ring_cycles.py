@@ -14,8 +14,8 @@ import psutil
 import pytest
 from ring_faults import Machine, Oracle, Ring, eventually
 
-from engine.messages import OpenNetwork
-from engine.ring.control.local_ring import LocalEngine
+from engine.bench.local_ring import LocalEngine
+from engine.ipc.messages import OpenNetwork
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

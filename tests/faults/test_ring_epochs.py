@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace
 from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring, eventually
 
-from engine.messages import Notice
-from engine.messages.ring import ExchangeName
+from engine.ipc.messages import Notice
+from engine.ipc.messages.ring import ExchangeName
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -47,7 +47,8 @@ def test_killed_and_back_over_every_exchange(model: Path, alone: Oracle, exchang
 OTHER_TOKENS = """
 # Once, in the middle of an answer, this node's keys and values are those of other tokens than the head's.
 import os
-from engine.ring.running import commands, follower
+from engine.cluster import commands
+from engine.cluster.worker import follower
 _do = follower.Follower.do
 _once = []
 def do(self, command):

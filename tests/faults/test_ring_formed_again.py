@@ -11,7 +11,7 @@ import pytest
 from ring_faults import NOISE_S, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring, eventually
 from tiny_models import write_tiny_model
 
-from engine.messages import AnyEvent, Cancel, Finished, Notice, Piece, Progress, RingChanged
+from engine.ipc.messages import AnyEvent, Cancel, Finished, Notice, Piece, Progress, RingChanged
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

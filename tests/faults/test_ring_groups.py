@@ -15,8 +15,8 @@ import pytest
 from msgspec.structs import replace
 from ring_faults import EXACT, NOISE_S, OTHER_PROMPT, Oracle, Ring, eventually
 
-from engine.messages import Failed, Load, Loaded, Progress
-from engine.messages.ring import ExchangeName
+from engine.ipc.messages import Failed, Load, Loaded, Progress
+from engine.ipc.messages.ring import ExchangeName
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -24,7 +24,7 @@ DIES = {
     "gloo": """
 # It has told the others where it listens, and dies or stops before they connect.
 import os, signal
-from engine.runtimes.torch import gloo
+from engine.cluster.transport import gloo
 _all = gloo.ToldStore._all
 def told(self, keys):
     _all(self, keys)
@@ -33,7 +33,7 @@ gloo.ToldStore._all = told
 """,
     "mlx": """
 import os, signal
-from engine.runtimes.mlx import group
+from engine.cluster.transport import mlx_group as group
 def dies(*_):
     os.kill(os.getpid(), signal.{number})
 group._made = dies
@@ -79,7 +79,7 @@ def test_lost_while_a_group_is_made(
 
 STUCK = """
 import mlx.core as mx
-from engine.runtimes.mlx import group
+from engine.cluster.transport import mlx_group as group
 group.STUCK_S = 0.5
 with group._ended_if_stuck():
     mx.distributed.init(strict=True, backend="ring")

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from ring_faults import ENTER, NOISE_S, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring, eventually
 
-from engine.messages import Failed, Notice
+from engine.ipc.messages import Failed, Notice
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from ring_faults import EXACT, NOISE_S, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring, eventually
 
-from engine.messages import BeamProgress, Cancel, Failed, Finished, Load, Loaded, Notice, Piece, Prefill, Progress
-from engine.messages.ring import RingChoice
+from engine.ipc.messages import BeamProgress, Cancel, Failed, Finished, Load, Loaded, Notice, Piece, Prefill, Progress
+from engine.ipc.messages.ring import RingChoice
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -200,7 +200,7 @@ def test_lost_while_weights_are_sent(three: Ring, tmp_path: Path, alone: Oracle,
 
 SLOW_DISK = """
 import time
-from engine.ring.weights import share_store
+from engine.cluster.weights import share_store
 _sync = share_store._Receiver._sync
 def slow(self):
     time.sleep(1.5)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from network_namespaces import Network, network
 from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring, eventually
 
-from engine.messages import Notice
+from engine.ipc.messages import Notice
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 REFUSING = """
 import pathlib
-import engine.ring.control.lending as lending
+import engine.cluster.worker.lending as lending
 from engine.errors import ModelError
 
 offer = lending.Lender._offer

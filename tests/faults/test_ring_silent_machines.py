@@ -10,8 +10,8 @@ import pytest
 from msgspec.structs import replace
 from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring, eventually
 
-from engine.messages import Cancel
-from engine.messages.ring import RingMode
+from engine.ipc.messages import Cancel
+from engine.ipc.messages.ring import RingMode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -20,7 +20,7 @@ AFTER = 400
 SILENT = f"""
 # Its contributions from a certain one on are never sent; a new epoch begins anew.
 import os, pathlib, time
-from engine.exchange import mesh
+from engine.cluster.transport import mesh
 _send = mesh.Mesh.send
 def send(self, parts, capacity):
     self.sent = getattr(self, "sent", 0) + 1
@@ -31,7 +31,7 @@ def send(self, parts, capacity):
 mesh.Mesh.send = send
 """
 IMPATIENT = """
-from engine.ring.running import waiting
+from engine.cluster import waiting
 waiting.LIMIT_S, waiting.FIRST = 2.0, 1
 """
 

@@ -26,7 +26,7 @@ from engine.generation.sampling import (
     largest,
     sampling_rule,
 )
-from engine.messages import Sampling
+from engine.ipc.messages import Sampling
 from engine.runtimes.protocol import Logits
 
 

@@ -12,11 +12,11 @@ import pytest
 from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
-from engine.loading import load_session
-from engine.messages import Load, Plan
+from engine.ipc.messages import Load, Plan
 from engine.models.config_values import without_implementations
 from engine.models.opening import open_model, read_config
-from engine.plan_model import plan_model
+from engine.session.loading import load_session
+from engine.session.plan_model import plan_model
 
 ABSENT = object()
 HOSTILE: tuple[Any, ...] = (

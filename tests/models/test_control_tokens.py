@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from templates import CHATML, QWEN3, TEMPLATES
 from test_tokenizer_files import FAST, FORMS, SPECIAL, byte_fallback, byte_level, unigram, with_added
 
-from engine.messages import Message
+from engine.ipc.messages import Message
 from engine.models.control_tokens import MARK
 from engine.models.tokenizer import Tokenizer, load_tokenizer
 

@@ -20,14 +20,14 @@ from tiny_gguf import write_tiny_gguf
 from tiny_models import write_tiny_model
 
 from engine.errors import Cancelled, ModelError
-from engine.messages import Load, Plan
+from engine.ipc.messages import Load, Plan
 from engine.models import gguf_model, store
 from engine.models.fetching import pull
 from engine.models.gguf_file import GgufFile
 from engine.models.gguf_model import convert_gguf, dense_config, llama3_divisors, to_bfloat16
 from engine.models.opening import open_model
 from engine.models.tokenizer import load_tokenizer
-from engine.plan_model import plan_model
+from engine.session.plan_model import plan_model
 
 PROMPT = [5, 17, 80, 3, 44, 120, 9, 61, 33, 12]
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

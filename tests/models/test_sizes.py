@@ -9,7 +9,7 @@ import pytest
 from tiny_models import TINY_FAMILIES
 
 from engine.errors import ModelError
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.models.opening import open_model
 from engine.models.sizes import experts_per_token, key_value_numbers, sizes_of
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from engine.errors import Cancelled, ModelError
-from engine.messages import Message
+from engine.ipc.messages import Message
 from engine.models import starter, store
 from engine.models.fetching import pull
 from engine.models.gguf_file import GgufFile

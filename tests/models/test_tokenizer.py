@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.errors import ModelError
-from engine.messages import Message
+from engine.ipc.messages import Message
 from engine.models.tokenizer import load_tokenizer
 
 CHATML = (

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ModelError
-from engine.loading import settings_not_applied
 from engine.models.bank import FORMAT, MANIFEST, read_manifest
 from engine.models.families import check_supported
 from engine.runtimes.mlx.families import family_of
 from engine.runtimes.torch.loading import read_config
+from engine.session.loading import settings_not_applied
 
 EVIL = "\x1b]0;title\x07\u202e\x9b2J" + "long" * 200
 

@@ -84,7 +84,7 @@ def test_every_file_of_the_packages_is_in_the_wheel(wheel: Path) -> None:
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C compiler here")
 def test_the_native_kernels_are_built_and_run_from_the_wheel(environment: Path, tmp_path: Path) -> None:
     program = (
-        "from engine.experts.kernels import bindings\n"
+        "from engine.moe.kernels import bindings\n"
         "print(bindings.path())\n"
         "print(bindings.choose('bfloat16', {}).name in bindings.available())"
     )
@@ -99,7 +99,7 @@ def test_without_a_compiler_it_installs_all_the_same(tmp_path: Path) -> None:
     program = "from setuptools import build_meta; print(build_meta.build_editable('dist'))"
     said = run([sys.executable, "-c", program], folder, CC=str(tmp_path / "no-such-compiler"))
     assert (folder / "dist" / said.splitlines()[-1]).is_file()
-    assert list((folder / "engine" / "experts" / "kernels").glob("_native*")) == []
+    assert list((folder / "engine" / "moe" / "kernels").glob("_native*")) == []
 
 
 def test_styles_catalogue_and_migrations_are_among_them(wheel: Path) -> None:

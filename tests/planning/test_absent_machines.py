@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.messages.ring import PeerFacts
+from engine.ipc.messages.ring import PeerFacts
 from engine.planning.absent_machines import absent_lines
 
 STRANGER = PeerFacts(node_id="99", state="found")

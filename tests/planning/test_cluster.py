@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.planning.cluster import (
+from benchmarks.papers.cluster_model import (
     DBRX,
     RDMA_BYTES_PER_S,
     RDMA_LATENCY_S,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.messages import ExpertPolicy
+from engine.ipc.messages import ExpertPolicy
 from engine.planning.calibration import Calibration, ExpertShape, Processor, estimated
 from engine.planning.hybrid import (
     Device,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.messages import ExpertPolicy
+from benchmarks.papers.replay import ReplayedCache, Step, replay
+from engine.ipc.messages import ExpertPolicy
 from engine.planning.calibration import ExpertShape, Processor, estimated
 from engine.planning.policy import CacheRule, policy_named
-from engine.planning.replay import ReplayedCache, Step, replay
 
 NAMES = get_args(ExpertPolicy)
 SHAPE = ExpertShape(hidden=1024, ffn=2048, dtype="BF16", expert_bytes=3 * 1024 * 2048 * 2)

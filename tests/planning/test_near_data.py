@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.planning.near_data import Link, NearDevice, NearMemory, NearSystem, RooflineGpu
-from engine.planning.near_workflows import (
+from benchmarks.papers.near_data_device import Link, NearDevice, NearMemory, NearSystem, RooflineGpu
+from benchmarks.papers.near_workflows import (
     NLLB_DECODER,
     NLLB_ENCODER,
     SWITCH_DECODER,

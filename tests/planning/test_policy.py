@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.messages import ExpertPolicy
+from engine.ipc.messages import ExpertPolicy
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
 from engine.planning.layer_time import layer_sides
 from engine.planning.policy import (

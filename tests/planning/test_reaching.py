@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.messages.ring import RingChoice
+from engine.ipc.messages.ring import RingChoice
 from engine.planning.prediction import ModelSizes
 from engine.planning.reaching import Pair, plan_reaching, reaching_sets, why_apart
 from engine.planning.ring_nodes import NodeMeasured, RingModel

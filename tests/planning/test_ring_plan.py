@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.messages.ring import RingChoice, RingFacts
+from engine.ipc.messages.ring import RingChoice, RingFacts
 from engine.planning.calibration import Curve
 from engine.planning.prediction import ModelSizes
 from engine.planning.ring_nodes import (

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.cluster_model import DBRX, ClusterHardware, cluster_bound
 from engine.planning.calibration import Calibration, Curve, ExpertShape
-from engine.planning.cluster import DBRX, ClusterHardware, cluster_bound
 from engine.planning.cluster_load import expected_experts
 from engine.planning.placement import Placement
 from engine.planning.placing import ExpertGrid, Room, place

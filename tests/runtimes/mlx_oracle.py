@@ -15,7 +15,7 @@ from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 from numpy.typing import NDArray
 from tiny_models import write_tiny_model
 
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.models.opening import read_config
 from engine.runtimes.mlx.configuration import complete_config, translate_config
 from engine.runtimes.mlx.model import MlxModel, MlxRows

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch_oracle import no_progress
 
-from engine.experts.kernels.bindings import choose
-from engine.messages import Load
+from engine.ipc.messages import Load
+from engine.moe.kernels.bindings import choose
 from engine.runtimes import runtime_named
 from engine.runtimes.native.model import NativeModel
 

@@ -10,19 +10,19 @@ from typing import Any, ClassVar
 import pytest
 from tiny_models import TINY_FAMILIES, write_tiny_model
 
+from engine.calibration.calibration_file import calibration_key
+from engine.calibration.speed_file import MLX_GPU, save_speed
 from engine.doctor_facts import doctor_facts
 from engine.errors import ModelError
-from engine.experts.calibration_file import calibration_key
-from engine.experts.speed_file import MLX_GPU, save_speed
-from engine.loading import load_session
-from engine.messages import Load, Plan
+from engine.ipc.messages import Load, Plan
 from engine.models.opening import read_config
-from engine.plan_model import plan_model
 from engine.runtimes import choosing
 from engine.runtimes.choosing import Choice, choose_runtime, on_one_machine, refuse_download
 from engine.runtimes.mlx import eligible
 from engine.runtimes.mlx.configuration import complete_config
 from engine.runtimes.mlx.families import FAMILIES, check_settings, why_not_config
+from engine.session.loading import load_session
+from engine.session.plan_model import plan_model
 
 pytest.importorskip("mlx.core", reason="mlx is not installed")
 

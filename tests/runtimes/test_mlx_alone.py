@@ -15,12 +15,12 @@ from mlx_oracle import load, prompt_of, write_comparable, write_quantised  # noq
 
 from engine.bench import ring as ring_bench  # noqa: E402
 from engine.bench.running import load_for, run_bench  # noqa: E402
+from engine.cluster.network import Network  # noqa: E402
 from engine.doctor_facts import doctor_facts  # noqa: E402
 from engine.errors import ModelError  # noqa: E402
-from engine.loading import load_session  # noqa: E402
-from engine.messages import Bench, Done, Load, NetworkState, OpenNetwork  # noqa: E402
-from engine.ring.control.network import Network  # noqa: E402
+from engine.ipc.messages import Bench, Done, Load, NetworkState, OpenNetwork  # noqa: E402
 from engine.runtimes import choosing  # noqa: E402
+from engine.session.loading import load_session  # noqa: E402
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine.errors import ModelError
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.runtimes.mlx import runtime
 from engine.runtimes.mlx.configuration import complete_config, context_of, translate_config
 from engine.runtimes.mlx.families import FAMILIES, SUPPORTED, check_settings, family_of

@@ -30,7 +30,7 @@ from mlx_oracle import (
 from safetensors.numpy import load_file, save_file
 
 from engine.errors import ModelError
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.models.prepare import prepare
 from engine.runtimes.mlx import loading
 from engine.runtimes.mlx.runtime import MlxRuntime

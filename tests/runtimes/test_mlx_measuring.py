@@ -15,12 +15,12 @@ from mlx_oracle import load, write_comparable  # noqa: E402
 from engine.bench import decode  # noqa: E402
 from engine.bench.decode import bench_decode  # noqa: E402
 from engine.bench.setting import Setting  # noqa: E402
-from engine.experts.calibration_file import calibration_key  # noqa: E402
-from engine.experts.speed_file import MLX_GPU, load_speed, save_speed  # noqa: E402
+from engine.calibration.calibration_file import calibration_key  # noqa: E402
+from engine.calibration.speed_file import MLX_GPU, load_speed, save_speed  # noqa: E402
+from engine.cluster.membership import measuring_node  # noqa: E402
+from engine.cluster.membership.control_messages import WantedFacts  # noqa: E402
+from engine.cluster.membership.measuring_node import measure_node  # noqa: E402
 from engine.planning.calibration import Curve, ExpertShape  # noqa: E402
-from engine.ring.control import measuring_node  # noqa: E402
-from engine.ring.control.control_messages import WantedFacts  # noqa: E402
-from engine.ring.control.measuring_node import measure_node  # noqa: E402
 from engine.runtimes.mlx import eligible, measuring  # noqa: E402
 from engine.runtimes.mlx.measuring import GpuFigures, like, measure_gpu  # noqa: E402
 

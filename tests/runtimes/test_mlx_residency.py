@@ -15,9 +15,9 @@ from mlx_oracle import write_comparable, write_quantised  # noqa: E402
 from ring_places import placed  # noqa: E402
 
 from engine.errors import ModelError  # noqa: E402
-from engine.exchange.seat import Seat  # noqa: E402
-from engine.messages import Load  # noqa: E402
+from engine.ipc.messages import Load  # noqa: E402
 from engine.models.weight_layout import layout_of  # noqa: E402
+from engine.moe.rank_context import Seat  # noqa: E402
 from engine.planning.residency import Wiring  # noqa: E402
 from engine.residency.ready import Ready  # noqa: E402
 from engine.runtimes.mlx import wired  # noqa: E402

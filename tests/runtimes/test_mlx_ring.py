@@ -17,11 +17,11 @@ from mlx_oracle import MOE_FAMILIES, prompt_of, write_model, write_quantised  # 
 from ring_conversation import all_conversations, assert_same, conversation  # noqa: E402
 from ring_places import placed, places  # noqa: E402
 
+from engine.cluster.all_gather import RingLayers  # noqa: E402
 from engine.errors import ModelError  # noqa: E402
-from engine.exchange.seat import Loading, Mode  # noqa: E402
-from engine.messages import Load  # noqa: E402
+from engine.ipc.messages import Load  # noqa: E402
+from engine.moe.rank_context import Loading, Mode  # noqa: E402
 from engine.planning.placement import Placement  # noqa: E402
-from engine.ring.running.sharing import RingLayers  # noqa: E402
 from engine.runtimes.mlx import ring as ring_module  # noqa: E402
 from engine.runtimes.mlx.model import MlxModel  # noqa: E402
 from engine.runtimes.mlx.runtime import MlxRuntime  # noqa: E402

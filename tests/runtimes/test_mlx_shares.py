@@ -11,13 +11,13 @@ pytest.importorskip("mlx_lm")
 
 from mlx_oracle import QUANTISABLE, write_quantised  # noqa: E402
 
+from engine.cluster.weights.share_store import ShareStore  # noqa: E402
+from engine.cluster.weights.transfer import offer, outline, stream  # noqa: E402
+from engine.cluster.weights.weight_fingerprint import differences, identity_of  # noqa: E402
 from engine.models.families import check_supported, expert_shape  # noqa: E402
 from engine.models.opening import read_config  # noqa: E402
 from engine.models.share_files import is_share, read_share  # noqa: E402
 from engine.models.weight_layout import layout_of  # noqa: E402
-from engine.ring.weights.identity_of_model import differences, identity_of  # noqa: E402
-from engine.ring.weights.share_store import ShareStore  # noqa: E402
-from engine.ring.weights.transfer import offer, outline, stream  # noqa: E402
 
 
 def quiet(stage: str, done: int, total: int, unit: str) -> None:

@@ -17,16 +17,16 @@ from torch_oracle import no_progress, prompt
 
 from engine import runtimes
 from engine.errors import ModelError
-from engine.experts.kernels.layers import unreadable
-from engine.loading import load_session
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.models.files import StoredTensor
 from engine.models.opening import open_model
 from engine.models.safetensors_files import read_header
+from engine.moe.kernels.layers import unreadable
 from engine.runtimes import choosing
 from engine.runtimes.choosing import Choice, choose_runtime, why_not_native
 from engine.runtimes.native.runtime import NativeRuntime
 from engine.runtimes.protocol import CountsRoutes, Interruptible
+from engine.session.loading import load_session
 
 pytestmark = needs_kernels
 
@@ -217,7 +217,7 @@ def test_a_changed_file_is_noticed(mixtral: Path) -> None:
 _MEASURE = """
 import json, sys, threading
 from pathlib import Path
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.runtimes import runtime_named
 
 def resident():

@@ -16,8 +16,8 @@ from tiny_models import TINY_MOE_FAMILIES, write_tiny_model
 from torch_oracle import library_run, no_progress, our_run, prompt, worst
 from transformers import AutoModelForCausalLM
 
-from engine.experts.kernels.bindings import available
 from engine.models.prepare import prepare
+from engine.moe.kernels.bindings import available
 from engine.runtimes.protocol import Logits
 
 pytestmark = needs_kernels
@@ -172,7 +172,7 @@ _IN_A_PROCESS = """
 import sys
 from pathlib import Path
 import numpy as np
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.runtimes import runtime_named
 model = runtime_named("native").load(Path(sys.argv[1]), Load(id=1, model="m", cpu_threads=2), lambda *_: None)
 assert model.facts.trunk.startswith(f"native ({sys.argv[3]}, "), model.facts.trunk

@@ -17,15 +17,15 @@ from ring_places import PLACEMENTS, placed, places
 from tiny_models import TINY_MOE_FAMILIES
 from torch_oracle import no_progress, prompt
 
+from engine.cluster.all_gather import RingLayers
+from engine.cluster.transport.exchange import PeerLost
 from engine.errors import ModelError
-from engine.exchange.exchange import PeerLost
-from engine.exchange.layers import Gathered, LayerExchange
-from engine.exchange.seat import Seat
-from engine.experts.kernels.bindings import available
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.models.opening import open_model
+from engine.moe.expert_parallel import Gathered, LayerExchange
+from engine.moe.kernels.bindings import available
+from engine.moe.rank_context import Seat
 from engine.planning.placement import Placement
-from engine.ring.running.sharing import RingLayers
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import why_not_native
 from engine.runtimes.native.bindings import native

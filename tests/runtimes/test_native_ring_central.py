@@ -14,13 +14,13 @@ from ring_places import placed
 from test_native_ring import conversation, in_ring, same
 from tiny_models import TINY_MOE_FAMILIES
 
+from engine.cluster.central import CentralHead, CentralNode
+from engine.cluster.transport.exchange import PeerLost
 from engine.errors import ModelError
-from engine.exchange.exchange import PeerLost
-from engine.exchange.seat import Loading, Seat
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.models.opening import open_model
+from engine.moe.rank_context import Loading, Seat
 from engine.planning.placement import Placement
-from engine.ring.running.central import CentralHead, CentralNode
 from engine.runtimes.native.experts_only import ExpertsOnly, load_experts
 from engine.runtimes.protocol import RingPlace
 

@@ -19,7 +19,7 @@ from tiny_models import write_tiny_model
 from torch_oracle import no_progress, prompt
 
 from engine.errors import ModelError
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.models.opening import open_model
 from engine.runtimes import runtime_named
 from engine.runtimes.native.model import NativeModel
@@ -136,7 +136,7 @@ def test_a_pass_that_is_interrupted_between_pieces_takes_nothing_back_from_beams
 
 _GUARDED = """
 import ctypes, mmap, os, signal, sys, tempfile
-from engine.experts.kernels.bindings import load
+from engine.moe.kernels.bindings import load
 heard = []
 if sys.argv[1] == "heard":
     signal.signal(signal.SIGBUS, lambda *_: heard.append(1))
@@ -177,7 +177,7 @@ def test_a_bus_error_that_is_somebody_elses_goes_to_who_was_there_before(before:
 
 _UNGUARDED = """
 import faulthandler, mmap, sys, tempfile
-from engine.experts.kernels.bindings import load
+from engine.moe.kernels.bindings import load
 import ctypes
 if sys.argv[1] == "faulthandler":
     faulthandler.enable()

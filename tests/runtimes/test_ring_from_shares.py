@@ -12,15 +12,15 @@ import torch
 from memory_exchange import must_succeed, on_all_ranks
 from ring_places import placed, places
 
+from engine.cluster.expert_runners import load_experts
+from engine.cluster.weights.share_store import ShareStore
+from engine.cluster.weights.transfer import offer, stream
 from engine.errors import ModelError
-from engine.exchange.seat import Seat
-from engine.experts.held import HeldExperts, check_held, held_by
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.models.opening import open_model
+from engine.moe.held import HeldExperts, check_held, held_by
+from engine.moe.rank_context import Seat
 from engine.planning.placement import Placement
-from engine.ring.running.expert_runners import load_experts
-from engine.ring.weights.share_store import ShareStore
-from engine.ring.weights.transfer import offer, stream
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel, Logits
 

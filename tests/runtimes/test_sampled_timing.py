@@ -13,9 +13,9 @@ mx = pytest.importorskip("mlx.core")
 
 from mlx_oracle import load, prompt_of, write_comparable  # noqa: E402
 
-from engine.messages import AnyEvent, Generate, Timing  # noqa: E402
-from engine.timing import Recorder  # noqa: E402
-from engine.turn import TIMING_INTERVAL_S, Turn  # noqa: E402
+from engine.ipc.messages import AnyEvent, Generate, Timing  # noqa: E402
+from engine.moe.timing import Recorder  # noqa: E402
+from engine.session.turn import TIMING_INTERVAL_S, Turn  # noqa: E402
 
 STEP_S = 0.01
 

@@ -12,13 +12,13 @@ from memory_exchange import must_succeed, on_all_ranks
 from native_oracle import needs_kernels
 from ring_places import placed, places
 
+from engine.cluster.weights.share_store import ShareStore
+from engine.cluster.weights.transfer import offer, stream
 from engine.errors import ModelError
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.models.prepare import prepare
 from engine.models.weight_layout import layout_of
 from engine.planning.placement import Placement
-from engine.ring.weights.share_store import ShareStore
-from engine.ring.weights.transfer import offer, stream
 from engine.runtimes import runtime_named
 from engine.runtimes.loading import load_model
 from engine.runtimes.protocol import LoadedModel, Logits, RingPlace

@@ -122,7 +122,7 @@ def test_context_limit_is_the_smaller_one(tmp_path: Path) -> None:
 
 
 def test_progress_reaches_the_whole_trunk(tmp_path: Path) -> None:
-    from engine.messages import Load
+    from engine.ipc.messages import Load
 
     seen: list[tuple[str, int, int, str]] = []
     folder = write_tiny_model(tmp_path, "mixtral")
@@ -262,7 +262,7 @@ import kernels
 from transformers.utils import is_kernels_available
 assert is_kernels_available()
 from engine.errors import ModelError
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.runtimes.torch.runtime import TorchRuntime
 folder, config = Path(sys.argv[1]), json.loads(sys.argv[2])
 for settings in json.loads(sys.argv[3]):

@@ -27,8 +27,8 @@ LONG_PROMPT = 4000
 _MEASURE = """
 import json, sys, threading, time
 from pathlib import Path
-from engine.free_memory import give_back
-from engine.messages import Load
+from engine.system.free_memory import give_back
+from engine.ipc.messages import Load
 from engine.runtimes import runtime_named
 
 def resident():

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES, write_tiny_model
 from torch_oracle import chunks_of, library_run, load, no_progress, our_run, prompt, typical, worst
 
-from engine.experts.kernels import bindings
 from engine.models.files import Experts, ExpertWeights
 from engine.models.opening import open_model
 from engine.models.prepare import prepare
+from engine.moe.kernels import bindings
 from engine.runtimes.torch import runtime as torch_runtime
 
 FLOAT32_LIMIT = 1e-4

@@ -17,15 +17,15 @@ from ring_places import PLACEMENTS, placed, places
 from tiny_models import TINY_MOE_FAMILIES
 from torch_oracle import no_progress, prompt
 
+from engine.cluster.all_gather import RingLayers
+from engine.cluster.contributions import NodeFailed
+from engine.cluster.transport.exchange import PeerLost
+from engine.cluster.transport.registry import open_exchange
 from engine.errors import ModelError
-from engine.exchange.exchange import PeerLost
-from engine.exchange.seat import Loading, Mode
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.models.opening import open_model
+from engine.moe.rank_context import Loading, Mode
 from engine.planning.placement import Placement
-from engine.ring.control.opening import open_exchange
-from engine.ring.running.contributions import NodeFailed
-from engine.ring.running.sharing import RingLayers
 from engine.runtimes.protocol import Interrupted, Logits, RingPlace
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.ring_executor import RingExecutor

@@ -12,10 +12,10 @@ from tiny_models import TINY_FAMILIES, write_tiny_model
 from torch_oracle import load, prompt
 
 from engine.errors import ModelError
-from engine.experts.measured import MeasuredExecutor
 from engine.runtimes.protocol import Logits
 from engine.runtimes.torch.cache import BLOCK
 from engine.runtimes.torch.model import TorchModel
+from engine.runtimes.torch.offload.measured import MeasuredExecutor
 
 LIMIT = 1e-4
 

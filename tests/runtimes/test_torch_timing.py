@@ -9,7 +9,7 @@ import pytest
 from tiny_models import write_tiny_model
 from torch_oracle import load, prompt
 
-from engine.messages import PhaseTimes
+from engine.ipc.messages import PhaseTimes
 from engine.runtimes.torch.model import TorchModel, decoder_layers
 
 FAMILIES = ("llama", "mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3", "minimax", "dbrx", "llama4_text", "phimoe")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import Logits
 from engine.runtimes.torch.model import TorchModel

@@ -10,8 +10,8 @@ from fake_engine import FakeEngine
 
 from app.conversations.records import MessageRecord
 from app.conversations.store import ConversationStore
-from app.tui.controller import ChatController
-from app.tui.state import ChatOptions, Entry, Said, Update
+from app.tui.chat.controller import ChatController
+from app.tui.chat.state import ChatOptions, Entry, Said, Update
 
 
 class Chat:

@@ -11,7 +11,7 @@ from screen_helpers import MACHINE, MakeApp
 from textual.widgets import Input, TextArea
 
 from app.conversations.store import ConversationStore, open_store
-from app.settings_file import open_settings
+from app.settings.file import open_settings
 from app.tui.application import ChatApp
 
 

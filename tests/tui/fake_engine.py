@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import msgspec
 
 from app.engine_client import EngineDied
-from engine.messages import (
+from engine.ipc.messages import (
     AnyEvent,
     AnyRequest,
     Beam,

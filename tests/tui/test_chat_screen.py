@@ -18,10 +18,10 @@ from screen_helpers import MakeApp, ask, controller, notice, ready, shown, wait_
 from textual.content import Content
 
 from app.conversations.store import ConversationStore
+from app.tui.chat.message import FAST, STEP, LiveTail, MessageView
+from app.tui.chat.state import Entry, StatusChanged, Update
 from app.tui.screens.conversations import ConversationsScreen
-from app.tui.state import Entry, StatusChanged, Update
-from app.tui.widgets.message import FAST, STEP, LiveTail, MessageView
-from engine.messages import Generate
+from engine.ipc.messages import Generate
 
 
 async def test_a_question_is_answered(make_app: MakeApp) -> None:
@@ -39,7 +39,7 @@ async def test_a_question_is_answered(make_app: MakeApp) -> None:
 async def test_text_is_shown_while_it_arrives(
     make_app: MakeApp, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, update_s: float
 ) -> None:
-    from app.tui.widgets import transcript
+    from app.tui.chat import transcript
 
     monkeypatch.setattr(transcript, "UPDATE_S", update_s)
     engine.gate = asyncio.Event()

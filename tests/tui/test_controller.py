@@ -11,8 +11,8 @@ from fake_engine import FakeEngine
 
 from app.conversations.records import StoreError
 from app.conversations.store import ConversationStore, open_store
-from app.tui.state import ChatOptions, Entry, FellBack, Phase, prompt_messages
-from engine.messages import Beam, BeamEstimates, Generate, Load, Message, Pull, Watch
+from app.tui.chat.state import ChatOptions, Entry, FellBack, Phase, prompt_messages
+from engine.ipc.messages import Beam, BeamEstimates, Generate, Load, Message, Pull, Watch
 
 
 async def test_an_answer_is_shown_and_saved(engine: FakeEngine, store: ConversationStore) -> None:
@@ -351,7 +351,7 @@ async def test_picking_a_candidate_while_the_search_runs_ends_it(engine: FakeEng
 
 
 async def test_beams_are_sent_without_sampling_settings(engine: FakeEngine, store: ConversationStore) -> None:
-    from engine.messages import Sampling
+    from engine.ipc.messages import Sampling
 
     engine.beam_steps = [BEAMS]
     async with running(Chat(engine, store, ChatOptions(beams=3, sampling=Sampling(temperature=0.7)))) as chat:

@@ -10,8 +10,8 @@ from chat_helpers import Chat, running
 from fake_engine import FakeEngine
 
 from app.conversations.store import ConversationStore
-from app.tui.state import Phase
-from engine.messages import Load, Resize
+from app.tui.chat.state import Phase
+from engine.ipc.messages import Load, Resize
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -12,8 +12,8 @@ import pytest
 from fake_engine import FakeEngine
 from screen_helpers import MakeApp, ask, controller, ready, shown, wait_until
 
-from app.tui import highlighting
-from app.tui.highlighting import (
+from app.tui.render import highlighting
+from app.tui.render.highlighting import (
     BLOCK_LIMIT,
     LANGUAGES,
     LINE_LIMIT,
@@ -22,7 +22,7 @@ from app.tui.highlighting import (
     Highlighter,
     worth_colouring,
 )
-from app.tui.rendering import MARKDOWN_LIMIT, render_markdown
+from app.tui.render.rendering import MARKDOWN_LIMIT, render_markdown
 
 BACKSLASHES = '```scala\n"' + "\\" * 60 + "\n```"
 """An answer of 74 characters. The lexer of Scala takes a time for it that doubles with every second backslash."""

@@ -14,9 +14,9 @@ from textual.pilot import Pilot
 
 from app.lending import Lender, told
 from app.tui.lending_app import Events, LendingApp, Lent
-from app.tui.lending_view import large, lending_view
 from app.tui.screens.asking import Confirm
-from engine.messages import LendingFacts, LinkFacts, NetworkState, OpenNetwork
+from app.tui.screens.lending_view import large, lending_view
+from engine.ipc.messages import LendingFacts, LinkFacts, NetworkState, OpenNetwork
 
 LINK = LinkFacts(
     interface="en5", address="10.0.0.2:47821", latency_s=85e-6, bytes_per_s=2.3e9, others=["en0 192.168.1.7: 450 µs"]

@@ -8,9 +8,9 @@ import pytest
 from textual.app import App, ComposeResult
 from textual.containers import VerticalScroll
 
-from app.tui.highlighting import Highlighter
-from app.tui.state import Entry
-from app.tui.widgets.message import FAST, LiveTail
+from app.tui.chat.message import FAST, LiveTail
+from app.tui.chat.state import Entry
+from app.tui.render.highlighting import Highlighter
 
 WORDS = ["Rain", "falls", "upon", "the", "roof", "and", "nobody", "minds", "it", "very", "much", "at", "all.", ""][:-1]
 

@@ -14,16 +14,16 @@ from textual.widgets import Input, OptionList, RadioSet, Static
 
 from app.ring_words import to_send
 from app.tui.application import ChatApp
-from app.tui.formatting import status_line
-from app.tui.node_charts import node_line, overview, slowest_by_layer
-from app.tui.predicting import prediction
-from app.tui.ring_view import peer_lines, ring_lines
+from app.tui.chat.predicting import prediction
+from app.tui.chat.state import Phase, Status
+from app.tui.panels.node_charts import node_line, overview, slowest_by_layer
+from app.tui.panels.timing_panel import TimingPanel, TimingView
+from app.tui.render.formatting import status_line
 from app.tui.screens.asking import AskText, Confirm
 from app.tui.screens.machines import Here, MachinesScreen
+from app.tui.screens.ring_view import peer_lines, ring_lines
 from app.tui.screens.settings import Prediction, SettingRow, SettingsScreen
-from app.tui.state import Phase, Status
-from app.tui.widgets.timing_panel import TimingPanel, TimingView
-from engine.messages import (
+from engine.ipc.messages import (
     ForgetPeer,
     LayerTimes,
     LinkFacts,

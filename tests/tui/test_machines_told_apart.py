@@ -13,14 +13,14 @@ from textual.widgets import Input, OptionList, Static, TextArea
 
 from app.ring_words import other_link, peer_address, speed_words, state_words
 from app.tui.application import ChatApp
-from app.tui.formatting import status_line
-from app.tui.lending_view import lending_view
-from app.tui.ring_view import peer_lines, ring_lines
+from app.tui.chat.state import Phase, Status
+from app.tui.render.formatting import status_line
 from app.tui.screens.asking import AskText
+from app.tui.screens.lending_view import lending_view
 from app.tui.screens.machines import MachinesScreen
+from app.tui.screens.ring_view import peer_lines, ring_lines
 from app.tui.screens.settings import SettingRow, SettingsScreen
-from app.tui.state import Phase, Status
-from engine.messages import LendingFacts, NetworkState, NodeShare, Pair, Progress, RingFacts
+from engine.ipc.messages import LendingFacts, NetworkState, NodeShare, Pair, Progress, RingFacts
 
 WORDS = "prism saddle cabin walrus fiddle kitchen"
 NODES = [

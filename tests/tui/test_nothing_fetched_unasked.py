@@ -9,9 +9,9 @@ from fake_engine import FakeEngine
 from screen_helpers import MACHINE, controller, wait_until
 
 from app.conversations.store import ConversationStore
-from app.settings_file import open_settings
+from app.settings.file import open_settings
 from app.tui.application import ChatApp
-from engine.messages import Load, Pull
+from engine.ipc.messages import Load, Pull
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,16 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, RadioButton, RadioSet, Static
 
 from app.conversations.store import ConversationStore
-from app.settings import THEMES
-from app.settings_file import open_settings
+from app.settings.file import open_settings
+from app.settings.schema import THEMES
 from app.tui.application import ChatApp
-from app.tui.exporting import why_not_exported
+from app.tui.chat.exporting import why_not_exported
+from app.tui.panels.beam_panel import Candidates, Widths
 from app.tui.screens.conversations import ConversationsScreen
 from app.tui.screens.models import ModelsScreen
 from app.tui.screens.panel import PanelScreen
 from app.tui.screens.settings import Prediction, SettingRow, SettingsScreen
-from app.tui.widgets.beam_panel import Candidates, Widths
-from engine.messages import Beam, ExpertMovement, Failed, Generate, LayerTimes, Load, PhaseTimes, Plan, Timing
+from engine.ipc.messages import Beam, ExpertMovement, Failed, Generate, LayerTimes, Load, PhaseTimes, Plan, Timing
 
 BEAMS = [Beam("first", [1], -0.1), Beam("second", [2], -0.2), Beam("third", [3], -0.3)]
 

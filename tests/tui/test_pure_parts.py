@@ -9,15 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.content import Content
 
-from app.tui import charts, commands, windowing
-from app.tui.formatting import engine_name, progress_text, size, status_line
-from app.tui.predicting import prediction
-from app.tui.rendering import code_blocks, render_markdown
-from app.tui.state import Phase, Status
-from app.tui.streaming import LONGEST_TAIL, GrowingText
-from app.tui.tables import column_widths
-from app.tui.widgets.beam_panel import common_beginning
-from engine.messages import DeviceMemory, ExpertMovement, LayerTimes, PhaseTimes, Prefill, Progress, Timing
+from app.tui import commands
+from app.tui.chat import windowing
+from app.tui.chat.predicting import prediction
+from app.tui.chat.state import Phase, Status
+from app.tui.chat.streaming import LONGEST_TAIL, GrowingText
+from app.tui.panels import charts
+from app.tui.panels.beam_panel import common_beginning
+from app.tui.render.formatting import engine_name, progress_text, size, status_line
+from app.tui.render.rendering import code_blocks, render_markdown
+from app.tui.render.tables import column_widths
+from engine.ipc.messages import DeviceMemory, ExpertMovement, LayerTimes, PhaseTimes, Prefill, Progress, Timing
 
 # --- windows ---
 

@@ -17,11 +17,11 @@ from textual.events import Key
 
 import app.tui
 from app.tui import clipboard, shortcuts
+from app.tui.chat.message import MessageView
 from app.tui.screens.help import HelpScreen
 from app.tui.screens.settings import SettingsScreen
 from app.tui.shortcuts import TERMINAL_APP, either, key, keys
 from app.tui.terminal.keys import KeyParser
-from app.tui.widgets.message import MessageView
 
 
 def ours() -> list[type[DOMNode]]:

@@ -14,10 +14,10 @@ from textual.pilot import Pilot
 from textual.widgets import OptionList, RadioSet, TextArea
 
 from app.tui.application import ChatApp
+from app.tui.chat.state import Phase
+from app.tui.panels.beam_panel import Candidates
 from app.tui.screens.settings import Prediction, SettingRow
-from app.tui.state import Phase
-from app.tui.widgets.beam_panel import Candidates
-from engine.messages import Beam, DeviceMemory, ExpertMovement, LayerTimes, PhaseTimes, PlannedChoice, Timing
+from engine.ipc.messages import Beam, DeviceMemory, ExpertMovement, LayerTimes, PhaseTimes, PlannedChoice, Timing
 
 SIZES = [(80, 24), (120, 40), (40, 20)]
 sizes = pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")

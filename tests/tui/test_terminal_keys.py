@@ -15,8 +15,8 @@ from textual.app import App, ComposeResult
 from textual.message import Message
 
 from app.text_safety import UNSAFE
+from app.tui.chat.prompt import Prompt
 from app.tui.terminal.keys import ESCAPE_S, KeyParser, as_text
-from app.tui.widgets.prompt import Prompt
 
 START, END = "\x1b[200~", "\x1b[201~"
 

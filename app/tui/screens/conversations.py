@@ -18,8 +18,8 @@ from textual.widgets.option_list import Option
 
 from app.conversations.records import Conversation, StoreError
 from app.text_safety import one_line
-from app.tui.controller import ChatController
-from app.tui.saving import unlocked
+from app.tui.chat.controller import ChatController
+from app.tui.chat.saving import unlocked
 from app.tui.shortcuts import bound
 
 _MUTED = "$foreground-muted"
@@ -234,7 +234,7 @@ class ConversationsScreen(Screen[Opened | None]):
         self.app.push_screen(Confirm(f"Delete “{title}”?", detail), answered)
 
     def action_export(self) -> None:
-        from app.tui.exporting import export_conversation, suggested_path, why_not_exported
+        from app.tui.chat.exporting import export_conversation, suggested_path, why_not_exported
         from app.tui.screens.asking import AskText
 
         found = self._marked

@@ -12,10 +12,10 @@ from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Footer
 
+from app.tui.chat.rendered import Rendered
 from app.tui.commands import COMMANDS
-from app.tui.rendering import render_markdown
+from app.tui.render.rendering import render_markdown
 from app.tui.shortcuts import bound, either, keys
-from app.tui.widgets.rendered import Rendered
 
 KEYS = f"""
 | Key | Action |

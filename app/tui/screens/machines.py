@@ -17,16 +17,16 @@ from textual.widgets.option_list import Option
 from app.engine_client import EngineDied
 from app.network import NetworkProblem
 from app.ring_words import fingerprint, machine_name, short_id
-from app.setting_items import ItemError, check_item
+from app.settings.items import ItemError, check_item
 from app.text_safety import one_line
-from app.tui.charts import flowing
-from app.tui.controller import ChatController
-from app.tui.hosting import ChatHost
-from app.tui.ring_view import peer_lines, ring_lines
+from app.tui.chat.controller import ChatController
+from app.tui.chat.hosting import ChatHost
+from app.tui.chat.rendered import Rendered
+from app.tui.panels.charts import flowing
 from app.tui.screens.asking import AskText, Confirm
+from app.tui.screens.ring_view import peer_lines, ring_lines
 from app.tui.shortcuts import bound
-from app.tui.widgets.rendered import Rendered
-from engine.messages import NetworkState, PeerFacts
+from engine.ipc.messages import NetworkState, PeerFacts
 from engine.planning.absent_machines import absent_lines
 
 _MUTED = "$foreground-muted"

@@ -14,8 +14,8 @@ from textual.widgets import Footer, Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from app.text_safety import one_line
-from app.tui.controller import ChatController
-from app.tui.formatting import bar, progress_text, size
+from app.tui.chat.controller import ChatController
+from app.tui.render.formatting import bar, progress_text, size
 from app.tui.shortcuts import bound
 from engine.errors import ModelError
 

@@ -9,8 +9,8 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.widgets import Footer, Static
 
+from app.tui.panels.panel import Panel
 from app.tui.shortcuts import bound
-from app.tui.widgets.panel import Panel
 
 
 class PanelScreen(Screen[None]):

@@ -1,4 +1,4 @@
-"""The settings screen, made from the schema of :mod:`app.settings`."""
+"""The settings screen, made from the schema of :mod:`app.settings.schema`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Footer, Input, RadioButton, RadioSet, Select, Static, Switch, TextArea
 
-from app.settings import GROUPS, SCHEMA, Setting, SettingError, Value
-from app.tui.controller import ChatController
-from app.tui.hosting import ChatHost
-from app.tui.predicting import prediction
+from app.settings.schema import GROUPS, SCHEMA, Setting, SettingError, Value
+from app.tui.chat.controller import ChatController
+from app.tui.chat.hosting import ChatHost
+from app.tui.chat.predicting import prediction
+from app.tui.chat.rendered import Rendered
 from app.tui.shortcuts import bound, either, key
-from app.tui.widgets.rendered import Rendered
-from engine.messages import Planned
+from engine.ipc.messages import Planned
 
 _MOST_BUTTONS = 6
 """Choices that are all shown; more go into a list that opens."""

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from engine.errors import ModelError
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.models.opening import read_config
 from engine.models.sizes import sizes_of
 from engine.models.weight_layout import layout_of

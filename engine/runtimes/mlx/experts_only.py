@@ -10,14 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
-from engine.exchange.layers import Indices
+from engine.moe.expert_parallel import Indices
 from engine.runtimes.mlx import wired
 from engine.runtimes.mlx.model import memory_named
 from engine.runtimes.mlx.ring import RingExecutor
 
 
 class MlxExperts:
-    """See :class:`engine.ring.running.central.ExpertRunner`. ``width``: numbers of a hidden state; ``notices``: what
+    """See :class:`engine.cluster.central.ExpertRunner`. ``width``: numbers of a hidden state; ``notices``: what
     the person should know of how they were loaded; ``weights``: the experts' modules by layer."""
 
     def __init__(
@@ -58,7 +58,7 @@ class MlxExperts:
         extra: Sequence[int],
         scale: bool,
     ) -> NDArray[np.float32]:
-        """See :class:`engine.ring.running.central.ExpertRunner`. Raises ModelError if memory runs out."""
+        """See :class:`engine.cluster.central.ExpertRunner`. Raises ModelError if memory runs out."""
         if scale:
             raise ModelError("mlx runs no family that scales its experts' inputs; choose the torch runtime.")
         with memory_named():

@@ -15,16 +15,17 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import get_total_parameters
 
 from engine.errors import ModelError
-from engine.exchange.layers import LayerExchange, Recorded
-from engine.exchange.seat import Seat
-from engine.experts.held import check_held, held_by
-from engine.messages import Load, ModelFacts
+from engine.ipc.messages import Load, ModelFacts
+from engine.ipc.progress import ProgressCallback
 from engine.models.opening import open_model, read_config
 from engine.models.safetensors_files import WIDTHS
 from engine.models.share_files import part_of
 from engine.models.weight_layout import layout_of
+from engine.moe.expert_parallel import LayerExchange, Recorded
+from engine.moe.held import check_held, held_by
+from engine.moe.rank_context import Seat
+from engine.moe.timing import Recorder
 from engine.planning.hybrid import Wanted
-from engine.progress import ProgressCallback
 from engine.runtimes.mlx import eligible, weights
 from engine.runtimes.mlx.cache import layer_windows
 from engine.runtimes.mlx.configuration import complete_config, context_of, translate_config
@@ -37,7 +38,6 @@ from engine.runtimes.mlx.rotary import correct_rotary
 from engine.runtimes.mlx.routing import LAYOUTS
 from engine.runtimes.mlx.spans import Spans
 from engine.runtimes.protocol import Config, RingPlace
-from engine.timing import Recorder
 
 _DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
 

@@ -12,8 +12,9 @@ import mlx.core as mx
 import numpy as np
 
 from engine.errors import ModelError
-from engine.experts.popularity import Popularity
-from engine.messages import ModelFacts
+from engine.ipc.messages import ModelFacts
+from engine.moe.popularity import Popularity
+from engine.moe.timing import Phase, Recorder
 from engine.runtimes.mlx import spans as timed
 from engine.runtimes.mlx import wired
 from engine.runtimes.mlx.cache import RowCache, evaluate, move_rows
@@ -21,7 +22,6 @@ from engine.runtimes.mlx.drawing import are_scores, draw_token
 from engine.runtimes.mlx.ring import RingExecutor
 from engine.runtimes.mlx.spans import Spans
 from engine.runtimes.protocol import Draw, Logits
-from engine.timing import Phase, Recorder
 
 Array = Any
 

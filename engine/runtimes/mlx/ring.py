@@ -13,9 +13,9 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.exchange.layers import Gathered, Indices, LayerExchange, NeedsHidden, Words
-from engine.exchange.seat import Seat
-from engine.experts.popularity import Popularity
+from engine.moe.expert_parallel import Gathered, Indices, LayerExchange, NeedsHidden, Words
+from engine.moe.popularity import Popularity
+from engine.moe.rank_context import Seat
 from engine.planning.placement import Placement
 from engine.runtimes.mlx.experts import weighted_sum
 from engine.runtimes.mlx.spans import Spans
@@ -128,7 +128,7 @@ class RingExecutor:
         extra: tuple[int, ...],
         dtype: Any,
     ) -> Words:
-        """See :class:`engine.exchange.layers.Local`."""
+        """See :class:`engine.moe.expert_parallel.Local`."""
         results = self.results(layer, rows, indices, dtype, extra)
         if self._mode != "fast":
             return _to_words(results if self._mode == "exact" else results.astype(mx.float32))

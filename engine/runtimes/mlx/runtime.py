@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import ModelError
-from engine.messages import Load
-from engine.progress import ProgressCallback
+from engine.ipc.messages import Load
+from engine.ipc.progress import ProgressCallback
 from engine.runtimes.protocol import LoadedModel, RingPlace
 
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 from mlx import nn
 
-from engine.timing import Part, Recorder
+from engine.moe.timing import Part, Recorder
 
 Array = Any
 

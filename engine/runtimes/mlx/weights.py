@@ -20,9 +20,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU
 
 from engine.errors import ModelError
+from engine.ipc.progress import ProgressCallback
 from engine.models.files import Experts, ExpertWeights, ModelFiles, StoredTensor
 from engine.models.safetensors_files import TensorEntry, read_header
-from engine.progress import ProgressCallback
 from engine.runtimes.mlx.families import MlxFamily
 from engine.runtimes.mlx.routing import LAYOUTS, Layout
 from engine.runtimes.protocol import Config

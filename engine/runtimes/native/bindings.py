@@ -1,12 +1,12 @@
-"""The trunk's C structures and functions, as in engine/experts/kernels/native/trunk.h."""
+"""The trunk's C structures and functions, as in engine/moe/kernels/native/trunk.h."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 
-from engine.experts.kernels.bindings import Matrix, load
-from engine.timing import Part
+from engine.moe.kernels.bindings import Matrix, load
+from engine.moe.timing import Part
 
 KEY_BLOCK = 16
 """PLLM_KEY_BLOCK: keys lie in blocks of so many positions, transposed."""

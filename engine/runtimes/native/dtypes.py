@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from engine.experts.kernels.bindings import Dtype
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.models.files import ModelFiles
+from engine.moe.kernels.bindings import Dtype
 
 NAMES: Mapping[str, Dtype] = {"BF16": "bfloat16", "F32": "float32"}
 

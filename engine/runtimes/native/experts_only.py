@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
-from engine.exchange.layers import Indices
-from engine.exchange.seat import Seat
-from engine.experts.kernels.bindings import WEIGHT_DTYPES, KernelChoice, choose, load
-from engine.experts.kernels.file_guard import FileGuard
-from engine.experts.kernels.layers import Gate, LayerExperts, layer_experts
-from engine.experts.kernels.pool import Pool, physical_cores, shared_pool
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.models.files import Experts, FileMapping, ModelFiles
 from engine.models.opening import open_model
+from engine.moe.expert_parallel import Indices
+from engine.moe.kernels.bindings import WEIGHT_DTYPES, KernelChoice, choose, load
+from engine.moe.kernels.file_guard import FileGuard
+from engine.moe.kernels.layers import Gate, LayerExperts, layer_experts
+from engine.moe.kernels.pool import Pool, physical_cores, shared_pool
+from engine.moe.rank_context import Seat
 from engine.runtimes.native.dtypes import compute_dtype
 from engine.runtimes.native.shape import ACTIVATIONS, Activation, why_not_shape
 
@@ -129,7 +129,7 @@ class ExpertsOnly:
     """A node's experts without a trunk. One thread at a time."""
 
     notices: Sequence[str] = ()
-    """See :class:`engine.ring.running.expert_runners.LoadedExperts`."""
+    """See :class:`engine.cluster.expert_runners.LoadedExperts`."""
 
     def __init__(self, files: ModelFiles, held: HeldExperts, width: int, description: str) -> None:
         """``width`` numbers are a token's hidden state."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from engine.exchange.seat import Seat
-from engine.experts.kernels.bindings import KernelChoice
-from engine.messages import Load, ModelFacts
+from engine.ipc.messages import Load, ModelFacts
 from engine.models.files import Experts, ModelFiles
+from engine.moe.kernels.bindings import KernelChoice
+from engine.moe.rank_context import Seat
 from engine.runtimes.native.shape import Shape
 
 

@@ -10,11 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
-from engine.experts.kernels.file_guard import FileGuard
-from engine.experts.kernels.pool import Pool
-from engine.experts.popularity import Popularity
-from engine.messages import ModelFacts
+from engine.ipc.messages import ModelFacts
 from engine.models.files import FileMapping, ModelFiles
+from engine.moe.kernels.file_guard import FileGuard
+from engine.moe.kernels.pool import Pool
+from engine.moe.popularity import Popularity
+from engine.moe.timing import Phase, Recorder
 from engine.runtimes.native.bindings import MEANING, PARTS, Pass, native
 from engine.runtimes.native.cache import PageShape, Segments
 from engine.runtimes.native.ring import RingTrunk
@@ -23,7 +24,6 @@ from engine.runtimes.native.rows import NativeTokenRows
 from engine.runtimes.native.shape import Shape
 from engine.runtimes.native.weights import TrunkWeights
 from engine.runtimes.protocol import Logits
-from engine.timing import Phase, Recorder
 
 PIECE = 512
 """A longer prefill is run in pieces of so many positions, so that its buffers stay small."""

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
-from engine.exchange.layers import Gathered, Indices, NeedsHidden, Words
-from engine.experts.popularity import Popularity
+from engine.moe.expert_parallel import Gathered, Indices, NeedsHidden, Words
+from engine.moe.popularity import Popularity
 from engine.runtimes.native.bindings import MEANING, PARTS, Cut, Pass, native
 from engine.runtimes.native.experts_only import HeldExperts
 from engine.runtimes.protocol import RingPlace
@@ -137,7 +137,7 @@ class RingTrunk:
         return indices, weights
 
     def _local(self, indices: Indices, weights: Floats, extra: tuple[int, ...]) -> Floats:
-        """See :class:`engine.exchange.layers.Local`. What is returned is void when this is called again."""
+        """See :class:`engine.moe.expert_parallel.Local`. What is returned is void when this is called again."""
         begun = time.perf_counter()
         if not len(indices):
             return np.empty((0, self._width), np.float32)

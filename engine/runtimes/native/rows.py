@@ -7,9 +7,9 @@ from typing import Literal, Protocol, overload
 
 import numpy as np
 
+from engine.moe.timing import Phase
 from engine.runtimes.native.cache import Segments
 from engine.runtimes.protocol import Logits
-from engine.timing import Phase
 
 
 class ForwardPasses(Protocol):

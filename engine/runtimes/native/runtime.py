@@ -13,16 +13,16 @@ import numpy as np
 
 from engine import runtimes
 from engine.errors import ModelError
-from engine.exchange.layers import Recorded
-from engine.experts.kernels.bindings import WEIGHT_DTYPES, KernelChoice, choose
-from engine.experts.kernels.pool import physical_cores, shared_pool
-from engine.experts.popularity import Popularity
-from engine.experts.reading_ahead import notice_beyond_memory
-from engine.free_memory import available_bytes
-from engine.messages import Load
+from engine.ipc.messages import Load
+from engine.ipc.progress import ProgressCallback
 from engine.models.files import ModelFiles
 from engine.models.opening import open_model
-from engine.progress import ProgressCallback
+from engine.moe.expert_parallel import Recorded
+from engine.moe.kernels.bindings import WEIGHT_DTYPES, KernelChoice, choose
+from engine.moe.kernels.pool import physical_cores, shared_pool
+from engine.moe.popularity import Popularity
+from engine.moe.prefetch import notice_beyond_memory
+from engine.moe.timing import Recorder
 from engine.runtimes.native import rotary
 from engine.runtimes.native.dtypes import bulk_dtype, compute_dtype
 from engine.runtimes.native.experts_only import HeldExperts
@@ -32,7 +32,7 @@ from engine.runtimes.native.ring import RingTrunk
 from engine.runtimes.native.shape import Shape, read_shape, why_not_shape
 from engine.runtimes.native.weights import TrunkWeights
 from engine.runtimes.protocol import RingPlace
-from engine.timing import Recorder
+from engine.system.free_memory import available_bytes
 
 _STORED: Mapping[str, Literal["BF16", "F32"]] = {"bfloat16": "BF16", "float32": "F32"}
 _NUMPY: Mapping[str, np.dtype[Any]] = {"bfloat16": np.dtype(np.uint16), "float32": np.dtype(np.float32)}

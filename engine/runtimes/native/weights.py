@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
-from engine.experts.kernels.bindings import WEIGHT_DTYPES, KernelChoice, Matrix
-from engine.experts.kernels.layers import Gate, LayerExperts, layer_experts, matrix
-from engine.experts.popularity import Popularity
 from engine.models.files import Experts, ExpertWeights, ModelFiles, StoredTensor
+from engine.moe.kernels.bindings import WEIGHT_DTYPES, KernelChoice, Matrix
+from engine.moe.kernels.layers import Gate, LayerExperts, layer_experts, matrix
+from engine.moe.popularity import Popularity
 from engine.runtimes.native.bindings import HEAD_NORMS, Trunk, TrunkLayer
 from engine.runtimes.native.shape import Shape
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from engine.errors import ModelError
-from engine.experts.executor import Executor
-from engine.experts.gates import FamilyGate, family_gate
+from engine.runtimes.torch.offload.executor import Executor
+from engine.runtimes.torch.offload.gates import FamilyGate, family_gate
 from engine.runtimes.torch.overlap import GatedSharedBlock, asks_early, overlap_shared
 from engine.runtimes.torch.ring_executor import RingExecutor
 

@@ -11,25 +11,25 @@ import torch
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
-from engine.exchange.layers import Indices
-from engine.exchange.seat import Seat
-from engine.experts.held import held_by
-from engine.experts.kernels.file_guard import FileGuard
-from engine.experts.local import LocalExecutor, make_local_executor
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.models.files import Experts, FileMapping
 from engine.models.opening import open_model
+from engine.moe.expert_parallel import Indices
+from engine.moe.held import held_by
+from engine.moe.kernels.file_guard import FileGuard
+from engine.moe.rank_context import Seat
+from engine.moe.timing import Recorder
 from engine.runtimes.torch.experts_module import find_experts, gate_of
 from engine.runtimes.torch.loading import build_skeleton, read_config
+from engine.runtimes.torch.offload.local import LocalExecutor, make_local_executor
 from engine.runtimes.torch.runtime import pick_dtype
-from engine.timing import Recorder
 
 
 class TorchExperts:
-    """See :class:`engine.ring.running.central.ExpertRunner`. ``width``: numbers of a hidden state."""
+    """See :class:`engine.cluster.central.ExpertRunner`. ``width``: numbers of a hidden state."""
 
     notices: Sequence[str] = ()
-    """See :class:`engine.ring.running.expert_runners.LoadedExperts`."""
+    """See :class:`engine.cluster.expert_runners.LoadedExperts`."""
 
     def __init__(self, local: LocalExecutor, experts: Experts, width: int, dtype: torch.dtype) -> None:
         self._local: LocalExecutor | None = local
@@ -53,7 +53,7 @@ class TorchExperts:
         extra: Sequence[int],
         scale: bool,
     ) -> NDArray[np.float32]:
-        """See :class:`engine.ring.running.central.ExpertRunner`. Raises ModelError if the files were changed."""
+        """See :class:`engine.cluster.central.ExpertRunner`. Raises ModelError if the files were changed."""
         if self._local is None:
             raise ModelError("The experts are closed; load them again.", kind="internal")
         with torch.inference_mode():

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.experts.executor import Executor
-from engine.experts.hybrid import HybridExecutor
-from engine.experts.torch_tensors import NAMES, stored_dtype
-from engine.messages import Load, ModelFacts
+from engine.ipc.messages import Load, ModelFacts
 from engine.models.files import Experts, ModelFiles
+from engine.runtimes.torch.offload.executor import Executor
+from engine.runtimes.torch.offload.hybrid import HybridExecutor
+from engine.runtimes.torch.offload.torch_tensors import NAMES, stored_dtype
 
 
 def describe(

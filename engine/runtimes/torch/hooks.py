@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from engine.moe.timing import Part, Recorder
 from engine.runtimes.torch.experts_module import RoutedExperts, ScaledInputBlock
-from engine.timing import Part, Recorder
 
 
 @dataclass(frozen=True)

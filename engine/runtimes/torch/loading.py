@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from engine.errors import ModelError
-from engine.experts.torch_tensors import view
+from engine.ipc.progress import ProgressCallback
 from engine.models.config_values import without_implementations
 from engine.models.files import ModelFiles
 from engine.models.wording import shown
-from engine.progress import ProgressCallback
+from engine.runtimes.torch.offload.torch_tensors import view
 
 COMPOSITE_PREFIX = "language_model."
 """Prefix of the text model's tensors in a checkpoint that also sees pictures."""

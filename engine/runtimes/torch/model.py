@@ -12,21 +12,21 @@ import torch
 from torch import nn
 
 from engine.errors import ModelError
-from engine.experts.devices import DeviceLost
-from engine.experts.executor import Executor
-from engine.experts.hybrid import HybridExecutor
-from engine.experts.kernels.file_guard import FileGuard
-from engine.experts.popularity import Popularity
-from engine.experts.torch_kernels import kernels_for
-from engine.messages import ModelFacts
+from engine.ipc.messages import ModelFacts
 from engine.models.files import FileMapping, ModelFiles
+from engine.moe.kernels.file_guard import FileGuard
+from engine.moe.popularity import Popularity
+from engine.moe.timing import Phase, Recorder
 from engine.runtimes.protocol import Logits
 from engine.runtimes.torch.cache import AnyCache, empty_cache
 from engine.runtimes.torch.experts_module import RoutedExperts, ScaledInputBlock
+from engine.runtimes.torch.gpu_memory_plan import SharedRoom
 from engine.runtimes.torch.hooks import TimingHooks, layer_parts
+from engine.runtimes.torch.offload.devices import DeviceLost
+from engine.runtimes.torch.offload.executor import Executor
+from engine.runtimes.torch.offload.hybrid import HybridExecutor
+from engine.runtimes.torch.offload.torch_kernels import kernels_for
 from engine.runtimes.torch.rows import TorchTokenRows
-from engine.runtimes.torch.sharing import SharedRoom
-from engine.timing import Phase, Recorder
 
 Done = TypeVar("Done")
 

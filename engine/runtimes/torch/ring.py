@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 import torch
 
-from engine.exchange.layers import Recorded
-from engine.experts.gates import FamilyGate
-from engine.experts.held import held_by
-from engine.experts.local import LocalExecutor, make_local_executor
-from engine.messages import Load
+from engine.ipc.messages import Load
 from engine.models.files import Experts
+from engine.moe.expert_parallel import Recorded
+from engine.moe.held import held_by
+from engine.moe.timing import Recorder
 from engine.runtimes.protocol import RingPlace
+from engine.runtimes.torch.offload.gates import FamilyGate
+from engine.runtimes.torch.offload.local import LocalExecutor, make_local_executor
 from engine.runtimes.torch.ring_executor import RingExecutor
-from engine.timing import Recorder
 
 
 def make_on_cpu(

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.exchange.layers import Gathered, Indices, NeedsHidden, Words
-from engine.experts.local import LocalExecutor
-from engine.experts.popularity import Popularity
+from engine.moe.expert_parallel import Gathered, Indices, NeedsHidden, Words
+from engine.moe.popularity import Popularity
+from engine.moe.timing import Recorder
 from engine.runtimes.protocol import RingPlace
-from engine.timing import Recorder
+from engine.runtimes.torch.offload.local import LocalExecutor
 
 FEW_ROUTES = 64
 """Up to here routes are counted in Python, above by torch: Python wins while there are few of them."""
@@ -25,7 +25,7 @@ _WORDS: dict[torch.dtype, np.dtype[Any]] = {
 
 
 class RingExecutor:
-    """See :class:`engine.experts.executor.Executor`. One thread at a time.
+    """See :class:`engine.runtimes.torch.offload.executor.Executor`. One thread at a time.
 
     ``local`` runs this node's experts, and would run all of them on one machine. In exact mode un-weighted results
     travel, and the sum is ``local``'s to the bit; in fast mode every node's weighted sum travels, as float32. In
@@ -66,7 +66,8 @@ class RingExecutor:
         self._while_busy = work
 
     def run(self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """See :class:`engine.experts.executor.Executor`. Raises what the exchange raises, PeerLost above all."""
+        """See :class:`engine.runtimes.torch.offload.executor.Executor`. Raises what the exchange raises, PeerLost above
+        all."""
         return self._run(layer, hidden, indices, weights, scale_input=False)
 
     def run_scaled_input(
@@ -111,7 +112,7 @@ class RingExecutor:
         extra: tuple[int, ...],
         scale_input: bool,
     ) -> Words:
-        """See :class:`engine.exchange.layers.Local`."""
+        """See :class:`engine.moe.expert_parallel.Local`."""
         if extra:
             self._own.outputs(layer, hidden[:1], torch.tensor([extra], dtype=torch.int32))
         routed = self._own.outputs(layer, hidden, torch.from_numpy(mine), weights if scale_input else None)

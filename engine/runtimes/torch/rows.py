@@ -8,10 +8,10 @@ from typing import Literal, Protocol, TypeVar, overload
 import torch
 
 from engine.errors import ModelError
-from engine.messages import ModelFacts
+from engine.ipc.messages import ModelFacts
+from engine.moe.timing import Phase
 from engine.runtimes.protocol import Logits
 from engine.runtimes.torch.cache import AnyCache
-from engine.timing import Phase
 
 Done = TypeVar("Done")
 

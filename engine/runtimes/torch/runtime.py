@@ -9,25 +9,32 @@ from typing import Any
 
 import torch
 
-from engine.cpu_threads import threads_of
 from engine.errors import ModelError
-from engine.experts.cuda_device import find_gpu
-from engine.experts.hybrid import HybridExecutor
-from engine.experts.local import LocalExecutor
-from engine.experts.torch_tensors import NAMES, stored_dtype
-from engine.messages import Load
+from engine.ipc.messages import Load
+from engine.ipc.progress import ProgressCallback
 from engine.models.files import Experts, ModelFiles
 from engine.models.opening import open_model
-from engine.progress import ProgressCallback
+from engine.moe.timing import Recorder
 from engine.runtimes.protocol import RingPlace
 from engine.runtimes.torch.experts_module import ExpertsPlace, find_experts, gate_of, replace_experts
 from engine.runtimes.torch.facts import describe
+from engine.runtimes.torch.gpu_memory_plan import (
+    GpuFinder,
+    SharedRoom,
+    find_room,
+    make_hybrid,
+    open_cache,
+    refuse_partitioning,
+)
 from engine.runtimes.torch.loading import build_skeleton, fill_trunk, read_config
 from engine.runtimes.torch.model import TorchModel
+from engine.runtimes.torch.offload.cuda_device import find_gpu
+from engine.runtimes.torch.offload.hybrid import HybridExecutor
+from engine.runtimes.torch.offload.local import LocalExecutor
+from engine.runtimes.torch.offload.torch_tensors import NAMES, stored_dtype
 from engine.runtimes.torch.ring import experts_here, make_on_cpu
 from engine.runtimes.torch.ring_executor import RingExecutor
-from engine.runtimes.torch.sharing import GpuFinder, SharedRoom, find_room, make_hybrid, open_cache, refuse_partitioning
-from engine.timing import Recorder
+from engine.system.cpu_threads import threads_of
 
 AnyExecutor = HybridExecutor | RingExecutor | LocalExecutor
 

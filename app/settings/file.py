@@ -1,0 +1,149 @@
+"""The settings file: ``settings.toml`` in the configuration folder. Comments and unknown keys are kept."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from app.damaged import name_aside
+from app.settings.schema import GROUPS, SCHEMA, SettingError, Settings, Value, setting_named
+from engine.models.locations import locate
+
+if TYPE_CHECKING:
+    from tomlkit import TOMLDocument
+
+
+class SettingsFile:
+    """The settings as the file has them, and the way to change them.
+
+    Opening never fails: a damaged file is kept aside and the defaults are used, a value that is not allowed is left in
+    the file and its default used, unknown keys are kept; ``notices`` says each in one line.
+    """
+
+    def __init__(self, path: Path, *, look_only: bool = False) -> None:
+        self.path = path
+        self._look_only = look_only
+        self.notices: list[str] = []
+        self.refused: set[str] = set()
+        """The settings that the person may have given a value which is not used."""
+        self.settings = Settings()
+        self._read()
+
+    def change(self, key: str, value: object) -> Settings:
+        """Set one setting and write the file, keeping what another process changed meanwhile.
+
+        Raises SettingError: the value is not allowed, or the file cannot be written (the new value is then in effect
+        all the same, until the program ends).
+        """
+        changed = self.settings.with_value(key, value)
+        self.settings = changed
+        self.refused.discard(key)
+        self.notices = []
+        try:
+            document = self._document()
+            _put(document, key, changed.value(key))
+            _write_atomically(self.path, document.as_string())
+        except OSError as error:
+            raise SettingError(
+                f"the setting {key} is in effect but could not be saved to {self.path}: {error.strerror or error}"
+            ) from error
+        return changed
+
+    def _read(self) -> None:
+        try:
+            document = self._document()
+        except OSError as error:
+            self.notices.append(
+                f"The settings in {self.path} cannot be read ({error.strerror or error}); defaults are used."
+            )
+            self.refused = {setting.key for setting in SCHEMA}
+            return
+        self.settings, problems, refused = _settings_from(document.unwrap())
+        self.refused |= refused
+        self.notices += [f"{self.path.name}: {problem}" for problem in problems]
+
+    def _document(self) -> TOMLDocument:
+        """The file as parsed; an empty document if there is none, or if it had to be put aside."""
+        import tomlkit
+        from tomlkit.exceptions import TOMLKitError
+
+        try:
+            return tomlkit.parse(self.path.read_bytes())
+        except FileNotFoundError:
+            return tomlkit.document()
+        except (TOMLKitError, UnicodeDecodeError, ValueError, RecursionError) as error:
+            self.refused = {setting.key for setting in SCHEMA}
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if self._look_only:
+                self.notices.append(f"The settings file is damaged ({reason}); defaults are used.")
+            else:
+                aside = self.path.rename(name_aside(self.path))
+                self.notices.append(
+                    f"The settings file was damaged ({reason}); it is kept as {aside.name} and defaults are used."
+                )
+            return tomlkit.document()
+
+
+def open_settings(path: Path | None = None, *, look_only: bool = False) -> SettingsFile:
+    """The person's settings; never fails (see :class:`SettingsFile`). ``look_only``: a damaged file stays in place."""
+    return SettingsFile(path or locate("config") / "settings.toml", look_only=look_only)
+
+
+def _settings_from(content: dict[str, Any]) -> tuple[Settings, list[str], set[str]]:
+    """Settings out of a parsed file, one line for each thing in it that is not used, and the settings it was for."""
+    settings, problems, refused = Settings(), [], set()
+    for group, table in content.items():
+        if group not in GROUPS or not isinstance(table, dict):
+            problems.append(f"{group!r} is unknown; it is kept and not used.")
+            refused |= {setting.key for setting in SCHEMA if setting.group == group}
+            continue
+        known = {setting.key: setting for setting in SCHEMA if setting.group == group}
+        for key, value in table.items():
+            if key not in known:
+                problems.append(f"{group}.{key} is unknown; it is kept and not used.")
+                continue
+            try:
+                settings = settings.with_value(key, value)
+            except SettingError as error:
+                refused.add(key)
+                problems.append(f"{error}; {known[key].default!r} is used.".replace("None is used", "it is not used"))
+    return settings, problems, refused
+
+
+def _put(document: TOMLDocument, key: str, value: Value) -> None:
+    """Set ``key`` in its table; None takes it out."""
+    import tomlkit
+
+    group = setting_named(key).group
+    table = document.get(group)
+    if not isinstance(table, dict):
+        if value is None:
+            return
+        # Something else stood where the table belongs (``model = 3``): there is no way to keep both under one name.
+        document[group] = table = tomlkit.table()
+    if value is None:
+        table.pop(key, None)
+    elif isinstance(value, str) and "\n" in value and "\r" not in value:
+        table[key] = tomlkit.string(value, multiline=True)
+    else:
+        table[key] = value
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """The file is the old one or the new one, whatever happens; a link keeps pointing where it pointed."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    target = path.resolve()
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=target.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode("utf-8"))
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(target)
+    except BaseException:
+        with suppress(OSError):
+            Path(name).unlink()
+        raise

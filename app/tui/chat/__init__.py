@@ -1,0 +1,1 @@
+"""The chat: its screen, what decides, and the widgets of the transcript."""

@@ -1,0 +1,405 @@
+"""The chat screen: the conversation, the field to type in, the status line, and panels at the side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import ClassVar
+
+from textual import on
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Container, Horizontal, Vertical
+from textual.content import Content
+from textual.message import Message
+from textual.widgets import Footer, Static
+from textual.worker import Worker, WorkerCancelled, WorkerState
+
+from app.conversations.store import ConversationStore
+from app.engine_client import Engine
+from app.text_safety import one_line
+from app.tui.chat.controller import ChatController
+from app.tui.chat.message import MessageView
+from app.tui.chat.opening import OpensScreens
+from app.tui.chat.prompt import Prompt
+from app.tui.chat.state import (
+    BeamsChanged,
+    ChatOptions,
+    Entry,
+    EntryAdded,
+    EntryChanged,
+    FellBack,
+    NetworkChanged,
+    PathChanged,
+    Said,
+    Severity,
+    StatusChanged,
+    TimingArrived,
+    Update,
+)
+from app.tui.chat.status import StatusLine
+from app.tui.chat.transcript import Transcript
+from app.tui.chat.welcome import Welcome
+from app.tui.commands import Command, UnknownCommand, parse
+from app.tui.shortcuts import bound, key
+
+_NOTICES = 3
+"""Lines above the field at most."""
+SETTLED_S = 0.15
+"""Some time after which an answer's end has been laid out."""
+
+
+class Updated(Message):
+    """The controller changed something."""
+
+    def __init__(self, update: Update) -> None:
+        super().__init__()
+        self.update = update
+
+
+class ChatScreen(OpensScreens):
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding(bound("help"), "app.help", "Help", id="chat.help", priority=True),
+        Binding("ctrl+p", "app.command_palette", "Menu", id="chat.menu", priority=True),
+        Binding(bound("chats"), "chats", "Chats", id="chat.conversations", priority=True),
+        Binding(bound("model"), "model", "Model", id="chat.model", priority=True),
+        Binding(bound("beams"), "beams", "Beams", id="chat.beams", priority=True),
+        Binding(bound("timing"), "timing", "Timing", id="chat.timing", priority=True),
+        Binding(bound("machines"), "machines", "Machines", id="chat.machines", priority=True),
+        Binding("ctrl+s", "settings", "Settings", id="chat.settings", priority=True),
+        Binding("ctrl+n", "new", "New", show=False, id="chat.new", priority=True),
+        Binding("ctrl+r", "again", "Regenerate", show=False, id="chat.again", priority=True),
+        Binding("escape", "stop", "Stop", show=False, id="chat.stop"),
+        Binding(bound("newest"), "end", "To the end", show=False, id="chat.end"),
+    ]
+
+    def __init__(
+        self,
+        engine: Engine,
+        store: ConversationStore,
+        options: ChatOptions,
+        is_missing: Callable[[str], bool],
+    ) -> None:
+        super().__init__()
+        self.controller = ChatController(engine, store, options, self._hear, is_missing=is_missing)
+        self.warned_unsaved = False
+        self._notice_of_unsaved = False
+        self._said: list[str] = []
+        self._runner: Worker[None] | None = None
+        self._editing: Entry | None = None
+        self._code_copied: dict[int, int] = {}
+        self._title = ""
+        self._on_the_way: set[int] = set()
+        """Updates that were sent and not shown yet: 0 the status, else the key of an entry that grows."""
+
+    # --- layout ---------------------------------------------------------------------------------------------------
+
+    def compose(self) -> ComposeResult:
+        with Horizontal(id="main"):
+            with Vertical(id="chat"):
+                yield Static(id="title", markup=False)
+                yield Welcome(id="welcome")
+                yield Transcript(id="transcript")
+                yield Static(id="notice", markup=False)
+                yield Prompt(id="prompt")
+            yield Container(id="side")
+        yield StatusLine(self.controller.status, id="status")
+        yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        self.query_one("#transcript").display = self.query_one("#title").display = False
+        self.query_one("#side").display = False
+        self.query_one("#notice").display = False
+        self.prompt.focus()
+        self._say_placeholder()
+        self._runner = self.run_worker(self.controller.run, name="controller", group="controller", exit_on_error=True)
+        if self.chat_app.settings.show_timing:
+            self.call_after_refresh(self.action_timing)
+
+    def focus_prompt(self) -> None:
+        self.prompt.focus()
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.query_one("#prompt", Prompt)
+
+    @property
+    def transcript(self) -> Transcript:
+        return self.query_one("#transcript", Transcript)
+
+    async def close(self) -> None:
+        """Stop working; what there is of an answer is saved."""
+        if self._runner is not None and self._runner.state in (WorkerState.RUNNING, WorkerState.PENDING):
+            self._runner.cancel()
+            with suppress(WorkerCancelled):
+                await self._runner.wait()
+
+    # --- what the controller says ---------------------------------------------------------------------------------
+
+    def _hear(self, update: Update) -> None:
+        """While an answer is written this comes many times a second: what is on its way already is not sent again."""
+        match update:
+            case StatusChanged():
+                sort = 0
+            case EntryChanged(entry, True):
+                sort = entry.key
+            case _:
+                # Whatever else happened, what was said before it is heard before it, and what is said after it after.
+                self._on_the_way.clear()
+                self.post_message(Updated(update))
+                return
+        if sort not in self._on_the_way:
+            self._on_the_way.add(sort)
+            self.post_message(Updated(update))
+
+    @on(Updated)
+    async def _show(self, event: Updated) -> None:
+        match event.update:
+            case StatusChanged():
+                self._on_the_way.discard(0)
+                # Blinking is drawing, and what drawing takes the answer lacks.
+                self.prompt.cursor_blink = not self.controller.busy
+                self.query_one(StatusLine).update()
+                self.query_one(Welcome).show(self.controller.status)
+                if self._notice_of_unsaved and not self.controller.status.unsaved:
+                    self._hush()
+                self._say_title()
+                if self._panel is not None:
+                    self._panel.hear(event.update)
+                self._network_changed()
+            case NetworkChanged():
+                self._network_changed()
+            case EntryChanged(entry, live):
+                self._on_the_way.discard(entry.key)
+                self.transcript.change(entry, live=live)
+                if not live:
+                    self.set_timer(SETTLED_S, self._draw_again)
+            case EntryAdded(entry):
+                self._reveal(True)
+                await self.transcript.add(entry)
+            case PathChanged(focus):
+                self._leave_editing()
+                path = self.controller.thread.path
+                self._reveal(bool(path))
+                await self.transcript.show_path(path, focus)
+                self.prompt.remember([entry.content for entry in path if entry.role == "user"])
+                self._say_title()
+            case FellBack(options):
+                self.chat_app.keep_options(options)
+            case Said(text, severity, beside):
+                self.say(text, severity, beside=beside)
+            case BeamsChanged() | TimingArrived():
+                if self._panel is not None:
+                    self._panel.hear(event.update)
+
+    def _draw_again(self) -> None:
+        """Repaint what stays on the screen now, without a layout.
+
+        With Textual 8.2.8 a widget's last repaint can be lost where a layout falls into the same moment: at the end of
+        an answer the tail goes, and a panel went on showing its last step but one.
+        """
+        self.refresh()
+        if self._panel is not None and self._panel.is_mounted:
+            for widget in self._panel.children:
+                widget.refresh()
+
+    def say(self, text: str, severity: Severity = "information", *, beside: bool = False) -> None:
+        """One line for the person. What matters stays above the field until the next question, and ``beside`` those
+        before it if it should; the rest passes."""
+        if severity == "information":
+            self.notify(one_line(text), markup=False, timeout=4)
+            return
+        if not self.is_mounted:
+            self.call_after_refresh(self.say, text, severity, beside=beside)
+            return
+        if not self.is_current:
+            self.notify(one_line(text), severity=severity, markup=False)
+        notice = self.query_one("#notice", Static)
+        before = [line for line in self._said if line != one_line(text)] if beside and notice.display else []
+        self._said = [*before, one_line(text)][-_NOTICES:]
+        notice.update(Content("\n").join([Content.assemble(("▌ ", "bold"), line) for line in self._said]))
+        notice.set_class(severity == "error", "error")
+        notice.display = True
+        self._notice_of_unsaved = bool(self.controller.status.unsaved)
+
+    def _hush(self) -> None:
+        self._notice_of_unsaved = False
+        self.query_one("#notice").display = False
+
+    def _reveal(self, conversation: bool) -> None:
+        welcome = self.query_one(Welcome)
+        welcome.display = not conversation
+        welcome.show(self.controller.status)
+        self.transcript.display = conversation
+
+    def _say_title(self) -> None:
+        title = one_line(self.controller.thread.title) if self.controller.thread.path else ""
+        # To update a line lays out the whole screen.
+        if title != self._title:
+            self._title = title
+            line = self.query_one("#title", Static)
+            line.update(Content(title))
+            line.display = bool(title)
+
+    def _say_placeholder(self) -> None:
+        self.prompt.placeholder = "Edit the question. Esc cancels." if self._editing else "Ask something"
+
+    # --- typing ---------------------------------------------------------------------------------------------------
+
+    @on(Prompt.Sent)
+    def _send(self, event: Prompt.Sent) -> None:
+        event.stop()
+        try:
+            call = parse(event.text) if self._editing is None else None
+        except UnknownCommand as unknown:
+            self.say(str(unknown), "warning")
+            return
+        self._hush()
+        if call is not None:
+            self.prompt.clear()
+            self.run_command(call.command, call.argument)
+            return
+        text = event.text[1:] if event.text.startswith("//") else event.text
+        self.prompt.sent(text)
+        if self._editing is not None:
+            self.controller.edit(self._editing, text)
+            self._leave_editing()
+        else:
+            self.controller.submit(text)
+
+    @on(Prompt.LeftUpwards)
+    def _to_messages(self) -> None:
+        views = self.transcript.views
+        if views:
+            views[-1].focus()
+
+    @on(Prompt.Scrolled)
+    def _scroll(self, event: Prompt.Scrolled) -> None:
+        self.action_scroll(event.pages)
+
+    def action_scroll(self, pages: int) -> None:
+        if pages < 0:
+            self.transcript.scroll_page_up(animate=False)
+        else:
+            self.transcript.scroll_page_down(animate=False)
+
+    @on(Transcript.Leave)
+    def _to_prompt(self) -> None:
+        self.prompt.focus()
+
+    @on(Transcript.FollowingChanged)
+    def _following(self, event: Transcript.FollowingChanged) -> None:
+        self.query_one("#prompt").set_class(not event.following, "-elsewhere")
+        self.prompt.border_subtitle = "" if event.following else f"▼ {key('newest')} goes to the newest text"
+
+    # --- commands -------------------------------------------------------------------------------------------------
+
+    def run_command(self, command: Command, argument: str = "") -> None:
+        """Do what ``command`` says; it is the same by key, palette and slash."""
+        if command.action == "quit_chat":
+            self.app.run_worker(self.chat_app.action_quit_chat(), exit_on_error=True)
+            return
+        action = getattr(self, f"action_{command.action}")
+        if argument:
+            action(argument)
+        else:
+            action()
+
+    def action_stop(self) -> None:
+        if self._editing is not None:
+            self._leave_editing()
+            self.prompt.clear()
+        elif not self.controller.stop_soon():
+            self._hush()
+        self.prompt.focus()
+
+    def action_end(self) -> None:
+        self.transcript.follow()
+
+    def action_new(self) -> None:
+        self._hush()
+        self.controller.new_conversation()
+        self.prompt.focus()
+
+    def action_again(self) -> None:
+        self._hush()
+        self.controller.regenerate()
+
+    def action_edit_last(self) -> None:
+        questions = [entry for entry in self.controller.thread.path if entry.role == "user"]
+        if questions:
+            self._edit(questions[-1])
+        else:
+            self.say("There is no question to edit yet.", "warning")
+
+    def action_copy_last(self) -> None:
+        answers = [entry for entry in self.controller.thread.path if entry.role == "assistant" and entry.content]
+        if answers:
+            self._copy(answers[-1].content, "The answer")
+        else:
+            self.say("There is no answer to copy yet.", "warning")
+
+    def action_copy_code(self) -> None:
+        from app.tui.render.rendering import code_blocks
+
+        for entry in reversed(self.controller.thread.path):
+            blocks = code_blocks(entry.content)
+            if blocks:
+                self._copy(blocks[-1], "The code")
+                return
+        self.say("There is no block of code to copy.", "warning")
+
+    @on(MessageView.Asked)
+    def _on_asked(self, event: MessageView.Asked) -> None:
+        event.stop()
+        entry = event.entry
+        match event.what:
+            case "copy":
+                self._copy(entry.content, "The message")
+            case "code":
+                self._copy_next_code(entry)
+            case "edit":
+                self._edit(entry)
+            case "again":
+                self.controller.regenerate(entry)
+                self.prompt.focus()
+            case "previous" | "next":
+                self.controller.switch(entry, -1 if event.what == "previous" else 1)
+                self.call_after_refresh(self._focus_like, entry)
+            case _:
+                self.prompt.focus()
+
+    def _focus_like(self, entry: Entry) -> None:
+        """After a switch of branches the focus stays where it was on the path."""
+        views = self.transcript.views
+        index = next((i for i, view in enumerate(views) if view.entry.role == entry.role and view.entry.siblings > 1
+                      and view.entry.siblings == entry.siblings), None)  # fmt: skip
+        if index is not None:
+            views[index].focus()
+
+    def _edit(self, entry: Entry) -> None:
+        self._editing = entry
+        self.prompt.fill(entry.content)
+        self._say_placeholder()
+        self.prompt.border_title = "Editing an earlier question: esc leaves it as it was"
+        self.prompt.focus()
+
+    def _leave_editing(self) -> None:
+        self._editing = None
+        self.prompt.border_title = ""
+        self._say_placeholder()
+
+    def _copy_next_code(self, entry: Entry) -> None:
+        from app.tui.render.rendering import code_blocks
+
+        blocks = code_blocks(entry.content)
+        if not blocks:
+            self.say("There is no block of code in this message.", "warning")
+            return
+        index = self._code_copied.get(entry.key, -1) + 1
+        self._code_copied[entry.key] = index
+        number = f"Block {index % len(blocks) + 1} of {len(blocks)}" if len(blocks) > 1 else "The code"
+        self._copy(blocks[index % len(blocks)], number)
+
+    def _copy(self, text: str, what: str) -> None:
+        self.chat_app.copy_out(text, what)

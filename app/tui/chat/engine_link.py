@@ -1,0 +1,359 @@
+"""The engine as the chat needs it: running, with the wanted model loaded, started again when it died. No Textual."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import msgspec
+
+from app.engine_client import Engine, EngineDied
+from app.network import Network, NetworkProblem
+from app.ring_words import away, away_lines
+from app.settings.ring import may_be_copied, open_network, ring_choice
+from app.settings.schema import SettingError, gpu_expert_bytes
+from app.tui.chat.state import ChatOptions, Phase, Status
+from engine.ipc.messages import (
+    AnyEvent,
+    BeamEstimates,
+    Cancel,
+    Done,
+    EstimateBeams,
+    Failed,
+    Load,
+    Loaded,
+    Plan,
+    Planned,
+    Progress,
+    Pull,
+    Resize,
+    RingChanged,
+    RingChoice,
+    WarmUp,
+    Watch,
+)
+
+_ATTEMPTS = 2
+"""An engine that dies while it loads is started once more; twice is not bad luck."""
+
+
+class EngineLink:
+    """Brings the engine up and keeps ``status`` true; ``on_status`` is called when it changed.
+
+    ``is_missing`` says whether a model has to be fetched (or built) before it can be loaded, and may be.
+    ``on_fallback`` is called with the reason when a model cannot be loaded, and with the options that worked before:
+    they are asked for next. ``on_network`` is called when something about the network changed.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        status: Status,
+        on_status: Callable[[], None],
+        is_missing: Callable[[str], bool],
+        on_fallback: Callable[[str, ChatOptions], None] = lambda problem, worked: None,
+        on_network: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.engine = engine
+        self.network = Network(engine, on_network)
+        self.looking = False
+        """The person asked for machines to be looked for, whatever the partitioning."""
+        self.status = status
+        self.watching = False
+        self._on_status = on_status
+        self._is_missing = is_missing
+        self._on_fallback = on_fallback
+        self._loaded: ChatOptions | None = None
+        self._worked: ChatOptions | None = None
+        self._request: int | None = None
+        engine.on_warm_up = self._warm_up
+        engine.on_ring = self._ring_changed
+
+    def has(self, options: ChatOptions) -> bool:
+        """Is the engine running with the model that ``options`` ask for?"""
+        return self.engine.running and self._loaded is not None and self._loaded.loads_like(options)
+
+    async def bring_up(self, options: Callable[[], ChatOptions]) -> bool:
+        """Start the engine and load what ``options()`` asks for, which may change meanwhile.
+
+        Whether it is ready; if not, ``status.problem`` says why.
+        """
+        deaths = 0
+        while True:
+            wanted = options()
+            try:
+                if self.has(wanted):
+                    self._worked = self._loaded
+                    self._set(Phase.READY)
+                    return True
+                await self._start()
+                problem = await self._fetch_and_load(wanted)
+            except EngineDied as died:
+                self._loaded, self.status.facts, problem = None, None, str(died)
+                self.network.lost()
+                deaths += 1
+                if deaths < _ATTEMPTS:
+                    continue
+            if problem and options().loads_like(wanted):
+                worked, self._worked = self._worked, None
+                if worked is not None and not worked.loads_like(wanted):
+                    deaths = 0
+                    self._on_fallback(problem, worked)
+                    continue
+                self._fail(problem)
+                return False
+
+    async def abandon_loading(self) -> None:
+        """What is being loaded is not wanted any more."""
+        if self._request is not None:
+            with suppress(EngineDied):
+                await self.engine.send(Cancel(id=self.engine.new_id(), target=self._request))
+
+    async def watch(self, timing: bool) -> None:
+        """Have the engine measure where the time goes, or stop that; remembered over a restart."""
+        self.watching = timing
+        if self.engine.running:
+            with suppress(EngineDied):
+                await self.engine.send(Watch(id=self.engine.new_id(), timing=timing))
+
+    async def estimate_beams(self, widths: Sequence[int], context_tokens: int) -> BeamEstimates | str:
+        """What the widths would cost, or why that cannot be said."""
+        if self._loaded is None or not self.engine.running:
+            return "The cost is known once the model is loaded."
+        request = EstimateBeams(id=self.engine.new_id(), widths=list(widths), context_tokens=context_tokens)
+        try:
+            async for event in self.engine.stream(request):
+                if isinstance(event, BeamEstimates):
+                    return event
+                if isinstance(event, Failed):
+                    return event.error
+        except EngineDied as died:
+            return str(died)
+        return "The engine gave no estimate."
+
+    async def plan(self, options: ChatOptions) -> Planned | str | None:
+        """What loading as ``options`` say would need and give, or why that is unknown; None: no engine is up yet."""
+        if not self.engine.running:
+            return None
+        try:
+            ring = await self._ring(options, only_ask=True)
+            request = Plan(id=self.engine.new_id(), load=_load(0, options, ring))
+            async for event in self.engine.stream(request):
+                if isinstance(event, Planned):
+                    return event
+                if isinstance(event, Failed):
+                    return event.error
+        except EngineDied:
+            return None
+        except (NetworkProblem, SettingError) as problem:
+            return _sentence(problem)
+        return "The engine gave no prediction."
+
+    async def list_machines(self) -> str:
+        """Ask which machines are paired, and there if the network is open; what went wrong."""
+        try:
+            await self._start()
+            await self.network.refresh()
+        except (NetworkProblem, EngineDied) as problem:
+            return _sentence(problem)
+        return ""
+
+    def machines_away(self) -> list[str]:
+        """Look whether machines of the ring are gone, or are there again; what there is to say about it while nothing
+        is asked of the ring (else the engine says what becomes of it)."""
+        facts, before = self.status.facts, self.status.away
+        self.status.away = away(facts.ring if facts is not None else None, self.network.state)
+        if self.status.away == before:
+            return []
+        self._on_status()
+        return away_lines(before, self.status.away) if self.status.phase is Phase.READY else []
+
+    async def look_for_machines(self, options: ChatOptions) -> str:
+        """Open the network, for as long as the chat is open; what went wrong."""
+        try:
+            await self._start()
+            self.looking = True
+            await self.network.ensure_open(open_network(options))
+        except (NetworkProblem, EngineDied) as problem:
+            self.looking = False
+            return _sentence(problem)
+        return ""
+
+    async def stop_looking(self, options: ChatOptions) -> str:
+        """Close the network unless a ring is wanted; what went wrong."""
+        self.looking = False
+        return await self.close_unless_wanted(options)
+
+    async def close_unless_wanted(self, options: ChatOptions) -> str:
+        """The network is open only while machines are looked for or the partitioning is ``ring``; what went wrong."""
+        if self.looking or options.partitioning == "ring" or not self.network.is_open:
+            return ""
+        try:
+            await self.network.close()
+        except (NetworkProblem, EngineDied) as problem:
+            return _sentence(problem)
+        return ""
+
+    async def _ring(self, options: ChatOptions, *, only_ask: bool = False) -> RingChoice:
+        """What is asked of the ring; the network is opened for it. With ``only_ask`` one that is open stays as it is,
+        and the ring with it. Raises NetworkProblem, SettingError, EngineDied."""
+        if options.partitioning != "ring":
+            return RingChoice()
+        if not (only_ask and self.network.is_open):
+            await self.network.ensure_open(open_network(options))
+        return ring_choice(options, self.network.state)
+
+    async def pull(self, model: str, on_request: Callable[[int], None]) -> AsyncIterator[Progress | Done | Failed]:
+        """Fetch a model. ``on_request`` is given the id by which it can be cancelled. Raises EngineDied."""
+        if not self.engine.running:
+            await self._start()
+        request = Pull(id=self.engine.new_id(), model=model)
+        on_request(request.id)
+        async for event in self.engine.stream(request):
+            if isinstance(event, Progress | Done | Failed):
+                yield event
+
+    def forget(self) -> None:
+        """What is loaded is to be loaded anew when it is next needed."""
+        self._loaded = None
+
+    def lost(self) -> None:
+        """The engine died: nothing is loaded any more."""
+        self._loaded = None
+        self.network.lost()
+        self.status.facts = self.status.progress = self.status.prefill = self.status.warm_up = None
+        self._set(Phase.RESTARTING)
+
+    async def _start(self) -> None:
+        if self.engine.running:
+            return
+        self._loaded = None
+        if self.status.phase is not Phase.RESTARTING:
+            self._set(Phase.STARTING)
+        self.network.lost()
+        await self.engine.start()
+        if self.watching:
+            await self.engine.send(Watch(id=self.engine.new_id(), timing=True))
+
+    async def _fetch_and_load(self, wanted: ChatOptions) -> str:
+        """What went wrong; empty if the model is loaded."""
+        if self._differs_in_gpu_memory(wanted):
+            return await self._resize(wanted)
+        self.status.model, self.status.problem = wanted.model, ""
+        self._loaded = self.status.facts = None
+        only_copy = may_be_copied(wanted.model, wanted.partitioning)
+        if only_copy or self._is_missing(wanted.model):
+            self._set(Phase.FETCHING)
+            if wanted.partitioning == "ring":
+                with suppress(NetworkProblem):
+                    await self.network.ensure_open(open_network(wanted))
+            fetching = Pull(id=self.engine.new_id(), model=wanted.model, only_copy=only_copy)
+            problem = await self._follow(fetching, wanted)
+            if problem:
+                return problem
+        self._set(Phase.LOADING)
+        if self.looking and wanted.partitioning != "ring":
+            with suppress(NetworkProblem):
+                await self.network.ensure_open(open_network(wanted))
+        try:
+            ring = await self._ring(wanted)
+        except (NetworkProblem, SettingError) as error:
+            return _sentence(error)
+        problem = await self._follow(_load(self.engine.new_id(), wanted, ring), wanted)
+        if not problem:
+            await self.close_unless_wanted(wanted)
+        return problem
+
+    def _differs_in_gpu_memory(self, wanted: ChatOptions) -> bool:
+        """Is the model there, and nothing else asked for than other GPU memory for the experts that share it?"""
+        there, facts = self._loaded, self.status.facts
+        if there is None or facts is None or facts.policy is None:
+            return False
+        return replace(wanted, gpu_expert_memory=there.gpu_expert_memory).loads_like(there)
+
+    async def _resize(self, wanted: ChatOptions) -> str:
+        """Change that while the model stays loaded; what went wrong, and then it is as it was."""
+        request = Resize(id=self.engine.new_id(), gpu_expert_bytes=gpu_expert_bytes(wanted.gpu_expert_memory))
+        async for event in self.engine.stream(request):
+            if isinstance(event, Failed):
+                return event.error
+            if isinstance(event, Loaded):
+                self._loaded = self._worked = wanted
+                self.status.facts = event.facts
+                return ""
+        return "The engine did not say whether it changed the GPU memory for experts."
+
+    async def _follow(self, request: Pull | Load, wanted: ChatOptions) -> str:
+        self._request = request.id
+        try:
+            async for event in self.engine.stream(request):
+                problem = self._take(event, wanted)
+                if problem is not None:
+                    return problem
+        finally:
+            self._request = None
+            self.status.progress = None
+        return "Loading was stopped."
+
+    def _take(self, event: AnyEvent, wanted: ChatOptions) -> str | None:
+        """None: more is to come."""
+        match event:
+            case Progress():
+                self.status.progress = event
+                self._on_status()
+            case Loaded():
+                self._loaded = self._worked = wanted
+                self.status.facts = event.facts
+                self.status.context_used, self.status.warm_up = None, None
+                self.status.away = away(event.facts.ring, self.network.state)
+                return ""
+            case Done():
+                return ""
+            case Failed():
+                return event.error
+        return None
+
+    def _warm_up(self, progress: WarmUp) -> None:
+        self.status.warm_up = progress if progress.done < progress.total else None
+        self._on_status()
+
+    def _ring_changed(self, news: RingChanged) -> None:
+        facts = self.status.facts
+        if facts is not None:
+            self.status.facts = msgspec.structs.replace(facts, ring=news.ring, executor=news.executor)
+            self.status.away = away(news.ring, self.network.state)
+            self._on_status()
+
+    def _set(self, phase: Phase) -> None:
+        self.status.phase = phase
+        if phase is Phase.READY:
+            self.status.progress, self.status.problem = None, ""
+        self._on_status()
+
+    def _fail(self, problem: str) -> None:
+        self.status.problem, self.status.facts = problem, None
+        self._set(Phase.UNAVAILABLE)
+
+
+def _sentence(problem: Exception) -> str:
+    text = str(problem)
+    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
+
+
+def _load(request: int, options: ChatOptions, ring: RingChoice | None = None) -> Load:
+    return Load(
+        id=request,
+        model=options.model,
+        runtime=options.runtime,
+        dtype=options.dtype,
+        partitioning=options.partitioning,
+        cpu_threads=options.cpu_threads,
+        context_limit=options.context_limit,
+        policy=options.policy,
+        gpu_expert_bytes=gpu_expert_bytes(options.gpu_expert_memory),
+        prefill_chunk=options.prefill_chunk,
+        ring=ring or RingChoice(),
+        keep_resident=options.keep_resident,
+        lock_memory=options.lock_memory,
+    )

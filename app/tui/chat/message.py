@@ -1,0 +1,166 @@
+"""One message of the transcript, and the tail of the answer that is being written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, cast
+
+from textual.binding import Binding, BindingType
+from textual.content import Content, Span
+from textual.message import Message
+
+from app.tui.chat.hosting import ChatHost
+from app.tui.chat.rendered import Rendered
+from app.tui.chat.state import Entry
+from app.tui.chat.streaming import GrowingText
+from app.tui.render.formatting import footing, heading
+from app.tui.render.rendering import render_markdown, render_plain
+from app.tui.shortcuts import bound
+
+_CURSOR = "▍"
+FAST = 25.0
+"""Tokens a second from which on the tail grows by :data:`STEP` lines at a time, some of them empty: each time it grows,
+the whole screen is laid out and drawn."""
+STEP = 6
+
+
+class Written(Rendered):
+    """Markdown of a model. Its code is drawn again when its colours arrive."""
+
+    def make(self, width: int) -> Content:
+        cast(ChatHost, self.app).highlighter.begin(self)
+        return self.written(width)
+
+    def written(self, width: int) -> Content:
+        """The content for ``width`` cells."""
+        raise NotImplementedError
+
+    def markdown(self, source: str, width: int) -> Content:
+        return render_markdown(source, width, self._colours)
+
+    def on_unmount(self) -> None:
+        cast(ChatHost, self.app).highlighter.begin(self)
+
+    def _colours(self, code: str, language: str) -> Sequence[Span]:
+        return cast(ChatHost, self.app).highlighter.spans(code, language, self)
+
+
+class MessageView(Written, can_focus=True):
+    """A message: who speaks, the text, what happened to it. While it is being written: what is finished of it."""
+
+    HELP = (
+        "A message of the conversation. `up` and `down` go to the next, `u` and `d` scroll, `c` copies it, `b` "
+        "copies its next block of code, `e` edits a question (its old wording stays as an alternative), `r` asks "
+        "again, `left` and `right` show the alternatives, `esc` goes back to typing."
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "neighbour(-1)", "Up", show=False, id="message.up"),
+        Binding("down,j", "neighbour(1)", "Down", show=False, id="message.down"),
+        Binding(bound("page_up"), "screen.scroll(-1)", "Page up", show=False, id="message.page_up"),
+        Binding(bound("page_down"), "screen.scroll(1)", "Page down", show=False, id="message.page_down"),
+        Binding(
+            "left,left_square_bracket", "act('previous')", "Previous version", key_display="←", id="message.previous"
+        ),
+        Binding("right,right_square_bracket", "act('next')", "Next version", key_display="→", id="message.next"),
+        Binding("c", "act('copy')", "Copy", id="message.copy"),
+        Binding("b", "act('code')", "Copy code", id="message.copy_code"),
+        Binding("e", "act('edit')", "Edit", id="message.edit"),
+        Binding("r", "act('again')", "Regenerate", id="message.again"),
+        Binding("escape,i", "act('leave')", "Type", show=False, id="message.leave"),
+    ]
+
+    class Asked(Message):
+        """The person wants ``what`` done with ``entry``."""
+
+        def __init__(self, entry: Entry, what: str) -> None:
+            super().__init__()
+            self.entry = entry
+            self.what = what
+
+    class Neighbour(Message):
+        def __init__(self, view: MessageView, offset: int) -> None:
+            super().__init__()
+            self.view = view
+            self.offset = offset
+
+    def __init__(self, entry: Entry) -> None:
+        super().__init__(classes=f"message {entry.role}")
+        self.entry = entry
+        self._blocks: list[str] | None = None
+
+    def written(self, width: int) -> Content:
+        parts = [heading(self.entry)]
+        if self._blocks is not None:
+            parts += [self.markdown(block, width) for block in self._blocks]
+            return Content("\n").join([parts[0], Content("\n\n").join(parts[1:])]) if len(parts) > 1 else parts[0]
+        if self.entry.content:
+            text = self.entry.content
+            parts.append(render_plain(text) if self.entry.role == "user" else self.markdown(text, width))
+        foot = footing(self.entry)
+        if foot is not None:
+            parts.append(foot)
+        return Content("\n").join(parts)
+
+    def changed(self) -> None:
+        """The entry is complete, or something about it changed."""
+        self._blocks = None
+        self.remove_class("-begun")
+        self.remake()
+
+    def growing(self, blocks: list[str]) -> None:
+        """These blocks of an answer in progress are finished; the rest is in the tail below."""
+        self._blocks = list(blocks)
+        self.set_class(not blocks, "-begun")
+        self.remake()
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        if action == "act" and parameters:
+            match parameters[0]:
+                case "edit":
+                    return self.entry.role == "user"
+                case "code":
+                    return "```" in self.entry.content or "~~~" in self.entry.content
+                case "previous" | "next":
+                    return self.entry.siblings > 1
+        return True
+
+    def action_neighbour(self, offset: int) -> None:
+        self.post_message(self.Neighbour(self, offset))
+
+    def action_act(self, what: str) -> None:
+        self.post_message(self.Asked(self.entry, what))
+
+
+class LiveTail(Written):
+    """The end of the answer that is being written: the part that changes with every piece of text."""
+
+    def __init__(self) -> None:
+        super().__init__(classes="tail")
+        self.growing = GrowingText()
+        self._note = ""
+        self._step = 1
+
+    def begin(self) -> None:
+        self.growing = GrowingText()
+        self._note = ""
+        self._step = 1
+
+    def show(self, entry: Entry) -> bool:
+        """Draw what ``entry`` says now; whether finished blocks came about, or changed."""
+        self._step = STEP if entry.tokens_per_s >= FAST else 1
+        before = list(self.growing.frozen)
+        self.growing.update(entry.content)
+        self._note = "" if entry.content else entry.note
+        self.remake()
+        return self.growing.frozen != before
+
+    def height_of(self, content: Content, width: int) -> int:
+        lines = super().height_of(content, width)
+        return -(-lines // self._step) * self._step
+
+    def written(self, width: int) -> Content:
+        if self._note:
+            return Content.styled(self._note, "$text-warning italic")
+        tail = self.growing.tail.rstrip()
+        cursor = Content.styled(_CURSOR, "$text-accent")
+        return self.markdown(tail, width) + cursor if tail else cursor

@@ -1,0 +1,179 @@
+"""Keeps what is on the screen in the store, and keeps trying when the store refuses. No Textual."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from app.conversations.records import StoreError
+from app.conversations.store import ConversationStore
+from app.tui.chat.state import Entry
+
+
+@dataclass(eq=False)
+class Thread:
+    """A conversation as the screen has it. ``conversation`` is None until its first question is on disk."""
+
+    conversation: int | None = None
+    title: str = ""
+    system: str = ""
+    model: str = ""
+    path: list[Entry] = field(default_factory=list)
+
+
+RETRY_SAVE_S = 5.0
+"""Between tries while there is a problem."""
+LOCKED_TRIES = 8
+"""So often the store may be found locked before that is a problem: another program's write is over in a moment."""
+RETRY_LOCKED_S = 0.15
+"""Between these tries; each of them waits a little itself."""
+
+
+Result = TypeVar("Result")
+
+
+async def unlocked(change: Callable[[], Result]) -> Result:
+    """What ``change`` gives, tried again while another program's write has the store locked.
+
+    Raises StoreError as ``change`` does; "locked" only after :data:`LOCKED_TRIES` tries.
+    """
+    for _ in range(LOCKED_TRIES - 1):
+        try:
+            return change()
+        except StoreError as error:
+            if error.reason != "locked":
+                raise
+        await asyncio.sleep(RETRY_LOCKED_S)
+    return change()
+
+
+async def rename(store: ConversationStore, thread: Thread, title: str) -> None:
+    """Name the conversation of ``thread``, on disk if it is there. Raises StoreError."""
+    conversation = thread.conversation
+    if conversation is not None:
+        title = (await unlocked(lambda: store.change(conversation, title=title))).title
+    thread.title = title
+
+
+class Saver:
+    """Writes entries to the store. What could not be written is remembered and tried again.
+
+    ``on_problem`` is called with the reason when the store starts to refuse, and with an empty text when all is on disk
+    again: once each, not for every attempt, and not for a lock that is soon gone. ``on_late`` is called when all is on
+    disk that was refused before.
+    """
+
+    def __init__(
+        self, store: ConversationStore, on_problem: Callable[[str], None], on_late: Callable[[], None] = lambda: None
+    ) -> None:
+        self.store = store
+        self.problem = ""
+        self._on_problem = on_problem
+        self._on_late = on_late
+        self._settling = asyncio.Lock()
+        self._pending: list[tuple[Thread, tuple[Entry, ...]]] = []
+        self._refusals = 0
+
+    @property
+    def waits(self) -> bool:
+        """Does another program write just now? Then :meth:`settle` is worth waiting for."""
+        return bool(self._pending) and not self.problem
+
+    async def settle(self) -> None:
+        """Try until all is on disk, or the store has refused for so long that it is a problem."""
+        async with self._settling:
+            while self.waits:
+                await asyncio.sleep(RETRY_LOCKED_S)
+                if self.waits:
+                    self.retry()
+
+    @property
+    def unsaved(self) -> int:
+        """How many messages are on the screen only."""
+        return len({entry.key for _, path in self._pending for entry in path if _differs(entry)})
+
+    def save(self, thread: Thread, path: Sequence[Entry]) -> bool:
+        """Bring ``path``, from the first message on, to disk; whether that worked. What is there costs nothing."""
+        self._remember(thread, tuple(path))
+        return self.retry()
+
+    def retry(self) -> bool:
+        """Write all that is missing; whether nothing is missing any more."""
+        try:
+            while self._pending:
+                self._write(*self._pending[0])
+                del self._pending[0]
+        except StoreError as error:
+            self._refused(error)
+            return False
+        late, self._refusals = self._refusals > 0, 0
+        self._say("")
+        if late:
+            self._on_late()
+        return True
+
+    def refused(self, thread: Thread, path: Sequence[Entry], error: StoreError) -> None:
+        """A write made elsewhere failed: try again later."""
+        self._remember(thread, tuple(path))
+        self._refused(error)
+
+    def _refused(self, error: StoreError) -> None:
+        self._refusals += 1
+        if error.reason != "locked" or self._refusals >= LOCKED_TRIES:
+            self._say(str(error))
+
+    def _remember(self, thread: Thread, path: tuple[Entry, ...]) -> None:
+        known = [index for index, (other, held) in enumerate(self._pending) if other is thread and held[-1] is path[-1]]
+        if known:
+            self._pending[known[0]] = (thread, path)
+        else:
+            self._pending.append((thread, path))
+
+    def _write(self, thread: Thread, path: tuple[Entry, ...]) -> None:
+        if thread.conversation is None:
+            created = self.store.create(model=thread.model, system=thread.system, title=thread.title)
+            thread.conversation = created.id
+        parent: int | None = None
+        added = False
+        for entry in path:
+            if entry.record is None:
+                self._add(thread.conversation, entry, parent)
+                added = True
+            elif entry.dirty:
+                self._update(entry)
+            parent = entry.record
+        if added and not thread.title:
+            thread.title = self.store.conversation(thread.conversation).title
+
+    def _add(self, conversation: int, entry: Entry, parent: int | None) -> None:
+        record = self.store.add(
+            conversation, entry.role, entry.content, parent=parent, state=entry.state, model=entry.model
+        )
+        entry.record = record.id
+        entry.siblings, entry.sibling_index = record.siblings, record.sibling_index
+        if entry.tokens or entry.finish_reason:
+            self._update(entry)
+        entry.dirty = False
+
+    def _update(self, entry: Entry) -> None:
+        assert entry.record is not None
+        self.store.update(
+            entry.record,
+            content=entry.content,
+            state=entry.state,
+            tokens=entry.tokens,
+            tokens_per_s=entry.tokens_per_s,
+            finish_reason=entry.finish_reason,
+        )
+        entry.dirty = False
+
+    def _say(self, problem: str) -> None:
+        if problem != self.problem:
+            self.problem = problem
+            self._on_problem(problem)
+
+
+def _differs(entry: Entry) -> bool:
+    return entry.record is None or entry.dirty

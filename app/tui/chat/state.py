@@ -1,0 +1,263 @@
+"""What the chat shows, as plain data, and the updates by which the controller says that it changed. No Textual."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from itertools import count, zip_longest
+from typing import Literal
+
+from app.conversations.records import MessageRecord, Role, State
+from app.settings.ring import RingSettings
+from engine.ipc.messages import (
+    Beam,
+    DtypeName,
+    ExpertPolicy,
+    Message,
+    ModelFacts,
+    Partitioning,
+    Prefill,
+    Progress,
+    RuntimeName,
+    Sampling,
+    Timing,
+    WarmUp,
+)
+
+_keys = count(1)
+
+
+TOO_LONG = "context"
+"""The ``finish_reason`` of an answer that never began because the prompt did not fit in the context."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """One message on the screen. ``record`` is its row in the store, None while it is not on disk.
+
+    ``note`` is one line about what happened to it (stopped, failed), for the person.
+    """
+
+    role: Role
+    content: str
+    state: State = "complete"
+    record: int | None = None
+    model: str = ""
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    finish_reason: str = ""
+    siblings: int = 1
+    sibling_index: int = 0
+    note: str = ""
+    dirty: bool = False
+    """The store does not have what is on the screen."""
+    key: int = field(default_factory=lambda: next(_keys))
+
+    @staticmethod
+    def of(record: MessageRecord) -> Entry:
+        return Entry(
+            role=record.role,
+            content=record.content,
+            state=record.state,
+            record=record.id,
+            model=record.model,
+            tokens=record.tokens,
+            tokens_per_s=record.tokens_per_s,
+            finish_reason=record.finish_reason,
+            siblings=record.siblings,
+            sibling_index=record.sibling_index,
+        )
+
+
+@dataclass(frozen=True)
+class ChatOptions(RingSettings):
+    """The settings a conversation depends on; those of the ring count with partitioning ``ring``."""
+
+    model: str = "starter"
+    runtime: RuntimeName = "auto"
+    dtype: DtypeName = "auto"
+    partitioning: Partitioning = "auto"
+    policy: ExpertPolicy = "balanced"
+    gpu_expert_memory: float | None = None
+    """In GiB, as the setting of that name."""
+    cpu_threads: int | None = None
+    context_limit: int | None = None
+    keep_resident: bool = True
+    lock_memory: bool = False
+    prefill_chunk: int = 512
+    system: str = ""
+    sampling: Sampling = field(default_factory=Sampling)
+    max_tokens: int | None = None
+    beams: int = 1
+    length_penalty: float = 1.0
+
+    def loads_like(self, other: ChatOptions) -> bool:
+        """Would the same model be loaded in the same way?"""
+        return self._loading() == other._loading()
+
+    def loading_as(self, other: ChatOptions) -> ChatOptions:
+        """These options with the model of ``other``, loaded in its way."""
+        names = (*LOADING, *RING) if other.partitioning == "ring" else LOADING
+        return replace(self, **{name: getattr(other, name) for name in names})
+
+    def _loading(self) -> tuple[object, ...]:
+        names = (*LOADING, *RING) if self.partitioning == "ring" else LOADING
+        return tuple(getattr(self, name) for name in names)
+
+
+LOADING = (
+    "model", "runtime", "dtype", "partitioning", "policy", "gpu_expert_memory", "cpu_threads", "context_limit",
+    "keep_resident", "lock_memory", "prefill_chunk",
+)  # fmt: skip
+"""The options that make another model of it, or the same one loaded in another way."""
+RING = tuple(field.name for field in fields(RingSettings))
+"""The options that make another ring of it."""
+
+
+class Phase(Enum):
+    """What the engine does, as the status line says it."""
+
+    STARTING = "starting the engine"
+    FETCHING = "downloading the model"
+    LOADING = "loading"
+    READY = "ready"
+    READING = "reading the prompt"
+    ANSWERING = "answering"
+    STOPPING = "stopping"
+    RESTARTING = "restarting the engine"
+    UNAVAILABLE = "no model"
+
+
+BUSY = frozenset({Phase.READING, Phase.ANSWERING, Phase.STOPPING})
+
+
+@dataclass
+class Status:
+    """What the status line shows."""
+
+    phase: Phase = Phase.STARTING
+    model: str = ""
+    facts: ModelFacts | None = None
+    progress: Progress | None = None
+    prefill: Prefill | None = None
+    context_used: int | None = None
+    tokens_per_s: float = 0.0
+    waiting: int = 0
+    """Questions that wait for an answer."""
+    unsaved: str = ""
+    """Why the store does not have all that is on the screen; empty: it does."""
+    problem: str = ""
+    """Why there is no model."""
+    beams: int = 1
+    warm_up: WarmUp | None = None
+    """The weights are being brought into memory; None: they are not, or all are there."""
+    away: tuple[str, ...] = ()
+    """Machines of the ring that are gone, and no other ring was formed yet: that happens when it is next needed."""
+    probe_s: float | None = None
+    """Seconds to the first token of the last answer that came after idling."""
+
+
+# --- updates ------------------------------------------------------------------------------------------------------
+
+Severity = Literal["information", "warning", "error"]
+
+
+@dataclass(frozen=True)
+class PathChanged:
+    """Another conversation or branch is shown. ``focus`` is the entry to look at, None: the newest."""
+
+    focus: Entry | None = None
+
+
+@dataclass(frozen=True)
+class EntryAdded:
+    entry: Entry
+
+
+@dataclass(frozen=True)
+class EntryChanged:
+    """``entry`` changed in any way; ``live`` if more of it is coming."""
+
+    entry: Entry
+    live: bool = False
+
+
+@dataclass(frozen=True)
+class StatusChanged:
+    pass
+
+
+@dataclass(frozen=True)
+class FellBack:
+    """What ``options`` asked for could not be loaded: these, which worked before, are in force again."""
+
+    options: ChatOptions
+
+
+@dataclass(frozen=True)
+class BeamsChanged:
+    """``beams``, best first, after ``step`` steps. ``running`` until the search has ended."""
+
+    beams: tuple[Beam, ...]
+    step: int
+    running: bool
+    tokens_per_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class TimingArrived:
+    timing: Timing
+
+
+@dataclass(frozen=True)
+class NetworkChanged:
+    """Who is on the network, or whether it is open, changed."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """One line for the person. ``beside``: it stands beside what was said before, not in its place."""
+
+    text: str
+    severity: Severity = "information"
+    beside: bool = False
+
+
+Update = (
+    PathChanged | EntryAdded | EntryChanged | StatusChanged | FellBack | BeamsChanged | TimingArrived
+    | NetworkChanged | Said
+)  # fmt: skip
+
+
+def prompt_messages(system: str, path: list[Entry]) -> list[Message]:
+    """What the model is given: the system prompt if there is one, then the path in turns.
+
+    Answers that never came are left out, and questions that follow one another are joined, because chat templates
+    insist on alternating roles. A question that did not fit is left out: with it, no later one would fit either.
+    """
+    messages: list[Message] = [Message("system", system)] if system.strip() else []
+    for entry, answer in zip_longest(path, path[1:]):
+        if not entry.content.strip() or (answer is not None and answer.finish_reason == TOO_LONG):
+            continue
+        last = messages[-1] if messages else None
+        if last is not None and last.role == entry.role:
+            messages[-1] = Message(entry.role, f"{last.content}\n\n{entry.content}")
+        else:
+            messages.append(Message(entry.role, entry.content))
+    return messages
+
+
+USUAL_ANSWER = 500
+"""Tokens of an answer, for saying what it will cost; and what a token comes to in text:"""
+CHARACTERS_PER_TOKEN = 4
+
+
+def context_to_come(status: Status, path: Sequence[Entry], max_tokens: int | None) -> int:
+    """About how many tokens the next answer will end at: what beams will cost depends on it."""
+    used = status.context_used
+    if used is None:
+        used = sum(len(entry.content) for entry in path) // CHARACTERS_PER_TOKEN
+    limit = status.facts.context_limit if status.facts is not None else 0
+    wanted = used + (max_tokens or USUAL_ANSWER)
+    return min(wanted, limit) if limit else wanted

@@ -1,0 +1,295 @@
+"""The conversation: a window of its messages, and the tail of the answer in progress."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
+
+from textual import events, on
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.content import Content
+from textual.message import Message
+from textual.timer import Timer
+from textual.widgets import Static
+
+from app.tui.chat.message import LiveTail, MessageView
+from app.tui.chat.state import Entry
+from app.tui.chat.windowing import Window, appended, around, show_newer, show_older, tail
+from app.tui.render.pacing import Pace
+
+UPDATE_S = 0.08
+"""Least time between two drawings of the tail: a dozen a second look alive and leave the loop free."""
+SLOWEST_S = 0.25
+"""And at least so often, however much drawing costs."""
+
+
+class Elsewhere(Static, can_focus=True):
+    """Says how many messages are not mounted; enter or a click brings some."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "more", "Show more", id="transcript.more")]
+
+    class More(Message):
+        def __init__(self, older: bool) -> None:
+            super().__init__()
+            self.older = older
+
+    def __init__(self, older: bool) -> None:
+        super().__init__(classes="elsewhere")
+        self.older = older
+
+    def say(self, count: int) -> None:
+        arrow, word = ("▲", "older") if self.older else ("▼", "newer")
+        self.display = count > 0
+        self.update(Content(f"{arrow} {count} {word} message{'' if count == 1 else 's'}"))
+
+    def action_more(self) -> None:
+        self.post_message(self.More(self.older))
+
+    def on_click(self) -> None:
+        self.action_more()
+
+
+class Transcript(VerticalScroll, can_focus=False):
+    """Shows a path of entries. It follows the newest text until the reader scrolls up."""
+
+    class FollowingChanged(Message):
+        """The reader scrolled away from the end, or came back."""
+
+        def __init__(self, following: bool) -> None:
+            super().__init__()
+            self.following = following
+
+    class Leave(Message):
+        """The reader moved down from the last message."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(id=id)
+        self.path: list[Entry] = []
+        self.window = Window(0, 0, 0)
+        self._older = Elsewhere(True)
+        self._newer = Elsewhere(False)
+        self._tail = LiveTail()
+        self._live: Entry | None = None
+        self._pending: Entry | None = None
+        self._pace = Pace(UPDATE_S, SLOWEST_S)
+        self._timer: Timer | None = None
+        self._following = True
+
+    def compose(self) -> Iterable[Static | LiveTail]:
+        yield self._older
+        yield self._newer
+        yield self._tail
+
+    def on_mount(self) -> None:
+        self._older.display = self._newer.display = self._tail.display = False
+
+    @property
+    def views(self) -> list[MessageView]:
+        return list(self.query_children(MessageView))
+
+    def view_of(self, entry: Entry) -> MessageView | None:
+        return next((view for view in self.views if view.entry is entry), None)
+
+    @property
+    def following(self) -> bool:
+        """Is the end of the conversation in view?"""
+        return self._following
+
+    # --- what the controller says ---------------------------------------------------------------------------------
+
+    async def show_path(self, path: Sequence[Entry], focus: Entry | None = None) -> None:
+        """Another path altogether; ``focus`` is brought into view, else the end."""
+        self.path = list(path)
+        self._forget_live()
+        total = len(self.path)
+        index = self.path.index(focus) if focus in self.path else None
+        self.window = tail(total)
+        if index is not None and index not in self.window:
+            self.window = around(index, total)
+        await self._mount_window()
+        live = next((entry for entry in self.path if entry.state == "writing" and entry.content), None)
+        waiting = next((entry for entry in self.path if entry.state == "writing"), None)
+        if live or waiting:
+            self.change(live or waiting, live=True)  # type: ignore[arg-type]
+        view = self.view_of(focus) if focus is not None else None
+        if view is not None and index is not None and index < total - 1:
+            self.anchor(False)
+            self._set_following(False)
+            view.scroll_visible(animate=False, top=True)
+        else:
+            self.follow()
+
+    async def add(self, entry: Entry) -> None:
+        """A new message at the end."""
+        self.path.append(entry)
+        self.window = appended(self.window)
+        if len(self.path) - 1 in self.window:
+            view = MessageView(entry)
+            await self.mount(view, before=self._newer)
+            views = self.views
+            if len(views) > len(range(self.window.start, self.window.end)):
+                await views[0].remove()
+        self._say_elsewhere()
+        if entry.role == "user":
+            self.follow()
+        if entry.state == "writing" and self._live is None:
+            self.change(entry, live=True)
+
+    def change(self, entry: Entry, *, live: bool) -> None:
+        """``entry`` changed; if ``live``, more of it is coming and the tail shows its end."""
+        if not live:
+            if entry is self._live:
+                self._forget_live()
+            view = self.view_of(entry)
+            if view is not None:
+                view.changed()
+            self.call_after_refresh(self._keep_end)
+            return
+        if entry not in self.path:
+            return
+        if entry is not self._live:
+            self._forget_live()
+            self._live = entry
+            self._tail.begin()
+            self._pace.begin()
+            self._draw_live()
+            return
+        self._pending = entry
+        wait = self._pace.wait()
+        if wait <= 0:
+            self._draw_live()
+        elif self._timer is None:
+            self._timer = self.set_timer(wait, self._draw_live)
+
+    def follow(self) -> None:
+        """Go to the end and stay there."""
+        self._set_following(True)
+        self.call_after_refresh(self._keep_end)
+
+    def _keep_end(self) -> None:
+        """Stay at the end, if that is where the reader is."""
+        if not self._following:
+            return
+        # Textual's anchor puts a conversation that is shorter than the screen at the bottom: only a longer one is
+        # anchored.
+        overflows = self.virtual_size.height > self.container_size.height
+        if overflows != self.is_anchored:
+            self.anchor(overflows)
+        if overflows:
+            self.scroll_end(animate=False, immediate=True)
+        else:
+            self.scroll_to(y=0, animate=False, immediate=True, force=True, release_anchor=False)
+
+    # --- the tail -------------------------------------------------------------------------------------------------
+
+    def _draw_live(self) -> None:
+        if self._timer is not None:
+            self._timer.stop()
+        self._timer, self._pending = None, None
+        entry = self._live
+        view = self.view_of(entry) if entry is not None else None
+        if entry is None or view is None:
+            self._tail.display = False
+            return
+        self._pace.drawn()
+        if not self._following and self._tail.display:
+            # The reader looks at something else: drawing would only cost; it is made up for on coming back.
+            self._pending = entry
+            return
+        if not self._tail.display:
+            self.move_child(self._tail, after=view)
+            self._tail.display = True
+        if self._tail.show(entry) or not self._tail.growing.frozen:
+            view.growing(self._tail.growing.frozen)
+        if not self.is_anchored:
+            self.call_after_refresh(self._keep_end)
+
+    def _forget_live(self) -> None:
+        if self._timer is not None:
+            self._timer.stop()
+        self._live = self._pending = self._timer = None
+        self._tail.display = False
+
+    # --- the window -----------------------------------------------------------------------------------------------
+
+    async def _mount_window(self) -> None:
+        with self.app.batch_update():
+            await self.remove_children(MessageView)
+            entries = self.path[self.window.start : self.window.end]
+            await self.mount_all([MessageView(entry) for entry in entries], before=self._newer)
+        self._say_elsewhere()
+
+    @on(Elsewhere.More)
+    async def _show_more(self, event: Elsewhere.More) -> None:
+        event.stop()
+        await self.show_more(event.older)
+
+    async def show_more(self, older: bool) -> None:
+        """Mount more messages at one end, and keep what the reader looks at where it is."""
+        before = self.window
+        self.window = show_older(before) if older else show_newer(before)
+        if self.window == before:
+            return
+        self.anchor(False)
+        self._set_following(False)
+        height = self.virtual_size.height
+        views = {view.entry.key: view for view in self.views}
+        wanted = self.path[self.window.start : self.window.end]
+        keys = {entry.key for entry in wanted}
+        with self.app.batch_update():
+            await self.remove_children([view for key, view in views.items() if key not in keys])
+            fresh = [MessageView(entry) for entry in wanted if entry.key not in views]
+            if older:
+                first = next((view for view in self.views), None)
+                await self.mount_all(fresh, before=first or self._newer)
+            else:
+                await self.mount_all(fresh, before=self._newer)
+        self._say_elsewhere()
+        if older:
+            self.call_after_refresh(
+                lambda: self.scroll_to(y=self.scroll_y + self.virtual_size.height - height, animate=False)
+            )
+
+    def _say_elsewhere(self) -> None:
+        self._older.say(self.window.older)
+        self._newer.say(self.window.newer)
+
+    # --- moving ---------------------------------------------------------------------------------------------------
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        at_end = not self.window.newer and new_value >= self.max_scroll_y - 1
+        self._set_following(at_end)
+        if at_end and not self.is_anchored:
+            self.call_after_refresh(self._keep_end)
+
+    def on_resize(self, event: events.Resize) -> None:
+        self.call_after_refresh(self._keep_end)
+
+    def _set_following(self, following: bool) -> None:
+        if following == self._following:
+            return
+        self._following = following
+        if following and self._pending is not None:
+            self._draw_live()
+        self.post_message(self.FollowingChanged(following))
+
+    @on(MessageView.Neighbour)
+    async def _move_focus(self, event: MessageView.Neighbour) -> None:
+        event.stop()
+        views = self.views
+        index = views.index(event.view) + event.offset
+        if index < 0 and self.window.older:
+            await self.show_more(True)
+            views = self.views
+            index = views.index(event.view) - 1
+        if index >= len(views) and self.window.newer:
+            await self.show_more(False)
+            views = self.views
+            index = views.index(event.view) + 1
+        if index >= len(views):
+            self.follow()
+            self.post_message(self.Leave())
+        elif index >= 0:
+            views[index].focus()

@@ -1,0 +1,1 @@
+"""Panels beside the chat: beams, timing, and their charts."""

@@ -1,0 +1,250 @@
+"""The beam panel: how many candidates, what that would cost, and the candidates themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar
+
+from textual import events, work
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.widgets import Static
+
+from app.text_safety import one_line
+from app.tui.chat.controller import ChatController
+from app.tui.chat.rendered import Rendered
+from app.tui.chat.state import BeamsChanged, StatusChanged, Update
+from app.tui.panels.panel import Panel
+from app.tui.render.formatting import rate, size
+from app.tui.shortcuts import key
+from engine.ipc.messages import Beam, BeamEstimate, BeamEstimates
+
+WIDEST = 16
+_MUTED = "$foreground-muted"
+
+
+class BeamPanel(Panel):
+    PANEL = "beams"
+    TITLE = "Beams"
+    HINT = f"{key('beams')} focus panel · {key('beams')} again close"
+    HELP = (
+        "A beam search keeps several candidates and gives the likeliest whole answer. `left` and `right` choose how "
+        "many, at what cost; `enter` applies it from the next question on. `tab` goes to the candidates: `enter` "
+        "makes the marked one the answer, and the others stay as alternatives."
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "screen.close_panel", "Close", id="panel.close")]
+
+    def __init__(self, controller: ChatController, apply: Callable[[int], str]) -> None:
+        super().__init__()
+        self.can_focus = False
+        self._controller = controller
+        self._widths = Widths(controller.options.beams, apply)
+        self._candidates = Candidates(controller.pick_beam)
+
+    def compose(self) -> Iterable[Static | Rendered]:
+        yield self._widths
+        yield self._candidates
+
+    def focus_first(self) -> None:
+        self._widths.focus()
+
+    def opened(self) -> None:
+        self._candidates.show(self._controller.beams, 0, self._controller.beam_search_runs, 0.0)
+        self._ask_for_costs()
+
+    def hear(self, update: Update) -> None:
+        if isinstance(update, StatusChanged):
+            self._widths.use(self._controller.options.beams)
+        elif isinstance(update, BeamsChanged):
+            self._candidates.show(update.beams, update.step, update.running, update.tokens_per_s)
+            if not update.running:
+                self._ask_for_costs()
+
+    def loaded(self) -> None:
+        """A model was loaded: its costs are others."""
+        self._ask_for_costs()
+
+    @work(group="costs", exclusive=True, exit_on_error=False)
+    async def _ask_for_costs(self) -> None:
+        tokens = self._controller.context_to_come
+        self._widths.costs(await self._controller.estimate_beams(range(1, WIDEST + 1)), tokens)
+
+
+class Widths(Rendered, can_focus=True):
+    """The widths 1 to 16, one marked, and what it would cost."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("left", "move(-1)", "Fewer", id="beams.fewer", key_display="←"),
+        Binding("right", "move(1)", "More", id="beams.more", key_display="→"),
+        Binding("enter", "apply", "Apply", id="beams.apply"),
+    ]
+
+    def __init__(self, width: int, apply: Callable[[int], str]) -> None:
+        super().__init__(classes="widths")
+        self.applied = width
+        self.marked = width
+        self._apply = apply
+        self._costs: BeamEstimates | str = "Asking what it costs…"
+        self._tokens = 0
+
+    def use(self, width: int) -> None:
+        """``width`` is what the next question gets, wherever that was set."""
+        if width != self.applied:
+            self.applied = self.marked = width
+            self.remake()
+
+    def costs(self, costs: BeamEstimates | str, tokens: int) -> None:
+        """``costs`` hold for a context of ``tokens``."""
+        self._costs, self._tokens = costs, tokens
+        self.remake()
+
+    def action_move(self, offset: int) -> None:
+        self.marked = min(WIDEST, max(1, self.marked + offset))
+        self.remake()
+
+    def action_apply(self) -> None:
+        estimate = self._estimate(self.marked)
+        if estimate is not None and not estimate.fits:
+            self.app.notify(self._too_much(estimate), severity="warning", markup=False)
+            return
+        problem = self._apply(self.marked)
+        self.applied = self.marked
+        if problem:
+            self.app.notify(problem, severity="error", markup=False)
+        self.remake()
+
+    def make(self, width: int) -> Content:
+        numbers = [self._number(number) for number in range(1, WIDEST + 1)]
+        rows = [numbers] if width >= 52 else [numbers[:8], numbers[8:]]
+        lines = [Content.assemble(("Width", "bold"), (f"  now {self.applied}", _MUTED))]
+        lines += [Content.assemble(*row) for row in rows]
+        lines += self._cost_lines()
+        return Content("\n").join(lines)
+
+    def _number(self, number: int) -> Content:
+        estimate = self._estimate(number)
+        text = f"[{number}]" if number == self.marked else f" {number} "
+        if number == self.marked:
+            style = "bold $text-accent reverse" if self.has_focus else "bold $text-accent"
+        elif number == self.applied:
+            style = "bold underline"
+        else:
+            style = "$text-error dim" if estimate is not None and not estimate.fits else _MUTED
+        return Content.styled(text, style)
+
+    def _cost_lines(self) -> list[Content]:
+        if isinstance(self._costs, str):
+            return [Content.styled(self._costs, _MUTED)]
+        estimate = self._estimate(self.marked)
+        if estimate is None:
+            return []
+        what = "1 beam: sampled, one answer" if self.marked == 1 else f"{self.marked} beams: a beam search"
+        memory = (
+            f"memory {size(estimate.memory_bytes)} of {size(self._costs.available_bytes)} free, "
+            f"at {self._tokens:,} tokens of context"
+        )
+        time = f"About {100 / estimate.relative_step_time:.0f} % of single-beam speed"
+        lines = [Content(what), Content.styled(memory, _MUTED), Content.styled(time, _MUTED)]
+        if not estimate.fits:
+            lines.append(Content.styled(self._too_much(estimate), "$text-error"))
+        elif self.marked != self.applied:
+            lines.append(Content.styled("enter applies it from the next question on", "$text-accent"))
+        return lines
+
+    def _too_much(self, estimate: BeamEstimate) -> str:
+        free = self._costs.available_bytes if isinstance(self._costs, BeamEstimates) else 0
+        return f"{estimate.width} beams do not fit: {size(estimate.memory_bytes - free)} short; choose fewer."
+
+    def _estimate(self, number: int) -> BeamEstimate | None:
+        if isinstance(self._costs, str):
+            return None
+        return next((estimate for estimate in self._costs.estimates if estimate.width == number), None)
+
+    def watch_has_focus(self, value: bool) -> None:
+        super().watch_has_focus(value)
+        self.remake()
+
+
+class Candidates(Rendered, can_focus=True):
+    """The candidates, best first, with their scores."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up", "move(-1)", "Up", show=False, id="candidates.up"),
+        Binding("down", "move(1)", "Down", show=False, id="candidates.down"),
+        Binding("enter", "pick", "Make it the answer", id="candidates.pick"),
+    ]
+    LINES = 3
+    """Lines of text shown of each candidate."""
+
+    def __init__(self, pick: Callable[[int], None]) -> None:
+        super().__init__(classes="candidates")
+        self._pick = pick
+        self._beams: Sequence[Beam] = ()
+        self._step = 0
+        self._running = False
+        self._rate = 0.0
+        self._marked = 0
+        self._rows: list[int] = []
+
+    def show(self, beams: Sequence[Beam], step: int, running: bool, tokens_per_s: float) -> None:
+        self._beams, self._step, self._running, self._rate = beams, step, running, tokens_per_s
+        self._marked = min(self._marked, max(0, len(beams) - 1))
+        self.remake()
+
+    def action_move(self, offset: int) -> None:
+        self._marked = min(max(0, self._marked + offset), max(0, len(self._beams) - 1))
+        self.remake()
+
+    def action_pick(self) -> None:
+        if self._beams:
+            self._pick(self._marked)
+
+    def on_click(self, event: events.Click) -> None:
+        row = event.get_content_offset_capture(self).y
+        if self._beams and 0 <= row < len(self._rows) and self._rows[row] >= 0:
+            self._marked = self._rows[row]
+            self.remake()
+
+    def make(self, width: int) -> Content:
+        head = Content.styled("Candidates", "bold")
+        self._rows = [-1]
+        if not self._beams:
+            hint = "They are shown here while a beam search runs, and after it."
+            return Content.assemble(head, "\n", (hint, _MUTED))
+        state = f"step {self._step}" if self._running else "ended"
+        lines = [Content.assemble(head, (f"  {' · '.join(filter(None, [state, rate(self._rate)]))}", _MUTED))]
+        shared = common_beginning([beam.text for beam in self._beams])
+        if shared:
+            lines.append(Content.styled("“…” replaces the shared beginning.", _MUTED))
+            self._rows.append(-1)
+        for index, beam in enumerate(self._beams):
+            rows = self._candidate(index, beam, shared, width)
+            lines += rows
+            self._rows += [index] * len(rows)
+        return Content("\n").join(lines)
+
+    def _candidate(self, index: int, beam: Beam, shared: int, width: int) -> list[Content]:
+        marked = index == self._marked
+        pointer = "▸" if marked else " "
+        ended = " ■" if beam.finished else ""
+        style = ("bold $text-accent reverse" if self.has_focus else "bold $text-accent") if marked else "bold"
+        title = Content.assemble((f"{pointer}{index + 1:>2} {beam.score:8.3f}{ended}", style))
+        text = one_line(("…" if shared else "") + beam.text[shared:]) or "(empty)"
+        body = Content(text).wrap(max(8, width - 4))
+        if len(body) > self.LINES:
+            body = [*body[: self.LINES - 1], body[self.LINES - 1].rstrip().truncate(max(7, width - 6)) + " …"]
+        return [title, *[Content.assemble("    ", line.rstrip()) for line in body]]
+
+    def watch_has_focus(self, value: bool) -> None:
+        super().watch_has_focus(value)
+        self.remake()
+
+
+def common_beginning(texts: Sequence[str], least: int = 40) -> int:
+    """How many characters all ``texts`` share at their beginning, up to a word; 0 if that is fewer than ``least``."""
+    if len(texts) < 2:
+        return 0
+    low, high = min(texts), max(texts)
+    shared = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+    shared = low.rfind(" ", 0, shared) + 1 if shared < len(low) or shared < len(high) else shared
+    return shared if shared >= least else 0

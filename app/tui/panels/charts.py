@@ -1,0 +1,251 @@
+"""Timing bars and the heat map of expert use, as ``Content``. Readable without colour: every part has its own fill."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from textual.content import Content
+
+from app.tui.render.formatting import rate, size
+from engine.ipc.messages import ExpertMovement, LayerTimes, PhaseTimes, Timing
+
+PARTS: tuple[tuple[str, str, str], ...] = (
+    ("attention", "█", "$primary"),
+    ("router", "▚", "$success"),
+    ("experts", "▓", "$accent"),
+    ("exchange", "▒", "$secondary"),
+    ("wait", "░", "$error"),
+    ("other", "·", "$foreground-muted"),
+)
+"""Name, fill and colour of each part of a layer's time, in the order in which they are stacked."""
+
+_MUTED = "$foreground-muted"
+_SHADES = " ·░▒▓█"
+_RESIDENT = "▪"
+"""Stands behind the figure of an expert that is in GPU memory; where there is no room for figures, a digit stands for
+its use in place of a shade."""
+
+
+def parts_of(times: LayerTimes) -> list[float]:
+    """The parts of one layer in the order of :data:`PARTS`, in milliseconds."""
+    return [float(getattr(times, name)) for name, _, _ in PARTS]
+
+
+def total(times: LayerTimes) -> float:
+    return sum(parts_of(times))
+
+
+def cells(values: Sequence[float], width: int) -> list[int]:
+    """``width`` cells shared out in proportion to ``values``; they add up to ``width`` exactly (0 if all are 0)."""
+    whole = sum(values)
+    if whole <= 0 or width <= 0:
+        return [0] * len(values)
+    exact = [value * width / whole for value in values]
+    shares = [int(share) for share in exact]
+    by_rest = sorted(range(len(values)), key=lambda index: exact[index] - shares[index], reverse=True)
+    for index in by_rest[: width - sum(shares)]:
+        shares[index] += 1
+    return shares
+
+
+def slowest(layers: Sequence[LayerTimes], count: int = 3) -> list[tuple[int, float, str]]:
+    """The ``count`` slowest layers: index, milliseconds per token, and the part that took most of it."""
+    order = sorted(range(len(layers)), key=lambda index: total(layers[index]), reverse=True)
+    return [
+        (index, total(layers[index]), max(PARTS, key=lambda part: float(getattr(layers[index], part[0])))[0])
+        for index in order[:count]
+        if total(layers[index]) > 0
+    ]
+
+
+def phase_summary(name: str, phase: PhaseTimes, width: int) -> Content:
+    """A phase in a few lines: its time per token, and what that went to over all layers."""
+    if not phase.tokens:
+        return Content.assemble((name, "bold"), ("  not measured yet", _MUTED))
+    speed = rate(1000 / phase.per_token) if phase.per_token > 0 else ""
+    figures = [f"{phase.per_token:.2f} ms a token", speed, f"{phase.tokens:,} tokens"]
+    head = [Content.styled(name, "bold"), *[Content(figure) for figure in figures if figure]]
+    sums = [sum(values) for values in zip(*(parts_of(layer) for layer in phase.layers), strict=True)] or [0.0] * 6
+    sums[-1] += phase.outside_layers
+    return Content("\n").join([flowing(head, width), stacked(sums, width), flowing(shares(sums), width)])
+
+
+def flowing(items: Sequence[Content], width: int) -> Content:
+    """``items`` side by side, on as many lines as they need; none is broken in two."""
+    lines: list[Content] = []
+    for item in items:
+        if lines and lines[-1].cell_length + 2 + item.cell_length <= width:
+            lines[-1] = Content.assemble(lines[-1], "  ", item)
+        else:
+            lines.append(item)
+    return Content("\n").join(lines)
+
+
+def stacked(values: Sequence[float], width: int) -> Content:
+    """One stacked bar of ``width`` cells."""
+    pieces = [
+        (fill * count, colour) for (_, fill, colour), count in zip(PARTS, cells(values, width), strict=True) if count
+    ]
+    return Content.assemble(*pieces)
+
+
+def shares(values: Sequence[float]) -> list[Content]:
+    """The legend with the share of each part; parts that took no time are left out."""
+    whole = sum(values) or 1.0
+    return [
+        Content.assemble((fill, colour), f" {name} {100 * value / whole:.0f}%")
+        for (name, fill, colour), value in zip(PARTS, values, strict=True)
+        if value > 0
+    ]
+
+
+def layer_bars(layers: Sequence[LayerTimes], width: int) -> Content:
+    """One bar for each layer, all on one scale, with its milliseconds per token."""
+    longest = max((total(layer) for layer in layers), default=0.0)
+    if longest <= 0:
+        return Content.styled("Nothing was measured yet.", _MUTED)
+    digits = len(str(len(layers) - 1))
+    room = max(4, width - digits - 9)
+    named = {index for index, _, _ in slowest(layers)}
+    lines = []
+    for index, layer in enumerate(layers):
+        length = round(room * total(layer) / longest)
+        bar = stacked(parts_of(layer), length)
+        style = "bold $text-warning" if index in named and len(layers) > 3 else ""
+        figure = (f" {total(layer):7.2f}", style)
+        lines.append(Content.assemble((f"{index:>{digits}} ", style or _MUTED), bar, " " * (room - length), figure))
+    return Content("\n").join(lines)
+
+
+def slowest_line(layers: Sequence[LayerTimes]) -> Content:
+    found = slowest(layers)
+    if not found:
+        return Content()
+    words = ", ".join(f"layer {index} ({time:.2f} ms, mostly {part})" for index, time, part in found)
+    return Content.assemble(("Slowest: ", "bold"), words)
+
+
+# --- sharing experts between GPU and CPU --------------------------------------------------------------------------
+
+
+def movement(moved: ExpertMovement, width: int) -> Content:
+    """What was moved for a token, how often experts were where they were needed, and who worked when."""
+    tokens = max(1, moved.tokens)
+    active = moved.hits + moved.misses
+    first = [
+        Content.styled("Experts on GPU and CPU", "bold"),
+        Content(f"moved a token: weights {size(moved.weight_bytes / tokens)}"),
+        Content(f"activations {size(moved.activation_bytes / tokens)}"),
+    ]
+    if active:
+        first.append(Content(f"hit rate {moved.hits / active:.0%}"))
+        if moved.misses:
+            first.append(Content.styled(f"{moved.moved / moved.misses:.0%} of the misses copied", _MUTED))
+    lines = [flowing(first, width)]
+    if moved.total_s > 0:
+        busy = {"GPU at work": moved.gpu_s, "CPU": moved.cpu_s, "both at once": moved.both_s}
+        times = [Content(f"{name} {seconds / moved.total_s:.0%}") for name, seconds in busy.items()]
+        lines.append(flowing([*times, Content.styled("of the experts' time", _MUTED)], width))
+    return Content("\n").join(lines)
+
+
+# --- the heat map -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place of the heat map: how often its expert was used, and whether that is in GPU memory."""
+
+    count: int
+    resident: bool = False
+
+
+def group_columns(rows: Sequence[Sequence[Cell]], most: int) -> tuple[list[list[Cell]], int]:
+    """At most ``most`` columns: neighbours are joined, each column showing the busiest of its group.
+
+    Returns the table and how many experts stand in a column.
+    """
+    count = max((len(row) for row in rows), default=0)
+    group = max(1, -(-count // max(1, most)))
+
+    def joined(row: Sequence[Cell], start: int) -> Cell:
+        return max(row[start : start + group], key=lambda cell: (cell.count, cell.resident))
+
+    return [[joined(row, start) for start in range(0, len(row), group)] for row in rows], group
+
+
+def heat_map(timing: Timing, width: int) -> Content:
+    """Rows are layers, columns experts; the busiest expert of the model is 1, as in the papers."""
+    rows = _cells_of(timing)
+    busiest = max((cell.count for row in rows for cell in row), default=0)
+    if not busiest and not timing.resident:
+        return Content.styled("No expert was counted yet.", _MUTED)
+    digits = max(len(str(layer)) for layer in timing.moe_layers) if timing.moe_layers else 1
+    room = max(1, width - digits - 1)
+    table, group = group_columns(rows, room)
+    columns = max(len(row) for row in table)
+    cell = _cell_width(columns, room)
+    lines = [_map_header(columns, group, cell, digits)] if cell >= 3 else []
+    for layer, row in zip(timing.moe_layers, table, strict=False):
+        pieces = [heat_cell(place.count / max(1, busiest), cell, place.resident) for place in row]
+        lines.append(Content.assemble((f"{layer:>{digits}} ", _MUTED), *_joined(pieces)))
+    if group > 1:
+        lines.append(Content.styled(f"Each column is {group} experts; the busiest of them is shown.", _MUTED))
+    return Content("\n").join(lines)
+
+
+def _joined(pieces: Sequence[Content]) -> list[Content]:
+    """The same text in fewer pieces: neighbours of one style are one."""
+    joined: list[tuple[str, str]] = []
+    for piece in pieces:
+        style = str(piece.spans[0].style) if piece.spans else ""
+        if joined and joined[-1][1] == style:
+            joined[-1] = joined[-1][0] + piece.plain, style
+        else:
+            joined.append((piece.plain, style))
+    return [Content.styled(text, style) for text, style in joined]
+
+
+def _cell_width(columns: int, room: int) -> int:
+    return max(1, min(6, room // max(1, columns)))
+
+
+def _cells_of(timing: Timing) -> list[list[Cell]]:
+    resident = [set(layer) for layer in timing.resident] or [set()] * len(timing.expert_use)
+    return [
+        [Cell(count, expert in there) for expert, count in enumerate(row)]
+        for row, there in zip(timing.expert_use, resident, strict=False)
+    ]
+
+
+def heat_cell(share: float, width: int, resident: bool = False) -> Content:
+    """One cell: a figure where it fits, else a shade; the colour says the same. See :data:`_RESIDENT`."""
+    if width >= 4:
+        figure = ("1.0" if resident else "1.00") if share >= 0.995 else f"{share:.2f}"[1:]
+        text = f"{figure}{_RESIDENT}" if resident else figure
+        weight = "auto bold" if resident else "auto"
+        return Content.styled(f"{text:^{width}}", f"{weight} on $accent {round(5 + 85 * share)}%")
+    if resident:
+        return Content.styled(f"{min(9, int(10 * share)):^{width}}", "bold $text-accent")
+    step = round(min(1.0, share) * (len(_SHADES) - 1))
+    return Content.styled(_SHADES[step] * width, f"$accent {35 + 13 * step}%")
+
+
+def heat_legend(timing: Timing, width: int) -> Content:
+    steps = [0.0, 0.25, 0.5, 0.75, 1.0]
+    cell = 6 if width >= 46 else 4
+    scale = Content.assemble(("rarely ", _MUTED), *[heat_cell(step, cell) for step in steps], (" busiest", _MUTED))
+    if not timing.resident:
+        return scale
+    there, every = sum(map(len, timing.resident)), sum(map(len, timing.expert_use))
+    digits = max(len(str(layer)) for layer in timing.moe_layers) if timing.moe_layers else 1
+    figures = _cell_width(max(map(len, timing.expert_use), default=1), width - digits - 1) >= 4
+    mark = _RESIDENT if figures else "a digit (tenths)"
+    words = Content.assemble((mark, "bold"), f" in GPU memory: {there:,} of {every:,} experts")
+    return flowing([scale, words], width)
+
+
+def _map_header(columns: int, group: int, cell: int, digits: int) -> Content:
+    names = "".join(f"{index * group:^{cell}}" for index in range(columns))
+    return Content.styled(" " * (digits + 1) + names, _MUTED)

@@ -1,0 +1,219 @@
+"""The timing panel: where each token's time goes, layer by layer, and which experts it went to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar, Literal
+
+from textual.binding import Binding, BindingType
+from textual.content import Content
+from textual.timer import Timer
+
+from app.text_safety import one_line
+from app.tui.chat.controller import ChatController
+from app.tui.chat.rendered import Rendered
+from app.tui.chat.state import TimingArrived, Update
+from app.tui.panels.charts import heat_legend, heat_map, layer_bars, movement, phase_summary, slowest_line
+from app.tui.panels.node_charts import node_line, overview
+from app.tui.panels.panel import Panel
+from app.tui.render.pacing import Pace
+from app.tui.shortcuts import key
+from engine.ipc.messages import ExpertMovement, PhaseTimes, Timing
+
+UPDATE_S = 0.2
+SLOWEST_S = 1.0
+"""Between two drawings, the least and the most: they grow with what drawing costs."""
+
+
+class TimingPanel(Panel):
+    PANEL = "timing"
+    TITLE = "Timing"
+    HINT = f"{key('timing')} focus panel · {key('timing')} again close"
+    HELP = (
+        "Where the time of a token goes. Each bar is a layer, split into attention, router, experts, exchange between "
+        "machines, waiting, and the rest; `p` changes between decoding and reading the prompt. Below, how often each "
+        "expert was used: rows are layers, columns experts. Where GPU and CPU share the experts, it is said what was "
+        "moved between them, and experts in GPU memory are marked. In a ring `n` goes from an overview, with the "
+        "slowest node of each layer, to the nodes one by one. It is measured only while this panel is open, and on a "
+        "GPU only a few steps a second, because measuring slows a step down there; where the panel covers the "
+        "conversation, from the first time it was opened on."
+    )
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("p", "phase", "Prefill / decode", id="timing.phase"),
+        Binding("n", "node(1)", "Next node", id="timing.node"),
+        Binding("N", "node(-1)", "Node before", show=False, id="timing.node_before"),
+        Binding("escape", "screen.close_panel", "Close", id="panel.close"),
+    ]
+
+    def __init__(self, controller: ChatController) -> None:
+        super().__init__()
+        self._controller = controller
+        self._view = TimingView(controller.timing, self)
+        self._experts = ExpertsView(controller.timing)
+        self._latest = controller.timing
+        self._pace = Pace(UPDATE_S, SLOWEST_S)
+        self._timer: Timer | None = None
+
+    def compose(self) -> Iterable[Rendered]:
+        yield self._view
+        yield self._experts
+
+    def opened(self) -> None:
+        self.app.run_worker(self._controller.link.watch(True), group="watch", exit_on_error=False)
+
+    def closed(self) -> None:
+        if self.covers:
+            return  # Nobody can ask while it is open: what is asked next is measured all the same.
+        self.app.run_worker(self._controller.link.watch(False), group="watch", exit_on_error=False)
+
+    def hear(self, update: Update) -> None:
+        if isinstance(update, TimingArrived):
+            self._latest = update.timing
+            wait = self._pace.wait()
+            if wait <= 0:
+                self._draw()
+            elif self._timer is None:
+                self._timer = self.set_timer(wait, self._draw)
+
+    def _draw(self) -> None:
+        if self._timer is not None:
+            self._timer.stop()
+            self._timer = None
+        self._pace.drawn()
+        if self._latest is not None:
+            if (len(self._latest.nodes) > 1) != self._view.has_nodes:
+                self.refresh_bindings()
+            self._view.show(self._latest)
+            self._experts.show(self._latest)
+
+    def watch_scroll_y(self, old_value: float, new_value: float) -> None:
+        super().watch_scroll_y(old_value, new_value)
+        self.call_after_refresh(self._experts.seen)
+
+    def action_phase(self) -> None:
+        self._view.change_phase()
+
+    def action_node(self, offset: int) -> None:
+        self._view.change_node(offset)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        return action != "node" or bool(self._latest is not None and len(self._latest.nodes) > 1)
+
+
+class TimingView(Rendered):
+    def __init__(self, timing: Timing | None, panel: Panel) -> None:
+        super().__init__(classes="timing")
+        self._timing = timing
+        self._panel = panel
+        self._phase: Literal["decode", "prefill"] = "decode"
+        self._node: int | None = None
+        """Of a ring: the rank that is shown; None: the overview."""
+
+    @property
+    def has_nodes(self) -> bool:
+        return self._timing is not None and len(self._timing.nodes) > 1
+
+    def show(self, timing: Timing) -> None:
+        self._timing = timing
+        if self._node is not None and self._node >= len(timing.nodes):
+            self._node = None
+        self.remake()
+
+    def change_phase(self) -> None:
+        self._phase = "prefill" if self._phase == "decode" else "decode"
+        self.remake()
+
+    def change_node(self, offset: int) -> None:
+        """From the overview through the nodes and back."""
+        if self._timing is None or not self.has_nodes:
+            return
+        places = len(self._timing.nodes) + 1
+        place = ((0 if self._node is None else self._node + 1) + offset) % places
+        self._node = place - 1 if place else None
+        self.remake()
+
+    def make(self, width: int) -> Content:
+        found = self._measured(width)
+        if self._timing is None or not self._timing.sampled:
+            return found
+        said = "A few steps a second are measured: on a GPU each of them is slower for it."
+        return Content("\n").join([found, Content(), Content.styled(said, "$foreground-muted")])
+
+    def _measured(self, width: int) -> Content:
+        timing = self._timing
+        if timing is None:
+            how = "From now on" if self._panel.covers else "While this panel is open"
+            then = "close this and ask" if self._panel.covers else "ask"
+            return Content.assemble(
+                ("Nothing was measured yet.\n\n", ""),
+                (f"{how} the engine measures: {then} something.", "$foreground-muted"),
+            )
+        if not timing.nodes:
+            return self._one(timing.decode, timing.prefill, timing.movement, width)
+        if not self.has_nodes:
+            (node,) = timing.nodes
+            whose = Content.assemble(("Computed by ", "$foreground-muted"), (one_line(node.name), "bold"))
+            return Content("\n").join([whose, Content(), self._one(node.decode, node.prefill, None, width)])
+        head = node_line(timing.nodes, self._node, width)
+        if self._node is None:
+            title = f"{'Decoding' if self._phase == 'decode' else 'Prefill'} by node"
+            heading = Content.assemble((title, "bold"), ("  ms a token", "$foreground-muted"))
+            return Content("\n").join([head, Content(), heading, overview(timing.nodes, self._phase, width)])
+        node = timing.nodes[self._node]
+        movement = timing.movement if self._node == 0 else None
+        return Content("\n").join([head, Content(), self._one(node.decode, node.prefill, movement, width)])
+
+    def _one(self, decode: PhaseTimes, prefill: PhaseTimes, moved: ExpertMovement | None, width: int) -> Content:
+        """One machine: both phases, then the layers of one of them."""
+        phase = decode if self._phase == "decode" else prefill
+        name = "Decoding" if self._phase == "decode" else "Prefill"
+        parts = [
+            phase_summary("Decode", decode, width),
+            Content(),
+            phase_summary("Prefill", prefill, width),
+            Content(),
+            *([movement(moved, width), Content()] if moved is not None else []),
+            Content.assemble((f"{name} by layer", "bold"), ("  ms a token", "$foreground-muted")),
+            slowest_line(phase.layers),
+            layer_bars(phase.layers, width),
+        ]
+        if phase.outside_layers:
+            outside = f"Outside the layers (embedding, head, sampling): {phase.outside_layers:.2f} ms"
+            parts.append(Content.styled(outside, "$foreground-muted"))
+        return Content("\n").join(parts)
+
+
+class ExpertsView(Rendered):
+    """The heat map. It is large and lies below what is looked at first: where nobody sees it, it is not drawn."""
+
+    def __init__(self, timing: Timing | None) -> None:
+        super().__init__(classes="experts")
+        self._timing = timing
+        self._shape = _shape(timing)
+        self._stale = False
+
+    def show(self, timing: Timing) -> None:
+        same = _shape(timing) == self._shape
+        self._timing, self._shape = timing, _shape(timing)
+        self._stale = same and not self.is_on_screen
+        if not self._stale:
+            self.remake()
+
+    def seen(self) -> None:
+        """The reader scrolled: draw what was left out."""
+        if self._stale and self.is_on_screen:
+            self._stale = False
+            self.remake()
+
+    def make(self, width: int) -> Content:
+        timing = self._timing
+        if timing is None or not timing.expert_use:
+            return Content()
+        title = Content.styled("Use of the experts", "bold")
+        return Content("\n").join([Content(), title, heat_map(timing, width), heat_legend(timing, width)])
+
+
+def _shape(timing: Timing | None) -> tuple[int, int, bool]:
+    """What the height of the heat map depends on."""
+    use = timing.expert_use if timing is not None else []
+    return len(use), max(map(len, use), default=0), any(map(any, use))

@@ -1,0 +1,1 @@
+"""From text to what a terminal shows: Markdown, highlighted code, tables, numbers."""

@@ -1,0 +1,140 @@
+"""A lent machine as ``Content``: who it is, its code, what it does for the ring. Pure."""
+
+from __future__ import annotations
+
+from textual.content import Content
+
+from app.ring_words import fingerprint, latency, link_words, other_link, place_words, short_id
+from app.text_safety import one_line
+from app.tui.panels.charts import flowing
+from app.tui.render.formatting import bar, size
+from app.tui.screens.ring_view import peer_lines
+from engine.ipc.messages import LendingFacts, LinkFacts, NetworkState
+
+_MUTED = "$foreground-muted"
+_LABEL = 9
+_BAR = 20
+
+_DIGITS = {
+    "0": "█▀█ █ █ ▀▀▀", "1": "▀█   █  ▀▀▀", "2": "▀▀█ █▀▀ ▀▀▀", "3": "▀▀█ ▀▀█ ▀▀▀", "4": "█ █ ▀▀█   ▀",
+    "5": "█▀▀ ▀▀█ ▀▀▀", "6": "█▀▀ █▀█ ▀▀▀", "7": "▀▀█   █   ▀", "8": "█▀█ █▀█ ▀▀▀", "9": "█▀█ ▀▀█ ▀▀▀",
+    "-": "    ▀▀▀    ", " ": "           ",
+}  # fmt: skip
+"""Three lines of three cells, from half blocks: one glyph for each digit."""
+
+
+def large(text: str) -> list[str]:
+    """``text`` in three lines of large digits; one line as it stands if it has other characters."""
+    if any(character not in _DIGITS for character in text):
+        return [text]
+    glyphs = [_DIGITS[character] for character in text]
+    return [" ".join(glyph[4 * line : 4 * line + 3].ljust(3) for glyph in glyphs).rstrip() for line in range(3)]
+
+
+def lending_view(state: NetworkState | None, restarting: bool, width: int) -> Content:
+    """The whole screen but for the messages."""
+    if state is None:
+        return Content.styled("Starting the engine…", _MUTED)
+    paired = [peer for peer in state.peers if peer.name]
+    # What one needs first: on a small terminal the rest is below the edge.
+    parts = [_me(state, width)]
+    if restarting:
+        parts.append(Content.styled("The engine ended and is started again.", "$text-warning bold"))
+    parts += [Content.styled(f"! {one_line(problem)}", "$text-warning") for problem in state.problems]
+    if state.lending is not None:
+        parts.append(_lending(state.lending, width))
+    if state.code:
+        parts.append(_code(state, width))
+    parts.append(_where(state, width))
+    if state.lending is None and state.open:
+        waiting = "Waiting for a head to form a ring." if paired else "Waiting to be paired."
+        parts.append(Content.styled(waiting, _MUTED))
+    if paired and state.lending is None:
+        heads = [peer_lines(peer, width, of_head=True) for peer in paired]
+        parts.append(Content("\n").join([Content.styled("Paired", "bold"), *heads]))
+    return Content("\n\n").join(parts)
+
+
+def _me(state: NetworkState, width: int) -> Content:
+    me = state.me
+    items = [Content.styled(one_line(me.name) or short_id(me.node_id), "bold $text-primary")]
+    if me.words:
+        items.append(Content.styled(fingerprint(me.words), "$text-accent"))
+    return flowing(items, width)
+
+
+def _where(state: NetworkState, width: int) -> Content:
+    me = state.me
+    where = ", ".join(map(one_line, me.listening))
+    items = [Content.styled((where and f"listening at {where}") or "no socket is open", _MUTED)]
+    if me.key_storage:
+        items.append(Content.styled(f"key in {one_line(me.key_storage)}", _MUTED))
+    return flowing(items, width)
+
+
+def _code(state: NetworkState, width: int) -> Content:
+    tries = f"{state.code_tries} tr{'y' if state.code_tries == 1 else 'ies'}"
+    lines = large(one_line(state.code))
+    if max(map(len, lines)) > width:
+        lines = []
+    left = f"valid for {state.code_seconds} s, {tries} left; c makes a new one"
+    typed = Content.assemble(("Type this code on the machine with the chat: ", ""), (one_line(state.code), "bold"))
+    return Content("\n").join(
+        [
+            typed,
+            *[Content.styled(line, "bold $text-success") for line in ("", *lines) if len(lines) > 1],
+            Content.styled(left, _MUTED),
+        ]
+    )
+
+
+def _lending(facts: LendingFacts, width: int) -> Content:
+    # Until the ring is formed nothing is known of it but what is to be received.
+    place = f", {place_words(facts)}" if facts.nodes else ""
+    amount = f", {size(facts.expert_bytes)}" if facts.expert_bytes else ""
+    rows = [("Ring of", Content.assemble((one_line(facts.head), "bold"), place))]
+    if facts.model:
+        rows.append(("Model", Content(one_line(facts.model))))
+    if facts.experts:
+        rows.append(("Share", Content(f"{facts.experts:,} experts{amount}")))
+    rows += [
+        ("Stage", _stage(facts)),
+        ("Load", Content.assemble(bar(facts.busy, 1.0, _BAR), f" {min(1.0, facts.busy):.0%}")),
+        ("Tokens", Content(f"{facts.tokens:,}")),
+    ]
+    if facts.link is not None:
+        rows.append(("Link", _link(facts.link, max(8, width - _LABEL))))
+    if facts.probe_s is not None:
+        rows.append(("Probe", Content(f"first token {latency(facts.probe_s)}")))
+    return Content("\n").join([_row(label, value) for label, value in rows])
+
+
+def _row(label: str, value: Content) -> Content:
+    first, *others = value.split("\n")
+    lines = [Content.assemble((f"{label:{_LABEL}}", _MUTED), first)]
+    return Content("\n").join([*lines, *[Content.assemble(" " * _LABEL, line) for line in others]])
+
+
+def _stage(facts: LendingFacts) -> Content:
+    colour = "$text-success" if facts.stage in ("ready", "answering") else "$text-warning"
+    stage = Content.styled(one_line(facts.stage), colour)
+    if not facts.total:
+        return stage
+    share = min(100, 100 * facts.done // facts.total)
+    return Content.assemble(stage, " ", bar(facts.done, facts.total, _BAR), f" {share}%")
+
+
+def _link(link: LinkFacts, width: int) -> Content:
+    items = [
+        Content(link_words(link)),
+        *[Content.styled(f"slower: {other_link(other)}", _MUTED) for other in link.others],
+    ]
+    return flowing(items, width)
+
+
+def leaving_question(facts: LendingFacts | None) -> str:
+    """What to ask before leaving; empty if nobody would lose anything."""
+    if facts is None:
+        return ""
+    what = "is answering" if facts.stage == "answering" else f"has this machine ({one_line(facts.stage)})"
+    return f"The ring of {one_line(facts.head)} {what}. Leave it?"

@@ -1,0 +1,1 @@
+"""What only the comparisons with the papers need: their models and simulators. Pure functions."""

@@ -1,0 +1,222 @@
+"""Further nodes on this machine: engine processes of their own, paired with this one, on loopback only.
+
+What the ring's benchmark and its tests run on. Every process has a PRIVATELLM_HOME of its own, in a temporary folder
+that is removed at the end, and everything ends with the object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from discovery.identity import Identity, load_identity
+from discovery.peers import PeersFile, new_peer
+from engine.errors import ModelError
+from engine.ipc.messages import (
+    TERMINAL_EVENTS,
+    AnyEvent,
+    AnyRequest,
+    Failed,
+    NetworkState,
+    OpenNetwork,
+    ProtocolError,
+    Shutdown,
+    event_reader,
+    pack,
+)
+from engine.system.temporary_folders import temporary_folder
+
+START_S = 60.0
+END_S = 3.0
+NETWORK = Path("config") / "network"
+"""Of a PRIVATELLM_HOME: see :func:`engine.cluster.membership.node.network_folder`."""
+
+E = TypeVar("E", bound=AnyEvent)
+
+
+class LocalEngine:
+    """An engine process of this machine, and the events it sent. From any thread.
+
+    ``arguments``: of the Python interpreter, for a process that is prepared before it calls ``engine.host.main()``.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        environment: Mapping[str, str] | None = None,
+        arguments: Sequence[str] = ("-P", "-m", "engine.host"),
+    ) -> None:
+        self.home = home
+        env = {**os.environ, "PRIVATELLM_HOME": str(home), "GRPC_VERBOSITY": "NONE", **(environment or {})}
+        # A keyring is the person's: processes that are gone in a minute keep their keys in files.
+        env["PYTHON_KEYRING_BACKEND"] = "keyring.backends.null.Keyring"
+        self.process = subprocess.Popen(
+            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+        )
+        self.events: list[AnyEvent] = []
+        self._news = threading.Condition()
+        self._ended = False
+        self._next = 0
+        self._reader = threading.Thread(target=self._read, name="reading events", daemon=True)
+        self._reader.start()
+
+    def new_id(self) -> int:
+        self._next += 1
+        return self._next
+
+    def send(self, request: AnyRequest) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(pack(request))
+        self.process.stdin.flush()
+
+    def ask(self, request: AnyRequest, seconds: float = START_S) -> AnyEvent:
+        """Send ``request`` and wait for its last event. Raises ModelError if it failed or did not come."""
+        self.send(request)
+        found = self.wait(
+            lambda event: isinstance(event, (*TERMINAL_EVENTS, NetworkState)) and event.id == request.id, seconds
+        )
+        if isinstance(found, Failed):
+            raise ModelError(found.error, found.kind)
+        return found
+
+    def wait(self, wanted: Callable[[AnyEvent], bool], seconds: float = START_S, since: int = 0) -> AnyEvent:
+        """The first event from ``since`` on that is wanted. Raises ModelError if none comes in time."""
+        by = time.monotonic() + seconds
+        with self._news:
+            while True:
+                while since < len(self.events):
+                    if wanted(self.events[since]):
+                        return self.events[since]
+                    since += 1
+                if self._ended or not self._news.wait(max(0.0, by - time.monotonic())):
+                    what = "ended" if self._ended else f"sent nothing of that within {seconds:g} s"
+                    raise ModelError(f"An engine process on this machine {what} ({self.home}).", kind="internal")
+
+    def state(self) -> NetworkState | None:
+        """The last one it sent."""
+        with self._news:
+            states = [event for event in self.events if isinstance(event, NetworkState)]
+        return states[-1] if states else None
+
+    def close(self) -> None:
+        """End the process, by force if it does not go by itself; may be called twice."""
+        with contextlib.suppress(OSError, ValueError):
+            self.send(Shutdown(id=0))
+        with contextlib.suppress(OSError, ValueError):
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._reader.join(END_S)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        reader = event_reader()
+        descriptor = self.process.stdout.fileno()
+        try:
+            while data := os.read(descriptor, 1 << 16):
+                found = reader.feed(data)
+                with self._news:
+                    self.events += found
+                    self._news.notify_all()
+        except (OSError, ValueError, ProtocolError):
+            return
+        finally:
+            with self._news:
+                self._ended = True
+                self._news.notify_all()
+
+
+def pair_homes(homes: Sequence[Path], with_all: bool = False) -> list[Identity]:
+    """Give every home an identity, and pair the first with each other one (or all with all), as a code would."""
+    identities = [load_identity(home / NETWORK) for home in homes]
+    for index, one in enumerate(identities):
+        for other in range(index):
+            if other == 0 or with_all:
+                _trust(homes[index], identities[other], f"node {other}" if other else "head")
+                _trust(homes[other], one, f"node {index}")
+    return identities
+
+
+def _trust(home: Path, peer: Identity, name: str) -> None:
+    PeersFile(home / NETWORK).add(new_peer(peer.certificate_der, name))
+
+
+class LocalRing:
+    """``followers`` lent engine processes, each paired with the head whose home is ``head``, and listening.
+
+    ``models``: model folders that they find as their own, so that no weights are sent. ``threads``: of libraries that
+    choose for themselves (what a ring computes with is in its Load); ``cpus``: where each may run, if not anywhere.
+    """
+
+    def __init__(
+        self,
+        head: Path,
+        followers: int,
+        models: Sequence[Path] = (),
+        threads: int | None = None,
+        cpus: Sequence[frozenset[int]] = (),
+    ) -> None:
+        """Raises ModelError if a process does not start."""
+        self.engines: list[LocalEngine] = []
+        self._opened = contextlib.ExitStack()
+        try:
+            folder = self._opened.enter_context(temporary_folder("privatellm-ring-"))
+            homes = [folder / f"node-{index + 1}" for index in range(followers)]
+            for home in homes:
+                (home / NETWORK).mkdir(parents=True, mode=0o700)
+                (home / "models").mkdir()
+                for model in models:
+                    (home / "models" / model.name).symlink_to(model, target_is_directory=True)
+            self.identities = pair_homes([head, *homes])
+            environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+            for index, home in enumerate(homes):
+                engine = LocalEngine(home, environment)
+                self.engines.append(engine)
+                if index < len(cpus):
+                    # Before it has other threads, which will be there too.
+                    os.sched_setaffinity(engine.process.pid, cpus[index])
+            self.addresses = [
+                open_network(engine, f"node {index + 1}", lend=True) for index, engine in enumerate(self.engines)
+            ]
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for engine in self.engines:
+            with contextlib.suppress(OSError, ValueError):
+                engine.send(Shutdown(id=0))
+        for engine in self.engines:
+            engine.close()
+        self._opened.close()
+
+    def __enter__(self) -> LocalRing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_network(engine: LocalEngine, name: str, lend: bool = False, peers: Sequence[str] = ()) -> str:
+    """Open the network of ``engine`` on loopback; the address of its control port. Raises ModelError."""
+    request = OpenNetwork(id=engine.new_id(), name=name, listen="127.0.0.1:0", peers=list(peers), lend=lend)
+    engine.ask(request)
+    state = engine.wait(lambda event: isinstance(event, NetworkState) and bool(event.me.listening))
+    assert isinstance(state, NetworkState)
+    return state.me.listening[0]
+
+
+__all__ = ["LocalEngine", "LocalRing", "open_network", "pair_homes"]

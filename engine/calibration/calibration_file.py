@@ -1,0 +1,144 @@
+"""Calibrations on the disk: what was measured is kept, and used only on the machine and for the experts it is of.
+
+One JSON file per machine and shape under ``data/calibration``. A file of another version, machine (processor,
+instruction set, threads, GPU) or shape is refused, and a damaged one is left alone and said to be so: measuring again
+replaces it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from engine.models.durable_files import new_file
+from engine.models.files import Experts, first_held
+from engine.models.locations import ensure, locate
+from engine.moe.kernels.bindings import choose
+from engine.moe.kernels.pool import physical_cores
+from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
+from engine.system.machine import processor
+
+_FILE_LIMIT = 1_000_000
+
+
+def machine_key(instruction_set: str, threads: int, gpu: str | None) -> str:
+    """What makes two machines measure the same: ``AMD EPYC (26.2.1); avx512_bf16; 2 threads; no GPU``."""
+    return f"{processor()}; {instruction_set}; {threads} thread{'s' * (threads != 1)}; {gpu or 'no GPU'}"
+
+
+def shape_of(experts: Experts) -> ExpertShape:
+    """The shape of a model's experts (all are alike); reads no weights."""
+    first = experts.expert(*(first_held(experts) or (experts.layers[0], 0)))
+    ffn, hidden = first.gate.shape
+    each = experts.nbytes // max(1, sum(len(experts.held(layer)) for layer in experts.layers))
+    return ExpertShape(hidden=hidden, ffn=ffn, dtype=experts.dtype, expert_bytes=each)
+
+
+def calibration_path(shape: ExpertShape, machine: str) -> Path:
+    """Where the calibration of ``shape`` on ``machine`` is kept."""
+    identity = hashlib.sha256(f"{machine}\n{shape}".encode()).hexdigest()[:12]
+    name = f"experts-{shape.hidden}x{shape.ffn}-{shape.dtype.lower()}-{identity}.json"
+    return locate("data") / "calibration" / name
+
+
+def load_calibration(
+    shape: ExpertShape, machine: str, notice: Callable[[str], None] = lambda text: None
+) -> Calibration | None:
+    """The calibration of experts of ``shape`` on ``machine`` (:func:`machine_key`); None if there is none to be used.
+
+    ``notice`` gets one sentence if there is a file but it is damaged, or of something else.
+    """
+    path = calibration_path(shape, machine)
+    try:
+        if path.stat().st_size > _FILE_LIMIT:
+            raise ValueError(f"it has over {_FILE_LIMIT} bytes")
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        notice(_damaged(path, str(getattr(error, "strerror", None) or error)))
+        return None
+    try:
+        found = msgspec.json.decode(raw, type=_Versioned)
+        if found.version != CALIBRATION_VERSION:
+            notice(_refused(path, f"version {found.version}, not {CALIBRATION_VERSION}"))
+            return None
+        calibration = msgspec.json.decode(raw, type=Calibration)
+        check_calibration(calibration)
+    except (msgspec.DecodeError, ValueError) as error:
+        notice(_damaged(path, str(error)))
+        return None
+    if calibration.machine != machine:
+        notice(_refused(path, f"measured on {calibration.machine}, and this is {machine}"))
+        return None
+    if calibration.shape != shape:
+        notice(_refused(path, "measured with experts of another shape"))
+        return None
+    return calibration
+
+
+def save_calibration(calibration: Calibration) -> Path:
+    """Keep ``calibration``, replacing an older one of the same machine and shape; where it is.
+
+    Raises ValueError if it holds what cannot have been measured, OSError if it cannot be written.
+    """
+    check_calibration(calibration)
+    ensure("data")
+    path = calibration_path(calibration.shape, calibration.machine)
+    path.parent.mkdir(exist_ok=True, mode=0o700)
+    with new_file(path) as file:
+        file.write(msgspec.json.format(msgspec.json.encode(calibration)) + b"\n")
+    return path
+
+
+def check_calibration(calibration: Calibration) -> None:
+    """Raises ValueError for figures that decisions cannot rest on."""
+    rates = [calibration.memory_read, calibration.cpu_overlapped, calibration.copy_overlapped]
+    if not all(math.isfinite(rate) and rate > 0 for rate in rates):
+        raise ValueError("a rate is not a positive number")
+    if calibration.cpu_overlapped < 1 or calibration.copy_overlapped < 1:
+        raise ValueError("a factor of overlap is below 1")
+    if not (math.isfinite(calibration.weight_copy) and calibration.weight_copy >= 0):
+        raise ValueError("the time of a copy is not a number")
+    if calibration.gpu is not None and (calibration.weight_copy == 0 or calibration.activation_copy is None):
+        raise ValueError("there is a GPU's curve without the copies to that GPU")
+    for curve in (calibration.cpu, calibration.gpu, calibration.activation_copy):
+        if curve is not None:
+            _check_curve(curve)
+
+
+def _check_curve(curve: Curve) -> None:
+    if not curve.tokens or len(curve.tokens) != len(curve.seconds):
+        raise ValueError("a curve has no points, or not one time for each number of tokens")
+    if curve.tokens[0] < 1 or any(left >= right for left, right in zip(curve.tokens, curve.tokens[1:], strict=False)):
+        raise ValueError("a curve's numbers of tokens do not ascend from 1 on")
+    if not all(math.isfinite(seconds) and seconds > 0 for seconds in curve.seconds):
+        raise ValueError("a curve holds a time that is not a positive number")
+
+
+class _Versioned(msgspec.Struct):
+    """What every version of the file has."""
+
+    version: int
+
+
+def _damaged(path: Path, why: str) -> str:
+    return f"The calibration {path} is damaged ({why}) and not used; `privatellm bench experts` measures again."
+
+
+def _refused(path: Path, why: str) -> str:
+    return f"The calibration {path} is not used: {why}; `privatellm bench experts` measures again."
+
+
+def calibration_key(dtype: str, threads: int | None, gpu: str | None) -> str:
+    """:func:`machine_key` of this machine for computing in ``dtype`` (``bfloat16``, ``float32``, ...).
+
+    ``threads`` None: one per physical core. ``gpu``: the GPU's name. Raises ModelError if PRIVATELLM_KERNELS asks for
+    what this CPU does not have.
+    """
+    kernels = choose("bfloat16" if dtype == "bfloat16" else "float32")
+    return machine_key(kernels.name if kernels.native else "torch", threads or physical_cores(), gpu)

@@ -1,0 +1,147 @@
+"""What plans need to know of a model's files, read once: a settings screen asks again with every change."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.calibration.calibration_file import shape_of
+from engine.errors import ModelError
+from engine.ipc.messages import Load
+from engine.models.families import check_supported, expert_shape
+from engine.models.files import Experts, ModelFiles
+from engine.models.opening import open_model
+from engine.models.sizes import Sizes, sizes_in_library, sizes_of
+from engine.models.weight_layout import WeightLayout, is_library, layout_of
+from engine.moe.kernels.bindings import VARIABLE
+from engine.moe.popularity_file import ProfileModel, model_of
+from engine.moe.prefetch import read_rate
+from engine.planning.calibration import ExpertShape
+from engine.runtimes.choosing import mlx_by_default
+from engine.runtimes.native.runtime import check_native, why_not
+
+REMEMBERED = 8
+"""Models and choices; the files themselves are not kept open."""
+
+_Key = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Headers:
+    """Of a model in ``folder``. ``shape`` and ``profile`` are None for a dense model; ``not_native`` is why the native
+    trunk does not run it, or None; ``largest`` is the largest file with experts."""
+
+    folder: Path
+    sizes: Sizes
+    shape: ExpertShape | None
+    profile: ProfileModel | None
+    not_native: str | None
+    largest: Path | None
+    refused: ModelError | None = None
+    """What the native trunk says of the model when it is to run it, if it refuses it."""
+
+
+_headers: OrderedDict[_Key, Headers] = OrderedDict()
+_rates: dict[_Key, float | None] = {}
+_lock = threading.Lock()
+
+
+def read_headers(folder: Path, load: Load) -> Headers:
+    """Raises ModelError as opening the model does. From any thread."""
+    kernels = os.environ.get(VARIABLE)
+    choices = (load.runtime, load.dtype, load.partitioning, load.cpu_threads, load.context_limit, kernels)
+    key = (folder, *choices, *_fingerprint(folder))
+    with _lock:
+        if key in _headers:
+            _headers.move_to_end(key)
+            return _headers[key]
+    found = _in_library(folder, load) or _headers_of(folder, load)
+    with _lock:
+        _headers[key] = found
+        while len(_headers) > REMEMBERED:
+            _headers.popitem(last=False)
+    return found
+
+
+def _headers_of(folder: Path, load: Load) -> Headers:
+    files = open_model(folder)
+    experts = files.experts
+    return Headers(
+        folder=folder,
+        sizes=sizes_of(files, load.dtype),
+        shape=None if experts is None else shape_of(experts),
+        profile=None if experts is None else model_of(experts),
+        not_native=why_not(files.config, files, load, in_ring=load.partitioning == "ring"),
+        largest=None if experts is None else _largest(experts),
+        refused=_refused(files, load),
+    )
+
+
+def _refused(files: ModelFiles, load: Load) -> ModelError | None:
+    try:
+        check_native(files, load, in_ring=load.partitioning == "ring")
+    except ModelError as error:
+        return error
+    return None
+
+
+def _in_library(folder: Path, load: Load) -> Headers | None:
+    """Of a folder that mlx-lm wrote, which only the runtime mlx reads; None for any other folder or runtime."""
+    mlx = load.runtime == "mlx" or (load.runtime == "auto" and mlx_by_default())
+    if not mlx or not is_library(folder):
+        return None
+    layout = layout_of(folder)
+    shape = expert_shape(layout.config, check_supported(layout.config))
+    sizes = sizes_in_library(layout, load.dtype)
+    sound = shape is not None and layout.experts
+    files = {number: nbytes for number, (_, nbytes) in enumerate(layout.files)}
+    return Headers(
+        folder=folder,
+        sizes=sizes,
+        shape=ExpertShape(sizes.hidden, sizes.ffn, _expert_dtype(layout), layout.expert_bytes) if sound else None,
+        profile=ProfileModel(layout.layers, layout.count, sizes.expert_bytes) if sound else None,
+        not_native="mlx-lm wrote the weights",
+        largest=folder / layout.files[max(files, key=lambda number: files[number])][0] if sound else None,
+    )
+
+
+def _expert_dtype(layout: WeightLayout) -> str:
+    """``BF16`` or ``F32``; ``Q4`` for 4-bit weights."""
+    settings = layout.config.get("quantization") or layout.config.get("quantization_config")
+    if isinstance(settings, dict):
+        bits = settings.get("bits")
+        return f"Q{bits}" if isinstance(bits, int) and 0 < bits < 100 else "Q4"
+    trunk = next(iter(layout.trunk), ())
+    return next((entry.dtype for name, _, entry in trunk if name.endswith("norm.weight")), "BF16")
+
+
+def disk_rate(path: Path) -> float | None:
+    """Bytes per second at which ``path`` comes from its disk, measured once in a process; None if it can't be told."""
+    try:
+        about = path.stat()
+    except OSError:
+        return None
+    key = (path, about.st_size, about.st_mtime_ns)
+    if key not in _rates:
+        _rates[key] = read_rate(path)
+    return _rates[key]
+
+
+def _largest(experts: Experts) -> Path | None:
+    mapped = getattr(experts, "mapped_files", ())
+    return max(mapped, key=lambda file: file.size).path if mapped else None
+
+
+def _fingerprint(folder: Path) -> _Key:
+    """Changes when a file of the model does."""
+    found: list[object] = []
+    for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors"), *folder.glob("experts/*.slabs")]):
+        try:
+            about = path.stat()
+        except OSError:
+            continue
+        found += [path.name, about.st_size, about.st_mtime_ns]
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""Several machines run one model: expert parallelism, one all-gather per MoE layer."""

@@ -1,0 +1,83 @@
+"""What a machine that runs the whole model for a head answers to a pass: one frame, with the last rows' logits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from discovery.names import plain_text
+from engine.cluster.contributions import REASON_BYTES, NodeFailed
+from engine.cluster.transport.exchange import Link, RingProtocolError
+from engine.runtimes.protocol import Interrupted, Logits
+
+DONE, GAVE_UP, FAILED = b"\x00", b"\x01", b"\x02"
+"""The first byte: the logits follow, or nothing; the head gave the pass up; why it cannot go on follows, in UTF-8."""
+FLOAT = np.dtype("<f4")
+
+
+class Answers:
+    """The machine's side: where :class:`engine.moe.expert_parallel.LayerExchange` would tell the others of a pass, the
+    head is told here. :meth:`stop` from any thread, all else from the one that runs the passes."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._number = 0
+        self._answered = True
+        self._stop = 0
+
+    def begin_pass(self) -> None:
+        self._number += 1
+        self._answered = False
+
+    def stop(self, number: int) -> None:
+        """The head gives up pass ``number``, counted from one, which may not have begun here."""
+        self._stop = number
+
+    def check(self) -> None:
+        """Between two layers. Raises Interrupted where the head gave the pass up."""
+        if self._stop == self._number:
+            raise Interrupted
+
+    def done(self, logits: Logits | None) -> None:
+        """``logits`` [vocabulary] or [rows, vocabulary], as far as they are wanted."""
+        found = b"" if logits is None else np.ascontiguousarray(logits, FLOAT).tobytes()
+        self._answer(DONE, found)
+
+    def gave_up(self) -> None:
+        self._answer(GAVE_UP, b"")
+
+    def give_up(self, reason: str = "") -> bool:
+        """This machine cannot go on. Returns False if the head had its answer."""
+        if self._answered:
+            return False
+        self._answer(FAILED, reason.encode()[:REASON_BYTES])
+        return True
+
+    def _answer(self, kind: bytes, rest: bytes) -> None:
+        self._answered = True
+        self._link.send(kind, rest)
+
+
+def answer_limit(rows: int, vocabulary: int) -> int:
+    """Bytes of the largest answer to a pass of ``rows``."""
+    return 1 + max(REASON_BYTES, rows * vocabulary * FLOAT.itemsize)
+
+
+def read_answer(frame: memoryview, rows: int, vocabulary: int, rank: int) -> Logits:
+    """The logits [rows, vocabulary] that node ``rank`` answered with; of no ``rows`` none are wanted.
+
+    Raises Interrupted where the pass was given up, NodeFailed where it cannot go on, RingProtocolError for anything
+    that is no answer.
+    """
+    kind, rest = bytes(frame[:1]), frame[1:]
+    if kind == GAVE_UP and not len(rest):
+        raise Interrupted
+    if kind == FAILED:
+        said = plain_text(bytes(rest[:REASON_BYTES]).decode("utf-8", "replace"), REASON_BYTES)
+        raise NodeFailed(said or "it gave no reason", [rank])
+    expected = rows * vocabulary * FLOAT.itemsize
+    if kind != DONE or len(rest) != expected:
+        raise RingProtocolError(
+            f"The machine that computes sent {len(frame)} bytes where an answer of {1 + expected} was expected; ask "
+            "once more, or leave the ring."
+        )
+    return np.frombuffer(rest, FLOAT).astype(np.float32).reshape(rows, vocabulary)

@@ -1,0 +1,74 @@
+"""Who runs which route of a layer: decided from the routes alone, so that every node comes to the same answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from engine.moe.expert_parallel import Indices
+from engine.moe.rank_context import Seat
+from engine.planning.routing_load import Assigner, LoadingRules
+
+FEW_ROUTES = 64
+"""Up to here routes are sorted in Python, above by numpy: Python wins while there are few of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedRoutes:
+    """A layer's routes, shared out. ``mine`` [tokens, k] are this node's, -1 elsewhere; ``rows[r]`` are the routes of
+    rank r, counted token by token, ascending; ``extra`` the experts to run besides."""
+
+    mine: Indices
+    rows: tuple[Any, ...]
+    extra: tuple[int, ...]
+    hash: bytes
+    runs_any: bool
+    """Whether this node has anything to run."""
+
+
+class Router:
+    """Shares out the routes of each layer among the nodes of ``seat``'s epoch."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._rank = seat.rank
+        self._nodes = seat.nodes
+        self._experts = seat.placement.experts
+        self._assigner = Assigner(seat.placement, seat.weights)
+        self._rules = LoadingRules(seat.placement, seat.rank, seat.loading, seat.weights)
+
+    def share(self, layer: int, indices: Indices, with_extra: bool) -> SharedRoutes:
+        """``indices`` [tokens, k]. ``with_extra``: with the experts that the seat's loading asks for besides."""
+        with_extra = with_extra and indices.size > 0  # there must be a token to run them on
+        hashed = blake2b(indices.tobytes(), digest_size=8).digest()
+        if indices.size <= FEW_ROUTES:
+            return self._share_few(layer, indices, hashed, with_extra)
+        flat = indices.reshape(-1)
+        counts = np.bincount(flat, minlength=self._experts)
+        active = np.flatnonzero(counts)
+        owners = self._assigner.owners(layer, active.tolist(), counts[active].tolist())
+        table = np.zeros(self._experts, np.int32)
+        table[active] = owners
+        ranks = table[flat]
+        rows = tuple(np.flatnonzero(ranks == rank) for rank in range(self._nodes))
+        mine = np.where(ranks == self._rank, flat, np.int32(-1)).astype(np.int32, copy=False).reshape(indices.shape)
+        extra = self._rules.extra(layer, active.tolist(), owners) if with_extra else ()
+        return SharedRoutes(mine, rows, extra, hashed, bool(len(rows[self._rank]) or extra))
+
+    def _share_few(self, layer: int, indices: Indices, hashed: bytes, with_extra: bool) -> SharedRoutes:
+        chosen: list[int] = indices.reshape(-1).tolist()
+        counts: dict[int, int] = {}
+        for expert in chosen:
+            counts[expert] = counts.get(expert, 0) + 1
+        active = sorted(counts)
+        owners = self._assigner.owners(layer, active, [counts[expert] for expert in active])
+        owner_of = dict(zip(active, owners, strict=True))
+        rows: list[list[int]] = [[] for _ in range(self._nodes)]
+        for route, expert in enumerate(chosen):
+            rows[owner_of[expert]].append(route)
+        me = self._rank
+        mine = np.array([e if owner_of[e] == me else -1 for e in chosen], np.int32).reshape(indices.shape)
+        extra = self._rules.extra(layer, active, owners) if with_extra else ()
+        return SharedRoutes(mine, tuple(rows), extra, hashed, bool(rows[me] or extra))

@@ -1,0 +1,181 @@
+"""What the head tells the other nodes of a decentralised ring: every operation on the keys and values, in its order.
+
+A command is one frame of msgpack. Those that run tokens carry the hash of what the rows hold before: a node whose
+cache went another way refuses instead of answering from stale keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.errors import ModelError
+from engine.ipc.messages import PhaseTimes
+
+_COMMAND_BYTES = 64 * 1024
+"""Of a command beside a prompt's tokens: rows that are dropped, parents."""
+_TOKEN_BYTES = 5
+REPLY_LIMIT = 4 * 1024 * 1024
+
+_PRIME = 0x100000001B3
+_MASK = (1 << 64) - 1
+
+
+class Command(msgspec.Struct, frozen=True, tag_field="type"):
+    """Base of all commands. ``rows`` names rows of tokens (:class:`engine.runtimes.protocol.TokenRows`)."""
+
+
+class Start(Command, frozen=True, tag="start"):
+    """``rows`` is a new, empty row."""
+
+    rows: int
+
+
+class Extend(Command, frozen=True, tag="extend"):
+    """Prefill ``tokens``; see :meth:`TokenRows.extend`."""
+
+    rows: int
+    before: int
+    tokens: list[int]
+    want_logits: bool
+
+
+class Step(Command, frozen=True, tag="step"):
+    rows: int
+    before: int
+    tokens: list[int]
+
+
+class Truncate(Command, frozen=True, tag="truncate"):
+    rows: int
+    length: int
+
+
+class FanOut(Command, frozen=True, tag="fan_out"):
+    """``into`` are ``count`` rows with what ``rows`` holds."""
+
+    rows: int
+    into: int
+    count: int
+
+
+class Reorder(Command, frozen=True, tag="reorder"):
+    rows: int
+    parents: list[int]
+
+
+class Drop(Command, frozen=True, tag="drop"):
+    """Nobody uses ``rows`` any more."""
+
+    rows: list[int]
+
+
+class Measure(Command, frozen=True, tag="measure"):
+    """Measure the passes to come, or no longer; ``forget`` what was measured so far."""
+
+    enabled: bool
+    forget: bool
+
+
+class AskTimes(Command, frozen=True, tag="ask_times"):
+    """Answer with :class:`Times`."""
+
+
+AnyCommand = Start | Extend | Step | Truncate | FanOut | Reorder | Drop | Measure | AskTimes
+
+
+class Times(msgspec.Struct, frozen=True):
+    """What a node measured."""
+
+    prefill: PhaseTimes
+    decode: PhaseTimes
+
+
+_encoder = msgspec.msgpack.Encoder()
+_commands = msgspec.msgpack.Decoder(AnyCommand)
+_times = msgspec.msgpack.Decoder(Times)
+
+
+def command_limit(context_limit: int) -> int:
+    """Bytes of the largest command to a node whose model reads so many tokens."""
+    return _COMMAND_BYTES + _TOKEN_BYTES * context_limit
+
+
+def encode(message: Command | Times) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_command(frame: bytes | memoryview) -> AnyCommand:
+    """Raises ModelError for anything that is no command."""
+    try:
+        command: AnyCommand = _commands.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelError(f"The head sent something that is no command of this version: {error}.") from error
+    return command
+
+
+def decode_times(frame: bytes | memoryview) -> Times:
+    """Raises ModelError for anything else."""
+    try:
+        return _times.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelError(f"A node sent something that is no measurement of this version: {error}.") from error
+
+
+# --- what the rows hold -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The tokens of one row as a rolling 64-bit hash; ``shorter`` is the prefix without the last token."""
+
+    hash: int = 0xCBF29CE484222325
+    length: int = 0
+    shorter: Prefix | None = None
+
+    def longer(self, tokens: Sequence[int]) -> Prefix:
+        found = self
+        for token in tokens:
+            found = Prefix(((found.hash ^ (token + 1)) * _PRIME) & _MASK, found.length + 1, found)
+        return found
+
+    def cut(self, length: int) -> Prefix:
+        """The first ``length`` tokens. Raises ValueError if there are fewer."""
+        found = self
+        while found.length > length and found.shorter is not None:
+            found = found.shorter
+        if found.length != length:
+            raise ValueError(f"{length} is not a length between 0 and {self.length}")
+        return found
+
+
+class Prefixes:
+    """The prefixes of rows; every operation on rows of tokens has its counterpart here."""
+
+    def __init__(self, rows: Sequence[Prefix] = (Prefix(),)) -> None:
+        self._rows = tuple(rows)
+
+    @property
+    def state(self) -> int:
+        """One number for all rows."""
+        found = len(self._rows)
+        for row in self._rows:
+            found = ((found ^ row.hash) * _PRIME) & _MASK
+        return found
+
+    def extended(self, tokens: Sequence[int]) -> Prefixes:
+        return Prefixes([self._rows[0].longer(tokens)])
+
+    def stepped(self, tokens: Sequence[int]) -> Prefixes:
+        return Prefixes([row.longer([token]) for row, token in zip(self._rows, tokens, strict=True)])
+
+    def truncated(self, length: int) -> Prefixes:
+        return Prefixes([self._rows[0].cut(length)])
+
+    def fanned_out(self, count: int) -> Prefixes:
+        return Prefixes([self._rows[0]] * count)
+
+    def reordered(self, parents: Sequence[int]) -> Prefixes:
+        return Prefixes([self._rows[parent] for parent in parents])

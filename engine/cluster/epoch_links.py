@@ -1,0 +1,129 @@
+"""All links of one epoch as one node has them: the exchanges that were tried and measured, and the command links."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping, Sequence
+
+from engine.cluster.membership.control_messages import EpochSpec
+from engine.cluster.rehearsal import LARGEST_WIDTH, Rehearsal
+from engine.cluster.transport.accepting import Links
+from engine.cluster.transport.connecting import connect_commands
+from engine.cluster.transport.epochs import Epoch, Member
+from engine.cluster.transport.exchange import Exchange, Link, PeerLost
+from engine.cluster.transport.registry import open_exchange
+from engine.cluster.transport.transports import DECODE_BYTES, measure_exchange
+from engine.cluster.worker.follower_work import seat_of
+from engine.errors import ModelError
+from engine.ipc.messages.ring import ExchangeName
+
+
+class EpochLinks:
+    """Made by :func:`connect_epoch`. :meth:`close` may be called from any thread, and twice: it wakes who waits."""
+
+    def __init__(self, epoch: Epoch) -> None:
+        self.epoch = epoch
+        self.medians: dict[ExchangeName, float] = {}
+        self.layer_s: dict[ExchangeName, float] = {}
+        """What a layer of a decoding step takes beside trunk and experts, as it was rehearsed."""
+        self.problems: dict[ExchangeName, str] = {}
+        self.commands: dict[int, Link] = {}
+        self._exchanges: dict[ExchangeName, Exchange] = {}
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def add(self, name: ExchangeName, exchange: Exchange) -> None:
+        with self._lock:
+            self._exchanges[name] = exchange
+            closed = self._closed
+        if closed:
+            exchange.close()
+            raise PeerLost("The epoch was ended while its links were made.")
+
+    def add_commands(self, links: Mapping[int, Link]) -> None:
+        with self._lock:
+            self.commands.update(links)
+            closed = self._closed
+        if closed:
+            for link in links.values():
+                link.close()
+            raise PeerLost("The epoch was ended while its links were made.")
+
+    def drop(self, name: ExchangeName) -> None:
+        with self._lock:
+            exchange = self._exchanges.pop(name, None)
+        if exchange is not None:
+            exchange.close()
+
+    def keep(self, name: ExchangeName) -> Exchange:
+        """The exchange ``name``; all others are closed. Raises ModelError if it was not connected."""
+        with self._lock:
+            kept = self._exchanges.get(name)
+            others = [other for other in self._exchanges if other != name]
+        if kept is None:
+            raise ModelError(f"The exchange “{name}” was not connected; form the ring again.", kind="network")
+        for other in others:
+            self.drop(other)
+        return kept
+
+    def close(self) -> None:
+        self.epoch.given_up.set()
+        with self._lock:
+            self._closed = True
+            exchanges = list(self._exchanges.values())
+            commands = list(self.commands.values())
+        for exchange in exchanges:
+            with contextlib.suppress(PeerLost, OSError):
+                exchange.close()
+        for link in commands:
+            with contextlib.suppress(PeerLost, OSError):
+                link.close()
+
+
+def connect_epoch(
+    links: Links,
+    found: EpochLinks,
+    names: Sequence[ExchangeName],
+    commands: bool,
+    rehearsal: Rehearsal | None = None,
+) -> None:
+    """Make the command links, then connect, measure and rehearse the exchanges ``names`` one by one; all nodes at once.
+
+    An exchange that cannot be made is noted and left out. Raises ModelError (network) if none can, or no command link.
+    """
+    if commands:
+        found.add_commands(connect_commands(links, found.epoch))
+    for name in names:
+        try:
+            exchange = open_exchange(name, links, found.epoch)
+            found.add(name, exchange)
+            median = measure_exchange(exchange, DECODE_BYTES)
+            if rehearsal is not None:
+                found.layer_s[name] = rehearsal.run(exchange)
+            found.medians[name] = median
+        except (ModelError, PeerLost, OSError) as error:
+            found.problems[name] = str(error)
+            found.drop(name)
+        if found.epoch.given_up.is_set():
+            # It may have been this exchange that failed for it; the others that were made are of no use either.
+            raise PeerLost("The epoch was ended while its links were made.")
+    if names and not found.medians:
+        raise ModelError(next(iter(found.problems.values())), kind="network")
+
+
+def rehearsal_of(spec: EpochSpec, threads: int | None, machines: tuple[tuple[int, ...], ...] = ()) -> Rehearsal | None:
+    """What the nodes of the epoch rehearse, this one on ``threads`` threads; None if its head does not ask for that.
+    ``machines``: see :class:`Rehearsal`."""
+    if not 0 < spec.width <= LARGEST_WIDTH or not 0 < spec.experts_per_token <= spec.placement.experts:
+        return None
+    return Rehearsal(seat_of(spec), spec.width, spec.experts_per_token, threads, spec.one_by_one, machines)
+
+
+def epoch_of(spec: EpochSpec, names: Mapping[int, str]) -> Epoch:
+    """What the links need of an epoch. ``names`` by rank: those that this node knows."""
+    members = tuple(
+        Member(one.rank, one.node_id, one.certificate, tuple(one.addresses), names.get(one.rank, ""))
+        for one in spec.members
+    )
+    return Epoch(spec.epoch, spec.rank, members, spec.key, tuple(spec.trusted))

@@ -1,0 +1,58 @@
+"""Who is what in a ring, by its mode: the head's layers, and a follower's experts in central mode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from engine.cluster.all_gather import RingLayers
+from engine.cluster.central import CentralHead, ExpertRunner
+from engine.cluster.formation import AbortableLayers
+from engine.cluster.transport.exchange import Exchange
+from engine.ipc.messages import Load
+from engine.ipc.progress import ProgressCallback
+from engine.moe.kernels.bindings import choose
+from engine.moe.rank_context import Seat
+
+
+class LoadedExperts(ExpertRunner, Protocol):
+    """Experts that were loaded."""
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def notices(self) -> Sequence[str]:
+        """What the person should know of how they were loaded, a line each."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def layers_for(seat: Seat, exchange: Exchange, one_by_one: bool = False) -> AbortableLayers:
+    """What the model of the node at ``seat`` is loaded with. In central mode only the head has one; ``one_by_one``:
+    it calls its experts one after the other, the paper's naive version."""
+    if seat.mode == "central":
+        return CentralHead(seat, exchange, one_by_one=one_by_one)
+    return RingLayers(seat, exchange)
+
+
+def load_experts(runtime: str, folder: Path, load: Load, seat: Seat, progress: ProgressCallback) -> LoadedExperts:
+    """The experts of ``seat`` without a trunk, in ``folder``, by ``runtime``; by torch where native kernels are wanted
+    and cannot be used.
+
+    Raises ModelError if they are not here, cannot be run, or do not fit.
+    """
+    progress("loading experts", 0, 0, "")
+    if runtime == "mlx":
+        from engine.runtimes.mlx.loading import load_experts as load_for_mlx
+
+        return load_for_mlx(folder, load, progress, seat)
+    if runtime == "native" and choose("float32").native:
+        from engine.runtimes.native.experts_only import load_experts as load_for_native
+
+        return load_for_native(folder, load, seat)
+    from engine.runtimes.torch.experts_only import load_experts as load_for_torch
+
+    return load_for_torch(folder, load, seat)

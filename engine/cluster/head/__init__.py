@@ -1,0 +1,1 @@
+"""The machine with the chat: it surveys, plans, forms the ring, uploads weights, and runs the model."""

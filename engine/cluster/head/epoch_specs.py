@@ -1,0 +1,111 @@
+"""What every node of a ring that is formed is told: its place, and how it reaches the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.cluster.head.survey import Survey
+from engine.cluster.membership.control_messages import EpochMember, EpochSpec
+from engine.cluster.membership.node import Node, door_addresses
+from engine.cluster.membership.rpc_fanout import Candidate
+from engine.cluster.transport.addresses import own_ip_towards, parse_address
+from engine.ipc.messages import Load
+from engine.ipc.messages.ring import ExchangeName, RingFacts
+from engine.moe.rank_context import HEAD
+from engine.planning.ring_plan import RingDecision
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What only a benchmark changes. ``one_by_one``: central mode calls experts one after the other, the paper's naive
+    version; ``threads``: of every node, as they are processes of one machine, which does ``at_once`` nodes' work in the
+    time of one."""
+
+    one_by_one: bool = False
+    threads: int | None = None
+    at_once: float = 1.0
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What is about to be formed; ``followers`` by rank."""
+
+    epoch: str
+    decision: RingDecision
+    facts: RingFacts
+    survey: Survey
+    followers: dict[int, Candidate]
+    key: bytes
+
+
+def epoch_specs(
+    ring: Ring,
+    node: Node,
+    name: str,
+    load: Load,
+    exchanges: Sequence[ExchangeName],
+    threads: int | None,
+    trial: Trial,
+    rehearse: bool,
+) -> dict[int, EpochSpec]:
+    """By rank: the same epoch for all, with the addresses that each of them reaches the others at best. ``threads``: of
+    the others; None: theirs to decide. ``rehearse``: layers like the model's are to be."""
+    decision = ring.decision
+    sizes = decision.terms.model if rehearse and decision.terms is not None else None
+    assert decision.placement is not None
+    ids = dict(enumerate(decision.ranks))
+    certificates = {
+        rank: node.identity.certificate_pem if rank == HEAD else node.table.peer(node_id).certificate_pem.encode()
+        for rank, node_id in ids.items()
+    }
+    specs = {}
+    for rank, node_id in ids.items():
+        members = [
+            EpochMember(
+                rank=other,
+                node_id=other_id,
+                certificate=certificates[other],
+                addresses=_best_first(ring, node, node_id, other_id, other),
+            )
+            for other, other_id in ids.items()
+        ]
+        specs[rank] = EpochSpec(
+            epoch=ring.epoch,
+            version=node.version,
+            rank=rank,
+            members=members,
+            key=ring.key,
+            trusted=list(load.ring.trusted),
+            placement=decision.placement,
+            mode=decision.mode,
+            link=ring.survey.links.get((ids[HEAD], node_id)),
+            one_by_one=trial.one_by_one,
+            cpu_threads=threads,
+            loading=decision.loading,
+            weights=list(decision.weights),
+            exchanges=list(exchanges),
+            model=name,
+            runtime=load.runtime,
+            dtype=load.dtype,
+            context_limit=load.context_limit,
+            prefill_chunk=load.prefill_chunk,
+            width=sizes.hidden if sizes is not None else 0,
+            experts_per_token=sizes.experts_per_token if sizes is not None else 0,
+            whole=decision.kind == "elsewhere",
+        )
+    return specs
+
+
+def _best_first(ring: Ring, node: Node, from_id: str, to_id: str, rank: int) -> list[str]:
+    """Addresses of the door of ``to_id`` for ``from_id``."""
+    survey = ring.survey
+    if rank == HEAD:
+        # It dials by itself, but engines that make their own connections must know where it is.
+        own = door_addresses(node.listening)
+        link = survey.links.get((to_id, from_id)) or next(iter(survey.links.values()))
+        near = own_ip_towards(link.address)
+        return sorted(own, key=lambda address: parse_address(address)[0] != near)
+    reached, measured = survey.tried.reached.get((from_id, to_id)), survey.links.get((from_id, to_id))
+    best = [*([reached] if reached else []), *([measured.address] if measured is not None else [])]
+    return list(dict.fromkeys([*best, *ring.followers[rank].doors]))

@@ -1,0 +1,539 @@
+"""Forming a ring, as the head does it: who is there, what each can do, the plan, the weights, the links, the model."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+
+from engine.cluster.epoch_links import EpochLinks, connect_epoch, epoch_of, rehearsal_of
+from engine.cluster.expert_runners import layers_for
+from engine.cluster.formation import AbortableLayers
+from engine.cluster.head.apart import Together, decide_together
+from engine.cluster.head.epoch_specs import Ring, Trial, epoch_specs
+from engine.cluster.head.formed import AloneLayers, FormedRing, end_epoch
+from engine.cluster.head.forming_elsewhere import load_elsewhere
+from engine.cluster.head.left_out import LeftOut
+from engine.cluster.head.loading_nodes import LoadingNodes, told_by
+from engine.cluster.head.rejoin_policy import Regulars
+from engine.cluster.head.survey import Survey, Surveyor, candidates
+from engine.cluster.head.upload import Sending
+from engine.cluster.head.waiting import Patience, TooFewError
+from engine.cluster.membership.client import Calls, Unreachable
+from engine.cluster.membership.control_messages import Connected, EpochSpec
+from engine.cluster.membership.heartbeat import FORMING, TOLD_S, patience
+from engine.cluster.membership.link_trials import Tried
+from engine.cluster.membership.node import Lent, Node
+from engine.cluster.membership.rpc_fanout import (
+    Candidate,
+    NodeRefused,
+    ask,
+    connected_or_refused,
+    most_likely,
+    stopped_by,
+)
+from engine.cluster.rehearsal import ranks_together
+from engine.cluster.transport.addresses import parse_address, plain_ip
+from engine.cluster.transport.exchange import PeerLost
+from engine.cluster.transport.registry import available_exchanges
+from engine.cluster.transport.transports import IN_STEP_ONLY, allowed_exchanges, choose_exchange
+from engine.cluster.worker.follower_work import seat_of
+from engine.errors import Cancelled, ModelError
+from engine.ipc.messages import Load
+from engine.ipc.messages.ring import ExchangeName, RingFacts
+from engine.ipc.progress import ProgressCallback
+from engine.moe.rank_context import HEAD, Seat
+from engine.planning.absent_machines import absent_lines
+from engine.planning.placement import Placement
+from engine.planning.ring_plan import RingDecision
+from engine.planning.ring_speed import StepTerms
+from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime
+
+CERTAIN: tuple[ExchangeName, ...] = ("tls", "socket", "envoy")
+"""Those that are made wherever links are; the others are another library's, and may fail for its reasons."""
+MOST_LOSSES = 3
+"""In one forming: of links, or of machines of which it is not known who they are."""
+CONNECT_S = 60.0
+"""Connecting and measuring every exchange that may be used."""
+
+
+_NO_TRIAL = Trial()
+
+
+class LinksBroke(Exception):
+    """Links of a ring that is formed cannot be made any more, or again."""
+
+    def __init__(self, tried: Tried) -> None:
+        super().__init__(", ".join(tried.broken.values()))
+        self.tried = tried
+
+
+class RingFormer:
+    """See :class:`engine.cluster.formation.Former`.
+
+    The model ``name`` is whole in ``folder``, and ``runtime`` runs it."""
+
+    def __init__(
+        self,
+        node: Node,
+        name: str,
+        folder: Path,
+        runtime: Runtime,
+        load: Load,
+        surveyor: Surveyor,
+        trial: Trial = _NO_TRIAL,
+    ) -> None:
+        """``load``: as this machine loads its own share, by ``runtime``; its ``ring`` is what the person chose."""
+        self._node = node
+        self._name = name
+        self._folder = folder
+        self._runtime = runtime
+        self._load = load
+        self._choice = load.ring
+        self._surveyor = surveyor
+        self._trial = trial
+        self.decision: RingDecision | None = None
+        """Of the last forming."""
+        self.terms: StepTerms | None = None
+        """What a step of the ring is predicted from, with what was measured of all its nodes together."""
+        self._formed: FormedRing | None = None
+        self._considered: dict[str, str] = {}
+        """Who was there when it was last formed, and those that were looked at since: node ids, and their processes."""
+        self._regulars = Regulars(folder, surveyor)
+        self._chosen: ExchangeName | None = None
+        self._said: set[str] = set()
+        self._said_of_links: set[str] = set()
+        self._left_out = LeftOut(node, {}, self._there)
+        self._planned: set[str] = set()
+        """With whom it was planned last; some may be gone since."""
+        self._tried: Tried | None = None
+        """Which links can be made, if that is known before a survey."""
+        self._fallen_back = ""
+        node.on_forgotten(self._forgotten)
+
+    # --- see Former -----------------------------------------------------------------------------------------------
+
+    def form(self, progress: ProgressCallback, say: Callable[[str], None] | None = None) -> FormedRing:
+        before = self._formed
+        if before is not None:
+            before.close()
+            self._regulars.put_off((node_id, self._considered.get(node_id, "")) for node_id in before.silent)
+        members = set(self._regulars.members)
+        self._left_out.close()
+        self._node.lent = lambda: Lent(stage=FORMING)
+        try:
+            formed = self._formed = (
+                self._form(progress)
+                if say is None
+                else self._patience().formed(lambda: self._form(progress), progress, say)
+            )
+            formed.newcomers = frozenset(
+                name for rank, name in formed.names.items() if rank != HEAD and formed.nodes[rank] not in members
+            )
+        except Cancelled:
+            if before is not None:
+                self._regulars.put_off(
+                    one for one in self._considered.items() if one[0] not in before.followers.values()
+                )
+            raise
+        finally:
+            # The others must not go on being patient with a head that is stopped from now on.
+            self._node.lent = Lent
+            self._node.table.beat_now(TOLD_S)
+        return self._formed
+
+    def changed(self, progress: ProgressCallback, say: Callable[[str], None]) -> bool:
+        formed = self._formed
+        if formed is None or formed.lost() is not None or self._left_out.wanted.is_set():
+            return True
+        there = self._there()
+        # Who goes and comes back is news then.
+        now = {one.node_id for one in there} | set(formed.followers.values())
+        self._considered = {node_id: at for node_id, at in self._considered.items() if node_id in now}
+        fresh = [one for one in there if self._considered.get(one.node_id) != one.process]
+        if not fresh:
+            return False
+        regular, others = self._regulars.split(there, formed.facts.mode == "central", progress)
+        for line in self._regulars.lines(others):
+            say(line)
+        news = any(one in regular for one in fresh)
+        self._considered.update((one.node_id, one.process) for one in others)
+        return news
+
+    def close(self) -> None:
+        self._left_out.close()
+        if self._formed is not None:
+            self._formed.close()
+        self._node.off_forgotten(self._forgotten)
+
+    def tell_over(self) -> None:
+        """The network is about to close: the machines of the ring are told. From any thread."""
+        formed = self._formed
+        if formed is not None:
+            formed.tell_over()
+
+    # --- the steps ------------------------------------------------------------------------------------------------
+
+    def _there(self) -> list[Candidate]:
+        return candidates(self._node, self._choice.nodes)
+
+    def _patience(self) -> Patience:
+        """For an answer that waits for a machine without which nobody can hold the model."""
+
+        def there() -> frozenset[object]:
+            now: set[object] = {(one.node_id, one.process) for one in self._there()}
+            return frozenset(now | ({"its link"} if self._left_out.wanted.is_set() else set()))
+
+        def away() -> list[str]:
+            ids = self._planned & {one.node_id for one in self._there()}
+            return [self._node.table.name_of(one) for one in sorted(self._regulars.members - ids)]
+
+        return Patience(there, away, self._choice.wait_s)
+
+    def _form(self, progress: ProgressCallback) -> FormedRing:
+        there, others = self._there(), list[Candidate]()
+        self._considered = {one.node_id: one.process for one in there}
+        notices = absent_lines(self._node.table.facts(), self._choice.nodes, self._considered)
+        before = self.decision
+        if self._formed is None:
+            # The person asked for a ring with these: one that is lost in the forming is awaited like one of the ring.
+            self._regulars.members.update(self._considered)
+        else:
+            there, others = self._regulars.split(there, self._formed.facts.mode == "central", progress)
+        try:
+            formed = self._form_of(there, notices, progress)
+        except ModelError:
+            planned = self.decision
+            if not others or planned is None or planned is before or not planned.shortfall:
+                raise
+            return self._form_of([*there, *others], notices, progress)
+        formed.notices += self._regulars.lines(others)
+        return formed
+
+    def _form_of(self, there: Sequence[Candidate], notices: list[str], progress: ProgressCallback) -> FormedRing:
+        gone: set[str] = set()
+        losses = 0
+        while True:
+            try:
+                formed = self._form_with(there, notices, progress)
+                formed.notices = [line for line in formed.notices if line not in self._said and line not in gone]
+                self._said.update(formed.notices)
+                return formed
+            except PeerLost as lost:
+                # Who is gone is known by the next survey.
+                losses += 1
+                if losses > MOST_LOSSES:
+                    raise ModelError(f"The ring cannot be formed: {lost}", kind="network") from lost
+            except LinksBroke as broke:
+                # They could be made a moment ago. Whoever is left may do without them.
+                losses += 1
+                if losses > MOST_LOSSES:
+                    raise ModelError(f"The links of the ring cannot be made: {broke}.", kind="network") from broke
+                self._tried = broke.tried
+            except NodeRefused as refused:
+                # Whoever is left may do without it; if not, the plan says what is missing.
+                notices.append(f"{self._node.table.name_of(refused.node_id)} is left out of the ring: {refused}")
+                process = self._considered.get(refused.node_id, "")
+                if refused.gone or self._regulars.may_refuse(refused.node_id, process):
+                    self._considered.pop(refused.node_id, None)
+                if refused.gone and self._formed is not None:
+                    # That it is lost is said in a line of its own.
+                    gone.add(notices[-1])
+                there = [one for one in there if one.node_id != refused.node_id]
+
+    def _form_with(self, there: Sequence[Candidate], notices: list[str], progress: ProgressCallback) -> FormedRing:
+        # An answer waits where a machine was lost.
+        hurry = self._formed is not None and self._formed.lost() is not None
+        known, self._tried = self._tried, None
+        survey = self._surveyor.survey(
+            self._node, there, self._load.runtime, progress, threads=self._trial.threads, hurry=hurry, known=known
+        )
+        together = self.plan(survey, there)
+        self._planned = {one.node_id for one in there} - together.apart.keys()
+        decision = self.decision = together.decision
+        notices = [*notices, *together.lines]
+        if decision.kind == "refused":
+            said = " ".join([*notices, *decision.notices, decision.reason])
+            if decision.shortfall:
+                self._watch_links(together)
+                raise TooFewError(said, decision.shortfall, together.lines)
+            raise ModelError(said, kind="bad-input")
+        if self._formed is None:
+            # Said once: the figures are a little different each time.
+            notices = [*notices, *decision.notices]
+        if decision.kind == "alone" or len(decision.ranks) == 1:
+            formed = self._alone(decision, [*notices, decision.reason], progress)
+            return self._without(formed, together, there)
+        by_id = {one.node_id: one for one in there}
+        self._regulars.members.update(node_id for node_id in decision.ranks if node_id in by_id)
+        assert decision.facts is not None and decision.placement is not None
+        ring = Ring(
+            epoch=secrets.token_hex(8),
+            decision=decision,
+            facts=decision.facts,
+            survey=survey,
+            followers={rank: by_id[node_id] for rank, node_id in enumerate(decision.ranks) if rank != HEAD},
+            key=secrets.token_bytes(32),
+        )
+        try:
+            return self._without(self._together(ring, notices, progress), together, there)
+        except BaseException:
+            end_epoch(self._node.table, [one.node_id for one in ring.followers.values()], ring.epoch)
+            raise
+
+    def _without(self, formed: FormedRing, together: Together, there: Sequence[Candidate]) -> FormedRing:
+        """``formed``, whose links are watched that it goes without."""
+        formed.apart = frozenset(one.name for one in there if one.node_id in together.apart)
+        self._watch_links(together)
+        # When such a link breaks again, that is news.
+        self._said -= self._said_of_links - set(together.lines)
+        self._said_of_links = set(together.lines)
+        return formed
+
+    def _watch_links(self, together: Together) -> None:
+        self._left_out.close()
+        self._left_out = LeftOut(self._node, together.apart, self._there)
+
+    def plan(self, survey: Survey, there: Sequence[Candidate]) -> Together:
+        """What the planner makes of the survey."""
+        order = [(self._node.identity.node_id, self._node.name), *((one.node_id, one.name) for one in there)]
+        return decide_together(self._surveyor.headers, self._name, self._load, order, survey, self._trial.at_once)
+
+    def _alone(self, decision: RingDecision, notices: list[str], progress: ProgressCallback) -> FormedRing:
+        from engine.runtimes.loading import load_model
+
+        model = load_model(self._runtime, self._name, self._folder, self._load, progress)
+        placement = decision.placement or Placement((), 1, ())
+        facts = decision.facts or RingFacts(mode="exact", exchange="auto", loading="selected", nodes=[])
+        me = self._node.identity.node_id
+        facts = msgspec.structs.replace(facts, nodes=[share for share in facts.nodes if share.node_id == me])
+        return FormedRing(
+            self._node.table,
+            Seat("", HEAD, placement),
+            facts,
+            model,
+            AloneLayers(),
+            None,
+            {HEAD: me},
+            {HEAD: self._node.name},
+            notices,
+        )
+
+    def _together(self, ring: Ring, notices: list[str], progress: ProgressCallback) -> FormedRing:
+        has = Sending(self._folder, self._name, ring.decision, ring.followers).send(progress)
+        threads = self._trial.threads or (None if ring.decision.mode == "central" else self._surveyor.threads)
+        elsewhere = ring.decision.kind == "elsewhere"
+        exchanges = [] if elsewhere else self._exchanges(ring)
+        rehearse = self._chosen is None and not elsewhere  # forming again must be quick
+        specs = epoch_specs(ring, self._node, self._name, self._load, exchanges, threads, self._trial, rehearse)
+        links = EpochLinks(epoch_of(specs[HEAD], {rank: one.name for rank, one in ring.followers.items()}))
+        try:
+            medians = self._connect(ring, specs, links, progress)
+            if elsewhere:
+                return self._elsewhere(ring, specs[HEAD], links, has, notices, progress)
+            exchange, exchange_s = self._choose(medians, links)
+            terms = ring.decision.terms
+            self.terms = None if terms is None else terms.with_exchange(exchange_s, links.layer_s.get(exchange))
+            model, layers, said = self._load_all(ring, specs[HEAD], links, exchange, progress)
+        except BaseException:
+            links.close()
+            raise
+        shares = [
+            msgspec.structs.replace(share, has_bytes=has.get(share.rank, share.has_bytes)) for share in ring.facts.nodes
+        ]
+        facts = msgspec.structs.replace(
+            ring.facts,
+            epoch=ring.epoch,
+            exchange=exchange,
+            exchange_s=exchange_s,
+            tokens_per_s=None if self.terms is None else self.terms.step().tokens_per_s,
+            encrypted=exchange in ("tls", "envoy"),
+            nodes=shares,
+        )
+        said += self._take_fallen_back(exchange)
+        return self._formed_ring(ring, specs[HEAD], facts, model, layers, links, [*notices, *said])
+
+    def _elsewhere(
+        self,
+        ring: Ring,
+        spec: EpochSpec,
+        links: EpochLinks,
+        has: Mapping[int, int],
+        notices: list[str],
+        progress: ProgressCallback,
+    ) -> FormedRing:
+        """One other machine computes everything."""
+        sizes = self._surveyor.headers.sizes
+        model, passes, said = load_elsewhere(ring, links, self._node.table, self._name, sizes, self._load, progress)
+        self.terms = None
+        here, there = ring.facts.nodes
+        there = msgspec.structs.replace(there, has_bytes=has.get(there.rank, there.has_bytes))
+        facts = msgspec.structs.replace(ring.facts, epoch=ring.epoch, exchange="tls", nodes=[here, there])
+        return self._formed_ring(ring, spec, facts, model, passes, links, [*notices, ring.decision.reason, *said])
+
+    def _formed_ring(
+        self,
+        ring: Ring,
+        spec: EpochSpec,
+        facts: RingFacts,
+        model: LoadedModel,
+        layers: AbortableLayers,
+        links: EpochLinks,
+        notices: list[str],
+    ) -> FormedRing:
+        me = self._node.identity.node_id
+        return FormedRing(
+            self._node.table,
+            seat_of(spec),
+            facts,
+            model,
+            layers,
+            links,
+            {HEAD: me, **{rank: one.node_id for rank, one in ring.followers.items()}},
+            {HEAD: self._node.name, **{rank: one.name for rank, one in ring.followers.items()}},
+            notices,
+        )
+
+    def _take_fallen_back(self, exchange: ExchangeName) -> list[str]:
+        said, self._fallen_back = self._fallen_back, ""
+        return [f"{said}; {exchange} is used."] if said else []
+
+    # --- links ----------------------------------------------------------------------------------------------------
+
+    def _exchanges(self, ring: Ring) -> list[ExchangeName]:
+        used = {link.address for link in ring.survey.links.values()}
+        hosts = sorted({plain_ip(parse_address(address)[0]) for address in used})
+        available = [
+            name
+            for name in available_exchanges()
+            if all(name in ring.survey.facts[one.node_id].exchanges for one in ring.followers.values())
+        ]
+        if ring.decision.mode == "central":
+            available = [name for name in available if name not in IN_STEP_ONLY]
+        machines = [ring.survey.facts[node_id].machine for node_id in ring.decision.ranks]
+        allowed = allowed_exchanges(
+            self._choice.exchange,
+            hosts,
+            self._choice.trusted,
+            available,
+            self._load.runtime,
+            together=len(set(machines)) < len(machines),
+        )
+        if allowed == ["mlx"]:
+            # It may not be had a second time (see below): the ring must not fail because of that.
+            allowed = ["tls", "mlx"]
+        if self._chosen is not None:
+            # Forming again must be quick: nothing is compared, what was used before is taken, and tls where that fails.
+            # A process has one group of mlx in its life, so after a loss, or with other machines, there is none.
+            again = self._chosen in allowed and (self._chosen != "mlx" or self._formed is None)
+            return list(dict.fromkeys([self._chosen if again else allowed[0], "tls"]))
+        # What may fail comes last: nodes that wait for it in vain have all they need by then.
+        return sorted(allowed, key=lambda name: CERTAIN.index(name) if name in CERTAIN else len(CERTAIN))
+
+    def _connect(
+        self, ring: Ring, specs: Mapping[int, EpochSpec], links: EpochLinks, progress: ProgressCallback
+    ) -> dict[ExchangeName, float]:
+        """The median of each exchange that every node made, on the slowest one, in seconds."""
+        names = ", ".join(one.name for one in ring.followers.values())
+        calls = Calls()
+
+        def tell() -> None:
+            progress(f"connecting to {names}, measuring the exchange", 0, 0, "")
+
+        def stop() -> None:
+            calls.end()
+            links.close()
+
+        tell()
+
+        def connect(rank: int, one: Candidate) -> Connected:
+            return ask(one, lambda: one.client.call("Connect", specs[rank], Connected, CONNECT_S, calls))
+
+        with (
+            stopped_by(tell, stop),
+            ThreadPoolExecutor(len(ring.followers), thread_name_prefix="connecting nodes") as pool,
+        ):
+            asked = {rank: pool.submit(connect, rank, one) for rank, one in ring.followers.items()}
+            for future in asked.values():
+                # Links to a node that is gone are not waited for.
+                future.add_done_callback(lambda done: links.close() if done.exception() is not None else None)
+            failure: Exception | None = None
+            try:
+                machines = [ring.survey.facts[node_id].machine for node_id in ring.decision.ranks]
+                rehearsal = rehearsal_of(specs[HEAD], self._load.cpu_threads, ranks_together(machines))
+                connect_epoch(self._node.links, links, specs[HEAD].exchanges, specs[HEAD].mode != "central", rehearsal)
+            except (ModelError, PeerLost) as error:
+                failure = error
+                links.close()
+                end_epoch(self._node.table, [one.node_id for one in ring.followers.values()], ring.epoch)
+            answers = [connected_or_refused(future) for future in asked.values()]
+        refused = [answer for answer in answers if isinstance(answer, NodeRefused)]
+        unreachable = any(isinstance(one.__cause__, Unreachable) for one in refused)
+        if (failure is not None or refused) and not unreachable:
+            self._try_links(ring, progress)
+        if isinstance(failure, ModelError) and len(refused) == len(answers) and not unreachable:
+            # It is nobody's fault in particular: the exchange that was asked for cannot be had.
+            raise failure
+        if refused:
+            raise most_likely(refused)
+        if failure is not None:
+            raise failure
+        return {
+            name: max([seconds, *(answer.medians[name] for answer in answers if isinstance(answer, Connected))])
+            for name, seconds in links.medians.items()
+            if all(isinstance(answer, Connected) and name in answer.medians for answer in answers)
+        }
+
+    def _choose(self, medians: Mapping[ExchangeName, float], links: EpochLinks) -> tuple[ExchangeName, float]:
+        """The exchange that is used, and its median in seconds."""
+        wanted = self._choice.exchange
+        before = self._chosen or (wanted if wanted != "auto" else None)
+        if before is not None and before not in medians:
+            self._fallen_back = (
+                f"The exchange “{before}” could not be made{' again' if self._chosen else ''} "
+                f"({links.problems.get(before, 'not by every node, or not a second time').rstrip('.')})"
+            )
+        chosen = before if before is not None and before in medians else choose_exchange(medians)
+        self._chosen = chosen
+        return chosen, medians[chosen]
+
+    def _try_links(self, ring: Ring, progress: ProgressCallback) -> None:
+        """Links were not made. Raises LinksBroke if that is because of one that cannot be made any more."""
+        tried = self._surveyor.try_links(self._node, list(ring.followers.values()), progress)
+        if tried.broken:
+            raise LinksBroke(tried)
+
+    # --- loading --------------------------------------------------------------------------------------------------
+
+    def _load_all(
+        self, ring: Ring, spec: EpochSpec, links: EpochLinks, exchange: ExchangeName, progress: ProgressCallback
+    ) -> tuple[LoadedModel, AbortableLayers, list[str]]:
+        """Every node loads its share, at the same time; the head's model and layers, and lines for the person."""
+        from engine.runtimes.loading import load_model
+
+        layers = layers_for(seat_of(spec), links.keep(exchange), spec.one_by_one)
+        loading = LoadingNodes(ring.followers, ring.epoch, exchange, self._node.table.heard_from)
+        watches = [
+            watch for one in ring.followers.values() if (watch := self._node.table.watch(one.node_id)) is not None
+        ]
+        with patience(watches), ThreadPoolExecutor(len(ring.followers), thread_name_prefix="loading nodes") as pool:
+            asked = {rank: pool.submit(loading.follow, rank) for rank in ring.followers}
+            try:
+                place = RingPlace(seat_of(spec), layers)
+                model = load_model(
+                    self._runtime, self._name, self._folder, self._load, loading.noticing(asked, progress), place
+                )
+                loading.wait(asked, progress)
+            except BaseException:
+                loading.cancel()
+                raise
+        ready = {rank: future.result() for rank, future in asked.items()}
+        said = [line for rank, one in ready.items() for line in told_by(ring.followers[rank].name, one.notices)]
+        return model, layers, said
+
+    def _forgotten(self, node_id: str) -> None:
+        if self._formed is not None:
+            self._formed.forgotten(node_id)

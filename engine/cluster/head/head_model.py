@@ -1,0 +1,383 @@
+"""The head's model of a ring: to everything above it an ordinary loaded model, whose rows live on every node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from engine.cluster import commands
+from engine.cluster.commands import Command, Prefixes
+from engine.cluster.formation import Formation, Former
+from engine.cluster.head.remote_model import RANK
+from engine.cluster.transport.exchange import PeerLost
+from engine.cluster.waiting import LIMIT_S, Watch
+from engine.errors import LinkLost, ModelError
+from engine.ipc.messages import ModelFacts, NodeTimes, Timing
+from engine.ipc.progress import ProgressCallback
+from engine.moe.popularity import Popularity
+from engine.moe.rank_context import HEAD, Seat
+from engine.moe.timing import Part, Phase, Recorder
+from engine.runtimes.protocol import CountsRoutes, Interrupted, Interruptible, Logits, TokenRows
+
+Done = TypeVar("Done")
+
+
+class Epoch:
+    """A formation and the commands to its followers. One thread at a time."""
+
+    def __init__(self, formation: Formation) -> None:
+        self.formation = formation
+        self.ended = False
+        self.finished_elsewhere = False
+        self.watch = Watch(formation) if len(formation.names) > 1 else None
+        self._next_rows = 0
+        self._unused: list[int] = []
+
+    def new_rows(self) -> int:
+        self._next_rows += 1
+        return self._next_rows
+
+    def no_longer(self, rows: int) -> None:
+        """Nobody uses ``rows``; the followers are told with the next command. From any thread."""
+        self._unused.append(rows)
+
+    def tell(self, command: Command) -> None:
+        """Send ``command`` to every follower. Raises PeerLost."""
+        links = self.formation.command_links
+        if self.ended:
+            raise PeerLost("the ring's epoch is over")
+        if not links:
+            return
+        frames = [commands.encode(command)]
+        if self._unused:
+            unused, self._unused = self._unused, []
+            frames.insert(0, commands.encode(commands.Drop(unused)))
+        for rank, link in links.items():
+            with self.formation.layers.waits.on(lambda rank=rank: (rank,), LIMIT_S):  # type: ignore[misc]
+                for frame in frames:
+                    link.send(frame)
+
+    def ask(self, rank: int) -> memoryview:
+        """What node ``rank`` answers to the command that it was told last. Raises PeerLost."""
+        with self.formation.layers.waits.on(lambda: (rank,), LIMIT_S):
+            return self.formation.command_links[rank].receive(commands.REPLY_LIMIT)
+
+    def end(self) -> None:
+        """Nothing of it can be used any more. May be called twice."""
+        self.ended = True
+        if self.watch is not None:
+            self.watch.close()
+        self.formation.close()
+
+    def run(self, work: Callable[[], Done]) -> Done:
+        """A pass on this node, the followers having been told of it.
+
+        Raises what it raises; the followers are told of a pass that ended here, so that they do not wait in it.
+        Then ``finished_elsewhere`` says whether it was too late for that.
+        """
+        layers = self.formation.layers
+        self.finished_elsewhere = False
+        layers.begin_pass()
+        try:
+            return work()
+        except PeerLost as error:
+            raise self.formation.lost() or error from error
+        except BaseException:
+            lost = self.formation.lost()
+            if lost is not None:
+                raise lost from None
+            self.finished_elsewhere = not layers.give_up()
+            raise
+
+
+class RingRecorder(Recorder):
+    """The recorder of whatever epoch there is; frames have the followers' times beside the head's."""
+
+    def __init__(self, epoch: Epoch, facts: ModelFacts) -> None:
+        self._epoch = epoch
+        self._waiting: list[str] = []
+        self._measuring_elsewhere = False
+        super().__init__(facts.layers, facts.moe_layers, facts.experts)
+
+    @property
+    def inner(self) -> Recorder:
+        return self._epoch.formation.model.recorder
+
+    def follow(self, epoch: Epoch) -> None:
+        """Another epoch has begun; measuring goes on there if it did."""
+        was = self.enabled
+        self._epoch = epoch
+        if was:
+            self.enabled = True
+
+    @property
+    def enabled(self) -> bool:
+        return self.inner.enabled
+
+    @enabled.setter
+    def enabled(self, wanted: bool) -> None:
+        if self.inner.enabled != wanted:
+            self.inner.enabled = wanted
+            self._measure(forget=False)
+
+    @property
+    def sampled(self) -> bool:
+        return self.inner.sampled
+
+    @sampled.setter
+    def sampled(self, wanted: bool) -> None:
+        """The node's own runtime says so."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.inner.reset()
+        if self._measuring_elsewhere:
+            self._measure(forget=True)
+
+    def notice(self, text: str) -> None:
+        self._waiting.append(text)
+
+    def take_notices(self) -> list[str]:
+        taken, self._waiting = self._waiting, []
+        return taken + self.inner.take_notices()
+
+    def begin_step(self, phase: Phase, tokens: int) -> None:
+        self.inner.begin_step(phase, tokens)
+
+    def end_step(self) -> None:
+        self.inner.end_step()
+
+    def add(self, layer: int, part: Part, seconds: float) -> None:
+        self.inner.add(layer, part, seconds)
+
+    def frame(self, request_id: int) -> Timing:
+        own = self.inner.frame(request_id)
+        names = self._epoch.formation.names
+        if len(names) < 2:
+            return own
+        if self._epoch.formation.facts.elsewhere:
+            # What this machine does is wait.
+            found = self._ask().get(RANK)
+            if found is None:
+                return own
+            there = NodeTimes(rank=RANK, name=names[RANK], prefill=found.prefill, decode=found.decode)
+            return msgspec.structs.replace(own, prefill=found.prefill, decode=found.decode, nodes=[there])
+        nodes = [NodeTimes(rank=HEAD, name=names[HEAD], prefill=own.prefill, decode=own.decode)]
+        for rank, times in sorted(self._ask().items()):
+            nodes.append(NodeTimes(rank=rank, name=names[rank], prefill=times.prefill, decode=times.decode))
+        return msgspec.structs.replace(own, nodes=nodes)
+
+    def _measure(self, forget: bool) -> None:
+        """Tell the followers. A peer that is lost is noticed by the next pass, not by its being measured."""
+        self._measuring_elsewhere = self.inner.enabled or forget
+        try:
+            self._epoch.tell(commands.Measure(self.inner.enabled, forget))
+        except PeerLost:
+            return
+
+    def _ask(self) -> dict[int, commands.Times]:
+        if self._epoch.ended:
+            return {}
+        try:
+            self._epoch.tell(commands.AskTimes())
+            links = self._epoch.formation.command_links
+            return {rank: commands.decode_times(self._epoch.ask(rank)) for rank in links}
+        except PeerLost:
+            return {}
+
+
+class RingRows:
+    """See :class:`engine.runtimes.protocol.TokenRows`: the head's rows, and the same operations on every follower."""
+
+    def __init__(self, epoch: Epoch, rows: TokenRows, number: int, prefixes: Prefixes) -> None:
+        self._epoch = epoch
+        self._rows = rows
+        self._number = number
+        self._prefixes = prefixes
+
+    def __del__(self) -> None:
+        self._epoch.no_longer(self._number)
+
+    @property
+    def rows(self) -> int:
+        return self._rows.rows
+
+    @property
+    def length(self) -> int:
+        return self._rows.length
+
+    @property
+    def can_truncate(self) -> bool:
+        return self._rows.can_truncate
+
+    def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
+        self._epoch.tell(commands.Extend(self._number, self._prefixes.state, list(tokens), want_logits))
+        try:
+            logits = self._epoch.run(lambda: self._rows.extend(tokens, want_logits))
+        except Interrupted:
+            if self._epoch.finished_elsewhere:
+                self._epoch.tell(commands.Truncate(self._number, self.length))
+            raise
+        self._prefixes = self._prefixes.extended(tokens)
+        return logits
+
+    def step(self, tokens: Sequence[int]) -> Logits:
+        self._epoch.tell(commands.Step(self._number, self._prefixes.state, list(tokens)))
+        logits = self._epoch.run(lambda: self._rows.step(tokens))
+        self._prefixes = self._prefixes.stepped(tokens)
+        return logits
+
+    def truncate(self, length: int) -> None:
+        self._rows.truncate(length)
+        self._prefixes = self._prefixes.truncated(length)
+        self._epoch.tell(commands.Truncate(self._number, length))
+
+    def fan_out(self, rows: int) -> RingRows:
+        into = self._epoch.new_rows()
+        wide = RingRows(self._epoch, self._rows.fan_out(rows), into, self._prefixes.fanned_out(rows))
+        self._epoch.tell(commands.FanOut(self._number, into, rows))
+        return wide
+
+    def reorder(self, parents: Sequence[int]) -> int:
+        moved = self._rows.reorder(parents)
+        self._prefixes = self._prefixes.reordered(parents)
+        self._epoch.tell(commands.Reorder(self._number, list(parents)))
+        return moved
+
+
+class RingModel:
+    """See :class:`engine.runtimes.protocol.LoadedModel` and :class:`engine.runtimes.protocol.Recoverable`.
+
+    ``name`` is what the person calls the model. Forms the first epoch; raises ModelError if that cannot be done.
+    """
+
+    def __init__(self, name: str, former: Former, progress: ProgressCallback) -> None:
+        self._name = name
+        self._former = former
+        self._epoch = Epoch(former.form(progress))
+        self._recorder = RingRecorder(self._epoch, self.facts)
+        self._cancelled: Callable[[], bool] = lambda: False
+        self._gone: list[str] = []
+        """Who was said to be lost, and what became of it was not said yet."""
+        for line in self._epoch.formation.notices:
+            self._recorder.notice(line)
+
+    @property
+    def facts(self) -> ModelFacts:
+        formation = self._epoch.formation
+        return msgspec.structs.replace(formation.model.facts, ring=formation.facts)
+
+    @property
+    def recorder(self) -> Recorder:
+        return self._recorder
+
+    @property
+    def seat(self) -> Seat:
+        """See :class:`engine.runtimes.protocol.Seated`."""
+        return self._epoch.formation.seat
+
+    @property
+    def popularity(self) -> Popularity | None:
+        """See :class:`engine.runtimes.protocol.CountsRoutes`: every node counts all routes, so the head's will do."""
+        model = self._epoch.formation.model
+        return model.popularity if isinstance(model, CountsRoutes) else None
+
+    @property
+    def between_layers(self) -> Callable[[], None] | None:
+        """See :class:`engine.runtimes.protocol.Interruptible`."""
+        model = self._epoch.formation.model
+        return model.between_layers if isinstance(model, Interruptible) else None
+
+    @between_layers.setter
+    def between_layers(self, check: Callable[[], None] | None) -> None:
+        model = self._epoch.formation.model
+        if isinstance(model, Interruptible):
+            model.between_layers = check
+
+    def turn(self, cancelled: Callable[[], bool]) -> None:
+        """See :class:`engine.runtimes.protocol.Recoverable`."""
+        self._cancelled = cancelled
+        if self._epoch.watch is not None:
+            self._epoch.watch.cancelled = cancelled
+
+    def start(self) -> TokenRows:
+        number = self._epoch.new_rows()
+        self._epoch.tell(commands.Start(number))
+        return RingRows(self._epoch, self._epoch.formation.model.start(), number, Prefixes())
+
+    def close(self) -> None:
+        self._end()
+        self._former.close()
+
+    def recover(self, lost: PeerLost, progress: ProgressCallback, say: Callable[[str], None]) -> None:
+        """See :class:`engine.runtimes.protocol.Recoverable`."""
+        before = self._epoch.formation.names
+        why = self._epoch.formation.why_lost(lost)
+        others = [name for rank, name in before.items() if rank != HEAD]
+        # A link that ends tells it by the name only.
+        gone = [before[rank] for rank in why.ranks if rank in before] or [
+            name for name in others if str(why).startswith(f"{name} ")
+        ]
+        reason = str(why).rstrip(".")
+        for name in others:
+            reason = reason.removeprefix(f"{name} is gone: ").removeprefix(f"{name} ")
+        what = reason if isinstance(why, LinkLost) else f"Lost {', '.join(gone) or 'a machine of the ring'}: {reason}"
+        say(f"{what}; forming the ring again.")
+        self._gone = gone
+        self._end()
+        self._begin(progress, say)
+
+    def between_turns(self, progress: ProgressCallback, say: Callable[[str], None]) -> bool:
+        """See :class:`engine.runtimes.protocol.Recoverable`."""
+        if not self._epoch.ended:
+            lost = self._epoch.formation.lost()
+            stopped = self._epoch.watch is not None and self._epoch.watch.stopped
+            if lost is not None and not stopped:
+                self.recover(lost, progress, say)
+                return True
+            # Stopped: the machines are there, but what they were at then is not to be waited for.
+            if not stopped and not self._former.changed(progress, say):
+                return False
+            self._end()
+        self._begin(progress, say)
+        return True
+
+    def _outcome(self, before: Collection[str]) -> str:
+        """What became of the ring of those who were in it ``before``."""
+        formation = self._epoch.formation
+        now = formation.names.values()
+        gone, self._gone = self._gone, []
+        others = [name for name in before if name not in now and name not in gone and name not in formation.apart]
+        fresh = [name for name in now if name not in before or name in gone]
+        joined = [name for name in fresh if name in formation.newcomers]
+        back = [name for name in fresh if name not in joined]
+        parts = [f"Lost {', '.join(others)}{', too' if gone else ''}"] if others else []
+        parts += [f"{', '.join(back)} came back"] if back else []
+        parts += [f"{', '.join(joined)} joined"] if joined else []
+        going = "going" if parts else "Going"
+        if formation.facts.elsewhere:
+            parts.append(f"{going} on with {formation.names[RANK]} alone")
+        else:
+            parts.append(
+                f"{going} on with {len(now)} machines" if len(now) > 1 else f"{going} on with this machine alone"
+            )
+        return "; ".join(parts) + "."
+
+    def _end(self) -> None:
+        self._epoch.end()
+
+    def _begin(self, progress: ProgressCallback, say: Callable[[str], None]) -> None:
+        """Whatever it raises: the epoch before is over, and the next question forms."""
+        before = self._epoch.formation.names.values()
+        try:
+            formation = self._former.form(progress, say)
+        except Interrupted:
+            raise ModelError("Forming the ring again was stopped; ask once more.", kind="network") from None
+        self._epoch = Epoch(formation)
+        self.turn(self._cancelled)
+        self._recorder.follow(self._epoch)
+        say(self._outcome(before))
+        for line in formation.notices:
+            self._recorder.notice(line)

@@ -1,0 +1,93 @@
+"""While a ring is formed: the followers load their shares, and the head hears of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+
+from discovery.names import plain_text
+from engine.cluster.membership.client import Answers
+from engine.cluster.membership.control_messages import Forming, LoadShare
+from engine.cluster.membership.rpc_fanout import Candidate, ask, check_all
+from engine.cluster.transport.exchange import PeerLost
+from engine.ipc.messages.ring import ExchangeName
+from engine.ipc.progress import ProgressCallback
+
+POLL_S = 0.1
+SHOWN_NOTICES = 3
+"""Notices of one node that are shown; what a node says is as much as it likes."""
+
+
+class LoadingNodes:
+    """The loading of ``followers`` (by rank), followed from threads, one per node. ``heard`` is told of every sign of
+    life by node id."""
+
+    def __init__(
+        self,
+        followers: Mapping[int, Candidate],
+        epoch: str,
+        exchange: ExchangeName,
+        heard: Callable[[str], None],
+    ) -> None:
+        self._followers = followers
+        self._heard = heard
+        self._wanted = LoadShare(epoch=epoch, exchange=exchange)
+        self._calls: list[Answers[Forming]] = []
+        self._lock = threading.Lock()
+        self._stopped = False
+        self._stages: dict[int, Forming] = {}
+
+    def follow(self, rank: int) -> Forming:
+        one = self._followers[rank]
+
+        def run() -> Forming:
+            call = one.client.stream("Form", self._wanted, Forming)
+            with self._lock:
+                self._calls.append(call)
+                stopped = self._stopped
+            if stopped:
+                call.cancel()
+            for news in call:
+                self._stages[rank] = news
+                self._heard(one.node_id)
+                if news.ready:
+                    return news
+            raise PeerLost("it ended loading its share without a word")
+
+        return ask(one, run)
+
+    def wait(self, asked: Mapping[int, Future[Forming]], progress: ProgressCallback) -> None:
+        """Until all are ready. Raises NodeRefused as soon as one fails, and what ``progress`` raises."""
+        noticing = self.noticing(asked, progress)
+        for rank, future in asked.items():
+            while not future.done():
+                news = self._stages.get(rank)
+                stage = f"{self._followers[rank].name}: {plain_text(news.stage, 100) if news else 'loading'}"
+                noticing(stage, news.done if news else 0, news.total if news else 0, news.unit if news else "")
+                time.sleep(POLL_S)
+        check_all(asked.values())
+
+    def noticing(self, asked: Mapping[int, Future[Forming]], progress: ProgressCallback) -> ProgressCallback:
+        """``progress``, which ends what it is told of if a follower has failed meanwhile."""
+
+        def checked(stage: str, done: int, total: int, unit: str) -> None:
+            check_all(asked.values())
+            progress(stage, done, total, unit)
+
+        return checked
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._stopped = True
+            calls = list(self._calls)
+        for call in calls:
+            call.cancel()
+
+
+def told_by(name: str, notices: Sequence[str]) -> list[str]:
+    """A line for each of ``notices`` of the node ``name``; of many the first :data:`SHOWN_NOTICES` and their number."""
+    lines = [f"{name}: {plain_text(line)}" for line in notices[:SHOWN_NOTICES]]
+    more = len(notices) - len(lines)
+    return [*lines, f"{name}: and {more} more"] if more else lines

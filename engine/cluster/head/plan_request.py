@@ -1,0 +1,87 @@
+"""``Plan`` with partitioning ``ring``: who would hold what and how fast it should be. Nothing is sent or loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from engine.calibration.model_headers import Headers
+from engine.cluster.head.apart import decide_together
+from engine.cluster.head.survey import Survey, Surveyor, candidates, planned_model
+from engine.cluster.membership.rpc_fanout import NodeRefused
+from engine.cluster.network import Network
+from engine.ipc.messages import DeviceMemory, Load, ModelFacts, NodeShare
+from engine.moe.rank_context import HEAD, Mode
+from engine.planning.absent_machines import absent_lines
+from engine.planning.ring_nodes import RingModel, beside_weights
+from engine.planning.ring_plan import RingDecision
+from engine.planning.ring_words import THIS_MACHINE
+
+
+@dataclass(frozen=True)
+class RingRequest:
+    """``memory``: one entry per node of the ring."""
+
+    decision: RingDecision
+    memory: list[DeviceMemory]
+    tokens_per_s: float | None
+
+
+def plan_ring_request(
+    network: Network | None, headers: Headers, name: str, load: Load, loaded: ModelFacts | None, notices: list[str]
+) -> RingRequest:
+    """``load``: as this machine would load its own share. ``loaded``: the model that makes room here. What the person
+    should know besides is added to ``notices``. Raises ModelError."""
+    node = network.open_node() if network is not None else None
+    if node is None:
+        notices.append("The network is closed, so only this machine is planned with; open it to find others.")
+    there = candidates(node, load.ring.nodes) if node is not None else []
+    if node is not None:
+        notices += absent_lines(node.table.facts(), load.ring.nodes, {one.node_id for one in there})
+    me = node.me if node is not None else None
+    my_id, my_name = (me.node_id, me.name) if me is not None else (THIS_MACHINE, THIS_MACHINE)
+    surveyor = _surveyor(network, my_id, headers, load)
+    while True:
+        try:
+            survey = surveyor.survey(node, there, load.runtime, lambda *_: None, to_send=False)
+            break
+        except NodeRefused as refused:
+            notices.append(f"{next(one.name for one in there if one.node_id == refused.node_id)}: {refused}")
+            there = [one for one in there if one.node_id != refused.node_id]
+    mine = survey.facts[my_id]
+    freed = loaded.trunk_bytes if loaded is not None and loaded.runtime != "native" else 0
+    survey.facts[my_id] = msgspec.structs.replace(mine, memory_free=mine.memory_free + freed)
+    order = [(my_id, my_name), *((one.node_id, one.name) for one in there)]
+    together = decide_together(headers, name, load, order, survey)
+    decision = together.decision
+    notices += together.lines
+    formed = decision.kind in ("ring", "elsewhere")
+    tokens_per_s = decision.facts.tokens_per_s if decision.facts is not None and formed else None
+    if decision.kind == "alone" and decision.alone_step is not None:
+        tokens_per_s = decision.alone_step.tokens_per_s
+    model = planned_model(headers, name, load)
+    shares = decision.facts.nodes if decision.facts is not None else []
+    if decision.kind == "elsewhere":
+        shares = shares[1:]  # the head holds nothing
+    return RingRequest(decision, [_memory(share, survey, model, decision.mode) for share in shares], tokens_per_s)
+
+
+def _memory(share: NodeShare, survey: Survey, model: RingModel, mode: Mode) -> DeviceMemory:
+    key_values, workspace = beside_weights(model, mode == "central" and share.rank != HEAD)
+    return DeviceMemory(
+        device=share.name,
+        total=survey.facts[share.node_id].memory_total,
+        free=share.memory_free,
+        trunk=share.trunk_bytes,
+        experts=share.expert_bytes,
+        key_values=key_values,
+        workspace=workspace,
+    )
+
+
+def _surveyor(network: Network | None, me: str, headers: Headers, load: Load) -> Surveyor:
+    """The one that measured before, so that a settings screen which asks with every change measures once."""
+    if network is None:
+        return Surveyor(me, headers.folder, load)
+    return network.surveyor(me, headers.folder, load)

@@ -1,0 +1,101 @@
+"""Whom a ring takes in when it is formed again while a person waits for an answer: nobody who lacks its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from engine.cluster.head.survey import Surveyor
+from engine.cluster.membership.client import Calls
+from engine.cluster.membership.control_messages import NodeFacts, WantedFacts, check_facts
+from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused, ask, stopped_by
+from engine.cluster.weights.weight_fingerprint import known_weights
+from engine.ipc.progress import ProgressCallback
+
+LOOK_S = 3.0
+"""A machine says within so long what it has, or it is asked again by the next question."""
+WORTH = 0.5
+"""Of an even share of the experts, what a machine must have for its share to count as there: shares differ."""
+
+
+class Regulars:
+    """Machines that belong to the ring of the model in ``folder``, or have their share of it; and the others."""
+
+    def __init__(self, folder: Path, surveyor: Surveyor) -> None:
+        self.members: set[str] = set()
+        """Node ids of those that were there when the person formed the ring, or that it was planned with since."""
+        self._folder = folder
+        self._surveyor = surveyor
+        self._apart: set[tuple[str, str]] = set()
+        """Node ids, and the processes that they were then: one that is started anew is looked at again."""
+        self._said: set[str] = set()
+        self._refused: dict[str, str] = {}
+
+    def put_off(self, nodes: Iterable[tuple[str, str]]) -> None:
+        """The person did not want to wait for these (node ids, processes), or they did nothing: they are none of the
+        regulars until they go, or start anew."""
+        self._apart.update(nodes)
+
+    def split(
+        self, there: Sequence[Candidate], central: bool, progress: ProgressCallback
+    ) -> tuple[list[Candidate], list[Candidate]]:
+        """The regulars among ``there``, and the others. ``central``: only experts are sent. Raises Cancelled."""
+        self._apart &= {_key(one) for one in there}
+        regular, others = list[Candidate](), list[Candidate]()
+        for one in there:
+            if _key(one) in self._apart:
+                others.append(one)
+                continue
+            if one.node_id in self.members:
+                regular.append(one)
+                continue
+            try:
+                has_share = self._has_share(one, len(there) + 1, central, progress)
+            except NodeRefused:
+                others.append(one)
+                continue
+            if not has_share:
+                self._apart.add(_key(one))
+            (regular if has_share else others).append(one)
+        return regular, others
+
+    def may_refuse(self, node_id: str, process: str) -> bool:
+        """It refused: whether the next question is to try it again. Once, as the reason may pass (it was busy with the
+        ring before), and then no longer, as every try takes a forming."""
+        first = self._refused.get(node_id) != process
+        self._refused[node_id] = process
+        return first
+
+    def lines(self, others: Sequence[Candidate]) -> list[str]:
+        """A line for each of ``others`` that was looked at, once."""
+        fresh = [one for one in others if _key(one) in self._apart and one.node_id not in self._said]
+        self._said.update(one.node_id for one in fresh)
+        if self._surveyor.headers.profile is None:
+            return []  # nothing of it could be shared
+        return [
+            f"{one.name} is there now; to share the model with it, form the ring anew (f8, then r)." for one in fresh
+        ]
+
+    def _has_share(self, one: Candidate, nodes: int, central: bool, progress: ProgressCallback) -> bool:
+        """Whether (nearly) nothing would have to be sent to it. Raises NodeRefused, Cancelled."""
+        profile = self._surveyor.headers.profile
+        weights = known_weights(self._folder)
+        if profile is None or not weights:
+            return False
+        calls = Calls()
+        wanted = WantedFacts(shape=None, weights=weights)
+
+        def look() -> NodeFacts:
+            found = one.client.call("Facts", wanted, NodeFacts, LOOK_S, calls)
+            check_facts(found)
+            return found
+
+        with stopped_by(lambda: progress(f"asking {one.name} what it has", 0, 0, ""), calls.end):
+            facts = ask(one, look)
+        held = sum(len(set(experts)) for experts in facts.has.values())
+        even = len(profile.layers) * profile.experts / nodes
+        return (central or facts.has_trunk) and held >= WORTH * even
+
+
+def _key(one: Candidate) -> tuple[str, str]:
+    return one.node_id, one.process

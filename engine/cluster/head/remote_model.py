@@ -1,0 +1,134 @@
+"""The head's side of a model that another machine runs by itself: no weights, and passes that wait for logits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from engine.cluster.answers import answer_limit, read_answer
+from engine.cluster.transport.exchange import Link, RingProtocolError
+from engine.cluster.waiting import LIMIT_S, Wait, Waits
+from engine.errors import ModelError
+from engine.ipc.messages import ModelFacts
+from engine.moe.expert_parallel import Gathered
+from engine.moe.timing import Recorder
+from engine.runtimes.protocol import Logits
+
+RANK = 1
+"""Of the machine that computes."""
+TOKEN_S = 2.0
+"""A prompt's chunk may take so long for each of its tokens, beyond what one may."""
+LOADING_S = 10 * LIMIT_S
+"""More for the first pass of an epoch: the weights may come from a cold disk."""
+
+
+class Passes:
+    """See :class:`engine.cluster.formation.AbortableLayers`: a pass is one wait for one answer.
+
+    ``stop`` tells the machine, by another way than ``link``, that pass NUMBER, counted from one, is given up.
+    """
+
+    def __init__(self, link: Link, stop: Callable[[int], None]) -> None:
+        self.waits = Waits()
+        self._link = link
+        self._stop = stop
+        self._number = 0
+        self._lock = threading.Lock()
+        self._waiting = False
+        self._stopped = 0
+
+    def begin_pass(self) -> None:
+        self._number += 1
+
+    def answer(self, rows: int, vocabulary: int, tokens: int) -> Logits:
+        """What comes of the pass that began, of ``tokens``: logits [rows, vocabulary].
+
+        Raises Interrupted, PeerLost, and RingProtocolError for what is no answer; nothing more can be asked then.
+        """
+        allowed = LIMIT_S + TOKEN_S * (tokens - 1) + (LOADING_S if self._number == 1 else 0.0)
+        with self._lock:
+            self._waiting = True
+        try:
+            with self.waits.on(lambda: (RANK,), allowed):
+                frame = self._link.receive(answer_limit(rows, vocabulary))
+        except RingProtocolError:
+            self._link.close()
+            raise
+        finally:
+            with self._lock:
+                self._waiting = False
+                self.waits.now = None
+        try:
+            return read_answer(frame, rows, vocabulary, RANK)
+        except RingProtocolError:
+            self._link.close()
+            raise
+
+    def abort(self) -> None:
+        """From any thread: the pass that is waited for ends before its next layer."""
+        with self._lock:
+            wait, number = self.waits.now, self._number
+            if not self._waiting or wait is None or self._stopped == number:
+                return
+            self._stopped = number
+            # From now on it is waited for because it was stopped.
+            self.waits.now = Wait(time.monotonic(), wait.allowed_s, wait.missing)
+        self._stop(number)
+
+    def give_up(self, reason: str = "") -> bool:
+        return True
+
+    def run(self, *_: object, **__: object) -> Gathered:
+        raise ModelError("A model that runs elsewhere exchanges nothing.", kind="internal")
+
+
+class ElsewhereModel:
+    """See :class:`engine.runtimes.protocol.LoadedModel`. Whoever uses it sends the commands, and only then runs a pass
+    or changes rows here. ``can_truncate``: of the rows there."""
+
+    def __init__(self, facts: ModelFacts, passes: Passes, can_truncate: bool) -> None:
+        self.facts = facts
+        self.recorder = Recorder(facts.layers, facts.moe_layers, facts.experts)
+        self._passes = passes
+        self._can_truncate = can_truncate
+
+    def start(self) -> ElsewhereRows:
+        return ElsewhereRows(self._passes, self.facts.vocabulary, self._can_truncate)
+
+    def close(self) -> None:
+        """Nothing is held here."""
+
+
+class ElsewhereRows:
+    """See :class:`engine.runtimes.protocol.TokenRows`: how many rows of which length the other machine has."""
+
+    def __init__(self, passes: Passes, vocabulary: int, can_truncate: bool, rows: int = 1, length: int = 0) -> None:
+        self.rows = rows
+        self.length = length
+        self.can_truncate = can_truncate
+        self._passes = passes
+        self._vocabulary = vocabulary
+
+    def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
+        found = self._passes.answer(int(want_logits), self._vocabulary, len(tokens))
+        self.length += len(tokens)
+        return found[0] if want_logits else None
+
+    def step(self, tokens: Sequence[int]) -> Logits:
+        found = self._passes.answer(self.rows, self._vocabulary, 1)
+        self.length += 1
+        return found
+
+    def truncate(self, length: int) -> None:
+        if self.rows != 1 or not self.can_truncate or not 0 <= length <= self.length:
+            raise ValueError(f"{self.rows} rows of {self.length} tokens cannot be cut to {length}")
+        self.length = length
+
+    def fan_out(self, rows: int) -> ElsewhereRows:
+        return ElsewhereRows(self._passes, self._vocabulary, self.can_truncate, rows, self.length)
+
+    def reorder(self, parents: Sequence[int]) -> int:
+        """Nothing is moved here."""
+        self.rows = len(parents)
+        return 0

@@ -1,0 +1,387 @@
+"""What the head finds out before it plans a ring: the figures of every node, and the links between all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from discovery.names import plain_text
+from engine.calibration.model_headers import Headers, read_headers
+from engine.cluster.head.known_links import KnownLinks
+from engine.cluster.membership.client import Calls, Unreachable
+from engine.cluster.membership.control_messages import (
+    MOST_ADDRESSES,
+    MOST_TEXT,
+    Linked,
+    LinkMeasured,
+    NodeFacts,
+    NodeLoad,
+    WantedFacts,
+    check_facts,
+)
+from engine.cluster.membership.heartbeat import PeerView
+from engine.cluster.membership.link_trials import LinkTrial, Tried, Way, all_ways
+from engine.cluster.membership.measuring_links import measure_best
+from engine.cluster.membership.measuring_node import measure_node
+from engine.cluster.membership.node import Node, door_addresses
+from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused, ask, until_done
+from engine.cluster.transport.addresses import parse_address
+from engine.cluster.transport.exchange import PeerLost, RingProtocolError
+from engine.cluster.weights.weight_fingerprint import identity_of, known_weights
+from engine.errors import ModelError
+from engine.ipc.messages import Load, RuntimeName
+from engine.ipc.messages.ring import LinkFacts
+from engine.ipc.progress import ProgressCallback
+from engine.moe.popularity_file import known_counts
+from engine.planning.hybrid import Wanted
+from engine.planning.ring_plan import LinkMeasured as PlannedLink
+from engine.planning.ring_plan import NodeMeasured, RingDecision, RingModel, plan_ring
+from engine.planning.ring_words import THIS_MACHINE
+from engine.system.cpu_threads import threads_of
+
+FACTS_S = 60.0
+"""Measuring takes a second or two, on a machine that is busy longer."""
+LINKS_S = 30.0
+THERE_S = 1.5
+"""A machine that is there says so within this time."""
+LONGEST_KIND = 160
+
+
+@dataclass
+class Survey:
+    """``facts`` by node id, the head's too; ``links`` by (from, to), measured from there, of those that can be made;
+    ``tried``: which can."""
+
+    facts: dict[str, NodeFacts] = field(default_factory=dict)
+    links: dict[Way, LinkFacts] = field(default_factory=dict)
+    tried: Tried = field(default_factory=Tried)
+
+
+def candidates(node: Node, wanted: Sequence[str]) -> list[Candidate]:
+    """Machines that are there, lend themselves and are free, in the order of their ids."""
+    found = []
+    for view in node.table.views():
+        if view.client is None or view.greeting is None or not view.greeting.lends:
+            continue
+        if wanted and view.node_id not in wanted:
+            continue
+        if view.load is not None and view.load.head not in ("", node.identity.node_id):
+            continue
+        doors = tuple(door_addresses([view.client.address, *_others(view)]))
+        found.append(Candidate(view.node_id, view.name, view.client, doors, view.greeting.process))
+    return sorted(found, key=lambda one: one.node_id)
+
+
+def _others(view: PeerView) -> list[str]:
+    known = [*(view.greeting.listening if view.greeting else ()), *view.addresses]
+    return [address for address in dict.fromkeys(known) if view.client is None or address != view.client.address]
+
+
+class Surveyor:
+    """Measures what is not known yet; what was measured of the same processes is kept for the next epoch, links for
+    some minutes and as long as both sides have the addresses that they had."""
+
+    def __init__(self, me: str, folder: Path, load: Load) -> None:
+        """``me``: this machine's node id. Raises ModelError if the model in ``folder`` cannot be opened."""
+        self._me = me
+        self._load = load
+        self._folder = folder
+        self._links = KnownLinks()
+
+    @property
+    def threads(self) -> int | None:
+        """As many as all nodes are to compute with, as far as they can; None: theirs to decide. Torch adds up in an
+        order that depends on it."""
+        return threads_of(self._load) if self._load.runtime == "torch" else None
+
+    @property
+    def headers(self) -> Headers:
+        return read_headers(self._folder, self._load)
+
+    def survey(
+        self,
+        node: Node | None,
+        there: Sequence[Candidate],
+        runtime: RuntimeName,
+        progress: ProgressCallback,
+        to_send: bool = True,
+        threads: int | None = None,
+        hurry: bool = False,
+        known: Tried | None = None,
+    ) -> Survey:
+        """``there`` are machines that ``node`` knows. Each is asked what it has of the weights; ``to_send``: it will be
+        sent the rest, for which the model here is read once; else it is asked only if that was done before.
+        ``threads``: that the others will use; None: theirs to decide. ``hurry``: links that were measured long ago will
+        do. ``known``: which links can be made, if that was tried just now.
+
+        Raises NodeRefused for the first node that cannot be measured, Cancelled.
+        """
+        threads = threads or self.threads
+        found = Survey()
+        weights = self._weights(progress, to_send) if there else ""
+        progress("measuring the machines", 0, 0, "")
+        wanted = WantedFacts(
+            shape=self.headers.shape,
+            weights=weights,
+            threads=threads,
+            family=self.headers.sizes.family,
+            dtype=self._load.dtype,
+            runtime=runtime,
+        )
+        # Processes of one machine must not measure at the same time, or each would find a part of it.
+        hosts: dict[str, list[Candidate]] = {}
+        for one in there:
+            hosts.setdefault(one.client.address.rpartition(":")[0], []).append(one)
+        trial = self._trial(node, there) if node is not None and known is None else None
+        with _helpers(len(hosts) + len(there) + 1) as (pool, calls):
+
+            def of_host(group: list[Candidate]) -> dict[str, NodeFacts]:
+                return {one.node_id: ask(one, partial(_facts_of, one, wanted, calls)) for one in group}
+
+            trying = trial.begin(pool, calls) if trial is not None else []
+            asked = [pool.submit(of_host, group) for group in hosts.values()]
+            until_done([*trying, *asked], lambda: progress("measuring the machines", 0, 0, ""))
+            for future in asked:
+                found.facts.update(future.result())
+            found.tried = trial.result(trying) if trial is not None else known or found.tried
+        found.facts[self._me] = measure_node(wanted, self._load.cpu_threads)
+        if node is not None:
+            self._measure_links(node, there, found, progress, hurry)
+        return found
+
+    def _trial(self, node: Node, there: Sequence[Candidate]) -> LinkTrial:
+        ways = all_ways(self._me, there)
+        best = {way: link.address for way in ways if (link := self._links.last(way)) is not None}
+        return LinkTrial(node, there, ways, secrets.token_hex(8), best)
+
+    def try_links(self, node: Node, there: Sequence[Candidate], progress: ProgressCallback) -> Tried:
+        """Which of the links among ``node`` and ``there`` can be made now. Raises NodeRefused, Cancelled."""
+        trial = self._trial(node, there)
+        with _helpers(len(there) + 1) as (pool, calls):
+            trying = trial.begin(pool, calls)
+            until_done(trying, lambda: progress("trying the links", 0, 0, ""))
+            return trial.result(trying)
+
+    def _weights(self, progress: ProgressCallback, to_send: bool) -> str:
+        """The fingerprint of the weights here; empty if it is not worth reading them."""
+        return identity_of(self._folder, progress).weights if to_send else known_weights(self._folder)
+
+    def _measure_links(
+        self, node: Node, there: Sequence[Candidate], found: Survey, progress: ProgressCallback, hurry: bool
+    ) -> None:
+        """One after the other, so that no measurement meets another one."""
+        me = self._me
+        pairs = len(there) * (len(there) + 1) // 2
+        done = 0
+        epoch = secrets.token_hex(8)
+        with _helpers(1) as (pool, calls):
+
+            def measure(way: Way, ends: Sequence[str], measuring: Callable[[], LinkFacts]) -> None:
+                nonlocal done
+                if frozenset(way) in found.tried.broken:
+                    return
+                link = self._links.get(way, ends, hurry)
+                if link is None:
+                    future = pool.submit(measuring)
+                    try:
+                        until_done([future], lambda: progress("measuring the links", done, pairs, ""))
+                        link = future.result()
+                    except LinkFailedError as failed:
+                        found.tried.broken[frozenset(way)] = str(failed)
+                        return
+                    self._links.put(way, ends, link)
+                found.links[way] = link
+                done += 1
+
+            here = door_addresses(node.listening)
+            for one in there:
+                ends = (*here, one.process, *one.doors)
+                measure((me, one.node_id), ends, partial(_to, node, one, epoch))
+                if (me, one.node_id) in found.links:
+                    node.table.set_link(one.node_id, found.links[me, one.node_id])
+            for index, first in enumerate(there):
+                for second in there[index + 1 :]:
+                    way = first.node_id, second.node_id
+                    ends = (first.process, *first.doors, second.process, *second.doors)
+                    measure(way, ends, partial(_between, node, first, second, epoch, calls))
+
+
+@contextlib.contextmanager
+def _helpers(threads: int) -> Iterator[tuple[ThreadPoolExecutor, Calls]]:
+    """Threads, and calls that they make. If something goes wrong within it, the calls are ended, and nobody waits for
+    the threads: a link to a machine that is gone takes seconds to fail."""
+    pool, calls = ThreadPoolExecutor(max(1, threads), thread_name_prefix="asking nodes"), Calls()
+    try:
+        yield pool, calls
+    except BaseException:
+        calls.end()
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+class LinkFailedError(Exception):
+    """A link cannot be measured although both of its ends are there."""
+
+
+def _to(node: Node, one: Candidate, epoch: str) -> LinkFacts:
+    certificate = node.table.peer(one.node_id).certificate_pem.encode()
+    try:
+        return measure_best(node.links, epoch, one.node_id, certificate, one.doors, one.name)
+    except ModelError as error:
+        raise _failed(node, (one,), error) from error
+
+
+def _failed(node: Node, ends: Sequence[Candidate], error: ModelError) -> Exception:
+    """What a measurement that ended with ``error`` means. Raises NodeRefused if one of the ``ends`` is gone."""
+    for one in ends:
+        ask(one, partial(one.client.call, "Beat", node.load(), NodeLoad, THERE_S))
+    return LinkFailedError(str(error).rstrip("."))
+
+
+def _facts_of(one: Candidate, wanted: WantedFacts, calls: Calls) -> NodeFacts:
+    facts = one.client.call("Facts", wanted, NodeFacts, FACTS_S, calls)
+    check_facts(facts)
+    return facts
+
+
+def check_link(link: LinkFacts) -> None:
+    """Raises RingProtocolError for a link that another machine cannot have measured; ModelError for no address."""
+    parse_address(link.address)
+    if not 0 < link.latency_s < math.inf or not 0 < link.bytes_per_s < math.inf:
+        raise RingProtocolError(f"A link of {link.latency_s} s and {link.bytes_per_s} bytes/s was measured.")
+    if max(map(len, (link.interface, link.address, *link.others))) > MOST_TEXT or len(link.others) > MOST_ADDRESSES:
+        raise RingProtocolError("A link is described in too many words.")
+
+
+def _between(node: Node, first: Candidate, second: Candidate, epoch: str, calls: Calls) -> LinkFacts:
+    """The two need not know each other: the head vouches for both, for these measurements."""
+    certificates = {one.node_id: node.table.peer(one.node_id).certificate_pem.encode() for one in (first, second)}
+    vouched = Linked(epoch=epoch, node_id=first.node_id, certificate=certificates[first.node_id])
+    ask(second, lambda: second.client.call("MeasureLinks", vouched, LinkMeasured, LINKS_S, calls))
+    wanted = Linked(
+        epoch=epoch, node_id=second.node_id, certificate=certificates[second.node_id], addresses=list(second.doors)
+    )
+    try:
+        answer = first.client.call("MeasureLinks", wanted, LinkMeasured, LINKS_S, calls)
+        if answer.link is None:
+            raise ModelError("nothing was measured", kind="network")
+    except RingProtocolError as error:
+        raise NodeRefused(first.node_id, str(error)) from error
+    except (ModelError, PeerLost, Unreachable) as error:
+        raise _failed(node, (first, second), ModelError(str(error))) from error
+    link = answer.link
+    ask(first, lambda: check_link(link))
+    return link
+
+
+def decide(
+    headers: Headers, name: str, load: Load, order: Sequence[tuple[str, str]], survey: Survey, at_once: float = 1.0
+) -> RingDecision:
+    """The plan for the model ``name`` on the nodes ``order`` (ids and names, the head first), loaded as ``load``.
+
+    Its sentences call the head this machine; in its facts the head has its name."""
+    (me, my_name), *others = order
+    nodes = planned_nodes(survey, [(me, THIS_MACHINE), *others], load.runtime, headers.sizes.dtype)
+    popularity: list[list[float]] = []
+    if headers.profile is not None:
+        counts = known_counts(headers.folder, headers.profile, headers.sizes.experts_per_token, lambda text: None)
+        popularity = [] if counts is None else [list(map(float, row)) for row in counts.values()]
+    model, links = planned_model(headers, name, load), planned_links(survey)
+    decision = plan_ring(model, nodes, links, load.ring, popularity, at_once)
+    if decision.facts is None:
+        return decision
+    named = [
+        msgspec.structs.replace(share, name=my_name) if share.node_id == me else share for share in decision.facts.nodes
+    ]
+    at_best = not all(_overheads(survey, me, node_id) for node_id, _ in order)
+    return replace(decision, facts=msgspec.structs.replace(decision.facts, nodes=named, at_best=at_best))
+
+
+def planned_model(headers: Headers, name: str, load: Load) -> RingModel:
+    """The model as the planner takes it."""
+    sizes = headers.sizes
+    profile = headers.profile
+    return RingModel(
+        sizes=sizes.for_planning(name),
+        moe_layers=profile.layers if profile is not None else (),
+        context_tokens=min(sizes.context_limit, load.context_limit or Wanted().context_tokens),
+        prefill_chunk=load.prefill_chunk,
+        vocabulary=sizes.vocabulary,
+    )
+
+
+def planned_nodes(survey: Survey, order: Sequence[tuple[str, str]], runtime: str, dtype: str) -> list[NodeMeasured]:
+    """``order``: node ids and names, the head first. Processes of one machine share its free memory, and those that
+    are sent weights the disk they are put on."""
+    machines: dict[str, int] = {}
+    for node_id, _ in order:
+        machine = survey.facts[node_id].machine
+        machines[machine] = machines.get(machine, 0) + 1
+    nodes: list[NodeMeasured] = []
+    for node_id, name in order:
+        facts = survey.facts[node_id]
+        shared = machines[facts.machine]
+        disk = sum(survey.facts[other].disk == facts.disk for other, _ in order[1:]) if facts.disk else 1
+        runs = runtime if runtime in facts.runtimes else next(iter(facts.runtimes), "none")
+        overhead = _overheads(survey, order[0][0], node_id)
+        nodes.append(
+            NodeMeasured(
+                node_id=node_id,
+                name=name,
+                memory_total=facts.memory_total // shared,
+                memory_free=_least(facts.memory_free // shared, facts.memory_lent),
+                kind=_kind(runs, facts, dtype),
+                unified=facts.unified_memory,
+                expert=facts.expert,
+                memory_read=facts.memory_read,
+                layer_overhead_s=overhead.get(runs, overhead.get("native", 0.0)),
+                fence_s=facts.fence_s,
+                central_s=facts.central_s,
+                machine=facts.machine if shared > 1 else "",
+                processor=f"{facts.processor}, {facts.threads} threads" if facts.processor else "",
+                has={layer: tuple(experts) for layer, experts in facts.has.items()},
+                has_trunk=facts.has_trunk,
+                # The head has the whole model.
+                disk_free=facts.disk_free // disk if nodes else None,
+            )
+        )
+    return nodes
+
+
+def _least(free: int, lent: int | None) -> int:
+    return free if lent is None else min(free, lent)
+
+
+def _kind(runs: str, facts: NodeFacts, dtype: str) -> str:
+    """All that the bits of a node depend on. Native kernels give the same for any number of threads and any processor
+    that has the instructions; what torch and mlx choose depends on more."""
+    words = f"{runs} {facts.libraries.get(runs, '')} {facts.instruction_set} {dtype}, {facts.system}"
+    if runs != "native":
+        words += f", {facts.processor}"
+    if runs == "torch":
+        words += f", {facts.threads} thread{'s' * (facts.threads != 1)}"
+    return plain_text(" ".join(words.split()), LONGEST_KIND)
+
+
+def _overheads(survey: Survey, head: str, node_id: str) -> dict[str, float]:
+    """What a layer costs the node beside its weights, by runtime; empty: it was not measured.
+
+    What was measured on the head's machine holds for its other processes, whatever home they have."""
+    facts = survey.facts[node_id]
+    same = facts.machine == survey.facts[head].machine
+    return survey.facts[head].layer_overhead_s if same else facts.layer_overhead_s
+
+
+def planned_links(survey: Survey) -> list[PlannedLink]:
+    return [
+        PlannedLink(first, second, link.latency_s, link.bytes_per_s) for (first, second), link in survey.links.items()
+    ]

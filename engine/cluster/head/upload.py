@@ -1,0 +1,91 @@
+"""The weights of every follower's share, sent to all of them at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from engine.cluster.membership.client import Calls
+from engine.cluster.membership.control_messages import PIECE_BYTES, Piece, Received, Wants
+from engine.cluster.membership.rpc_fanout import Candidate, ask, until_done
+from engine.cluster.weights.transfer import Offer, decode_wanted, encode_offer, offer, stream
+from engine.ipc.progress import ProgressCallback
+from engine.planning.ring_plan import RingDecision
+
+OFFER_S = 600.0
+"""A node that has a whole copy of the model reads it once to compare."""
+SURE_S = 3.0
+"""Sending must have gone on for so long before it is said how long the rest takes."""
+
+
+class Sending:
+    """Sends to ``followers`` (by rank) what ``decision`` gives them of the model in ``folder``."""
+
+    def __init__(self, folder: Path, name: str, decision: RingDecision, followers: Mapping[int, Candidate]) -> None:
+        assert decision.placement is not None
+        self._folder = folder
+        self._name = name
+        self._placement = decision.placement
+        self._trunk = decision.mode != "central"
+        self._followers = followers
+        self._calls = Calls()
+        self._lock = threading.Lock()
+        self._sent = self._to_send = 0
+        self._began = 0.0
+
+    def send(self, progress: ProgressCallback) -> dict[int, int]:
+        """Per rank, the bytes that were there already. Raises NodeRefused, ModelError, Cancelled from ``progress``;
+        what was sent until then is kept by the node and not sent again."""
+        offers = {rank: self._offer(rank, progress) for rank in self._followers}
+        with ThreadPoolExecutor(len(self._followers), thread_name_prefix="sending weights") as pool:
+            try:
+                wants = {rank: pool.submit(self._compare, rank, offers[rank]) for rank in self._followers}
+                until_done(wants.values(), lambda: progress("comparing weights", 0, 0, ""))
+                found = {rank: future.result() for rank, future in wants.items()}
+                self._to_send = sum(want.nbytes for want in found.values())
+                sending = [pool.submit(self._deliver, rank, offers[rank], found[rank]) for rank in self._followers]
+                until_done(sending, lambda: progress(self._doing(found), self._sent, self._to_send, "bytes"))
+            except BaseException:
+                self._calls.end()
+                raise
+        return {rank: want.has_bytes for rank, want in found.items()}
+
+    def _doing(self, wants: Mapping[int, Wants]) -> str:
+        """``sending weights to studio, attic · 40 s left``"""
+        names = [one.name for rank, one in self._followers.items() if wants[rank].nbytes]
+        text = f"sending weights to {', '.join(names)}" if names else "sending weights"
+        if not self._sent:
+            self._began = time.monotonic()
+            return text
+        took = time.monotonic() - self._began
+        left = took * (self._to_send - self._sent) / self._sent
+        if took < SURE_S or left < 1:
+            return text
+        return f"{text} · {round(left)} s left" if left < 90 else f"{text} · {round(left / 60)} min left"
+
+    def _offer(self, rank: int, progress: ProgressCallback) -> Offer:
+        held = {layer: self._placement.held(rank, layer) for layer in self._placement.layers}
+        return offer(self._folder, held, progress, trunk=self._trunk, name=self._name)
+
+    def _compare(self, rank: int, offered: Offer) -> Wants:
+        one = self._followers[rank]
+        data = encode_offer(offered)
+        pieces = [Piece(data=data[start : start + PIECE_BYTES]) for start in range(0, len(data), PIECE_BYTES)]
+        return ask(one, lambda: one.client.upload("Offer", pieces, Wants, self._calls, OFFER_S))
+
+    def _deliver(self, rank: int, offered: Offer, wants: Wants) -> None:
+        if not wants.nbytes:
+            return
+        one = self._followers[rank]
+        wanted = decode_wanted(wants.wanted)
+
+        def pieces() -> Iterator[Piece]:
+            for chunk in stream(self._folder, offered, wanted):
+                yield Piece(data=chunk)
+                with self._lock:
+                    self._sent += len(chunk)
+
+        ask(one, lambda: one.client.upload("Receive", pieces(), Received, self._calls))

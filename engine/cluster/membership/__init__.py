@@ -1,0 +1,1 @@
+"""Who is in the cluster: peers, heartbeats, calls between them, what each can do."""

@@ -1,0 +1,195 @@
+"""The control plane's client: a connection to one paired machine, whose certificate is the only one believed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar, cast, get_args
+
+import grpc
+
+from discovery.names import plain_text
+from engine.cluster.membership.control_messages import MESSAGE_LIMIT, SERVICE, Control, pack, unpack
+from engine.cluster.membership.server import Credentials
+from engine.cluster.transport.exchange import PeerLost, RingProtocolError
+from engine.errors import ModelError
+from engine.ipc.messages import ErrorKind
+
+CALL_S = 10.0
+"""A call that measures and loads nothing is answered within so long."""
+
+CLIENT_OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_LIMIT),
+    ("grpc.max_send_message_length", MESSAGE_LIMIT),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    # Each machine is a peer of its own: connections are not shared within the process, and no proxy is asked.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.enable_retries", 0),
+)
+
+Body = TypeVar("Body", bound=Control)
+
+
+class Unreachable(Exception):
+    """Nobody answers at the address, or it is not the machine that was paired."""
+
+
+class NobodyListens(Unreachable):
+    """There is no connection to the address at all: the machine, or its process, is gone or not there yet."""
+
+
+class Calls:
+    """Calls that can be ended together, with those that would begin afterwards. From any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[Any] = set()
+        self.ended = threading.Event()
+
+    def add(self, call: Any) -> None:
+        """``call`` has begun. Raises Unreachable if it is one too many."""
+        with self._lock:
+            self._running.add(call)
+            ended = self.ended.is_set()
+        call.add_done_callback(self._over)
+        if ended:
+            call.cancel()
+            raise Unreachable("the call was ended here")
+
+    def end(self) -> None:
+        """They end with Unreachable, here and on the other machines."""
+        with self._lock:
+            self.ended.set()
+            running = list(self._running)
+        for call in running:
+            call.cancel()
+
+    def _over(self, call: Any) -> None:
+        with self._lock:
+            self._running.discard(call)
+
+
+class PeerClient:
+    """Calls of one paired machine, at one of its addresses (``HOST:PORT``). From any thread."""
+
+    def __init__(self, address: str, credentials: Credentials, server_name: str) -> None:
+        self.address = address
+        secured = grpc.ssl_channel_credentials(credentials.roots, credentials.key, credentials.certificate)
+        options = (*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", server_name))
+        self._channel = grpc.secure_channel(address, secured, options)
+        self._closed = threading.Event()
+
+    def call(
+        self, method: str, body: Control, answer: type[Body], timeout: float = CALL_S, calls: Calls | None = None
+    ) -> Body:
+        """One question, one answer. It can be ended with ``calls``.
+
+        Raises Unreachable, ModelError with the machine's own sentence if it refused, RingProtocolError if its answer is
+        none of this version.
+        """
+        invoke = self._channel.unary_unary(_path(method))
+        try:
+            if calls is None:
+                return unpack(cast(bytes, invoke(pack(body), timeout=timeout)), answer)
+            return unpack(_result(invoke.future(pack(body), timeout=timeout), calls), answer)
+        except (grpc.RpcError, ValueError) as error:
+            raise _translated(error) from error
+
+    def stream(self, method: str, body: Control, answer: type[Body], timeout: float | None = None) -> Answers[Body]:
+        """One question, many answers; raises as :meth:`call`, while they are taken."""
+        invoke = self._channel.unary_stream(_path(method))
+        try:
+            return Answers(invoke(pack(body), timeout=timeout), answer)
+        except ValueError as error:
+            raise _translated(error) from error
+
+    def upload(
+        self, method: str, bodies: Iterable[Control], answer: type[Body], calls: Calls, timeout: float | None = None
+    ) -> Body:
+        """Many messages, one answer; raises as :meth:`call`. What ``bodies`` raises is raised here."""
+        failed: list[BaseException] = []
+
+        def packed() -> Iterator[bytes]:
+            try:
+                for body in bodies:
+                    yield pack(body)
+            except GeneratorExit:
+                raise  # the call ended before they did
+            except BaseException as error:
+                failed.append(error)
+                raise
+
+        invoke = self._channel.stream_unary(_path(method))
+        try:
+            return unpack(_result(invoke.future(packed(), timeout=timeout), calls), answer)
+        except (grpc.RpcError, ValueError) as error:
+            if failed:
+                raise failed[0] from error
+            raise _translated(error) from error
+
+    def close(self) -> None:
+        """Every call that runs ends with Unreachable."""
+        self._closed.set()
+        self._channel.close()
+
+
+class Answers(Iterator[Body]):
+    """The answers of a call as they come. :meth:`cancel` from any thread."""
+
+    def __init__(self, call: Any, answer: type[Body]) -> None:
+        self._call = call
+        self._answer = answer
+
+    def __next__(self) -> Body:
+        try:
+            return unpack(cast(bytes, next(self._call)), self._answer)
+        except grpc.RpcError as error:
+            raise _translated(error) from error
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+def _result(call: Any, calls: Calls) -> bytes:
+    calls.add(call)
+    try:
+        return cast(bytes, call.result())
+    except grpc.FutureCancelledError:
+        raise Unreachable("the call was ended here") from None
+
+
+def _path(method: str) -> str:
+    return f"/{SERVICE}/{method}"
+
+
+def _translated(error: Exception) -> Exception:
+    """What a failed call means. gRPC raises ValueError for a channel that was closed here."""
+    if not isinstance(error, grpc.RpcError):
+        return Unreachable("the connection was closed here")
+    code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+    details = plain_text(str(error.details() or ""), 1000) if isinstance(error, grpc.Call) else ""
+    match code:
+        case grpc.StatusCode.FAILED_PRECONDITION:
+            kind, separator, sentence = details.partition(": ")
+            if separator and kind in get_args(ErrorKind):
+                return ModelError(sentence, kind=cast(ErrorKind, kind))
+            return ModelError(details or "The other machine refused.", kind="network")
+        case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.RESOURCE_EXHAUSTED | grpc.StatusCode.UNIMPLEMENTED:
+            return RingProtocolError(details or "The other machine does not understand this version.", kind="network")
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return Unreachable("this machine is not paired there any more")
+        case grpc.StatusCode.ABORTED:
+            return PeerLost(details)
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return Unreachable("it did not answer in time")
+        case grpc.StatusCode.INTERNAL if not details:  # as the other machine's program says it, see server.py
+            return ModelError("The other machine failed; its log (`privatellm locate logs`) says why.", kind="network")
+        case grpc.StatusCode.UNKNOWN | grpc.StatusCode.INTERNAL:  # gRPC's own, such as "Stream removed"
+            return Unreachable("the connection to it broke")
+        case _:
+            return NobodyListens("it cannot be reached")

@@ -1,0 +1,115 @@
+"""Which of the links that a ring would need can be made: every node tries its own, all at the same time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+from discovery.names import plain_text
+from engine.cluster.membership.client import Calls
+from engine.cluster.membership.control_messages import Linked, LinksTried, TryLinks
+from engine.cluster.membership.node import Node
+from engine.cluster.membership.rpc_fanout import Candidate, ask
+from engine.cluster.transport.accepting import Links
+from engine.cluster.transport.epochs import Member
+from engine.cluster.transport.trying import try_link
+from engine.errors import ModelError
+from engine.planning.reaching import Pair
+
+TRIED_S = 10.0
+"""A node has tried all its links by then."""
+MOST_AT_ONCE = 16
+LONGEST_REASON = 300
+
+Way = tuple[str, str]
+"""Node ids of who dials and who is dialled."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """``broken``: why, by the two ends. ``reached``: at which address of its door."""
+
+    broken: dict[Pair, str] = field(default_factory=dict)
+    reached: dict[Way, str] = field(default_factory=dict)
+
+
+def all_ways(me: str, there: Sequence[Candidate]) -> list[Way]:
+    """Every link of a ring of these machines, as it will be dialled: by the lower rank."""
+    ids = [me, *(one.node_id for one in there)]
+    return [(first, second) for index, first in enumerate(ids) for second in ids[index + 1 :]]
+
+
+def try_own(links: Links, wanted: Sequence[Linked], stop: threading.Event, names: Mapping[str, str]) -> LinksTried:
+    """Try the links from here to all of ``wanted`` that come with addresses; ``names`` by node id, where known."""
+    asked = [one for one in wanted if one.addresses]
+
+    def attempt(one: Linked) -> tuple[str, str]:
+        member = Member(1, one.node_id, one.certificate, tuple(one.addresses), names.get(one.node_id, ""))
+        try:
+            return try_link(links, one.epoch, member, one.addresses, stop), ""
+        except ModelError as error:
+            return "", str(error)[:LONGEST_REASON] or "unknown"
+
+    with ThreadPoolExecutor(min(MOST_AT_ONCE, max(1, len(asked))), thread_name_prefix="trying links") as pool:
+        found = dict(zip((one.node_id for one in asked), pool.map(attempt, asked), strict=True))
+    return LinksTried(
+        reached={node_id: address for node_id, (address, why) in found.items() if not why},
+        failed={node_id: why for node_id, (_, why) in found.items() if why},
+    )
+
+
+class LinkTrial:
+    """The links ``ways`` among this machine and ``there``; ``best``: the address to be tried first. Raises what the
+    node's table raises for a machine that is not paired any more."""
+
+    def __init__(
+        self, node: Node, there: Sequence[Candidate], ways: Collection[Way], epoch: str, best: Mapping[Way, str]
+    ) -> None:
+        self._node = node
+        self._me = node.identity.node_id
+        self._by_id = {one.node_id: one for one in there}
+        self._ways = set(ways)
+        self._pairs = {frozenset(way) for way in ways}
+        self._wanted: dict[str, list[Linked]] = {}
+        for first, second in ways:
+            doors = self._by_id[second].doors
+            addresses = list(dict.fromkeys([*([best[first, second]] if (first, second) in best else []), *doors]))
+            self._wanted.setdefault(first, []).append(self._linked(epoch, second, addresses))
+            if first != self._me:
+                # Who is dialled learns who comes; this machine it knows.
+                self._wanted.setdefault(second, []).append(self._linked(epoch, first, []))
+            self._wanted.setdefault(second, [])
+
+    def begin(self, pool: ThreadPoolExecutor, calls: Calls) -> list[Future[tuple[str, LinksTried]]]:
+        """Have all of them tried, in ``pool``; every future is one node's links. They raise NodeRefused for a node that
+        does not answer, or that refuses to be in a ring with another one."""
+        return [pool.submit(self._of_node, node_id, wanted, calls) for node_id, wanted in self._wanted.items()]
+
+    def result(self, tried: Sequence[Future[tuple[str, LinksTried]]]) -> Tried:
+        """What the nodes found, when all that :meth:`begin` returned are done."""
+        found = Tried()
+        for future in tried:
+            node_id, links = future.result()
+            for second, address in links.reached.items():
+                if (node_id, second) in self._ways:
+                    found.reached[node_id, second] = address
+            for second, why in links.failed.items():
+                pair = frozenset((node_id, second))
+                if pair in self._pairs:
+                    found.broken[pair] = plain_text(why, LONGEST_REASON)
+        return found
+
+    def _of_node(self, node_id: str, wanted: list[Linked], calls: Calls) -> tuple[str, LinksTried]:
+        if node_id == self._me:
+            names = {one.node_id: one.name for one in self._by_id.values()}
+            return node_id, try_own(self._node.links, wanted, calls.ended, names)
+        one = self._by_id[node_id]
+        call = partial(one.client.call, "TryLinks", TryLinks(links=wanted), LinksTried, TRIED_S, calls)
+        return node_id, ask(one, call)
+
+    def _linked(self, epoch: str, node_id: str, addresses: list[str]) -> Linked:
+        certificate = self._node.table.peer(node_id).certificate_pem.encode() if node_id != self._me else b""
+        return Linked(epoch=epoch, node_id=node_id, certificate=certificate, addresses=addresses)

@@ -1,0 +1,348 @@
+"""This machine as a node: everything that listens, announces or connects, between OpenNetwork and CloseNetwork."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from discovery.acquaintance import KIND as KNOWN_KIND
+from discovery.acquaintance import answer as answer_known
+from discovery.addresses import shown_address
+from discovery.checks import hearing_problems, network_facts
+from discovery.errors import DiscoveryError, DoorError
+from discovery.identity import Identity, copied_identities, fingerprint_words
+from discovery.link_listener import Door, PortPair, bind_pair
+from discovery.mdns import Found, Neighbourhood
+from discovery.pairing_service import KIND as PAIR_KIND
+from discovery.pairing_service import PairingService, pair_with
+from discovery.peers import Peer, PeersFile, PeersWatch
+from engine.cluster.membership.control_messages import CONTROL_PROTOCOL, LENDING, Greeting, NodeLoad
+from engine.cluster.membership.peer_table import Announced, PeerTable
+from engine.cluster.membership.server import Caller, ControlServer, Method
+from engine.cluster.transport.accepting import Links
+from engine.cluster.transport.addresses import door_of, own_addresses, parse_address
+from engine.cluster.transport.link_speed import answer_measuring
+from engine.errors import ModelError
+from engine.ipc.messages import OpenNetwork
+from engine.ipc.messages.ring import NodeId
+from engine.models.locations import ensure, locate
+from engine.system.free_memory import available_bytes, memory
+
+LOOK_S = 5.0
+"""Between two looks at what keeps machines from being found."""
+_TRIES = 5
+"""Another program may take the control port between finding and using it."""
+
+
+@dataclass(frozen=True)
+class Lent:
+    """What a lent machine says of itself in every beat."""
+
+    head: str = ""
+    epoch: str = ""
+    stage: str = ""
+    broken: tuple[str, ...] = ()
+    """Node ids to which its links of the last epoch broke."""
+
+
+def privatellm_version() -> str:
+    """Nodes of different versions are not in one ring."""
+    try:
+        return version("privatellm")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+class Node:
+    """Open from the moment it is made until :meth:`close`. ``changed`` is called whenever a screen has news, from any
+    thread."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        peers: PeersFile,
+        options: OpenNetwork,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Raises ModelError (network, bad-input) and DiscoveryError if a socket cannot be opened as asked."""
+        self.identity = identity
+        self.peers = peers
+        self.lends = options.lend
+        self._most_memory = sys.maxsize if options.lend_memory is None else options.lend_memory
+        self.name = options.name.strip() or default_name()
+        self.process = secrets.token_hex(8)
+        self.version = privatellm_version()
+        self._problems: list[str] = []
+        self._look_again = 0.0
+        self._changed = changed
+        self.lent: Callable[[], Lent] = Lent
+        """What this machine does for a head, or forms itself."""
+        self.vouched: Callable[[str], bytes | None] = lambda node_id: None
+        """Certificates that a head vouches for, while it forms a ring with this machine."""
+        self._runtime = ""
+        self._methods: dict[str, Method] = {}
+        self._forgotten: list[Callable[[str], None]] = []
+        self._closed = threading.Event()
+        self._said = ""
+        with contextlib.ExitStack() as opened:
+            self.table = PeerTable(identity, peers, self.greeting, self.load, changed, options.peers, self.name)
+            opened.callback(self.table.close)
+            self._host, ports, self.server = self._listen(options.listen)
+            opened.callback(self.server.close)
+            self.door = Door(ports.door)
+            opened.callback(self.door.close)
+            self.links = Links(identity, self.certificate_of, answer_measuring)
+            self.links.attach(self.door)
+            opened.callback(self.links.close)
+            self.pairing = PairingService(identity, peers, self.name, self._paired, self._not_paired)
+            self.door.register(PAIR_KIND, self.pairing.handle)
+            self.door.register(KNOWN_KIND, answer_known(identity, self.table.paired))
+            watching = PeersWatch(peers, self.forget)
+            opened.callback(watching.close)
+            self._neighbourhood = self._announce()
+            if self._neighbourhood is not None:
+                opened.callback(self._neighbourhood.close)
+            self.table.refresh()
+            self._opened = opened.pop_all()
+
+    @property
+    def listening(self) -> list[str]:
+        return own_addresses(self._host, self.server.port)
+
+    @property
+    def me(self) -> NodeId:
+        return NodeId(
+            node_id=self.identity.node_id,
+            name=self.name,
+            listening=[] if self._closed.is_set() else self.listening,
+            words=fingerprint_words(self.identity.node_id),
+            key_storage=self.identity.storage,
+        )
+
+    def certificate_of(self, node_id: str) -> bytes | None:
+        """Of a machine that may measure its link to this one: a paired one, or one that a forming head vouches for."""
+        peer = self.peers.get(node_id)
+        return peer.certificate_pem.encode() if peer is not None else self.vouched(node_id)
+
+    def add_methods(self, methods: Mapping[str, Method]) -> None:
+        """Methods that whoever is paired may call from now on, in place of a refusal."""
+        self._methods.update(methods)
+
+    def on_forgotten(self, call: Callable[[str], None]) -> None:
+        """``call(node_id)`` when a machine is no longer paired: its links are to be cut."""
+        self._forgotten.append(call)
+
+    def off_forgotten(self, call: Callable[[str], None]) -> None:
+        if call in self._forgotten:
+            self._forgotten.remove(call)
+
+    def pair(self, peer: str, code: str) -> Peer:
+        """Pair with the machine at ``peer`` (node id, its beginning, or HOST:PORT) that shows ``code``.
+
+        Raises ModelError, DiscoveryError.
+        """
+        addresses = [peer] if ":" in peer else list(self.table.find_announced(peer).addresses)
+        failure: DoorError | None = None
+        for address in addresses:
+            host, port = parse_address(address)
+            try:
+                found = pair_with(host, port + 1, code, self.identity, self.peers, self.name, address)
+            except DoorError as error:
+                failure = error  # it may be at the next address
+                continue
+            self.table.refresh()
+            self._changed()
+            return found
+        if failure is not None:
+            raise failure
+        raise ModelError(f"{peer} announces no address; give its address as HOST:PORT.", kind="network")
+
+    def close(self) -> None:
+        """Every socket and thread; may be called twice."""
+        if not self._closed.is_set():
+            self._closed.set()
+            self._opened.close()
+
+    # --- this machine's own words ---------------------------------------------------------------------------------
+
+    def greeting(self) -> Greeting:
+        return Greeting(
+            protocol=CONTROL_PROTOCOL,
+            version=self.version,
+            node_id=self.identity.node_id,
+            instance=self.identity.instance,
+            process=self.process,
+            name=self.name,
+            port=self.server.port,
+            listening=self.listening,
+            lends=self.lends,
+        )
+
+    def load(self) -> NodeLoad:
+        lent = self.lent()
+        return NodeLoad(
+            process=self.process,
+            memory_total=memory().total,
+            memory_free=min(available_bytes(), self._most_memory),
+            runtime=self._runtime or self._find_runtime(),
+            lends=self.lends,
+            head=lent.head,
+            epoch=lent.epoch,
+            stage=lent.stage,
+            broken=list(lent.broken),
+        )
+
+    def _find_runtime(self) -> str:
+        from engine.cluster.membership.measuring_node import runtimes
+        from engine.moe.kernels.bindings import choose
+
+        first = next(iter(runtimes()), "")
+        chosen = choose("bfloat16")
+        self._runtime = f"{first} {chosen.name}" if first == "native" else first
+        return self._runtime
+
+    def _announce(self) -> Neighbourhood | None:
+        """None where only this machine itself could hear of it."""
+        with contextlib.suppress(ValueError):
+            if ipaddress.ip_address(self._host).is_loopback:
+                return None
+        me = self.identity
+        return Neighbourhood(
+            me.node_id, me.instance, self.server.port, self._heard, self._host, paired=self._paired_ids
+        )
+
+    def _paired_ids(self) -> set[str]:
+        try:
+            return {peer.node_id for peer in self.peers.all()}
+        except DiscoveryError:  # the file cannot be read at this moment; whoever acts on it says so
+            return set()
+
+    def _heard(self, found: list[Found]) -> None:
+        others = [one for one in found if one.node_id != self.identity.node_id]
+        self._look_again = 0.0
+        self.table.announced(
+            Announced(one.node_id, one.texts, tuple(address.text for address in one.addresses if address.interface))
+            for one in others
+        )
+
+    # --- being called ---------------------------------------------------------------------------------------------
+
+    def _listen(self, listen: str) -> tuple[str, PortPair, ControlServer]:
+        host, port = parse_address(listen) if listen else ("", None)
+        for attempt in range(_TRIES):
+            ports = bind_pair(host, port)
+            try:
+                server = ControlServer(
+                    shown_address(host or _any_host(ports.door), ports.control),
+                    self.table.server_credentials,
+                    self.table.paired,
+                    self._table_of_methods(),
+                )
+            except ModelError:
+                ports.door.close()
+                if attempt + 1 == _TRIES or port:
+                    raise
+            else:
+                return host, ports, server
+        raise AssertionError("the last try either listens or raises")
+
+    def _table_of_methods(self) -> dict[str, Method]:
+        own = {"Hello": Method(Greeting, self._hello), "Beat": Method(NodeLoad, self._beat)}
+        for name, (request, kind) in LENDING.items():
+            own[name] = Method(request, _later(self, name), kind)
+        return own
+
+    def method(self, name: str) -> Method:
+        """Raises ModelError for what only a lent machine does, if this one is not."""
+        found = self._methods.get(name)
+        if found is None:
+            raise ModelError(f"{self.name} is not lent; run `privatellm join` there.", kind="network")
+        return found
+
+    def _hello(self, caller: Caller, greeting: Greeting) -> Greeting:
+        self.table.greeted(caller, greeting)
+        return self.greeting()
+
+    def _beat(self, caller: Caller, load: NodeLoad) -> NodeLoad:
+        self.table.beat(caller, load)
+        return self.load()
+
+    # --- trust ----------------------------------------------------------------------------------------------------
+
+    def _paired(self, peer: Peer) -> None:
+        self.pairing.hide()
+        self.table.refresh()
+        self._changed()
+
+    def _not_paired(self, sentence: str, tries_left: int) -> None:
+        self._said = sentence
+        self._changed()
+
+    @property
+    def pairing_said(self) -> str:
+        """What went wrong at the last attempt to pair with this machine; empty: nothing."""
+        return self._said
+
+    def problems_now(self) -> list[str]:
+        """What keeps machines from being found, each with what to do."""
+        now = time.monotonic()
+        around = self._neighbourhood
+        if around is not None and now >= self._look_again:
+            self._look_again = now + LOOK_S
+            heard = around.hearing()
+            facts = network_facts(self.server.port, probe=False)
+            problems = hearing_problems(heard.seconds, heard.failure, heard.own, heard.others, facts)
+            self._problems = list(map(str, problems))
+        others = [*self.table.copies(), *(around.found() if around is not None else ())]
+        return [*copied_identities(self.identity, others), *self._problems]
+
+    def show_code(self) -> None:
+        self._said = ""
+        self.pairing.show()
+        self._changed()
+
+    def forget(self, node_id: str) -> None:
+        """It is not paired any more: end its calls and cut its links. May be called twice."""
+        self.server.cut(node_id)
+        self.table.forget(node_id)
+        self.links.close_peer_measuring()
+        for call in list(self._forgotten):
+            call(node_id)
+
+
+def _later(node: Node, name: str) -> Callable[[Caller, object], object]:
+    return lambda caller, body: node.method(name).answer(caller, body)
+
+
+def _any_host(door: socket.socket) -> str:
+    """All addresses, in the family that the door got."""
+    return "::" if door.family == socket.AF_INET6 else "0.0.0.0"
+
+
+def default_name() -> str:
+    """The host's name without its domain."""
+    return socket.gethostname().partition(".")[0] or "this machine"
+
+
+def network_folder() -> Path:
+    """Where this machine's identity and the machines it is paired with are kept."""
+    ensure("config")
+    return locate("config") / "network"
+
+
+def door_addresses(addresses: list[str]) -> list[str]:
+    """Those of the doors beside control ports; what is no address is left out."""
+    found = []
+    for address in addresses:
+        with contextlib.suppress(ModelError):
+            found.append(door_of(address))
+    return found

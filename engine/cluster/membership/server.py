@@ -1,0 +1,242 @@
+"""The control plane's server: gRPC over mutual TLS, answering paired machines only, and on every call anew.
+
+Bodies are msgpack (:mod:`.control_messages`); a method is one entry in a table. gRPC in Python verifies a
+client's certificate against a list of roots only, so roots are exactly the paired certificates, and every handler looks
+at the certificate itself before it does anything.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from discovery.tls import shown_to_grpc
+from engine.cluster.membership.connection_limit import CrowdLimit
+from engine.cluster.membership.control_messages import MESSAGE_LIMIT, SERVICE, CallKind, Control, pack, unpack
+from engine.cluster.transport.exchange import PeerLost, RingProtocolError
+from engine.errors import ModelError
+
+WORKERS = 24
+MOST_CALLS = 48
+MOST_CALLS_EACH = 12
+"""Of one machine at a time: the others must still be answered, whatever it does."""
+MOST_CONNECTIONS = 64
+HANDSHAKE_S = 5
+"""Whoever has not proved by then who it is, is cut off. Whole seconds."""
+STOP_S = 0.5
+"""A closing server waits so long for its calls to end."""
+
+SERVER_OPTIONS = (
+    ("grpc.max_receive_message_length", MESSAGE_LIMIT),
+    ("grpc.max_send_message_length", MESSAGE_LIMIT),
+    ("grpc.max_metadata_size", 16 * 1024),
+    # Two nodes must never listen at the same port without knowing of each other.
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_concurrent_streams", MOST_CALLS),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.max_connection_idle_ms", 60_000),
+    # A stranger can open connections; it must not be able to use up the files that this process may open.
+    ("grpc.server_handshake_timeout_ms", HANDSHAKE_S * 1000),
+    ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
+)
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What a side shows and whom it believes, as PEM. Exactly these ``roots`` are trusted."""
+
+    key: bytes = field(repr=False)
+    certificate: bytes
+    roots: bytes
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who calls: a machine that is paired at this moment. ``address`` is where its connection comes from."""
+
+    node_id: str
+    address: str
+    active: Callable[[], bool]
+    """False once the call was cancelled, or the caller is gone or forgotten."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """``answer(caller, body)`` for ``one``; for ``down`` it yields answers, for ``up`` it gets many bodies."""
+
+    request: type[Control]
+    answer: Callable[[Caller, Any], Any]
+    kind: CallKind = "one"
+
+
+class ControlServer:
+    """Listens at once. ``paired(node_id)`` says whether a machine may call, and is asked on every call."""
+
+    def __init__(
+        self,
+        address: str,
+        credentials: Callable[[], Credentials],
+        paired: Callable[[str], bool],
+        methods: Mapping[str, Method],
+    ) -> None:
+        """Raises ModelError (network) if ``address`` cannot be listened at."""
+        self._paired = paired
+        self._credentials = credentials
+        self._shown = credentials()
+        self._calls: defaultdict[str, set[grpc.ServicerContext]] = defaultdict(set)
+        self._lock = threading.Lock()
+        self._crowds = CrowdLimit()
+        self.port = 0
+        self._pool = ThreadPoolExecutor(WORKERS, thread_name_prefix="control")
+        self._server = grpc.server(self._pool, options=SERVER_OPTIONS, maximum_concurrent_rpcs=MOST_CALLS)
+        handlers = {name: self._handler(method) for name, method in methods.items()}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        secured = grpc.dynamic_ssl_server_credentials(
+            _configuration(self._shown), self._renewed, require_client_authentication=True
+        )
+        try:
+            self.port = self._server.add_secure_port(address, secured)
+        except RuntimeError as error:
+            self._pool.shutdown(wait=False)
+            raise ModelError(
+                f"{address} cannot be listened at; another program may use it: choose another port.", kind="network"
+            ) from error
+        self._server.start()
+
+    def cut(self, node_id: str) -> None:
+        """End every call of ``node_id`` that runs."""
+        with self._lock:
+            calls = list(self._calls.get(node_id, ()))
+        for context in calls:
+            context.cancel()
+
+    def close(self) -> None:
+        self._crowds.close()
+        self._server.stop(0).wait(STOP_S)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
+        """Asked by gRPC for every new connection: the machines that are paired now."""
+        self._crowds.came(self.port)
+        now = self._credentials()
+        if now == self._shown:
+            return None
+        self._shown = now
+        return _configuration(now)
+
+    def _handler(self, method: Method) -> grpc.RpcMethodHandler:
+        match method.kind:
+            case "one":
+                return grpc.unary_unary_rpc_method_handler(
+                    lambda data, context: self._guarded(context, lambda caller: pack(_once(method, caller, data)))
+                )
+            case "down":
+                return grpc.unary_stream_rpc_method_handler(
+                    lambda data, context: self._streaming(context, method, data)
+                )
+            case "up":
+                return grpc.stream_unary_rpc_method_handler(
+                    lambda stream, context: self._guarded(
+                        context,
+                        lambda caller: pack(method.answer(caller, (unpack(data, method.request) for data in stream))),
+                    )
+                )
+
+    def _streaming(self, context: grpc.ServicerContext, method: Method, data: bytes) -> Iterator[bytes]:
+        caller = self._enter(context)
+        try:
+            for answer in method.answer(caller, unpack(data, method.request)):
+                self._check_paired(caller)
+                yield pack(answer)
+            self._check_paired(caller)
+        except GeneratorExit:
+            raise
+        except Exception as error:
+            _refuse(context, error)
+        finally:
+            self._leave(caller, context)
+
+    def _guarded(self, context: grpc.ServicerContext, answer: Callable[[Caller], bytes]) -> bytes:
+        caller = self._enter(context)
+        try:
+            return answer(caller)
+        except Exception as error:
+            _refuse(context, error)
+            raise AssertionError("a refused call has ended") from error
+        finally:
+            self._leave(caller, context)
+
+    def _check_paired(self, caller: Caller) -> None:
+        if not self._paired(caller.node_id):
+            raise _Forgotten
+
+    def _enter(self, context: grpc.ServicerContext) -> Caller:
+        node_id = shown_to_grpc(context.auth_context())
+        if not node_id or not self._paired(node_id):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "")
+            raise AssertionError("a refused call has ended")
+        with self._lock:
+            many = len(self._calls[node_id]) >= MOST_CALLS_EACH
+            if not many:
+                self._calls[node_id].add(context)
+        self._crowds.proved(*_end_of(context))
+        if many:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "")
+            raise AssertionError("a refused call has ended")
+        return Caller(node_id, _end_of(context)[0], lambda: bool(context.is_active()) and self._paired(node_id))
+
+    def _leave(self, caller: Caller, context: grpc.ServicerContext) -> None:
+        with self._lock:
+            self._calls[caller.node_id].discard(context)
+            if not self._calls[caller.node_id]:
+                del self._calls[caller.node_id]
+
+
+class _Forgotten(Exception):
+    """The caller was unpaired while it was answered."""
+
+
+def _once(method: Method, caller: Caller, data: bytes) -> Control:
+    answer: Control = method.answer(caller, unpack(data, method.request))
+    return answer
+
+
+def _configuration(shown: Credentials) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(((shown.key, shown.certificate),), shown.roots)
+
+
+def _end_of(context: grpc.ServicerContext) -> tuple[str, int]:
+    """Where the connection comes from: the IP address (IPv6 without brackets) and the port."""
+    kind, _, rest = context.peer().partition(":")
+    host, _, port = str(rest).rpartition(":")
+    if kind == "ipv6":
+        host = host.replace("%5B", "").replace("%5D", "").strip("[]")
+    return host, int(port) if port.isdecimal() else 0
+
+
+def _refuse(context: grpc.ServicerContext, error: Exception) -> None:
+    """End the call with the sentence that ``error`` is; anything unexpected says nothing of this machine."""
+    match error:
+        case _Forgotten():
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "")
+        case RingProtocolError():
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        case ModelError():
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{error.kind}: {error}")
+        case PeerLost():
+            context.abort(grpc.StatusCode.ABORTED, str(error))
+        case _ if context.is_active():
+            # What went wrong here is for this machine's log; the caller learns that something did.
+            traceback.print_exception(error)
+            context.abort(grpc.StatusCode.INTERNAL, "")
+        case _:
+            raise error

@@ -1,0 +1,261 @@
+"""The engine's network: what the requests about peers do, and what the screen is told. Nothing is open before it is
+asked for; none of it waits for an answer that runs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from discovery.code_requests import CodeRequests, ShownCode
+from discovery.errors import DiscoveryError
+from discovery.identity import Identity, fingerprint_words, load_identity
+from discovery.peers import PeersFile
+from engine.cluster.head.forming import RingFormer
+from engine.cluster.head.survey import Surveyor
+from engine.cluster.membership.node import Node, default_name, network_folder
+from engine.cluster.worker.follower_work import Terms
+from engine.cluster.worker.lending import Lender
+from engine.errors import ModelError
+from engine.ipc.messages import (
+    AnyEvent,
+    CloseNetwork,
+    Done,
+    ForgetPeer,
+    ListPeers,
+    Load,
+    NetworkState,
+    Notice,
+    OpenNetwork,
+    Pair,
+    ShowCode,
+)
+from engine.ipc.messages.ring import NodeId, PeerFacts
+from engine.runtimes.choosing import on_one_machine
+from engine.runtimes.protocol import Runtime
+from engine.system.awake import AWAKE
+
+STATE_S = 0.25
+"""Between two states sent to the screen at least."""
+
+AnyNetworkRequest = OpenNetwork | CloseNetwork | ShowCode | Pair | ForgetPeer | ListPeers
+
+
+DIALOGUE_S = 120.0
+"""For the keyring of a machine that is lent. A service that gave up sooner would be started again, and the dialogue in
+which a person types a password would be replaced by the next one."""
+
+
+class Network:
+    """One per engine process. ``send`` must be callable from any thread."""
+
+    def __init__(self, send: Callable[[AnyEvent], None], folder: Path | None = None) -> None:
+        self._send = send
+        self._folder = folder or network_folder()
+        self._lock = threading.RLock()
+        self._identity: Identity | None = None
+        self._peers = PeersFile(self._folder)
+        self._asked = CodeRequests(self._folder)
+        self._node: Node | None = None
+        self._lender: Lender | None = None
+        self._lent = contextlib.ExitStack()
+        self._news = threading.Event()
+        self._reporting: threading.Thread | None = None
+        self._former: RingFormer | None = None
+        """What formed the last ring."""
+        self._surveyor: tuple[tuple[object, ...], Surveyor] | None = None
+
+    def answer(self, request: AnyNetworkRequest) -> AnyEvent:
+        """The last event of ``request``. Raises ModelError."""
+        try:
+            match request:
+                case OpenNetwork():
+                    return self._open(request)
+                case CloseNetwork():
+                    self.close()
+                    return Done(id=request.id, path="")
+                case ShowCode():
+                    self.node.show_code()
+                    return Done(id=request.id, path="")
+                case Pair(peer=peer, code=code):
+                    found = self.node.pair(peer, code)
+                    return Done(id=request.id, path="", detail=found.label)
+                case ForgetPeer(peer=peer):
+                    return self._forget(request.id, peer)
+                case ListPeers():
+                    return self.state(request.id)
+        except DiscoveryError as error:
+            raise ModelError(str(error), kind="network") from error
+
+    @property
+    def node(self) -> Node:
+        """Raises ModelError while the network is closed."""
+        node = self._node
+        if node is None:
+            raise ModelError(
+                "The network is closed; choose partitioning ring, or run `privatellm join`, to open it.", kind="network"
+            )
+        return node
+
+    def open_node(self) -> Node | None:
+        """None while the network is closed."""
+        return self._node
+
+    def surveyor(self, me: str, folder: Path, load: Load) -> Surveyor:
+        """What measures the machines for the model in ``folder``; kept, as it remembers what it measured."""
+        key = (me, folder, load.runtime, load.dtype, load.cpu_threads)
+        with self._lock:
+            if self._surveyor is None or self._surveyor[0] != key:
+                self._surveyor = (key, Surveyor(me, folder, load))
+            return self._surveyor[1]
+
+    def former(self, name: str, folder: Path, runtime: Runtime, load: Load) -> RingFormer:
+        """What forms rings for the model ``name`` in ``folder``. Raises ModelError."""
+        as_node = msgspec.structs.replace(on_one_machine(load, runtime.name), runtime=runtime.name)
+        surveyor = self.surveyor(self.node.identity.node_id, folder, as_node)
+        self._former = RingFormer(self.node, name, folder, runtime, as_node, surveyor)
+        return self._former
+
+    def close(self) -> None:
+        """Leave the ring and close every socket; may be called twice."""
+        with self._lock:
+            node, self._node = self._node, None
+            lender, self._lender = self._lender, None
+            self._lent.close()
+            reporting, self._reporting = self._reporting, None
+            former, self._former = self._former, None
+        if former is not None and node is not None:
+            former.tell_over()
+        if lender is not None:
+            lender.close()
+        if node is not None:
+            node.close()
+        self._news.set()
+        if reporting is not None and reporting is not threading.current_thread():
+            reporting.join(2.0)
+        self._asked.tidy()
+        if node is not None:
+            self._send(self.state())
+
+    # --- requests -------------------------------------------------------------------------------------------------
+
+    def _open(self, request: OpenNetwork) -> AnyEvent:
+        with self._lock:
+            if self._node is not None:
+                raise ModelError(
+                    f"The network is open already, at {', '.join(self._node.listening)}; close it first.",
+                    kind="bad-input",
+                )
+            identity = self._load_identity(DIALOGUE_S if request.lend else None)
+            node = Node(identity, self._peers, request, self._news.set)
+            if request.lend:
+                self._lender = Lender(node, self._news.set, Terms.of(request))
+                self._lent.enter_context(AWAKE.held())
+            self._node = node
+            self._reporting = threading.Thread(target=self._report, args=(node,), name="network-state", daemon=True)
+            self._reporting.start()
+        if request.lend and not self._peers.all():
+            node.show_code()
+        self._news.set()
+        return Done(id=request.id, path="", detail=", ".join(node.listening))
+
+    def _forget(self, request_id: int, peer: str) -> AnyEvent:
+        found = self._peers.find(peer)
+        self._peers.forget(found.node_id)
+        node = self._node
+        if node is not None:
+            node.forget(found.node_id)
+        self._news.set()
+        return Done(id=request_id, path="", detail=found.label)
+
+    def _load_identity(self, patience_s: float | None = None) -> Identity:
+        if self._identity is None:
+            self._identity = load_identity(self._folder, patience_s)
+            if self._identity.notice:
+                self._send(Notice(text=self._identity.notice))
+        return self._identity
+
+    # --- the state ------------------------------------------------------------------------------------------------
+
+    def state(self, request_id: int = 0) -> NetworkState:
+        """What a screen shows now."""
+        node, lender = self._node, self._lender
+        for text in self._peers.take_notices():
+            self._send(Notice(text=text))
+        if node is None:
+            identity = self._load_identity()
+            me = NodeId(
+                node_id=identity.node_id,
+                name=default_name(),
+                words=fingerprint_words(identity.node_id),
+                key_storage=identity.storage,
+            )
+            return NetworkState(id=request_id, me=me, open=False, peers=self._paired_only())
+        code = node.pairing.code
+        return NetworkState(
+            id=request_id,
+            me=node.me,
+            open=True,
+            peers=node.table.facts(),
+            code=code.text if code is not None else "",
+            code_seconds=round(code.seconds_left) if code is not None else 0,
+            code_tries=code.tries_left if code is not None else 0,
+            lending=lender.facts() if lender is not None else None,
+            problems=[*node.problems_now(), *([node.pairing_said] if node.pairing_said else [])],
+        )
+
+    def _paired_only(self) -> list[PeerFacts]:
+        names = self._peers.labels(default_name())
+        return [
+            PeerFacts(
+                node_id=peer.node_id,
+                words=fingerprint_words(peer.node_id),
+                name=names.get(peer.node_id) or peer.label,
+                former_name=peer.former_name,
+                state="paired",
+                addresses=list(peer.addresses),
+            )
+            for peer in self._peers.all()
+        ]
+
+    def _show_if_asked(self, node: Node) -> None:
+        """Another process of this account may ask for a code: a service has no key to press."""
+        nonce = self._asked.take()
+        if nonce is not None:
+            node.show_code()
+        code = node.pairing.code
+        if code is None:
+            self._asked.tidy()
+        elif nonce is not None:
+            shown = ShownCode(
+                nonce=nonce,
+                code=code.text,
+                seconds=round(code.seconds_left),
+                tries=code.tries_left,
+                name=node.name,
+                listening=node.listening,
+            )
+            self._asked.answer(shown)
+
+    def _report(self, node: Node) -> None:
+        """Send the state whenever it changed, at most four times a second; once a second while a code counts down."""
+        before: NetworkState | None = None
+        while self._node is node or self._node is None:
+            self._news.wait(1.0)
+            self._news.clear()
+            if self._node is not node:
+                return
+            if node.lends:
+                self._show_if_asked(node)
+            now = self.state()
+            if before is None or now != before:
+                self._send(now)
+                before = now
+            lender = self._lender
+            for text in lender.take_said() if lender is not None else []:
+                self._send(Notice(text=text))
+            time.sleep(STATE_S)

@@ -1,0 +1,224 @@
+"""Layers of a decoding step without a model, by all nodes of an epoch over the exchange that carries them.
+
+What one node measures by itself says little of several: they wake each other, find their caches cold, take turns at the
+cores and the memory of one machine. So the layers of the ring are run as in a step, framing and all, with memory that
+is read in place of trunk and experts; what a layer takes beside that reading is what the ring costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.cluster.all_gather import RingLayers
+from engine.cluster.central import CentralHead, CentralNode, Floats
+from engine.cluster.transport.exchange import Exchange, RingProtocolError
+from engine.errors import ModelError
+from engine.moe.expert_parallel import Indices, Words
+from engine.moe.kernels.pool import physical_cores, shared_pool
+from engine.moe.rank_context import HEAD, Seat
+
+LAYERS = 48
+WARM = 8
+"""Layers that are run first and do not count."""
+OUTLIERS = 2
+"""Slowest layers that do not count: a machine that did something else for a moment."""
+READ_BYTES = 2 << 20
+"""Read in place of a layer's trunk, and of its experts."""
+CYCLE_BYTES = 64 << 20
+"""What is read lies in so much memory, of which caches hold a part."""
+LARGEST_WIDTH = 1 << 17
+LEAST_S = 1e-7
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What is rehearsed at ``seat``: layers of hidden states of ``width`` numbers and ``per_token`` experts per token,
+    on ``threads`` threads (None: one per core). ``one_by_one`` as in :class:`CentralHead`."""
+
+    seat: Seat
+    width: int
+    per_token: int
+    threads: int | None = None
+    one_by_one: bool = False
+    machines: tuple[tuple[int, ...], ...] = ()
+    """Ranks that are on one machine with others; only the head knows."""
+
+    def run(self, exchange: Exchange) -> float:
+        """Seconds of a MoE layer beside trunk and experts, this node's median. All nodes call this at once. Raises
+        PeerLost, RingProtocolError."""
+        layers = _Layers(self, exchange)
+        wholes = [layers.run(index) for index in range(WARM + LAYERS)]
+        told = _tell(exchange, [*layers.trunks, *layers.experts])
+        trunks = [node[WARM : WARM + LAYERS] for node in told]
+        experts = [node[2 * WARM + LAYERS :] for node in told]
+        cores = physical_cores()
+        shared = Shared(self.machines, max(1, cores // min(cores, self.threads or cores)))
+        return max(LEAST_S, beside_work(wholes[WARM:], trunks, experts, self.seat.mode == "central", shared))
+
+
+@dataclass(frozen=True)
+class Shared:
+    """``machines``: ranks that are on one; ``places``: how many of them its cores run at the same time."""
+
+    machines: tuple[tuple[int, ...], ...] = ()
+    places: int = 1
+
+    def done(self, seconds: Sequence[float]) -> float:
+        """Until all nodes have worked for so long each: some have to wait until a core is free."""
+        queued = [sum(seconds[rank] for rank in ranks) / self.places for ranks in self.machines]
+        return max([*seconds, *queued])
+
+
+def ranks_together(machines: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """``machines`` by rank: the ranks that are on one with others. Pure."""
+    found: dict[str, list[int]] = {}
+    for rank, machine in enumerate(machines):
+        found.setdefault(machine, []).append(rank)
+    return tuple(tuple(ranks) for ranks in found.values() if len(ranks) > 1)
+
+
+def beside_work(
+    wholes: Sequence[float],
+    trunks: Sequence[Sequence[float]],
+    experts: Sequence[Sequence[float]],
+    central: bool,
+    shared: Shared,
+) -> float:
+    """Seconds of a layer that are neither trunk nor experts, on average.
+
+    ``wholes`` are the head's seconds by layer; ``trunks`` and ``experts`` are [rank][layer]. In central mode only the
+    head has a trunk. In the other modes all nodes do both, and the slowest one is waited for. Which one that is changes
+    from layer to layer. A prediction knows only each node's average, so the time lost by that is part of the result.
+    Pure.
+    """
+    kept = sorted(range(len(wholes)), key=wholes.__getitem__)[: max(1, len(wholes) - OUTLIERS)]
+
+    def average(seconds: Sequence[float]) -> float:
+        return statistics.fmean(seconds[layer] for layer in kept)
+
+    trunk, expert = [average(node) for node in trunks], [average(node) for node in experts]
+    if central:
+        work = trunk[HEAD] + shared.done(expert)
+    else:
+        work = shared.done([a + b for a, b in zip(trunk, expert, strict=True)])
+    return average(wholes) - work
+
+
+class _Reader:
+    """Reads through memory, on as many threads as the node computes with."""
+
+    def __init__(self, threads: int | None) -> None:
+        self._words = np.ones(CYCLE_BYTES // 8)
+        self._at = 0
+        self._pool = None
+        with contextlib.suppress(ModelError):  # no native kernels here
+            self._pool = shared_pool(threads or physical_cores())
+
+    def read(self, nbytes: int) -> float:
+        """The next ``nbytes``; the seconds it took."""
+        first = self._at
+        self._at = (first + nbytes) % CYCLE_BYTES
+        words = self._words[first // 8 : (first + nbytes) // 8]
+        began = time.perf_counter()
+        if self._pool is None:
+            words.max()
+        else:
+            self._pool.read_seconds(words.ctypes.data, words.nbytes)
+        return time.perf_counter() - began
+
+
+class _Layers:
+    """This node's part in the layers; ``trunks`` and ``experts`` are the seconds of its readings, by layer. It is the
+    runner of a central node's experts, too; see :class:`engine.cluster.central.ExpertRunner`."""
+
+    def __init__(self, rehearsal: Rehearsal, exchange: Exchange) -> None:
+        seat = rehearsal.seat
+        self.trunks: list[float] = []
+        self.experts: list[float] = []
+        self.width = rehearsal.width
+        self._reader = _Reader(rehearsal.threads)
+        self._seat = seat
+        self._per_token = min(rehearsal.per_token, seat.placement.experts)
+        rows = self._per_token if seat.mode != "fast" else 1
+        self._rows = np.ones((rows, rehearsal.width), np.float32)
+        self._run: Callable[[int], None]
+        if seat.mode == "central":
+            if seat.is_head:
+                head = CentralHead(seat, exchange, one_by_one=rehearsal.one_by_one)
+                self._run = lambda index: self._as_central_head(head, index)
+            else:
+                node = CentralNode(seat, exchange, self, one_by_one=rehearsal.one_by_one)
+                self._run = lambda index: node.serve_layer()
+        else:
+            layers = RingLayers(seat, exchange)
+            self._run = lambda index: self._as_node(layers, index)
+
+    def run(self, index: int) -> float:
+        """Layer ``index`` of the rehearsal, counted from 0; its seconds."""
+        began = time.perf_counter()
+        self.experts.append(0.0)
+        self.trunks.append(self._trunk())
+        self._run(index)
+        return time.perf_counter() - began
+
+    def _trunk(self) -> float:
+        central_follower = self._seat.mode == "central" and not self._seat.is_head
+        return 0.0 if central_follower else self._reader.read(READ_BYTES)
+
+    def _layer(self, index: int) -> int:
+        layers = self._seat.placement.layers
+        return layers[index % len(layers)]
+
+    def _routes(self, index: int) -> tuple[Indices, NDArray[np.float32]]:
+        """The same on all nodes."""
+        chosen = np.random.default_rng(index).permutation(self._seat.placement.experts)[: self._per_token]
+        weights = np.full((1, self._per_token), 1.0 / self._per_token, np.float32)
+        return np.ascontiguousarray(chosen[None, :], np.int32), weights
+
+    def _as_central_head(self, head: CentralHead, index: int) -> None:
+        indices, weights = self._routes(index)
+        head.hidden(self._rows[:1], False)
+        head.run(self._layer(index), indices, weights, self._local, self.width, np.dtype(np.float32))
+
+    def _as_node(self, layers: RingLayers, index: int) -> None:
+        if index % len(self._seat.placement.layers) == 0:
+            layers.begin_pass()
+        indices, weights = self._routes(index)
+        layers.run(self._layer(index), indices, weights, self._local, self.width, np.dtype(np.float32))
+
+    def _local(self, indices: Indices, weights: object, extra: tuple[int, ...]) -> Words:
+        self._compute()
+        return self._rows
+
+    def run_experts(
+        self, layer: int, hidden: Floats, indices: Indices, weights: Floats, extra: Sequence[int], scale: bool
+    ) -> Floats:
+        self._compute()
+        return self._rows
+
+    def _compute(self) -> None:
+        """Once per layer, however often it is called."""
+        if not self.experts[-1]:
+            self.experts[-1] = self._reader.read(READ_BYTES)
+
+
+def _tell(exchange: Exchange, mine: Sequence[float]) -> list[list[float]]:
+    """What every node says, by rank. Raises RingProtocolError for what is no such list of seconds."""
+    form = struct.Struct(f"<{len(mine)}d")
+    exchange.send((form.pack(*mine),), form.size)
+    found: list[list[float]] = []
+    for part in exchange.receive():
+        values: Any = form.unpack(part) if len(part) == form.size else ()
+        if not values or not all(0.0 <= value < 1e6 for value in values):
+            raise RingProtocolError("A node told of a rehearsal that cannot have been.", kind="network")
+        found.append(list(values))
+    return found

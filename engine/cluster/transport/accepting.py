@@ -1,0 +1,217 @@
+"""The accepting side of links: this node takes only what it expects: this epoch, this purpose, this rank, once.
+
+Everybody else is closed without a word. A link is asked for by the door's preamble of the kind ``link``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import msgspec
+
+from discovery.certificates import fingerprint, pem_of
+from discovery.errors import DiscoveryError
+from discovery.identity import Identity
+from discovery.link_listener import Door
+from discovery.tls import server_context
+from engine.cluster.transport.epochs import (
+    HANDSHAKE_S,
+    LINK_KIND,
+    WELCOME,
+    Epoch,
+    LinkRequest,
+    Member,
+    Purpose,
+    Transport,
+    as_peer,
+    in_networks,
+)
+from engine.cluster.transport.exchange import PeerLost, RingProtocolError
+from engine.cluster.transport.framed_socket import Wire
+from engine.cluster.transport.handshakes import plain_wire, pull_by, tls_wire
+from engine.cluster.transport.links import WireLink
+
+_FIRST_FRAME = 1024
+_MOST_MEASURING = 8
+
+
+class _Expected:
+    """One link that this node waits for."""
+
+    def __init__(self, member: Member, epoch: Epoch, transport: Transport) -> None:
+        self.member = member
+        self.epoch = epoch
+        self.transport = transport
+        self.wire: Future[Wire] = Future()
+
+
+_Key = tuple[str, Purpose, Transport, int]
+
+
+class Links:
+    """This node's side of the door for links: takes what is expected, and answers measurements of known machines.
+
+    ``certificate_of`` gives the certificate (PEM) of a machine that may measure its link to this one now: paired, or
+    vouched for by the head of a ring that is being formed; None for all others. ``serve_measuring`` runs such a link.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        certificate_of: Callable[[str], bytes | None] = lambda _: None,
+        serve_measuring: Callable[[WireLink], None] | None = None,
+    ) -> None:
+        self.identity = identity
+        self._certificate_of = certificate_of
+        self._serve_measuring = serve_measuring
+        self._expected: dict[_Key, _Expected] = {}
+        self._measuring: set[WireLink] = set()
+        self._mutex = threading.Lock()
+        self._closed = False
+
+    def attach(self, door: Door) -> None:
+        """Take the door's connections of the kind ``link``."""
+        door.register(LINK_KIND, self.accept)
+
+    def accept(self, connection: socket.socket, body: bytes, address: tuple[str, int]) -> None:
+        """The door's handler. The connection becomes an expected link, or is closed without a word."""
+        try:
+            request = msgspec.msgpack.decode(body, type=LinkRequest)
+            by = time.monotonic() + HANDSHAKE_S
+            if request.purpose == "measure":
+                kept = self._accept_measuring(connection, body, request, by)
+            else:
+                kept = self._accept_expected(connection, body, request, address, by)
+        except (
+            msgspec.DecodeError,
+            UnicodeDecodeError,
+            RecursionError,
+            PeerLost,
+            RingProtocolError,
+            DiscoveryError,
+            OSError,
+        ):
+            kept = False
+        if not kept:
+            connection.close()
+
+    def _accept_expected(
+        self, connection: socket.socket, body: bytes, request: LinkRequest, address: tuple[str, int], by: float
+    ) -> bool:
+        key: _Key = (request.epoch, request.purpose, request.transport, request.from_rank)
+        with self._mutex:
+            expected = self._expected.get(key)
+        if expected is None or expected.member.node_id != request.node_id or expected.epoch.rank != request.to_rank:
+            return False
+        if request.transport == "socket" and not in_networks(address[0], expected.epoch.trusted):
+            return False
+        wire = self._prove(connection, body, request, expected.member, expected.epoch.key, by)
+        with self._mutex:
+            taken = self._expected.get(key) is expected and not self._closed
+            if taken:
+                del self._expected[key]
+        if not taken:  # somebody else with the same right was faster, or nobody waits any more
+            wire.close()
+            return False
+        wire.push((WELCOME,))
+        wire.flush(wait=True)
+        expected.wire.set_result(wire)
+        return True
+
+    def _accept_measuring(self, connection: socket.socket, body: bytes, request: LinkRequest, by: float) -> bool:
+        own = request.node_id == self.identity.node_id
+        if own or self._serve_measuring is None or request.transport != "tls":
+            return False
+        # Everybody gets the same handshake, in which the certificate that the preamble has is to be proved. Whether
+        # that machine is known is looked at afterwards: else anybody could find out who is paired with whom, by what
+        # is said of a certificate without its key, or by how long that takes.
+        certificate = pem_of(request.certificate)
+        if not hmac.compare_digest(fingerprint(request.certificate), request.node_id):
+            return False
+        wire = self._prove(connection, body, request, Member(request.from_rank, request.node_id, certificate), b"", by)
+        if self._certificate_of(request.node_id) is None:
+            return False
+        wire.push((WELCOME,))
+        wire.flush(wait=True)
+        link = WireLink(wire)
+        with self._mutex:
+            if self._closed or len(self._measuring) >= _MOST_MEASURING:
+                link.close()
+                return False
+            self._measuring.add(link)
+        threading.Thread(target=self._measured, args=(link,), name="measuring a link", daemon=True).start()
+        return True
+
+    def _measured(self, link: WireLink) -> None:
+        assert self._serve_measuring is not None
+        try:
+            with contextlib.suppress(PeerLost, RingProtocolError):
+                self._serve_measuring(link)
+        finally:
+            link.close()
+            with self._mutex:
+                self._measuring.discard(link)
+
+    def _prove(
+        self, connection: socket.socket, body: bytes, request: LinkRequest, member: Member, key: bytes, by: float
+    ) -> Wire:
+        wire: Wire
+        if request.transport == "tls":
+            context = server_context(self.identity, [as_peer(member)])
+            wire = tls_wire(connection, context, True, member.node_id, member.called, member.rank, by)
+        else:
+            wire = plain_wire(connection, key, body, True, member.called, member.rank, by)
+        # The preamble came unprotected: said again inside, it binds this link to what it was asked for.
+        if pull_by(wire, _FIRST_FRAME, by) != body:
+            raise RingProtocolError(f"{member.called} asked for one link and opened another.", kind="network")
+        return wire
+
+    def expect(self, epoch: Epoch, purpose: Purpose, transport: Transport, member: Member) -> Future[Wire]:
+        """Take the link that ``member`` will dial; the future has it, or is cancelled by :meth:`forget`.
+
+        Raises PeerLost if these links are closed, RingProtocolError if the link is waited for already.
+        """
+        key: _Key = (epoch.epoch, purpose, transport, member.rank)
+        expected = _Expected(member, epoch, transport)
+        with self._mutex:
+            if self._closed:
+                raise PeerLost("This machine's network was closed.")
+            if key in self._expected:
+                raise RingProtocolError(f"The {purpose} link of {member.called} is waited for already.")
+            self._expected[key] = expected
+        return expected.wire
+
+    def forget(self, epoch: str, purpose: Purpose | None = None, transport: Transport | None = None) -> None:
+        """Expect nothing more of ``epoch`` (of that purpose and transport)."""
+        with self._mutex:
+            keys = [
+                key
+                for key in self._expected
+                if key[0] == epoch and purpose in (None, key[1]) and transport in (None, key[2])
+            ]
+            gone = [self._expected.pop(key) for key in keys]
+        for expected in gone:
+            expected.wire.cancel()
+
+    def close_peer_measuring(self) -> None:
+        """Cut every measurement that runs (a peer was forgotten)."""
+        with self._mutex:
+            links = list(self._measuring)
+        for link in links:
+            link.close()
+
+    def close(self) -> None:
+        """Turn everybody away from now on. May be called twice."""
+        with self._mutex:
+            self._closed = True
+            gone = list(self._expected.values())
+            self._expected.clear()
+        for expected in gone:
+            expected.wire.cancel()
+        self.close_peer_measuring()

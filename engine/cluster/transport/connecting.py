@@ -1,0 +1,191 @@
+"""The dialling side of links, and the exchange and command links of an epoch as a whole.
+
+Of two nodes the one of lower rank dials; the other takes what it expects (:mod:`engine.cluster.transport.accepting`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+
+import msgspec
+
+from discovery.errors import DiscoveryError, DoorError
+from discovery.link_listener import dial
+from discovery.tls import client_context
+from engine.cluster.transport.accepting import Links
+from engine.cluster.transport.epochs import (
+    CONNECT_S,
+    HANDSHAKE_S,
+    LINK_KIND,
+    WELCOME,
+    Epoch,
+    LinkRequest,
+    Member,
+    Purpose,
+    Transport,
+    as_peer,
+    in_networks,
+    split_address,
+)
+from engine.cluster.transport.exchange import PeerLost, RingProtocolError
+from engine.cluster.transport.framed_socket import Wire
+from engine.cluster.transport.handshakes import plain_wire, pull_by, tls_wire
+from engine.cluster.transport.links import WireLink
+from engine.cluster.transport.mesh import Mesh
+from engine.errors import ModelError
+
+_RETRY_S = (0.02, 0.05, 0.1, 0.25)
+_PATIENCE_S = (0.5, 1.0, 2.0, HANDSHAKE_S)
+"""With one address, in the first rounds: one that leads nowhere must not keep the others from being tried."""
+UNREACHED_S = 3.0
+"""A link is given up if nobody took a connection at any of the addresses for so long: a machine that is there and busy
+takes it at once, and answers later."""
+_POLL_S = 0.1
+"""Between two looks at whether the epoch was given up."""
+_GRACE_S = 0.5
+
+
+def connect_mesh(links: Links, epoch: Epoch, transport: Transport = "tls", seconds: float = CONNECT_S) -> Mesh:
+    """This node's exchange with all others of ``epoch``; every one of them calls this at about the same time.
+
+    Raises ModelError (network) naming who could not be reached.
+    """
+    wires = connect_wires(links, epoch, "exchange", transport, seconds)
+    return Mesh(epoch.rank, len(epoch.members), wires)
+
+
+def connect_commands(links: Links, epoch: Epoch, seconds: float = CONNECT_S) -> dict[int, WireLink]:
+    """The head's links to every follower, by rank; a follower's to the head, under 0. Raises ModelError (network)."""
+    wires = connect_wires(links, epoch, "command", "tls", seconds)
+    return {rank: WireLink(wire) for rank, wire in wires.items()}
+
+
+def connect_wires(
+    links: Links, epoch: Epoch, purpose: Purpose, transport: Transport, seconds: float = CONNECT_S
+) -> dict[int, Wire]:
+    """A wire to every other member (commands: between the head and each follower only), made in parallel."""
+    me = epoch.rank
+    others = [member for member in epoch.members if member.rank != me]
+    if purpose == "command" and me != 0:
+        others = [member for member in others if member.rank == 0]
+    by = time.monotonic() + seconds
+    stop = threading.Event()
+    coming: dict[int, Future[Wire]] = {}
+    dialling = [member for member in others if member.rank > me]
+    pool = ThreadPoolExecutor(max_workers=max(1, len(dialling)), thread_name_prefix="dialling")
+    try:
+        for member in others:
+            if member.rank < me:
+                coming[member.rank] = links.expect(epoch, purpose, transport, member)
+        for member in dialling:
+            coming[member.rank] = pool.submit(_dial_until, links, epoch, member, purpose, transport, by, stop)
+        return {member.rank: _arrived(epoch, coming[member.rank], member, seconds, by) for member in others}
+    except BaseException:
+        stop.set()
+        links.forget(epoch.epoch, purpose, transport)
+        for future in coming.values():
+            future.add_done_callback(_close_wire)
+        raise
+    finally:
+        pool.shutdown(wait=False)
+
+
+def _arrived(epoch: Epoch, future: Future[Wire], member: Member, seconds: float, by: float) -> Wire:
+    end = by + _GRACE_S
+    try:
+        while not wait([future], timeout=min(_POLL_S, max(0.0, end - time.monotonic()))).done:
+            if epoch.given_up.is_set():
+                raise PeerLost("The epoch was ended while its links were made.")
+            if time.monotonic() >= end:
+                raise TimeoutError
+        return future.result()
+    except (TimeoutError, CancelledError):
+        raise ModelError(
+            f"{member.called} did not connect its link within {seconds:g} s: is it still there, and does its firewall "
+            "let this program in?",
+            kind="network",
+        ) from None
+
+
+def _close_wire(future: Future[Wire]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        future.result().close()
+
+
+def dial_link(
+    links: Links, epoch: Epoch, member: Member, purpose: Purpose, transport: Transport, address: str, by: float
+) -> Wire:
+    """One attempt at one address. Raises PeerLost, RingProtocolError, DiscoveryError."""
+    host, port = split_address(address)
+    request = LinkRequest(
+        purpose=purpose,
+        transport=transport,
+        epoch=epoch.epoch,
+        from_rank=epoch.rank,
+        to_rank=member.rank,
+        node_id=links.identity.node_id,
+        certificate=links.identity.certificate_der if purpose == "measure" else b"",
+    )
+    body = msgspec.msgpack.encode(request)
+    connection = dial((host, port), LINK_KIND, body, seconds=max(0.1, min(by - time.monotonic(), HANDSHAKE_S)))
+    try:
+        wire: Wire
+        if transport == "tls":
+            context = client_context(links.identity, as_peer(member))
+            wire = tls_wire(connection, context, False, member.node_id, member.called, member.rank, by)
+        else:
+            if not in_networks(connection.getpeername()[0], epoch.trusted):
+                raise RingProtocolError(
+                    f"{member.called} is at {address}, which is on no network that was called trusted: plain text is "
+                    "not sent there.",
+                    kind="network",
+                )
+            wire = plain_wire(connection, epoch.key, body, False, member.called, member.rank, by)
+        wire.push((body,))
+        wire.flush(wait=True)
+        if pull_by(wire, len(WELCOME), by) != WELCOME:
+            raise RingProtocolError(f"{member.called} answered a link with something else.", kind="network")
+        return wire
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _dial_until(
+    links: Links,
+    epoch: Epoch,
+    member: Member,
+    purpose: Purpose,
+    transport: Transport,
+    by: float,
+    stop: threading.Event,
+) -> Wire:
+    """Try all addresses until one works: the other node may not expect this link yet."""
+    reason = "it has no address"
+    attempt = 0
+    reached = time.monotonic()
+    while True:
+        for address in member.addresses:
+            if stop.is_set():
+                break
+            try:
+                patience = _PATIENCE_S[min(attempt, len(_PATIENCE_S) - 1)]
+                wire = dial_link(
+                    links, epoch, member, purpose, transport, address, min(by, time.monotonic() + patience)
+                )
+            except (PeerLost, RingProtocolError, DiscoveryError, OSError) as error:
+                reason = str(error)
+                if not isinstance(error, DoorError):
+                    reached = time.monotonic()
+                continue
+            if stop.is_set():
+                wire.close()
+                break
+            return wire
+        pause = _RETRY_S[min(attempt, len(_RETRY_S) - 1)]
+        attempt += 1
+        end = min(by, reached + UNREACHED_S)
+        if not member.addresses or time.monotonic() + pause >= end or stop.wait(pause):
+            raise ModelError(f"The link to {member.called} cannot be made: {reason}", kind="network")

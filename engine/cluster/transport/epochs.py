@@ -1,0 +1,109 @@
+"""What a node must know of an epoch to make its links, and what it says when it asks for one."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from discovery.certificates import CertificateError, der_of, fingerprint
+from discovery.peers import Peer
+from engine.cluster.transport.exchange import RingProtocolError
+
+Purpose = Literal["exchange", "command", "measure", "envoy"]
+Transport = Literal["tls", "socket"]
+LINK_KIND = "link"
+"""The door's kind."""
+CONNECT_S = 10.0
+HANDSHAKE_S = 5.0
+WELCOME = b"privatellm: welcome"
+"""The acceptor's first frame: the link is taken."""
+
+
+class LinkRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The preamble's body: what the dialler wants. Believed only when the other end proved who it is."""
+
+    purpose: Purpose
+    transport: Transport
+    epoch: str
+    from_rank: int
+    to_rank: int
+    node_id: str
+    """The dialler's."""
+    certificate: bytes = b""
+    """The dialler's, DER; of links that are measured only, which nobody waits for."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A node of an epoch. ``certificate`` is PEM; ``addresses`` are of its door, ``HOST:PORT``, the best first."""
+
+    rank: int
+    node_id: str
+    certificate: bytes
+    addresses: tuple[str, ...] = ()
+    name: str = ""
+
+    @property
+    def called(self) -> str:
+        return self.name or f"node {self.rank + 1} ({self.node_id[:8]})"
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """What a node must know to connect: the members by rank, this node's too, and the key of plain links."""
+
+    epoch: str
+    rank: int
+    members: tuple[Member, ...]
+    key: bytes = field(repr=False)
+    """32 bytes."""
+    trusted: tuple[str, ...] = ()
+    """Networks on which the person allows plain text."""
+    given_up: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
+    """Set when its links are not wanted any more: whoever makes them ends soon."""
+
+
+def in_networks(address: str, networks: Sequence[str]) -> bool:
+    """Whether the IP ``address`` is in one of ``networks``. Text that is no address or network is in none."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
+        ip = ip.ipv4_mapped
+    for network in networks:
+        with contextlib.suppress(ValueError):
+            if ip in ipaddress.ip_network(network, strict=False):
+                return True
+    return False
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """``HOST:PORT`` (an IPv6 host in brackets or not). Raises RingProtocolError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise RingProtocolError(f"“{address[:80]}” is no HOST:PORT.", kind="network")
+    return host.strip("[]"), int(port)
+
+
+def check_certificate(node_id: str, certificate: bytes) -> None:
+    """Raises RingProtocolError if ``certificate`` (PEM) is not that of ``node_id``: TLS libraries get no other."""
+    try:
+        shown = fingerprint(der_of(certificate))
+    except CertificateError as error:
+        raise RingProtocolError(f"The certificate of {node_id[:8]} cannot be used: {error}", kind="network") from None
+    if shown != node_id:
+        raise RingProtocolError(f"The certificate of {node_id[:8]} is that of {shown[:8]}.", kind="network")
+
+
+def as_peer(member: Member) -> Peer:
+    """What :mod:`discovery.tls` pins: this certificate and no other."""
+    return Peer(
+        node_id=member.node_id, certificate_pem=member.certificate.decode("ascii"), name=member.called, paired_at=0.0
+    )

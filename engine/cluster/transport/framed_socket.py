@@ -1,0 +1,482 @@
+"""Frames on one connected socket: in TLS, or in plain text with a code of authenticity on each.
+
+A frame is a header (length of the payload, number of the frame in its direction), the payload and, in plain text, the
+first 16 bytes of HMAC-SHA256 over header and payload under a key of this connection and this direction. So nothing can
+be changed, replayed, reordered, or sent back to where it came from. In TLS the records are protected by TLS itself.
+
+A wire never waits unless it is asked to; who has several of them polls (:mod:`engine.cluster.transport.mesh`). One
+thread at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import socket
+import ssl
+import struct
+import sys
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from engine.cluster.transport.exchange import Buffer, PeerLost, RingProtocolError
+
+HEADER = struct.Struct(">IQ")
+"""Length of the payload in bytes; number of the frame in this direction, from 0."""
+TAG_BYTES = 16
+LARGEST_FRAME = 1 << 30
+"""No payload is larger, whatever a caller allows (bytes)."""
+GOODBYE = 0xFFFF_FFFF
+"""In the place of a length: the sender closes this wire in an orderly way; nothing follows."""
+READ_BYTES = 1 << 16
+TLS_READ_BYTES = 1 << 18
+TURN_BYTES = 1 << 19
+"""Sent or received at most before it is the other direction's turn, so that both directions of a link are in use."""
+GROWN_BYTES = 1 << 20
+"""A buffer for a large frame begins with so many and is doubled as bytes arrive: what a header says costs nothing."""
+KEPT_BYTES = 1 << 22
+"""A buffer for large frames that is larger than this is given back when frames become small again."""
+SILENT_S = 4
+"""A link on which the peer's kernel acknowledges nothing for so long is gone. Whole seconds; three packets in a row
+have to be lost for a mistake."""
+_DARWIN_CONNDROPTIME = 0x80
+"""``TCP_RXT_CONNDROPTIME``, in seconds; the socket module does not name it."""
+_MOST_PARTS = 64
+_LAST_FRAMES = 3
+
+
+class Wire(ABC):
+    """What plain and TLS wires share: framing, buffers, and what the end of a connection means."""
+
+    encrypted = False
+
+    def __init__(self, connection: socket.socket, peer: str, rank: int = -1) -> None:
+        connection.settimeout(None)
+        _prepare(connection)
+        self._socket = connection
+        self.peer = peer
+        self.rank = rank
+        self.closing = False
+        self._outgoing: deque[memoryview] = deque()
+        self._sent = 0
+        self._received = 0
+        self._small = memoryview(bytearray(READ_BYTES))
+        self._start = 0
+        self._end = 0
+        self._large: memoryview | None = None
+        self._frame: memoryview | None = None
+        self._total = 0
+        self._filled = 0
+
+    # Sending
+
+    @property
+    def unsent(self) -> bool:
+        """Whether something of the frames pushed so far is not in the kernel's hands."""
+        return bool(self._outgoing)
+
+    @abstractmethod
+    def push(self, parts: Sequence[Buffer]) -> None:
+        """Begin to send one frame made of ``parts``; they must stay as they are until nothing is unsent.
+
+        Raises PeerLost, RingProtocolError (a frame too large)."""
+
+    def flush(self, wait: bool = False) -> None:
+        """Send on, at most :data:`TURN_BYTES` unless ``wait``. Raises PeerLost."""
+        self._write_out(wait)
+
+    def _write_out(self, wait: bool) -> None:
+        turn = 0
+        flags = 0 if wait else socket.MSG_DONTWAIT
+        while self._outgoing and (wait or turn < TURN_BYTES):
+            head = self._outgoing[0]
+            try:
+                count = self._socket.send(head, flags)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise self._lost_sending(error) from None
+            turn += count
+            if count == len(head):
+                self._outgoing.popleft()
+            else:
+                self._outgoing[0] = head[count:]
+
+    # Receiving
+
+    @property
+    def buffered(self) -> bool:
+        """Whether bytes that were read already wait to be looked at."""
+        return self._end > self._start
+
+    def pull(self, limit: int, wait: bool = False) -> memoryview | None:
+        """The next frame's payload, of at most ``limit`` bytes, or None if it is not complete yet.
+
+        The view is valid until the next call. ``wait``: block until it is complete. Raises PeerLost, RingProtocolError.
+        """
+        if self._frame is None and not self._begin_frame(limit, wait):
+            return None
+        frame = self._frame
+        assert frame is not None
+        small = frame is self._small
+        turn = 0
+        while (self._end if small else self._filled) < self._total:
+            if not small and self._filled == len(frame):
+                frame = self._frame = self._grown(frame)
+            space = self._small[self._end :] if small else frame[self._filled : self._total]
+            count = self._read_into(space, wait)
+            if not count:
+                return None
+            if small:
+                self._end += count
+            else:
+                self._filled += count
+                turn += count
+                # Never with bytes left that were read from the socket already: nobody would be woken for them.
+                if turn >= TURN_BYTES and not wait and not self.buffered and self._filled < self._total:
+                    return None
+        return self._finish_frame(frame, small)
+
+    def _begin_frame(self, limit: int, wait: bool) -> bool:
+        """Read up to the next frame's header and choose where the frame goes; False if the header is not here yet."""
+        rest = self._end - self._start
+        if self._start:
+            if rest:
+                self._small[:rest] = bytes(self._small[self._start : self._end])
+            self._start, self._end = 0, rest
+        while self._end < HEADER.size:
+            count = self._read_into(self._small[self._end :], wait)
+            if not count:
+                return False
+            self._end += count
+        length, number = HEADER.unpack_from(self._small)
+        if number != self._received:
+            raise RingProtocolError(
+                f"{self.peer} sent frame {number} where {self._received} was expected: lost, repeated or reordered.",
+                kind="network",
+            )
+        most = min(limit, LARGEST_FRAME)
+        if length != GOODBYE and length > most:
+            raise RingProtocolError(f"{self.peer} sent {length} bytes where {most} are allowed.", kind="network")
+        self._total = HEADER.size + (0 if length == GOODBYE else length) + self._tag_bytes
+        if self._total <= READ_BYTES:
+            self._frame = self._small
+        else:
+            self._frame = self._large_buffer(self._total)
+            self._frame[: self._end] = self._small[: self._end]
+            self._filled, self._end = self._end, 0
+        return True
+
+    def _large_buffer(self, total: int) -> memoryview:
+        """For a frame of ``total`` bytes: the one that is here, or the beginning of one."""
+        have = 0 if self._large is None else len(self._large)
+        if not have or have > max(KEPT_BYTES, 8 * total):
+            self._large = None  # the old one goes first: both need not exist at once
+            self._large = memoryview(bytearray(min(total, GROWN_BYTES)))
+        assert self._large is not None
+        return self._large
+
+    def _grown(self, full: memoryview) -> memoryview:
+        """What is in ``full``, with room for as much again."""
+        larger = memoryview(bytearray(min(self._total, 2 * len(full))))
+        larger[: len(full)] = full
+        self._large = larger
+        return larger
+
+    def _finish_frame(self, frame: memoryview, small: bool) -> memoryview:
+        length, _ = HEADER.unpack_from(frame)
+        end = self._total - self._tag_bytes
+        self._check(frame[:end], frame[end : self._total])
+        self._received += 1
+        self._frame = None
+        if small:
+            self._start = self._total
+        if length == GOODBYE:
+            raise PeerLost(f"{self.peer} left the ring.")
+        return frame[HEADER.size : end]
+
+    def _recv_into(self, space: memoryview, wait: bool) -> int:
+        """Bytes read, 0 if there are none yet. Raises PeerLost."""
+        if self.closing:
+            raise self._lost(None)
+        try:
+            count = self._socket.recv_into(space, 0, 0 if wait else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise self._lost(error) from None
+        if not count or self.closing:
+            raise self._lost(None)
+        return count
+
+    _tag_bytes = 0
+
+    @abstractmethod
+    def _read_into(self, space: memoryview, wait: bool) -> int:
+        """Bytes of frames read into ``space``; 0 if there are none yet."""
+
+    @abstractmethod
+    def _check(self, content: memoryview, tag: memoryview) -> None:
+        """Raises RingProtocolError if ``tag`` is not that of ``content``."""
+
+    def _number_frame(self, parts: Sequence[Buffer]) -> tuple[bytes, int]:
+        """The header of the next frame to send and its payload's length."""
+        if self.closing:
+            raise self._lost(None)
+        length = sum(part.nbytes if isinstance(part, memoryview) else len(part) for part in parts)
+        if length > LARGEST_FRAME:
+            raise RingProtocolError(
+                f"A frame of {length} bytes is more than a link carries ({LARGEST_FRAME}).", kind="network"
+            )
+        header = HEADER.pack(length, self._sent)
+        self._sent += 1
+        return header, length
+
+    # The end
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def local_address(self) -> str:
+        """This machine's IP address on the link; empty if it has none."""
+        return _ip(self._socket.getsockname)
+
+    @property
+    def remote_address(self) -> str:
+        """The peer's IP address on the link; empty if it has none."""
+        return _ip(self._socket.getpeername)
+
+    def interrupt(self) -> None:
+        """From any thread: whoever waits in this wire wakes up and raises PeerLost."""
+        self.closing = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+
+    def cut(self) -> None:
+        """From any thread, when :meth:`interrupt` was not enough: a sender that waits wakes up too."""
+        self.closing = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Say goodbye if that is possible at once, and close the socket. Not while another thread uses the wire."""
+        if self._socket.fileno() < 0:
+            return
+        if not self.unsent:
+            with contextlib.suppress(PeerLost, RingProtocolError, OSError):
+                self._push_goodbye()
+                self.flush()
+        self.cut()
+        self._outgoing.clear()
+        self._socket.close()
+
+    @abstractmethod
+    def _push_goodbye(self) -> None: ...
+
+    def _lost_sending(self, error: OSError) -> PeerLost:
+        """The peer takes nothing any more; what it sent last may say that it left in an orderly way."""
+        try:
+            for _ in range(_LAST_FRAMES):
+                if self.pull(READ_BYTES) is None:
+                    break
+        except PeerLost as found:
+            return found
+        except RingProtocolError:
+            pass
+        return self._lost(error)
+
+    def _lost(self, error: OSError | None) -> PeerLost:
+        if self.closing:
+            return PeerLost(f"The link to {self.peer} was closed.")
+        why = f" ({error.strerror})" if error is not None and error.strerror else ""
+        return PeerLost(f"{self.peer} is gone: its link ended{why}.", (self.rank,) if self.rank >= 0 else ())
+
+
+def _prepare(connection: socket.socket) -> None:
+    """Send at once, and notice a link that carries nothing any more although both machines are still there (a cable
+    that was pulled while the control plane goes another way): the kernel asks, so that nobody has to wake up for it.
+    A peer that is only stopped or slow still answers."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _silence_options(sys.platform):
+        with contextlib.suppress(OSError):  # one that this system's kernel does not know
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _silence_options(system: str) -> list[tuple[int, int]]:
+    """TCP options and values with which ``system`` (``sys.platform``) ends a connection after ``SILENT_S``."""
+    options = {
+        "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE": 1,
+        "TCP_KEEPINTVL": 1,
+        "TCP_KEEPCNT": SILENT_S - 1,
+        "TCP_USER_TIMEOUT": SILENT_S * 1000,
+    }
+    found = [(int(getattr(socket, name)), value) for name, value in options.items() if hasattr(socket, name)]
+    # Of what was sent and is not acknowledged; Darwin has no TCP_USER_TIMEOUT.
+    return [*found, (_DARWIN_CONNDROPTIME, SILENT_S)] if system == "darwin" else found
+
+
+def _ip(of: Callable[[], Any]) -> str:
+    """The IP address of a socket's name: an IPv4 one as such, a link-local one with its zone."""
+    try:
+        name = of()
+    except OSError:
+        return ""
+    if not isinstance(name, tuple):
+        return ""
+    host = str(name[0]).removeprefix("::ffff:")
+    return f"{host}%{name[3]}" if len(name) == 4 and name[3] and "%" not in host else host
+
+
+class PlainWire(Wire):
+    """Plain text. ``send_key`` and ``receive_key`` [32 bytes each] belong to this connection alone and differ."""
+
+    _tag_bytes = TAG_BYTES
+
+    def __init__(self, connection: socket.socket, peer: str, rank: int, send_key: bytes, receive_key: bytes) -> None:
+        super().__init__(connection, peer, rank)
+        # Copying a keyed state is cheaper than keying anew for every frame.
+        self._send_code = hmac.new(send_key, digestmod="sha256")
+        self._receive_code = hmac.new(receive_key, digestmod="sha256")
+
+    def push(self, parts: Sequence[Buffer]) -> None:
+        if len(parts) > _MOST_PARTS:
+            parts = (b"".join(parts),)
+        header, length = self._number_frame(parts)
+        self._start_frame(header, parts, HEADER.size + length + TAG_BYTES)
+
+    def _start_frame(self, header: bytes, parts: Sequence[Buffer], total: int) -> None:
+        code = self._send_code.copy()
+        code.update(header)
+        for part in parts:
+            code.update(part)
+        pieces = [header, *parts, code.digest()[:TAG_BYTES]]
+        count = 0
+        if not self._outgoing:
+            try:
+                count = self._socket.sendmsg(pieces, (), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                count = 0
+            except OSError as error:
+                raise self._lost_sending(error) from None
+        if count < total:
+            self._keep(pieces, count)
+
+    def _keep(self, pieces: Sequence[Buffer], sent: int) -> None:
+        for piece in pieces:
+            view = memoryview(piece).cast("B") if memoryview(piece).nbytes else memoryview(b"")
+            if sent >= len(view):
+                sent -= len(view)
+                continue
+            self._outgoing.append(view[sent:])
+            sent = 0
+
+    def _read_into(self, space: memoryview, wait: bool) -> int:
+        return self._recv_into(space, wait)
+
+    def _check(self, content: memoryview, tag: memoryview) -> None:
+        code = self._receive_code.copy()
+        code.update(content)
+        if not hmac.compare_digest(code.digest()[:TAG_BYTES], tag):
+            raise RingProtocolError(
+                f"A frame on the link to {self.peer} was changed on its way, or is not from it.", kind="network"
+            )
+
+    def _push_goodbye(self) -> None:
+        self._start_frame(HEADER.pack(GOODBYE, self._sent), (), HEADER.size + TAG_BYTES)
+        self._sent += 1
+
+
+class TlsWire(Wire):
+    """TLS over memory: the socket is read and written in large pieces, and never falls back to plain text."""
+
+    encrypted = True
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        peer: str,
+        rank: int,
+        session: ssl.SSLObject,
+        incoming: ssl.MemoryBIO,
+        outgoing: ssl.MemoryBIO,
+    ) -> None:
+        super().__init__(connection, peer, rank)
+        self._session = session
+        self._incoming = incoming
+        self._outgoing_records = outgoing
+        self._unencrypted: deque[memoryview] = deque()
+        self._raw = memoryview(bytearray(TLS_READ_BYTES))
+
+    @property
+    def unsent(self) -> bool:
+        return bool(self._outgoing or self._unencrypted)
+
+    @property
+    def buffered(self) -> bool:
+        return self._end > self._start or self._incoming.pending > 0 or self._session.pending() > 0
+
+    def push(self, parts: Sequence[Buffer]) -> None:
+        header, length = self._number_frame(parts)
+        if length <= TLS_READ_BYTES and not self._unencrypted:
+            self._encrypt(b"".join((header, *parts)))
+        else:
+            self._unencrypted.append(memoryview(header))
+            self._unencrypted.extend(memoryview(part).cast("B") for part in parts if memoryview(part).nbytes)
+        self.flush()
+
+    def flush(self, wait: bool = False) -> None:
+        turn = 0
+        while True:
+            self._write_out(wait)
+            if self._outgoing or not self._unencrypted or (turn >= TURN_BYTES and not wait):
+                return
+            turn += self._encrypt_more()
+
+    def _encrypt_more(self) -> int:
+        """Encrypt a piece of what waits: a frame of many megabytes is never in memory twice."""
+        head = self._unencrypted.popleft()
+        piece, rest = head[:TLS_READ_BYTES], head[TLS_READ_BYTES:]
+        if rest:
+            self._unencrypted.appendleft(rest)
+        self._encrypt(piece)
+        return len(piece)
+
+    def _encrypt(self, content: bytes | memoryview) -> None:
+        try:
+            self._session.write(content)
+        except ssl.SSLError as error:
+            raise RingProtocolError(
+                f"The link to {self.peer} encrypts nothing any more ({error.reason}).", kind="network"
+            ) from None
+        self._outgoing.append(memoryview(self._outgoing_records.read()))
+
+    def _read_into(self, space: memoryview, wait: bool) -> int:
+        while True:
+            try:
+                # With a buffer, read() gives the number of bytes; the annotations know a bytearray only.
+                return cast(int, self._session.read(len(space), cast(bytearray, space)))
+            except ssl.SSLWantReadError:
+                count = self._recv_into(self._raw, wait)
+                if not count:
+                    return 0
+                self._incoming.write(self._raw[:count])
+            except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+                raise self._lost(None) from None
+            except ssl.SSLError as error:
+                raise RingProtocolError(
+                    f"What came on the link to {self.peer} is no TLS of this connection ({error.reason}).",
+                    kind="network",
+                ) from None
+
+    def _check(self, content: memoryview, tag: memoryview) -> None:
+        """TLS has done so."""
+
+    def _push_goodbye(self) -> None:
+        self._encrypt(HEADER.pack(GOODBYE, self._sent))
+        self._sent += 1

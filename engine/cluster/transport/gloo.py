@@ -1,0 +1,155 @@
+"""The exchange over torch's gloo: for networks that the person calls trusted, because gloo sends in plain text."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import msgspec
+import torch
+from torch import distributed
+
+from engine.cluster.transport.accepting import Links
+from engine.cluster.transport.collective import CollectiveExchange, Gathering, made_while_wanted
+from engine.cluster.transport.connecting import connect_wires
+from engine.cluster.transport.epochs import Epoch
+from engine.cluster.transport.exchange import Exchange, PeerLost
+from engine.cluster.transport.mesh import Mesh
+from engine.cluster.transport.transports import allowed_exchanges
+from engine.errors import ModelError
+from engine.ipc.messages.ring import ExchangeName
+
+SILENCE_S = 120.0
+"""Gloo gives a peer up that is silent for so long in an exchange; the beats notice earlier."""
+CONNECT_S = 10.0
+"""It connects within milliseconds, as all nodes begin at once. What waits for a node that died is left behind until
+then; see :func:`engine.cluster.transport.collective.made_while_wanted`."""
+STORE_BYTES = 1 << 20
+"""What a node tells the others of where it listens is far less."""
+_words = msgspec.msgpack.Decoder(dict[str, bytes])
+
+
+class GlooGathering(Gathering):
+    """An all-gather over a process group of its own. ``store`` is where its nodes find each other, ``own_address`` the
+    IP address that others reach this node at."""
+
+    def __init__(self, rank: int, size: int, store: distributed.Store, own_address: str) -> None:
+        self._rank = rank
+        self._size = size
+        options = distributed.ProcessGroupGloo._Options()
+        options._devices = [distributed.ProcessGroupGloo.create_device(hostname=own_address)]
+        options._timeout = timedelta(seconds=CONNECT_S)
+        try:
+            self._group = distributed.ProcessGroupGloo(store, rank, size, options)
+        except RuntimeError as error:
+            raise ModelError(f"gloo could not connect the nodes: {_first_line(error)}.", kind="network") from error
+        self._group._set_default_timeout(timedelta(seconds=SILENCE_S))
+
+    @property
+    def name(self) -> ExchangeName:
+        return "gloo"
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def gather(self, block: bytearray) -> list[memoryview]:
+        """See :class:`engine.cluster.transport.collective.Gathering`."""
+        group = self._group
+        if group is None:
+            raise PeerLost("The ring's links were closed.")
+        given = torch.frombuffer(block, dtype=torch.uint8)
+        found = [torch.empty(len(block), dtype=torch.uint8) for _ in range(self._size)]
+        try:
+            group.allgather([found], [given]).wait()
+        except RuntimeError as error:
+            raise PeerLost(f"gloo lost a node: {_first_line(error)}") from error
+        return [memoryview(each.numpy()) for each in found]
+
+    def end(self) -> None:
+        """See :class:`engine.cluster.transport.collective.Gathering`."""
+        # Its sockets close when nobody has it any more.
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+
+class ToldStore(distributed.Store):  # type: ignore[misc]  # typed as Any
+    """Where gloo's nodes find each other: what each tells the others, over links that are authenticated.
+
+    torch's own store is a server that listens on all addresses and answers whoever comes.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self._mesh = mesh
+        self._own: dict[str, bytes] = {}
+        self._told: dict[str, bytes] | None = None
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._own[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+    def get(self, key: str) -> bytes:
+        return self._all([key])[key]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        found = self._all(keys)
+        return [found[key] for key in keys]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._all(keys)
+
+    def _all(self, keys: list[str]) -> dict[str, bytes]:
+        """What all nodes have set; asked for the first time when each has set what it has to."""
+        if self._told is None:
+            told: dict[str, bytes] = {}
+            self._mesh.send([msgspec.msgpack.encode(self._own)], STORE_BYTES)
+            for rank, part in enumerate(self._mesh.receive()):
+                # gloo's keys end in the rank that sets them: nobody speaks for another.
+                own = f"/{rank}"
+                told |= {key: value for key, value in _words.decode(part).items() if key.endswith(own)}
+            self._told = told
+        missing = [key for key in keys if key not in self._told]
+        if missing:
+            raise RuntimeError(f"no node has told {missing[0][:80]}")
+        return self._told
+
+
+def connect_gloo(links: Links, epoch: Epoch) -> Exchange:
+    """Gloo among all nodes of ``epoch``; each of them calls this. They tell each other where they listen over
+    authenticated links first: on trusted networks only, whatever addresses were told before.
+
+    Raises ModelError (network) if it cannot be connected, PeerLost.
+    """
+    wires = connect_wires(links, epoch, "exchange", "tls")
+    mesh = Mesh(epoch.rank, len(epoch.members), wires)
+    try:
+        ends = [end for wire in wires.values() for end in (wire.local_address, wire.remote_address)]
+        allowed_exchanges("gloo", ends, epoch.trusted, ["gloo"])
+        own_address = next((wire.local_address for wire in wires.values()), "127.0.0.1")
+        found = made_while_wanted(epoch, lambda: _gathering(mesh, own_address), GlooGathering.end)
+    except (RuntimeError, msgspec.DecodeError) as error:
+        raise ModelError(f"gloo could not connect the nodes: {_first_line(error)}.", kind="network") from error
+    finally:
+        mesh.close()
+    return CollectiveExchange(found)
+
+
+def _gathering(mesh: Mesh, own_address: str) -> GlooGathering:
+    """Together with all others, so that none goes on before every node has connected."""
+    found = GlooGathering(mesh.rank, mesh.size, ToldStore(mesh), own_address)
+    try:
+        mesh.send([], 0)
+        mesh.receive()
+    except BaseException:
+        found.end()
+        raise
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__

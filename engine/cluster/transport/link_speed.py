@@ -1,0 +1,105 @@
+"""What a link between two machines can do: measured while a ring is formed, over a link of its own.
+
+The dialler asks, the acceptor answers: frames come back as they are, or are counted until the last one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+
+from discovery.errors import DiscoveryError
+from engine.cluster.transport.accepting import Links
+from engine.cluster.transport.connecting import dial_link
+from engine.cluster.transport.epochs import CONNECT_S, Epoch, Member
+from engine.cluster.transport.exchange import Link, PeerLost, RingProtocolError
+from engine.cluster.transport.links import WireLink
+from engine.errors import ModelError
+
+ECHO_BYTES = 12 * 1024
+"""One exchange of a decoding step of the paper's model and size."""
+ROUNDS = 30
+WARM_ROUNDS = 5
+PAUSE_S = 0.0005
+"""Before each round: between the exchanges of a step both ends wait for a layer's experts, and waking costs more than
+an answer to who is still awake."""
+PIECE_BYTES = 1 << 18
+MOST_BYTES = 32 << 20
+MOST_SECONDS = 0.3
+_LARGEST = PIECE_BYTES + 1
+_MOST_ECHOES = 1000
+_ECHO, _COUNT, _TOTAL = b"e", b"c", b"t"
+
+
+@dataclass(frozen=True)
+class LinkSpeed:
+    """``latency_s``: half a round trip of 12 KiB, median. ``bytes_per_s``: one direction, of the dialler's payload."""
+
+    latency_s: float
+    bytes_per_s: float
+    address: str = ""
+
+
+def measure_link(links: Links, epoch: Epoch, member: Member, address: str, seconds: float = CONNECT_S) -> LinkSpeed:
+    """Measure the link to ``member`` through its door at ``address`` (``HOST:PORT``).
+
+    ``epoch`` need not exist on the other side; the other side must know this node's certificate. Raises ModelError
+    (network)."""
+    try:
+        wire = dial_link(links, epoch, member, "measure", "tls", address, time.monotonic() + seconds)
+        link = WireLink(wire)
+        try:
+            return LinkSpeed(measure_latency(link), measure_bandwidth(link), address)
+        finally:
+            link.close()
+    except (PeerLost, RingProtocolError, DiscoveryError, OSError) as error:
+        raise ModelError(f"The link to {member.called} at {address} cannot be measured: {error}", "network") from None
+
+
+def measure_latency(link: Link, nbytes: int = ECHO_BYTES, rounds: int = ROUNDS) -> float:
+    """Half the median round trip of ``nbytes``, seconds. Raises PeerLost, RingProtocolError."""
+    payload = bytes(nbytes)
+    times = []
+    for _ in range(WARM_ROUNDS + rounds):
+        time.sleep(PAUSE_S)
+        began = time.perf_counter()
+        link.send(_ECHO, payload)
+        if len(link.receive(nbytes)) != nbytes:
+            raise RingProtocolError("A measured link gave back something else.", kind="network")
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[WARM_ROUNDS:]) / 2
+
+
+def measure_bandwidth(link: Link, most_bytes: int = MOST_BYTES, most_seconds: float = MOST_SECONDS) -> float:
+    """Bytes per second to the other side, from at most that many bytes or seconds. Raises PeerLost,
+    RingProtocolError."""
+    piece = bytes(PIECE_BYTES)
+    sent = 0
+    began = time.perf_counter()
+    while sent < most_bytes and time.perf_counter() - began < most_seconds:
+        link.send(_COUNT, piece)
+        sent += PIECE_BYTES
+    link.send(_TOTAL)
+    counted = int.from_bytes(link.receive(8), "big")
+    if counted != sent:
+        raise RingProtocolError(f"{counted} of {sent} bytes arrived on a measured link.", kind="network")
+    return sent / (time.perf_counter() - began)
+
+
+def answer_measuring(link: Link) -> None:
+    """The other side, until the link ends. Raises PeerLost (its usual end), RingProtocolError."""
+    counted = echoes = 0
+    while counted <= MOST_BYTES and echoes <= _MOST_ECHOES:
+        frame = link.receive(_LARGEST)
+        kind, payload = bytes(frame[:1]), frame[1:]
+        if kind == _ECHO:
+            echoes += 1
+            link.send(payload)
+        elif kind == _COUNT:
+            counted += len(payload)
+        elif kind == _TOTAL:
+            link.send(counted.to_bytes(8, "big"))
+            counted = 0
+        else:
+            raise RingProtocolError("A measured link carried something else.", kind="network")

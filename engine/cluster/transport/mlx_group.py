@@ -1,0 +1,301 @@
+"""The exchange over mx.distributed, for networks that the person calls trusted: it sends in plain text, and in its TCP
+ring whoever comes first connects.
+
+A process can have one such group in its life: a dead one cannot be made again, and a stopped peer hangs it for ever. So
+the group outlives its epoch, and the next one of the very same processes goes on with it; after a loss the all-gather
+that hangs is left behind in its thread, and this process uses other links until it ends.
+
+Where mlx has JACCL (RDMA over Thunderbolt 5, on Macs on which the person has allowed it with ``rdma_ctl enable``) and
+every node reaches each other one over an interface of its own, that is used, else the TCP ring. JACCL follows its
+documentation of mlx 0.32: it never ran where this was written, which has no such hardware. Only what leads up to it is
+tested. If it fails once, this process uses the TCP ring from then on.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+import numpy as np
+import psutil
+
+from engine.cluster.transport.accepting import Links
+from engine.cluster.transport.collective import CollectiveExchange, Gathering, made_while_wanted
+from engine.cluster.transport.connecting import connect_wires
+from engine.cluster.transport.epochs import Epoch
+from engine.cluster.transport.exchange import Exchange, PeerLost
+from engine.cluster.transport.mesh import Mesh
+from engine.cluster.transport.transports import allowed_exchanges
+from engine.errors import ModelError
+from engine.ipc.messages.ring import ExchangeName
+from engine.system.temporary_folders import temporary_folder
+
+MOST_TOLD = 4096
+MOST_BOOTSTRAP = 1 << 20
+"""What JACCL's nodes tell each other of their connections is far less."""
+PORTS_S = 3.0
+"""That the system may take to name its ports."""
+STUCK_S = 6.0
+"""All nodes connect at the same time, which takes milliseconds, or a second if one was not listening yet."""
+
+
+class Told(msgspec.Struct, frozen=True):
+    """What a node tells the others before they make a group, or go on with the one they have."""
+
+    address: str = ""
+    """``IP:PORT`` for the TCP ring; empty: this process had its group, or has no address on a trusted network."""
+    group: str = ""
+    """The epoch in which these nodes made a group that still works; empty if there is none."""
+    devices: list[str] = []
+    """By rank, the RDMA device towards that node, none for itself; empty: no JACCL here."""
+
+
+_told = msgspec.msgpack.Decoder(Told)
+
+
+class _Life:
+    """The one group of this process."""
+
+    group: Any = None
+    made_in = ""
+    """The epoch."""
+    members: tuple[str, ...] = ()
+    """Node ids by rank."""
+    in_step = False
+    """No all-gather of it is under way or was given up."""
+    used = False
+    """Whether this process has, or had, a group."""
+    no_jaccl = False
+    """It failed before."""
+
+
+def available() -> bool:
+    """Whether this process can still make a group."""
+    return not _Life.used and bool(mx.distributed.is_available("ring"))
+
+
+class MlxGathering(Gathering):
+    """An all-gather of the group of this process."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    @property
+    def name(self) -> ExchangeName:
+        return "mlx"
+
+    @property
+    def rank(self) -> int:
+        return int(self._group.rank())
+
+    @property
+    def size(self) -> int:
+        return int(self._group.size())
+
+    def gather(self, block: bytearray) -> list[memoryview]:
+        """See :class:`engine.cluster.transport.collective.Gathering`."""
+        given = mx.array(np.frombuffer(block, np.uint8))
+        _Life.in_step = False
+        try:
+            found = mx.distributed.all_gather(given, group=self._group, stream=mx.cpu)
+            mx.eval(found)
+        except RuntimeError as error:
+            raise PeerLost(f"mlx lost a node: {error}") from error
+        _Life.in_step = True
+        rows = np.array(found).reshape(self.size, len(block))
+        return [row.data for row in rows]
+
+    def end(self) -> None:
+        """See :class:`engine.cluster.transport.collective.Gathering`: mlx has no way to end a group, and the next
+        epoch may go on with it."""
+
+
+def connect_mlx(links: Links, epoch: Epoch) -> Exchange:
+    """mx.distributed among all nodes of ``epoch``; each of them calls this. They tell each other over authenticated
+    links first what each has.
+
+    Raises ModelError (network) if a node of them cannot, PeerLost.
+    """
+    wires = connect_wires(links, epoch, "exchange", "tls")
+    mesh = Mesh(epoch.rank, len(epoch.members), wires)
+    members = tuple(member.node_id for member in sorted(epoch.members, key=lambda member: member.rank))
+    kept = _Life.made_in if _Life.in_step and members == _Life.members else ""
+    try:
+        # Whoever comes first may connect to what mlx opens: on trusted networks only, whatever addresses were told.
+        ends = [end for wire in wires.values() for end in (wire.local_address, wire.remote_address)]
+        allowed_exchanges("mlx", ends, epoch.trusted, ["mlx"])
+        row = _devices({rank: wire.local_address for rank, wire in wires.items()}, epoch.rank, len(members))
+        told = Told(_free_address(wire.local_address for wire in wires.values()) if available() else "", kept, row)
+        group = made_while_wanted(epoch, lambda: _agreed(mesh, told), lambda late: None)
+        if group.size() != len(members):
+            raise ModelError(f"mx.distributed connected {group.size()} of {len(members)} nodes.", kind="network")
+    except (RuntimeError, ValueError, msgspec.DecodeError) as error:
+        raise ModelError(f"mx.distributed could not connect the nodes: {error}.", kind="network") from error
+    finally:
+        mesh.close()
+    if group is not _Life.group:
+        _Life.group, _Life.made_in, _Life.members, _Life.in_step = group, epoch.epoch, members, True
+    return CollectiveExchange(MlxGathering(group))
+
+
+def _agreed(mesh: Mesh, told: Told) -> Any:
+    """The group that all have, or a new one. Raises what :func:`_made` raises, PeerLost."""
+    mesh.send([msgspec.msgpack.encode(told)], MOST_TOLD)
+    all_told = [_told.decode(each) for each in mesh.receive()]
+    if told.group and {each.group for each in all_told} == {told.group}:
+        return _Life.group
+    return _made(mesh, mesh.rank, all_told)
+
+
+def _made(mesh: Mesh, rank: int, told: Sequence[Told]) -> Any:
+    """A new group. Raises ModelError (network) if a node has had one, RuntimeError."""
+    addresses = [each.address for each in told]
+    if not all(addresses):
+        raise ModelError(
+            f"mx.distributed cannot be used: node {addresses.index('')} has no group left, as a process can have one "
+            "only; the ring uses other links until privatellm is started again there.",
+            kind="network",
+        )
+    matrix = device_matrix([each.devices for each in told])
+    if matrix is None:
+        _Life.used = True
+        with _described(rank, MLX_HOSTFILE=[[address] for address in addresses]):
+            # All are ready, and alive, at the latest possible moment.
+            mesh.send([], 0)
+            mesh.receive()
+            with _ended_if_stuck():
+                return mx.distributed.init(strict=True, backend="ring")
+    try:
+        with _described(rank, MLX_IBV_DEVICES=matrix):
+            group = mx.distributed.init(
+                strict=True, backend="jaccl", all_gather_factory=lambda rank, size: side_channel(mesh)
+            )
+    except (RuntimeError, ValueError):
+        _Life.no_jaccl = True
+        raise
+    _Life.used = True
+    return group
+
+
+@contextmanager
+def _ended_if_stuck() -> Iterator[None]:
+    """End this process if the group is not made soon. mlx keeps the interpreter to itself while it connects, which it
+    does for ever if a node has died meanwhile: nothing here could notice, and no other machine would get an answer. An
+    engine process that died is started again by whoever started it."""
+    faulthandler.dump_traceback_later(STUCK_S, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+# --- JACCL ----------------------------------------------------------------------------------------------------------
+
+
+def _devices(own_addresses: Mapping[int, str], rank: int, size: int) -> list[str]:
+    """See :attr:`Told.devices`. ``own_addresses``: this node's, by the rank of the node that is reached from there."""
+    if _Life.no_jaccl or not mx.distributed.is_available("jaccl"):
+        return []
+    interfaces = {
+        entry.address.partition("%")[0]: name for name, entries in psutil.net_if_addrs().items() for entry in entries
+    }
+    return device_row(own_addresses, interfaces, _thunderbolt(), rank, size)
+
+
+def _thunderbolt() -> list[str]:
+    """The Thunderbolt ports of this Mac; none if they cannot be told."""
+    try:
+        tool = ["/usr/sbin/networksetup", "-listallhardwareports"]
+        said = subprocess.run(tool, capture_output=True, text=True, timeout=PORTS_S, check=False).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return thunderbolt_ports(said)
+
+
+def thunderbolt_ports(said: str) -> list[str]:
+    """The interfaces that ``networksetup -listallhardwareports`` calls Thunderbolt ports; their bridge is none."""
+    found = re.findall(r"^Hardware Port: Thunderbolt (?!Bridge).*\nDevice: (en\d+)$", said, re.MULTILINE)
+    return [str(name) for name in found]
+
+
+def device_row(
+    own_addresses: Mapping[int, str], interfaces: Mapping[str, str], ports: Collection[str], rank: int, size: int
+) -> list[str]:
+    """The RDMA device of node ``rank`` towards each of ``size`` nodes, as macOS names them after the interface of the
+    Thunderbolt port; empty if an address belongs to none of these ``ports``: macOS gives Wi-Fi no such device.
+
+    ``interfaces``: the names by address.
+    """
+    row = []
+    for other in range(size):
+        name = interfaces.get(own_addresses.get(other, "").partition("%")[0], "")
+        if other != rank and name not in ports:
+            return []
+        row.append("" if other == rank else f"rdma_{name}")
+    return row
+
+
+def device_matrix(rows: Sequence[Sequence[str]]) -> list[list[str | None]] | None:
+    """MLX_IBV_DEVICES for nodes that told ``rows``: per rank and other rank its device, null for itself. None unless
+    all have one for every other node, and no node needs one device for two of them."""
+    for rank, row in enumerate(rows):
+        others = [device for other, device in enumerate(row) if other != rank]
+        if len(row) != len(rows) or not all(others) or len(set(others)) != len(others):
+            return None
+    return [[device if other != rank else None for other, device in enumerate(row)] for rank, row in enumerate(rows)]
+
+
+def side_channel(mesh: Mesh) -> Callable[[bytes, int], bytes]:
+    """The all-gather by which JACCL's nodes tell each other of their connections: over links that are authenticated.
+
+    Raises RuntimeError if another node contributes something else than was agreed.
+    """
+
+    def gather(own: bytes, nbytes: int) -> bytes:
+        mesh.send([bytes(own[:nbytes])], MOST_BOOTSTRAP)
+        found = [bytes(part) for part in mesh.receive()]
+        if any(len(part) != nbytes for part in found):
+            raise RuntimeError(f"a node told {max(map(len, found))} bytes of its connections instead of {nbytes}")
+        return b"".join(found)
+
+    return gather
+
+
+def _free_address(hosts: Iterable[str]) -> str:
+    """``IP:PORT`` at the first of this node's ``hosts`` that is IPv4, as mlx knows no other, with a port that is free
+    now; empty if there is none."""
+    for host in hosts:
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))
+            return f"{host}:{probe.getsockname()[1]}"
+    return ""
+
+
+@contextmanager
+def _described(rank: int, **files: object) -> Iterator[None]:
+    """The environment from which mlx takes who is who: variables that name a file, with what is in it."""
+    with temporary_folder("privatellm-mlx-") as folder:
+        wanted = {"MLX_RANK": str(rank)}
+        for name, content in files.items():
+            path = folder / f"{name.lower()}.json"
+            path.write_text(json.dumps(content), encoding="ascii")
+            wanted[name] = str(path)
+        before = {name: os.environ.get(name) for name in wanted}
+        os.environ.update(wanted)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value

@@ -1,0 +1,487 @@
+"""What a node keeps of the models that rings share with it: what it lacks of an offer, receiving that, giving up room.
+
+Bytes are written where they lie in the head's files; what is not written is a hole. They count as here when they are on
+the disk, their checksum is right and ``share.json`` names them, in this order, so a machine that dies at any moment
+loses at most what came since the last time that was said. A model that changes under a loaded share is noticed by its
+files' time of change: load again after receiving.
+
+Which model it is, and that the bytes are its own, only the head says. So each head has shares of its own here: what a
+wrong one sent is used with that one only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from engine.cluster.transport.exchange import RingProtocolError
+from engine.cluster.weights.hole_punching import punch
+from engine.cluster.weights.local_copy import local_copy
+from engine.cluster.weights.transfer import Item, Offer, Wanted, check_offer, decode_chunk, expert_of
+from engine.cluster.weights.weight_fingerprint import ItemChecksums, is_of_tokenizer
+from engine.errors import Cancelled, ModelError
+from engine.ipc.progress import ProgressCallback
+from engine.models import store
+from engine.models.durable_files import new_file
+from engine.models.share_files import FORMAT, Begun, FileSize, ShareManifest, is_share, read_share
+from engine.models.weight_layout import WeightLayout, config_fingerprint, layout_of
+
+SYNC_BYTES = 64 * 1024 * 1024
+"""So much is received between two times that it is put on the disk for good."""
+RESERVE_BYTES = 64 * 1024 * 1024
+"""Left free on the disk."""
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a node lacks of an offer. ``folder`` is what it will load: its share, or a whole copy of the same model that
+    it has anyway, which is used where it lies."""
+
+    folder: Path
+    wanted: tuple[Wanted, ...]
+    nbytes: int
+    """To be received."""
+    has_bytes: int
+    """Of the offer, what is here."""
+    whole: bool = False
+    """``folder`` is a whole model."""
+
+
+class ShareStore:
+    """The shares in the folder ``models`` of what the head with the node id ``head`` sends."""
+
+    def __init__(self, models: Path, head: str) -> None:
+        self._models = models
+        self._head = head
+
+    def need(self, offered: Offer, progress: ProgressCallback) -> Need:
+        """What of the offer is not here. A whole copy of the model is looked for first; the bytes that would be used of
+        it are read once and compared. Of a plain checkpoint, where a bank is offered, the share is made here.
+        ``progress`` may raise Cancelled. Raises ModelError, RingProtocolError."""
+        check_offer(offered)
+        total = offered.nbytes
+        for layout in self._copies(offered):
+            if _agrees(layout, offered, progress):
+                return Need(layout.folder, (), 0, total, whole=True)
+        folder = self.folder(offered)
+        wanted = self._missing(offered)
+        copy = local_copy(self._models, offered) if wanted else None
+        if copy is not None:
+            made = copy.wanted(wanted)
+            self.receive(offered, made, copy.chunks(made), _named(progress, "taking over the model that is here"))
+            wanted = self._missing(offered)
+        missing = sum(offered.items[want.item].nbytes - want.start for want in wanted)
+        return Need(folder, wanted, missing, total - missing)
+
+    def _missing(self, offered: Offer) -> tuple[Wanted, ...]:
+        """What of the offer is not in the share."""
+        return missing_in(self.folder(offered), offered, self._head)
+
+    def folder(self, offered: Offer) -> Path:
+        """Where the share of the offered model is, or will be."""
+        for path in sorted(self._models.glob(f"*{store.SHARE}")):
+            try:
+                manifest = read_share(path)
+            except ModelError:
+                continue
+            if _is_of(manifest, offered, self._head):
+                return path
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "-", offered.identity.name).strip(".-")[:60] or "model"
+        said = "-".join((offered.identity.weights[:12], offered.layout[:8], self._head[:8]))
+        return self._models / f"{name}--{said}{store.SHARE}"
+
+    def receive(
+        self,
+        offered: Offer,
+        wanted: Sequence[Wanted],
+        chunks: Iterable[bytes],
+        progress: ProgressCallback,
+        should_stop: Callable[[], bool] | None = None,
+    ) -> Path:
+        """Write the encoded chunks, which must be what is ``wanted`` (of :meth:`need`), in this order.
+
+        Experts of the share that the offer does not name are given up if the room is needed. Returns the share's
+        folder. Raises ModelError (disk: what is missing), RingProtocolError for anything that was not asked for or is
+        damaged, Cancelled; what came until then is kept, and not asked for again.
+        """
+        check_offer(offered)
+        folder = self.folder(offered)
+        self._models.mkdir(parents=True, exist_ok=True, mode=0o700)
+        receive_into(folder, offered, self._head, wanted, chunks, progress, should_stop, may_give_up=True)
+        return folder
+
+    @staticmethod
+    def keep_only(folder: Path, held: Mapping[int, Sequence[int]]) -> int:
+        """Give up the experts of a share that ``held`` does not name; the bytes of disk that this frees (0 where the
+        file system cannot free a part of a file). No model may have it loaded. Raises ModelError."""
+        layout = layout_of(folder)
+        manifest = read_share(folder)
+        kept = {
+            layer: tuple(expert for expert in experts if expert in held.get(layer, ()))
+            for layer, experts in manifest.experts.items()
+        }
+        gone = [(layer, expert) for layer, experts in manifest.experts.items() for expert in experts]
+        gone = [place for place in gone if place[1] not in kept[place[0]]]
+        # First it is no longer said to be here, then it no longer is.
+        _write_manifest(folder, msgspec.structs.replace(manifest, experts=kept))
+        spans = [
+            (layout.files[run.file][0], run.start, run.stop) for place in gone for run in layout.experts.get(place, ())
+        ]
+        return punch(folder, spans)
+
+    def _copies(self, offered: Offer) -> list[WeightLayout]:
+        """Whole models here whose files are like the offered ones."""
+        found = []
+        for path in sorted(self._models.iterdir()) if self._models.is_dir() else ():
+            if path.name.startswith(".") or not store.is_complete(path):
+                continue
+            try:
+                layout = layout_of(path)
+                if layout.files == offered.files and layout.fingerprint == offered.layout:
+                    found.append(layout)
+            except (ModelError, OSError):
+                continue
+        return found
+
+
+def missing_in(folder: Path, offered: Offer, head: str) -> tuple[Wanted, ...]:
+    """What of the offer is not in ``folder``, into which it is received; see :func:`receive_into`."""
+    state = _State.of(folder, offered, head)
+    return tuple(
+        Wanted(index, state.begun_at(item)) for index, item in enumerate(offered.items) if not state.has(item.key)
+    )
+
+
+def receive_into(
+    folder: Path,
+    offered: Offer,
+    head: str,
+    wanted: Sequence[Wanted],
+    chunks: Iterable[bytes],
+    progress: ProgressCallback,
+    should_stop: Callable[[], bool] | None = None,
+    *,
+    may_give_up: bool = False,
+) -> None:
+    """As :meth:`ShareStore.receive`, into ``folder``, which has or gets the manifest of a share that ``head`` sent.
+    ``may_give_up``: experts that the offer does not name, if the room is needed."""
+    with store.exclusive(folder):
+        receiver = _Receiver(folder, offered, head, wanted, progress)
+        try:
+            receiver.prepare(may_give_up)
+            receiver.run(chunks, should_stop or (lambda: False))
+        except OSError as error:
+            raise _explained(error, folder, receiver.missing) from error
+        finally:
+            receiver.close()
+
+
+def _is_of(manifest: ShareManifest, offered: Offer, head: str) -> bool:
+    """Whether it is a share of what ``head`` offers."""
+    same = (manifest.layout, manifest.identity.weights) == (offered.layout, offered.identity.weights)
+    return same and manifest.head == head
+
+
+def _named(progress: ProgressCallback, stage: str) -> ProgressCallback:
+    return lambda _, done, total, unit: progress(stage, done, total, unit)
+
+
+def _agrees(layout: WeightLayout, offered: Offer, progress: ProgressCallback) -> bool:
+    """Whether everything offered is in this whole model, byte by byte."""
+    if config_fingerprint(layout.config) != offered.identity.config:
+        return False
+    checksums = ItemChecksums(layout)
+    settings = {path.name: path for path in layout.settings}
+    total, done = offered.nbytes, 0
+    try:
+        for item in offered.items:
+            if _checksum(item, checksums, settings, layout) != item.checksum:
+                return False
+            done += item.nbytes
+            progress("checking the model that is here", done, total, "bytes")
+    finally:
+        checksums.keep()
+    return True
+
+
+def _checksum(item: Item, checksums: ItemChecksums, settings: Mapping[str, Path], layout: WeightLayout) -> int | None:
+    kind, _, rest = item.key.partition("/")
+    place = expert_of(item.key)
+    if place is not None:
+        return checksums.expert(*place) if place in layout.experts else None
+    if kind == "setting":
+        if rest not in settings:
+            return None
+        # These may differ in what does not change the model; those that do are compared by their own fingerprints.
+        return checksums.setting(settings[rest]) if is_of_tokenizer(rest) else item.checksum
+    number = int(rest)
+    if kind == "header":
+        return checksums.header(number) if number < len(layout.headers) else None
+    return checksums.trunk(number) if number < len(layout.trunk) else None
+
+
+# --- what is here -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _State:
+    """What of an offered model is on the disk."""
+
+    offered: Offer
+    head: str
+    other: set[str] = field(default_factory=set)
+    experts: dict[int, set[int]] = field(default_factory=dict)
+    begun: Begun | None = None
+
+    @classmethod
+    def of(cls, folder: Path, offered: Offer, head: str) -> _State:
+        """Nothing, if the share is damaged or is of something else, or another head's."""
+        state = cls(offered, head)
+        if not is_share(folder):
+            return state
+        try:
+            manifest = read_share(folder)
+            whole = all((folder / file.name).stat().st_size == file.size for file in manifest.files)
+        except (ModelError, OSError):
+            return state
+        if not _is_of(manifest, offered, head) or not whole or manifest.trunk_pieces != offered.trunk_pieces:
+            return state
+        state.other = set(manifest.other)
+        state.experts = {layer: set(experts) for layer, experts in manifest.experts.items()}
+        state.begun = manifest.begun
+        for item in offered.items:
+            name = item.key.removeprefix("setting/")
+            if name != item.key and not _is_file_of(folder / name, item):
+                state.other.discard(item.key)
+        return state
+
+    def has(self, key: str) -> bool:
+        place = expert_of(key)
+        return key in self.other if place is None else place[1] in self.experts.get(place[0], ())
+
+    def add(self, key: str) -> None:
+        place = expert_of(key)
+        if place is None:
+            self.other.add(key)
+        else:
+            self.experts.setdefault(place[0], set()).add(place[1])
+
+    def begun_at(self, item: Item) -> int:
+        """How many bytes of an item arrived before. All of them, and it is not here: it was not compared; again."""
+        begun = self.begun
+        if begun is None or begun.key != item.key or not item.runs or begun.done >= item.nbytes:
+            return 0
+        return begun.done
+
+    def manifest(self) -> ShareManifest:
+        return ShareManifest(
+            format=FORMAT,
+            identity=self.offered.identity,
+            head=self.head,
+            form=self.offered.form,
+            layout=self.offered.layout,
+            files=tuple(FileSize(name, size) for name, size in self.offered.files),
+            experts={layer: tuple(sorted(experts)) for layer, experts in sorted(self.experts.items())},
+            other=tuple(sorted(self.other)),
+            trunk_pieces=self.offered.trunk_pieces,
+            begun=self.begun,
+        )
+
+
+def _is_file_of(path: Path, item: Item) -> bool:
+    try:
+        return zlib.crc32(path.read_bytes()) == item.checksum
+    except OSError:
+        return False
+
+
+def _write_manifest(folder: Path, manifest: ShareManifest) -> None:
+    with new_file(folder / store.SHARE_MANIFEST) as file:
+        file.write(msgspec.json.encode(manifest))
+
+
+# --- receiving ----------------------------------------------------------------------------------------------------
+
+
+class _Receiver:
+    """One stream into one share."""
+
+    def __init__(
+        self, folder: Path, offered: Offer, head: str, wanted: Sequence[Wanted], progress: ProgressCallback
+    ) -> None:
+        self._folder = folder
+        self._offered = offered
+        self._wanted = list(wanted)
+        self._progress = progress
+        self._state = _State.of(folder, offered, head)
+        self._files: dict[int, int] = {}
+        self._dirty: set[int] = set()
+        self._unsynced = 0
+        self._done_keys: list[str] = []
+        """Complete and compared, not yet known to be on the disk."""
+        self._total = sum(offered.items[want.item].nbytes - want.start for want in wanted)
+        self._arrived = 0
+        self._settled = 0
+        """Bytes of what arrived that ``share.json`` names."""
+
+    @property
+    def missing(self) -> int:
+        return self._total - self._settled
+
+    def prepare(self, may_give_up: bool) -> None:
+        """Check what is wanted, make room, and make the files, all of it holes. Raises ModelError."""
+        for want in self._wanted:
+            item = self._offered.items[want.item]
+            if self._state.has(item.key) or want.start != self._state.begun_at(item):
+                raise ModelError(f"{self._folder} was changed since it was looked at; form the ring again.")
+        self._make_room(may_give_up)
+        for folder in {(self._folder / name).parent for name, _ in self._offered.files}:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        for number, (name, size) in enumerate(self._offered.files):
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
+            self._files[number] = descriptor = os.open(self._folder / name, flags, 0o600)
+            if os.fstat(descriptor).st_size != size:
+                os.ftruncate(descriptor, size)
+                os.fsync(descriptor)
+        _write_manifest(self._folder, self._state.manifest())
+
+    def run(self, chunks: Iterable[bytes], should_stop: Callable[[], bool]) -> None:
+        """Raises RingProtocolError, OSError, Cancelled."""
+        stream: Iterator[bytes] = iter(chunks)
+        try:
+            for want in self._wanted:
+                self._receive_item(want, stream, should_stop)
+            if next(stream, None) is not None:
+                raise RingProtocolError("more weights came than were asked for")
+        except BaseException:
+            # What arrived is worth keeping, whatever ended it, if the disk still takes it.
+            with contextlib.suppress(OSError):
+                self._sync()
+            raise
+        self._sync()
+
+    def close(self) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+    def _receive_item(self, want: Wanted, stream: Iterator[bytes], should_stop: Callable[[], bool]) -> None:
+        item = self._offered.items[want.item]
+        offset, checksum = want.start, 0
+        if want.start and self._state.begun is not None:
+            checksum = self._state.begun.checksum
+        setting = bytearray()
+        while offset < item.nbytes:
+            if should_stop():
+                raise Cancelled("Stopped receiving weights; what has arrived is kept.")
+            data = next(stream, None)
+            if data is None:
+                raise ModelError(
+                    f"The head stopped sending after {self._arrived} of {self._total} bytes; form the ring again, "
+                    "which goes on from there."
+                )
+            chunk = decode_chunk(data)
+            if (chunk.item, chunk.offset) != (want.item, offset) or not 0 < len(chunk.data) <= item.nbytes - offset:
+                raise RingProtocolError(
+                    f"byte {chunk.offset} of item {chunk.item} came, not byte {offset} of {want.item}"
+                )
+            if item.runs:
+                self._write(item, offset, chunk.data)
+            else:
+                setting += chunk.data
+            offset += len(chunk.data)
+            checksum = zlib.crc32(chunk.data, checksum)
+            self._note_arrival(item, offset, checksum, len(chunk.data))
+        if checksum != item.checksum:
+            self._state.begun = None
+            raise RingProtocolError(f"{item.key} arrived with another checksum than was offered; form the ring again")
+        if not item.runs:
+            with new_file(self._folder / item.key.removeprefix("setting/")) as file:
+                file.write(setting)
+        self._state.begun = None
+        self._done_keys.append(item.key)
+
+    def _note_arrival(self, item: Item, done: int, checksum: int, count: int) -> None:
+        self._arrived += count
+        self._unsynced += count
+        if item.runs:
+            self._state.begun = Begun(item.key, done, checksum)
+        self._progress("receiving weights", self._arrived, self._total, "bytes")
+        if self._unsynced >= SYNC_BYTES:
+            self._sync()
+
+    def _write(self, item: Item, offset: int, data: bytes) -> None:
+        """``data``, which is the item's from ``offset`` on, to its places in the files."""
+        view = memoryview(data)
+        for file, start, stop in item.runs:
+            if offset >= stop - start:
+                offset -= stop - start
+                continue
+            count = min(len(view), stop - start - offset)
+            _write_at(self._files[file], view[:count], start + offset)
+            self._dirty.add(file)
+            view, offset = view[count:], 0
+            if not view:
+                return
+
+    def _sync(self) -> None:
+        """Put everything on the disk, then say that it is there."""
+        for file in self._dirty:
+            os.fsync(self._files[file])
+        self._dirty.clear()
+        for key in self._done_keys:
+            self._state.add(key)
+        self._done_keys.clear()
+        _write_manifest(self._folder, self._state.manifest())
+        self._unsynced = 0
+        self._settled = self._arrived
+
+    def _make_room(self, may_give_up: bool) -> None:
+        """Raises ModelError if what is missing does not fit on the disk, unwanted experts given up."""
+        free = self._free()
+        if self._total + RESERVE_BYTES <= free:
+            return
+        wanted = self._offered.held
+        surplus = any(not experts <= set(wanted.get(layer, ())) for layer, experts in self._state.experts.items())
+        if surplus and may_give_up and is_share(self._folder):
+            ShareStore.keep_only(self._folder, wanted)
+            self._state = _State.of(self._folder, self._offered, self._state.head)
+            free = self._free()
+        if self._total + RESERVE_BYTES > free:
+            short = self._total + RESERVE_BYTES - free
+            raise ModelError(
+                f"This machine's share of {self._offered.identity.name} needs another "
+                f"{store.size_text(self._total)} on the disk of {self._folder.parent}, which has "
+                f"{store.size_text(free)} free: {store.size_text(short)} are missing; make room, or lend less.",
+                "disk",
+            )
+
+    def _free(self) -> int:
+        return shutil.disk_usage(self._folder.parent).free
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def _explained(error: OSError, folder: Path, missing: int) -> ModelError:
+    reason = error.strerror or str(error)
+    if error.errno in _DISK_FULL:
+        return ModelError(
+            f"The disk of {folder.parent} is full ({reason}): {store.size_text(missing)} of this machine's share did "
+            "not fit; make room, and form the ring again, which goes on with what is here.",
+            "disk",
+        )
+    return ModelError(f"{folder} could not be written ({reason}); check the disk.", "disk")

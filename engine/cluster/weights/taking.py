@@ -1,0 +1,147 @@
+"""A whole model that is copied from other machines into the models folder, resumed where it broke off and checked.
+
+It lies in ``X.received.partial`` with the manifest of a share until everything is there; then it gets its name. The
+checks are those of shares, and what a download must be besides: a family and a configuration that can run, and no file
+beside the weights of a kind that a model has not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from engine.cluster.transport.exchange import RingProtocolError
+from engine.cluster.weights.share_store import missing_in, receive_into
+from engine.cluster.weights.transfer import Item, Offer, Wanted
+from engine.cluster.weights.weight_fingerprint import expert_key, header_key, identity_of, trunk_key
+from engine.ipc.progress import ProgressCallback
+from engine.models import store
+from engine.models.durable_files import flush_folder
+from engine.models.families import check_supported
+from engine.models.locations import ensure
+from engine.models.opening import read_config
+from engine.models.prepare import SETTING_LIMIT, is_setting_name
+from engine.models.store import ResolvedModel
+from engine.models.weight_layout import layout_of
+from engine.runtimes.choosing import refuse_download
+
+
+class Source(Protocol):
+    """A machine that has the model, or a part of it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def offered(self) -> Offer: ...
+
+    def chunks(self, wanted: Sequence[Wanted]) -> Generator[bytes]:
+        """What is wanted of :attr:`offered`, encoded; whatever it raises ends the copying, which can go on later."""
+        ...
+
+
+class NotWhole(Exception):
+    """The machines together have not the whole model."""
+
+
+class Taking:
+    """Copies ``model`` from ``sources``, which offer parts of the same model; ``me`` is this machine's node id."""
+
+    def __init__(self, model: ResolvedModel, me: str, sources: Sequence[Source], progress: ProgressCallback) -> None:
+        self._model = model
+        self._me = me
+        self._sources = sources
+        self._progress = progress
+        first = sources[0].offered
+        self.folder = model.prepared_folder if first.form == "bank" else model.plain_folder
+        key = model.plain_folder.name
+        self._partial = model.plain_folder.with_name(f"{key}{store.RECEIVED}{store.PARTIAL}")
+
+    def run(self) -> Path:
+        """The folder of the whole model.
+
+        Raises NotWhole before anything large is received, ModelError (disk; model: one that cannot run), and
+        RingProtocolError for what no machine of this version sends; what has arrived is kept.
+        """
+        ensure("models")
+        with store.exclusive(self.folder):
+            if store.is_complete(self.folder):
+                return self.folder
+            store.check_name_is_free(self.folder)
+            for source in self._sources:
+                _check_settings(source.offered)
+            first = self._sources[0]
+            self._receive(first, _is_small)
+            config = read_config(self._partial)
+            check_supported(config)
+            # Of its size this machine may hold a part only.
+            refuse_download(config, 0)
+            self._check_whole()
+            missing = sum(nbytes for source in self._sources for nbytes in self._missing(source).values())
+            # What several of them have is counted more than once here, and received once.
+            largest = min(missing, sum(size for _, size in first.offered.files))
+            store.check_space(self._partial, largest, f"Copying {self._model.name} from {first.name}")
+            for source in self._sources:
+                self._receive(source, lambda item: True)
+            self._finish()
+        return self.folder
+
+    def _missing(self, source: Source) -> dict[Wanted, int]:
+        """With the bytes of each."""
+        wanted = missing_in(self._partial, source.offered, self._me)
+        return {want: source.offered.items[want.item].nbytes - want.start for want in wanted}
+
+    def _receive(self, source: Source, chosen: Callable[[Item], bool]) -> None:
+        offered = source.offered
+        wanted = [want for want in self._missing(source) if chosen(offered.items[want.item])]
+        if not wanted:
+            return
+        there = offered.nbytes - sum(self._missing(source).values())
+
+        def progress(stage: str, done: int, total: int, unit: str) -> None:
+            self._progress(f"copying from {source.name}", there + done, offered.nbytes, "bytes")
+
+        with contextlib.closing(source.chunks(wanted)) as chunks:
+            receive_into(self._partial, offered, self._me, wanted, chunks, progress)
+
+    def _check_whole(self) -> None:
+        """Raises NotWhole if something is offered by none of them. Headers and configuration are here."""
+        layout = layout_of(self._partial)
+        needed = {header_key(file) for file, size in enumerate(layout.headers) if size}
+        needed |= {trunk_key(piece) for piece in range(len(layout.trunk))}
+        needed |= {expert_key(layer, expert) for layer, expert in layout.experts}
+        if not needed <= {item.key for source in self._sources for item in source.offered.items}:
+            raise NotWhole
+
+    def _finish(self) -> None:
+        """Raises RingProtocolError if it is another model than was offered; it is not kept then."""
+        offered = self._sources[0].offered
+        kept = {name for name, _ in offered.files}
+        kept |= {item.key.partition("/")[2] for item in offered.items if not item.runs}
+        for path in [path for path in self._partial.rglob("*") if path.is_file()]:
+            # Of another model that was begun under this name.
+            if str(path.relative_to(self._partial)) not in {*kept, store.SHARE_MANIFEST}:
+                path.unlink()
+        found = identity_of(self._partial, self._progress)
+        (self._partial / store.SHARE_MANIFEST).unlink()
+        if msgspec.structs.replace(found, name="") != msgspec.structs.replace(offered.identity, name=""):
+            raise RingProtocolError(f"another model arrived than {offered.identity.name}, which was offered")
+        self._partial.rename(self.folder)
+        flush_folder(self.folder.parent)
+
+
+def _is_small(item: Item) -> bool:
+    """Configuration, tokenizer and headers: what tells how large the model is, and whether it can run."""
+    return not item.runs or item.key.startswith("header/")
+
+
+def _check_settings(offered: Offer) -> None:
+    """Raises RingProtocolError for a file beside the weights that belongs to no model."""
+    for item in offered.items:
+        name = item.key.removeprefix("setting/")
+        if not item.runs and not (is_setting_name(name) and item.nbytes <= SETTING_LIMIT):
+            raise RingProtocolError(f"an offer has the file {name[:100]!r}, which belongs to no model")

@@ -1,0 +1,372 @@
+"""Weights on their way from one machine to another: what is offered, what is asked for, and the chunks of it.
+
+An offer lists what one machine needs of a model: configuration and tokenizer files, the headers of the files of
+weights, the trunk in pieces, experts; each with its place in the files and its checksum. The other answers with what it
+lacks (:mod:`.share_store`), and gets that in chunks of at most a mebibyte. How the messages travel is not known here.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from engine.cluster.transport.exchange import RingProtocolError
+from engine.cluster.weights.weight_fingerprint import (
+    ItemChecksums,
+    expert_key,
+    header_key,
+    identity_with,
+    read_runs,
+    setting_key,
+    trunk_key,
+)
+from engine.errors import ModelError
+from engine.ipc.progress import ProgressCallback
+from engine.models.share_files import Form, ModelIdentity, read_share
+from engine.models.store import SHARE_MANIFEST
+from engine.models.weight_layout import Run, Runs, WeightLayout, layout_of, runs_of
+from engine.models.wording import shown
+
+CHUNK_BYTES = 1024 * 1024
+OFFER_LIMIT = 8 * 1024 * 1024
+"""Largest encoded offer in bytes: one of 384 experts in each of 60 layers has 4 MB. Decoded it takes some 25 times
+that."""
+_CHUNK_OVERHEAD = 64
+_SETTINGS_LIMIT = 1_000_000_000
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors|experts/layer-[0-9]{5}\.slabs")
+_SETTING_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,200}")
+_MOST_ITEMS = 100_000
+_MOST_RUNS = 100_000
+"""Of an item: all that is not an expert's may lie apart."""
+_MOST_FILES = 1000
+"""All of them are open while weights are received."""
+_LARGEST_FILE = 1 << 46
+_LONGEST_WORD = 200
+
+
+class Item(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Something that is sent whole. ``runs`` are (file, start, stop) in the model's files; a setting has none: it is
+    the file that its key names. ``checksum``: CRC-32 of the bytes."""
+
+    key: str
+    nbytes: int
+    checksum: int
+    runs: Annotated[tuple[tuple[int, int, int], ...], msgspec.Meta(max_length=_MOST_RUNS)] = ()
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one node is to have of a model. Made by :func:`offer`; :func:`decode_offer` checks one that was received."""
+
+    identity: ModelIdentity
+    form: Form
+    layout: str
+    files: Annotated[tuple[tuple[str, int], ...], msgspec.Meta(max_length=_MOST_ITEMS)]
+    """Names and sizes of the files of weights."""
+    items: Annotated[tuple[Item, ...], msgspec.Meta(max_length=_MOST_ITEMS)]
+    trunk_pieces: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(item.nbytes for item in self.items)
+
+    @property
+    def held(self) -> dict[int, tuple[int, ...]]:
+        """Layer to the experts offered."""
+        found: dict[int, list[int]] = {}
+        for item in self.items:
+            place = expert_of(item.key)
+            if place is not None:
+                found.setdefault(place[0], []).append(place[1])
+        return {layer: tuple(sorted(experts)) for layer, experts in sorted(found.items())}
+
+
+class Wanted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """An item of an offer, by its place there, of which the first ``start`` bytes have arrived before."""
+
+    item: int
+    start: int = 0
+
+
+class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Bytes of an item from ``offset`` on; ``checksum`` is their CRC-32."""
+
+    item: int
+    offset: int
+    checksum: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Outline:
+    """How large the parts of a model are, for planning: bytes on disk."""
+
+    layers: tuple[int, ...]
+    experts: int
+    expert_bytes: int
+    trunk_bytes: int
+
+
+def outline(folder: Path) -> Outline:
+    """Reads headers only, also of quantised checkpoints. Raises ModelError if ``folder`` is no model."""
+    layout = layout_of(folder)
+    return Outline(layout.layers, layout.count, layout.expert_bytes, layout.trunk_bytes)
+
+
+def offer(
+    folder: Path,
+    held: Mapping[int, Sequence[int]],
+    progress: ProgressCallback,
+    trunk: bool = True,
+    name: str = "",
+) -> Offer:
+    """What a node that holds the experts ``held`` (by decoder layer) needs of the model in ``folder``.
+
+    ``trunk`` False: without it, for a node that serves experts only. ``name`` is what the head calls the model. Weights
+    whose checksums are not known yet are read. Raises ModelError, IndexError for experts that the model lacks;
+    ``progress`` may raise Cancelled.
+    """
+    layout = layout_of(folder)
+    checksums = ItemChecksums(layout)
+    identity = identity_with(layout, checksums, progress)
+    named = msgspec.structs.replace(identity, name=shown(name or identity.name, _LONGEST_WORD))
+    return _offer(layout, checksums, named, held, range(len(layout.trunk)) if trunk else ())
+
+
+def offer_whole(folder: Path, progress: ProgressCallback, name: str = "") -> Offer:
+    """As :func:`offer`, of everything in ``folder``, which is a whole model."""
+    layout = layout_of(folder)
+    return offer(folder, dict.fromkeys(layout.layers, range(layout.count)), progress, name=name)
+
+
+def offer_of_share(folder: Path) -> Offer:
+    """What the share in ``folder`` holds, under the name and the identity that its head gave it. Weights whose
+    checksums are not known yet are read. Raises ModelError."""
+    manifest = read_share(folder)
+    layout = layout_of(folder)
+    pieces = [piece for piece in range(len(layout.trunk)) if trunk_key(piece) in manifest.other]
+    return _offer(layout, ItemChecksums(layout), manifest.identity, manifest.experts, pieces)
+
+
+def _offer(
+    layout: WeightLayout,
+    checksums: ItemChecksums,
+    identity: ModelIdentity,
+    held: Mapping[int, Sequence[int]],
+    trunk: Iterable[int],
+) -> Offer:
+    """With the experts ``held`` and the pieces of the trunk ``trunk``."""
+    items = [_setting_item(path, checksums) for path in layout.settings if path.stat().st_size]
+    items += [
+        Item(header_key(file), size, checksums.header(file), ((file, 0, size),))
+        for file, size in enumerate(layout.headers)
+        if size
+    ]
+    items += [_item(trunk_key(piece), runs_of(layout.trunk[piece]), checksums.trunk(piece)) for piece in trunk]
+    for layer, experts in sorted(held.items()):
+        for expert in sorted(experts):
+            if (layer, expert) not in layout.experts:
+                raise IndexError(f"no expert {expert} in layer {layer} of {layout.folder}")
+            runs = layout.experts[layer, expert]
+            items.append(_item(expert_key(layer, expert), runs, checksums.expert(layer, expert)))
+    checksums.keep()
+    return Offer(
+        identity=identity,
+        form=layout.form,
+        layout=layout.fingerprint,
+        files=layout.files,
+        items=tuple(items),
+        trunk_pieces=len(layout.trunk),
+    )
+
+
+def stream(folder: Path, offered: Offer, wanted: Sequence[Wanted]) -> Iterator[bytes]:
+    """The encoded chunks of what is wanted, in this order. Raises ModelError if a file was changed since it was
+    offered, RingProtocolError if something is wanted that was not offered."""
+    _check_same_files(folder, offered)
+    if len({want.item for want in wanted}) != len(wanted):
+        raise RingProtocolError("the same weights were wanted more than once")
+    names = [name for name, _ in offered.files]
+    for want in wanted:
+        if not 0 <= want.item < len(offered.items) or not 0 <= want.start <= offered.items[want.item].nbytes:
+            raise RingProtocolError(f"item {want.item} from byte {want.start} on was wanted and not offered")
+        item = offered.items[want.item]
+        if item.runs:
+            blocks = read_runs(folder, names, _after(item.runs, want.start), CHUNK_BYTES)
+        else:
+            path = folder / item.key.removeprefix("setting/")
+            blocks = _read_setting(path, want.start)
+        offset = want.start
+        for block in blocks:
+            yield encode_chunk(Chunk(want.item, offset, zlib.crc32(block), block))
+            offset += len(block)
+        if offset != item.nbytes:
+            raise ModelError(f"{folder} was changed while it was sent; form the ring again.")
+
+
+def expert_of(key: str) -> tuple[int, int] | None:
+    """Layer and expert of an item's key; None for any other item."""
+    parts = key.split("/")
+    if parts[0] != "expert" or len(parts) != 3:
+        return None
+    return int(parts[1]), int(parts[2])
+
+
+# --- encoding -----------------------------------------------------------------------------------------------------
+
+_encoder = msgspec.msgpack.Encoder()
+_offers = msgspec.msgpack.Decoder(Offer)
+_chunks = msgspec.msgpack.Decoder(Chunk)
+_wanted = msgspec.msgpack.Decoder(Annotated[tuple[Wanted, ...], msgspec.Meta(max_length=_MOST_ITEMS)])
+
+
+def encode_offer(offered: Offer) -> bytes:
+    return _encoder.encode(offered)
+
+
+def decode_offer(data: bytes | memoryview) -> Offer:
+    """Raises RingProtocolError unless every name, place and size is one that a model can have."""
+    if len(data) > OFFER_LIMIT:
+        raise RingProtocolError(f"an offer of {len(data)} bytes is over the limit of {OFFER_LIMIT}")
+    try:
+        offered = _offers.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RingProtocolError(f"an offer could not be read: {error}") from error
+    check_offer(offered)
+    return offered
+
+
+def encode_wanted(wanted: Sequence[Wanted]) -> bytes:
+    return _encoder.encode(list(wanted))
+
+
+def decode_wanted(data: bytes | memoryview) -> tuple[Wanted, ...]:
+    """Raises RingProtocolError. Whether it was offered is seen by :func:`stream`."""
+    if len(data) > OFFER_LIMIT:
+        raise RingProtocolError(f"a request of {len(data)} bytes is over the limit of {OFFER_LIMIT}")
+    try:
+        wanted: tuple[Wanted, ...] = _wanted.decode(data)
+        return wanted
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RingProtocolError(f"a request for weights could not be read: {error}") from error
+
+
+def encode_chunk(chunk: Chunk) -> bytes:
+    return _encoder.encode(chunk)
+
+
+def decode_chunk(data: bytes | memoryview) -> Chunk:
+    """Raises RingProtocolError if it is too large, not a chunk, or its checksum is wrong."""
+    if len(data) > CHUNK_BYTES + _CHUNK_OVERHEAD:
+        raise RingProtocolError(f"a chunk of {len(data)} bytes is over the limit of {CHUNK_BYTES}")
+    try:
+        chunk = _chunks.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RingProtocolError(f"a chunk of weights could not be read: {error}") from error
+    if zlib.crc32(chunk.data) != chunk.checksum:
+        raise RingProtocolError(f"a chunk of weights was damaged on its way (item {chunk.item}, byte {chunk.offset})")
+    return chunk
+
+
+# --- checking -----------------------------------------------------------------------------------------------------
+
+
+def check_offer(offered: Offer) -> None:
+    """Raises RingProtocolError if the offer names a file that no model has, or bytes outside of its files."""
+    names = [name for name, _ in offered.files]
+    if len({name.casefold() for name in names}) != len(names) or not all(map(_FILE_NAME.fullmatch, names)):
+        raise RingProtocolError("an offer names a file that is no file of weights")
+    if len(names) > _MOST_FILES:
+        raise RingProtocolError(f"an offer names {len(names)} files of weights; {_MOST_FILES} are allowed")
+    if any(not 0 < size <= _LARGEST_FILE for _, size in offered.files):
+        raise RingProtocolError("an offer names a file of an impossible size")
+    if len({item.key.casefold() for item in offered.items}) != len(offered.items):
+        raise RingProtocolError("an offer has one item twice")
+    if not re.fullmatch(r"[0-9a-f]{8,64}", offered.layout) or not re.fullmatch(
+        r"[0-9a-f]{8,64}", offered.identity.weights
+    ):
+        raise RingProtocolError("an offer has an impossible fingerprint")
+    words = msgspec.structs.astuple(offered.identity)
+    if any(isinstance(word, str) and (len(word) > _LONGEST_WORD or not word.isprintable()) for word in words):
+        raise RingProtocolError("an offer names its model with what cannot be shown")
+    for item in offered.items:
+        _check_item(item, offered)
+    if sum(item.nbytes for item in offered.items if not item.runs) > _SETTINGS_LIMIT:
+        raise RingProtocolError("an offer has too large configuration files")
+
+
+def _check_item(item: Item, offered: Offer) -> None:
+    kind, _, rest = item.key.partition("/")
+    if not _is_good_key(kind, rest, item, offered):
+        raise RingProtocolError("an offer has an item that no model has")
+    before: tuple[int, int] = (-1, 0)
+    for file, start, stop in item.runs:
+        inside = 0 <= file < len(offered.files) and 0 <= start < stop <= offered.files[file][1]
+        if not inside or (file, start) < before:
+            raise RingProtocolError(f"the offered item {item.key} does not lie in the model's files")
+        before = (file, stop)
+    if item.runs and sum(stop - start for _, start, stop in item.runs) != item.nbytes:
+        raise RingProtocolError(f"the offered item {item.key} has not the size it should have")
+    if not 0 <= item.nbytes <= _LARGEST_FILE:
+        raise RingProtocolError(f"the offered item {item.key} has an impossible size")
+
+
+def _is_good_key(kind: str, rest: str, item: Item, offered: Offer) -> bool:
+    if kind == "setting":
+        return not item.runs and _SETTING_NAME.fullmatch(rest) is not None and _is_setting_name(rest)
+    if kind == "expert":
+        return bool(item.runs) and re.fullmatch(r"\d{1,6}/\d{1,6}", rest, re.ASCII) is not None
+    if not re.fullmatch(r"\d{1,6}", rest, re.ASCII):
+        return False
+    return len(item.runs) == 1 if kind == "header" else kind == "trunk" and int(rest) < offered.trunk_pieces
+
+
+def _is_setting_name(name: str) -> bool:
+    """Never one that we or the weights have, but for a bank's own manifest and a checkpoint's index; nor one that some
+    file systems take for such a name."""
+    folded = name.casefold().rstrip(". ")
+    return folded != SHARE_MANIFEST and not folded.endswith((".safetensors", ".slabs", ".part", ".py"))
+
+
+def _check_same_files(folder: Path, offered: Offer) -> None:
+    try:
+        same = all((folder / name).stat().st_size == size for name, size in offered.files)
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be read ({error.strerror or error}); check the disk.", "disk") from error
+    if not same:
+        raise ModelError(f"{folder} was changed since it was offered; form the ring again.")
+
+
+def _setting_item(path: Path, checksums: ItemChecksums) -> Item:
+    return Item(setting_key(path.name), path.stat().st_size, checksums.setting(path))
+
+
+def _item(key: str, runs: Runs, checksum: int) -> Item:
+    spans = tuple((run.file, run.start, run.stop) for run in runs)
+    return Item(key, sum(run.nbytes for run in runs), checksum, spans)
+
+
+def _after(runs: Sequence[tuple[int, int, int]], start: int) -> list[Run]:
+    """``runs`` without their first ``start`` bytes."""
+    left = []
+    for file, first, stop in runs:
+        skipped = min(start, stop - first)
+        start -= skipped
+        if first + skipped < stop:
+            left.append(Run(file, first + skipped, stop))
+    return left
+
+
+def _read_setting(path: Path, start: int) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            while block := file.read(CHUNK_BYTES):
+                yield block
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror or error}); check the disk.", "disk") from error

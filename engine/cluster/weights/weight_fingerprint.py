@@ -1,0 +1,333 @@
+"""Which model a folder holds, so that two machines can tell whether they have the same one.
+
+Checksums (CRC-32) are of items: files beside the weights, headers, pieces of the trunk, single experts. They are
+computed once and kept beside what else is known of the model, until a file's size or time of change differs; a bank
+brings those of its experts. They find damage and mix-ups, not malice: items travel between paired machines only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from engine.errors import ModelError
+from engine.ipc.progress import ProgressCallback
+from engine.models.bank import Bank, slab_layout
+from engine.models.checkpoint import Checkpoint, PlainExperts
+from engine.models.durable_files import new_file
+from engine.models.locations import locate
+from engine.models.prepare import fill_slab
+from engine.models.share_files import ModelIdentity
+from engine.models.store import PREPARED, installed, profile_key
+from engine.models.weight_layout import (
+    Run,
+    Runs,
+    WeightLayout,
+    config_fingerprint,
+    layout_of,
+    quantisation_words,
+    runs_of,
+    settings_fingerprint,
+)
+
+VERSION = 1
+"""Of :class:`ModelIdentity` and of how weights are sent."""
+
+_BLOCK = 8 * 1024 * 1024
+_TOKENIZER_PREFIXES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "spiece")
+_KEPT_LIMIT = 64 * 1024 * 1024
+
+
+def _unheard(stage: str, done: int, total: int, unit: str) -> None:
+    """Nobody looks at the progress."""
+
+
+def identity_of(folder: Path, progress: ProgressCallback = _unheard) -> ModelIdentity:
+    """The identity of the model in ``folder``, which is a whole one.
+
+    The first time all weights are read (of a bank: the trunk only); ``progress`` may raise Cancelled, what was read so
+    far is then kept. Raises ModelError if the folder is no model or is damaged.
+    """
+    layout = layout_of(folder)
+    return identity_with(layout, ItemChecksums(layout), progress)
+
+
+class _UnreadError(Exception):
+    """Weights would have to be read."""
+
+
+def known_weights(folder: Path) -> str:
+    """The fingerprint of the weights in ``folder`` (see :class:`ModelIdentity`); empty if they would have to be read
+    for it, or the folder is no model."""
+
+    def unread(stage: str, done: int, total: int, unit: str) -> None:
+        raise _UnreadError
+
+    try:
+        return identity_of(folder, unread).weights
+    except (_UnreadError, ModelError):
+        return ""
+
+
+def identity_with(layout: WeightLayout, checksums: ItemChecksums, progress: ProgressCallback) -> ModelIdentity:
+    """As :func:`identity_of`, with what was opened already."""
+    return _described(layout, checksums.fingerprint(progress))
+
+
+def _described(layout: WeightLayout, weights: str) -> ModelIdentity:
+    """With that fingerprint of the weights; all else is in the files' headers and beside them."""
+    stored = layout.opened.experts.dtype if layout.opened is not None and layout.opened.experts is not None else ""
+    if not stored:
+        entries = [entry for piece in layout.trunk for _, _, entry in piece]
+        stored = max(entries, key=lambda entry: entry.nbytes).dtype if entries else "F32"
+    tokenizer = [path for path in layout.settings if is_of_tokenizer(path.name)]
+    return ModelIdentity(
+        version=VERSION,
+        name=layout.folder.name.removesuffix(PREPARED),
+        family=str(layout.config.get("model_type", "")),
+        quantisation=quantisation_words(layout.config, stored),
+        config=config_fingerprint(layout.config),
+        tokenizer=settings_fingerprint(tokenizer),
+        weights=weights,
+    )
+
+
+def is_of_tokenizer(name: str) -> bool:
+    """Whether the file ``name`` beside the weights decides which text is which tokens."""
+    return name.lower().startswith(_TOKENIZER_PREFIXES)
+
+
+def why_unlike(theirs: ModelIdentity, here: str, there: str) -> str | None:
+    """As :func:`differences`, of the whole model that this machine has by the name of ``theirs``; None if it has none.
+
+    Weights are not read. Those of a copy that was damaged here differ, too, and that is mended by sending them.
+    """
+    for model in installed():
+        if model.name == theirs.name:
+            # What cannot be opened is no model to compare with.
+            with contextlib.suppress(ModelError, OSError):
+                return differences(_described(layout_of(model.path), ""), theirs, here, there)
+    return None
+
+
+def differences(
+    mine: ModelIdentity, theirs: ModelIdentity, here: str = "this machine", there: str = "the other"
+) -> str | None:
+    """A sentence that names both values of the first thing in which the models differ; None if they are the same.
+
+    ``here`` and ``there`` are the names of the machines. An empty fingerprint of weights is one that is not known.
+    """
+    named = [
+        ("version of the model's description", str(mine.version), str(theirs.version)),
+        ("family", mine.family, theirs.family),
+        ("quantisation", mine.quantisation, theirs.quantisation),
+        ("configuration", mine.config[:12], theirs.config[:12]),
+        ("tokenizer", mine.tokenizer[:12], theirs.tokenizer[:12]),
+    ]
+    if mine.weights and theirs.weights:
+        named.append(("weights", mine.weights[:12], theirs.weights[:12]))
+    for what, ours, other in named:
+        if ours != other:
+            return (
+                f"The models differ in the {what}: {ours} ({mine.name}) on {here}, {other} ({theirs.name}) on {there}; "
+                f"use the same model on both, or remove it from {here}, which is sent its share then."
+            )
+    return None
+
+
+def setting_key(name: str) -> str:
+    return f"setting/{name}"
+
+
+def header_key(file: int) -> str:
+    return f"header/{file}"
+
+
+def trunk_key(piece: int) -> str:
+    return f"trunk/{piece}"
+
+
+def expert_key(layer: int, expert: int) -> str:
+    return f"expert/{layer}/{expert}"
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """What is kept of a folder's checksums; ``stamps``: size and time of change of each of its files."""
+
+    version: int
+    layout: str
+    stamps: tuple[tuple[str, int, int], ...]
+    items: dict[str, int]
+    parts: dict[str, int]
+
+
+class ItemChecksums:
+    """The checksums of one folder's items, each computed when it is first asked for. Not for several threads."""
+
+    def __init__(self, layout: WeightLayout) -> None:
+        self._layout = layout
+        self._items: dict[str, int] = {}
+        self._parts: dict[str, int] = {}
+        """Of the trunk's tensors by name, and of experts in the form that a bank has: the same in any form."""
+        self._path = locate("data") / "checksums" / f"{profile_key(layout.folder)}.{layout.form}.json"
+        self._stamps = self._stamp()
+        kept = self._read()
+        if kept is not None:
+            self._items, self._parts = dict(kept.items), dict(kept.parts)
+        self._take_from_bank()
+        self._known = len(self._items)
+
+    def setting(self, path: Path) -> int:
+        return zlib.crc32(path.read_bytes())
+
+    def header(self, file: int) -> int:
+        return self._of(header_key(file), (Run(file, 0, self._layout.headers[file]),), None)
+
+    def trunk(self, piece: int, report: Callable[[int], None] | None = None) -> int:
+        """Of one piece of the trunk, its tensors one after the other; those of the tensors are noted, too."""
+        key = trunk_key(piece)
+        if key not in self._items:
+            whole = 0
+            for name, file, entry in self._layout.trunk[piece]:
+                alone = 0
+                for block in self._blocks(runs_of([(name, file, entry)]), report):
+                    whole, alone = zlib.crc32(block, whole), zlib.crc32(block, alone)
+                self._parts[name] = alone
+            self._items[key] = whole
+        return self._items[key]
+
+    def expert(self, layer: int, expert: int, report: Callable[[int], None] | None = None) -> int:
+        return self._of(expert_key(layer, expert), self._layout.experts[layer, expert], report)
+
+    def fingerprint(self, progress: ProgressCallback) -> str:
+        """Of all weights, the same in any form that a bank can be made of."""
+        total = self._layout.trunk_bytes + self._layout.expert_bytes * len(self._layout.experts)
+        done = 0
+
+        def report(count: int) -> None:
+            nonlocal done
+            done += count
+            progress("checking the weights", min(done, total), total, "bytes")
+
+        digest = hashlib.blake2b(self._kind().encode(), digest_size=16)
+        try:
+            for piece in range(len(self._layout.trunk)):
+                self.trunk(piece, report)
+            tensors = {name: entry for piece in self._layout.trunk for name, _, entry in piece}
+            for name, entry in sorted(tensors.items()):
+                digest.update(f"{name}\0{entry.dtype}\0{list(entry.shape)}\0{self._parts[name]}\n".encode())
+            for (layer, expert), checksum in self._canonical(report):
+                digest.update(f"{layer}\0{expert}\0{checksum}\n".encode())
+        finally:
+            self.keep()
+        return digest.hexdigest()
+
+    def keep(self) -> None:
+        """Write what was computed to the disk, if the files are still those it was computed from. Never fails."""
+        if len(self._items) == self._known or self._stamp() != self._stamps:
+            return
+        kept = _Kept(VERSION, self._layout.fingerprint, self._stamps, self._items, self._parts)
+        # Without it the weights are read again.
+        with contextlib.suppress(OSError):
+            self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with new_file(self._path) as file:
+                file.write(msgspec.json.encode(kept))
+            self._known = len(self._items)
+
+    def _canonical(self, report: Callable[[int], None]) -> Iterator[tuple[tuple[int, int], int]]:
+        """Every expert's checksum as a bank has it; of the form ``library``, as its bytes lie."""
+        opened = self._layout.opened
+        fill: Callable[[int, int], int] | None = None
+        if isinstance(opened, Checkpoint) and isinstance(opened.experts, PlainExperts):
+            experts = opened.experts
+            has_bias = experts.expert(experts.layers[0], 0).down_bias is not None
+            slab = slab_layout(experts.dtype, experts.shape, has_bias)
+            buffer = np.zeros(slab.size, dtype=np.uint8)
+
+            def as_slab(layer: int, expert: int) -> int:
+                fill_slab(buffer, slab, experts.expert(layer, expert))
+                return zlib.crc32(buffer.data)
+
+            fill = as_slab
+
+        for layer, expert in sorted(self._layout.experts):
+            checksum = self.expert(layer, expert, report)
+            if fill is not None:
+                key = expert_key(layer, expert)
+                if key not in self._parts:
+                    self._parts[key] = fill(layer, expert)
+                checksum = self._parts[key]
+            yield (layer, expert), checksum
+
+    def _kind(self) -> str:
+        """How experts are stored: float experts have a form that all folders share, others have only their own."""
+        opened = self._layout.opened
+        return "library" if opened is None else "" if opened.experts is None else opened.experts.dtype
+
+    def _of(self, key: str, runs: Runs, report: Callable[[int], None] | None) -> int:
+        if key not in self._items:
+            checksum = 0
+            for block in self._blocks(runs, report):
+                checksum = zlib.crc32(block, checksum)
+            self._items[key] = checksum
+        return self._items[key]
+
+    def _blocks(self, runs: Runs, report: Callable[[int], None] | None) -> Iterator[bytes]:
+        for block in read_runs(self._layout.folder, [name for name, _ in self._layout.files], runs, _BLOCK):
+            yield block
+            if report is not None:
+                report(len(block))
+
+    def _take_from_bank(self) -> None:
+        bank = self._layout.opened
+        if isinstance(bank, Bank):
+            for file in bank.manifest.layers:
+                for expert, checksum in enumerate(file.checksums):
+                    self._items[expert_key(file.layer, expert)] = checksum
+
+    def _stamp(self) -> tuple[tuple[str, int, int], ...]:
+        try:
+            found = [(name, (self._layout.folder / name).stat()) for name, _ in self._layout.files]
+        except OSError:
+            return ()
+        return tuple((name, status.st_size, status.st_mtime_ns) for name, status in found)
+
+    def _read(self) -> _Kept | None:
+        try:
+            if self._path.stat().st_size > _KEPT_LIMIT:
+                return None
+            kept = msgspec.json.decode(self._path.read_bytes(), type=_Kept)
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return None
+        fits = (kept.version, kept.stamps, kept.layout) == (VERSION, self._stamps, self._layout.fingerprint)
+        return kept if fits else None
+
+
+def read_runs(folder: Path, files: Sequence[str], runs: Iterable[Run], block: int) -> Iterator[bytes]:
+    """The bytes of ``runs``, one after the other, in blocks of at most ``block``. Raises ModelError if a file cannot be
+    read or is shorter than it was."""
+    for run in runs:
+        yield from _read_span(folder / files[run.file], run.start, run.stop, block)
+
+
+def _read_span(path: Path, start: int, stop: int, block: int) -> Iterator[bytes]:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            while start < stop:
+                data = os.pread(descriptor, min(block, stop - start), start)
+                if not data:
+                    raise ModelError(f"{path} became shorter while it was read; fetch the model again.")
+                yield data
+                start += len(data)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror or error}); check the disk.", "disk") from error

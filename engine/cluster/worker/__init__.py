@@ -1,0 +1,1 @@
+"""A machine that is lent: it loads its share and follows the head."""

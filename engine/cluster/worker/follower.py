@@ -1,0 +1,180 @@
+"""A follower of a decentralised ring: it runs the same passes as the head, on its own keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import assert_never
+
+from engine.cluster import commands
+from engine.cluster.answers import Answers
+from engine.cluster.commands import AnyCommand, Prefixes
+from engine.cluster.formation import AbortableLayers
+from engine.cluster.transport.exchange import Link, PeerLost
+from engine.errors import ModelError
+from engine.planning.ring_words import gigabytes
+from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, TokenRows
+
+ROWS_LIMIT = 64
+"""Rows of tokens a head may have at the same time; it has a few."""
+BEAMS_LIMIT = 256
+"""Rows that one of them may be fanned out into."""
+
+
+class StaleCacheError(ModelError):
+    """What the head goes on from is not what is in this node's cache."""
+
+
+class Follower:
+    """Does what the head says. ``model`` was loaded with this node's place in the ring, whose layers are ``layers``; or
+    it runs here as a whole, and the head is told of each pass by ``layers``, which are Answers then.
+
+    ``ran`` is told after every pass how many token positions it had; ``around`` makes what a pass runs within. Keys and
+    values take at most ``memory`` bytes (None: what there is).
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        layers: AbortableLayers | Answers,
+        ran: Callable[[int], None] = lambda tokens: None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        memory: int | None = None,
+    ) -> None:
+        self._model = model
+        self._layers = layers
+        self._ran = ran
+        self._around = around
+        self._memory = memory
+        self._rows: dict[int, tuple[TokenRows, Prefixes]] = {}
+
+    def follow(self, link: Link) -> None:
+        """Take commands until the link ends: that raises PeerLost.
+
+        Raises ModelError if a pass failed here or the head wants what this node does not have; the epoch is then to
+        be ended, with that sentence.
+        """
+        limit = commands.command_limit(self._model.facts.context_limit)
+        while True:
+            command = commands.decode_command(link.receive(limit))
+            try:
+                reply = self.do(command)
+            except (ValueError, IndexError) as error:
+                raise StaleCacheError(f"The head asked for what cannot be done with these rows: {error}.") from error
+            if reply is not None:
+                link.send(commands.encode(reply))
+
+    def do(self, command: AnyCommand) -> commands.Times | None:
+        """One command; what is to be answered, if anything."""
+        match command:
+            case commands.Start(rows):
+                self._put(rows, self._model.start(), Prefixes())
+            case commands.Extend(rows, before, tokens, want_logits):
+                found, prefixes = self._checked(rows, before)
+                self._check_tokens(tokens)
+                self._check_room(found, len(tokens))
+                if self._pass(lambda: found.extend(tokens, want_logits), len(tokens)):
+                    self._rows[rows] = (found, prefixes.extended(tokens))
+            case commands.Step(rows, before, tokens):
+                found, prefixes = self._checked(rows, before)
+                self._check_tokens(tokens)
+                self._check_room(found, 1)
+                if self._pass(lambda: found.step(tokens), 1):
+                    self._rows[rows] = (found, prefixes.stepped(tokens))
+            case commands.Truncate(rows, length):
+                found, prefixes = self._get(rows)
+                found.truncate(length)
+                self._rows[rows] = (found, prefixes.truncated(length))
+            case commands.FanOut(rows, into, count):
+                found, prefixes = self._get(rows)
+                if not 0 < count <= BEAMS_LIMIT:
+                    raise ValueError(f"{count} rows of one; at most {BEAMS_LIMIT} are made")
+                self._check_memory(count * found.length)
+                self._put(into, found.fan_out(count), prefixes.fanned_out(count))
+            case commands.Reorder(rows, parents):
+                found, prefixes = self._get(rows)
+                found.reorder(parents)
+                self._rows[rows] = (found, prefixes.reordered(parents))
+            case commands.Drop(rows=numbers):
+                for number in numbers:
+                    self._rows.pop(number, None)
+            case commands.Measure(enabled, forget):
+                self._model.recorder.enabled = enabled
+                if forget:
+                    self._model.recorder.reset()
+            case commands.AskTimes():
+                frame = self._model.recorder.frame(0)
+                return commands.Times(frame.prefill, frame.decode)
+            case _:
+                assert_never(command)
+        return None
+
+    def _pass(self, run: Callable[[], Logits | None], tokens: int) -> bool:
+        """Whether the pass went through; False if the head gave it up, which leaves the rows as they were."""
+        answers = self._layers if isinstance(self._layers, Answers) else None
+        self._layers.begin_pass()
+        try:
+            with self._around():
+                logits = run()
+        except Interrupted:
+            if answers is not None:
+                answers.gave_up()
+            return False
+        except PeerLost:
+            raise
+        except Exception as error:
+            # The others wait in the next layer: they are told what is wrong here.
+            self._layers.give_up(str(error) or type(error).__name__)
+            raise
+        self._ran(tokens)
+        if answers is not None:
+            answers.done(logits)
+        return True
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        """Raises ValueError for what is no token: not every runtime looks before it reads the embedding."""
+        vocabulary = self._model.facts.vocabulary
+        if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):
+            raise ValueError(f"a token outside of the vocabulary of {vocabulary}")
+
+    def _check_room(self, rows: TokenRows, more: int) -> None:
+        """Raises ValueError for more tokens in ``rows`` than the model reads, ModelError as :meth:`_check_memory`."""
+        limit = self._model.facts.context_limit
+        if rows.length + more > limit:
+            raise ValueError(f"{rows.length + more} tokens in a context of {limit}")
+        self._check_memory(rows.rows * more)
+
+    def _check_memory(self, more: int) -> None:
+        """Raises ModelError (memory) if keys and values of so many more tokens are more than what is lent; the others
+        are told."""
+        if self._memory is None:
+            return
+        held = sum(rows.rows * rows.length for rows, _ in self._rows.values())
+        wanted = (held + more) * self._model.facts.key_value_bytes_per_token
+        if wanted > self._memory:
+            reason = (
+                f"its keys and values would take {gigabytes(wanted)} of the {gigabytes(self._memory)} lent for them"
+            )
+            self._layers.begin_pass()
+            self._layers.give_up(reason)
+            raise ModelError(f"The head asks for too much: {reason}.", kind="memory")
+
+    def _get(self, rows: int) -> tuple[TokenRows, Prefixes]:
+        found = self._rows.get(rows)
+        if found is None:
+            raise StaleCacheError(f"The head goes on with rows {rows}, which this node does not have; form again.")
+        return found
+
+    def _put(self, rows: int, made: TokenRows, prefixes: Prefixes) -> None:
+        if len(self._rows) >= ROWS_LIMIT:
+            raise StaleCacheError(f"The head asked for more than {ROWS_LIMIT} rows of tokens; form again.")
+        self._rows[rows] = (made, prefixes)
+
+    def _checked(self, rows: int, before: int) -> tuple[TokenRows, Prefixes]:
+        found, prefixes = self._get(rows)
+        if prefixes.state != before:
+            raise StaleCacheError(
+                f"The head goes on from other tokens ({before:016x}) than this node has in its cache "
+                f"({prefixes.state:016x}); form again."
+            )
+        return found, prefixes

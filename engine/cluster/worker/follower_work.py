@@ -1,0 +1,334 @@
+"""What a follower does between forming and the end of its epoch: run a model with the head, or experts for it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from engine.cluster.answers import Answers
+from engine.cluster.central import CentralNode
+from engine.cluster.expert_runners import layers_for, load_experts
+from engine.cluster.membership.control_messages import EpochSpec
+from engine.cluster.membership.measuring_node import runtimes
+from engine.cluster.transport.exchange import Buffer, Exchange, Link
+from engine.cluster.weights.transfer import outline
+from engine.cluster.worker.follower import BEAMS_LIMIT, Follower
+from engine.ipc.messages import Load, OpenNetwork
+from engine.ipc.progress import ProgressCallback
+from engine.moe.rank_context import Seat
+from engine.residency.ready import Ready, held_in
+from engine.runtimes import runtime_named
+from engine.runtimes.loading import load_model
+from engine.runtimes.protocol import Interruptible, LoadedModel, RingPlace
+from engine.system.cpu_threads import within_this_machine
+
+WINDOW_S = 5.0
+"""What :class:`Busy` looks back on."""
+
+
+def seat_of(spec: EpochSpec) -> Seat:
+    """The place in the epoch that the head gave to this node."""
+    return Seat(spec.epoch, spec.rank, spec.placement, spec.mode, spec.loading, tuple(spec.weights))
+
+
+@dataclass(frozen=True)
+class Terms:
+    """On which terms a person lends this machine. ``memory``: bytes that a share may take; None: what is free.
+    ``give_models``: heads may copy models that are here."""
+
+    memory: int | None = None
+    cpu_threads: int | None = None
+    keep_resident: bool = True
+    lock_memory: bool = False
+    give_models: bool = True
+
+    @classmethod
+    def of(cls, options: OpenNetwork) -> Terms:
+        return cls(
+            options.lend_memory, options.cpu_threads, options.keep_resident, options.lock_memory, options.give_models
+        )
+
+    def threads(self, wanted: int | None) -> int | None:
+        """The fewer of what a head wants and what is lent; None: one per physical core."""
+        return min((each for each in (wanted, self.cpu_threads) if each is not None), default=None)
+
+
+def load_of(spec: EpochSpec, terms: Terms) -> Load:
+    """How the share is loaded: as the head loads its own, on this machine's ``terms``. Ring nodes run their experts on
+    the CPU or by mlx."""
+    wanted = Load(
+        id=0,
+        model=spec.model,
+        runtime=spec.runtime,
+        dtype=spec.dtype,
+        partitioning="cpu",
+        cpu_threads=terms.threads(spec.cpu_threads),
+        context_limit=spec.context_limit,
+        prefill_chunk=spec.prefill_chunk,
+        keep_resident=terms.keep_resident,
+        lock_memory=terms.lock_memory,
+    )
+    return within_this_machine(wanted)[0]
+
+
+def share_bytes(folder: Path, spec: EpochSpec) -> int:
+    """Memory that the weights of this node's share take; ``folder`` has it, or the whole model."""
+    parts = outline(folder)
+    return parts.expert_bytes * spec.placement.count_of(spec.rank) + (
+        0 if spec.mode == "central" else parts.trunk_bytes
+    )
+
+
+class Work(Protocol):
+    """What a follower does until its epoch ends."""
+
+    @property
+    def executor(self) -> str: ...
+
+    @property
+    def notices(self) -> list[str]: ...
+
+    @property
+    def probe_s(self) -> float | None:
+        """Seconds of the first pass after idling, as last measured."""
+        ...
+
+    def run(self) -> None:
+        """Ends with PeerLost; raises ModelError if it failed here, the others having been told."""
+        ...
+
+    def close(self) -> None:
+        """Free the memory; :meth:`run` has ended."""
+        ...
+
+
+@dataclass(frozen=True)
+class FollowerTask:
+    """What a follower is to do in an epoch: the head's ``spec``, with the share in ``folder``, on this machine's
+    ``terms``; and who hears of it, from any thread: ``ran`` of the tokens of each pass, ``warm`` of the bytes brought
+    into memory, of how many, ``notice`` of what the person here should know."""
+
+    spec: EpochSpec
+    folder: Path
+    terms: Terms
+    progress: ProgressCallback
+    ran: Callable[[int], None]
+    warm: Callable[[int, int], None]
+    notice: Callable[[str], None]
+
+
+class ModelWork:
+    """Decentralised: the trunk and this node's experts. The head's commands are done on rows of its own."""
+
+    def __init__(self, task: FollowerTask, exchange: Exchange, link: Link) -> None:
+        spec, folder = task.spec, task.folder
+        seat, load = seat_of(spec), load_of(spec, task.terms)
+        layers = layers_for(seat, exchange)
+        place = RingPlace(seat, layers, logits=False)
+        runtime = runtime_named(spec.runtime)
+        self._model: LoadedModel = load_model(runtime, spec.model, folder, load, task.progress, place)
+        self._ready = Ready(self._model, folder, load, held_in(seat), task.warm, task.notice)
+        lent = task.terms.memory
+        memory = None if lent is None else max(0, lent - share_bytes(folder, spec))
+        self._follower = Follower(self._model, layers, task.ran, self._ready.passing, memory)
+        self._link = link
+
+    @property
+    def executor(self) -> str:
+        return self._model.facts.executor
+
+    @property
+    def notices(self) -> list[str]:
+        return list(self._model.facts.notices)
+
+    @property
+    def probe_s(self) -> float | None:
+        return self._ready.probe_s
+
+    def run(self) -> None:
+        self._follower.follow(self._link)
+
+    def close(self) -> None:
+        self._ready.close()
+        self._model.close()
+
+
+class WholeWork:
+    """Elsewhere: the whole model, by itself. The head's commands are done here, and it gets the logits."""
+
+    def __init__(self, task: FollowerTask, link: Link) -> None:
+        spec, folder = task.spec, task.folder
+        load = load_of(spec, task.terms)
+        self.answers = Answers(link)
+        runtime = runtime_named(spec.runtime)
+        self._model: LoadedModel = load_model(runtime, spec.model, folder, load, task.progress, whole_share=True)
+        if isinstance(self._model, Interruptible):
+            self._model.between_layers = self.answers.check
+        self._ready = Ready(self._model, folder, load, held_in(seat_of(spec)), task.warm, task.notice)
+        lent = task.terms.memory
+        memory = None if lent is None else max(0, lent - share_bytes(folder, spec))
+        self._follower = Follower(self._model, self.answers, task.ran, self._ready.passing, memory)
+        self._link = link
+
+    @property
+    def executor(self) -> str:
+        return self._model.facts.trunk or self._model.facts.executor
+
+    @property
+    def can_truncate(self) -> bool:
+        return self._model.start().can_truncate
+
+    @property
+    def notices(self) -> list[str]:
+        return list(self._model.facts.notices)
+
+    @property
+    def probe_s(self) -> float | None:
+        return self._ready.probe_s
+
+    def run(self) -> None:
+        self._follower.follow(self._link)
+
+    def close(self) -> None:
+        self._ready.close()
+        self._model.close()
+
+
+class CentralWork:
+    """Central: this node's experts only, run on what the head sends, by the head's runtime if it is installed here."""
+
+    def __init__(self, task: FollowerTask, exchange: Exchange) -> None:
+        spec, folder = task.spec, task.folder
+        here = runtimes()
+        # The head's, where it is installed: then the bits are those of one machine.
+        own = spec.runtime if spec.runtime in here else "mlx" if here[:1] == ["mlx"] else "torch"
+        seat = seat_of(spec)
+        load = load_of(spec, task.terms)
+        self._experts = load_experts(own, folder, load, seat, task.progress)
+        self._ready = Ready(self._experts, folder, load, held_in(seat), task.warm, task.notice, trunk=False)
+        self._layers = seat.placement.layers
+        self._at: int | None = None
+        """The layer that was asked for last."""
+        self._begins = False
+        """It was the first one of a pass."""
+        self._ran = task.ran
+        most = max(BEAMS_LIMIT, spec.prefill_chunk)
+        self._node = CentralNode(seat, exchange, self._experts, self._ran_layer, spec.one_by_one, self._around, most)
+
+    @property
+    def notices(self) -> list[str]:
+        return list(self._experts.notices)
+
+    @property
+    def probe_s(self) -> float | None:
+        return self._ready.probe_s
+
+    @property
+    def executor(self) -> str:
+        return self._experts.description
+
+    def run(self) -> None:
+        self._node.serve()
+
+    def _ran_layer(self, tokens: int) -> None:
+        """Tokens are counted at the first layer: the last one has only those whose logits are wanted."""
+        if self._begins:
+            self._ran(tokens)
+
+    def _around(self, layer: int) -> AbstractContextManager[None]:
+        """Layers are asked for in their order; an earlier one is the next pass's."""
+        self._begins = self._at is None or layer <= self._at
+        self._at = layer
+        return self._ready.part_of_pass(self._begins, layer == self._layers[-1])
+
+    def close(self) -> None:
+        self._ready.close()
+        self._experts.close()
+
+
+class Busy:
+    """How much of the last seconds was work. One thread works, any may ask."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._work: deque[tuple[float, float]] = deque(maxlen=4096)
+        self._since: float | None = None
+
+    def begin(self) -> None:
+        self._since = self._clock()
+
+    def end(self) -> None:
+        if self._since is not None:
+            self._work.append((self._since, self._clock()))
+            self._since = None
+
+    def share(self) -> float:
+        """Of the last WINDOW_S seconds, between 0 and 1."""
+        now, since = self._clock(), self._since
+        work = [*self._work, *([(since, now)] if since is not None else [])]
+        spent = sum(max(0.0, end - max(start, now - WINDOW_S)) for start, end in work)
+        return min(1.0, spent / WINDOW_S)
+
+
+class TimedLink:
+    """A link whose waiting for the other end is no work."""
+
+    def __init__(self, link: Link, busy: Busy) -> None:
+        self._link = link
+        self._busy = busy
+
+    def send(self, *parts: Buffer) -> None:
+        self._link.send(*parts)
+
+    def receive(self, limit: int) -> memoryview:
+        self._busy.end()
+        frame = self._link.receive(limit)
+        self._busy.begin()
+        return frame
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class TimedExchange:
+    """The same of an exchange: :meth:`receive` of what the head asks next is no work."""
+
+    def __init__(self, exchange: Exchange, busy: Busy) -> None:
+        self._exchange = exchange
+        self._busy = busy
+
+    @property
+    def name(self) -> str:
+        return self._exchange.name
+
+    @property
+    def rank(self) -> int:
+        return self._exchange.rank
+
+    @property
+    def size(self) -> int:
+        return self._exchange.size
+
+    @property
+    def idle_s(self) -> float:
+        return self._exchange.idle_s
+
+    def send(self, parts: Sequence[Buffer], capacity: int) -> None:
+        self._exchange.send(parts, capacity)
+
+    def receive(self) -> list[memoryview]:
+        self._busy.end()
+        found = self._exchange.receive()
+        self._busy.begin()
+        return found
+
+    def missing(self) -> Sequence[int]:
+        return self._exchange.missing()
+
+    def close(self) -> None:
+        self._exchange.close()

@@ -1,0 +1,1 @@
+"""Between the screen and the engine: messages, their framing, pipes, and progress."""

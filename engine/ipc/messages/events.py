@@ -1,0 +1,245 @@
+"""Events: engine to app."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from engine.ipc.messages.parts import Beam, ErrorKind, ExpertMovement, FinishReason, ModelFacts, PhaseTimes
+from engine.ipc.messages.ring import LendingFacts, NodeId, PeerFacts, RingFacts
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of all events. ``id`` 0 belongs to no request."""
+
+    id: int = 0
+
+
+class Hello(Event, frozen=True, kw_only=True, tag="hello"):
+    """First event of a process."""
+
+    protocol: int
+    pid: int
+
+
+class Progress(Event, frozen=True, kw_only=True, tag="progress"):
+    """Something long goes on: ``stage`` in a few words, ``done`` of ``total`` in ``unit`` (total 0: unknown)."""
+
+    stage: str
+    done: int = 0
+    total: int = 0
+    unit: Literal["bytes", "tensors", "layers", ""] = ""
+
+
+class Loaded(Event, frozen=True, kw_only=True, tag="loaded"):
+    facts: ModelFacts
+
+
+class Prefill(Event, frozen=True, kw_only=True, tag="prefill"):
+    """``done`` of ``total`` prompt tokens are in the cache, ``reused`` of them were there before."""
+
+    done: int
+    total: int
+    reused: int = 0
+
+
+class Piece(Event, frozen=True, kw_only=True, tag="piece"):
+    """A piece of the answer's text, whole characters only; ``tokens`` is how many the answer has so far."""
+
+    text: str
+    tokens: int
+    tokens_per_s: float = 0.0
+
+
+class BeamProgress(Event, frozen=True, kw_only=True, tag="beam_progress"):
+    """The candidates as they stand, best first."""
+
+    step: int
+    beams: list[Beam]
+    tokens_per_s: float = 0.0
+
+
+class NodeTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """One node's times in a ring, as :class:`Timing` has the head's: ``exchange`` is handing over and receiving,
+    ``wait`` is waiting for the slowest node."""
+
+    rank: int
+    name: str
+    prefill: PhaseTimes
+    decode: PhaseTimes
+
+
+class Timing(Event, frozen=True, kw_only=True, tag="timing"):
+    """The measured times so far in this turn, and how often each expert was used: [moe layer][expert]."""
+
+    prefill: PhaseTimes
+    decode: PhaseTimes
+    moe_layers: list[int] = []
+    expert_use: list[list[int]] = []
+    movement: ExpertMovement | None = None
+    """None where experts are not shared between GPU and CPU."""
+    resident: list[list[int]] = []
+    """Per MoE layer, the experts that are in GPU memory now; empty where none are kept there."""
+    nodes: list[NodeTimes] = []
+    """Every node of the ring in rank order, the head first; only the one that computes where that is another machine
+    by itself; empty on one machine."""
+    sampled: bool = False
+    """Only some of the steps were measured, at most four a second."""
+
+
+class Finished(Event, frozen=True, kw_only=True, tag="finished"):
+    """The answer is complete. ``text`` is all of it (for beams: of the best candidate)."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    prefilled_tokens: int
+    """Prompt tokens actually run; the others were in the cache."""
+    completion_tokens: int
+    ttft_s: float
+    tokens_per_s: float
+    beams: list[Beam] = []
+    timing: Timing | None = None
+    probe_s: float | None = None
+    """Seconds of the first pass, if this was the first answer after more than ten seconds of idling: what weights that
+    were unwired or dropped meanwhile cost. None for any other answer."""
+
+
+class BeamEstimate(msgspec.Struct, frozen=True):
+    """``relative_step_time`` is the predicted time of one step, with one beam as 1.0."""
+
+    width: int
+    memory_bytes: int
+    fits: bool
+    relative_step_time: float
+
+
+class BeamEstimates(Event, frozen=True, kw_only=True, tag="beam_estimates"):
+    estimates: list[BeamEstimate]
+    available_bytes: int
+
+
+class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """What one device's memory would hold, in bytes. ``total`` 0: unknown."""
+
+    device: str
+    """``CPU``, or the GPU's name."""
+    total: int
+    free: int
+    trunk: int = 0
+    experts: int = 0
+    key_values: int = 0
+    workspace: int = 0
+
+
+class PlannedChoice(msgspec.Struct, frozen=True):
+    """One line of a plan: ``what`` (runtime, policy, ...) was decided as ``choice`` for ``reason``."""
+
+    what: str
+    choice: str
+    reason: str
+
+
+class Planned(Event, frozen=True, kw_only=True, tag="planned"):
+    """The plan for a model. ``tokens_per_s`` and ``prefill_tokens_per_s`` are predictions, None if there is no basis
+    for one; ``basis`` says what they rest on. ``shortfall`` is how many bytes of memory are missing, 0 if it fits."""
+
+    model: str
+    family: str
+    fits: bool
+    shortfall: int = 0
+    memory: list[DeviceMemory]
+    choices: list[PlannedChoice]
+    tokens_per_s: float | None = None
+    prefill_tokens_per_s: float | None = None
+    basis: str = ""
+    ring: RingFacts | None = None
+    """The ring as planned; None without one."""
+
+
+class BenchResult(Event, frozen=True, kw_only=True, tag="bench_result"):
+    """One table. Cells are text, numbers or None; ``data`` is the same and more, for ``--json``."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str | int | float | None]]
+    notes: list[str] = []
+    data: dict[str, Any] = {}
+
+
+class Done(Event, frozen=True, kw_only=True, tag="done"):
+    """A Pull or Prepare is complete; ``path`` is the model's folder."""
+
+    path: str
+    detail: str = ""
+
+
+class Failed(Event, frozen=True, kw_only=True, tag="failed"):
+    """The request failed: one sentence saying what is wrong, with the value, and what to do."""
+
+    error: str
+    kind: ErrorKind = "internal"
+
+
+class NetworkState(Event, frozen=True, kw_only=True, tag="network_state"):
+    """Who is there. Sent when something changed, at most four times a second."""
+
+    me: NodeId
+    open: bool
+    peers: list[PeerFacts] = []
+    code: str = ""
+    """The one-time code to be typed on the other machine; empty: none is valid now."""
+    code_seconds: int = 0
+    code_tries: int = 0
+    lending: LendingFacts | None = None
+    problems: list[str] = []
+    """What keeps machines from being found, each with what to do."""
+
+
+class WarmUp(Event, frozen=True, kw_only=True, tag="warm_up"):
+    """The weights are being brought into memory in the background: ``done`` of ``total`` bytes. Belongs to no request;
+    answers may come meanwhile, which it waits for. The last one has ``done`` equal to ``total``."""
+
+    done: int
+    total: int
+
+
+class RingChanged(Event, frozen=True, kw_only=True, tag="ring_changed"):
+    """The ring that runs the loaded model is another one, or none (``ring`` None): a machine was lost, or taken back.
+    Belongs to no request; it comes while an answer goes on, or before the first one after it."""
+
+    ring: RingFacts | None
+    executor: str
+    """As in ModelFacts."""
+
+
+class Notice(Event, frozen=True, kw_only=True, tag="notice"):
+    """One line the person should see (a fallback taken, a file put aside)."""
+
+    text: str
+
+
+AnyEvent = (
+    Hello
+    | Progress
+    | Loaded
+    | Prefill
+    | Piece
+    | BeamProgress
+    | Timing
+    | Finished
+    | BeamEstimates
+    | Planned
+    | BenchResult
+    | Done
+    | Failed
+    | Notice
+    | NetworkState
+    | WarmUp
+    | RingChanged
+)
+
+TERMINAL_EVENTS = (Loaded, Finished, BeamEstimates, Planned, BenchResult, Done, Failed)
+"""The events after which nothing more comes for a request."""

@@ -1,0 +1,108 @@
+"""The engine's side of the pipes: frames keep descriptors of their own, everything else printed goes to a log.
+
+A library that prints, in Python or in native code, would otherwise corrupt the stream of frames.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from engine.ipc.messages import Event, pack
+
+LOG_LIMIT = 4 * 1024 * 1024
+"""Bytes after which the log is put aside as ``engine.log.1``; so at most two of these are on disk."""
+
+
+class LogFile:
+    """Descriptors 1 and 2, appended to one file that is put aside when it grows large."""
+
+    def __init__(self, path: Path, limit: int = LOG_LIMIT) -> None:
+        self.path = path
+        self._limit = limit
+        self.problem: str | None = None
+        """Why nothing is logged, if so: one sentence."""
+        self.open()
+
+    def open(self) -> None:
+        """Point descriptors 1 and 2 at the file; at nothing if it cannot be written."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if self.path.exists() and self.path.stat().st_size > self._limit:
+                self.path.replace(self.path.with_name(self.path.name + ".1"))
+            target = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError as error:
+            self.problem = f"The engine keeps no log, because {self.path} cannot be written: {error.strerror}."
+            target = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        os.close(target)
+
+    def roll_if_large(self) -> None:
+        """Call now and then."""
+        if self.problem is None:
+            with contextlib.suppress(OSError):
+                if os.fstat(1).st_size > self._limit:
+                    self.open()
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """Descriptors of the frames, and the log that took the place of the standard streams."""
+
+    requests: int
+    events: int
+    log: LogFile
+
+
+def claim_standard_streams(log: Path) -> Pipes:
+    """Keep descriptors 0 and 1 for frames under other numbers, not inherited by children, and redirect 0 to nothing,
+    1 and 2 to ``log``."""
+    requests, events = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    file = LogFile(log)
+    sys.stdout, sys.stderr = _printing_to(1), _printing_to(2)
+    return Pipes(requests, events, file)
+
+
+class _Forgiving(io.FileIO):
+    """A log on a full disk must not turn somebody's print into an error."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def _printing_to(descriptor: int) -> TextIO:
+    raw = io.BufferedWriter(_Forgiving(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+class EventWriter:
+    """Writes events as frames; one at a time, from any thread."""
+
+    def __init__(self, descriptor: int, on_closed: Callable[[], None]) -> None:
+        self._descriptor = descriptor
+        self._on_closed = on_closed
+        self._lock = threading.Lock()
+
+    def send(self, event: Event) -> None:
+        """Write ``event``; if nobody reads any more, ``on_closed`` is called."""
+        frame = memoryview(pack(event))
+        try:
+            with self._lock:
+                while frame:
+                    frame = frame[os.write(self._descriptor, frame) :]
+        except OSError:
+            self._on_closed()

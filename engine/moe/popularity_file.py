@@ -1,0 +1,208 @@
+"""Which experts a person's own use of a model favours, learned on this machine and kept on it alone.
+
+Two files per model under ``data/popularity``: counts from the person's own conversations, which fade so that they stay
+recent, and counts from the calibration prompts (``bench experts``), which stand in while there is little use yet. Both
+hold nothing but numbers of routes per expert, may be deleted at any time, and go with the model (``models remove``).
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from engine.models.durable_files import new_file
+from engine.models.files import Experts, ModelFiles
+from engine.models.locations import ensure
+from engine.models.profiles import profile_paths
+from engine.models.store import profile_key
+from engine.moe.popularity import Popularity
+
+PROFILE_VERSION = 1
+HALF_LIFE_TOKENS = 50_000
+"""After so many tokens through a layer, what was counted before weighs half."""
+CALIBRATION_TOKENS = 5_000
+"""The calibration prompts weigh as much as so many tokens of the person's own use."""
+SAVE_INTERVAL_S = 60.0
+
+_FILE_LIMIT = 50_000_000
+
+Counts = Mapping[int, Sequence[float]]
+"""Routes per expert for each decoder layer that has routed experts; numbers that faded need not be whole."""
+
+
+class ProfileModel(msgspec.Struct, frozen=True):
+    """What a profile is of: a model replaced by another one under its name starts anew."""
+
+    layers: tuple[int, ...]
+    experts: int
+    expert_bytes: int
+    """Bytes of all routed experts."""
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file's contents. ``routes[i][e]``: routes to expert e of ``model.layers[i]``."""
+
+    version: int
+    model: ProfileModel
+    routes: list[list[float]]
+
+
+def model_of(experts: Experts) -> ProfileModel:
+    return ProfileModel(tuple(experts.layers), experts.count, experts.nbytes)
+
+
+def load_profile(path: Path, model: ProfileModel, notice: Callable[[str], None] = lambda text: None) -> Counts | None:
+    """The counts in ``path`` if they are of ``model``; None, with a sentence to ``notice``, if they cannot be used."""
+    try:
+        if path.stat().st_size > _FILE_LIMIT:
+            raise ValueError(f"it has over {_FILE_LIMIT} bytes")
+        profile = msgspec.json.decode(path.read_bytes(), type=Profile)
+        if profile.version != PROFILE_VERSION:
+            raise ValueError(f"it is of version {profile.version}, not {PROFILE_VERSION}")
+        if profile.model != model:
+            raise ValueError("it is of another model")
+        if [len(row) for row in profile.routes] != [model.experts] * len(model.layers):
+            raise ValueError("it has not one number for each expert")
+        if not all(math.isfinite(routes) and routes >= 0 for row in profile.routes for routes in row):
+            raise ValueError("it holds something that is no count")
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        notice(f"The popularity profile {path} is not used ({why}); it is learned anew.")
+        return None
+    return dict(zip(model.layers, profile.routes, strict=True))
+
+
+def save_profile(path: Path, model: ProfileModel, counts: Counts) -> None:
+    """Write ``counts`` in one piece, readable by their owner only. Raises OSError."""
+    ensure("data")
+    path.parent.mkdir(exist_ok=True, mode=0o700)
+    routes = [[round(float(number), 3) for number in counts[layer]] for layer in model.layers]
+    with new_file(path) as file:
+        file.write(msgspec.json.encode(Profile(version=PROFILE_VERSION, model=model, routes=routes)))
+
+
+def faded(old: Counts | None, new: Counts, experts_per_token: int) -> dict[int, list[float]]:
+    """``new`` added to ``old``, of which half is forgotten every HALF_LIFE_TOKENS tokens of ``new``."""
+    merged = {}
+    for layer, row in new.items():
+        tokens = sum(row) / max(1, experts_per_token)
+        left = 0.5 ** (tokens / HALF_LIFE_TOKENS)
+        before = old[layer] if old is not None else [0.0] * len(row)
+        merged[layer] = [was * left + now for was, now in zip(before, row, strict=True)]
+    return merged
+
+
+def combined(own: Counts | None, calibration: Counts | None, experts_per_token: int) -> dict[int, list[float]] | None:
+    """The person's own counts and those of the calibration prompts, these scaled to CALIBRATION_TOKENS tokens."""
+    if calibration is None:
+        return None if own is None else {layer: list(row) for layer, row in own.items()}
+    merged = {}
+    for layer, row in calibration.items():
+        total = sum(row)
+        scale = CALIBRATION_TOKENS * max(1, experts_per_token) / total if total else 0.0
+        before = own[layer] if own is not None else [0.0] * len(row)
+        merged[layer] = [was + scale * now for was, now in zip(before, row, strict=True)]
+    return merged
+
+
+def seed_counts(
+    files: ModelFiles, experts_per_token: int = 1, notice: Callable[[str], None] = lambda text: None
+) -> dict[int, list[float]] | None:
+    """What is known of the use of the model's experts, both files together; None if nothing is. Dense: None."""
+    if files.experts is None:
+        return None
+    return known_counts(files.folder, model_of(files.experts), experts_per_token, notice)
+
+
+def known_counts(
+    folder: Path, model: ProfileModel, experts_per_token: int, notice: Callable[[str], None] = lambda text: None
+) -> dict[int, list[float]] | None:
+    """As :func:`seed_counts`, for ``model`` in ``folder``."""
+    own, calibration = (load_profile(path, model, notice) for path in profile_paths(profile_key(folder)))
+    return combined(own, calibration, experts_per_token)
+
+
+def seed_order(
+    files: ModelFiles, experts_per_token: int = 1, notice: Callable[[str], None] = lambda text: None
+) -> list[tuple[int, int]]:
+    """All (layer, expert) pairs, the likeliest to be used first.
+
+    Without any profile the layers take turns, so that a cache holds about as many experts of each.
+    """
+    if files.experts is None:
+        return []
+    counts = seed_counts(files, experts_per_token, notice) or {}
+    layers, count = files.experts.layers, files.experts.count
+    pairs = [(layer, expert) for expert in range(count) for layer in layers]
+    return sorted(pairs, key=lambda pair: -counts[pair[0]][pair[1]] if counts else 0.0)
+
+
+class PopularityKeeper:
+    """Adds what a loaded model counts to its profile in ``path``, now and then and at the end.
+
+    ``popularity`` counts from the model's loading on. Safe to call from any thread; a disk that refuses is said once.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        model: ProfileModel,
+        popularity: Popularity,
+        experts_per_token: int,
+        notice: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model = model
+        self._path = path
+        self._popularity = popularity
+        self._per_token = experts_per_token
+        self._notice = notice
+        self._clock = clock
+        self._due = clock() + SAVE_INTERVAL_S
+        self._lock = threading.Lock()
+        self._saved = self._now()
+        self._refused = False
+
+    def save_if_due(self) -> None:
+        """As :meth:`save`, at most once in SAVE_INTERVAL_S."""
+        if self._clock() >= self._due:
+            self.save()
+
+    def save(self) -> None:
+        """Add what was counted since the last time to the file, which somebody may have deleted meanwhile."""
+        with self._lock:
+            self._due = self._clock() + SAVE_INTERVAL_S
+            now = self._now()
+            new = {
+                layer: [count - before for count, before in zip(row, self._saved[layer], strict=True)]
+                for layer, row in now.items()
+            }
+            if not any(map(any, new.values())):
+                return
+            old = load_profile(self._path, self._model)
+            try:
+                save_profile(self._path, self._model, faded(old, new, self._per_token))
+            except OSError as error:
+                if not self._refused:
+                    self._notice(
+                        f"Which experts are popular cannot be kept in {self._path}: {error.strerror or error}; "
+                        "answers are not affected."
+                    )
+                self._refused = True
+                return
+            self._saved = now
+
+    def leave_out(self) -> None:
+        """What was counted up to now is no use of the person's (a benchmark) and is not learned."""
+        with self._lock:
+            self._saved = self._now()
+
+    def _now(self) -> dict[int, Sequence[int]]:
+        return {layer: self._popularity.counts(layer) for layer in self._popularity.layers}

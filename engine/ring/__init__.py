@@ -1,1 +1,0 @@
-"""The ring: machines that share one model's experts, with one exchange per MoE layer."""

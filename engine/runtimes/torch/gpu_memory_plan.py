@@ -1,0 +1,231 @@
+"""Loading a model whose experts a GPU and the CPU share: whether it fits, how much of it, by which calibration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.calibration.calibration_file import calibration_key, load_calibration, shape_of
+from engine.calibration.speed_file import load_speed
+from engine.errors import ModelError
+from engine.ipc.messages import Load
+from engine.ipc.progress import ProgressCallback
+from engine.models.files import Experts, ModelFiles
+from engine.models.sizes import sizes_of
+from engine.moe.popularity_file import seed_counts, seed_order
+from engine.moe.prefetch import read_rate
+from engine.moe.timing import Recorder
+from engine.planning.calibration import Calibration, Processor, estimated
+from engine.planning.hybrid import GPU_RUNTIME_BYTES, Device, Machine, ModelSizes, Wanted, gpu_room, plan, slabs_kept
+from engine.planning.policy import Policy, policy_named
+from engine.runtimes import gpu_present
+from engine.runtimes.torch.offload.device_cache import gigabytes
+from engine.runtimes.torch.offload.devices import DeviceLost, ExpertDevice
+from engine.runtimes.torch.offload.gates import FamilyGate
+from engine.runtimes.torch.offload.host_memory import HostExperts
+from engine.runtimes.torch.offload.hybrid import HybridExecutor
+from engine.runtimes.torch.offload.local import make_cpu_experts
+from engine.runtimes.torch.offload.local_torch import TorchLocalExecutor
+from engine.runtimes.torch.offload.torch_tensors import NAMES
+from engine.system.free_memory import available_bytes, memory
+
+GUESSED_CPU = Processor(memory_rate=40e9, operations_rate=1e12, fixed_s=20e-6)
+GUESSED_GPU = Processor(memory_rate=600e9, operations_rate=60e12, fixed_s=40e-6)
+GUESSED_PCIE = 20e9
+"""What a machine is taken for until it was measured: a desktop computer with a GPU of the middle class."""
+
+GpuFinder = Callable[[], ExpertDevice | None]
+
+
+@dataclass(frozen=True)
+class Room:
+    """A GPU with room for the trunk, keys and values, and workspace; ``expert_bytes`` are left for experts."""
+
+    device: ExpertDevice
+    sizes: ModelSizes
+    context_tokens: int
+    expert_bytes: int
+
+
+def refuse_partitioning(request: Load, in_ring: bool) -> None:
+    """Raises ModelError (bad-input) for partitioning ``ring`` outside a ring."""
+    if request.partitioning == "ring" and not in_ring:
+        raise ModelError(
+            "Partitioning 'ring' needs a place in a ring, which this model was loaded without; choose auto, cpu or "
+            "hybrid.",
+            kind="bad-input",
+        )
+
+
+def find_room(
+    find_gpu: GpuFinder, files: ModelFiles, dtype: torch.dtype, request: Load, in_ring: bool = False
+) -> tuple[Room | None, list[str]]:
+    """The GPU on which ``request`` puts the trunk, if any, and what the person should know about that choice.
+
+    Raises ModelError (memory), naming the shortfall, if the GPU or memory on it was asked for and there is too little.
+    """
+    if in_ring:
+        return None, ["In a ring the GPU is not used: this node's experts run on its CPU."] if gpu_present() else []
+    if request.partitioning == "cpu":
+        return None, []
+    try:
+        device = find_gpu()
+        free, total = device.memory() if device is not None else (0, 0)
+    except DeviceLost as error:
+        return None, [
+            f"The GPU cannot be used ({error}), so everything runs on the CPU; leave privatellm and start it again to "
+            "give the GPU another try."
+        ]
+    if device is None:
+        if request.partitioning == "hybrid":
+            return None, ["No GPU that torch can use was found, so everything runs on the CPU."]
+        if gpu_present():
+            return None, [
+                "This machine has a GPU, but torch cannot use it (see `nvidia-smi`), so everything runs on the CPU; "
+                "partitioning cpu says that this is wanted."
+            ]
+        return None, []
+    sizes = sizes_of(files, NAMES[dtype])
+    context = min(sizes.context_limit, request.context_limit or Wanted().context_tokens)
+    needed = sizes.for_planning(bytes_per_weight=dtype.itemsize)
+    room = gpu_room(needed, Device(device.name, total, free), context, request.prefill_chunk)
+    wanted = request.gpu_expert_bytes
+    if room >= (wanted or 0):
+        slower = _slower(device, files, needed, dtype, request, context)
+        if slower is not None:
+            return None, [f"Everything runs on the CPU: {slower}."]
+        return Room(device, needed, context, room if wanted is None else wanted), []
+    if request.partitioning == "auto" and wanted is None:
+        return None, [
+            f"{device.name} lacks {gigabytes(-room)} of memory for the trunk, keys and values, and workspace, so "
+            "everything runs on the CPU; a smaller context limit needs less."
+        ]
+    what = "for the trunk, keys and values, and workspace" if room < 0 else f"for {gigabytes(wanted or 0)} of experts"
+    raise ModelError(
+        f"{device.name} has {gigabytes(free)} free and lacks {gigabytes((wanted or 0) - room)} {what}; choose less "
+        "GPU memory for experts, a smaller context limit, or partitioning cpu.",
+        kind="memory",
+    )
+
+
+def _slower(
+    device: ExpertDevice, files: ModelFiles, sizes: ModelSizes, dtype: torch.dtype, request: Load, context: int
+) -> str | None:
+    """Why the CPU alone should be faster, if both were measured and nobody asked for the GPU; the same word as the
+    plan's."""
+    if files.experts is None or request.partitioning != "auto" or request.gpu_expert_bytes is not None:
+        return None
+    key = calibration_key(NAMES[dtype], request.cpu_threads, device.name)
+    calibration = load_calibration(shape_of(files.experts), key)
+    if calibration is None or calibration.gpu is None:
+        return None
+    speed = load_speed(calibration_key(NAMES[dtype], request.cpu_threads, None))
+    free, total = device.memory()
+    cpu = Device("CPU", memory().total, available_bytes())
+    disk = None
+    mapped = sorted(getattr(files.experts, "mapped_files", ()), key=lambda each: each.size)
+    if mapped and sizes.expert_bytes + sizes.trunk_bytes > cpu.free:
+        disk = read_rate(mapped[-1].path)
+    counts = seed_counts(files, sizes.experts_per_token) or {}
+    planned = plan(
+        sizes,
+        Machine(cpu, Device(device.name, total, free), disk_read=disk),
+        Wanted(
+            policy=request.policy,
+            context_tokens=context,
+            prefill_chunk=request.prefill_chunk,
+            cpu_layer_overhead_s=speed.layer_overhead_s.get("torch", 0.0) if speed is not None else 0.0,
+        ),
+        calibration,
+        [[round(routes) for routes in row] for row in counts.values()],
+    )
+    return None if planned.on_gpu else planned.choices[0].reason
+
+
+def make_hybrid(
+    room: Room,
+    experts: Experts,
+    gates: Mapping[int, FamilyGate],
+    dtype: torch.dtype,
+    recorder: Recorder,
+    request: Load,
+) -> tuple[HybridExecutor, list[str]]:
+    """The executor, with nothing on the GPU yet, and a line for each fallback."""
+    notices: list[str] = []
+    cpu, said = make_cpu_experts(experts, gates, dtype, recorder, request.cpu_threads, 0)
+    notices += said
+    policy = policy_named(request.policy, experts.count)
+    calibration = find_calibration(experts, dtype, request, room.device.name, notices)
+    # What is weighted is what the CPU alone would have weighted: torch rounds an expert's result, the kernels do not.
+    rounded = dtype if isinstance(cpu, TorchLocalExecutor) else torch.float32
+    host = HostExperts(experts)
+    executor = HybridExecutor(
+        host, room.device, cpu, gates, policy, calibration, rounded, recorder, room.sizes.experts_per_token
+    )
+    return executor, notices
+
+
+def find_calibration(experts: Experts, dtype: torch.dtype, request: Load, gpu: str, notices: list[str]) -> Calibration:
+    """What was measured for these experts on this machine; an estimate, which is said, if nothing was."""
+    shape = shape_of(experts)
+    found = load_calibration(shape, calibration_key(NAMES[dtype], request.cpu_threads, gpu), notices.append)
+    if found is not None and found.gpu is not None:
+        return found
+    notices.append(
+        f"What runs where rests on a guess, because {gpu} and this CPU were not measured with these experts; "
+        "`privatellm bench experts` does it in a minute."
+    )
+    return estimated(shape, cpu=GUESSED_CPU, gpu=GUESSED_GPU, pcie_rate=GUESSED_PCIE, bytes_per_weight=dtype.itemsize)
+
+
+def open_cache(
+    executor: HybridExecutor, room: Room, files: ModelFiles, request: Load, top_k: int, progress: ProgressCallback
+) -> list[str]:
+    """Fill the GPU's memory with experts, the trunk being there; a line for each fallback."""
+    notices = executor.lock_pages(progress)
+    policy: Policy = policy_named(request.policy)
+    free, total = room.device.memory()
+    filled = replace(room.sizes, trunk_bytes=0)
+    left = gpu_room(filled, Device(room.device.name, total, free), room.context_tokens, request.prefill_chunk)
+    # The trunk took what it took: what was planned is the most, what is left decides.
+    slabs = slabs_kept(
+        room.sizes, policy, min(room.expert_bytes, left) if request.gpu_expert_bytes is None else room.expert_bytes
+    )
+    order = seed_order(files, top_k, notices.append)
+    notices += executor.open_cache(slabs * executor.slot_bytes, order, GPU_RUNTIME_BYTES // 2, progress)
+    return notices
+
+
+@dataclass(frozen=True)
+class SharedRoom:
+    """What resizing needs to know of how ``request`` was met."""
+
+    executor: HybridExecutor
+    room: Room
+    request: Load
+
+    def resize(self, nbytes: int | None) -> int:
+        """Give experts ``nbytes`` of the GPU's memory (None: what is left free); what they have then.
+
+        Raises ModelError (memory), naming the shortfall, if there is too little or the GPU is lost.
+        """
+        executor, room, chunk = self.executor, self.room, self.request.prefill_chunk
+        has = executor.gpu_expert_bytes
+        try:
+            free, total = room.device.memory()
+            # Slots on their way are taken already, and so is the trunk; of keys and values nobody knows how many.
+            there = Device(room.device.name, total, free + has + executor.staging_bytes)
+            most = max(has, gpu_room(replace(room.sizes, trunk_bytes=0), there, room.context_tokens, chunk))
+            if nbytes is not None and nbytes > most:
+                raise ModelError(
+                    f"{room.device.name} lacks {gigabytes(nbytes - most)} for {gigabytes(nbytes)} of experts beside "
+                    f"the trunk, keys and values, and workspace; choose {gigabytes(most)} or less.",
+                    kind="memory",
+                )
+            policy: Policy = policy_named(self.request.policy)
+            slabs = slabs_kept(room.sizes, policy, most if nbytes is None else nbytes)
+            return executor.resize(slabs * executor.slot_bytes)
+        except DeviceLost as error:
+            raise ModelError(f"{room.device.name} stopped working ({error}); load the model again.") from error

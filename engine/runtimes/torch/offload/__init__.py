@@ -1,0 +1,1 @@
+"""Experts shared between a GPU and the CPU, for the torch runtime."""

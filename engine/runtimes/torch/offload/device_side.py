@@ -1,0 +1,220 @@
+"""The device's part of a layer: copies begun, experts begun, and what falls back to the CPU where one of them fails."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.moe.timing import Recorder
+from engine.planning.policy import ActiveExpert, CacheRule, Decision
+from engine.runtimes.torch.offload.device_cache import DeviceCache
+from engine.runtimes.torch.offload.devices import CopyFailed, ExpertDevice, OutOfDeviceMemory, Slot, Ticket
+from engine.runtimes.torch.offload.gates import FamilyGate
+from engine.runtimes.torch.offload.host_memory import HostExperts
+from engine.runtimes.torch.offload.routes import SortedRoutes
+from engine.runtimes.torch.offload.slab_cache import Key
+
+FAILED_COPIES_TOLD = 5
+"""So many failed copies have a line of their own; a device that fails all the time would fill the screen."""
+
+
+@dataclass
+class LayerStep:
+    """One layer of one step: what was decided, and who really runs what."""
+
+    layer: int
+    routes: SortedRoutes
+    active: tuple[ActiveExpert, ...]
+    decision: Decision
+    cpu: set[int]
+    """The experts the CPU runs; one that the GPU could not run is added."""
+    few: bool
+    tickets: dict[int, tuple[Slot, Ticket]] = field(default_factory=dict)
+    """The copies begun, in order."""
+    waiting: deque[int] = field(default_factory=deque)
+    """Experts to be copied once a staging slot is free."""
+    rows: torch.Tensor | None = None
+    """What the device's experts read: kept until the trunk waits for them, for nobody else knows that they do."""
+
+    @property
+    def needed(self) -> dict[int, tuple[int, int]]:
+        """The active experts."""
+        return self.routes.segments
+
+    def placed(self, place: str) -> list[ActiveExpert]:
+        return [each for each, there in zip(self.active, self.decision.places, strict=True) if there == place]
+
+
+class DeviceSide:
+    """See the module. Every method may raise DeviceLost."""
+
+    def __init__(
+        self,
+        host: HostExperts,
+        device: ExpertDevice,
+        gates: Mapping[int, FamilyGate],
+        memory: DeviceCache,
+        rule: CacheRule,
+        recorder: Recorder,
+    ) -> None:
+        self._host = host
+        self._device = device
+        self._gates = gates
+        self._memory = memory
+        self._cache = memory.slabs
+        self._rule = rule
+        self._recorder = recorder
+        self._count = host.experts.count
+        self._layers = len(host.experts.layers)
+        self._failed_copies = 0
+        self._arriving: dict[Key, tuple[Slot, Ticket]] = {}
+        """Experts that are being copied while nobody waits for them."""
+        self._idle_layers = 0
+        self._learned = True
+
+    def begin_copies(self, step: LayerStep, uses_cache: bool) -> bool:
+        """Begin the copies that need not wait for anything; whether the device has anything to do."""
+        moved = sorted(step.placed("pmove"), key=lambda each: -each.tokens)
+        self._idle_layers = 0 if moved else self._idle_layers + 1
+        if not moved and not step.placed("gpu"):
+            return False
+        self._device.begin()
+        staged: list[ActiveExpert] = []
+        for each in moved:
+            slot = None
+            if uses_cache:
+                slot = self._cache.admit(step.layer, each.expert, step.needed, evict=step.few)
+            if slot is None:
+                staged.append(each)
+            else:
+                self._copy(step, each.expert, slot)
+        step.cpu.update(each.expert for each in staged if not self._memory.staging)
+        step.waiting.extend(each.expert for each in staged if self._memory.staging)
+        for slot in self._memory.staging:
+            self._copy_next(step, slot)
+        return True
+
+    def begin_experts(self, step: LayerStep, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Begin all experts of the device, those that are there first. Returns the buffer of the sorted routes' results
+        [routes, hidden], and the place of each route in it."""
+        routes = step.routes
+        places = self._device.upload(torch.stack((routes.order // routes.k, routes.back)))
+        step.rows = rows = hidden.index_select(0, places[0])
+        out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+        for each in step.placed("gpu"):
+            slot = self._cache.slot_of(step.layer, each.expert)
+            assert slot is not None
+            self._run_expert(step, each.expert, slot, self._arrived((step.layer, each.expert), slot), out)
+        staging = set(self._memory.staging)
+        begun = deque(step.tickets)
+        while begun:
+            expert = begun.popleft()
+            slot, ticket = step.tickets[expert]
+            if self._run_expert(step, expert, slot, ticket, out):
+                self._recorder.movement.moved += 1
+            # A staging slot takes the next expert once the one in it has begun.
+            if slot in staging and (following := self._copy_next(step, slot)) is not None:
+                begun.append(following)
+        if self._rule.copies_whole_layer:
+            self._copy_inactive(step)
+        return out, places[1]
+
+    def forget(self, layer: int, experts: Collection[int]) -> None:
+        """What was being copied is not held to be there."""
+        for expert in experts:
+            self._cache.drop(layer, expert)
+
+    # --- learning while the link is idle --------------------------------------------------------------------------
+
+    def next_step(self) -> None:
+        """One expert a step may be learned."""
+        self._learned = False
+
+    def learn(self, step: LayerStep) -> None:
+        """Where copying an expert to run it there never pays, the cache would stay as it was seeded for ever. So while
+        the link is idle, and at most once a step, the hottest expert that the CPU had to run takes the place of one
+        that is used half as often. Nobody waits for the copy but the expert's next run."""
+        if self._learned or not self._rule.learns or not step.few or self._idle_layers < self._layers:
+            return
+        missed = [each.expert for each in step.active if not each.resident and each.expert in step.cpu]
+        expert = self._cache.hottest(step.layer, missed)
+        slot = None if expert is None else self._cache.admit(step.layer, expert, step.needed, clearly=True)
+        if expert is None or slot is None:
+            return
+        self._learned = True
+        pieces = self._host.pieces(step.layer, expert)
+        try:
+            self._arriving[step.layer, expert] = (slot, self._device.copy(slot, pieces))
+        except CopyFailed as error:
+            self._fall_back(step, expert, error)
+            return
+        self._recorder.movement.weight_bytes += sum(piece.tensor.nbytes for piece in pieces)
+        self._recorder.movement.learned += 1
+
+    def _arrived(self, key: Key, slot: Slot) -> Ticket | None:
+        """The copy that the expert's first run waits for; None: it is there."""
+        found = self._arriving.pop(key, None)
+        return found[1] if found is not None and found[0] == slot else None
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _copy_next(self, step: LayerStep, slot: Slot) -> int | None:
+        """Begin to copy the next expert that waits into the staging slot ``slot``; which one that is."""
+        while step.waiting:
+            expert = step.waiting.popleft()
+            if self._copy(step, expert, slot):
+                return expert
+        return None
+
+    def _copy(self, step: LayerStep, expert: int, slot: Slot) -> bool:
+        self._arriving.pop((step.layer, expert), None)
+        pieces = self._host.pieces(step.layer, expert)
+        try:
+            step.tickets[expert] = (slot, self._device.copy(slot, pieces))
+        except CopyFailed as error:
+            self._fall_back(step, expert, error)
+            return False
+        self._recorder.movement.weight_bytes += sum(piece.tensor.nbytes for piece in pieces)
+        return True
+
+    def _copy_inactive(self, step: LayerStep) -> None:
+        """What a system that streams whole layers copies besides."""
+        staging = self._memory.staging
+        tickets = dict(step.tickets)
+        for place, expert in enumerate(sorted(set(range(self._count)) - set(step.needed))):
+            if staging:
+                self._copy(step, expert, staging[place % len(staging)])
+        step.tickets = tickets
+
+    def _run_expert(self, step: LayerStep, expert: int, slot: Slot, ticket: Ticket | None, out: torch.Tensor) -> bool:
+        start, stop = step.routes.segments[expert]
+        gate = self._gates[step.layer]
+        assert step.rows is not None
+        try:
+            self._device.run(slot, self._host.layout, gate, step.rows[start:stop], out[start:stop], ticket)
+        except CopyFailed as error:
+            self._fall_back(step, expert, error)
+            return False
+        except OutOfDeviceMemory:
+            step.cpu.add(expert)
+            if ticket is not None and slot not in self._memory.staging:
+                self._cache.drop(step.layer, expert)
+            self._memory.shrink(max(1, self._cache.capacity // 8), step.layer, step.needed)
+            return False
+        return True
+
+    def _fall_back(self, step: LayerStep, expert: int, error: CopyFailed) -> None:
+        """The expert runs on the CPU in this step, and its slot holds nothing."""
+        self._cache.drop(step.layer, expert)
+        if expert in step.needed:
+            step.cpu.add(expert)
+        self._failed_copies += 1
+        if self._failed_copies <= FAILED_COPIES_TOLD:
+            last = "; more of these are not told" if self._failed_copies == FAILED_COPIES_TOLD else ""
+            self._recorder.notice(
+                f"Copying expert {expert} of layer {step.layer} to {self._device.name} failed ({error}), so it runs "
+                f"on the CPU this time{last}."
+            )

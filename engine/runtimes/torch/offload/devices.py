@@ -1,0 +1,193 @@
+"""What the hybrid executor needs of a device that runs experts beside the CPU: its memory, its copies, its computing.
+
+A device has two queues of work that run by themselves: copies of weights, and computing. What is put into them returns
+at once; :meth:`ExpertDevice.end` makes the trunk wait for all of it. A slot holds one expert's weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from engine.runtimes.torch.offload.gates import FamilyGate
+from engine.runtimes.torch.offload.local_torch import ExpertTensors
+from engine.runtimes.torch.offload.torch_tensors import stored_dtype
+
+
+class DeviceError(Exception):
+    """A device could not do what it was asked to."""
+
+
+class OutOfDeviceMemory(DeviceError):
+    """The device's memory is taken; what ran before is not affected."""
+
+
+class CopyFailed(DeviceError):
+    """Weights did not arrive; the slot holds nothing that may be used. The device itself goes on."""
+
+
+class DeviceLost(DeviceError):
+    """The device does nothing any more."""
+
+
+@dataclass(frozen=True, order=True)
+class Slot:
+    """Device memory for one expert. Memory is taken and given back by whole groups of slots."""
+
+    index: int
+    group: int
+
+
+@dataclass(frozen=True)
+class PartView:
+    """A matrix or bias inside a slot: ``offset`` in bytes, ``shape`` and ``stride`` in elements."""
+
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """What lies where in every slot; the same bytes in the same order as in the host's memory.
+
+    ``parts`` are named as in :class:`engine.models.files.ExpertWeights`; ``dtype`` is safetensors' name.
+    """
+
+    size: int
+    dtype: str
+    parts: Mapping[str, PartView]
+
+
+@dataclass(frozen=True)
+class HostPiece:
+    """Bytes of the host's memory, uint8 [n], and where in the slot they belong."""
+
+    offset: int
+    tensor: torch.Tensor
+
+
+def tensors_in(slot: torch.Tensor, layout: SlotLayout, dtype: torch.dtype) -> ExpertTensors:
+    """The expert in ``slot``, uint8 [layout.size], as tensors of ``dtype``: views if it is stored in that dtype."""
+    words = slot.view(stored_dtype(layout.dtype))
+    width = words.element_size()
+
+    def part(name: str) -> torch.Tensor | None:
+        place = layout.parts.get(name)
+        if place is None:
+            return None
+        offset = words.storage_offset() + place.offset // width
+        return words.as_strided(place.shape, place.stride, offset).to(dtype)
+
+    gate_up, gate, up, down = (part(name) for name in ("gate_up", "gate", "up", "down"))
+    assert gate is not None and up is not None and down is not None
+    return ExpertTensors(
+        gate=gate,
+        up=up,
+        down=down,
+        gate_up=gate_up,
+        gate_bias=part("gate_bias"),
+        up_bias=part("up_bias"),
+        down_bias=part("down_bias"),
+    )
+
+
+Ticket = Any
+"""A copy that has begun; :meth:`ExpertDevice.run` waits for it."""
+
+
+class LayerWork(Protocol):
+    """What a device did for one layer, from the first copy or expert begun to the last one finished."""
+
+    def interval(self) -> tuple[float, float]:
+        """Beginning and end in seconds of the device's clock; waits for the end. Twice the same if nothing ran."""
+        ...
+
+
+class ExpertDevice(Protocol):
+    """See the module. Tensors that go in and out of :meth:`run` are on ``torch_device``, where the trunk is.
+
+    Every method but the properties may raise DeviceLost.
+    """
+
+    @property
+    def name(self) -> str:
+        """The hardware's name."""
+        ...
+
+    @property
+    def torch_device(self) -> torch.device:
+        """Where the trunk's tensors are."""
+        ...
+
+    @property
+    def holds_trunk(self) -> bool:
+        """Whether the trunk is lost with the device."""
+        ...
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes of the device's memory."""
+        ...
+
+    def now(self) -> float:
+        """Seconds of the clock that :meth:`LayerWork.interval` uses; the host's own is the same."""
+        ...
+
+    def allocate(self, slot_bytes: int, count: int) -> list[Slot]:
+        """Memory for ``count`` slots. Raises OutOfDeviceMemory, and then nothing was taken."""
+        ...
+
+    def release(self, slots: Sequence[Slot]) -> None:
+        """Give slots back; a group's memory is free once all of it was given back."""
+        ...
+
+    def lock_pages(self, address: int, nbytes: int) -> str | None:
+        """Lock the host's pages, which are only read, so that copies need no detour; why not, if refused."""
+        ...
+
+    def unlock_pages(self, address: int) -> None: ...
+
+    def begin(self) -> None:
+        """A layer's work begins."""
+        ...
+
+    def copy(self, slot: Slot, pieces: Sequence[HostPiece]) -> Ticket:
+        """Begin to copy weights into ``slot``, after the last :meth:`run` that reads it. Raises CopyFailed."""
+        ...
+
+    def run(
+        self,
+        slot: Slot,
+        layout: SlotLayout,
+        gate: FamilyGate,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+        after: Ticket | None,
+    ) -> None:
+        """Begin to run the expert in ``slot`` on ``rows`` [tokens, hidden]; ``out`` [tokens, hidden], float32.
+
+        The caller keeps both until :meth:`end`: their memory would else be the trunk's again while they are read.
+
+        Raises CopyFailed if the copy ``after`` did not succeed, OutOfDeviceMemory if there is no room to compute.
+        """
+        ...
+
+    def end(self) -> LayerWork:
+        """The trunk's next work waits for all that was begun since :meth:`begin`; a copy begun between layers is waited
+        for by the runs that are given its ticket, and by nobody else."""
+        ...
+
+    def download(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Copies on the host, there when this returns; work of other queues is not waited for."""
+        ...
+
+    def upload(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a host tensor on ``torch_device``."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for everything."""
+        ...

@@ -1,0 +1,377 @@
+"""The hybrid executor: one machine's GPU and CPU share the experts of every layer.
+
+Per layer: the routes come to the host; the policy says for each active expert whether it runs on the GPU where it lies,
+on the GPU after its weights were copied there, or on the CPU. Copies and the GPU's experts are begun first and run by
+themselves while the CPU does its part; then the CPU's results follow, and all are weighted and added in the order of
+the routes on the trunk's device. So neither the policy nor what the cache holds can change a sum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.errors import ModelError
+from engine.ipc.progress import ProgressCallback
+from engine.moe.cache_benefit import CacheWorth
+from engine.moe.popularity import Popularity
+from engine.moe.timing import Recorder
+from engine.planning.calibration import Calibration
+from engine.planning.policy import FEW_TOKENS, ActiveExpert, Policy
+from engine.runtimes.torch.offload.combining import weighted_sum
+from engine.runtimes.torch.offload.device_cache import DeviceCache
+from engine.runtimes.torch.offload.device_side import DeviceSide, LayerStep
+from engine.runtimes.torch.offload.devices import DeviceLost, ExpertDevice, LayerWork, OutOfDeviceMemory
+from engine.runtimes.torch.offload.gates import FamilyGate
+from engine.runtimes.torch.offload.host_memory import HostExperts
+from engine.runtimes.torch.offload.local import CpuExperts
+from engine.runtimes.torch.offload.routes import SortedRoutes, host_share, sort_routes
+from engine.runtimes.torch.offload.slab_cache import Key, SlabCache
+from engine.system.free_memory import RESERVE_BYTES
+
+WORTH_EVERY = 4
+"""One in so many layers is asked what it would take without the cache: a decision costs as much as it does."""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A layer whose device may still be at work."""
+
+    step: LayerStep
+    started: float
+    ended: float
+    cpu: tuple[float, float] | None
+    work: LayerWork | None
+    without_s: float | None
+
+
+class HybridExecutor:
+    """See the module, and :class:`engine.runtimes.torch.offload.executor.Executor`. One thread at a time.
+
+    ``rounded`` is the dtype in which a route's result is weighted: that of the executor without a GPU. Until
+    :meth:`open_cache` nothing is kept on the device. ``recorder`` gets counts, notices and, while enabled, times.
+    """
+
+    def __init__(
+        self,
+        host: HostExperts,
+        device: ExpertDevice,
+        cpu: CpuExperts,
+        gates: Mapping[int, FamilyGate],
+        policy: Policy,
+        calibration: Calibration,
+        rounded: torch.dtype,
+        recorder: Recorder,
+        experts_per_token: int = 1,
+    ) -> None:
+        experts = host.experts
+        self._host = host
+        self._device = device
+        self._cpu = cpu
+        self._policy = policy
+        self._calibration = calibration
+        self._rounded = rounded
+        self._recorder = recorder
+        self._layers = experts.layers
+        self._count = experts.count
+        self._memory = DeviceCache(host, device, policy, recorder.notice, experts_per_token)
+        self._cache = self._memory.slabs
+        self._side = DeviceSide(host, device, gates, self._memory, policy.cache, recorder)
+        self._popularity = Popularity(experts.layers, experts.count)
+        self._pending: _Pending | None = None
+        self._worth = CacheWorth()
+        # Baselines are measured as they are.
+        self._judged = policy.cache.kind in ("lru", "lfru") and policy.name != "lru-offload"
+        self._uses_cache = True
+        self._lost = False
+        self._steps = 0
+        recorder.share(self)
+
+    @property
+    def description(self) -> str:
+        if self._lost:
+            return f"hybrid (the GPU is lost; CPU: {self._cpu.description})"
+        there = f"{self._memory.share:.0%} of the experts on {self._device.name}"
+        return f"hybrid ({self._policy.name}; {there}; CPU: {self._cpu.description})"
+
+    @property
+    def popularity(self) -> Popularity:
+        return self._popularity
+
+    @property
+    def gpu_expert_bytes(self) -> int:
+        """Device memory that keeps experts between steps."""
+        return self._memory.nbytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Device memory for weights on their way."""
+        return len(self._memory.staging) * self._host.slot_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Device memory of one expert."""
+        return self._host.slot_bytes
+
+    @property
+    def cache(self) -> SlabCache:
+        """What is on the device; to be looked at only."""
+        return self._cache
+
+    def resident(self) -> list[list[int]]:
+        return [self._cache.resident(layer) if self._uses_cache else [] for layer in self._layers]
+
+    # --- the device's memory --------------------------------------------------------------------------------------
+
+    def lock_pages(self, progress: ProgressCallback) -> list[str]:
+        """Lock the host's pages that hold experts; a line for the person if that is refused."""
+        return self._host.lock(self._device.lock_pages, self._device.unlock_pages, progress)
+
+    def open_cache(
+        self, nbytes: int, order: Sequence[Key], reserve: int, progress: ProgressCallback = lambda *_: None
+    ) -> list[str]:
+        """See :meth:`engine.runtimes.torch.offload.device_cache.DeviceCache.open`."""
+        return self._memory.open(nbytes, order, reserve, progress)
+
+    def resize(self, nbytes: int) -> int:
+        """Give the cache ``nbytes`` of device memory while the model is loaded; what it has then. One that was switched
+        off gets another chance. Raises DeviceLost."""
+        if self._lost:
+            raise DeviceLost("all experts run on the CPU")
+        self.settle()
+        self._uses_cache, self._worth = True, CacheWorth(self._worth.window)
+        return self._memory.resize(nbytes)
+
+    def memory_for_trunk(self) -> int | None:
+        """Bytes of the device's memory that the trunk's work may take, those of the experts included, which make room
+        for it; None if the trunk is not there."""
+        if self._lost or not self._device.holds_trunk:
+            return None
+        return max(0, self._device.memory()[0] + self.gpu_expert_bytes - RESERVE_BYTES)
+
+    def make_room(self) -> bool:
+        """The trunk ran out of the device's memory: give it half of the experts'; whether there was any."""
+        return not self._lost and self._memory.shrink(-(-self._cache.capacity // 2))
+
+    def close(self) -> None:
+        """Give all memory back; the executor cannot be used afterwards."""
+        self._recorder.share(None)
+        if not self._lost:
+            self._memory.close()
+        self._host.close()
+
+    # --- running --------------------------------------------------------------------------------------------------
+
+    def run(self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See :class:`engine.runtimes.torch.offload.executor.Executor`. The sum is made in float32 and rounded once.
+
+        Raises ModelError if the device is lost and the trunk with it.
+        """
+        return self._measured(layer, hidden, indices, weights)
+
+    def run_scaled_input(
+        self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        tokens, k = indices.shape
+        scaled = (hidden[:, None, :] * weights[:, :, None]).to(hidden.dtype).reshape(tokens * k, -1)
+        routed = self._measured(layer, scaled, indices.reshape(-1, 1), None)
+        return routed.view(tokens, k, -1).sum(dim=1, dtype=torch.float32).to(hidden.dtype)
+
+    def _measured(
+        self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        recorder = self._recorder
+        if not recorder.enabled:
+            return self._run(layer, hidden, indices, weights)
+        self._wait()
+        before = self._popularity.counts(layer)
+        start = recorder.clock()
+        out = self._run(layer, hidden, indices, weights)
+        begun = recorder.clock()
+        self._wait()
+        recorder.add(layer, "experts", begun - start)
+        recorder.add(layer, "wait", recorder.clock() - begun)
+        after = self._popularity.counts(layer)
+        recorder.add_routes(layer, [new - old for new, old in zip(after, before, strict=True)])
+        return out
+
+    def _wait(self) -> None:
+        """Until the device has done all it was asked."""
+        if not self._lost:
+            try:
+                self._device.synchronize()
+            except DeviceLost as error:
+                self._lose(error)
+
+    def _run(
+        self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        if not hidden.shape[0]:
+            return torch.zeros_like(hidden)
+        if not self._lost:
+            try:
+                return self._weighted(self._shared(layer, hidden, indices), hidden, weights)
+            except DeviceLost as error:
+                self._lose(error)
+            except OutOfDeviceMemory as error:  # whoever runs the trunk may make room and try again
+                raise torch.OutOfMemoryError(str(error)) from error
+        indices = indices.cpu()
+        if layer == self._layers[0]:
+            self._recorder.movement.tokens += hidden.shape[0]
+        self._count_routes(layer, sort_routes(indices, self._count))
+        routed = self._cpu.outputs(layer, hidden.cpu(), indices).to(hidden.device)
+        return self._weighted(routed, hidden, weights)
+
+    def _weighted(self, routed: torch.Tensor, hidden: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        """``routed`` [routes, hidden] to [tokens, hidden]: in the order of each token's routes."""
+        return weighted_sum(routed, hidden.shape[0], weights, self._rounded).to(hidden.dtype)
+
+    def _shared(self, layer: int, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """What each route's expert makes of its token, float32 [tokens * k, hidden] on the trunk's device."""
+        device, movement = self._device, self._recorder.movement
+        if layer == self._layers[0]:
+            self._steps += 1
+            self._memory.watch()
+            self._side.next_step()
+            movement.tokens += hidden.shape[0]
+        started = device.now()
+        # Few hidden states come to the host together with the routes: one wait instead of two.
+        few = hidden.shape[0] <= FEW_TOKENS
+        fetched = device.download(indices, hidden) if few else device.download(indices)
+        movement.activation_bytes += fetched[1].nbytes if few else 0
+        # The trunk has waited for what the device did in the layer before.
+        self.settle()
+        step = self._decide(layer, sort_routes(fetched[0], self._count), few)
+        try:
+            return self._run_step(step, hidden, fetched[1] if few else None, started)
+        except BaseException:
+            self._abandon(step)
+            raise
+
+    def _run_step(
+        self, step: LayerStep, hidden: torch.Tensor, on_host: torch.Tensor | None, started: float
+    ) -> torch.Tensor:
+        """``on_host``: the hidden states, if they came with the routes."""
+        device, movement = self._device, self._recorder.movement
+        begun = self._side.begin_copies(step, self._uses_cache)
+        there = self._side.begin_experts(step, hidden) if begun else None
+        cpu = None
+        if step.cpu:
+            share = host_share(step.routes, step.cpu, self._count, whole=on_host is not None)
+            rows = self._fetch(hidden, share.tokens) if on_host is None else on_host
+            cpu_started = device.now()
+            outputs = self._cpu.outputs(step.layer, rows, share.indices)
+            cpu = (cpu_started, device.now())
+        work = device.end() if begun else None
+        step.rows = None
+        if there is None:  # all of it on the CPU, and so all tokens: the results are in the order of the routes
+            movement.activation_bytes += outputs.nbytes
+            routed = device.upload(outputs)
+        else:
+            out, back = there
+            if step.cpu:
+                results = outputs.index_select(0, share.rows)
+                movement.activation_bytes += results.nbytes
+                out.index_copy_(0, device.upload(share.places), device.upload(results))
+            routed = out.index_select(0, back)
+        if self._uses_cache:
+            self._side.learn(step)
+        self._pending = _Pending(step, started, device.now(), cpu, work, self._without(step))
+        return routed
+
+    def _abandon(self, step: LayerStep) -> None:
+        """The step ended half-way: what was being copied is not held to be there."""
+        self._side.forget(step.layer, step.tickets)
+        with contextlib.suppress(DeviceLost):
+            self._device.synchronize()
+
+    def _fetch(self, hidden: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+        assert tokens is not None
+        (rows,) = self._device.download(hidden.index_select(0, self._device.upload(tokens)))
+        self._recorder.movement.activation_bytes += rows.nbytes
+        return rows
+
+    def _decide(self, layer: int, routes: SortedRoutes, few: bool) -> LayerStep:
+        self._count_routes(layer, routes)
+        uses, cache = self._uses_cache, self._cache
+        active = tuple(
+            ActiveExpert(expert, stop - start, uses and cache.slot_of(layer, expert) is not None)
+            for expert, (start, stop) in routes.segments.items()
+        )
+        cache.touch(layer, routes.segments)
+        decision = self._policy.decide(layer, active, self._calibration)
+        cpu = {each.expert for each, place in zip(active, decision.places, strict=True) if place == "amove"}
+        hits = sum(each.resident for each in active)
+        self._recorder.movement.hits += hits
+        self._recorder.movement.misses += len(active) - hits
+        return LayerStep(layer, routes, active, decision, cpu, few)
+
+    def _count_routes(self, layer: int, routes: SortedRoutes) -> None:
+        for expert, (start, stop) in routes.segments.items():
+            self._popularity.add(layer, expert, stop - start)
+
+    def _lose(self, error: DeviceLost) -> None:
+        """Go on without the device. Raises ModelError if the trunk was on it."""
+        self._lost = True
+        self._pending = None
+        self._uses_cache = False
+        if self._device.holds_trunk:
+            raise ModelError(
+                f"{self._device.name} stopped working ({error}), and the model's trunk is on it; load the model again, "
+                "or with partitioning cpu.",
+                kind="model",
+            ) from error
+        self._recorder.notice(f"{self._device.name} stopped working ({error}): all experts run on the CPU from now on.")
+
+    # --- what it cost ---------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Add what the last layer took; waits for the device if it is still at it."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            gpu = pending.work.interval() if pending.work is not None else None
+            self._add(pending, gpu)
+        except DeviceLost:
+            pass  # said by what needs the device next
+
+    def _add(self, pending: _Pending, gpu: tuple[float, float] | None) -> None:
+        movement, cpu = self._recorder.movement, pending.cpu
+        ended = max(pending.ended, gpu[1]) if gpu is not None else pending.ended
+        cpu_s = cpu[1] - cpu[0] if cpu is not None else 0.0
+        gpu_s = gpu[1] - gpu[0] if gpu is not None else 0.0
+        movement.cpu_s += cpu_s
+        movement.gpu_s += gpu_s
+        if cpu is not None and gpu is not None:
+            movement.both_s += max(0.0, min(cpu[1], gpu[1]) - max(cpu[0], gpu[0]))
+        movement.total_s += ended - pending.started
+        self._policy = self._policy.observe(pending.step.layer, pending.step.decision, cpu_s, gpu_s)
+        if pending.without_s is not None:
+            self._judge(ended - pending.started, pending.without_s)
+
+    def _without(self, step: LayerStep) -> float | None:
+        """What the layer should take without a cache; None where nobody asks."""
+        if not self._judged or not self._worth.asks or not self._cache.capacity:
+            return None
+        if (self._steps + self._layers.index(step.layer)) % WORTH_EVERY:
+            return None
+        nothing_there = [replace(each, resident=False) for each in step.active]
+        decision = self._policy.decide(step.layer, nothing_there, self._calibration)
+        return max(decision.cpu_s, decision.gpu_s)
+
+    def _judge(self, measured_s: float, without_s: float) -> None:
+        verdict = self._worth.add(measured_s, without_s)
+        if verdict == "try-without":
+            self._uses_cache = False
+        elif verdict == "keep":
+            self._uses_cache = True
+        elif verdict == "off":
+            self._memory.switch_off()
+            self._recorder.notice(
+                f"The cache of experts on {self._device.name} is switched off: layers took "
+                f"{self._worth.with_cache / self._worth.without_cache:.2f} times as long with it as without."
+            )

@@ -1,0 +1,227 @@
+"""The local executor of the torch runtime: every expert runs on this machine, straight from the mapped file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import linear, pad
+
+from engine.models.files import Experts, StoredTensor
+from engine.moe.prefetch import ReadAhead
+from engine.moe.timing import Recorder
+from engine.runtimes.torch.offload.combining import weighted_sum
+from engine.runtimes.torch.offload.gates import Gate
+from engine.runtimes.torch.offload.measured import MeasuredExecutor
+from engine.runtimes.torch.offload.torch_kernels import kernels_for, padded_rows
+from engine.runtimes.torch.offload.torch_tensors import NAMES, stored_dtype, view
+
+FEW_ROUTES = 64
+"""Up to here routes are sorted in Python, above by torch: Python wins while there are few of them."""
+
+
+@dataclass(frozen=True)
+class ExpertTensors:
+    """One expert as tensors: gate, up [ffn, hidden] or both in one ``gate_up`` [2*ffn, hidden]; down [hidden, ffn]."""
+
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    gate_up: torch.Tensor | None
+    gate_bias: torch.Tensor | None
+    up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+
+
+def run_expert(weights: ExpertTensors, gate: Gate, hidden: torch.Tensor) -> torch.Tensor:
+    """One expert on its tokens: [tokens, hidden] to [tokens, hidden]. Each matrix is read once, whatever the tokens.
+
+    Biases are added after the product is rounded, as transformers does. A faster kernel takes the place of this.
+    """
+    if weights.gate_up is not None:
+        gate_out, up_out = linear(hidden, weights.gate_up).chunk(2, dim=-1)
+    else:
+        gate_out, up_out = linear(hidden, weights.gate), linear(hidden, weights.up)
+    if weights.gate_bias is not None and weights.up_bias is not None:
+        gate_out, up_out = gate_out + weights.gate_bias, up_out + weights.up_bias
+    out = linear(gate(gate_out, up_out), weights.down)
+    return out if weights.down_bias is None else out + weights.down_bias
+
+
+class TorchLocalExecutor(MeasuredExecutor):
+    """Runs experts with torch on ``device``.
+
+    The weights stay views of the mapped file. Where the stored dtype or the device differ from what is computed with,
+    an expert is converted or copied each time it is used and dropped afterwards, so memory stays bounded by one expert.
+    ``gates[layer]`` is the family's activation, taken from the module of the library that this executor stands in for.
+    """
+
+    def __init__(
+        self,
+        experts: Experts,
+        gates: Mapping[int, Gate],
+        dtype: torch.dtype,
+        device: torch.device,
+        recorder: Recorder,
+        read_ahead: ReadAhead | None = None,
+    ) -> None:
+        super().__init__(experts, recorder)
+        self._experts = experts
+        self._gates = gates
+        self._read_ahead = read_ahead
+        self._dtype = dtype
+        self._device = device
+        self._count = experts.count
+        self._views: dict[tuple[int, int], ExpertTensors] = {}
+        self._pads = device.type == "cpu" and dtype == torch.bfloat16
+        self._last_counts = torch.zeros(experts.count, dtype=torch.int64)
+        self._in_place = device.type == "cpu" and stored_dtype(experts.dtype) == dtype
+
+    @property
+    def description(self) -> str:
+        where = self._device.type if self._device.type == "cpu" else f"{self._device.type}, weights copied on demand"
+        converted = "" if stored_dtype(self._experts.dtype) == self._dtype else f", converted to {NAMES[self._dtype]}"
+        return f"local (torch, {where}{converted})"
+
+    @property
+    def counts(self) -> torch.Tensor:
+        return self._last_counts
+
+    def outputs(
+        self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, input_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See :class:`engine.runtimes.torch.offload.local.CpuExperts`. oneDNN rounds a row of a product by how many
+        rows there are."""
+        k = indices.shape[1]
+        if self._read_ahead is not None:
+            self._read_ahead.will_need(layer, indices)
+        flat = indices.reshape(-1).long()
+        routes = (flat >= 0).nonzero()[:, 0]
+        out = torch.zeros(len(flat), hidden.shape[1], dtype=torch.float32)
+        self._last_counts = flat.index_select(0, routes).bincount(minlength=self._count)
+        if not len(routes):
+            return out
+        order, _, sizes = self._by_expert(flat.index_select(0, routes)[:, None])
+        chosen = routes.index_select(0, order)
+        rows = hidden.index_select(0, chosen // k).to(self._dtype)
+        if input_weights is not None:
+            rows = rows * input_weights.reshape(-1).index_select(0, chosen)[:, None].to(self._dtype)
+        parts = rows.split(list(sizes.values()))
+        results = [self._expert(layer, expert, part) for expert, part in zip(sizes, parts, strict=True)]
+        out[chosen] = torch.cat(results).float()
+        return out
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """See :class:`engine.runtimes.torch.offload.local.LocalExecutor`."""
+        return self._dtype
+
+    def combined(self, routed: torch.Tensor, tokens: int, weights: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`engine.runtimes.torch.offload.local.LocalExecutor`."""
+        if tokens > 1:
+            return weighted_sum(routed, tokens, weights, self._dtype)
+        out = torch.zeros(1, routed.shape[1], dtype=torch.float32)
+        for position in range(routed.shape[0]):
+            result = routed[position : position + 1]
+            out += result if weights is None else result * weights[:, position, None]
+        return out
+
+    def _run(
+        self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, scale_input: bool
+    ) -> torch.Tensor:
+        tokens, k = indices.shape
+        if self._read_ahead is not None:
+            self._read_ahead.will_need(layer, indices)
+        if tokens == 1:
+            out = torch.zeros(hidden.shape, dtype=torch.float32, device=hidden.device)
+            for position, expert in enumerate(indices[0].tolist()):
+                weight = weights[:, position, None]
+                result = self._expert(layer, expert, hidden * weight if scale_input else hidden)
+                out += result if scale_input else result * weight
+            return out.to(hidden.dtype)
+        order, back, sizes = self._by_expert(indices)
+        rows = hidden.index_select(0, order // k)
+        weight = weights.reshape(-1).index_select(0, order)[:, None]
+        parts = (rows * weight if scale_input else rows).split(list(sizes.values()))
+        results = torch.cat([self._expert(layer, expert, part) for expert, part in zip(sizes, parts, strict=True)])
+        weighted = results if scale_input else results * weight
+        return weighted.index_select(0, back).view(tokens, k, -1).sum(dim=1, dtype=torch.float32).to(hidden.dtype)
+
+    def _expert(self, layer: int, expert: int, hidden: torch.Tensor) -> torch.Tensor:
+        """One expert on the tokens sent to it, [tokens, hidden]."""
+        rows = hidden.shape[0]
+        self._popularity.add(layer, expert, rows)
+        more = padded_rows(rows) - rows if self._pads else 0
+        with kernels_for(rows):
+            given = pad(hidden, (0, 0, 0, more)) if more else hidden
+            return run_expert(self._tensors(layer, expert), self._gates[layer], given)[:rows]
+
+    def _by_expert(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[int, int]]:
+        """The routes of ``indices`` [tokens, k], counted row by row, sorted by expert.
+
+        Returns the sorted routes, the place of each route among them, and how many each expert has, ascending.
+        """
+        flat = indices.reshape(-1)
+        if len(flat) > FEW_ROUTES:
+            order = flat.argsort(stable=True)
+            counts = flat.bincount(minlength=self._count).tolist()
+            back = torch.empty_like(order)
+            back[order] = torch.arange(len(order), device=order.device)
+            return order, back, {expert: count for expert, count in enumerate(counts) if count}
+        experts: list[int] = flat.tolist()
+        ordered = sorted(range(len(experts)), key=experts.__getitem__)
+        places = [0] * len(ordered)
+        sizes: dict[int, int] = {}
+        for place, route in enumerate(ordered):
+            places[route] = place
+            sizes[experts[route]] = sizes.get(experts[route], 0) + 1
+        return torch.tensor(ordered, device=flat.device), torch.tensor(places, device=flat.device), sizes
+
+    def _tensors(self, layer: int, expert: int) -> ExpertTensors:
+        found = self._views.get((layer, expert))
+        if found is None:
+            found = self._views[layer, expert] = self._open(layer, expert)
+        return found if self._in_place else self._moved(found)
+
+    def _open(self, layer: int, expert: int) -> ExpertTensors:
+        stored = self._experts.expert(layer, expert)
+
+        def optional(tensor: StoredTensor | None) -> torch.Tensor | None:
+            return None if tensor is None else view(tensor)
+
+        return ExpertTensors(
+            gate=view(stored.gate),
+            up=view(stored.up),
+            down=view(stored.down),
+            gate_up=optional(stored.gate_up),
+            gate_bias=optional(stored.gate_bias),
+            up_bias=optional(stored.up_bias),
+            down_bias=optional(stored.down_bias),
+        )
+
+    def _moved(self, tensors: ExpertTensors) -> ExpertTensors:
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device=self._device, dtype=self._dtype)
+
+        def optional(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else moved(tensor)
+
+        if tensors.gate_up is not None:
+            gate_up = moved(tensors.gate_up)
+            gate, up = gate_up.chunk(2)
+        else:
+            gate_up, gate, up = None, moved(tensors.gate), moved(tensors.up)
+        return ExpertTensors(
+            gate=gate,
+            up=up,
+            down=moved(tensors.down),
+            gate_up=gate_up,
+            gate_bias=optional(tensors.gate_bias),
+            up_bias=optional(tensors.up_bias),
+            down_bias=optional(tensors.down_bias),
+        )
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,190 @@
+"""What :mod:`engine.calibration.measuring` times: a model's own experts, through the kernels that run them in an
+answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from engine.ipc.progress import ProgressCallback
+from engine.models.files import Experts, ExpertWeights, StoredTensor
+from engine.moe.timing import Recorder
+from engine.runtimes.torch.offload.cuda_device import find_gpu
+from engine.runtimes.torch.offload.devices import DeviceError, ExpertDevice
+from engine.runtimes.torch.offload.gates import Activation, FamilyGate
+from engine.runtimes.torch.offload.host_memory import HostExperts
+from engine.runtimes.torch.offload.local import make_cpu_experts
+from engine.runtimes.torch.offload.torch_tensors import NAMES
+from engine.system.free_memory import available_bytes
+
+CYCLE_BYTES = 2 << 30
+"""The experts measured in turn have so many bytes together: far over the caches, and read from the disk only once."""
+
+Call = tuple[int, torch.Tensor]
+"""A layer and some of its experts, int32 [experts]."""
+
+
+class LocalCpuSide:
+    """See :class:`engine.calibration.measuring.CpuSide`. Reads the experts it will use once, so that they are in
+    memory."""
+
+    def __init__(self, experts: Experts, dtype: str, experts_per_token: int, cpu_threads: int | None) -> None:
+        self._dtype = {name: dtype for dtype, name in NAMES.items()}[dtype]
+        # Every activation costs about the same; the commonest stands for all.
+        silu = Activation("silu")
+        gates = dict.fromkeys(experts.layers, FamilyGate(silu, silu))
+        recorder = Recorder(max(experts.layers) + 1, experts.layers, experts.count)
+        self.cpu, self.notices = make_cpu_experts(experts, gates, self._dtype, recorder, cpu_threads)
+        first = experts.expert(experts.layers[0], 0)
+        self._hidden = first.gate.shape[1]
+        self._calls = calls_in_turn(experts, min(max(1, experts_per_token), experts.count))
+        self._next = 0
+        self._inputs: dict[int, torch.Tensor] = {}
+        for layer, chosen in self._calls:
+            for expert in chosen.tolist():
+                read_once(experts.expert(layer, expert))
+
+    @property
+    def description(self) -> str:
+        return self.cpu.description
+
+    @property
+    def experts_per_call(self) -> int:
+        return len(self._calls[0][1])
+
+    def prepare(self, tokens: int) -> None:
+        generator = torch.Generator().manual_seed(tokens)
+        self._inputs[tokens] = torch.randn(tokens, self._hidden, generator=generator).to(self._dtype)
+
+    def run(self, tokens: int) -> None:
+        layer, chosen = self._calls[self._next]
+        self._next = (self._next + 1) % len(self._calls)
+        with torch.inference_mode():
+            self.cpu.outputs(layer, self._inputs[tokens], chosen.expand(tokens, -1).contiguous())
+
+
+def calls_in_turn(experts: Experts, together: int, limit: int | None = None) -> list[Call]:
+    """Groups of ``together`` experts, layers taking turns, as many as ``limit`` bytes hold (at least one).
+
+    ``limit`` None: CYCLE_BYTES, or half of the memory that is free where that is less.
+    """
+    if limit is None:
+        limit = min(CYCLE_BYTES, available_bytes() // 2)
+    each = experts.nbytes // (experts.count * len(experts.layers))
+    groups = [range(first, first + together) for first in range(0, experts.count - together + 1, together)]
+    pairs = [(layer, group) for group in groups for layer in experts.layers]
+    return [
+        (layer, torch.tensor(list(group), dtype=torch.int32))
+        for layer, group in pairs[: max(1, limit // max(1, each * together))]
+    ]
+
+
+def read_once(weights: ExpertWeights) -> None:
+    """Bring an expert's weights from the disk into memory."""
+    for tensor in tensors_of(weights):
+        tensor.words.max()
+
+
+def tensors_of(weights: ExpertWeights) -> Iterable[StoredTensor]:
+    """Gate, up and down, and the biases there are."""
+    parts = (weights.gate, weights.up, weights.down, weights.gate_bias, weights.up_bias, weights.down_bias)
+    return [part for part in parts if part is not None]
+
+
+class DeviceGpuSide:
+    """See :class:`engine.calibration.measuring.GpuSide`: some of the model's experts on ``device``, copied as in an
+    answer.
+
+    Takes memory for a few experts. Raises DeviceError if the device has none, or is lost.
+    """
+
+    def __init__(self, device: ExpertDevice, host: HostExperts, dtype: str) -> None:
+        self._device = device
+        self._host = host
+        self._dtype = {name: dtype for dtype, name in NAMES.items()}[dtype]
+        silu = Activation("silu")
+        self._gate = FamilyGate(silu, silu)
+        experts = host.experts
+        self._hidden = experts.expert(experts.layers[0], 0).gate.shape[1]
+        calls = calls_in_turn(experts, 1)
+        self._pieces = [host.pieces(layer, int(chosen[0])) for layer, chosen in calls]
+        self._next = 0
+        self._slots = device.allocate(host.slot_bytes, 3)
+        self._inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._device.begin()
+        for slot in self._slots:
+            self._device.copy(slot, self._pieces[0])
+        self._wait()
+
+    @property
+    def name(self) -> str:
+        return self._device.name
+
+    def run(self, tokens: int) -> None:
+        rows, out = self.rows(tokens)
+        self._device.begin()
+        self._device.run(self._slots[0], self._host.layout, self._gate, rows, out, None)
+        self._wait()
+
+    def copy(self) -> None:
+        self.start_copies(1)()
+
+    def activations(self, tokens: int) -> None:
+        rows, _ = self.rows(tokens)
+        (there,) = self._device.download(rows)
+        self._device.upload(there)
+        self._device.synchronize()
+
+    def start_copies(self, count: int) -> Callable[[], tuple[float, float]]:
+        self._device.begin()
+        for index in range(count):
+            self._device.copy(self._slots[1 + index % 2], self._pieces[self._next])
+            self._next = (self._next + 1) % len(self._pieces)
+        return self._wait
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._device.release(self._slots)
+        self._host.close()
+
+    def _wait(self) -> tuple[float, float]:
+        work = self._device.end()
+        self._device.synchronize()
+        return work.interval()
+
+    def rows(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Activations, and room for the results, on the device."""
+        if tokens not in self._inputs:
+            generator = torch.Generator().manual_seed(tokens)
+            rows = torch.randn(tokens, self._hidden, generator=generator)
+            there = self._device.upload(rows).to(self._dtype)
+            self._inputs[tokens] = there, torch.empty_like(there, dtype=torch.float32)
+        return self._inputs[tokens]
+
+
+def gpu_side(experts: Experts, dtype: str, progress: ProgressCallback) -> tuple[DeviceGpuSide | None, list[str]]:
+    """The GPU with some of ``experts``, and a line for each thing to know; None if none can be measured."""
+    try:
+        device = find_gpu()
+        if device is None:
+            return None, ["No GPU that torch can use was found: only the CPU was measured."]
+        return open_gpu_side(device, experts, dtype, progress)
+    except DeviceError as error:
+        return None, [f"The GPU could not be measured ({error}): only the CPU was."]
+
+
+def open_gpu_side(
+    device: ExpertDevice, experts: Experts, dtype: str, progress: ProgressCallback
+) -> tuple[DeviceGpuSide, list[str]]:
+    """``device`` with some of ``experts``, their pages locked as far as they would be in an answer.
+
+    Raises DeviceError.
+    """
+    host = HostExperts(experts)
+    lines = host.lock(device.lock_pages, device.unlock_pages, progress)
+    try:
+        return DeviceGpuSide(device, host, dtype), lines
+    except DeviceError:
+        host.close()
+        raise

@@ -1,0 +1,128 @@
+"""From a model's name to a session: resolve, convert if need be, pick the runtime, load, read what ends an answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from engine.errors import ModelError
+from engine.ipc.messages import Load
+from engine.ipc.progress import ProgressCallback
+from engine.models.config_values import check_config
+from engine.models.json_files import SMALL_FILE, read_object
+from engine.models.wording import shown
+from engine.runtimes.loading import load_model
+
+if TYPE_CHECKING:
+    from engine.cluster.network import Network
+    from engine.session.session import Session
+
+
+def load_session(
+    request: Load,
+    progress: ProgressCallback,
+    should_stop: Callable[[], bool] | None = None,
+    release: Callable[[], None] = lambda: None,
+    network: Network | None = None,
+) -> Session:
+    """Load ``request.model`` and make a session of it. Opens no socket; a GGUF file is converted once.
+
+    With partitioning ``ring``, ``network`` must be open, and the machines there share the model's experts.
+
+    ``release`` is called before memory is taken: it frees the model that was loaded before, which is not given up for
+    one that is refused. Raises ModelError: unknown model (bad-input), not on this machine, damaged, unsupported,
+    or too large (memory).
+    """
+    from engine.models.store import refuse_share
+    from engine.models.tokenizer import load_tokenizer
+
+    started = time.perf_counter()
+    check_request(request)
+    name, folder = find_folder(request.model, progress, should_stop)
+    refuse_share(folder)
+    with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
+        # A vocabulary takes as long to read as all that is imported meanwhile: that is half of a small model's load.
+        reading = beside.submit(load_tokenizer, folder)
+        from engine.runtimes import runtime_named
+        from engine.runtimes.choosing import choose_runtime
+        from engine.session.session import Session
+
+        choice = choose_runtime(request, folder, progress=progress)
+        runtime = runtime_named(choice.name)
+        progress("reading the tokenizer", 0, 0, "")
+        words = reading.result()
+    defaults = read_settings(folder / "generation_config.json")
+    ends = stop_ids(defaults) or stop_ids(read_settings(folder / "config.json"))
+    ends |= words.end_of_turn_ids if words is not None else frozenset()
+    if network is None:
+        model = load_model(runtime, name, folder, request, progress, release=release)
+    else:
+        from engine.cluster.head.head_model import RingModel
+
+        former = network.former(name, folder, runtime, request)
+        # Forming asks what memory is free.
+        release()
+        model = RingModel(name, former, progress)
+    said = [f"Running on {runtime.name}: {choice.reason}."] if choice.is_fallback else []
+    facts = msgspec.structs.replace(
+        model.facts,
+        name=name,
+        has_chat_template=words is not None and words.has_chat_template,
+        has_tokenizer=words is not None,
+        load_s=time.perf_counter() - started,
+        notices=[*said, *model.facts.notices, *(words.notices if words else ()), *settings_not_applied(defaults)],
+        context_limit=min(model.facts.context_limit, request.context_limit or model.facts.context_limit),
+    )
+    return Session(model, words, ends=ends, defaults=defaults, facts=facts, prefill_chunk=request.prefill_chunk)
+
+
+def check_request(request: Load) -> None:
+    """Raises ModelError (bad-input) for numbers that mean nothing."""
+    if request.prefill_chunk < 1:
+        raise ModelError(f"The prefill chunk is {request.prefill_chunk} tokens; it takes at least 1.", kind="bad-input")
+    if request.context_limit is not None and request.context_limit < 2:
+        raise ModelError(f"A context limit of {request.context_limit} leaves no room for an answer.", kind="bad-input")
+
+
+def find_folder(name: str, progress: ProgressCallback, should_stop: Callable[[], bool] | None) -> tuple[str, Path]:
+    """The model's name for the screen and the folder to open; a GGUF file is converted if it has not been yet.
+
+    Raises ModelError: unknown (bad-input), or known but not on this machine (saying how to get it).
+    """
+    from engine.models import store
+
+    resolved = store.resolve(name)
+    if resolved.kind == "gguf" and resolved.folder is None:
+        from engine.models.gguf_model import convert_gguf
+
+        convert_gguf(resolved.source, progress, should_stop)
+    # A person's own folder without a config is opened all the same: that says best what is wrong with it.
+    own = resolved.kind == "folder" and resolved.source.is_dir()
+    return resolved.name, resolved.folder or (resolved.source if own else resolved.require_folder())
+
+
+def settings_not_applied(defaults: dict[str, Any]) -> list[str]:
+    """One line if the model's own generation settings ask for something that sampling here does not have."""
+    penalty = defaults.get("repetition_penalty")
+    if penalty in (None, 1, 1.0):
+        return []
+    return [f"The model's own repetition_penalty of {shown(penalty)} is not applied: this version has none."]
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """A JSON object of the model's folder; empty if there is no such file. Raises ModelError if it is damaged."""
+    settings = read_object(path, SMALL_FILE)
+    check_config(settings, str(path))
+    return settings
+
+
+def stop_ids(settings: dict[str, Any]) -> frozenset[int]:
+    """``eos_token_id`` of a configuration, which is a number, a list of them, or absent."""
+    value = settings.get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    return frozenset(int(token) for token in ids if isinstance(token, int))

@@ -1,0 +1,219 @@
+"""``Plan``: from a model's name to where it would lie and how fast it should be. Reads headers, loads nothing.
+
+The decisions are :mod:`engine.planning.hybrid`'s; here is what they are made from: the model's sizes, this machine's
+memory, what was measured on it before, and the person's own use of the model.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from engine.calibration.calibration_file import calibration_key, load_calibration
+from engine.calibration.model_headers import Headers, disk_rate, read_headers
+from engine.calibration.speed_file import MLX_GPU, MachineSpeed, load_speed
+from engine.ipc.messages import Load, ModelFacts, Plan, Planned, PlannedChoice
+from engine.models.sizes import Sizes
+from engine.models.store import ResolvedModel, resolve
+from engine.moe.popularity_file import known_counts
+from engine.planning.calibration import Calibration
+from engine.planning.hybrid import Device, HybridPlan, Machine, Wanted
+from engine.planning.hybrid import plan as plan_placement
+from engine.runtimes import choosing
+from engine.runtimes.choosing import Choice, choose_runtime, on_one_machine
+from engine.session.loading import check_request
+from engine.system.cpu_threads import reason_for, threads_of, within_this_machine
+from engine.system.free_memory import available_bytes, memory
+from engine.system.machine import Gpu, gpu, processor
+
+if TYPE_CHECKING:
+    from engine.cluster.network import Network
+
+
+def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Network | None = None) -> Planned:
+    """The plan for ``request.load``. ``loaded``: the model that is loaded now and would make room. ``network``: where
+    the machines of a ring are, for partitioning ``ring``.
+
+    Raises ModelError as loading would: an unknown model (bad-input), one that is not on this machine, damaged,
+    unsupported.
+    """
+    load, _ = within_this_machine(request.load)
+    check_request(load)
+    if load.partitioning == "ring":
+        return _plan_ring(request, load, loaded, network)
+    resolved = resolve(load.model)
+    folder = _folder_of(resolved)
+    headers = read_headers(folder, load)
+    sizes = headers.sizes
+    graphics = None if load.partitioning == "cpu" or load.runtime in ("native", "mlx") else gpu()
+    runtime = _choose(load, headers, graphics is not None)
+    notices: list[str] = []
+    calibration, speed = _measured(load, headers, graphics, runtime.name, notices)
+    context = min(sizes.context_limit, load.context_limit or Wanted().context_tokens)
+    plan = plan_placement(
+        sizes.for_planning(load.model),
+        _machine(headers, graphics, speed, loaded),
+        Wanted(
+            partitioning="cpu" if graphics is None else load.partitioning,
+            policy=load.policy,
+            gpu_expert_bytes=load.gpu_expert_bytes,
+            context_tokens=context,
+            prefill_chunk=load.prefill_chunk,
+            cpu_layer_overhead_s=_overhead(speed, runtime.name),
+        ),
+        calibration,
+        _popularity(headers, notices),
+    )
+    return Planned(
+        id=request.id,
+        model=resolved.name,
+        family=sizes.family,
+        fits=plan.fits,
+        shortfall=plan.shortfall,
+        memory=list(plan.memory),
+        choices=[*_choices(request.load, sizes, runtime, context), *plan.choices, *_said(notices)],
+        tokens_per_s=plan.tokens_per_s,
+        prefill_tokens_per_s=plan.prefill_tokens_per_s,
+        basis=_basis(plan, sizes, speed, runtime.name, load.model),
+    )
+
+
+def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: Network | None) -> Planned:
+    """The same with the machines of ``network``, as far as they can be asked now."""
+    from engine.cluster.head.plan_request import plan_ring_request
+
+    resolved = resolve(load.model)
+    headers = read_headers(_folder_of(resolved), load)
+    runtime = _choose(load, headers, on_gpu=False)
+    alone = on_one_machine(load, runtime.name)
+    notices: list[str] = []
+    plan = plan_ring_request(
+        network, headers, resolved.name, msgspec.structs.replace(alone, runtime=runtime.name), loaded, notices
+    )
+    decision, memory = plan.decision, plan.memory
+    context = min(headers.sizes.context_limit, load.context_limit or Wanted().context_tokens)
+    return Planned(
+        id=request.id,
+        model=resolved.name,
+        family=headers.sizes.family,
+        fits=decision.kind != "refused",
+        shortfall=decision.shortfall,
+        memory=memory,
+        choices=[
+            *_choices(request.load, headers.sizes, runtime, context),
+            PlannedChoice(
+                "partitioning", "ring" if decision.kind == "ring" else "this machine", decision.reason or "as chosen"
+            ),
+            *_said([*notices, *decision.notices]),
+        ],
+        tokens_per_s=plan.tokens_per_s,
+        basis="what the machines measured of themselves and of their links",
+        ring=decision.facts,
+    )
+
+
+def _folder_of(resolved: ResolvedModel) -> Path:
+    """The folder to plan for. A GGUF file that was not converted is refused as converting it would refuse it."""
+    if resolved.kind == "gguf" and resolved.folder is None:
+        from engine.models.gguf_model import check_convertible
+
+        check_convertible(resolved.source)
+    return resolved.require_folder()
+
+
+def _choose(load: Load, headers: Headers, on_gpu: bool) -> Choice:
+    """The runtime that loading takes, by what is known of the model's headers already. Raises ModelError if it refuses
+    the model."""
+    choice = choose_runtime(load, headers.folder, on_gpu, lambda: headers.not_native)
+    if choice.name == "native" and headers.refused is not None:
+        raise headers.refused
+    return choice
+
+
+def _machine(headers: Headers, graphics: Gpu | None, speed: MachineSpeed | None, loaded: ModelFacts | None) -> Machine:
+    """This machine as it will be once the loaded model has made room."""
+    on_gpu = loaded is not None and loaded.device.startswith("cuda")
+    freed = loaded.trunk_bytes if loaded is not None and loaded.runtime != "native" else 0
+    cpu = Device("CPU", memory().total, available_bytes() + (0 if on_gpu else freed))
+    memory_read = speed.memory_read if speed is not None else None
+    # Reading from the disk to learn its rate takes a moment: only where it will matter.
+    beyond = headers.largest is not None and headers.sizes.expert_bytes + headers.sizes.trunk_bytes > cpu.free
+    disk = disk_rate(headers.largest) if headers.largest is not None and beyond else None
+    if graphics is None:
+        return Machine(cpu, memory_read=memory_read, disk_read=disk)
+    freed_there = freed + loaded.gpu_expert_bytes if loaded is not None and on_gpu else 0
+    there = Device(graphics.name, graphics.total, min(graphics.total, graphics.free + freed_there))
+    return Machine(cpu, there, memory_read, disk)
+
+
+def _measured(
+    load: Load, headers: Headers, graphics: Gpu | None, runtime: str, notices: list[str]
+) -> tuple[Calibration | None, MachineSpeed | None]:
+    """The calibration of the model's experts on this machine, and what else was measured here."""
+    dtype, shape = headers.sizes.dtype, headers.shape
+    name = graphics.name if graphics is not None else None
+    key = calibration_key(dtype, load.cpu_threads, name)
+    on_mac_gpu = runtime == "mlx" and choosing.on_apple_silicon()
+    speed = load_speed(calibration_key(dtype, load.cpu_threads, MLX_GPU if on_mac_gpu else None))
+    if shape is None:
+        return None, speed
+    calibration = load_calibration(shape, key, notices.append)
+    there = gpu() if calibration is None and graphics is None else None
+    if there is not None:
+        # The CPU's figures are the same, whatever else is in the machine.
+        calibration = load_calibration(shape, calibration_key(dtype, load.cpu_threads, there.name), notices.append)
+    return calibration, speed
+
+
+def _popularity(headers: Headers, notices: list[str]) -> list[list[int]]:
+    if headers.profile is None:
+        return []
+    counts = known_counts(headers.folder, headers.profile, headers.sizes.experts_per_token, notices.append)
+    return [] if counts is None else [[round(routes) for routes in row] for row in counts.values()]
+
+
+def _choices(load: Load, sizes: Sizes, runtime: Choice, context: int) -> list[PlannedChoice]:
+    if load.context_limit is not None and load.context_limit < sizes.context_limit:
+        why = "as chosen"
+    elif context == sizes.context_limit:
+        asked = f", though {load.context_limit} were asked for" if (load.context_limit or 0) > context else ""
+        why = f"what the model was made for{asked}"
+    else:
+        why = f"usual for a conversation; the model takes up to {sizes.context_limit}"
+    per_thousand = 1000 * sizes.key_value_bytes_per_token / 1e6
+    numbers = "as the model is stored" if load.dtype == "auto" else "as chosen"
+    choices = [
+        PlannedChoice("runtime", runtime.name, runtime.reason),
+        PlannedChoice("numbers", sizes.dtype, numbers),
+        PlannedChoice("context", f"{context} tokens", f"{why}; 1000 more take {per_thousand:.0f} MB"),
+    ]
+    if runtime.name != "mlx":
+        choices.append(PlannedChoice("threads", str(threads_of(load)), reason_for(load)))
+    if load.partitioning == "hybrid" and load.runtime not in ("native", "mlx") and gpu() is None:
+        choices.append(PlannedChoice("partitioning", "cpu", "no GPU that torch can use was found"))
+    return choices
+
+
+def _said(notices: list[str]) -> list[PlannedChoice]:
+    return [PlannedChoice("note", "not used", notice) for notice in notices]
+
+
+def _overhead(speed: MachineSpeed | None, runtime: str) -> float:
+    """Seconds per layer and step that ``runtime`` adds. No other adds less than the native one: where only that was
+    measured, it stands in, so that nobody is told that an unmeasured runtime is the faster one."""
+    known = speed.layer_overhead_s if speed is not None else {}
+    return known.get(runtime, known.get("native", 0.0))
+
+
+def _basis(plan: HybridPlan, sizes: Sizes, speed: MachineSpeed | None, runtime: str, model: str) -> str:
+    if plan.tokens_per_s is None:
+        if not sizes.experts and not plan.on_gpu and speed is None:
+            return f"nothing was measured on this machine ({processor()}): run `privatellm bench decode` with any model"
+        return plan.basis
+    if not plan.on_gpu and (speed is None or runtime not in speed.layer_overhead_s):
+        command = f"privatellm bench decode {shlex.quote(model)} --runtime {runtime}"
+        return f"at best: what {runtime} adds to each layer was not measured (`{command}`); {plan.basis}"
+    return plan.basis

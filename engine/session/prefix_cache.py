@@ -1,0 +1,273 @@
+"""The keys and values of a conversation: which tokens are in the cache, and bringing others there.
+
+Whoever asks the same question again gets the same answer, to the bit: a prompt is brought into the cache by the passes
+that brought it there before, and new ones go on only from where a pass ended (see :mod:`engine.session.passes`). In a
+ring a part of the cache lies on other machines: when one is lost, what is left forms again and the same passes are run
+again, while the person waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from engine.errors import Cancelled, ModelError, PeerLost
+from engine.ipc.messages import Notice, Prefill, RingChanged
+from engine.runtimes.protocol import (
+    ChoosesTokens,
+    Draw,
+    Interrupted,
+    Interruptible,
+    LoadedModel,
+    Logits,
+    Recoverable,
+    TokenRows,
+)
+from engine.session.passes import Passes, RememberedPasses
+from engine.session.turn import Turn
+from engine.system.free_memory import give_back
+
+LONG_CHUNK = 128
+"""Tokens of a prefill chunk from which on its buffers are worth giving back to the system."""
+
+FORMED_AGAIN = 5
+"""So often the ring is formed again within one turn; then the answer ends with what there is."""
+
+REPLAY_INTERVAL_S = 1 / 4
+"""Between two tellings of how many decoded tokens have been run again."""
+
+
+class ConversationCache:
+    """``rows`` holds the keys and values of ``tokens``; None: of nothing. ``chunk`` is the tokens of a prefill chunk.
+
+    Whoever gets an exception out of a forward pass must :meth:`forget`: nobody knows what the cache holds then.
+    """
+
+    def __init__(self, model: LoadedModel, chunk: int) -> None:
+        self._model = model
+        self._chunk = chunk
+        self.rows: TokenRows | None = None
+        self.tokens: list[int] = []
+        self._passes = Passes()
+        """Those that made ``tokens``."""
+        self._known: tuple[int, Logits] | None = None
+        """So many tokens and the logits after them: those of the last prompt, so that it can be answered again."""
+        self._remembered = RememberedPasses()
+        self._lost: tuple[list[int], Passes] | None = None
+        """What a ring held that was formed anew between two questions."""
+        self._repeatable = True
+        self._formed_again = 0
+
+    def forget(self) -> None:
+        self.rows = None
+        self.tokens = []
+        self._passes = Passes()
+        self._known = None
+
+    def take_back_peers(self, turn: Turn) -> None:
+        """Before a question: a ring may be formed anew, by which the cache is lost. Raises Cancelled, ModelError.
+
+        Until :meth:`turn_over` its machines are waited for only as long as ``turn`` is not cancelled.
+        """
+        self._formed_again = 0
+        if not isinstance(self._model, Recoverable):
+            return
+        self._model.turn(turn.cancelled)
+        void = True
+        try:
+            void = self._model.between_turns(turn.report, lambda text: turn.emit(Notice(text=text)))
+        finally:
+            if void:
+                if self.rows is not None:
+                    self._lost = self.tokens, self._passes
+                self.forget()
+
+    def turn_over(self) -> None:
+        if isinstance(self._model, Recoverable):
+            self._model.turn(lambda: False)
+
+    def prefill(self, prompt: list[int], turn: Turn, repeatable: bool) -> Logits | None:
+        """Bring ``prompt`` into the cache, again if a peer is lost; the logits after it, or None if cancelled.
+
+        ``repeatable``: the same prompt gives the same logits as before, to the bit, though it may take longer. What
+        is drawn without a seed cannot be told from another draw and need not wait for that.
+        """
+        self._repeatable = repeatable
+        passes = self._way(prompt)
+        logits: Logits | None
+        try:
+            logits = self._run(prompt, passes, turn)
+        except PeerLost as lost:
+            logits = self._run_again(lost, prompt, passes, turn)
+        if logits is not None:
+            self._known = len(prompt), logits
+            if repeatable:
+                self._remembered.put(prompt, passes)
+        return logits
+
+    def step(self, token: int, turn: Turn) -> Logits | None:
+        """The logits after one more ``token``. If a peer is lost, what is left of the ring runs all of it again; None
+        if that was cancelled."""
+        assert self.rows is not None
+        try:
+            logits: Logits = self.rows.step([token])[0]
+        except Interrupted:
+            return None
+        except PeerLost as lost:
+            return self._run_again(lost, [*self.tokens, token], self._passes.decoded(), turn)
+        self._took([token], self._passes.decoded())
+        return logits
+
+    def step_choosing(self, token: int, draw: Draw) -> int | None:
+        """The token after one more ``token``, where the rows choose it themselves; None where they do not."""
+        rows: object = self.rows
+        if not isinstance(rows, ChoosesTokens):
+            return None
+        chosen = rows.step_choosing(token, draw)
+        self._took([token], self._passes.decoded())
+        return chosen
+
+    def settle(self) -> None:
+        """An answer is over: no step goes on for it."""
+        rows: object = self.rows
+        if isinstance(rows, ChoosesTokens):
+            rows.settle()
+
+    def rows_again(self, lost: PeerLost, turn: Turn) -> TokenRows:
+        """Rows that hold what is in the cache, for a beam search whose ring was lost. Raises Interrupted if
+        cancelled."""
+        if self._run_again(lost, self.tokens, self._passes, turn) is None:
+            raise Interrupted
+        assert self.rows is not None
+        return self.rows
+
+    # --- which passes ---------------------------------------------------------------------------------------------
+
+    def _way(self, prompt: list[int]) -> Passes:
+        """By which passes ``prompt`` is brought into the cache."""
+        lost, self._lost = self._lost, None
+        found = self._remembered.get(prompt) if self._repeatable else None
+        if found is not None:
+            return found
+        tokens, passes = lost if lost is not None and self._repeatable else (self.tokens, self._passes)
+        shared = _shared(tokens, prompt)
+        if shared == len(prompt) and not self._knows(shared):
+            shared -= 1
+        kept = passes.cut(shared)
+        if kept != passes and self.rows is not None and not self.rows.can_truncate:
+            kept = Passes()
+        return kept.up_to(len(prompt), self._chunk)
+
+    def _knows(self, length: int) -> bool:
+        """Whether the logits after the first ``length`` tokens are known."""
+        return self._known is not None and self._known[0] == length
+
+    def _begin(self, tokens: list[int], passes: Passes) -> TokenRows:
+        """The cache cut back to what it has in common with ``tokens`` that were made by ``passes``; never to all of
+        them unless the logits are known."""
+        kept = passes.shared(self._passes).cut(_shared(self.tokens, tokens))
+        if kept == passes and not self._knows(passes.length):
+            kept = passes.cut(passes.length - 1)
+        rows = self.rows
+        if rows is None or (kept != self._passes and not (kept.length and rows.can_truncate)):
+            self.forget()
+            self.rows = self._model.start()
+            return self.rows
+        if kept != self._passes:
+            rows.truncate(kept.length)
+            del self.tokens[kept.length :]
+            self._passes = kept
+            if self._known is not None and self._known[0] > kept.length:
+                self._known = None
+        return rows
+
+    # --- running them ---------------------------------------------------------------------------------------------
+
+    def _run(self, tokens: list[int], passes: Passes, turn: Turn) -> Logits | None:
+        """Bring ``tokens`` into the cache by ``passes``; the logits after them, or None if cancelled."""
+        rows = self._begin(tokens, passes)
+        reused = len(self.tokens)
+        turn.emit(Prefill(id=turn.id, done=reused, total=len(tokens), reused=reused))
+        logits = self._known[1] if self._known is not None and reused == len(tokens) else None
+        for run in passes.after(reused):
+            for count in [run] if run > 0 else [1] * -run:
+                if turn.cancelled():
+                    return None
+                begun = len(self.tokens)
+                turn.watch()
+                part = tokens[begun : begun + count]
+                if run > 0:
+                    try:
+                        with self._interruptible(turn), turn.passing():
+                            logits = rows.extend(part, want_logits=begun + count == len(tokens))
+                    except Interrupted:
+                        return None
+                    self._took(part, self._passes.prefilled(count))
+                    if count >= LONG_CHUNK:
+                        give_back()
+                else:
+                    try:
+                        with turn.passing():
+                            logits = rows.step(part)[0]
+                    except Interrupted:
+                        return None
+                    self._took(part, self._passes.decoded())
+                done = begun + count
+                turn.ran_of_prompt(begun, done)
+                if run > 0 or done == len(tokens) or turn.due("replay", REPLAY_INTERVAL_S):
+                    turn.emit(Prefill(id=turn.id, done=done, total=len(tokens), reused=reused))
+                turn.show_timing()
+        return logits
+
+    def _took(self, tokens: Sequence[int], passes: Passes) -> None:
+        self.tokens += tokens
+        self._passes = passes
+
+    def _run_again(self, lost: PeerLost, tokens: list[int], passes: Passes, turn: Turn) -> Logits | None:
+        """After ``lost``: the ring is formed again and everything run again, as often as it takes."""
+        if not self._repeatable:
+            passes = Passes().up_to(len(tokens), self._chunk)
+        while self._form_again(lost, turn):
+            try:
+                return self._run(tokens, passes, turn)
+            except PeerLost as again:
+                lost = again
+        return None
+
+    def _form_again(self, lost: PeerLost, turn: Turn) -> bool:
+        """Nothing of the cache is left. False: cancelled. Raises ModelError if those who are there cannot go on."""
+        self.forget()
+        if turn.cancelled():
+            return False
+        self._formed_again += 1
+        if not isinstance(self._model, Recoverable) or self._formed_again > FORMED_AGAIN:
+            raise ModelError(f"A machine of the ring is gone: {lost}.", kind="network") from lost
+        try:
+            self._model.recover(lost, turn.report, lambda text: turn.emit(Notice(text=text)))
+        except Cancelled:
+            return False
+        found = self._model.facts
+        turn.emit(RingChanged(ring=found.ring, executor=found.executor))
+        return True
+
+    @contextlib.contextmanager
+    def _interruptible(self, turn: Turn) -> Iterator[None]:
+        """Within it, a forward pass ends early if the turn is cancelled and the runtime can do that."""
+
+        model = self._model
+        if not isinstance(model, Interruptible):
+            yield
+            return
+        model.between_layers = turn.check
+        try:
+            yield
+        finally:
+            model.between_layers = None
+
+
+def _shared(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the longest common beginning."""
+    for index, (one, other) in enumerate(zip(left, right, strict=False)):
+        if one != other:
+            return index
+    return min(len(left), len(right))

@@ -1,0 +1,438 @@
+"""A loaded model and the conversation's prefix in its cache: one question at a time, only what is new is run."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from engine.errors import Cancelled, ModelError
+from engine.generation.beams import BeamRule, BeamState, Hypothesis, beam_run, check_beams
+from engine.generation.sampling import NotNumbersError, Sampler, sampling_rule
+from engine.generation.text import IncrementalDecoder, StopStrings, first_stop
+from engine.ipc.messages import (
+    AnyEvent,
+    Beam,
+    BeamEstimate,
+    BeamEstimates,
+    EstimateBeams,
+    Finished,
+    FinishReason,
+    Generate,
+    Message,
+    ModelFacts,
+    RingChanged,
+)
+from engine.planning.memory import ModelCosts, estimate_beams, extra_beam_memory, longest_answer
+from engine.runtimes.protocol import (
+    Draw,
+    Interrupted,
+    LoadedModel,
+    Logits,
+    Resizable,
+)
+from engine.session.prefix_cache import ConversationCache
+from engine.session.token_history import SpokenTokens
+from engine.session.turn import Answer, Turn
+from engine.system.free_memory import available_bytes, ran_out_of_memory
+
+SHORTEST_BEAM_ANSWER = 64
+"""Tokens an answer may at least have when nobody said how long it may get and memory is what limits it."""
+
+STOP_MARGIN = 8
+"""Tokens decoded beyond the longest stop string's characters when looking whether a beam has reached it."""
+
+CONTEXT_TOKENS = 8
+"""Tokens of a prompt that an answer continues which are decoded with the answer's first ones."""
+
+
+class TextTokenizer(Protocol):
+    """What a session needs of :class:`engine.models.tokenizer.Tokenizer`."""
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def render_chat(
+        self, messages: Sequence[Message], continue_last: bool = False, should_stop: Callable[[], bool] = ...
+    ) -> str: ...
+
+    def encode_rendered(self, text: str, beginning: bool = True) -> list[int]: ...
+
+    def decode_exactly(self, ids: Sequence[int]) -> str: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+class Control(Protocol):
+    """What may be said from outside while a turn runs; asked at least once per step, from the turn's thread."""
+
+    def cancelled(self) -> bool: ...
+
+    def watching(self) -> bool:
+        """Whether somebody looks at the timing panel."""
+        ...
+
+
+Emit = Callable[[AnyEvent], None]
+
+
+class Session:
+    """See the module. Not thread-safe: one question at a time; :meth:`estimate_beams` alone may run beside one.
+
+    ``ends`` are the token ids that end an answer, ``defaults`` the model's ``generation_config.json``.
+    ``memory`` gives the bytes that are free for keys and values.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        tokenizer: TextTokenizer | None,
+        *,
+        ends: Collection[int],
+        defaults: Mapping[str, Any],
+        facts: ModelFacts | None = None,
+        prefill_chunk: int = 512,
+        memory: Callable[[], int] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.facts = facts or model.facts
+        self._model = model
+        self._tokenizer = tokenizer
+        self._spoken = SpokenTokens(tokenizer) if tokenizer is not None else None
+        self._ends = frozenset(ends)
+        self._defaults = defaults
+        self._memory = memory or self._free_memory
+        self._clock = clock
+        self._cache = ConversationCache(model, prefill_chunk)
+        self._context: list[int] = []
+        self.first_pass_s: float | None = None
+        """Seconds of the first pass of the last question; None: nothing was run."""
+
+    def _free_memory(self) -> int:
+        """Bytes that keys and values may take."""
+        shared = self._model.memory_for_rows() if isinstance(self._model, Resizable) else None
+        return available_bytes(self.facts.device) if shared is None else shared
+
+    @property
+    def model(self) -> LoadedModel:
+        """For measuring it beside the conversation: with rows of its own."""
+        return self._model
+
+    @property
+    def cached_tokens(self) -> tuple[int, ...]:
+        """The tokens whose keys and values are in the cache: the prefix the next question may share."""
+        return tuple(self._cache.tokens)
+
+    def close(self) -> None:
+        """Free the memory; the session cannot be used afterwards."""
+        self._cache.forget()
+        self._model.close()
+
+    def resize(self, gpu_expert_bytes: int | None) -> ModelFacts:
+        """Give the experts so much GPU memory (None: what is left free); the facts as they are then.
+
+        Raises ModelError if nothing is shared with a GPU (bad-input), or there is too little memory (memory).
+        """
+        if not isinstance(self._model, Resizable):
+            raise ModelError(
+                f"{self.facts.name} runs on {self.facts.runtime}, which shares no experts with a GPU; load it with "
+                "partitioning hybrid.",
+                kind="bad-input",
+            )
+        found = self._model.resize_experts(gpu_expert_bytes)
+        self.facts = msgspec.structs.replace(
+            self.facts, gpu_expert_bytes=found.gpu_expert_bytes, executor=found.executor
+        )
+        return self.facts
+
+    def generate(self, request: Generate, emit: Emit, control: Control) -> Finished:
+        """Answer ``request``: Prefill, Piece, BeamProgress and Timing go to ``emit``, the rest is returned.
+
+        If ``control`` says so, the answer ends with what there is; what was computed stays in the cache.
+        Raises ModelError (bad-input, context, memory, model); what was emitted before it remains true.
+        """
+        try:
+            prompt = self._prompt(request, control.cancelled)
+        except Cancelled:
+            return nothing_said(request.id)
+        # Text that goes on from the prompt's is decoded after it: a word's space may be part of its first token.
+        self._context = prompt[-CONTEXT_TOKENS:] if request.continue_last else []
+        check_beams(request.beams, request.length_penalty)
+        if request.beams > 1 and (request.sampling.temperature or 0.0) > 0.0:
+            raise ModelError(
+                f"Beam search does not sample, but the temperature is {request.sampling.temperature}; "
+                "use 1 beam, or leave the temperature out.",
+                kind="bad-input",
+            )
+        rule = sampling_rule(request.sampling, self._defaults)
+        stops = StopStrings(request.stop)
+        most = self._most_tokens(request, len(prompt))
+        turn = Turn(request, self._model.recorder, emit, control, self._clock, len(prompt))
+        try:
+            with self._consistent_cache():
+                try:
+                    self._cache.take_back_peers(turn)
+                except Cancelled:
+                    return turn.finished(Answer("", [], "cancelled"))
+                self._keep_facts(emit)
+                repeatable = request.beams > 1 or rule.greedy or rule.seed is not None
+                logits = self._cache.prefill(prompt, turn, repeatable)
+                if logits is None:
+                    return turn.finished(Answer("", [], "cancelled"))
+                if request.beams > 1:
+                    answer = self._search(request, turn, logits, most)
+                else:
+                    answer = self._sample(turn, logits, Sampler(rule), stops, most)
+            if self._spoken is not None and request.messages is not None:
+                ended = bool(answer.tokens) and answer.tokens[-1] in self._ends
+                self._spoken.answered(answer.text, answer.tokens[:-1] if ended else answer.tokens)
+            return turn.finished(answer)
+        finally:
+            self._cache.turn_over()
+            turn.close()
+            self.first_pass_s = turn.first_pass_s
+            self._keep_facts(emit)
+
+    def _keep_facts(self, emit: Emit) -> None:
+        """What a ring that was formed anew changes of the facts; the screen is told."""
+        found = self._model.facts
+        if (found.ring, found.executor) != (self.facts.ring, self.facts.executor):
+            self.facts = msgspec.structs.replace(self.facts, ring=found.ring, executor=found.executor)
+            emit(RingChanged(ring=found.ring, executor=found.executor))
+
+    def estimate_beams(self, request: EstimateBeams) -> BeamEstimates:
+        """What beams would cost. Raises ModelError (bad-input) for a width or context that means nothing."""
+        for width in request.widths:
+            check_beams(width, 1.0)
+        if request.context_tokens < 0:
+            raise ModelError(f"A context of {request.context_tokens} tokens means nothing.", kind="bad-input")
+        available = self._memory()
+        costs = ModelCosts(
+            trunk_bytes=self.facts.trunk_bytes,
+            expert_bytes=self.facts.expert_bytes,
+            moe_layers=len(self.facts.moe_layers),
+            experts=self.facts.experts,
+            experts_per_token=self.facts.experts_per_token,
+            key_value_bytes_per_token=self.facts.key_value_bytes_per_token,
+        )
+        found = estimate_beams(costs, request.widths, request.context_tokens, len(self._cache.tokens), available)
+        return BeamEstimates(
+            id=request.id,
+            estimates=[BeamEstimate(c.width, c.memory_bytes, c.fits, c.relative_step_time) for c in found],
+            available_bytes=available,
+        )
+
+    # --- before the first token -----------------------------------------------------------------------------------
+
+    def _prompt(self, request: Generate, cancelled: Callable[[], bool]) -> list[int]:
+        if (request.messages is None) == (request.prompt_ids is None):
+            raise ModelError("A question is either messages or token ids, exactly one of them.", kind="bad-input")
+        if request.max_tokens is not None and request.max_tokens < 1:
+            raise ModelError(f"Max tokens is {request.max_tokens}; an answer takes at least 1.", kind="bad-input")
+        if request.prompt_ids is not None:
+            prompt = list(request.prompt_ids)
+            wrong = next((token for token in prompt if not 0 <= token < self.facts.vocabulary), None)
+            if wrong is not None:
+                raise ModelError(
+                    f"Token id {wrong} is not in the model's vocabulary of {self.facts.vocabulary}.", kind="bad-input"
+                )
+        elif self._spoken is None:
+            raise ModelError(
+                f"{self.facts.name} has no tokenizer, so it takes token ids only (--prompt-ids); "
+                "add its tokenizer.json to the folder to ask in words.",
+                kind="bad-input",
+            )
+        elif not request.messages:
+            raise ModelError("There is no message to answer.", kind="bad-input")
+        else:
+            prompt = self._spoken.prompt(request.messages, request.continue_last, cancelled)
+        if not prompt:
+            raise ModelError("The prompt is empty: the model needs at least one token to go on from.", kind="bad-input")
+        return prompt
+
+    def _most_tokens(self, request: Generate, prompt_tokens: int) -> int:
+        """How long the answer may get. Raises ModelError if there is no room for one."""
+        limit = self.facts.context_limit
+        room = limit - prompt_tokens
+        if room < 1:
+            raise ModelError(
+                f"The prompt is {prompt_tokens:,} tokens and the context holds {limit:,}, answer included: shorten it, "
+                "start a new conversation, or load the model with a larger context limit.",
+                kind="context",
+            )
+        most = room if request.max_tokens is None else min(room, request.max_tokens)
+        if request.beams == 1:
+            return most
+        per_token = self.facts.key_value_bytes_per_token
+        available = self._memory()
+        fits = longest_answer(request.beams, prompt_tokens, available, per_token, len(self._cache.tokens))
+        if fits >= most:
+            return most
+        if request.max_tokens is None and fits >= SHORTEST_BEAM_ANSWER:
+            return fits
+        asked = most if request.max_tokens is not None else min(most, SHORTEST_BEAM_ANSWER)
+        if fits >= asked:
+            return asked
+        needed = extra_beam_memory(request.beams, prompt_tokens, asked, per_token, len(self._cache.tokens))
+        raise ModelError(
+            f"{request.beams} beams of {asked} tokens after a prompt of {prompt_tokens} need {_size(needed)} more "
+            f"memory for keys and values, but {_size(available)} is free; use fewer beams or fewer tokens.",
+            kind="memory",
+        )
+
+    # --- the answer -----------------------------------------------------------------------------------------------
+
+    def _sample(self, turn: Turn, logits: Logits, sampler: Sampler, stops: StopStrings, most: int) -> Answer:
+        decoder = IncrementalDecoder(self._tokenizer.decode, self._context) if self._tokenizer else None
+        stream = turn.stream(decoder, stops)
+        rule = sampler.rule
+        # What is drawn with a seed is drawn by the host, from the same numbers on every runtime.
+        draw = Draw(rule.temperature, rule.top_k, rule.top_p, rule.min_p, sampler.choose)
+        device_draws = rule.greedy or rule.seed is None
+        tokens: list[int] = []
+        reason: FinishReason | None = None
+        following: int | None = sampler.choose(logits)
+        try:
+            while reason is None:
+                if following is None:
+                    reason = "cancelled"
+                    break
+                token = following
+                tokens.append(token)
+                turn.count_token()
+                if token in self._ends:
+                    reason = "stop"
+                else:
+                    stream.push(token)
+                    if stops.stopped:
+                        reason = "stop"
+                    elif len(tokens) >= most:
+                        reason = "length"
+                    elif turn.cancelled():
+                        reason = "cancelled"
+                if reason is None:
+                    turn.watch()
+                    following = self._following(token, turn, sampler, draw if device_draws else None)
+                    turn.show_timing()
+        finally:
+            self._cache.settle()
+        return Answer(stream.finish(), tokens, reason)
+
+    def _following(self, token: int, turn: Turn, sampler: Sampler, draw: Draw | None) -> int | None:
+        """The token after ``token``; None if that was cancelled. With ``draw`` the rows may choose it themselves, but
+        not in a step that is measured: nothing else may run beside that."""
+        if draw is not None and not self._model.recorder.enabled:
+            chosen = self._cache.step_choosing(token, draw)
+            if chosen is not None:
+                return chosen
+        logits = self._cache.step(token, turn)
+        return None if logits is None else sampler.choose(logits)
+
+    def _search(self, request: Generate, turn: Turn, logits: Logits, most: int) -> Answer:
+        assert self._cache.rows is not None
+        rule = BeamRule(
+            width=request.beams,
+            max_tokens=most,
+            length_penalty=request.length_penalty,
+            early_stopping=request.early_stopping,
+            ends=self._ends,
+            hits_stop=self._stop_check(request.stop),
+        )
+        run = beam_run(self._cache.rows, rule, lambda lost: self._cache.rows_again(lost, turn), turn.check)
+        cancelled = False
+        turn.watch()
+        try:
+            for state in run.steps(logits):
+                turn.count_token()
+                turn.show_beams(state.step, lambda state=state: self._beams(state, request.stop))  # type: ignore[misc]
+                turn.show_timing()
+                if not state.done and turn.cancelled():
+                    cancelled = True
+                    break
+                turn.watch()
+        except Interrupted:
+            cancelled = True
+        best = run.state.hypotheses()[0]
+        beams = self._beams(run.state, request.stop)
+        reason: FinishReason = "cancelled" if cancelled else "stop" if self._ended(best, request.stop) else "length"
+        return Answer(beams[0].text, beams[0].token_ids, reason, beams)
+
+    def _beams(self, state: BeamState, stops: Sequence[str]) -> list[Beam]:
+        return [
+            Beam(self._cut_text(entry.tokens, stops), list(entry.tokens), entry.score, entry.finished)
+            for entry in state.hypotheses()
+        ]
+
+    def _ended(self, best: Hypothesis, stops: Sequence[str]) -> bool:
+        """Whether a finished hypothesis ended by itself, rather than for want of room."""
+        check = self._stop_check(stops)
+        return best.tokens[-1] in self._ends or (check is not None and check(best.tokens))
+
+    def _stop_check(self, stops: Sequence[str]) -> Callable[[Sequence[int]], bool] | None:
+        if not stops or self._tokenizer is None:
+            return None
+        window = max(len(stop) for stop in stops) + STOP_MARGIN
+
+        def reached(tokens: Sequence[int]) -> bool:
+            return first_stop(self._decode(tokens[-window:]), stops) is not None
+
+        return reached
+
+    def _cut_text(self, tokens: Sequence[int], stops: Sequence[str]) -> str:
+        if self._tokenizer is None:
+            return ""
+        whole = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens
+        text = self._decode(whole)
+        return text[: first_stop(text, stops)] if stops else text
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        assert self._tokenizer is not None
+        before = len(self._tokenizer.decode(self._context)) if self._context else 0
+        return self._tokenizer.decode([*self._context, *tokens])[before:]
+
+    # --- keeping the cache honest ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _consistent_cache(self) -> Iterator[None]:
+        """If anything goes wrong in a forward pass, nobody knows what the cache holds: start over next time."""
+        try:
+            yield
+        except BaseException as error:
+            self._cache.forget()
+            ring = self.facts.ring
+            if isinstance(error, NotNumbersError) and ring is not None and len(ring.nodes) > 1:
+                names = ", ".join(node.name for node in ring.nodes[1:])
+                raise ModelError(
+                    f"What the ring computed is no number: results of {names} are wrong, or the model's weights are "
+                    "damaged; leave the ring and ask again to see which.",
+                    kind="network",
+                ) from error
+            if not isinstance(error, ModelError) and ran_out_of_memory(error):
+                raise ModelError(
+                    f"Memory ran out while {self.facts.name} was answering, with {_size(self._memory())} free; "
+                    "use fewer beams, a shorter conversation, or a smaller model.",
+                    kind="memory",
+                ) from error
+            raise
+
+
+def nothing_said(request_id: int) -> Finished:
+    """Of a question that was cancelled before anything was run for it."""
+    return Finished(
+        id=request_id,
+        text="",
+        token_ids=[],
+        finish_reason="cancelled",
+        prompt_tokens=0,
+        prefilled_tokens=0,
+        completion_tokens=0,
+        ttft_s=0.0,
+        tokens_per_s=0.0,
+    )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"

@@ -1,0 +1,203 @@
+"""One question and its answer as it runs: what is measured, and what is sent to the screen how often."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.generation.text import IncrementalDecoder, StopStrings
+from engine.ipc.messages import AnyEvent, Beam, BeamProgress, Finished, FinishReason, Generate, Notice, Piece
+from engine.ipc.progress import ProgressCallback, Reports
+from engine.moe.timing import Recorder
+from engine.runtimes.protocol import Interrupted
+
+PIECE_INTERVAL_S = 1 / 15
+BEAM_INTERVAL_S = 1 / 10
+TIMING_INTERVAL_S = 1 / 4
+
+
+class TurnControl(Protocol):
+    def cancelled(self) -> bool: ...
+
+    def watching(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a turn came to; ``beams`` best first, empty without a beam search."""
+
+    text: str
+    tokens: list[int]
+    reason: FinishReason
+    beams: list[Beam] = field(default_factory=list)
+
+
+class Turn:
+    """Clocks and senders of one turn. ``prefilled`` counts the prompt tokens that were run; ``first_pass_s`` is the
+    time of the first pass of them."""
+
+    def __init__(
+        self,
+        request: Generate,
+        recorder: Recorder,
+        emit: Callable[[AnyEvent], None],
+        control: TurnControl,
+        clock: Callable[[], float],
+        prompt_tokens: int,
+    ) -> None:
+        self.id = request.id
+        self.emit = emit
+        self.cancelled = control.cancelled
+        self.report: ProgressCallback = Reports(request.id, emit, control.cancelled)
+        """What takes long before the answer goes on; raises Cancelled."""
+        self.prefilled = 0
+        self.first_pass_s: float | None = None
+        self._always = request.with_timing
+        self._control = control
+        self._recorder = recorder
+        self._clock = clock
+        self._prompt_tokens = prompt_tokens
+        self._start = clock()
+        self._first = self._last = 0.0
+        self._count = 0
+        self._measured = False
+        self._due: dict[str, float] = {}
+        self._stream: TextStream | None = None
+        recorder.reset()
+
+    # --- clocks ---------------------------------------------------------------------------------------------------
+
+    def count_token(self) -> None:
+        """One more token of the answer is decided."""
+        self._last = self._clock()
+        self._first = self._first if self._count else self._last
+        self._count += 1
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """Around a pass of the model over tokens of the prompt."""
+        begun = self._clock()
+        yield
+        if self.first_pass_s is None:
+            self.first_pass_s = self._clock() - begun
+
+    def check(self) -> None:
+        """Raises Interrupted if the turn is cancelled."""
+        if self.cancelled():
+            raise Interrupted
+
+    def ran_of_prompt(self, first: int, end: int) -> None:
+        """Tokens ``first`` to ``end`` were run; those of the prompt count."""
+        self.prefilled += max(0, min(end, self._prompt_tokens) - first)
+
+    @property
+    def tokens(self) -> int:
+        return self._count
+
+    def tokens_per_s(self) -> float:
+        """Rate after the first token: its time is the prefill's."""
+        elapsed = self._last - self._first
+        return (self._count - 1) / elapsed if elapsed > 0 else 0.0
+
+    def due(self, what: str, interval: float) -> bool:
+        """Whether ``interval`` seconds have passed since this last said yes for ``what``."""
+        now = self._clock()
+        if now < self._due.get(what, now):
+            return False
+        self._due[what] = now + interval
+        return True
+
+    # --- timing panel ---------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Measure the coming step if somebody looks; where measuring slows a step down, only as many as are shown."""
+        wanted = self._always or self._control.watching()
+        # The first step of each phase is always one of them.
+        phase = "decode sample" if self._count else "prefill sample"
+        self._recorder.enabled = wanted and (not self._recorder.sampled or self.due(phase, TIMING_INTERVAL_S))
+        self._measured = self._measured or self._recorder.enabled
+        self._tell()
+
+    def show_timing(self) -> None:
+        if self._recorder.enabled and (self._recorder.sampled or self.due("timing", TIMING_INTERVAL_S)):
+            self.emit(self._recorder.frame(self.id))
+
+    # --- the answer -----------------------------------------------------------------------------------------------
+
+    def stream(self, decoder: IncrementalDecoder | None, stops: StopStrings) -> TextStream:
+        """Where the answer's tokens go; without ``decoder`` only their number is told."""
+        self._stream = TextStream(self, decoder, stops)
+        return self._stream
+
+    def show_beams(self, step: int, beams: Callable[[], list[Beam]]) -> None:
+        """Send the candidates, at most ten times a second; ``beams`` is called only then."""
+        if self.due("beams", BEAM_INTERVAL_S):
+            self.emit(BeamProgress(id=self.id, step=step, beams=beams(), tokens_per_s=self.tokens_per_s()))
+
+    def finished(self, answer: Answer) -> Finished:
+        """The turn's last event; pieces still held are sent before it."""
+        self.close()
+        return Finished(
+            id=self.id,
+            text=answer.text,
+            token_ids=answer.tokens,
+            finish_reason=answer.reason,
+            prompt_tokens=self._prompt_tokens,
+            prefilled_tokens=self.prefilled,
+            completion_tokens=len(answer.tokens),
+            ttft_s=self._first - self._start if self._count else 0.0,
+            tokens_per_s=self.tokens_per_s(),
+            beams=answer.beams,
+            timing=self._recorder.frame(self.id) if self._measured else None,
+        )
+
+    def _tell(self) -> None:
+        """What happened in the runtime that the person should see."""
+        for text in self._recorder.take_notices():
+            self.emit(Notice(text=text))
+
+    def close(self) -> None:
+        """Send what is held and stop measuring; may be called twice."""
+        self._tell()
+        if self._stream is not None:
+            self._stream.send()
+        self._recorder.enabled = False
+
+
+class TextStream:
+    """An answer's tokens on their way to the screen, in pieces at most fifteen a second, the first one at once."""
+
+    def __init__(self, turn: Turn, decoder: IncrementalDecoder | None, stops: StopStrings) -> None:
+        self._turn = turn
+        self._decoder = decoder
+        self._stops = stops
+        self._sent: list[str] = []
+        self._waiting = ""
+        self._counted = 0
+
+    def push(self, token: int) -> None:
+        if self._decoder is not None:
+            self._waiting += self._stops.push(self._decoder.push(token))
+        if self._turn.due("piece", PIECE_INTERVAL_S):
+            self.send()
+
+    def finish(self) -> str:
+        """All of the answer's text; what stop strings or unfinished characters held back is let go."""
+        if self._decoder is not None:
+            self._waiting += self._stops.push(self._decoder.flush())
+            self._waiting += self._stops.flush()
+        self.send()
+        return "".join(self._sent)
+
+    def send(self) -> None:
+        """Send the piece that waits, if there is anything new."""
+        if not self._waiting and (self._decoder is not None or self._counted == self._turn.tokens):
+            return
+        piece, self._waiting = self._waiting, ""
+        self._counted = self._turn.tokens
+        self._sent.append(piece)
+        self._turn.emit(
+            Piece(id=self._turn.id, text=piece, tokens=self._turn.tokens, tokens_per_s=self._turn.tokens_per_s())
+        )

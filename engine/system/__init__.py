@@ -1,0 +1,1 @@
+"""What the operating system offers: memory, processors, power, temporary folders."""

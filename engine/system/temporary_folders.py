@@ -1,0 +1,87 @@
+"""Folders that are gone when they are not needed any more, also if this process is killed.
+
+A process that is killed cannot tidy up, and what a benchmark writes can be gigabytes. So each folder has a remover, a
+small process whose stdin ends with its parent: it removes what is left then, after whoever still writes into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+LOOK_S = 0.25
+QUIET_LOOKS = 8
+"""The folder must be found gone so often in a row: other processes may end a little later than the one that died, and
+write until then."""
+MOST_LOOKS = 120
+END_S = 5.0
+_DONE = b"done"
+_MODULE = "engine.system.temporary_folders"
+
+
+def is_remover(arguments: Sequence[str]) -> bool:
+    """Whether these are the arguments of a process that removes a folder: who ends all others spares it."""
+    return list(arguments[1:4]) == ["-P", "-m", _MODULE]
+
+
+@contextlib.contextmanager
+def temporary_folder(prefix: str, inside: Path | None = None) -> Iterator[Path]:
+    """A new folder, in ``inside`` or where temporary files belong, gone at the end. Raises OSError."""
+    folder = (inside or Path(tempfile.gettempdir())) / f"{prefix}{secrets.token_hex(8)}"
+    remover = _start_remover(folder)
+    try:
+        folder.mkdir(mode=0o700)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        _dismiss(remover)
+
+
+def _start_remover(folder: Path) -> subprocess.Popen[bytes]:
+    paths = os.pathsep.join(path for path in sys.path if path)
+    return subprocess.Popen(
+        # -P: somebody's folder named ``engine``, in which this was started, is not our engine.
+        [sys.executable, "-P", "-m", _MODULE, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": paths},
+        # What is sent to this process's group must not reach it: it has something to do then.
+        start_new_session=True,
+    )
+
+
+def _dismiss(remover: subprocess.Popen[bytes]) -> None:
+    try:
+        remover.communicate(_DONE, END_S)
+    except (OSError, subprocess.TimeoutExpired):
+        remover.kill()
+        remover.communicate()
+
+
+def remove(folder: Path) -> None:
+    """Remove ``folder`` until it stays away."""
+    gone = 0
+    for _ in range(MOST_LOOKS):
+        shutil.rmtree(folder, ignore_errors=True)
+        gone = 0 if folder.exists() else gone + 1
+        if gone >= QUIET_LOOKS:
+            return
+        time.sleep(LOOK_S)
+
+
+def main() -> None:
+    if sys.stdin.buffer.read() != _DONE:
+        remove(Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""A head and lent machines, each an engine process of its own on loopback, that can be made to differ."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.bench.local_ring import LocalEngine, open_network, pair_homes
+from engine.ipc.messages import Beam, Finished, Generate, Load, Loaded, NetworkState, Sampling, Shutdown
+from engine.ipc.messages.ring import RingChoice, RingFacts
+
+PROMPT = [5, 17, 101, 42, 9, 77, 30, 12, 64, 3, 88, 120, 7, 55, 90, 33]
+ANSWER = 12
+TRUSTED = ["127.0.0.0/8"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How an engine process is started. ``before``: Python that runs in it first, to make it another machine than
+    it is; ``models``: folders that it has as models of its own, so that they are compared instead of sent."""
+
+    environment: dict[str, str] = field(default_factory=dict)
+    before: str = ""
+    models: tuple[Path, ...] = ()
+
+
+def with_runtimes(*names: str) -> Machine:
+    """A machine on which only these runtimes are installed."""
+    return Machine(
+        before="import engine.cluster.membership.measuring_node as measuring\n"
+        "import engine.cluster.worker.follower_work as work\n"
+        f"measuring.runtimes = work.runtimes = lambda: {list(names)!r}"
+    )
+
+
+class RealRing:
+    """The first of ``machines`` is the head."""
+
+    def __init__(self, folder: Path, machines: Sequence[Machine]) -> None:
+        homes = [folder / f"node-{rank}" for rank in range(len(machines))]
+        for home, machine in zip(homes, machines, strict=True):
+            (home / "config" / "network").mkdir(parents=True)
+            (home / "models").mkdir()
+            for model in machine.models:
+                (home / "models" / model.name).symlink_to(model, target_is_directory=True)
+        self.ids = [identity.node_id for identity in pair_homes(homes)]
+        self.engines: list[LocalEngine] = []
+        self.threads = 1
+        """That the head is told to compute with."""
+        try:
+            self.engines = [_started(home, machine) for home, machine in zip(homes, machines, strict=True)]
+            addresses = [
+                open_network(engine, f"node {rank}", lend=True) for rank, engine in enumerate(self.engines) if rank
+            ]
+            self.head = self.engines[0]
+            open_network(self.head, "head", peers=addresses)
+            self.all_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def all_ready(self, seconds: float = 30.0, since: int = 0) -> None:
+        """All have answered, whatever they said."""
+        wanted = len(self.engines) - 1
+        self.head.wait(
+            lambda event: (
+                isinstance(event, NetworkState)
+                and sum(peer.state in ("ready", "ring", "refused") for peer in event.peers) == wanted
+            ),
+            seconds,
+            since,
+        )
+
+    def load(self, model: Path, runtime: str, followers: int = 1, dtype: str = "float32", **choice: Any) -> Loaded:
+        """A ring of the head and the first ``followers`` of the others."""
+        chosen = RingChoice(
+            **{"even_if_slower": True, "overlap": False, "nodes": self.ids[1 : followers + 1], **choice}
+        )
+        return self._load(model, runtime, dtype, partitioning="ring", ring=chosen)
+
+    def form(self, model: Path, runtime: str, followers: int = 1, dtype: str = "float32", **choice: Any) -> RingFacts:
+        """The same; all of them are in it."""
+        facts = self.load(model, runtime, followers, dtype, **choice).facts
+        assert facts.runtime == runtime
+        assert facts.ring is not None
+        assert len(facts.ring.nodes) == followers + 1, facts.notices
+        assert all(share.experts for share in facts.ring.nodes)
+        return facts.ring
+
+    def alone(self, model: Path, runtime: str, dtype: str = "float32") -> Loaded:
+        return self._load(model, runtime, dtype, partitioning="cpu")
+
+    def answer(self, tokens: int = ANSWER, **options: Any) -> list[int]:
+        return self.finished(tokens, **options).token_ids
+
+    def beams(self, width: int = 3) -> list[Beam]:
+        """Scores are sums of log-probabilities: equal only if the logits are."""
+        return self.finished(beams=width).beams
+
+    def finished(self, tokens: int = ANSWER, **options: Any) -> Finished:
+        found = self.head.ask(self.question(tokens, **options), 120)
+        assert isinstance(found, Finished)
+        return found
+
+    def question(self, tokens: int = ANSWER, **options: Any) -> Generate:
+        greedy = Sampling(temperature=0.0)
+        return Generate(id=self.head.new_id(), prompt_ids=PROMPT, sampling=greedy, max_tokens=tokens, **options)
+
+    def close(self) -> None:
+        for engine in self.engines:
+            with contextlib.suppress(OSError, ValueError):
+                engine.send(Shutdown(id=0))
+        for engine in self.engines:
+            engine.close()
+
+    def __enter__(self) -> RealRing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _load(self, model: Path, runtime: str, dtype: str, **options: Any) -> Loaded:
+        load = Load(
+            id=self.head.new_id(),
+            model=str(model),
+            runtime=runtime,  # type: ignore[arg-type]
+            dtype=dtype,  # type: ignore[arg-type]
+            cpu_threads=self.threads,
+            **options,
+        )
+        found = self.head.ask(load, 120)
+        assert isinstance(found, Loaded)
+        return found
+
+
+def _started(home: Path, machine: Machine) -> LocalEngine:
+    arguments = ("-c", f"{machine.before}\nfrom engine.host import main\nraise SystemExit(main())")
+    environment = {"OMP_NUM_THREADS": "1", **machine.environment}
+    return LocalEngine(home, environment, arguments) if machine.before else LocalEngine(home, environment)
+
+
+__all__ = ["ANSWER", "PROMPT", "TRUSTED", "Machine", "RealRing", "with_runtimes"]

@@ -1,0 +1,315 @@
+"""What strangers, and peers that misbehave, get from an envoy: nothing; and what an engine makes of nonsense."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from linked_nodes import LinkedNodes, make_identity
+
+from discovery.identity import Identity
+from discovery.tls import TLS_NAME
+from engine.cluster.transport.envoy_exchange import EnvoyExchange, connect_envoy
+from engine.cluster.transport.envoy_messages import (
+    BYE,
+    CONTROL,
+    FRAME,
+    LAST,
+    MESSAGE_LIMIT,
+    MORE,
+    SERVICE,
+    EnvoyPeer,
+    EnvoyPorts,
+    EnvoyReady,
+    EnvoySetup,
+    EnvoyTargets,
+)
+from engine.cluster.transport.epochs import Epoch, Member
+from engine.cluster.transport.exchange import PeerLost, RingProtocolError
+
+EPOCH = "the epoch"
+
+
+class LoneEnvoy:
+    """The envoy of rank 1 of two, driven by the test instead of an engine; the test plays rank 0 or a stranger."""
+
+    def __init__(self) -> None:
+        self.mine, self.identity = make_identity(), make_identity()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "engine.cluster.transport.envoy", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+            )
+        members = tuple(
+            Member(rank, one.node_id, one.certificate_pem) for rank, one in enumerate((self.mine, self.identity))
+        )
+        self.exchange = EnvoyExchange(Epoch(EPOCH, 1, members, bytes(32)), ours, self.process)
+        peer = EnvoyPeer(rank=0, node_id=self.mine.node_id, certificate=self.mine.certificate_pem, name="zero")
+        self.exchange.tell(
+            EnvoySetup(
+                epoch=EPOCH,
+                rank=1,
+                certificate=self.identity.certificate_pem,
+                private_key=self.identity.key_pem,
+                peers=[peer],
+                addresses=["127.0.0.1"],
+                seconds=20.0,
+            )
+        )
+        self.port = self.exchange.hear(EnvoyPorts, time.monotonic() + 20).ports["127.0.0.1"]
+        self.exchange.tell(EnvoyTargets(targets={}))
+
+    def call(
+        self,
+        identity: Identity | None,
+        messages: list[bytes] | None = None,
+        epoch: str = EPOCH,
+        rank: str = "0",
+        method: str = SERVICE,
+        wait: threading.Event | None = None,
+    ) -> list[bytes]:
+        """What the envoy answers to a stream; raises grpc.RpcError."""
+        if identity is None:
+            channel = grpc.insecure_channel(f"127.0.0.1:{self.port}")
+        else:
+            credentials = grpc.ssl_channel_credentials(
+                self.identity.certificate_pem, identity.key_pem, identity.certificate_pem
+            )
+            channel = grpc.secure_channel(
+                f"127.0.0.1:{self.port}", credentials, (("grpc.ssl_target_name_override", TLS_NAME),)
+            )
+
+        def requests() -> Iterator[bytes]:
+            yield from messages or ()
+            if wait is not None:
+                wait.wait(10)
+
+        with channel:
+            stream = channel.stream_stream(method)
+            return list(stream(requests(), metadata=(("epoch", epoch), ("rank", rank)), timeout=10))
+
+    def close(self) -> None:
+        self.exchange.close()
+
+
+@pytest.fixture
+def envoy() -> Iterator[LoneEnvoy]:
+    lone = LoneEnvoy()
+    yield lone
+    lone.close()
+
+
+def test_a_client_without_a_certificate_gets_nothing(envoy: LoneEnvoy) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        envoy.call(None)
+    assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_stranger_gets_nothing(envoy: LoneEnvoy) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        envoy.call(make_identity())
+    assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    "changes", [{"epoch": "another"}, {"rank": "1"}, {"rank": "7"}, {"rank": "zero"}, {"rank": ""}]
+)
+def test_a_peer_with_the_wrong_words_gets_nothing(envoy: LoneEnvoy, changes: dict[str, str]) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        envoy.call(envoy.mine, **changes)
+    assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+    assert refused.value.details() == ""
+
+
+@pytest.mark.parametrize("method", ["/privatellm.Envoy/Other", "/other/Exchange", "/privatellm.Control/Hello"])
+def test_there_is_one_method(envoy: LoneEnvoy, method: str) -> None:
+    with pytest.raises(grpc.RpcError) as refused:
+        envoy.call(envoy.mine, method=method)
+    assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_a_second_stream_of_the_same_node_is_refused(envoy: LoneEnvoy) -> None:
+    hold = threading.Event()
+    first = threading.Thread(target=envoy.call, args=(envoy.mine, [bytes((BYE,))]), kwargs={"wait": hold})
+    first.start()
+    assert not envoy.exchange.hear(EnvoyReady, time.monotonic() + 20).problem
+    with pytest.raises(grpc.RpcError) as refused:
+        envoy.call(envoy.mine)
+    assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+    hold.set()
+    first.join(15)
+    assert not first.is_alive()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [b"", bytes((CONTROL,)), b"\xff nonsense", bytes((MORE,)) + bytes(MESSAGE_LIMIT)],
+    ids=["empty", "control", "nonsense", "too large"],
+)
+def test_a_message_that_no_envoy_sends_ends_the_stream(envoy: LoneEnvoy, message: bytes) -> None:
+    hold = threading.Event()
+
+    def call() -> None:
+        with contextlib.suppress(grpc.RpcError):
+            envoy.call(envoy.mine, [message], wait=hold)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert not envoy.exchange.hear(EnvoyReady, time.monotonic() + 20).problem
+    envoy.exchange.send((b"mine",), 100)
+    with pytest.raises(PeerLost) as lost:
+        envoy.exchange.receive()
+    assert lost.value.ranks == (0,)
+    hold.set()
+    thread.join(15)
+
+
+def test_a_peer_that_sends_ahead_without_end_is_refused(envoy: LoneEnvoy) -> None:
+    hold = threading.Event()
+
+    def call() -> None:
+        with contextlib.suppress(grpc.RpcError):
+            envoy.call(envoy.mine, [bytes((LAST,)) + b"more"] * 10, wait=hold)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert not envoy.exchange.hear(EnvoyReady, time.monotonic() + 20).problem
+    with pytest.raises(RingProtocolError, match="more than the exchange asks for"):
+        for _ in range(10):
+            envoy.exchange.send((b"mine",), 100)
+            envoy.exchange.receive()
+            time.sleep(0.2)
+    hold.set()
+    thread.join(15)
+
+
+def test_random_bytes_on_its_port_do_not_end_it(envoy: LoneEnvoy) -> None:
+    for seed in range(20):
+        with socket.create_connection(("127.0.0.1", envoy.port)) as connection:
+            connection.sendall(bytes((seed * 37 + index * 11) % 256 for index in range(500)))
+    hold = threading.Event()
+    hold.set()
+    threading.Thread(target=envoy.call, args=(envoy.mine, [bytes((LAST,)) + b"hello"]), kwargs={"wait": hold}).start()
+    assert not envoy.exchange.hear(EnvoyReady, time.monotonic() + 20).problem
+    envoy.exchange.send((b"mine",), 100)
+    assert [bytes(part) for part in envoy.exchange.receive()] == [b"hello", b"mine"]
+
+
+def test_an_envoy_that_is_told_nonsense_ends() -> None:
+    for said in (b"\xff" * 100, FRAME.pack(5, CONTROL, 0) + b"hello", FRAME.pack(3, LAST, 0) + b"abc", b""):
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "engine.cluster.transport.envoy", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+            )
+            theirs.close()
+            ours.sendall(said)
+            ours.shutdown(socket.SHUT_WR)
+            assert process.wait(20) == 0
+
+
+def test_nobody_to_connect_to_is_said_in_time() -> None:
+    lone = LoneEnvoy.__new__(LoneEnvoy)
+    lone.mine, lone.identity = make_identity(), make_identity()
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "engine.cluster.transport.envoy", str(theirs.fileno())], pass_fds=(theirs.fileno(),)
+        )
+    exchange = EnvoyExchange(Epoch(EPOCH, 1, (), bytes(32)), ours, process)
+    peer = EnvoyPeer(rank=0, node_id="0" * 64, certificate=lone.mine.certificate_pem, name="the laptop")
+    exchange.tell(
+        EnvoySetup(
+            epoch=EPOCH,
+            rank=1,
+            certificate=lone.identity.certificate_pem,
+            private_key=lone.identity.key_pem,
+            peers=[peer],
+            addresses=["127.0.0.1"],
+            seconds=0.3,
+        )
+    )
+    exchange.hear(EnvoyPorts, time.monotonic() + 20)
+    exchange.tell(EnvoyTargets(targets={}))
+    assert "the laptop" in exchange.hear(EnvoyReady, time.monotonic() + 20).problem
+    exchange.close()
+    assert process.poll() is not None
+
+
+@settings(max_examples=100, deadline=None)
+@given(noise=st.binary(min_size=1, max_size=400))
+def test_an_engine_refuses_what_no_envoy_says(noise: bytes) -> None:
+    exchange, other = bare_exchange()
+    other.sendall(noise)
+    other.shutdown(socket.SHUT_WR)
+    exchange.send((b"",), 10)
+    try:
+        exchange.receive()
+    except (PeerLost, RingProtocolError):
+        pass
+    else:  # the noise happened to be a whole contribution
+        assert FRAME.unpack_from(noise)[1] in (MORE, LAST)
+    exchange.close()
+    other.close()
+
+
+def bare_exchange() -> tuple[EnvoyExchange, socket.socket]:
+    """An engine's side whose envoy is the test."""
+    members = tuple(Member(rank, str(rank) * 64, b"") for rank in range(2))
+    ours, theirs = socket.socketpair()
+    return EnvoyExchange(Epoch(EPOCH, 0, members, bytes(32)), ours, _Ended()), theirs  # type: ignore[arg-type]
+
+
+class _Ended:
+    """A process that has ended already."""
+
+    pid = 0
+
+    def wait(self, _: float = 0.0) -> int:
+        return 0
+
+
+def test_control_messages_are_read_one_by_one() -> None:
+    exchange, other = bare_exchange()
+    payload = msgspec.msgpack.encode(EnvoyReady())
+    other.sendall(FRAME.pack(len(payload), CONTROL, 0) + payload + FRAME.pack(3, LAST, 1) + b"abc")
+    assert exchange.hear(EnvoyReady, time.monotonic() + 5).problem == ""
+    exchange.send((b"",), 10)
+    assert [bytes(part) for part in exchange.receive()] == [b"", b"abc"]
+    other.sendall(struct.pack(">I", 3))
+    with pytest.raises(PeerLost, match="does not answer"):
+        exchange.hear(EnvoyReady, time.monotonic() + 0.2)
+    exchange.close()
+    other.close()
+
+
+def test_a_folder_called_engine_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked_nodes: Callable[..., LinkedNodes]
+) -> None:
+    """The envoy is a process that is started wherever the person happens to be."""
+    for package in ("engine", "engine/cluster", "engine/cluster/transport"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("open('run', 'w')\n", encoding="utf-8")
+    (tmp_path / "msgspec.py").write_text("open('run', 'w')\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    ring = linked_nodes(2).everywhere(lambda node: connect_envoy(node.links, node.epoch))
+    for exchange in ring:
+        exchange.send((b"x",), 10)
+    assert [[bytes(part) for part in exchange.receive()] for exchange in ring] == [[b"x", b"x"]] * 2
+    for exchange in ring:
+        exchange.close()
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,398 @@
+"""What forming is made of: addresses, the survey's figures as the planner takes them, links, epochs on a lent node."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from paired_nodes import Nodes, eventually, make_identity
+from tests_models import tiny_mixtral
+
+from discovery.addresses import shown_address
+from engine.calibration.model_headers import read_headers
+from engine.cluster.head.forming import RingFormer
+from engine.cluster.head.survey import (
+    Candidate,
+    NodeRefused,
+    Survey,
+    Surveyor,
+    ask,
+    candidates,
+    decide,
+    planned_links,
+    planned_nodes,
+)
+from engine.cluster.membership.client import Unreachable
+from engine.cluster.membership.control_messages import (
+    Connected,
+    EpochMember,
+    EpochSpec,
+    Forming,
+    Linked,
+    LinkMeasured,
+    LoadShare,
+    NodeFacts,
+    WantedFacts,
+)
+from engine.cluster.membership.measuring_links import measure_best, reachable
+from engine.cluster.membership.measuring_node import measure_node
+from engine.cluster.transport.addresses import door_of, own_addresses, parse_address, plain_ip
+from engine.cluster.transport.exchange import PeerLost
+from engine.cluster.worker.follower_work import Busy
+from engine.cluster.worker.lending import Lender
+from engine.errors import Cancelled, ModelError
+from engine.ipc.messages import Load
+from engine.ipc.messages.ring import LinkFacts, RingChoice
+from engine.planning.calibration import Curve, ExpertShape
+from engine.planning.placement import Placement
+
+pytestmark = pytest.mark.usefixtures("no_keyring")
+
+
+def facts(**changes: Any) -> NodeFacts:
+    values: dict[str, Any] = {
+        "memory_total": 8_000_000_000,
+        "memory_free": 6_000_000_000,
+        "memory_read": 20e9,
+        "disk_free": 10**10,
+        "expert": Curve((1, 16), (1e-4, 2e-4)),
+        "instruction_set": "avx512_bf16",
+        "runtimes": ["native", "torch"],
+        "processor": "a processor",
+        "system": "Linux x86_64",
+        "threads": 2,
+        "machine": "one",
+    }
+    return NodeFacts(**(values | changes))
+
+
+# --- addresses ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [("10.0.0.1:47820", "10.0.0.1", 47820), ("[fe80::1]:5", "fe80::1", 5), ("mac.local:80", "mac.local", 80)],
+)
+def test_addresses_are_read_and_shown(text: str, host: str, port: int) -> None:
+    assert parse_address(text) == (host, port)
+    assert shown_address(host, port) == text
+    assert parse_address(door_of(text)) == (host, port + 1)
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:x", "host:70000", "host:-1"])
+def test_what_is_no_address_is_said(text: str) -> None:
+    with pytest.raises(ModelError, match="HOST:PORT"):
+        parse_address(text)
+
+
+def test_own_addresses_are_those_that_are_listened_at() -> None:
+    assert own_addresses("127.0.0.1", 9) == ["127.0.0.1:9"]
+    for address in own_addresses("", 9):
+        host, port = parse_address(address)
+        assert port == 9
+        assert not host.startswith("127.")
+
+
+def test_ipv4_in_an_ipv6_socket_is_ipv4() -> None:
+    assert plain_ip("::ffff:10.1.2.3") == "10.1.2.3"
+    assert plain_ip("fe80::1%eth0") == "fe80::1%eth0"
+    assert plain_ip("name") == "name"
+
+
+# --- figures --------------------------------------------------------------------------------------------------------
+
+
+def test_processes_of_one_machine_share_its_memory_and_its_overheads() -> None:
+    survey = Survey(
+        facts={
+            "head": facts(layer_overhead_s={"native": 3e-5}),
+            "near": facts(),
+            "far": facts(machine="two", memory_free=1_000_000_000),
+        }
+    )
+    order = [("head", "Anna"), ("near", "Bob"), ("far", "Carl")]
+    head, near, far = planned_nodes(survey, order, "native", "bfloat16")
+    assert (head.memory_free, near.memory_free, far.memory_free) == (3_000_000_000, 3_000_000_000, 1_000_000_000)
+    assert head.layer_overhead_s == near.layer_overhead_s == 3e-5
+    assert far.layer_overhead_s == 0.0
+    assert head.machine == near.machine != far.machine
+
+
+def test_no_more_than_what_is_lent_is_planned_with() -> None:
+    survey = Survey(facts={"head": facts(), "near": facts(memory_lent=2 * 10**9), "far": facts(memory_lent=10**11)})
+    nodes = planned_nodes(survey, [(name, name) for name in survey.facts], "native", "bfloat16")
+    assert [node.memory_free for node in nodes] == [2 * 10**9, 2 * 10**9, 2 * 10**9]
+    survey.facts["near"] = facts(memory_lent=10**9)
+    nodes = planned_nodes(survey, [(name, name) for name in survey.facts], "native", "bfloat16")
+    assert [node.memory_free for node in nodes] == [2 * 10**9, 10**9, 2 * 10**9]
+
+
+def test_processes_that_are_sent_weights_share_the_disk_they_are_put_on() -> None:
+    survey = Survey(
+        facts={
+            "head": facts(disk="one"),
+            "near": facts(disk="one", disk_free=6_000_000_000),
+            "beside": facts(disk="one", disk_free=6_000_000_000),
+            "elsewhere": facts(disk="two", disk_free=6_000_000_000),
+            "unknown": facts(machine="two", disk_free=5_000_000_000),
+        }
+    )
+    nodes = planned_nodes(survey, [(name, name) for name in survey.facts], "native", "bfloat16")
+    # The head has the whole model: nothing is put on its disk.
+    free = [None, 3_000_000_000, 3_000_000_000, 6_000_000_000, 5_000_000_000]
+    assert [node.disk_free for node in nodes] == free
+
+
+def test_machines_that_compute_other_bits_are_of_other_kinds() -> None:
+    survey = Survey(facts={"a": facts(), "b": facts(runtimes=["mlx"]), "c": facts(instruction_set="avx2")})
+    kinds = {node.kind for node in planned_nodes(survey, [("a", ""), ("b", ""), ("c", "")], "native", "bfloat16")}
+    assert len(kinds) == 3
+
+
+@pytest.mark.parametrize(
+    ("runtime", "change", "alike"),
+    [
+        ("native", {"threads": 3, "processor": "another"}, True),
+        ("native", {"system": "Darwin arm64"}, False),
+        ("torch", {"threads": 3}, False),
+        ("torch", {"processor": "another"}, False),
+        ("torch", {"libraries": {"torch": "0.1"}}, False),
+        ("torch", {"libraries": {"mlx": "0.1"}}, True),
+        ("mlx", {"threads": 3}, True),
+        ("mlx", {"processor": "another"}, False),
+    ],
+)
+def test_what_the_bits_of_a_runtime_depend_on(runtime: str, change: dict[str, Any], alike: bool) -> None:
+    here = {"runtimes": ["native", "torch", "mlx"]}
+    survey = Survey(facts={"a": facts(**here), "b": facts(**here, **change)})
+    one, other = planned_nodes(survey, [("a", ""), ("b", "")], runtime, "bfloat16")
+    assert (one.kind == other.kind) is alike
+
+
+def test_nodes_of_torch_are_told_the_heads_threads(tmp_path: Path) -> None:
+    chosen = Load(id=1, model="m", cpu_threads=1)
+    for runtime, threads in (("torch", 1), ("native", None), ("mlx", None)):
+        load = msgspec.structs.replace(chosen, runtime=runtime)
+        assert Surveyor("head", tmp_path, load).threads == threads
+
+
+def test_measured_links_reach_the_planner() -> None:
+    link = LinkFacts(interface="lo", address="127.0.0.1:2", latency_s=1e-4, bytes_per_s=1e9)
+    (found,) = planned_links(Survey(links={("a", "b"): link}))
+    assert (found.first, found.second, found.latency_s, found.bytes_per_s) == ("a", "b", 1e-4, 1e9)
+
+
+def test_a_node_measures_itself_without_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path))
+    found = measure_node(WantedFacts(shape=ExpertShape(64, 96, "F32", 3 * 64 * 96 * 4), dtype="float32"))
+    assert found.memory_total > found.memory_free > 0
+    assert found.memory_read > 0
+    assert found.disk_free > 0
+    assert found.expert is not None
+    assert all(seconds > 0 for seconds in found.expert.seconds)
+    assert list(found.expert.seconds) == sorted(found.expert.seconds)
+    assert "torch" in found.runtimes
+
+
+def test_deciding_refuses_with_the_shortfall(tmp_path: Path) -> None:
+    folder = tiny_mixtral(tmp_path)
+    load = Load(id=0, model="tiny", runtime="native", ring=RingChoice(even_if_slower=True, shares={"a": 0, "b": 0}))
+    survey = Survey(facts={"a": facts(), "b": facts(machine="two")})
+    refused = decide(read_headers(folder, load), "tiny", load, [("a", "Anna"), ("b", "Bob")], survey)
+    assert refused.kind == "refused"
+    assert refused.shortfall > 0
+    by_all = Load(id=0, model="tiny", runtime="native", ring=RingChoice(even_if_slower=True, overlap=False))
+    formed = decide(read_headers(folder, by_all), "tiny", by_all, [("a", "Anna"), ("b", "Bob")], survey)
+    assert formed.kind == "ring"
+    assert formed.ranks == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("error", "gone"), [(Unreachable("no"), True), (PeerLost("no"), True), (ModelError("no", kind="disk"), False)]
+)
+def test_a_nodes_failure_is_that_nodes(error: Exception, gone: bool) -> None:
+    def fail() -> None:
+        raise error
+
+    one = Candidate("id", "Bob", None, (), "p")  # type: ignore[arg-type]
+    with pytest.raises(NodeRefused) as refused:
+        ask(one, fail)
+    assert (refused.value.node_id, refused.value.gone) == ("id", gone)
+
+
+def test_stopping_is_nobodys_failure() -> None:
+    def stop() -> None:
+        raise Cancelled("Stopped.")
+
+    with pytest.raises(Cancelled):
+        ask(Candidate("id", "Bob", None, (), "p"), stop)  # type: ignore[arg-type]
+
+
+def test_busy_is_a_share_of_the_last_seconds() -> None:
+    now = [0.0]
+    busy = Busy(lambda: now[0])
+    assert busy.share() == 0.0
+    busy.begin()
+    now[0] = 1.0
+    assert busy.share() == pytest.approx(0.2)
+    busy.end()
+    now[0] = 5.5
+    assert busy.share() == pytest.approx(0.1)
+    now[0] = 60.0
+    assert busy.share() == 0.0
+
+
+# --- links ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Nodes]:
+    nodes = Nodes(tmp_path / "nodes", "Anna", "Bob", "Carl", lend=True)
+    eventually(nodes.ready)
+    yield nodes
+    nodes.close()
+
+
+def test_the_fastest_address_is_used_and_dead_ones_do_not_hold_it_up(three: Nodes) -> None:
+    identity = three.identities[1]
+    good = door_of(three.nodes[1].listening[0])
+    began = time.monotonic()
+    found = measure_best(three.nodes[0].links, "e", identity.node_id, identity.certificate_pem, ["127.0.0.1:9", good])
+    assert time.monotonic() - began < 5.0
+    assert found.address == good
+    assert found.interface == "lo"
+    assert found.latency_s > 0
+    assert found.bytes_per_s > 0
+    assert reachable(["127.0.0.1:9", good]) == [good]
+    assert reachable(["127.0.0.1:9"]) == ["127.0.0.1:9"]
+
+
+def test_link_to_a_machine_that_is_not_paired_needs_the_heads_word(three: Nodes) -> None:
+    lenders = [Lender(node) for node in three.nodes[1:]]
+    bob, carl = (three.client(index, three.identities[0]) for index in (1, 2))
+    try:
+        wanted = Linked(
+            epoch="e",
+            node_id=three.identities[2].node_id,
+            certificate=three.identities[2].certificate_pem,
+            addresses=[door_of(three.nodes[2].listening[0])],
+        )
+        with pytest.raises(ModelError):
+            bob.call("MeasureLinks", wanted, LinkMeasured, 15)
+        vouched = Linked(
+            epoch="e", node_id=three.identities[1].node_id, certificate=three.identities[1].certificate_pem
+        )
+        assert carl.call("MeasureLinks", vouched, LinkMeasured).link is None
+        found = bob.call("MeasureLinks", wanted, LinkMeasured, 15).link
+        assert found is not None
+        assert found.latency_s > 0
+    finally:
+        for closing in (bob, carl, *lenders):
+            closing.close()
+
+
+# --- a lent node ----------------------------------------------------------------------------------------------------
+
+
+def spec_for(nodes: Nodes, rank: int = 1, **changes: Any) -> EpochSpec:
+    members = [
+        EpochMember(rank=0, node_id=nodes.identities[0].node_id, certificate=nodes.identities[0].certificate_pem),
+        EpochMember(
+            rank=1,
+            node_id=nodes.identities[1].node_id,
+            certificate=nodes.identities[1].certificate_pem,
+            addresses=[door_of(nodes.nodes[1].listening[0])],
+        ),
+    ]
+    values: dict[str, Any] = {
+        "epoch": "epoch",
+        "version": nodes.nodes[1].version,
+        "rank": rank,
+        "members": members,
+        "key": bytes(32),
+        "placement": Placement((0,), 2, (((0,), (1,)),)),
+        "mode": "exact",
+        "loading": "selected",
+        "weights": [],
+        "exchanges": ["tls"],
+        "model": "m",
+        "runtime": "native",
+    }
+    return EpochSpec(**(values | changes))
+
+
+def test_epoch_of_another_version_or_another_head_is_refused(three: Nodes) -> None:
+    lender = Lender(three.nodes[1])
+    client = three.client(1, three.identities[0])
+    try:
+        with pytest.raises(ModelError, match=r"0\.0\.1.*install the same version"):
+            client.call("Connect", spec_for(three, version="0.0.1"), Connected)
+        stranger = spec_for(three)
+        members = [EpochMember(rank=0, node_id="f" * 64, certificate=b""), stranger.members[1]]
+        with pytest.raises(ModelError, match="another head"):
+            client.call("Connect", spec_for(three, members=members), Connected)
+        with pytest.raises(ModelError, match="The epoch is over"):
+            list(client.stream("Form", LoadShare(epoch="none", exchange="tls"), Forming))
+        assert lender.facts() is None
+    finally:
+        client.close()
+        lender.close()
+
+
+def test_connecting_without_the_head_fails_and_frees_the_links(three: Nodes) -> None:
+    lender = Lender(three.nodes[1])
+    client = three.client(1, three.identities[0])
+    try:
+        with pytest.raises(ModelError, match="did not connect"):
+            client.call("Connect", spec_for(three), Connected, 30)
+        three.peers[1].forget(three.identities[0].node_id)
+        eventually(lambda: lender.facts() is None)
+        assert not any(thread.name == "following" for thread in threading.enumerate())
+    finally:
+        client.close()
+        lender.close()
+
+
+def test_candidates_are_lent_free_and_wanted(three: Nodes) -> None:
+    lenders = [Lender(node) for node in three.nodes[1:]]
+    try:
+        names = {one.name for one in candidates(three.nodes[0], [])}
+        assert names == {"Bob", "Carl"}
+        only = three.identities[2].node_id
+        assert [one.node_id for one in candidates(three.nodes[0], [only])] == [only]
+        assert candidates(three.nodes[1], []) == []
+    finally:
+        for lender in lenders:
+            lender.close()
+
+
+def test_forming_with_nobody_is_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.cluster.membership.node import Node
+    from engine.ipc.messages import OpenNetwork
+    from engine.runtimes import runtime_named
+
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    folder = tiny_mixtral(tmp_path / "model")
+    node = Node(*make_identity(tmp_path / "me"), OpenNetwork(id=1, name="me", listen="127.0.0.1:0"))
+    load = Load(id=0, model="tiny", runtime="native", partitioning="cpu")
+    former = RingFormer(
+        node, "tiny", folder, runtime_named("native"), load, Surveyor(node.identity.node_id, folder, load)
+    )
+    try:
+        formed = former.form(lambda *_: None)
+        assert formed.names == {0: "me"}
+        assert formed.command_links == {}
+        assert len(formed.facts.nodes) == 1
+        assert formed.lost() is None
+        assert formed.layers.give_up() is False
+        rows = formed.model.start()
+        assert rows.extend([1, 2, 3]) is not None
+        assert not former.changed(lambda *_: None, lambda text: None)
+    finally:
+        former.close()
+        node.close()

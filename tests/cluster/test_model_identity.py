@@ -1,0 +1,127 @@
+"""Two machines have the same model if and only if its weights, configuration and tokenizer are the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from safetensors.torch import load_file, save_file
+
+from engine.cluster.weights.weight_fingerprint import differences, identity_of
+from engine.models.prepare import prepare
+from engine.models.share_files import ModelIdentity
+from engine.models.weight_layout import layout_of
+
+TinyModel = Callable[..., Path]
+
+
+def quiet(stage: str, done: int, total: int, unit: str) -> None:
+    """Nobody looks at the progress."""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def model(tiny_model: TinyModel, tmp_path: Path) -> Path:
+    """A model that may be changed."""
+    folder = Path(shutil.copytree(tiny_model("mixtral", dtype="bfloat16"), tmp_path / "model"))
+    (folder / "tokenizer.json").write_text('{"version": "1.0"}')
+    return folder
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "dbrx", "qwen2_moe", "llama"])
+def test_it_is_the_same_in_any_form(tiny_model: TinyModel, tmp_path: Path, family: str):
+    whole = identity_of(tiny_model(family, dtype="bfloat16"))
+    assert differences(whole, identity_of(tiny_model(family, dtype="bfloat16", shards=True))) is None
+    if family != "llama":
+        prepare(tiny_model(family, dtype="bfloat16"), tmp_path / "bank", quiet)
+        bank = identity_of(tmp_path / "bank")
+        assert differences(whole, bank) is None
+        assert (bank.quantisation, bank.family) == ("bfloat16", family)
+
+
+def test_weights_that_differ_in_one_bit(model: Path):
+    before = identity_of(model)
+    layout = layout_of(model)
+    for runs in (layout.experts[2, 7], layout.experts[0, 0]):
+        file = model / "model.safetensors"
+        data = bytearray(file.read_bytes())
+        data[runs[0].stop - 1] ^= 1
+        file.write_bytes(data)
+        after = identity_of(model)
+        assert after.weights != before.weights
+        assert before.weights[:12] in str(differences(before, after)) and after.weights[:12] in str(
+            differences(before, after)
+        )
+        before = after
+
+
+def test_a_trunk_that_differs(model: Path):
+    before = identity_of(model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"][3] += 1
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    assert "weights" in str(differences(before, identity_of(model)))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "named"),
+    [
+        ("tokenizer.json", {"version": "1.1"}, "tokenizer"),
+        ("config.json", {"rms_norm_eps": 0.25}, "configuration"),
+        ("config.json", {"transformers_version": "9.9"}, None),
+        ("generation_config.json", {"temperature": 0.1}, None),
+    ],
+)
+def test_what_lies_beside_the_weights(model: Path, name: str, change: dict[str, object], named: str | None):
+    before = identity_of(model)
+    settings = json.loads((model / name).read_bytes())
+    (model / name).write_text(json.dumps({**settings, **change}))
+    said = differences(before, identity_of(model))
+    assert (said is None) if named is None else f"differ in the {named}" in str(said)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("version", 2), ("family", "mixtral2"), ("quantisation", "4-bit in groups of 64")]
+)
+def test_both_values_are_named(model: Path, field: str, value: object):
+    mine = identity_of(model)
+    theirs = msgspec.structs.replace(mine, name="the other's", **{field: value})
+    said = str(differences(mine, theirs))
+    assert str(getattr(mine, field)) in said and str(value) in said and "the other's" in said
+    assert differences(mine, msgspec.structs.replace(mine, name="another name")) is None
+
+
+def test_weights_are_read_once(model: Path, home: Path):
+    seen: list[int] = []
+
+    def count(stage: str, done: int, total: int, unit: str) -> None:
+        seen.append(done)
+
+    first = identity_of(model, count)
+    layout = layout_of(model)
+    assert seen[-1] == layout.trunk_bytes + layout.expert_bytes * len(layout.experts)
+    seen.clear()
+    assert identity_of(model, count) == first
+    assert seen == []
+    (model / "model.safetensors").touch()
+    assert identity_of(model, count) == first
+    assert seen
+    for kept in (home / "data" / "checksums").iterdir():
+        kept.write_text("{")
+    assert isinstance(identity_of(model), ModelIdentity)
+
+
+def test_a_bank_brings_the_checksums_of_its_experts(model: Path, tmp_path: Path):
+    prepare(model, tmp_path / "bank", quiet)
+    seen: list[int] = []
+    identity_of(tmp_path / "bank", lambda stage, done, total, unit: seen.append(done))
+    assert seen[-1] == layout_of(tmp_path / "bank").trunk_bytes

@@ -1,0 +1,126 @@
+"""What machines are called once they are paired, the code that a service shows when asked, and identities that two
+machines have."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from paired_nodes import Nodes, eventually, make_identity
+
+from discovery.code_requests import ask_for_code
+from discovery.identity import load_identity
+from discovery.pairing_service import pair_with
+from discovery.peers import PeersFile
+from engine.cluster.membership.node import Node
+from engine.cluster.network import Network
+from engine.ipc.messages import AnyEvent, NetworkState, OpenNetwork, PeerFacts
+
+LOCAL = "127.0.0.1:0"
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Nodes]:
+    nodes = Nodes(tmp_path, "head", "vm", lend=True)
+    eventually(nodes.ready)
+    yield nodes
+    nodes.close()
+
+
+def only(node: Node) -> PeerFacts:
+    (facts,) = node.table.facts()
+    return facts
+
+
+def test_a_machine_that_starts_with_another_name_is_renamed_everywhere(tmp_path: Path, pair: Nodes) -> None:
+    head, vm = pair.nodes
+    where = vm.listening[0]
+    vm.close()
+    again = Node(pair.identities[1], pair.peers[1], OpenNetwork(id=1, name="studio", listen=where, lend=True))
+    try:
+        eventually(lambda: only(head).name == "studio")
+        assert only(head).former_name == "vm" and head.table.name_of(again.identity.node_id) == "studio"
+        eventually(lambda: [view.name for view in head.table.views()] == ["studio"])
+        assert [peer.name for peer in PeersFile(tmp_path / "head").all()] == ["studio"]
+    finally:
+        again.close()
+
+
+def test_two_machines_of_one_name_are_never_called_alike(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "head", "one", "two", lend=True)
+    try:
+        for index in (1, 2):
+            nodes.nodes[index].name = "vm"
+            nodes.nodes[index].close()
+        places = [node.listening for node in nodes.nodes]
+        assert places[1] and places[2]
+        again = [
+            Node(nodes.identities[index], nodes.peers[index], OpenNetwork(id=1, name="vm", listen=where[0], lend=True))
+            for index, where in ((1, places[1]), (2, places[2]))
+        ]
+        try:
+            wanted = {f"vm ({node.identity.node_id[:8]})" for node in again}
+            eventually(lambda: {facts.name for facts in nodes.nodes[0].table.facts()} == wanted)
+            assert {view.name for view in nodes.nodes[0].table.views()} == wanted
+        finally:
+            for node in again:
+                node.close()
+    finally:
+        nodes.close()
+
+
+def test_a_copied_identity_is_named_though_nobody_announces_anything(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, "head", "vm", lend=True)
+    shutil.copytree(tmp_path / "vm", tmp_path / "copy")
+    copied = load_identity(tmp_path / "copy")
+    copy = Node(copied, PeersFile(tmp_path / "copy"), OpenNetwork(id=1, name="copy", listen=LOCAL, lend=True))
+    nodes.nodes[0].close()
+    tried = [nodes.nodes[1].listening[0], copy.listening[0]]
+    head = Node(nodes.identities[0], nodes.peers[0], OpenNetwork(id=1, name="head", listen=LOCAL, peers=tried))
+    try:
+        assert copied.node_id == nodes.identities[1].node_id and copied.instance != nodes.identities[1].instance
+        eventually(head.problems_now)
+        assert head.problems_now() == [
+            f"2 machines announce the identity {copied.node_id[:8]}: the files of one were copied; give one of them a "
+            "new identity (run `privatellm peers new-identity` there) and pair it again."
+        ]
+        head.peers.forget(copied.node_id)
+        eventually(lambda: not head.problems_now())
+    finally:
+        head.close()
+        copy.close()
+        nodes.close()
+
+
+def test_a_machine_that_starts_again_is_no_copy(tmp_path: Path, pair: Nodes) -> None:
+    head, vm = pair.nodes
+    where = vm.listening[0]
+    vm.close()
+    again = Node(pair.identities[1], pair.peers[1], OpenNetwork(id=1, name="vm", listen=where, lend=True))
+    try:
+        eventually(lambda: [view.greeting.process for view in head.table.views() if view.greeting] == [again.process])
+        assert head.problems_now() == [] and head.table.copies() == []
+    finally:
+        again.close()
+
+
+def test_a_lent_machine_shows_a_code_when_its_account_asks_and_one_that_is_not_lent_does_not(tmp_path: Path) -> None:
+    states: list[AnyEvent] = []
+    identity, peers = make_identity(tmp_path / "typing")
+    network = Network(states.append, tmp_path / "service")
+    try:
+        network.answer(OpenNetwork(id=1, name="studio", listen=LOCAL))
+        assert ask_for_code(tmp_path / "service", 1.5) is None
+        network.close()
+        network.answer(OpenNetwork(id=2, name="studio", listen=LOCAL, lend=True))
+        shown = ask_for_code(tmp_path / "service", 20.0)
+        assert shown is not None and shown.name == "studio" and shown.tries == 3 and 100 < shown.seconds <= 120
+        eventually(lambda: any(isinstance(said, NetworkState) and said.code == shown.code for said in states))
+        host, _, port = shown.listening[0].rpartition(":")
+        found = pair_with(host, int(port) + 1, shown.code, identity, peers, "typing")
+        assert found.name == "studio" and [peer.name for peer in network.node.peers.all()] == ["typing"]
+        assert not list((tmp_path / "service").glob("code-*"))
+    finally:
+        network.close()

@@ -1,0 +1,106 @@
+"""A head that lacks the model asks with a ring: it comes from the machines that have it, and the ring answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from real_rings import PROMPT, Machine, RealRing
+from tiny_models import write_tiny_model
+
+from engine.bench.local_ring import LocalEngine, open_network, pair_homes
+from engine.errors import ModelError
+from engine.ipc.messages import Done, Pull
+from engine.models.prepare import prepare
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+PLAIN, BANK, SHARED = "owner--plain", "owner--bank", "owner--shared"
+ANSWER = 6
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders by the names that they have where they are whole."""
+    folder = tmp_path_factory.mktemp("models")
+    model = write_tiny_model(folder / PLAIN, "mixtral", num_local_experts=8, dtype="bfloat16")
+    prepare(model, folder / f"{BANK}.prepared", lambda *_: None)
+    shared = write_tiny_model(folder / SHARED, "mixtral", num_local_experts=8, dtype="bfloat16", seed=1)
+    return {PLAIN: model, BANK: folder / f"{BANK}.prepared", SHARED: shared}
+
+
+def test_a_model_that_only_followers_have_runs_in_a_ring(tmp_path: Path, made: dict[str, Path]):
+    """As a plain folder on one, as a bank on the other; then both have a half of what the head gave away."""
+    with RealRing(tmp_path, [Machine(), Machine(models=(made[PLAIN],)), Machine(models=(made[BANK],))]) as ring:
+        models = ring.head.home / "models"
+
+        def copied(name: str) -> Done:
+            done = ring.head.ask(Pull(id=ring.head.new_id(), model=name, only_copy=True), 120)
+            assert isinstance(done, Done)
+            return done
+
+        with pytest.raises(ModelError, match="not on this machine"):
+            copied("owner/absent")
+        assert copied("owner/plain").detail == "Copied from node 1."
+        assert copied("owner/bank").detail == "Copied from node 2."
+        ring.alone(made[PLAIN], "native", "bfloat16")
+        alone = ring.answer()
+        for name in ("owner/plain", "owner/bank"):
+            # What another machine has whole is not sent back to it.
+            facts = ring.form(Path(name), "native", 2, "bfloat16")
+            assert ring.answer() == alone
+            assert any(share.has_bytes >= share.expert_bytes + share.trunk_bytes for share in facts.nodes[1:])
+        # The head gives all experts away, and loses its copy.
+        shutil.copytree(made[SHARED], models / SHARED)
+        ring.load(Path("owner/shared"), "native", 2, "bfloat16", shares={ring.ids[0]: 0})
+        answer = ring.answer()
+        ring.alone(made[PLAIN], "native")
+        shutil.rmtree(models / SHARED)
+        assert copied("owner/shared").detail in ("Copied from node 1 and node 2.", "Copied from node 2 and node 1.")
+        assert {path.name: path.read_bytes() for path in (models / SHARED).iterdir()} == {
+            path.name: path.read_bytes() for path in made[SHARED].iterdir()
+        }
+        ring.alone(models / SHARED, "native", "bfloat16")
+        assert ring.answer() == answer
+
+
+def test_ask_answers_with_a_model_that_only_a_lent_machine_has(tmp_path: Path, made: dict[str, Path]):
+    """As a person does it; the Internet is not there."""
+    homes = [tmp_path / "head", tmp_path / "studio"]
+    for home in homes:
+        (home / "models").mkdir(parents=True)
+        (home / "config" / "network").mkdir(parents=True)
+    (homes[1] / "models" / PLAIN).symlink_to(made[PLAIN], target_is_directory=True)
+    pair_homes(homes)
+    studio = LocalEngine(homes[1], {"OMP_NUM_THREADS": "1"})
+    try:
+        address = open_network(studio, "studio", lend=True)
+        environment = {
+            **os.environ,
+            "PRIVATELLM_HOME": str(homes[0]),
+            "HF_ENDPOINT": "http://127.0.0.1:9",
+            "PYTHON_KEYRING_BACKEND": "keyring.backends.null.Keyring",
+            "OMP_NUM_THREADS": "1",
+        }
+        program = [str(Path(sys.executable).with_name("privatellm"))]
+        question = ["ask", "--model", "owner/plain", "--partitioning", "ring", "--runtime", "native", "--json"]
+        said = [*question, "--prompt-ids", ",".join(map(str, PROMPT)), "--max-tokens", str(ANSWER)]
+        network = ["--peer", address]
+        found = subprocess.run(
+            [*program, *said, *network, "--temperature", "0"],
+            env=environment,
+            capture_output=True,
+            check=False,
+            text=True,
+            timeout=240,
+        )
+        assert found.returncode == 0, found.stderr
+        assert "Copied from" in found.stderr
+        assert len(json.loads(found.stdout)["token_ids"]) == ANSWER
+        assert (homes[0] / "models" / PLAIN / "config.json").is_file()
+    finally:
+        studio.close()

@@ -1,0 +1,486 @@
+"""Shares: what is sent is what a node holds, byte by byte, whatever form the head's folder has, and nothing twice."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.cluster.transport.exchange import RingProtocolError
+from engine.cluster.weights import share_store, transfer
+from engine.cluster.weights.share_store import Need, ShareStore
+from engine.cluster.weights.transfer import Offer, Wanted, decode_offer, encode_offer, offer, outline, stream
+from engine.cluster.worker.local_weights import here_already
+from engine.errors import Cancelled, ModelError
+from engine.models import store
+from engine.models.opening import open_model
+from engine.models.prepare import prepare
+from engine.models.share_files import read_share
+from engine.models.weight_layout import layout_of
+
+TinyModel = Callable[..., Path]
+PARTS = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
+
+
+def quiet(stage: str, done: int, total: int, unit: str) -> None:
+    """Nobody looks at the progress."""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The head's."""
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def shares(tmp_path: Path) -> ShareStore:
+    """A node's, with a folder of its own."""
+    (tmp_path / "node").mkdir()
+    return ShareStore(tmp_path / "node", "head")
+
+
+@pytest.fixture
+def bank(tiny_model: TinyModel, tmp_path: Path) -> Path:
+    prepare(tiny_model("mixtral", dtype="bfloat16"), tmp_path / "bank", quiet)
+    return tmp_path / "bank"
+
+
+def every_second(folder: Path, first: int = 0) -> dict[int, list[int]]:
+    """Half of the experts: odd and even ones in turn, one layer fewer."""
+    found = outline(folder)
+    return {layer: list(range((first + layer) % 2, found.experts, 2)) for layer in found.layers}
+
+
+def send(shares: ShareStore, folder: Path, offered: Offer, **options: Any) -> Need:
+    need = shares.need(offered, quiet)
+    shares.receive(offered, need.wanted, stream(folder, offered, need.wanted), quiet, **options)
+    return need
+
+
+def blocks(folder: Path) -> int:
+    """Bytes of disk that the files of weights take."""
+    files = [*folder.glob("*.safetensors"), *folder.glob("experts/*")]
+    return sum(path.stat().st_blocks * 512 for path in files)
+
+
+def assert_same_experts(share: Path, whole: Path, held: Mapping[int, Sequence[int]]) -> None:
+    mine, theirs = open_model(share).experts, open_model(whole).experts
+    assert mine is not None and theirs is not None
+    assert (mine.layers, mine.count, mine.dtype) == (theirs.layers, theirs.count, theirs.dtype)
+    for layer in theirs.layers:
+        assert list(mine.held(layer)) == list(held[layer])
+        for expert in range(theirs.count):
+            if expert not in held[layer]:
+                with pytest.raises(IndexError):
+                    mine.expert(layer, expert)
+                continue
+            left, right = mine.expert(layer, expert), theirs.expert(layer, expert)
+            for part in PARTS:
+                one, other = getattr(left, part), getattr(right, part)
+                assert (one is None) == (other is None)
+                if one is not None:
+                    np.testing.assert_array_equal(one.words, other.words)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "dbrx", "deepseek_v3", "llama4_text"])
+def test_a_share_hands_out_what_the_whole_model_has(
+    tiny_model: TinyModel, shares: ShareStore, tmp_path: Path, family: str, prepared: bool
+):
+    folder = tiny_model(family, dtype="bfloat16", shards=not prepared)
+    if prepared:
+        prepare(folder, tmp_path / "bank", quiet)
+        folder = tmp_path / "bank"
+    held = every_second(folder)
+    offered = decode_offer(encode_offer(offer(folder, held, quiet)))
+    need = send(shares, folder, offered)
+    assert need.nbytes == offered.nbytes and need.has_bytes == 0
+    assert_same_experts(need.folder, folder, held)
+    share, whole = open_model(need.folder), open_model(folder)
+    assert share.config == whole.config and share.trunk_bytes == whole.trunk_bytes
+    trunk = {name: tensor.words.tobytes() for name, tensor in whole.trunk()}
+    assert {name: tensor.words.tobytes() for name, tensor in share.trunk()} == trunk
+    assert share.experts is not None and whole.experts is not None
+    pairs = sum(map(len, held.values()))
+    assert share.experts.nbytes * len(whole.experts.layers) * whole.experts.count == whole.experts.nbytes * pairs
+    assert shares.need(offered, quiet) == Need(need.folder, (), 0, offered.nbytes)
+
+
+def test_what_a_wrong_head_sent_is_used_with_that_head_only(
+    tiny_model: TinyModel, bank: Path, tmp_path: Path, home: Path
+):
+    """It says that its other weights are the same model as the right head's."""
+    models = home / "models"
+    prepare(tiny_model("mixtral", dtype="bfloat16", seed=1), tmp_path / "wrong", quiet)
+    held = every_second(bank)
+    right, wrong = offer(bank, held, quiet, name="a model"), offer(tmp_path / "wrong", held, quiet, name="a model")
+    assert wrong.identity != right.identity and wrong.layout == right.layout
+    forged = msgspec.structs.replace(wrong, identity=right.identity)
+    theirs = send(ShareStore(models, "wrong head"), tmp_path / "wrong", forged)
+    shares = ShareStore(models, "head")
+    assert here_already(right.identity.weights, "head") == ({}, False)
+    assert shares.need(right, quiet).nbytes == right.nbytes
+    mine = send(shares, bank, right)
+    assert_same_experts(mine.folder, bank, held)
+    assert_same_experts(theirs.folder, tmp_path / "wrong", held)
+    assert mine.folder != theirs.folder
+    assert here_already(right.identity.weights, "head") == ({layer: held[layer] for layer in held}, True)
+    # Even in the very folder that the right head's share would have, as short forms of long names may be equal.
+    shutil.rmtree(mine.folder)
+    theirs.folder.rename(mine.folder)
+    assert shares.need(right, quiet).nbytes == right.nbytes
+    assert_same_experts(send(shares, bank, right).folder, bank, held)
+
+
+def test_only_the_trunk_and_the_own_experts_are_sent_and_take_room(
+    tiny_model: TinyModel, shares: ShareStore, tmp_path: Path
+):
+    folder = tiny_model("mixtral", hidden_size=192, intermediate_size=384, vocab_size=200)
+    layout = layout_of(folder)
+    held = {layer: [layer] for layer in layout.layers}
+    offered = offer(folder, held, quiet)
+    settings = sum(path.stat().st_size for path in layout.settings)
+    own = 3 * layout.expert_bytes
+    assert offered.nbytes == settings + layout.headers[0] + layout.trunk_bytes + own
+    need = shares.need(offered, quiet)
+    sent = [transfer.decode_chunk(data) for data in stream(folder, offered, need.wanted)]
+    assert sum(len(chunk.data) for chunk in sent) == offered.nbytes
+    assert max(len(chunk.data) for chunk in sent) <= transfer.CHUNK_BYTES
+    shares.receive(offered, need.wanted, map(transfer.encode_chunk, sent), quiet)
+    file = need.folder / "model.safetensors"
+    assert file.stat().st_size == (folder / "model.safetensors").stat().st_size
+    # Every run may begin and end within a block of the file system.
+    runs = sum(len(item.runs) for item in offered.items)
+    assert blocks(need.folder) <= layout.headers[0] + layout.trunk_bytes + own + 2 * 4096 * runs
+    assert blocks(need.folder) < blocks(folder) / 2
+
+
+def test_a_share_without_trunk_has_experts_only(bank: Path, shares: ShareStore):
+    held = every_second(bank)
+    offered = offer(bank, held, quiet, trunk=False)
+    assert offered.nbytes < offer(bank, held, quiet).nbytes - layout_of(bank).trunk_bytes + 1
+    need = send(shares, bank, offered)
+    assert_same_experts(need.folder, bank, held)
+    share = open_model(need.folder)
+    assert share.trunk_bytes == 0
+    with pytest.raises(ModelError, match="without its trunk"):
+        list(share.trunk())
+    whole = offer(bank, held, quiet)
+    later = send(shares, bank, whole)
+    assert later.nbytes == layout_of(bank).trunk_bytes
+    assert len(list(open_model(later.folder).trunk())) == len(list(open_model(bank).trunk()))
+
+
+def test_a_later_placement_fetches_the_difference(bank: Path, shares: ShareStore):
+    layout = layout_of(bank)
+    send(shares, bank, offer(bank, every_second(bank), quiet))
+    held = {layer: list(range(layout.count)) for layer in layout.layers}
+    offered = offer(bank, held, quiet)
+    need = send(shares, bank, offered)
+    assert need.nbytes == layout.expert_bytes * layout.count * len(layout.layers) // 2
+    assert need.has_bytes == offered.nbytes - need.nbytes
+    assert_same_experts(need.folder, bank, held)
+
+
+def test_experts_are_given_up_only_for_room(bank: Path, shares: ShareStore, monkeypatch: pytest.MonkeyPatch):
+    first, second = every_second(bank), every_second(bank, 1)
+    folder = send(shares, bank, offer(bank, first, quiet)).folder
+    layout = layout_of(bank)
+    both = {layer: list(range(layout.count)) for layer in layout.layers}
+    send(shares, bank, offer(bank, second, quiet))
+    assert_same_experts(folder, bank, both)
+
+    before = blocks(folder)
+    assert shares.keep_only(folder, first) > 0
+    assert blocks(folder) < before
+    assert_same_experts(folder, bank, first)
+
+    # Now there is room for one reserve only: those that are not wanted go.
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, share_store.RESERVE_BYTES))
+    with pytest.raises(ModelError, match="are missing") as caught:
+        send(shares, bank, offer(bank, second, quiet))
+    assert caught.value.kind == "disk"
+    assert read_share(folder).experts == dict.fromkeys(layout.layers, ())
+
+
+def test_a_node_that_has_the_model_is_sent_nothing(bank: Path, shares: ShareStore, tmp_path: Path):
+    shutil.copytree(bank, tmp_path / "node" / "its-own-copy")
+    held = every_second(bank)
+    offered = offer(bank, held, quiet)
+    need = shares.need(offered, quiet)
+    assert need == Need(tmp_path / "node" / "its-own-copy", (), 0, offered.nbytes, whole=True)
+
+
+@pytest.mark.parametrize("what", ["an expert", "the trunk", "the tokenizer", "the configuration"])
+def test_a_copy_that_differs_is_not_used(tiny_model: TinyModel, shares: ShareStore, tmp_path: Path, what: str):
+    head = Path(shutil.copytree(tiny_model("mixtral"), tmp_path / "head"))
+    (head / "tokenizer.json").write_text('{"version": "1.0"}')
+    copy = Path(shutil.copytree(head, tmp_path / "node" / "copy"))
+    layout = layout_of(head)
+    offered = offer(head, every_second(head), quiet)
+    assert shares.need(offered, quiet).whole
+    if what == "the tokenizer":
+        (copy / "tokenizer.json").write_text('{"version": "1.1"}')
+    elif what == "the configuration":
+        config = json.loads((copy / "config.json").read_bytes())
+        (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    else:
+        run = layout.experts[0, 0][0] if what == "an expert" else transfer.runs_of(layout.trunk[0])[0]
+        with (copy / "model.safetensors").open("r+b") as file:
+            file.seek(run.start)
+            file.write(bytes(byte ^ 1 for byte in (head / "model.safetensors").read_bytes()[run.start : run.start + 1]))
+    need = shares.need(offered, quiet)
+    assert not need.whole and need.nbytes == offered.nbytes
+
+
+def test_an_interrupted_transfer_goes_on_within_an_item(
+    bank: Path, shares: ShareStore, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(transfer, "CHUNK_BYTES", 1000)
+    held = every_second(bank)
+    offered = offer(bank, held, quiet)
+    received = 0
+    needs = []
+
+    def cut(chunks: Iterator[bytes], count: int) -> Iterator[bytes]:
+        nonlocal received
+        for _, data in zip(range(count), chunks, strict=False):
+            received += len(transfer.decode_chunk(data).data)
+            yield data
+        raise ConnectionResetError("the head is gone")
+
+    for _ in range(3):
+        need = shares.need(offered, quiet)
+        needs.append(need.nbytes)
+        with pytest.raises((ModelError, ConnectionResetError)):
+            shares.receive(offered, need.wanted, cut(stream(bank, offered, need.wanted), 40), quiet)
+    assert needs[0] - needs[2] > 50_000
+    need = shares.need(offered, quiet)
+    assert any(want.start for want in need.wanted)
+    shares.receive(offered, need.wanted, stream(bank, offered, need.wanted), quiet)
+    assert received + need.nbytes == offered.nbytes
+    assert_same_experts(need.folder, bank, held)
+
+
+def test_it_can_be_stopped_and_what_came_is_kept(bank: Path, shares: ShareStore):
+    offered = offer(bank, every_second(bank), quiet)
+    need = shares.need(offered, quiet)
+    count = iter(range(1000))
+    with pytest.raises(Cancelled):
+        shares.receive(
+            offered, need.wanted, stream(bank, offered, need.wanted), quiet, should_stop=lambda: next(count) > 6
+        )
+    assert 0 < len(shares.need(offered, quiet).wanted) < len(need.wanted)
+
+
+def test_a_stream_that_ends_early_says_so(bank: Path, shares: ShareStore):
+    offered = offer(bank, every_second(bank), quiet)
+    need = shares.need(offered, quiet)
+    with pytest.raises(ModelError, match="stopped sending after"):
+        shares.receive(offered, need.wanted, list(stream(bank, offered, need.wanted))[:-2], quiet)
+    assert len(shares.need(offered, quiet).wanted) == 2
+
+
+def test_damage_on_the_way_is_refused(bank: Path, shares: ShareStore):
+    offered = offer(bank, every_second(bank), quiet)
+    need = shares.need(offered, quiet)
+    chunks = list(stream(bank, offered, need.wanted))
+    damaged = bytearray(chunks[-1])
+    damaged[-1] ^= 1
+    with pytest.raises(RingProtocolError, match="damaged on its way"):
+        shares.receive(offered, need.wanted, [*chunks[:-1], bytes(damaged)], quiet)
+    left = shares.need(offered, quiet)
+    assert left.wanted == need.wanted[-1:]
+
+    # With a checksum that fits the chunk, the item's does not fit.
+    last = transfer.decode_chunk(chunks[-1])
+    wrong = bytes(len(last.data))
+    forged = transfer.encode_chunk(transfer.Chunk(last.item, last.offset, zlib.crc32(wrong), wrong))
+    with pytest.raises(RingProtocolError, match="another checksum"):
+        shares.receive(offered, left.wanted, [forged], quiet)
+    assert shares.need(offered, quiet).wanted == left.wanted
+    layer, expert = transfer.expert_of(offered.items[last.item].key) or (0, 0)
+    assert expert not in read_share(need.folder).experts[layer]
+
+
+@pytest.mark.parametrize("order", ["reversed", "twice", "more"])
+def test_only_what_was_asked_for_is_taken(bank: Path, shares: ShareStore, order: str):
+    offered = offer(bank, every_second(bank), quiet)
+    need = shares.need(offered, quiet)
+    chunks = list(stream(bank, offered, need.wanted))
+    sent = {"reversed": chunks[::-1], "twice": [chunks[0], *chunks], "more": [*chunks, chunks[0]]}[order]
+    with pytest.raises(RingProtocolError):
+        shares.receive(offered, need.wanted, sent, quiet)
+
+
+@pytest.mark.parametrize("failing", ["pwrite", "fsync"])
+def test_a_full_disk_is_named_and_nothing_half_counted(
+    bank: Path, shares: ShareStore, monkeypatch: pytest.MonkeyPatch, failing: str
+):
+    held = every_second(bank)
+    offered = offer(bank, held, quiet)
+    need = shares.need(offered, quiet)
+    left = iter(range(1000))
+    genuine = getattr(os, failing)
+
+    def full(*arguments: Any) -> Any:
+        if next(left) >= (9 if failing == "pwrite" else 8):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return genuine(*arguments)
+
+    monkeypatch.setattr(os, failing, full)
+    with pytest.raises(ModelError, match=r"is full .* MB of this machine's share did not fit") as caught:
+        shares.receive(offered, need.wanted, stream(bank, offered, need.wanted), quiet)
+    assert caught.value.kind == "disk"
+    monkeypatch.undo()
+    again = shares.need(offered, quiet)
+    assert 0 < again.nbytes <= offered.nbytes
+    shares.receive(offered, again.wanted, stream(bank, offered, again.wanted), quiet)
+    assert_same_experts(need.folder, bank, held)
+
+
+def test_too_little_room_is_refused_before_anything_is_received(
+    bank: Path, shares: ShareStore, monkeypatch: pytest.MonkeyPatch
+):
+    offered = offer(bank, every_second(bank), quiet)
+    need = shares.need(offered, quiet)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
+    with pytest.raises(ModelError, match=r"needs another .* are missing; make room"):
+        shares.receive(offered, need.wanted, stream(bank, offered, need.wanted), quiet)
+    assert not need.folder.exists()
+
+
+def test_a_head_whose_files_changed_says_so(tiny_model: TinyModel, shares: ShareStore, tmp_path: Path):
+    head = Path(shutil.copytree(tiny_model("mixtral"), tmp_path / "head"))
+    offered = offer(head, every_second(head), quiet)
+    need = shares.need(offered, quiet)
+    with (head / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(ModelError, match="was changed since it was offered"):
+        list(stream(head, offered, need.wanted))
+
+
+def test_wanting_what_was_not_offered_is_refused(bank: Path):
+    offered = offer(bank, every_second(bank), quiet)
+    for wanted in ([Wanted(len(offered.items))], [Wanted(-1)], [Wanted(0, 1 << 40)]):
+        with pytest.raises(RingProtocolError, match="was wanted and not offered"):
+            list(stream(bank, offered, wanted))
+
+
+def test_a_share_is_no_model_to_load_or_list(bank: Path, home: Path):
+    models = home / "models"
+    need = send(ShareStore(models, "head"), bank, offer(bank, every_second(bank), quiet, name="a model"))
+    assert need.folder.parent == models and need.folder.name.startswith("a-model--")
+    assert store.installed() == []
+    with pytest.raises(ModelError, match="share of a model that a ring runs"):
+        store.resolve(str(need.folder))
+    with pytest.raises(ModelError, match="There is no model"):
+        store.resolve(need.folder.name)
+    assert store.shares() == [(need.folder.name, pytest.approx(need.nbytes, abs=200_000))]
+    freed = store.shares()[0][1]
+    assert store.remove(need.folder.name) == freed > 0
+    assert store.shares() == [] and not need.folder.exists()
+
+
+def test_a_damaged_or_foreign_share_is_received_anew(bank: Path, shares: ShareStore):
+    held = every_second(bank)
+    offered = offer(bank, held, quiet)
+    folder = send(shares, bank, offered).folder
+    (folder / store.SHARE_MANIFEST).write_bytes(b"{")
+    with pytest.raises(ModelError, match="is damaged"):
+        open_model(folder)
+    assert send(shares, bank, offered).nbytes == offered.nbytes
+    assert_same_experts(folder, bank, held)
+    (folder / "config.json").write_text("{}")
+    assert [offered.items[want.item].key for want in shares.need(offered, quiet).wanted] == ["setting/config.json"]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "dbrx", "qwen2_moe"])
+def test_of_a_plain_checkpoint_a_share_of_a_bank_is_made(
+    tiny_model: TinyModel, shares: ShareStore, tmp_path: Path, family: str
+):
+    plain = tiny_model(family, dtype="bfloat16")
+    prepare(plain, tmp_path / "bank", quiet)
+    shutil.copytree(plain, tmp_path / "node" / "checkpoint")
+    held = every_second(tmp_path / "bank")
+    offered = offer(tmp_path / "bank", held, quiet)
+    need = shares.need(offered, quiet)
+    assert [offered.items[want.item].key for want in need.wanted] == ["setting/bank.json"]
+    shares.receive(offered, need.wanted, stream(tmp_path / "bank", offered, need.wanted), quiet)
+    assert_same_experts(need.folder, tmp_path / "bank", held)
+    trunk = {name: tensor.words.tobytes() for name, tensor in open_model(tmp_path / "bank").trunk()}
+    assert {name: tensor.words.tobytes() for name, tensor in open_model(need.folder).trunk()} == trunk
+
+
+def test_of_another_checkpoint_only_what_is_the_same_is_taken(
+    tiny_model: TinyModel, shares: ShareStore, tmp_path: Path
+):
+    plain = Path(shutil.copytree(tiny_model("mixtral", dtype="bfloat16"), tmp_path / "node" / "checkpoint"))
+    prepare(plain, tmp_path / "bank", quiet)
+    run = layout_of(plain).experts[1, 3][0]
+    data = bytearray((plain / "model.safetensors").read_bytes())
+    data[run.start] ^= 1
+    (plain / "model.safetensors").write_bytes(data)
+    offered = offer(tmp_path / "bank", {layer: [2, 3] for layer in range(3)}, quiet)
+    need = shares.need(offered, quiet)
+    keys = [offered.items[want.item].key for want in need.wanted]
+    assert [key for key in keys if not key.startswith("setting/")] == ["expert/1/3"]
+
+
+def test_an_item_that_came_whole_and_was_not_compared_comes_again(bank: Path, shares: ShareStore):
+    offered = offer(bank, every_second(bank), quiet)
+    need = shares.need(offered, quiet)
+    last = offered.items[need.wanted[-1].item]
+    shares.receive(offered, need.wanted[:-1], stream(bank, offered, need.wanted[:-1]), quiet)
+    begun = share_store.Begun(last.key, last.nbytes, last.checksum)
+    share_store._write_manifest(need.folder, msgspec.structs.replace(read_share(need.folder), begun=begun))
+    again = shares.need(offered, quiet)
+    assert (again.wanted, again.nbytes) == (need.wanted[-1:], last.nbytes)
+    shares.receive(offered, again.wanted, stream(bank, offered, again.wanted), quiet)
+    assert shares.need(offered, quiet).wanted == ()
+
+
+def test_an_empty_file_beside_the_weights_is_not_missed(tiny_model: TinyModel, shares: ShareStore, tmp_path: Path):
+    folder = Path(shutil.copytree(tiny_model("mixtral"), tmp_path / "head"))
+    (folder / "README.md").touch()
+    offered = offer(folder, every_second(folder), quiet)
+    send(shares, folder, offered)
+    assert shares.need(offered, quiet).wanted == ()
+
+
+PAIRS = st.sets(st.tuples(st.integers(0, 2), st.integers(0, 7)), min_size=1, max_size=10)
+
+
+@given(st.lists(PAIRS, min_size=1, max_size=4))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15, deadline=None)
+def test_whatever_placements_follow_each_other_nothing_is_sent_twice(
+    bank: Path, placements: list[set[tuple[int, int]]]
+):
+    layout = layout_of(bank)
+    with tempfile.TemporaryDirectory() as node:
+        shares = ShareStore(Path(node), "head")
+        here: set[tuple[int, int]] = set()
+        for number, pairs in enumerate(placements):
+            held = {layer: sorted(e for at, e in pairs if at == layer) for layer in layout.layers}
+            offered = offer(bank, held, quiet)
+            need = send(shares, bank, offered)
+            other = offered.nbytes - len(pairs) * layout.expert_bytes
+            assert need.nbytes == len(pairs - here) * layout.expert_bytes + (other if number == 0 else 0)
+            assert need.has_bytes == offered.nbytes - need.nbytes
+            here |= pairs
+            experts = open_model(need.folder).experts
+            assert experts is not None
+            assert {(at, e) for at in layout.layers for e in experts.held(at)} == here

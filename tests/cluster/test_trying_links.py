@@ -1,0 +1,249 @@
+"""Trying all links of a ring at once: which can be made, who finds out, and what follows for the ring."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from paired_nodes import Nodes, eventually
+from tests_models import tiny_mixtral
+
+from discovery.peers import new_peer
+from engine.cluster.head.apart import decide_together
+from engine.cluster.head.blame import what_broke
+from engine.cluster.head.forming import RingFormer
+from engine.cluster.head.left_out import LeftOut
+from engine.cluster.head.survey import Surveyor, candidates
+from engine.cluster.membership.client import Calls
+from engine.cluster.membership.link_trials import LinkTrial, Tried, Way, all_ways
+from engine.cluster.membership.rpc_fanout import NodeRefused
+from engine.cluster.transport import connecting
+from engine.cluster.transport.addresses import door_of
+from engine.cluster.transport.connecting import connect_commands
+from engine.cluster.transport.epochs import Epoch, Member
+from engine.cluster.worker.lending import Lender
+from engine.errors import LinkLost, ModelError, PeerLost
+from engine.ipc.messages import Load
+from engine.ipc.messages.ring import RingChoice
+from engine.planning.reaching import Pair
+from engine.runtimes import runtime_named
+
+pytestmark = pytest.mark.usefixtures("no_keyring")
+
+
+class Three:
+    """A head and two lent machines that are paired with it only."""
+
+    def __init__(self, folder: Path) -> None:
+        self.nodes = Nodes(folder, "Anna", "Bob", "Carl", lend=True)
+        self.head, *followers = self.nodes.nodes
+        self.lenders = [Lender(node) for node in followers]
+        self.anna, self.bob, self.carl = (identity.node_id for identity in self.nodes.identities)
+        eventually(self.nodes.ready)
+
+    def forgets(self, who: int, whom: int) -> None:
+        """The person at ``who`` wants nothing to do with ``whom`` any more."""
+        self.nodes.pair(who, whom, ("Anna", "Bob", "Carl"))
+        self.nodes.nodes[who].table.refresh()
+        self.nodes.peers[who].forget(self.nodes.identities[whom].node_id)
+        self.nodes.nodes[who].forget(self.nodes.identities[whom].node_id)
+
+    def tried(self, best: dict[Way, str] | None = None) -> Tried:
+        there = candidates(self.head, [])
+        trial = LinkTrial(self.head, there, all_ways(self.anna, there), "an epoch", best or {})
+        with ThreadPoolExecutor(4) as pool:
+            return trial.result(trial.begin(pool, Calls()))
+
+    def pair(self, one: str, other: str) -> Pair:
+        return frozenset((one, other))
+
+    def close(self) -> None:
+        for lender in self.lenders:
+            lender.close()
+        self.nodes.close()
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Three]:
+    made = Three(tmp_path / "nodes")
+    yield made
+    made.close()
+
+
+def test_all_links_of_machines_that_reach_one_another(three: Three) -> None:
+    found = three.tried()
+    assert found.broken == {}
+    doors = {node.identity.node_id: door_of(node.listening[0]) for node in three.nodes.nodes}
+    first, second = sorted((three.bob, three.carl))
+    assert found.reached == {
+        (three.anna, three.bob): doors[three.bob],
+        (three.anna, three.carl): doors[three.carl],
+        (first, second): doors[second],
+    }
+
+
+def test_every_pair_that_cannot_is_found_at_once(three: Three) -> None:
+    three.nodes.nodes[2].door.close()
+    first, second = sorted((three.bob, three.carl))
+    broken = three.tried().broken
+    assert "refused" in broken[three.pair(three.anna, three.carl)]
+    # Of the other two the one with the lower id dials.
+    assert (three.pair(first, second) in broken) == (second == three.carl)
+    assert three.pair(three.anna, three.bob) not in broken
+
+
+def test_a_machine_whose_person_has_forgotten_another_one(three: Three) -> None:
+    three.forgets(2, 1)
+    found = three.tried()
+    assert list(found.broken) == [three.pair(three.bob, three.carl)]
+    assert "Carl has forgotten" in found.broken[three.pair(three.bob, three.carl)]
+
+
+def test_an_address_that_leads_nowhere_does_not_count(three: Three) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        nowhere = f"127.0.0.1:{silent.getsockname()[1]}"
+        found = three.tried({(three.anna, three.bob): nowhere, (three.anna, three.carl): "127.0.0.1:9"})
+    assert found.broken == {}
+    assert found.reached[three.anna, three.bob] == door_of(three.nodes.nodes[1].listening[0])
+
+
+def test_a_machine_that_does_not_answer_is_gone_and_no_link_is_blamed(three: Three) -> None:
+    there = candidates(three.head, [])
+    three.nodes.nodes[2].close()
+    trial = LinkTrial(three.head, there, all_ways(three.anna, there), "an epoch", {})
+    with ThreadPoolExecutor(4) as pool:
+        asked = trial.begin(pool, Calls())
+        with pytest.raises(NodeRefused) as refused:
+            trial.result(asked)
+    assert (refused.value.node_id, refused.value.gone) == (three.carl, True)
+
+
+def test_a_ring_is_planned_with_those_who_reach_one_another(three: Three, tmp_path: Path) -> None:
+    folder = tiny_mixtral(tmp_path / "model")
+    load = Load(id=0, model="tiny", runtime="native", ring=RingChoice(even_if_slower=True, overlap=False))
+    surveyor = Surveyor(three.anna, folder, load)
+    order = [(three.anna, "Anna"), *((one.node_id, one.name) for one in candidates(three.head, []))]
+    three.forgets(2, 1)
+    survey = surveyor.survey(three.head, candidates(three.head, []), "native", lambda *_: None, to_send=False)
+    found = decide_together(surveyor.headers, "tiny", load, order, survey)
+    ((left, pairs),) = found.apart.items()
+    assert pairs == {three.pair(three.bob, three.carl)}
+    name, other = ("Bob", "Carl") if left == three.bob else ("Carl", "Bob")
+    (line,) = found.lines
+    assert line.startswith(f"The link between {name} and {other} cannot be made (")
+    assert line.endswith(f"; {name} is left out of the ring.")
+    assert len(found.decision.ranks) == 2 and left not in found.decision.ranks
+    # The head's own link: the one that has it is in the ring, although the other two reach each other.
+    survey.tried.broken.clear()
+    survey.tried.broken[three.pair(three.anna, three.bob)] = "timed out"
+    found = decide_together(surveyor.headers, "tiny", load, order, survey)
+    assert found.decision.ranks == (three.anna, three.carl)
+    assert found.lines == ["The link to Bob cannot be made (timed out); Bob is left out of the ring."]
+
+
+def test_a_machine_is_wanted_again_when_its_link_works(three: Three, monkeypatch: pytest.MonkeyPatch) -> None:
+    from engine.cluster.head import left_out
+
+    monkeypatch.setattr(left_out, "AGAIN_S", 0.02)
+    three.forgets(2, 1)
+    between = three.pair(three.bob, three.carl)
+    tries: list[int] = []
+
+    def there():  # type: ignore[no-untyped-def]
+        tries.append(0)
+        return candidates(three.head, [])
+
+    watched = LeftOut(three.head, {three.carl: frozenset({between})}, there)
+    try:
+        eventually(lambda: len(tries) > 1)
+        assert not watched.wanted.is_set()
+        three.nodes.peers[2].add(new_peer(three.nodes.identities[1].certificate_der, "Bob"))
+        eventually(watched.wanted.is_set)
+    finally:
+        watched.close()
+
+
+def test_a_link_that_breaks_while_the_ring_is_formed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It could be made when it was tried: what is left forms a ring without it, and says which link it was."""
+    monkeypatch.setattr(connecting, "UNREACHED_S", 0.2)
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    folder = tiny_mixtral(tmp_path / "model")
+    nodes = Nodes(tmp_path / "nodes", "Anna", "Bob", lend=True)
+    lender = Lender(nodes.nodes[1])
+    choice = RingChoice(even_if_slower=True, overlap=False)
+    load = Load(id=0, model="tiny", runtime="native", partitioning="cpu", ring=choice)
+    surveyor = Surveyor(nodes.identities[0].node_id, folder, load)
+    former = RingFormer(nodes.nodes[0], "tiny", folder, runtime_named("native"), load, surveyor)
+    stages: list[str] = []
+
+    def progress(stage: str, done: int, total: int, unit: str) -> None:
+        stages.append(stage)
+        if stage.startswith("connecting to Bob"):
+            nodes.nodes[1].door.close()
+
+    try:
+        eventually(nodes.ready)
+        formed = former.form(progress)
+        assert [stage for stage in stages if stage.startswith("connecting to Bob")]
+        assert formed.names == {0: "Anna"}
+        assert formed.apart == {"Bob"}
+        assert [line for line in formed.notices if line.startswith("The link to Bob cannot be made (")]
+        assert not former.changed(progress, lambda text: None)
+        eventually(lambda: lender.facts() is None)
+    finally:
+        former.close()
+        lender.close()
+        nodes.close()
+
+
+# --- who is to blame ------------------------------------------------------------------------------------------------
+
+
+def blamed(three: Three, lost: PeerLost) -> PeerLost:
+    nodes = {0: three.anna, 1: three.bob, 2: three.carl}
+    return what_broke(three.head.table, nodes, {0: "Anna", 1: "Bob", 2: "Carl"}, lost)
+
+
+def test_a_link_that_broke_is_nobodys_loss(three: Three) -> None:
+    found = blamed(three, PeerLost("Carl is gone: its link ended (Connection timed out).", [2]))
+    assert isinstance(found, LinkLost) and found.ranks == ()
+    assert str(found) == "The link to Carl broke"
+    three.lenders[0]._broken = [three.carl]
+    found = blamed(three, PeerLost("Bob left the ring."))
+    assert str(found) == "The link between Bob and Carl broke"
+
+
+def test_who_is_gone_is_blamed_whatever_broke_with_it(three: Three) -> None:
+    three.lenders[0]._broken = [three.carl]
+    three.nodes.nodes[2].close()
+    eventually(lambda: (view := three.head.table.view(three.carl)) is not None and view.client is None)
+    found = blamed(three, PeerLost("Bob left the ring."))
+    assert not isinstance(found, LinkLost)
+    assert (str(found), found.ranks) == ("Carl does not answer any more", (2,))
+    lost = PeerLost("Carl is gone: its link ended.", [2])
+    assert blamed(three, lost) is lost
+
+
+def test_who_left_by_itself_is_blamed(three: Three) -> None:
+    lost = PeerLost("Bob left the ring.")
+    assert blamed(three, lost) is lost
+
+
+# --- making links ---------------------------------------------------------------------------------------------------
+
+
+def test_a_link_that_nobody_takes_is_given_up_long_before_its_time(
+    three: Three, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connecting, "UNREACHED_S", 0.2)
+    three.nodes.nodes[1].door.close()
+    bob = three.nodes.nodes[1]
+    members = (
+        Member(0, three.anna, three.head.identity.certificate_pem),
+        Member(1, three.bob, bob.identity.certificate_pem, (door_of(bob.listening[0]),), "Bob"),
+    )
+    with pytest.raises(ModelError, match="The link to Bob cannot be made"):
+        connect_commands(three.head.links, Epoch("an epoch", 0, members, bytes(32)), seconds=250)

@@ -1,0 +1,108 @@
+"""Experts in float64, and the weights and routes that the kernels are tried on."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.models.files import ExpertWeights, StoredTensor
+from engine.moe.kernels.layers import Gate
+
+Wide = NDArray[np.float64]
+
+
+def to_bf16(values: NDArray[Any]) -> NDArray[np.uint16]:
+    """Rounded to nearest, ties to even."""
+    words = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    return ((words + 0x7FFF + ((words >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(words: NDArray[np.uint16]) -> NDArray[np.float32]:
+    return (words.astype(np.uint32) << 16).view(np.float32)
+
+
+def rounded(values: NDArray[Any]) -> Wide:
+    """As the AVX512_BF16 kernels see activations."""
+    return from_bf16(to_bf16(values)).astype(np.float64)
+
+
+def stored(values: NDArray[Any], dtype: str, skew: int = 0, gap: int = 0) -> StoredTensor:
+    """``values`` in memory, ``skew`` elements off a multiple of 64 bytes, with ``gap`` elements between rows."""
+    words = to_bf16(values) if dtype == "BF16" else np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rows, width = (1, words.shape[0]) if words.ndim == 1 else words.shape
+    memory = np.full(rows * (width + gap) + 64 + skew, 0xFFFF if dtype == "BF16" else 0xFFFFFFFF, dtype=words.dtype)
+    start = -memory.ctypes.data % 64 // words.itemsize + skew
+    view = memory[start : start + rows * (width + gap)].reshape(rows, width + gap)[:, :width]
+    view[:] = words.reshape(rows, width)
+    return StoredTensor(dtype, view[0] if words.ndim == 1 else view)
+
+
+def wide(tensor: StoredTensor) -> Wide:
+    words = np.ascontiguousarray(tensor.words)
+    return (from_bf16(words) if tensor.dtype == "BF16" else words.view(np.float32)).astype(np.float64)
+
+
+def expert(
+    generator: np.random.Generator, hidden: int, ffn: int, dtype: str, biases: bool, skew: int = 0, gap: int = 0
+) -> ExpertWeights:
+    def matrix(rows: int, columns: int) -> StoredTensor:
+        return stored(generator.standard_normal((rows, columns)) / np.sqrt(columns), dtype, skew, gap)
+
+    def bias(size: int) -> StoredTensor | None:
+        return stored(generator.standard_normal(size), dtype, skew) if biases else None
+
+    return ExpertWeights(
+        gate=matrix(ffn, hidden),
+        up=matrix(ffn, hidden),
+        down=matrix(hidden, ffn),
+        gate_bias=bias(ffn),
+        up_bias=bias(ffn),
+        down_bias=bias(hidden),
+    )
+
+
+def activated(gate: Gate, g: Wide, u: Wide) -> Wide:
+    with np.errstate(over="ignore"):  # exp of something large: the sigmoid is 0
+        return _activated(gate, g, u)
+
+
+def _activated(gate: Gate, g: Wide, u: Wide) -> Wide:
+    if gate.kind == "silu":
+        return g / (1 + np.exp(-g)) * u
+    if gate.kind == "gelu":
+        return np.asarray(0.5 * g * np.vectorize(math.erfc, otypes=[float])(-g / np.sqrt(2)) * u)
+    if gate.kind == "gelu_tanh":
+        return np.asarray(0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) * u)
+    if gate.kind == "relu":
+        return np.maximum(g, 0) * u
+    g, u = np.minimum(g, gate.limit), np.clip(u, -gate.limit, gate.limit)
+    return np.asarray((u + 1) * g / (1 + np.exp(-gate.alpha * g)))
+
+
+def outputs(
+    weights: dict[int, ExpertWeights],
+    gate: Gate,
+    hidden: NDArray[np.float32],
+    indices: NDArray[np.int32],
+    scales: NDArray[np.float32] | None,
+    rounds: bool,
+) -> Wide:
+    """Each route's result [tokens, k, hidden]; ``scales`` multiply the inputs; ``rounds``: activations to bfloat16."""
+    tokens, k = indices.shape
+    out = np.zeros((tokens, k, hidden.shape[1]))
+    seen = rounded if rounds else (lambda values: np.asarray(values, dtype=np.float64))
+    for number, one in weights.items():
+        rows, places = np.nonzero(indices == number)
+        if not len(rows):
+            continue
+        given = hidden[rows] if scales is None else hidden[rows] * scales[rows, places, None]
+        x = seen(given)
+        g, u = x @ wide(one.gate).T, x @ wide(one.up).T
+        if one.gate_bias is not None and one.up_bias is not None:
+            g, u = g + wide(one.gate_bias), u + wide(one.up_bias)
+        y = seen(activated(gate, g, u)) @ wide(one.down).T
+        out[rows, places] = y if one.down_bias is None else y + wide(one.down_bias)
+    return out

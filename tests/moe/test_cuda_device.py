@@ -1,0 +1,111 @@
+"""The NVIDIA device itself. These run where a GPU is at hand; everything around it runs on the stand-in everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+
+from engine.ipc.messages import ExpertPolicy, Load
+from engine.models.opening import open_model
+from engine.runtimes.torch.offload.cuda_device import CudaDevice, find_gpu
+from engine.runtimes.torch.offload.devices import DeviceLost, OutOfDeviceMemory, tensors_in
+from engine.runtimes.torch.offload.gates import Activation, FamilyGate
+from engine.runtimes.torch.offload.host_memory import HostExperts
+from engine.runtimes.torch.offload.hybrid import HybridExecutor
+from engine.runtimes.torch.offload.local_torch import run_expert
+from engine.runtimes.torch.runtime import TorchRuntime
+
+needs_gpu = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")]
+SILU = FamilyGate(Activation("silu"), Activation("silu"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_no_device() -> None:
+    assert find_gpu() is None
+    with pytest.raises((DeviceLost, RuntimeError, AssertionError)):
+        CudaDevice()
+
+
+@pytest.fixture
+def device() -> Iterator[CudaDevice]:
+    yield CudaDevice()
+    torch.cuda.empty_cache()
+
+
+class TestCuda:
+    pytestmark = needs_gpu
+
+    def test_an_expert_runs_from_its_slot(self, device: CudaDevice, tiny_model: Callable[..., Path]) -> None:
+        experts = open_model(tiny_model("mixtral")).experts
+        assert experts is not None
+        host = HostExperts(experts)
+        lines = host.lock(device.lock_pages, device.unlock_pages, lambda *_: None)
+        slots = device.allocate(host.slot_bytes, 2)
+        rows = torch.randn(5, 48)
+        there = device.upload(rows)
+        out = torch.zeros(3, 5, 48, device=device.torch_device)
+        device.begin()
+        for number, expert in enumerate((0, 5, 7)):
+            ticket = device.copy(slots[number % 2], host.pieces(0, expert))
+            device.run(slots[number % 2], host.layout, SILU, there, out[number], ticket)
+        work = device.end()
+        (found,) = device.download(out)
+        begun, ended = work.interval()
+        assert ended > begun
+        for number, expert in enumerate((0, 5, 7)):
+            slot = torch.zeros(host.slot_bytes, dtype=torch.uint8)
+            for piece in host.pieces(0, expert):
+                slot[piece.offset : piece.offset + piece.tensor.nbytes] = piece.tensor
+            wanted = run_expert(tensors_in(slot, host.layout, torch.float32), SILU, rows)
+            torch.testing.assert_close(found[number], wanted, rtol=1e-3, atol=1e-3)
+        device.release(slots)
+        host.close()
+        assert len(lines) <= 1, "locked, or one line that says why not"
+
+    def test_memory_comes_back(self, device: CudaDevice) -> None:
+        free, total = device.memory()
+        slots = device.allocate(1 << 26, 4)
+        assert device.memory()[0] <= free - (1 << 28)
+        device.release(slots)
+        assert device.memory()[0] >= free - (1 << 22)
+        with pytest.raises(OutOfDeviceMemory):
+            device.allocate(total, 2)
+
+    def test_a_refused_lock_leaves_the_device_alone(self, device: CudaDevice) -> None:
+        assert device.lock_pages(8, 1 << 20) is not None
+        assert torch.ones(3, device=device.torch_device).sum().item() == 3.0
+
+    @pytest.mark.parametrize("policy", get_args(ExpertPolicy))
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_models_equal_the_cpu(
+        self,
+        policy: ExpertPolicy,
+        dtype: str,
+        tiny_model: Callable[..., Path],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+    ) -> None:
+        monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path))
+        torch.backends.cuda.matmul.allow_tf32 = False
+        folder = tiny_model("qwen3_moe", dtype=dtype)
+
+        def run(**options: object) -> list[np.ndarray]:
+            model = TorchRuntime().load(folder, Load(id=1, model="m", policy=policy, **options), lambda *_: None)
+            assert isinstance(model.executor, HybridExecutor) == (options["partitioning"] == "hybrid")
+            rows = model.start()
+            found = [rows.extend(list(range(3, 90)))]
+            found += [rows.step([token])[0] for token in (5, 9, 40, 77)]
+            found.append(rows.fan_out(4).step([7, 8, 9, 10]).ravel())
+            model.close()
+            return found
+
+        alone = run(partitioning="cpu")
+        for nbytes in (0, 200_000, None):
+            for ours, theirs in zip(run(partitioning="hybrid", gpu_expert_bytes=nbytes), alone, strict=True):
+                limit = 1e-3 if dtype == "float32" else 4e-2
+                assert np.abs(ours - theirs).max() <= limit * np.abs(theirs).max()

@@ -1,0 +1,67 @@
+"""Somebody who asks a session: what was said, what the cache holds then, and a tokenizer of single letters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from engine.ipc.messages import AnyEvent, Finished, Generate, Message
+from engine.session.session import Session
+
+
+class LetterTokenizer:
+    """Token i of 160 is one letter, the same one for i and i + 90; a message is its letters between role marks."""
+
+    has_chat_template = True
+
+    def encode_chat(self, messages: Sequence[Message], continue_last: bool = False) -> list[int]:
+        return self.encode_rendered(self.render_chat(messages, continue_last))
+
+    def render_chat(
+        self, messages: Sequence[Message], continue_last: bool = False, should_stop: Callable[[], bool] = lambda: False
+    ) -> str:
+        text = "".join(f"{chr(1000 + len(message.role) % 7)}{message.content}\u0400" for message in messages)
+        return text[:-1] if continue_last else f"{text}\u03ea"
+
+    def encode_rendered(self, text: str, beginning: bool = True) -> list[int]:
+        marks = {"\u0400": 159, **{chr(1000 + kind): 150 + kind for kind in range(7)}}
+        return [marks.get(letter, (ord(letter) - 33) % 90) for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(33 + token % 90) for token in ids)
+
+    def decode_exactly(self, ids: Sequence[int]) -> str:
+        return self.decode(ids)
+
+
+class Ask:
+    """A session, its events, and somebody at the controls."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.events: list[AnyEvent] = []
+        self.cancel_when: Callable[[list[AnyEvent]], bool] = lambda events: False
+        self.panel_open = False
+        self.checks = 0
+
+    def cancelled(self) -> bool:
+        self.checks += 1
+        return self.cancel_when(self.events)
+
+    def watching(self) -> bool:
+        return self.panel_open
+
+    def __call__(self, prompt: list[int] | None = None, **options: Any) -> Finished:
+        self.events.clear()
+        request = Generate(id=7, prompt_ids=prompt, **options)
+        found = self.session.generate(request, self.events.append, self)
+        self.check_cache()
+        assert all(event.id == 7 for event in self.events)
+        return found
+
+    def check_cache(self) -> None:
+        rows = self.session._cache.rows
+        assert (rows.length if rows is not None else 0) == len(self.session.cached_tokens)
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]

@@ -1,0 +1,149 @@
+"""Pieces of the benchmarks: figures, the streaming rate, this machine's name, the calibration prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from engine.bench.prompts import ANSWER_TOKENS, BUDGET_S, calibration_prompts, count_routes
+from engine.bench.setting import Setting
+from engine.bench.spread import Spread, figure, milliseconds, per_second
+from engine.calibration.streaming import StreamingRead
+from engine.errors import Cancelled
+from engine.ipc.messages import Load, Message
+from engine.runtimes.protocol import CountsRoutes, LoadedModel
+from engine.runtimes.torch.runtime import TorchRuntime
+from engine.system.machine import Gpu, gpu, parse_gpus, processor
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0123, "0.012"), (1.234, "1.23"), (12.34, "12.3"), (123.4, "123"), (-12.34, "-12.3"), (0, "0.000")],
+)
+def test_figures_have_three_digits_that_mean_something(value: float, text: str) -> None:
+    assert figure(value) == text
+
+
+def test_a_spread_is_a_median_and_its_range() -> None:
+    assert str(milliseconds([0.010, 0.012, 0.011])) == "11.0 (10.0–12.0)"
+    assert per_second([0.5, 0.25], 1.0) == Spread(median=1 / 0.375, low=2.0, high=4.0)
+    assert per_second([0.0], 1.0).median == 0.0
+    with pytest.raises(ValueError, match="no value"):
+        Spread.of([])
+
+
+def test_the_streaming_rate_is_that_of_the_fastest_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.calibration.streaming.available_bytes", lambda: 0)
+    monkeypatch.setattr("engine.calibration.streaming.native_pool", lambda threads: None)
+    times = iter([0.0, 9.0, 9.0, 18.0, 0.0, 4.0, 4.0, 6.0])
+    read = StreamingRead(threads=3, clock=lambda: next(times))
+    assert read.rate() == pytest.approx(64 * 2**20 / 2.0, rel=0.01)
+
+
+def test_the_streaming_rate_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.calibration.streaming.available_bytes", lambda: 0)
+    assert StreamingRead(threads=2).rate() > 1e6
+
+
+SMI = "NVIDIA H200, 143771, 140000\nTesla, with a comma, 16384, 12\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "visible", "found"),
+    [
+        (SMI, None, Gpu("NVIDIA H200", 143771 << 20, 140000 << 20)),
+        (SMI, "1", Gpu("Tesla, with a comma", 16384 << 20, 12 << 20)),
+        (SMI, "GPU-1234", Gpu("NVIDIA H200", 143771 << 20, 140000 << 20)),
+        (SMI, "7", None),
+        ("NVIDIA H200 MIG, [N/A], [Insufficient Permissions]\n", None, None),
+        ("No devices were found\n", None, None),
+        ("", None, None),
+    ],
+)
+def test_what_the_drivers_program_tells(text: str, visible: str | None, found: Gpu | None) -> None:
+    assert parse_gpus(text, visible) == found
+
+
+def test_a_gpu_that_is_hidden_is_not_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'A card, 100, 50'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpu() == Gpu("A card", 100 << 20, 50 << 20)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu() is None
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    program.write_text("#!/bin/sh\necho broken >&2\nexit 9\n")
+    assert gpu() is None
+
+
+def test_the_processor_has_a_name() -> None:
+    assert processor().strip() == processor() != ""
+
+
+def test_the_calibration_prompts_are_of_different_kinds() -> None:
+    prompts = calibration_prompts()
+    assert len(prompts) == len(set(prompts)) == 12
+    assert all(40 < len(prompt) < 600 for prompt in prompts)
+
+
+class Letters:
+    """A tokenizer for tiny models: every letter a token."""
+
+    def encode_chat(self, messages: Sequence[Message], continue_last: bool = False) -> list[int]:
+        return [3 + ord(letter) % 150 for letter in messages[0].content]
+
+
+class Clock:
+    def __init__(self, step: float = 0.0) -> None:
+        self.now = 0.0
+        self.step = step
+
+    def __call__(self) -> float:
+        self.now += self.step
+        return self.now
+
+
+@pytest.fixture
+def model(tiny_model: Callable[..., Path]) -> LoadedModel:
+    load = Load(id=1, model="tiny", partitioning="cpu")
+    return TorchRuntime().load(tiny_model("mixtral"), load, lambda *progress: None)
+
+
+def setting_of(model: LoadedModel, clock: Clock, cancelled: Callable[[], bool] = lambda: False) -> Setting:
+    def report(stage: str, done: int, total: int, unit: str) -> None:
+        if cancelled():
+            raise Cancelled("Stopped.")
+
+    return Setting(model, model.facts, 1, 512, 1, 1, report, cancelled, clock)
+
+
+def test_prompts_and_the_beginnings_of_their_answers_are_counted(model: LoadedModel) -> None:
+    assert isinstance(model, CountsRoutes) and model.popularity is not None
+    rows = model.start()
+    rows.extend([5, 6, 7])  # somebody's conversation before: not counted
+    prompts = ["abc", "", "defgh"]
+    counts, done = count_routes(setting_of(model, Clock()), model.popularity, Letters(), prompts)
+    # All of a prompt but its last token is read; that one begins the answer.
+    routes = 2 * sum(len(prompt) - 1 + ANSWER_TOKENS for prompt in prompts if prompt)
+    assert done == 3
+    *layers, last = [sum(row) for row in counts.values()]
+    assert layers == [routes] * len(layers)
+    # The last layer need not run what no logits are asked of.
+    assert 2 * 2 * ANSWER_TOKENS <= last <= routes
+
+
+def test_no_prompt_is_begun_after_the_time_is_up(model: LoadedModel) -> None:
+    assert isinstance(model, CountsRoutes) and model.popularity is not None
+    setting = setting_of(model, Clock(step=BUDGET_S * 0.6))
+    _, done = count_routes(setting, model.popularity, Letters(), ["abc"] * 5)
+    assert 0 < done < 5
+
+
+def test_counting_can_be_stopped(model: LoadedModel) -> None:
+    assert isinstance(model, CountsRoutes) and model.popularity is not None
+    with pytest.raises(Cancelled):
+        count_routes(setting_of(model, Clock(), lambda: True), model.popularity, Letters(), ["abc"])

@@ -1,0 +1,93 @@
+"""What loading says and imports, and that a question can be given up before anything was computed."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_models import write_tiny_model
+
+from engine.host import Host
+from engine.ipc.messages import AnyEvent, Cancel, Failed, Finished, Generate, Load, Loaded, Message
+from engine.session.loading import settings_not_applied
+
+
+def test_a_repetition_penalty_that_is_not_applied_is_said() -> None:
+    assert settings_not_applied({}) == settings_not_applied({"repetition_penalty": 1.0}) == []
+    (line,) = settings_not_applied({"repetition_penalty": 1.05})
+    assert "repetition_penalty of 1.05 is not applied" in line
+
+
+TEMPLATE = "{% for m in messages %}{% if m.content == 'loop' %}{% for a in range(99999) %}{% for b in range(99999) %}"
+TEMPLATE += "{% endfor %}{% endfor %}{% endif %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer and a chat template that loops when it is told to."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    folder = write_tiny_model(tmp_path_factory.mktemp("speaking"), "mixtral", vocab_size=300)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<|im_start|>", "<|im_end|>"]
+    library = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *alphabet])}, []))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    library.add_special_tokens([AddedToken(token, special=True) for token in special])
+    library.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_a_native_answer_imports_neither_torch_nor_transformers(speaking: Path) -> None:
+    program = """
+import sys
+from engine.session.loading import load_session
+from engine.ipc.messages import Generate, Load, Message
+
+class Nobody:
+    def cancelled(self): return False
+    def watching(self): return False
+
+load = Load(id=1, model=sys.argv[1], partitioning="cpu", runtime="native")
+session = load_session(load, lambda *report: None)
+question = Generate(id=2, messages=[Message("user", "a<|im_end|>b")], max_tokens=3)
+assert len(session.generate(question, lambda event: None, Nobody()).token_ids) > 0
+assert session.facts.has_chat_template
+print([name for name in ("torch", "transformers", "huggingface_hub", "jinja2", "sentencepiece") if name in sys.modules])
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", program, str(speaking)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert (result.stdout.strip(), result.returncode) == ("[]", 0), result.stderr
+
+
+def test_a_question_is_given_up_while_its_template_runs(speaking: Path) -> None:
+    events: queue.SimpleQueue[AnyEvent] = queue.SimpleQueue()
+    host = Host(events.put)
+    host.start()
+
+    def wait_for(*kinds: type[AnyEvent]) -> AnyEvent:
+        while not isinstance(event := events.get(timeout=120), kinds):
+            pass
+        return event
+
+    host.take(Load(id=1, model=str(speaking), partitioning="cpu", runtime="native"))
+    assert isinstance(wait_for(Loaded, Failed), Loaded)
+    host.take(Generate(id=2, messages=[Message("user", "loop")]))
+    host.take(Cancel(id=3, target=2))
+    found = wait_for(Finished, Failed)
+    assert isinstance(found, Finished) and (found.finish_reason, found.text) == ("cancelled", "")
+    host.take(Generate(id=4, messages=[Message("user", "loop")]))
+    refused = wait_for(Finished, Failed)
+    assert isinstance(refused, Failed) and "does not end within 5 seconds" in refused.error
+    host.take(Generate(id=5, messages=[Message("user", "hi")], max_tokens=2))
+    answered = wait_for(Finished, Failed)
+    assert isinstance(answered, Finished) and answered.completion_tokens > 0
+    host._release()

@@ -1,0 +1,60 @@
+"""The same session over the mlx runtime: what is above the runtimes does not know which one runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import write_tiny_model
+
+from engine.ipc.messages import AnyEvent, Finished, Generate, Load
+from engine.session.loading import load_session
+from engine.session.session import Session
+
+pytest.importorskip("mlx_lm")
+
+PROMPT = [5, 17, 101, 42, 9, 77, 30]
+
+
+class Nobody:
+    def cancelled(self) -> bool:
+        return False
+
+    def watching(self) -> bool:
+        return False
+
+
+def open_session(folder: Path, runtime: Any) -> Session:
+    session = load_session(
+        Load(id=1, model=str(folder), runtime=runtime, dtype="float32", prefill_chunk=3), lambda *_: None
+    )
+    session._ends = frozenset()
+    return session
+
+
+def answer(session: Session, prompt: list[int], **options: Any) -> Finished:
+    events: list[AnyEvent] = []
+    found = session.generate(Generate(id=2, prompt_ids=prompt, **options), events.append, Nobody())
+    rows = session._cache.rows
+    assert rows is not None and rows.length == len(session.cached_tokens)
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
+def test_both_runtimes_answer_the_same(tmp_path: Path, family: str) -> None:
+    folder = write_tiny_model(tmp_path / family, family)
+    mlx, torch = open_session(folder, "mlx"), open_session(folder, "torch")
+    assert (mlx.facts.runtime, torch.facts.runtime) == ("mlx", "torch")
+    first = [answer(session, PROMPT, max_tokens=12) for session in (mlx, torch)]
+    assert first[0].token_ids == first[1].token_ids
+    longer = [*PROMPT, *first[0].token_ids, 3]
+    second = [answer(session, longer, max_tokens=8, beams=4, length_penalty=0.7) for session in (mlx, torch)]
+    assert [beam.token_ids for beam in second[0].beams] == [beam.token_ids for beam in second[1].beams]
+    assert second[0].beams[0].score == pytest.approx(second[1].beams[0].score, rel=1e-3)
+    assert second[0].prefilled_tokens == second[1].prefilled_tokens == 2
+    branch = [*PROMPT[:5], 8]
+    third = [answer(session, branch, max_tokens=8) for session in (mlx, torch)]
+    assert third[0].token_ids == third[1].token_ids
+    mlx.close()
+    torch.close()
