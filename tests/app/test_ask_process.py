@@ -270,4 +270,11 @@ def test_commands_load_only_what_they_need(environment: dict[str, str]) -> None:
     result = subprocess.run(
         [sys.executable, "-c", "import sys, app.cli; print(*sys.modules)"], capture_output=True, text=True, check=True
     )
-    assert set(result.stdout.split()) & {"typer", "asyncio", "msgspec", "psutil", "sqlite3", "tomlkit"} == set()
+    assert set(result.stdout.split()) & {"click", "asyncio", "msgspec", "psutil", "sqlite3", "tomlkit"} == set()
+
+
+def test_reading_a_command_line_imports_nothing_that_takes_long(environment: dict[str, str]) -> None:
+    program = "import sys; from app.commands.root import run; run(['locate', 'data']); print(*sys.modules)"
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert set(result.stdout.split()) & {"typer", "pydantic", "importlib.metadata", "email", "asyncio"} == set()
