@@ -26,11 +26,12 @@ from engine.moe.expert_parallel import Indices, Words
 from engine.moe.kernels.pool import physical_cores, shared_pool
 from engine.moe.rank_context import HEAD, Seat
 
-LAYERS = 48
+BLOCKS = 6
+"""Blocks of layers that are averaged each; the median block counts, so a moment's disturbance does not."""
+BLOCK_LAYERS = 12
+LAYERS = BLOCKS * BLOCK_LAYERS
 WARM = 8
 """Layers that are run first and do not count."""
-OUTLIERS = 2
-"""Slowest layers that do not count: a machine that did something else for a moment."""
 READ_BYTES = 2 << 20
 """Read in place of a layer's trunk, and of its experts."""
 CYCLE_BYTES = 64 << 20
@@ -93,24 +94,24 @@ def beside_work(
     central: bool,
     shared: Shared,
 ) -> float:
-    """Seconds of a layer that are neither trunk nor experts, on average.
+    """Seconds of a layer that are neither trunk nor experts: the median of the averages of blocks of layers.
 
     ``wholes`` are the head's seconds by layer; ``trunks`` and ``experts`` are [rank][layer]. In central mode only the
     head has a trunk. In the other modes all nodes do both, and the slowest one is waited for. Which one that is changes
     from layer to layer. A prediction knows only each node's average, so the time lost by that is part of the result.
     Pure.
     """
-    kept = sorted(range(len(wholes)), key=wholes.__getitem__)[: max(1, len(wholes) - OUTLIERS)]
 
-    def average(seconds: Sequence[float]) -> float:
-        return statistics.fmean(seconds[layer] for layer in kept)
+    def beside(block: slice) -> float:
+        trunk, expert = ([statistics.fmean(node[block]) for node in work] for work in (trunks, experts))
+        if central:
+            work = trunk[HEAD] + shared.done(expert)
+        else:
+            work = shared.done([a + b for a, b in zip(trunk, expert, strict=True)])
+        return statistics.fmean(wholes[block]) - work
 
-    trunk, expert = [average(node) for node in trunks], [average(node) for node in experts]
-    if central:
-        work = trunk[HEAD] + shared.done(expert)
-    else:
-        work = shared.done([a + b for a, b in zip(trunk, expert, strict=True)])
-    return average(wholes) - work
+    starts = range(0, len(wholes), BLOCK_LAYERS)
+    return statistics.median(beside(slice(start, start + BLOCK_LAYERS)) for start in starts)
 
 
 class _Reader:

@@ -9,7 +9,7 @@ import pytest
 from linked_nodes import LinkedNodes
 from memory_exchange import MemoryRing
 
-from engine.cluster.rehearsal import OUTLIERS, Rehearsal, Shared, _tell, beside_work, ranks_together
+from engine.cluster.rehearsal import LAYERS, Rehearsal, Shared, _tell, beside_work, ranks_together
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.transport.mesh import Mesh
 from engine.moe.rank_context import Loading, Mode, Seat
@@ -56,16 +56,15 @@ def test_what_is_neither_trunk_nor_experts_is_left() -> None:
 
 def test_waiting_now_for_one_node_and_now_for_another_counts() -> None:
     """Both nodes work for 2 s on average, and each layer takes 3."""
-    layers = 2 * OUTLIERS + 2
-    first, second = [1.0, 3.0] * (layers // 2), [3.0, 1.0] * (layers // 2)
-    nothing = [[0.0] * layers] * 2
-    assert beside_work([3.0] * layers, nothing, [first, second], False, Shared()) == 1.0
+    first, second = [1.0, 3.0] * (LAYERS // 2), [3.0, 1.0] * (LAYERS // 2)
+    nothing = [[0.0] * LAYERS] * 2
+    assert beside_work([3.0] * LAYERS, nothing, [first, second], False, Shared()) == 1.0
 
 
-def test_the_slowest_layers_do_not_count() -> None:
-    wholes = [2.0] * 10 + [100.0] * OUTLIERS
-    work = [1.0] * 10 + [99.0] * OUTLIERS
-    assert beside_work(wholes, [[0.0] * len(wholes)], [work], False, Shared()) == 1.0
+def test_a_disturbance_of_a_moment_does_not_count() -> None:
+    wholes = [2.0] * LAYERS
+    wholes[5] = wholes[6] = 1000.0
+    assert beside_work(wholes, [[0.0] * LAYERS], [[1.0] * LAYERS], False, Shared()) == 1.0
 
 
 def test_ranks_of_one_machine_are_found() -> None:
