@@ -17,7 +17,7 @@ from engine.cluster.all_gather import RingLayers
 from engine.cluster.transport.exchange import Buffer, PeerLost, RingProtocolError
 from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
-from engine.moe.rank_context import Mode, Seat
+from engine.moe.rank_context import Mode, RankContext
 from engine.planning.placement import Placement
 
 LAYERS = (0, 1, 2)
@@ -74,14 +74,14 @@ def one_pass(layers: RingLayers) -> None:
         random = np.random.default_rng(layer)
         indices = np.argsort(random.random((TOKENS, EXPERTS)), axis=1)[:, :ROUTES].astype(np.int32)
         weights = random.random((TOKENS, ROUTES), dtype=np.float32)
-        exact = layers.seat.mode == "exact"
+        exact = layers.context.mode == "exact"
 
         layers.run(layer, indices, weights, _ones_each if exact else _ones_summed, WIDTH, np.dtype(np.float32))
 
 
 def recorded(mode: Mode) -> list[bytes]:
     """What a follower that behaves contributes to one pass."""
-    seats = [Seat("epoch", rank, _PLACEMENT, mode, "selected") for rank in range(2)]
+    contexts = [RankContext("epoch", rank, _PLACEMENT, mode, "selected") for rank in range(2)]
     queues: list[SimpleQueue[bytes]] = [SimpleQueue(), SimpleQueue()]
     kept: list[bytes] = []
 
@@ -90,10 +90,10 @@ def recorded(mode: Mode) -> list[bytes]:
             super().send(parts, capacity)
             kept.append(self._own)
 
-    follower = RingLayers(seats[1], Keeping(1, queues[0], queues[1]))
+    follower = RingLayers(contexts[1], Keeping(1, queues[0], queues[1]))
     other = threading.Thread(target=one_pass, args=(follower,), daemon=True)
     other.start()
-    one_pass(RingLayers(seats[0], _Recorded(0, queues[1], queues[0])))
+    one_pass(RingLayers(contexts[0], _Recorded(0, queues[1], queues[0])))
     other.join(_PATIENCE_S)
     return kept
 
@@ -111,9 +111,9 @@ def contributions(home: Path) -> Iterator[Attempt]:
         # Of layers that are run again with the head's routes there are more exchanges than were recorded.
         for frame in frames[mode] * 2:
             theirs.put(spoiled(frame, draw))
-        seat = Seat("epoch", 0, _PLACEMENT, mode, "selected")
+        context = RankContext("epoch", 0, _PLACEMENT, mode, "selected")
         try:
-            one_pass(RingLayers(seat, _Recorded(0, theirs, SimpleQueue())))
+            one_pass(RingLayers(context, _Recorded(0, theirs, SimpleQueue())))
         except (PeerLost, RingProtocolError, ModelError) as error:
             raise Refused from error
 

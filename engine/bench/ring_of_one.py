@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.transport.exchange import Buffer
-from engine.moe.rank_context import HEAD, Seat
+from engine.moe.rank_context import HEAD, RankContext
 from engine.planning.placement import Placement
 from engine.runtimes.protocol import RingPlace
 
@@ -38,5 +38,5 @@ class LoneExchange:
 def ring_of_one(layers: Sequence[int], experts: int) -> RingPlace:
     """The only node holds all ``experts`` of all MoE ``layers``; sums travel (fast mode), as far as anything does."""
     placement = Placement(tuple(layers), 1, (((HEAD,),) * experts,) * len(layers))
-    seat = Seat("alone", HEAD, placement, "fast")
-    return RingPlace(seat, RingLayers(seat, LoneExchange()))
+    context = RankContext("alone", HEAD, placement, "fast")
+    return RingPlace(context, RingLayers(context, LoneExchange()))

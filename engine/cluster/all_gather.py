@@ -29,7 +29,7 @@ from engine.cluster.contributions import (
 from engine.cluster.transport.exchange import Buffer, Exchange, PeerLost, RingProtocolError
 from engine.cluster.waiting import Waits
 from engine.moe.expert_parallel import Gathered, Indices, Local, Words
-from engine.moe.rank_context import HEAD, Seat
+from engine.moe.rank_context import HEAD, RankContext
 from engine.moe.timing import Recorder
 from engine.runtimes.protocol import Interrupted
 
@@ -45,16 +45,16 @@ class RingLayers:
     wanted. ``recorder`` gets times and notices; it may be set later, when the model is loaded.
     """
 
-    def __init__(self, seat: Seat, exchange: Exchange, recorder: Recorder | None = None) -> None:
-        if exchange.size != seat.nodes or exchange.rank != seat.rank:
-            raise ValueError(f"rank {seat.rank} of {seat.nodes} cannot use the exchange of another place")
-        self.seat = seat
+    def __init__(self, context: RankContext, exchange: Exchange, recorder: Recorder | None = None) -> None:
+        if exchange.size != context.nodes or exchange.rank != context.rank:
+            raise ValueError(f"rank {context.rank} of {context.nodes} cannot use the exchange of another place")
+        self.context = context
         self.recorder = recorder
         self.disagreements = 0
         """Layers in which the routers of nodes disagreed, since the epoch began."""
         self._trading = Trading(exchange)
-        self._router = Router(seat)
-        self._layers = seat.placement.layers
+        self._router = Router(context)
+        self._layers = context.placement.layers
         self._next = 0
         self._number = 0
         self._over = False
@@ -93,7 +93,7 @@ class RingLayers:
             raise self._lost
         if self._next >= len(self._layers):
             return False
-        self._leave(self._layers[self._next], GAVE_UP if self.seat.is_head else FAILED, reason)
+        self._leave(self._layers[self._next], GAVE_UP if self.context.is_head else FAILED, reason)
         return True
 
     # --- a layer ----------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ class RingLayers:
     ) -> Gathered:
         """See :class:`engine.moe.expert_parallel.LayerExchange`. Raises NodeFailed if another node cannot go on."""
         self._enter(layer)
-        if self._aborted and self.seat.is_head:
+        if self._aborted and self.context.is_head:
             self._leave(layer, GAVE_UP)
             raise Interrupted
         self._problem = None
@@ -147,13 +147,13 @@ class RingLayers:
         meanwhile: Callable[[], None] | None,
     ) -> Gathered | None:
         """One exchange of a layer's results; None if the routes are not the same on all nodes."""
-        exact = self.seat.mode == "exact"
+        exact = self.context.mode == "exact"
         try:
             mine = local(routes.mine, weights, routes.extra) if routes.runs_any else None
         except BaseException as error:
-            self._leave(layer, GAVE_UP if self.seat.is_head else FAILED, _reason(error))
+            self._leave(layer, GAVE_UP if self.context.is_head else FAILED, _reason(error))
             raise
-        own = routes.rows[self.seat.rank]
+        own = routes.rows[self.context.rank]
         header = self._header(layer, 0, routes.hash)
         parts: list[Buffer] = [header]
         if mine is not None and len(own):
@@ -167,7 +167,7 @@ class RingLayers:
         if exact:
             outputs = _writable(mine, rows, width, word)
             for rank, view in enumerate(received):
-                if rank != self.seat.rank and len(routes.rows[rank]):
+                if rank != self.context.rank and len(routes.rows[rank]):
                     outputs[routes.rows[rank]] = self._rows(rank, view, len(routes.rows[rank]), width, word)
             return Gathered(indices, weights, outputs=outputs)
         sums = tuple(
@@ -183,7 +183,7 @@ class RingLayers:
         """The head's routes, which it sends to all others."""
         self._note_disagreement(layer)
         parts: list[Buffer] = [self._header(layer, 0, bytes(8))]
-        if self.seat.is_head and indices.size:
+        if self.context.is_head and indices.size:
             parts += [_bytes_of(np.ascontiguousarray(indices, np.int32)), _bytes_of(np.asarray(weights, np.float32))]
         header = bytes(parts[0])
         received = self._trade(layer, parts, indices.size * 8, len(indices), None)
@@ -194,7 +194,7 @@ class RingLayers:
         if len(told) != HEADER.size + count * 8:
             raise self._refused(f"the head sent {len(told)} bytes of routes instead of {HEADER.size + count * 8}")
         taken = np.frombuffer(told, np.int32, count, HEADER.size).reshape(shape).copy()
-        if count and not (taken.min() >= 0 and taken.max() < self.seat.placement.experts):
+        if count and not (taken.min() >= 0 and taken.max() < self.context.placement.experts):
             raise self._refused(f"the head sent routes to experts that layer {layer} does not have")
         shares = np.frombuffer(told, np.float32, count, HEADER.size + count * 4).reshape(shape).copy()
         return taken, shares

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine.moe.expert_parallel import Indices
-from engine.moe.rank_context import Seat
+from engine.moe.rank_context import RankContext
 from engine.planning.routing_load import Assigner, LoadingRules
 
 FEW_ROUTES = 64
@@ -30,17 +30,17 @@ class SharedRoutes:
 
 
 class Router:
-    """Shares out the routes of each layer among the nodes of ``seat``'s epoch."""
+    """Shares out the routes of each layer among the nodes of ``context``'s epoch."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._rank = seat.rank
-        self._nodes = seat.nodes
-        self._experts = seat.placement.experts
-        self._assigner = Assigner(seat.placement, seat.weights)
-        self._rules = LoadingRules(seat.placement, seat.rank, seat.loading, seat.weights)
+    def __init__(self, context: RankContext) -> None:
+        self._rank = context.rank
+        self._nodes = context.nodes
+        self._experts = context.placement.experts
+        self._assigner = Assigner(context.placement, context.weights)
+        self._rules = LoadingRules(context.placement, context.rank, context.loading, context.weights)
 
     def share(self, layer: int, indices: Indices, with_extra: bool) -> SharedRoutes:
-        """``indices`` [tokens, k]. ``with_extra``: with the experts that the seat's loading asks for besides."""
+        """``indices`` [tokens, k]. ``with_extra``: with the experts that the loading rule adds."""
         with_extra = with_extra and indices.size > 0  # there must be a token to run them on
         hashed = blake2b(indices.tobytes(), digest_size=8).digest()
         if indices.size <= FEW_ROUTES:

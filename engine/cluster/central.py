@@ -28,7 +28,7 @@ from engine.cluster.contributions import (
 from engine.cluster.transport.exchange import Buffer, Exchange, PeerLost, RingProtocolError
 from engine.cluster.waiting import Waits
 from engine.moe.expert_parallel import Gathered, Indices, Local, Words
-from engine.moe.rank_context import HEAD, Seat
+from engine.moe.rank_context import HEAD, RankContext
 from engine.moe.timing import Recorder
 from engine.runtimes.protocol import Interrupted
 
@@ -75,14 +75,14 @@ class CentralHead:
     """
 
     def __init__(
-        self, seat: Seat, exchange: Exchange, recorder: Recorder | None = None, one_by_one: bool = False
+        self, context: RankContext, exchange: Exchange, recorder: Recorder | None = None, one_by_one: bool = False
     ) -> None:
-        if not seat.is_head:
-            raise ValueError(f"rank {seat.rank} is not the head")
-        self.seat = seat
+        if not context.is_head:
+            raise ValueError(f"rank {context.rank} is not the head")
+        self.context = context
         self.recorder = recorder
         self._trading = Trading(exchange)
-        self._router = Router(seat)
+        self._router = Router(context)
         self._one_by_one = one_by_one
         self._number = 0
         self._hidden: tuple[Floats, bool] | None = None
@@ -222,7 +222,7 @@ class CentralNode:
 
     def __init__(
         self,
-        seat: Seat,
+        context: RankContext,
         exchange: Exchange,
         runner: ExpertRunner,
         ran: Callable[[int], None] = lambda tokens: None,
@@ -230,12 +230,12 @@ class CentralNode:
         around: Callable[[int], AbstractContextManager[None]] = lambda layer: nullcontext(),
         most_tokens: int = MOST_TOKENS,
     ) -> None:
-        self._seat = seat
+        self._context = context
         self._most_tokens = most_tokens
         self._exchange = exchange
         self._around = around
         self._runner = runner
-        self._router = Router(seat)
+        self._router = Router(context)
         self._ran = ran
         self._one_by_one = one_by_one
         self._number = 0
@@ -249,7 +249,7 @@ class CentralNode:
         """Answer what the head asks next. Raises PeerLost, RingProtocolError, and what the experts raised, which the
         head is told."""
         width = self._runner.width
-        most = HEADER.size + SHAPE.size + self._most_tokens * (8 * self._seat.placement.experts + 4 * width)
+        most = HEADER.size + SHAPE.size + self._most_tokens * (8 * self._context.placement.experts + 4 * width)
         asked = self._trade([HEADER.pack(self._number & 0xFFFFFFFF, 0, 0, _NOTHING)], most)
         problem: BaseException | None = None
         # The other nodes' results come here, too; of an ask that makes no sense, they say so.
@@ -293,7 +293,7 @@ class CentralNode:
             return self._runner.run_experts(layer, hidden, mine, weights, extra, scale)
 
         results = one_by_one(routes, run) if self._one_by_one else run(routes.mine, routes.extra)
-        own = routes.rows[self._seat.rank]
+        own = routes.rows[self._context.rank]
         if not len(own):
             return [header]
         return [header, _bytes_of(np.ascontiguousarray(results.take(own, axis=0), np.float32))]
@@ -302,13 +302,13 @@ class CentralNode:
         """The layer, hidden states, indices, weights (ones where they are not needed). Raises RingProtocolError."""
         check_header(asked, HEAD, self._number - 1)
         layer = int(HEADER.unpack_from(asked)[1])
-        if layer not in self._seat.placement.layers:
+        if layer not in self._context.placement.layers:
             raise RingProtocolError(f"the head asked for layer {layer}, which has no experts")
         at = HEADER.size + SHAPE.size
         if len(asked) < at:
             raise RingProtocolError(f"the head sent {len(asked)} bytes, too few for routes")
         tokens, k, width, scale = SHAPE.unpack_from(asked, HEADER.size)
-        count, experts = tokens * k, self._seat.placement.experts
+        count, experts = tokens * k, self._context.placement.experts
         expected = at + count * 4 * (2 if scale else 1) + tokens * width * 4
         if not 0 < tokens <= self._most_tokens or not 0 < k <= experts or width != self._runner.width or scale > 1:
             raise RingProtocolError(f"the head sent routes [{tokens}, {k}] of {width} numbers, which this model lacks")

@@ -14,7 +14,7 @@ from engine.cluster.transport.epochs import Epoch, Member
 from engine.cluster.transport.exchange import Exchange, Link, PeerLost
 from engine.cluster.transport.registry import open_exchange
 from engine.cluster.transport.transports import DECODE_BYTES, measure_exchange
-from engine.cluster.worker.follower_work import seat_of
+from engine.cluster.worker.follower_work import rank_context_of
 from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
 
@@ -117,7 +117,7 @@ def rehearsal_of(spec: EpochSpec, threads: int | None, machines: tuple[tuple[int
     ``machines``: see :class:`Rehearsal`."""
     if not 0 < spec.width <= LARGEST_WIDTH or not 0 < spec.experts_per_token <= spec.placement.experts:
         return None
-    return Rehearsal(seat_of(spec), spec.width, spec.experts_per_token, threads, spec.one_by_one, machines)
+    return Rehearsal(rank_context_of(spec), spec.width, spec.experts_per_token, threads, spec.one_by_one, machines)
 
 
 def epoch_of(spec: EpochSpec, names: Mapping[int, str]) -> Epoch:

@@ -13,7 +13,7 @@ from engine.cluster.transport.exchange import Exchange
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
 from engine.moe.kernels.bindings import choose
-from engine.moe.rank_context import Seat
+from engine.moe.rank_context import RankContext
 
 
 class LoadedExperts(ExpertRunner, Protocol):
@@ -30,17 +30,19 @@ class LoadedExperts(ExpertRunner, Protocol):
     def close(self) -> None: ...
 
 
-def layers_for(seat: Seat, exchange: Exchange, one_by_one: bool = False) -> AbortableLayers:
-    """What the model of the node at ``seat`` is loaded with. In central mode only the head has one; ``one_by_one``:
+def layers_for(context: RankContext, exchange: Exchange, one_by_one: bool = False) -> AbortableLayers:
+    """What the model of the node at ``context`` is loaded with. In central mode only the head has one; ``one_by_one``:
     it calls its experts one after the other, the paper's naive version."""
-    if seat.mode == "central":
-        return CentralHead(seat, exchange, one_by_one=one_by_one)
-    return RingLayers(seat, exchange)
+    if context.mode == "central":
+        return CentralHead(context, exchange, one_by_one=one_by_one)
+    return RingLayers(context, exchange)
 
 
-def load_experts(runtime: str, folder: Path, load: Load, seat: Seat, progress: ProgressCallback) -> LoadedExperts:
-    """The experts of ``seat`` without a trunk, in ``folder``, by ``runtime``; by torch where native kernels are wanted
-    and cannot be used.
+def load_experts(
+    runtime: str, folder: Path, load: Load, context: RankContext, progress: ProgressCallback
+) -> LoadedExperts:
+    """The experts of ``context`` without a trunk, in ``folder``, by ``runtime``; by torch where native kernels are
+    wanted and cannot be used.
 
     Raises ModelError if they are not here, cannot be run, or do not fit.
     """
@@ -48,11 +50,11 @@ def load_experts(runtime: str, folder: Path, load: Load, seat: Seat, progress: P
     if runtime == "mlx":
         from engine.runtimes.mlx.loading import load_experts as load_for_mlx
 
-        return load_for_mlx(folder, load, progress, seat)
+        return load_for_mlx(folder, load, progress, context)
     if runtime == "native" and choose("float32").native:
         from engine.runtimes.native.experts_only import load_experts as load_for_native
 
-        return load_for_native(folder, load, seat)
+        return load_for_native(folder, load, context)
     from engine.runtimes.torch.experts_only import load_experts as load_for_torch
 
-    return load_for_torch(folder, load, seat)
+    return load_for_torch(folder, load, context)

@@ -10,7 +10,7 @@ from engine.cluster.waiting import Waits
 from engine.ipc.messages.ring import RingFacts
 from engine.ipc.progress import ProgressCallback
 from engine.moe.expert_parallel import LayerExchange
-from engine.moe.rank_context import Seat
+from engine.moe.rank_context import RankContext
 from engine.runtimes.protocol import LoadedModel
 
 
@@ -40,7 +40,7 @@ class Formation(Protocol):
     """One epoch of a ring, as the head has it. Everything in it is void once :meth:`close` was called."""
 
     @property
-    def seat(self) -> Seat: ...
+    def context(self) -> RankContext: ...
 
     @property
     def facts(self) -> RingFacts: ...

@@ -24,7 +24,7 @@ from engine.cluster.transport.exchange import Exchange, RingProtocolError
 from engine.errors import ModelError
 from engine.moe.expert_parallel import Indices, Words
 from engine.moe.kernels.pool import physical_cores, shared_pool
-from engine.moe.rank_context import HEAD, Seat
+from engine.moe.rank_context import HEAD, RankContext
 
 BLOCKS = 6
 """Blocks of layers that are averaged each; the median block counts, so a moment's disturbance does not."""
@@ -42,10 +42,10 @@ LEAST_S = 1e-7
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What is rehearsed at ``seat``: layers of hidden states of ``width`` numbers and ``per_token`` experts per token,
-    on ``threads`` threads (None: one per core). ``one_by_one`` as in :class:`CentralHead`."""
+    """What is rehearsed at ``context``: layers of hidden states of ``width`` numbers and ``per_token`` experts per
+    token, on ``threads`` threads (None: one per core). ``one_by_one`` as in :class:`CentralHead`."""
 
-    seat: Seat
+    context: RankContext
     width: int
     per_token: int
     threads: int | None = None
@@ -63,7 +63,7 @@ class Rehearsal:
         experts = [node[2 * WARM + LAYERS :] for node in told]
         cores = physical_cores()
         shared = Shared(self.machines, max(1, cores // min(cores, self.threads or cores)))
-        return max(LEAST_S, beside_work(wholes[WARM:], trunks, experts, self.seat.mode == "central", shared))
+        return max(LEAST_S, beside_work(wholes[WARM:], trunks, experts, self.context.mode == "central", shared))
 
 
 @dataclass(frozen=True)
@@ -142,25 +142,25 @@ class _Layers:
     runner of a central node's experts, too; see :class:`engine.cluster.central.ExpertRunner`."""
 
     def __init__(self, rehearsal: Rehearsal, exchange: Exchange) -> None:
-        seat = rehearsal.seat
+        context = rehearsal.context
         self.trunks: list[float] = []
         self.experts: list[float] = []
         self.width = rehearsal.width
         self._reader = _Reader(rehearsal.threads)
-        self._seat = seat
-        self._per_token = min(rehearsal.per_token, seat.placement.experts)
-        rows = self._per_token if seat.mode != "fast" else 1
+        self._context = context
+        self._per_token = min(rehearsal.per_token, context.placement.experts)
+        rows = self._per_token if context.mode != "fast" else 1
         self._rows = np.ones((rows, rehearsal.width), np.float32)
         self._run: Callable[[int], None]
-        if seat.mode == "central":
-            if seat.is_head:
-                head = CentralHead(seat, exchange, one_by_one=rehearsal.one_by_one)
+        if context.mode == "central":
+            if context.is_head:
+                head = CentralHead(context, exchange, one_by_one=rehearsal.one_by_one)
                 self._run = lambda index: self._as_central_head(head, index)
             else:
-                node = CentralNode(seat, exchange, self, one_by_one=rehearsal.one_by_one)
+                node = CentralNode(context, exchange, self, one_by_one=rehearsal.one_by_one)
                 self._run = lambda index: node.serve_layer()
         else:
-            layers = RingLayers(seat, exchange)
+            layers = RingLayers(context, exchange)
             self._run = lambda index: self._as_node(layers, index)
 
     def run(self, index: int) -> float:
@@ -172,16 +172,16 @@ class _Layers:
         return time.perf_counter() - began
 
     def _trunk(self) -> float:
-        central_follower = self._seat.mode == "central" and not self._seat.is_head
+        central_follower = self._context.mode == "central" and not self._context.is_head
         return 0.0 if central_follower else self._reader.read(READ_BYTES)
 
     def _layer(self, index: int) -> int:
-        layers = self._seat.placement.layers
+        layers = self._context.placement.layers
         return layers[index % len(layers)]
 
     def _routes(self, index: int) -> tuple[Indices, NDArray[np.float32]]:
         """The same on all nodes."""
-        chosen = np.random.default_rng(index).permutation(self._seat.placement.experts)[: self._per_token]
+        chosen = np.random.default_rng(index).permutation(self._context.placement.experts)[: self._per_token]
         weights = np.full((1, self._per_token), 1.0 / self._per_token, np.float32)
         return np.ascontiguousarray(chosen[None, :], np.int32), weights
 
@@ -191,7 +191,7 @@ class _Layers:
         head.run(self._layer(index), indices, weights, self._local, self.width, np.dtype(np.float32))
 
     def _as_node(self, layers: RingLayers, index: int) -> None:
-        if index % len(self._seat.placement.layers) == 0:
+        if index % len(self._context.placement.layers) == 0:
             layers.begin_pass()
         indices, weights = self._routes(index)
         layers.run(self._layer(index), indices, weights, self._local, self.width, np.dtype(np.float32))

@@ -15,7 +15,7 @@ HEAD = 0
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankContext:
     """One node's place in an epoch. ``weights`` are relative seconds per expert of each rank: who runs an expert that
     several hold is decided by them, the same way on every node."""
 

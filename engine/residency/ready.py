@@ -11,11 +11,11 @@ import msgspec
 
 from engine.errors import ModelError
 from engine.ipc.messages import AnyEvent, Finished, Load, Notice, WarmUp
-from engine.moe.rank_context import Seat
+from engine.moe.rank_context import RankContext
 from engine.planning.residency import lets_go
 from engine.residency.mapped import MappedWeights
 from engine.residency.page_warmer import IdleProbe, Keeper
-from engine.runtimes.protocol import KeepsWeights, LoadedModel, MapsFiles, Seated, Weights
+from engine.runtimes.protocol import HasRankContext, KeepsWeights, LoadedModel, MapsFiles, Weights
 from engine.system.free_memory import available_bytes
 from engine.system.machine import on_battery
 
@@ -129,7 +129,7 @@ class Keeping:
         self._send = send
         self._ready: Ready | None = None
         self._made: tuple[LoadedModel, Path, Load] | None = None
-        self._seat: Seat | None = None
+        self._context: RankContext | None = None
         self._warming = 0
         """Bytes that are to be brought into memory; 0: nothing is, or all are there."""
 
@@ -137,12 +137,12 @@ class Keeping:
         """Keep ``model`` from now on."""
         self.release()
         self._made = (model, folder, request)
-        self._seat = seat_of(model)
+        self._context = rank_context_of(model)
         self._ready = Ready(
             model,
             folder,
             request,
-            None if self._seat is None else held_in(self._seat),
+            None if self._context is None else held_in(self._context),
             self._warm_up,
             lambda text: self._send(Notice(text=text)),
         )
@@ -154,12 +154,12 @@ class Keeping:
             with self._ready.answering() if self._ready is not None else contextlib.nullcontext():
                 yield
         finally:
-            if self._made is not None and seat_of(self._made[0]) is not self._seat:
+            if self._made is not None and rank_context_of(self._made[0]) is not self._context:
                 self.loaded(*self._made)
 
     def probed(self, finished: Finished, first_pass_s: float | None) -> Finished:
         """See :meth:`Ready.probed`. A ring that was formed anew meanwhile loaded its weights, which is no idling."""
-        if self._ready is None or self._made is None or seat_of(self._made[0]) is not self._seat:
+        if self._ready is None or self._made is None or rank_context_of(self._made[0]) is not self._context:
             return finished
         return self._ready.probed(finished, first_pass_s)
 
@@ -178,14 +178,14 @@ class Keeping:
         self._send(WarmUp(done=done, total=total))
 
 
-def seat_of(model: LoadedModel) -> Seat | None:
+def rank_context_of(model: LoadedModel) -> RankContext | None:
     """Its place in a ring as it is now; None on one machine."""
-    return model.seat if isinstance(model, Seated) else None
+    return model.context if isinstance(model, HasRankContext) else None
 
 
-def held_in(seat: Seat) -> dict[int, Sequence[int]]:
+def held_in(context: RankContext) -> dict[int, Sequence[int]]:
     """The experts of a place in a ring, by layer."""
-    return {layer: seat.placement.held(seat.rank, layer) for layer in seat.placement.layers}
+    return {layer: context.placement.held(context.rank, layer) for layer in context.placement.layers}
 
 
 def _lock(weights: MappedWeights, notice: Callable[[str], None]) -> None:

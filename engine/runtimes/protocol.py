@@ -20,7 +20,7 @@ from engine.ipc.progress import ProgressCallback
 from engine.models.files import FileMapping
 from engine.moe.expert_parallel import LayerExchange
 from engine.moe.popularity import Popularity
-from engine.moe.rank_context import Seat
+from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder
 
 Logits = NDArray[np.float32]
@@ -144,13 +144,13 @@ class Resizable(Protocol):
 
 @dataclass(frozen=True)
 class RingPlace:
-    """A node's place in a ring, for loading a model there: its seat, and the exchange of its MoE layers.
+    """A node's place in a ring, for loading a model there: its rank context, and the exchange of its MoE layers.
 
     ``logits`` False: nobody reads this node's logits (the head samples), so a runtime may leave them out and return
     [rows, 0]; everything else of a pass, every exchange included, is as it would be with them.
     """
 
-    seat: Seat
+    context: RankContext
     exchange: LayerExchange
     logits: bool = True
 
@@ -190,11 +190,11 @@ class CountsRoutes(Protocol):
 
 
 @runtime_checkable
-class Seated(Protocol):
+class HasRankContext(Protocol):
     """A loaded model that a ring runs."""
 
     @property
-    def seat(self) -> Seat:
+    def context(self) -> RankContext:
         """This node's place in the ring, which is another one after the ring was formed anew."""
         ...
 
@@ -267,7 +267,7 @@ class Runtime(Protocol):
     ) -> LoadedModel:
         """Load the model in ``folder`` (prepared, or plain Hugging Face safetensors; in a ring also a share of one).
 
-        With ``ring`` only the experts of its seat are used, and every MoE layer goes through its exchange.
+        With ``ring`` only the experts of its rank context are used, and every MoE layer goes through its exchange.
         ``release`` frees the model that was loaded before: it is called once, after all that can be refused without
         its memory was refused, and before memory is taken.
         Raises :class:`engine.errors.ModelError` if the family is not supported, files are damaged, or it does not fit.

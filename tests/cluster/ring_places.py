@@ -1,4 +1,4 @@
-"""Places of a ring in one process, for tests: seats over a placement, joined by an exchange in memory."""
+"""Places of a ring in one process, for tests: rank contexts over a placement, joined by an exchange in memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from memory_exchange import MemoryRing
 
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.transport.exchange import Exchange
-from engine.moe.rank_context import Loading, Mode, Seat
+from engine.moe.rank_context import Loading, Mode, RankContext
 from engine.planning.placement import Placement
 from engine.runtimes.protocol import RingPlace
 
@@ -39,5 +39,5 @@ def places(
 ) -> list[RingPlace]:
     """A place per rank; ``exchange`` of each is its :class:`RingLayers`."""
     ends: list[Any] = list(exchanges or MemoryRing(placement.nodes).ends)
-    seats = [Seat("epoch", rank, placement, mode, loading) for rank in range(placement.nodes)]
-    return [RingPlace(seat, RingLayers(seat, end)) for seat, end in zip(seats, ends, strict=True)]
+    contexts = [RankContext("epoch", rank, placement, mode, loading) for rank in range(placement.nodes)]
+    return [RingPlace(context, RingLayers(context, end)) for context, end in zip(contexts, ends, strict=True)]

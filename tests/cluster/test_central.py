@@ -20,7 +20,7 @@ from engine.cluster.transport.exchange import PeerLost, RingProtocolError
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.opening import open_model
-from engine.moe.rank_context import Loading, Seat
+from engine.moe.rank_context import Loading, RankContext
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, RingPlace
 
@@ -64,11 +64,11 @@ def central_ring(
     assert experts is not None
     placement = placed(tuple(experts.layers), experts.count, nodes, how)
     memory = MemoryRing(nodes)
-    seats = [Seat("epoch", rank, placement, "central", loading) for rank in range(nodes)]
-    head = CentralHead(seats[0], memory.ends[0], one_by_one=one_by_one)
-    model = runtime_named(runtimes[0]).load(folder, request, quiet, RingPlace(seats[0], head))
+    contexts = [RankContext("epoch", rank, placement, "central", loading) for rank in range(nodes)]
+    head = CentralHead(contexts[0], memory.ends[0], one_by_one=one_by_one)
+    model = runtime_named(runtimes[0]).load(folder, request, quiet, RingPlace(contexts[0], head))
     ran = [0] * nodes
-    runners = {rank: load_experts(runtimes[rank], folder, request, seats[rank], quiet) for rank in range(1, nodes)}
+    runners = {rank: load_experts(runtimes[rank], folder, request, contexts[rank], quiet) for rank in range(1, nodes)}
 
     def work(rank: int) -> Any:
         if rank == 0:
@@ -80,7 +80,7 @@ def central_ring(
         def counted(tokens: int) -> None:
             ran[rank] += tokens
 
-        node = CentralNode(seats[rank], memory.ends[rank], runners[rank], counted, one_by_one)
+        node = CentralNode(contexts[rank], memory.ends[rank], runners[rank], counted, one_by_one)
         with pytest.raises(PeerLost):
             node.serve()
         runners[rank].close()
@@ -153,8 +153,12 @@ class Doubling:
 
 def pair(runner: Any = None) -> tuple[MemoryRing, CentralHead, CentralNode]:
     memory = MemoryRing(2)
-    seats = [Seat("epoch", rank, placed((0, 2), 4, 2), "central") for rank in range(2)]
-    return memory, CentralHead(seats[0], memory.ends[0]), CentralNode(seats[1], memory.ends[1], runner or Doubling())
+    contexts = [RankContext("epoch", rank, placed((0, 2), 4, 2), "central") for rank in range(2)]
+    return (
+        memory,
+        CentralHead(contexts[0], memory.ends[0]),
+        CentralNode(contexts[1], memory.ends[1], runner or Doubling()),
+    )
 
 
 def ask(head: CentralHead, layer: int = 0, scale: bool = False, meanwhile: Any = None, local: Any = None) -> Any:
@@ -277,7 +281,7 @@ def test_what_no_head_sends_is_refused(body: bytes, words: str) -> None:
 def test_the_mode_decides_what_a_node_is_loaded_with() -> None:
     memory = MemoryRing(2)
     placement = placed((0, 2), 4, 2)
-    assert isinstance(layers_for(Seat("e", 0, placement, "central"), memory.ends[0]), CentralHead)
-    assert isinstance(layers_for(Seat("e", 1, placement, "exact"), memory.ends[1]), RingLayers)
+    assert isinstance(layers_for(RankContext("e", 0, placement, "central"), memory.ends[0]), CentralHead)
+    assert isinstance(layers_for(RankContext("e", 1, placement, "exact"), memory.ends[1]), RingLayers)
     with pytest.raises(ValueError, match="not the head"):
-        layers_for(Seat("e", 1, placement, "central"), memory.ends[1])
+        layers_for(RankContext("e", 1, placement, "central"), memory.ends[1])

@@ -26,7 +26,7 @@ from engine.ipc.messages.ring import NodeShare
 from engine.ipc.progress import ProgressCallback
 from engine.models.opening import open_model
 from engine.moe.kernels.bindings import choose
-from engine.moe.rank_context import Seat
+from engine.moe.rank_context import RankContext
 from engine.runtimes.protocol import Interrupted, Interruptible
 
 PATIENCE_S = 60.0
@@ -58,7 +58,7 @@ class Formed:
         experts = open_model(folder).experts
         assert experts is not None
         placement = split(experts.layers, experts.count, 1)
-        self.seat = Seat("epoch", 0, placement)
+        self.context = RankContext("epoch", 0, placement)
         self.names = {0: "head", 1: "studio"}
         self.notices: list[str] = []
         self.newcomers: frozenset[str] = frozenset()
@@ -134,7 +134,7 @@ class Former:
         self.formed += 1
         if self.formed == 1:
             return self.studio
-        return ThreadFormation(self._folder, self._request, ["head"], self.studio.seat.placement)
+        return ThreadFormation(self._folder, self._request, ["head"], self.studio.context.placement)
 
     def changed(self, progress: ProgressCallback, say: Callable[[str], None]) -> bool:
         return False

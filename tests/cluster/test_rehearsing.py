@@ -12,7 +12,7 @@ from memory_exchange import MemoryRing
 from engine.cluster.rehearsal import LAYERS, Rehearsal, Shared, _tell, beside_work, ranks_together
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.transport.mesh import Mesh
-from engine.moe.rank_context import Loading, Mode, Seat
+from engine.moe.rank_context import Loading, Mode, RankContext
 from engine.planning.placement import Placement
 
 
@@ -30,8 +30,8 @@ def test_all_nodes_rehearse_and_stay_in_step(
     meshes = linked_nodes(nodes).meshes("tls")
 
     def rehearse(mesh: Mesh) -> float:
-        seat = Seat("an epoch", mesh.rank, placement(nodes), mode, loading)
-        return Rehearsal(seat, 256, 2, 1, one_by_one=loading == "selected").run(mesh)
+        context = RankContext("an epoch", mesh.rank, placement(nodes), mode, loading)
+        return Rehearsal(context, 256, 2, 1, one_by_one=loading == "selected").run(mesh)
 
     def again(mesh: Mesh) -> list[bytes]:
         mesh.send((b"a step",), 6)

@@ -24,10 +24,10 @@ from engine.cluster.worker.follower_work import CentralWork, FollowerTask, Terms
 from engine.errors import ModelError
 from engine.ipc.messages import AnyEvent, Finished, Load, Notice, WarmUp
 from engine.models.weight_layout import layout_of
-from engine.moe.rank_context import Seat
+from engine.moe.rank_context import RankContext
 from engine.planning.placement import Placement
 from engine.residency import page_warmer as keeper
-from engine.residency.ready import Keeping, Ready, held_in, seat_of
+from engine.residency.ready import Keeping, Ready, held_in, rank_context_of
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import RingPlace
 
@@ -70,8 +70,8 @@ def test_the_head_keeps_its_own_experts_and_more_when_it_is_alone(tiny_model: Ti
     request = Load(id=1, model=str(folder), runtime="torch", cpu_threads=1)
     former = ThreadFormer(folder, request, ["head", "other"], layout.layers, layout.count)
     model = RingModel("m", former, lambda *_: None)
-    seat = seat_of(model)
-    assert seat is not None and seat.nodes == 2
+    context = rank_context_of(model)
+    assert context is not None and context.nodes == 2
     warmth = Warmth()
     keeping = Keeping(warmth)
     keeping.loaded(model, folder, request)
@@ -160,7 +160,7 @@ def test_a_warm_up_that_is_broken_off_is_over_for_the_screen():
 
 def test_a_place_in_a_ring_names_its_experts():
     placement = split((0, 2), 5, 2, overlap=1)
-    assert held_in(Seat("epoch", 1, placement)) == {0: (0, 1, 3), 2: (0, 1, 3)}
+    assert held_in(RankContext("epoch", 1, placement)) == {0: (0, 1, 3), 2: (0, 1, 3)}
 
 
 class Layers:
@@ -288,10 +288,10 @@ def test_a_follower_of_central_mode_keeps_its_experts_and_no_trunk(
     held = sum(len(placement.held(1, layer)) for layer in layout.layers)
     assert told[-1] == (held * layout.expert_bytes,) * 2
     assert work.probe_s is None
-    seat = Seat("e" * 16, 0, placement, "central")
-    head = CentralHead(seat, memory.ends[0])
+    context = RankContext("e" * 16, 0, placement, "central")
+    head = CentralHead(context, memory.ends[0])
     request = Load(id=1, model=folder.name, cpu_threads=1)
-    model = runtime_named("torch").load(folder, request, lambda *_: None, RingPlace(seat, head))
+    model = runtime_named("torch").load(folder, request, lambda *_: None, RingPlace(context, head))
 
     def follow() -> None:
         with contextlib.suppress(PeerLost):

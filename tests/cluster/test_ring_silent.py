@@ -19,7 +19,7 @@ from engine.cluster.central import CentralHead, CentralNode
 from engine.cluster.transport.exchange import Exchange, PeerLost
 from engine.cluster.transport.mesh import Mesh
 from engine.moe.kernels.bindings import choose
-from engine.moe.rank_context import Seat
+from engine.moe.rank_context import RankContext
 from engine.planning.placement import Placement
 
 DECODING = {"max_tokens": 10}
@@ -191,7 +191,7 @@ def test_nobody_waits_over_real_links(
     monkeypatch.setattr(waiting, "FIRST", 1)
     monkeypatch.setattr(waiting, "STOPPED_S", 0.1)
     placement = Placement((0, 1), 2, (((0,), (1,)),) * 2)
-    seats = [Seat("epoch", rank, placement, mode) for rank in (0, 1)]
+    contexts = [RankContext("epoch", rank, placement, mode) for rank in (0, 1)]
     ends = linked_nodes(2).meshes("tls")
     rows, weights = np.ones((1, 4), np.float32), np.ones((1, 2), np.float32)
     routes = np.array([[0, 1]], np.int32)
@@ -200,12 +200,12 @@ def test_nobody_waits_over_real_links(
         return rows.repeat(2, axis=0) if mode != "fast" else rows.copy()
 
     if mode == "central":
-        layers: Any = CentralHead(seats[0], ends[0])
-        node = CentralNode(seats[1], ends[1], Doubling())
+        layers: Any = CentralHead(contexts[0], ends[0])
+        node = CentralNode(contexts[1], ends[1], Doubling())
         other = threading.Thread(target=node.serve_layer)
     else:
-        layers = RingLayers(seats[0], ends[0])
-        follower = RingLayers(seats[1], ends[1])
+        layers = RingLayers(contexts[0], ends[0])
+        follower = RingLayers(contexts[1], ends[1])
         other = threading.Thread(target=lambda: follower.run(0, routes, weights, local, 4, rows.dtype))
     other.start()
     formation = Formation(layers, ends[0])

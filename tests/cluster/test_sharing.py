@@ -18,7 +18,7 @@ from engine.cluster.assignment import FEW_ROUTES, Router
 from engine.cluster.contributions import HEADER, REASON_BYTES, NodeFailed
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
 from engine.moe.expert_parallel import Gathered, Words
-from engine.moe.rank_context import Loading, Mode, Seat
+from engine.moe.rank_context import Loading, Mode, RankContext
 from engine.moe.timing import Recorder
 from engine.planning.placement import Placement
 from engine.runtimes.protocol import Interrupted
@@ -40,8 +40,10 @@ def placement(nodes: int, overlap: bool = False, layers: tuple[int, ...] = LAYER
     return Placement(layers, nodes, (row,) * len(layers))
 
 
-def seats(nodes: int, mode: Mode = "exact", loading: Loading = "selected", overlap: bool = False) -> list[Seat]:
-    return [Seat("epoch", rank, placement(nodes, overlap), mode, loading) for rank in range(nodes)]
+def contexts(
+    nodes: int, mode: Mode = "exact", loading: Loading = "selected", overlap: bool = False
+) -> list[RankContext]:
+    return [RankContext("epoch", rank, placement(nodes, overlap), mode, loading) for rank in range(nodes)]
 
 
 def result_of(layer: int, expert: int, token: int) -> NDArray[np.float32]:
@@ -82,20 +84,20 @@ def run(layers: RingLayers, layer: int, routes: Any, local: Any, **more: Any) ->
 
 def one_pass(layers: RingLayers, tokens: int = 1, k: int = 3) -> list[Gathered]:
     layers.begin_pass()
-    exact = layers.seat.mode == "exact"
+    exact = layers.context.mode == "exact"
     return [run(layers, layer, routes_for(tokens, k, layer), CountedExperts(layer, exact)) for layer in LAYERS]
 
 
-def ring(all_seats: list[Seat]) -> tuple[MemoryRing, list[RingLayers]]:
-    memory = MemoryRing(len(all_seats))
-    return memory, [RingLayers(seat, end) for seat, end in zip(all_seats, memory.ends, strict=True)]
+def ring(all_contexts: list[RankContext]) -> tuple[MemoryRing, list[RingLayers]]:
+    memory = MemoryRing(len(all_contexts))
+    return memory, [RingLayers(context, end) for context, end in zip(all_contexts, memory.ends, strict=True)]
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_exact_every_route_has_its_result_on_every_node(nodes: int, tokens: int, overlap: bool) -> None:
-    _, layers = ring(seats(nodes, overlap=overlap))
+    _, layers = ring(contexts(nodes, overlap=overlap))
     for found in must_succeed(on_all_ranks(lambda rank: one_pass(layers[rank], tokens), nodes)):
         for layer, gathered in zip(LAYERS, found, strict=True):
             indices, _ = routes_for(tokens, 3, layer)
@@ -107,7 +109,7 @@ def test_exact_every_route_has_its_result_on_every_node(nodes: int, tokens: int,
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4])
 @pytest.mark.parametrize("tokens", [1, 40])
 def test_fast_the_sums_of_all_ranks_are_the_weighted_sum(nodes: int, tokens: int) -> None:
-    _, layers = ring(seats(nodes, "fast", overlap=True))
+    _, layers = ring(contexts(nodes, "fast", overlap=True))
     passes = must_succeed(on_all_ranks(lambda rank: one_pass(layers[rank], tokens), nodes))
     for found in passes:
         for layer, gathered, other in zip(LAYERS, found, passes[0], strict=True):
@@ -120,7 +122,7 @@ def test_fast_the_sums_of_all_ranks_are_the_weighted_sum(nodes: int, tokens: int
 
 
 def test_a_rank_without_routes_sends_a_header_only() -> None:
-    memory, layers = ring(seats(2))
+    memory, layers = ring(contexts(2))
     routes = np.array([[0, 2, 4]], np.int32), np.ones((1, 3), np.float32)
     experts = [CountedExperts(1), CountedExperts(1)]
     must_succeed(on_all_ranks(lambda rank: run(layers[rank], 1, routes, experts[rank]), 2))
@@ -130,7 +132,7 @@ def test_a_rank_without_routes_sends_a_header_only() -> None:
 
 
 def test_no_tokens_are_an_exchange_of_headers() -> None:
-    memory, layers = ring(seats(3))
+    memory, layers = ring(contexts(3))
     found = must_succeed(on_all_ranks(lambda rank: one_pass(layers[rank], tokens=0), 3))
     assert all(each.outputs is not None and each.outputs.shape == (0, WIDTH) for each in found[1])
     assert memory.exchanges == len(LAYERS)
@@ -138,14 +140,14 @@ def test_no_tokens_are_an_exchange_of_headers() -> None:
 
 
 def test_without_tokens_no_further_experts_are_run() -> None:
-    _, layers = ring(seats(2, loading="busy-full"))
+    _, layers = ring(contexts(2, loading="busy-full"))
     experts = [CountedExperts(1), CountedExperts(1)]
     must_succeed(on_all_ranks(lambda rank: run(layers[rank], 1, routes_for(0, 3), experts[rank]), 2))
     assert [each.calls for each in experts] == [[], []]
 
 
 def test_an_array_that_cannot_be_written_is_copied() -> None:
-    _, layers = ring(seats(2))
+    _, layers = ring(contexts(2))
     routes = routes_for(1, 3)
 
     def local(indices: Any, weights: Any, extra: Any) -> Words:
@@ -163,7 +165,7 @@ def test_every_route_has_one_owner_that_holds_its_expert(
     tokens: int, k: int, nodes: int, overlap: bool, seed: int
 ) -> None:
     indices, _ = routes_for(tokens, k, seed)
-    shared = [Router(seat).share(2, indices, True) for seat in seats(nodes, overlap=overlap)]
+    shared = [Router(context).share(2, indices, True) for context in contexts(nodes, overlap=overlap)]
     mine = np.stack([each.mine for each in shared])
     assert np.array_equal(mine.max(axis=0), indices) and ((mine >= 0).sum(axis=0) == 1).all()
     for rank, each in enumerate(shared):
@@ -183,7 +185,7 @@ def test_every_route_has_one_owner_that_holds_its_expert(
 @pytest.mark.parametrize("nodes", [2, 3, 4])
 @pytest.mark.parametrize("mode", ["exact", "fast"])
 def test_other_routes_on_one_node_are_mended_within_the_layer(nodes: int, mode: Mode) -> None:
-    memory, layers = ring(seats(nodes, mode))
+    memory, layers = ring(contexts(nodes, mode))
     recorder = Recorder(5, LAYERS, EXPERTS)
     layers[0].recorder = recorder
 
@@ -210,7 +212,7 @@ def test_other_routes_on_one_node_are_mended_within_the_layer(nodes: int, mode: 
 
 
 def test_many_disagreements_suggest_central_mode_once() -> None:
-    _, layers = ring(seats(2))
+    _, layers = ring(contexts(2))
     recorder = layers[0].recorder = Recorder(5, LAYERS, EXPERTS)
 
     def work(rank: int) -> None:
@@ -225,7 +227,7 @@ def test_many_disagreements_suggest_central_mode_once() -> None:
 
 
 def test_mended_routes_must_be_to_experts_that_exist() -> None:
-    memory, layers = ring(seats(2))
+    memory, layers = ring(contexts(2))
 
     def work(rank: int) -> Gathered:
         routes = routes_for(1, 3, rank)
@@ -247,7 +249,7 @@ def test_mended_routes_must_be_to_experts_that_exist() -> None:
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
 def test_abort_ends_the_pass_everywhere_and_the_next_is_in_step(nodes: int) -> None:
-    memory, layers = ring(seats(nodes))
+    memory, layers = ring(contexts(nodes))
 
     def work(rank: int) -> list[Gathered]:
         layers[rank].begin_pass()
@@ -267,7 +269,7 @@ def test_abort_ends_the_pass_everywhere_and_the_next_is_in_step(nodes: int) -> N
 @pytest.mark.parametrize("position", [0, 1, 2])
 @pytest.mark.parametrize("earlier", ["nothing", "whole", "interrupted"])
 def test_the_head_gives_up_between_layers(position: int, earlier: str) -> None:
-    _, layers = ring(seats(3))
+    _, layers = ring(contexts(3))
 
     def work(rank: int) -> list[Gathered]:
         mine = layers[rank]
@@ -295,7 +297,7 @@ def test_the_head_gives_up_between_layers(position: int, earlier: str) -> None:
 
 
 def test_after_the_last_layer_there_is_nobody_to_tell() -> None:
-    memory, layers = ring(seats(2))
+    memory, layers = ring(contexts(2))
 
     def work(rank: int) -> bool:
         one_pass(layers[rank])
@@ -306,14 +308,14 @@ def test_after_the_last_layer_there_is_nobody_to_tell() -> None:
 
 
 def test_an_abort_before_the_pass_is_forgotten() -> None:
-    _, layers = ring(seats(2))
+    _, layers = ring(contexts(2))
     layers[0].abort()
     assert len(must_succeed(on_all_ranks(lambda rank: one_pass(layers[rank]), 2))) == 2
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_an_error_of_one_node_reaches_all(failing: int) -> None:
-    _, layers = ring(seats(3))
+    _, layers = ring(contexts(3))
 
     def broken(*_: Any) -> Words:
         raise MemoryError("no memory for layer 2" + "!" * 2 * REASON_BYTES)
@@ -338,7 +340,7 @@ def test_an_error_of_one_node_reaches_all(failing: int) -> None:
 
 
 def test_an_error_while_the_wire_is_busy_leaves_the_node_in_step() -> None:
-    memory, layers = ring(seats(2))
+    memory, layers = ring(contexts(2))
 
     def broken() -> None:
         raise MemoryError("shared expert")
@@ -361,7 +363,7 @@ def test_an_error_while_the_wire_is_busy_leaves_the_node_in_step() -> None:
 
 
 def test_a_lost_peer_stays_lost() -> None:
-    memory, layers = ring(seats(3))
+    memory, layers = ring(contexts(3))
 
     def work(rank: int) -> Any:
         run(layers[rank], 1, routes_for(2, 2), CountedExperts(1))
@@ -392,7 +394,7 @@ def test_a_lost_peer_stays_lost() -> None:
     ],
 )
 def test_what_no_node_sends_is_refused(contribution: bytes, words: str) -> None:
-    memory, layers = ring(seats(2))
+    memory, layers = ring(contexts(2))
 
     def work(rank: int) -> Any:
         if rank == 1:
@@ -407,9 +409,9 @@ def test_what_no_node_sends_is_refused(contribution: bytes, words: str) -> None:
 
 
 def test_results_of_the_wrong_size_are_refused() -> None:
-    memory, layers = ring(seats(2))
+    memory, layers = ring(contexts(2))
     routes = routes_for(1, 3)
-    right = Router(layers[1].seat).share(1, routes[0], True)
+    right = Router(layers[1].context).share(1, routes[0], True)
 
     def work(rank: int) -> Any:
         if rank == 1:
@@ -422,7 +424,7 @@ def test_results_of_the_wrong_size_are_refused() -> None:
 
 
 def test_layers_out_of_turn_are_a_mistake_of_the_caller() -> None:
-    _, (layers,) = ring(seats(1))
+    _, (layers,) = ring(contexts(1))
     with pytest.raises(ValueError, match="out of turn"):
         run(layers, 2, routes_for(1, 2), CountedExperts(2))
 
@@ -431,7 +433,7 @@ def test_layers_out_of_turn_are_a_mistake_of_the_caller() -> None:
 
 
 def test_busy_full_runs_all_that_is_held() -> None:
-    _, layers = ring(seats(2, loading="busy-full"))
+    _, layers = ring(contexts(2, loading="busy-full"))
     routes = np.array([[0, 2, 1]], np.int32), np.ones((1, 3), np.float32)
     experts = [CountedExperts(1), CountedExperts(1)]
     found = must_succeed(on_all_ranks(lambda rank: run(layers[rank], 1, routes, experts[rank]), 2))
@@ -441,7 +443,7 @@ def test_busy_full_runs_all_that_is_held() -> None:
 
 
 def test_router_aided_runs_as_many_as_the_busiest_node_oldest_first() -> None:
-    _, layers = ring(seats(2, loading="router-aided"))
+    _, layers = ring(contexts(2, loading="router-aided"))
     asked = [[0, 2, 1], [0, 2, 1], [0, 2, 4], [1, 3, 5]]
     experts = [[CountedExperts(1) for _ in asked] for _ in range(2)]
 
@@ -465,7 +467,7 @@ def test_router_aided_runs_as_many_as_the_busiest_node_oldest_first() -> None:
 
 
 def test_waiting_for_the_slowest_is_told_apart_from_exchanging() -> None:
-    _, layers = ring(seats(2))
+    _, layers = ring(contexts(2))
     recorders = [Recorder(5, LAYERS, EXPERTS) for _ in range(2)]
     for each, recorder in zip(layers, recorders, strict=True):
         each.recorder = recorder

@@ -10,14 +10,14 @@ from linked_nodes import LinkedNodes
 from memory_exchange import must_succeed, on_all_ranks
 from ring_places import placed
 from test_central import Doubling, ask
-from test_sharing import LAYERS, CountedExperts, one_pass, routes_for, run, seats
+from test_sharing import LAYERS, CountedExperts, contexts, one_pass, routes_for, run
 
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.central import CentralHead, CentralNode
 from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.transport.registry import open_exchange
 from engine.ipc.messages.ring import ExchangeName
-from engine.moe.rank_context import Seat
+from engine.moe.rank_context import RankContext
 from engine.runtimes.protocol import Interrupted
 
 TRANSPORTS: tuple[ExchangeName, ...] = ("tls", "socket", "envoy", "gloo")
@@ -26,7 +26,7 @@ TRANSPORTS: tuple[ExchangeName, ...] = ("tls", "socket", "envoy", "gloo")
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_giving_up_and_mending(transport: ExchangeName, linked_nodes: Callable[..., LinkedNodes]) -> None:
     ends = linked_nodes(3).everywhere(lambda node: open_exchange(transport, node.links, node.epoch))
-    layers = [RingLayers(seat, end) for seat, end in zip(seats(3, overlap=True), ends, strict=True)]
+    layers = [RingLayers(context, end) for context, end in zip(contexts(3, overlap=True), ends, strict=True)]
 
     def work(rank: int) -> tuple[int, list[Any]]:
         mine = layers[rank]
@@ -55,7 +55,7 @@ def test_giving_up_and_mending(transport: ExchangeName, linked_nodes: Callable[.
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_central_mode(transport: ExchangeName, linked_nodes: Callable[..., LinkedNodes]) -> None:
     ends = linked_nodes(2).everywhere(lambda node: open_exchange(transport, node.links, node.epoch))
-    both = [Seat("epoch", rank, placed((0, 2), 4, 2), "central") for rank in range(2)]
+    both = [RankContext("epoch", rank, placed((0, 2), 4, 2), "central") for rank in range(2)]
     head, node = CentralHead(both[0], ends[0]), CentralNode(both[1], ends[1], Doubling())
 
     def work(rank: int) -> None:

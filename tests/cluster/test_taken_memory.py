@@ -33,7 +33,7 @@ from engine.cluster.weights import transfer
 from engine.cluster.worker.follower import Follower
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.moe.rank_context import Seat
+from engine.moe.rank_context import RankContext
 from engine.planning.placement import Placement
 
 MEGABYTE = 1 << 20
@@ -111,7 +111,7 @@ def local(indices: Any, weights: Any, extra: Any) -> Any:
 @pytest.mark.parametrize("when", ["asked", "answering"])
 def test_a_node_contributes_no_more_than_its_results(linked_nodes: Callable[..., LinkedNodes], when: str) -> None:
     ends = linked_nodes(2).meshes("tls")
-    head = CentralHead(Seat("epoch", 0, PLACEMENT, "central"), ends[0])
+    head = CentralHead(RankContext("epoch", 0, PLACEMENT, "central"), ends[0])
 
     def evil() -> None:
         header = HEADER.pack(0, 0, 0, bytes(8))
@@ -141,7 +141,7 @@ def test_a_node_contributes_no_more_than_its_results(linked_nodes: Callable[...,
 )
 def test_what_a_head_asks_for_must_be_the_models(layer: int, shape: tuple[int, ...], why: str) -> None:
     memory = MemoryRing(2)
-    node = CentralNode(Seat("epoch", 1, PLACEMENT, "central"), memory.ends[1], Doubling(), most_tokens=50)
+    node = CentralNode(RankContext("epoch", 1, PLACEMENT, "central"), memory.ends[1], Doubling(), most_tokens=50)
 
     def evil() -> bytes:
         tokens, k, width, _ = shape
@@ -162,7 +162,7 @@ def test_what_a_head_asks_for_must_be_the_models(layer: int, shape: tuple[int, .
 
 def test_an_ask_of_more_tokens_than_a_chunk_has_is_not_received(linked_nodes: Callable[..., LinkedNodes]) -> None:
     ends = linked_nodes(2).meshes("tls")
-    node = CentralNode(Seat("epoch", 1, PLACEMENT, "central"), ends[1], Doubling(), most_tokens=50)
+    node = CentralNode(RankContext("epoch", 1, PLACEMENT, "central"), ends[1], Doubling(), most_tokens=50)
     ends[0].send([bytes(MEGABYTE)], 1000)
     with at_most(4), pytest.raises(RingProtocolError, match="are allowed"):
         node.serve_layer()

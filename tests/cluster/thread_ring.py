@@ -16,7 +16,7 @@ from engine.errors import ModelError, PeerLost
 from engine.ipc.messages import Load, RingFacts
 from engine.ipc.messages.ring import NodeShare
 from engine.ipc.progress import ProgressCallback
-from engine.moe.rank_context import Loading, Mode, Seat
+from engine.moe.rank_context import Loading, Mode, RankContext
 from engine.planning.placement import Placement
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel, RingPlace
@@ -93,9 +93,11 @@ class ThreadFormation:
         ]
         self.facts = RingFacts(mode="exact", exchange="socket", loading="selected", nodes=nodes)
         for rank in range(len(names)):
-            self.seat = Seat("epoch", rank, placement, mode, loading)
-            layers = RingLayers(self.seat, self.memory.ends[rank])
-            model = runtime_named(request.runtime).load(folder, request, lambda *_: None, RingPlace(self.seat, layers))
+            self.context = RankContext("epoch", rank, placement, mode, loading)
+            layers = RingLayers(self.context, self.memory.ends[rank])
+            model = runtime_named(request.runtime).load(
+                folder, request, lambda *_: None, RingPlace(self.context, layers)
+            )
             layers.recorder = model.recorder
             self._models.append(model)
             if rank == 0:

@@ -17,7 +17,7 @@ from ring_places import placed  # noqa: E402
 from engine.errors import ModelError  # noqa: E402
 from engine.ipc.messages import Load  # noqa: E402
 from engine.models.weight_layout import layout_of  # noqa: E402
-from engine.moe.rank_context import Seat  # noqa: E402
+from engine.moe.rank_context import RankContext  # noqa: E402
 from engine.planning.residency import Wiring  # noqa: E402
 from engine.residency.ready import Ready  # noqa: E402
 from engine.runtimes.mlx import wired  # noqa: E402
@@ -197,9 +197,9 @@ def test_experts_without_a_trunk_are_wired_and_kept_too(tmp_path: Path, monkeypa
     monkeypatch.setattr(wired, "wire", wire)
     folder = write_comparable(tmp_path / "model", "mixtral")
     layout = layout_of(folder)
-    seat = Seat("epoch", 1, placed(layout.layers, layout.count, 2), "central")
-    experts = load_experts(folder, Load(id=1, model="m"), quiet, seat)
-    held = sum(len(seat.placement.held(1, layer)) for layer in layout.layers)
+    context = RankContext("epoch", 1, placed(layout.layers, layout.count, 2), "central")
+    experts = load_experts(folder, Load(id=1, model="m"), quiet, context)
+    held = sum(len(context.placement.held(1, layer)) for layer in layout.layers)
     assert limits.now == held * layout.expert_bytes
     assert experts.weights_are_wired and experts.notices[-1] == "a line"
     assert isinstance(experts, KeepsWeights)
@@ -213,7 +213,7 @@ def test_experts_without_a_trunk_are_wired_and_kept_too(tmp_path: Path, monkeypa
     experts.close()
     experts.close()
     assert limits.told[1:] == [7]
-    left = load_experts(folder, Load(id=1, model="m", keep_resident=False), quiet, seat)
+    left = load_experts(folder, Load(id=1, model="m", keep_resident=False), quiet, context)
     assert len(limits.told) == 2 and "a line" not in left.notices
     left.close()
 

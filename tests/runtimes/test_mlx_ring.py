@@ -58,7 +58,7 @@ def test_nodes_whose_logits_nobody_reads_leave_them_out(family: str, tmp_path: P
     single = load(folder)
     alone = conversation(single)
     made = places(placement_for(single, 3, "overlapping"))
-    models = [load(folder, replace(place, logits=place.seat.rank == 0)) for place in made]
+    models = [load(folder, replace(place, logits=place.context.rank == 0)) for place in made]
     for model in models[1:]:
         del model._model["lm_head"]  # whoever asks for it fails
         model._model["model"].embed_tokens.as_linear = None

@@ -24,7 +24,7 @@ from engine.ipc.messages import Load
 from engine.models.opening import open_model
 from engine.moe.expert_parallel import Gathered, LayerExchange
 from engine.moe.kernels.bindings import available
-from engine.moe.rank_context import Seat
+from engine.moe.rank_context import RankContext
 from engine.planning.placement import Placement
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import why_not_native
@@ -54,8 +54,8 @@ def placement_of(folder: Path, nodes: int, how: str = "even") -> Placement:
 
 
 def ring_of(folder: Path, nodes: int, how: str = "even", **options: Any) -> list[NativeModel]:
-    seats = {key: options.pop(key) for key in ("mode", "loading") if key in options}
-    return [in_ring(folder, place, **options) for place in places(placement_of(folder, nodes, how), **seats)]
+    contexts = {key: options.pop(key) for key in ("mode", "loading") if key in options}
+    return [in_ring(folder, place, **options) for place in places(placement_of(folder, nodes, how), **contexts)]
 
 
 def conversation(model: NativeModel, length: int = 37) -> list[Logits]:
@@ -120,8 +120,10 @@ def test_any_placement_equals_one_machine(data: st.DataObject, one_machine: tupl
 def test_nodes_with_other_numbers_of_threads_compute_the_same(tiny_model: TinyModel) -> None:
     folder = tiny_model("qwen2_moe", max_position_embeddings=4096)
     alone = conversation(load_native(folder, cpu_threads=5), 1500)
-    seats = places(placement_of(folder, 3, "overlapping"))
-    models = [in_ring(folder, seat, cpu_threads=threads) for seat, threads in zip(seats, (1, 2, 3), strict=True)]
+    contexts = places(placement_of(folder, 3, "overlapping"))
+    models = [
+        in_ring(folder, context, cpu_threads=threads) for context, threads in zip(contexts, (1, 2, 3), strict=True)
+    ]
     for found in together(models, lambda model: conversation(model, 1500)):
         assert same(found, alone)
 
@@ -240,12 +242,12 @@ class StopsAt:
 @pytest.mark.parametrize("turn", [1, 2, 3])
 def test_a_pass_the_head_ends_leaves_all_rows_as_they_were(turn: int, length: int, tiny_model: TinyModel) -> None:
     folder = tiny_model("qwen2_moe", max_position_embeddings=4096)
-    seats = places(placement_of(folder, 2))
-    models = [in_ring(folder, seat) for seat in seats]
+    contexts = places(placement_of(folder, 2))
+    models = [in_ring(folder, context) for context in contexts]
     check = StopsAt(turn if length < 512 else turn + 3, Interrupted())
 
     def work(rank: int) -> list[Logits]:
-        model, layers = models[rank], seats[rank].exchange
+        model, layers = models[rank], contexts[rank].exchange
         assert isinstance(layers, RingLayers)
         tokens = prompt(model, length + 20)
         rows = model.start()
@@ -278,8 +280,8 @@ def test_a_lost_peer_ends_the_pass_and_the_model_can_be_closed(tiny_model: TinyM
     folder = tiny_model("mixtral")
     placement = placement_of(folder, 2)
     memory = MemoryRing(2)
-    seats = places(placement, exchanges=list(memory.ends))
-    models = [in_ring(folder, seat) for seat in seats]
+    contexts = places(placement, exchanges=list(memory.ends))
+    models = [in_ring(folder, context) for context in contexts]
     rows = [model.start() for model in models]
     must_succeed(on_all_ranks(lambda rank: rows[rank].extend([3, 4, 5]), 2))
     memory.ends[1].close()
@@ -317,7 +319,7 @@ class Answers:
 def test_what_no_exchange_may_answer_is_refused(change: Callable[[Gathered], Gathered], tiny_model: TinyModel) -> None:
     folder = tiny_model("mixtral")
     exchange: LayerExchange = Answers(change)
-    model = in_ring(folder, RingPlace(Seat("epoch", 0, placement_of(folder, 1)), exchange))
+    model = in_ring(folder, RingPlace(RankContext("epoch", 0, placement_of(folder, 1)), exchange))
     rows = model.start()
     with pytest.raises(ModelError):
         rows.extend([3, 4, 5])
@@ -326,7 +328,7 @@ def test_what_no_exchange_may_answer_is_refused(change: Callable[[Gathered], Gat
 
 def test_a_shared_expert_is_run_whether_or_not_the_exchange_has_time_for_it(tiny_model: TinyModel) -> None:
     folder = tiny_model("qwen2_moe")
-    model = in_ring(folder, RingPlace(Seat("epoch", 0, placement_of(folder, 1)), Answers(lambda found: found)))
+    model = in_ring(folder, RingPlace(RankContext("epoch", 0, placement_of(folder, 1)), Answers(lambda found: found)))
     assert same(conversation(model), conversation(load_native(folder)))
 
 
@@ -352,8 +354,8 @@ def test_nodes_whose_logits_nobody_reads_leave_them_out(tiny_model: TinyModel) -
     """The head's answers are the same, all nodes take part in the same exchanges, and keys and values stay equal."""
     folder = tiny_model("mixtral", dtype="float32")
     alone = conversation(load_native(folder))
-    seats = places(placement_of(folder, 3))
-    models = [in_ring(folder, replace(place, logits=place.seat.rank == 0)) for place in seats]
+    contexts = places(placement_of(folder, 3))
+    models = [in_ring(folder, replace(place, logits=place.context.rank == 0)) for place in contexts]
     head, *others = together(models)
     assert same(head, alone)
     for found in others:

@@ -19,7 +19,7 @@ from engine.cluster.transport.exchange import PeerLost
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.opening import open_model
-from engine.moe.rank_context import Loading, Seat
+from engine.moe.rank_context import Loading, RankContext
 from engine.planning.placement import Placement
 from engine.runtimes.native.experts_only import ExpertsOnly, load_experts
 from engine.runtimes.protocol import RingPlace
@@ -35,22 +35,24 @@ def placement_of(folder: Path, nodes: int) -> Placement:
     return placed(tuple(experts.layers), experts.count, nodes, "overlapping")
 
 
-def experts_of(folder: Path, seat: Seat, **options: Any) -> ExpertsOnly:
-    return load_experts(folder, Load(id=1, model=folder.name, cpu_threads=2, **options), seat)
+def experts_of(folder: Path, context: RankContext, **options: Any) -> ExpertsOnly:
+    return load_experts(folder, Load(id=1, model=folder.name, cpu_threads=2, **options), context)
 
 
 def central(folder: Path, nodes: int, loading: Loading, one_by_one: bool = False) -> Any:
     """The head's logits; the other nodes have only experts."""
     placement = placement_of(folder, nodes)
-    seats = [Seat("epoch", rank, placement, "central", loading) for rank in range(nodes)]
+    contexts = [RankContext("epoch", rank, placement, "central", loading) for rank in range(nodes)]
     memory = MemoryRing(nodes)
 
     def work(rank: int) -> Any:
         if rank:
-            CentralNode(seats[rank], memory.ends[rank], experts_of(folder, seats[rank]), one_by_one=one_by_one).serve()
-        head = CentralHead(seats[0], memory.ends[0], one_by_one=one_by_one)
+            CentralNode(
+                contexts[rank], memory.ends[rank], experts_of(folder, contexts[rank]), one_by_one=one_by_one
+            ).serve()
+        head = CentralHead(contexts[0], memory.ends[0], one_by_one=one_by_one)
         try:
-            return conversation(in_ring(folder, RingPlace(seats[0], head)))
+            return conversation(in_ring(folder, RingPlace(contexts[0], head)))
         finally:
             memory.ends[0].close()
 
@@ -70,11 +72,11 @@ def test_central_mode_between_alike_nodes_equals_one_machine(family: str, dtype:
         assert same(central(folder, 2, "busy-full", one_by_one=True), alone)
 
 
-def test_a_node_runs_the_experts_of_its_seat_and_no_others(tiny_model: TinyModel) -> None:
+def test_a_node_runs_the_experts_of_its_rank_and_no_others(tiny_model: TinyModel) -> None:
     folder = tiny_model("mixtral", dtype="bfloat16")
     placement = placed((0, 1, 2), 8, 2, "even")
-    seat = Seat("epoch", 1, placement, "central")
-    node = experts_of(folder, seat)
+    context = RankContext("epoch", 1, placement, "central")
+    node = experts_of(folder, context)
     assert (node.width, node.count) == (48, placement.count_of(1))
     assert node.description.startswith("ring (node 2 of 2, central, native ")
     hidden = np.random.default_rng(0).standard_normal((3, 48)).astype(np.float32)
@@ -108,7 +110,7 @@ def test_a_node_runs_the_experts_of_its_seat_and_no_others(tiny_model: TinyModel
 def test_a_layer_without_experts_of_this_node(tiny_model: TinyModel) -> None:
     folder = tiny_model("mixtral")
     everything_at_the_head = Placement((0, 1, 2), 2, tuple(tuple((0,) for _ in range(8)) for _ in range(3)))
-    node = experts_of(folder, Seat("epoch", 1, everything_at_the_head, "central"))
+    node = experts_of(folder, RankContext("epoch", 1, everything_at_the_head, "central"))
     hidden, weights = np.ones((1, 48), np.float32), np.ones((1, 2), np.float32)
     nobody = np.full((1, 2), -1, np.int32)
     assert (node.run_experts(1, hidden, nobody, weights) == 0).all()
@@ -120,14 +122,14 @@ def test_a_layer_without_experts_of_this_node(tiny_model: TinyModel) -> None:
 def test_what_cannot_be_loaded_says_why(tiny_model: TinyModel) -> None:
     place = Placement((0,), 1, (((0,),),))
     with pytest.raises(ModelError, match="no experts to share"):
-        experts_of(tiny_model("llama"), Seat("epoch", 0, place))
+        experts_of(tiny_model("llama"), RankContext("epoch", 0, place))
     with pytest.raises(ModelError, match="different models"):
-        experts_of(tiny_model("mixtral"), Seat("epoch", 0, place))
+        experts_of(tiny_model("mixtral"), RankContext("epoch", 0, place))
     with pytest.raises(ModelError, match="choose the runtime torch"):
-        experts_of(tiny_model("mixtral", dtype="float16"), Seat("epoch", 0, place))
+        experts_of(tiny_model("mixtral", dtype="float16"), RankContext("epoch", 0, place))
     gpt = tiny_model("gpt_oss")
     with pytest.raises(ModelError, match="choose the runtime torch"):
-        experts_of(gpt, Seat("epoch", 0, placement_of(gpt, 1)))
+        experts_of(gpt, RankContext("epoch", 0, placement_of(gpt, 1)))
 
 
 def test_a_changed_file_gives_no_results(tmp_path: Path, tiny_model: TinyModel) -> None:
@@ -135,7 +137,7 @@ def test_a_changed_file_gives_no_results(tmp_path: Path, tiny_model: TinyModel) 
     folder.mkdir()
     for file in tiny_model("mixtral").iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
-    node = experts_of(folder, Seat("epoch", 0, placement_of(folder, 1)))
+    node = experts_of(folder, RankContext("epoch", 0, placement_of(folder, 1)))
     hidden, weights = np.ones((1, 48), np.float32), np.ones((1, 2), np.float32)
     node.run_experts(0, hidden, np.zeros((1, 2), np.int32), weights)
     (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())

@@ -33,8 +33,8 @@ def two_nodes(folder: Path) -> list[NativeModel]:
     assert experts is not None
     request = Load(id=1, model="m", partitioning="ring", cpu_threads=2)
     runtime = runtime_named("native")
-    seats = places(placed(tuple(experts.layers), experts.count, 2, "overlapping"))
-    models = [runtime.load(folder, request, no_progress, seat) for seat in seats]
+    contexts = places(placed(tuple(experts.layers), experts.count, 2, "overlapping"))
+    models = [runtime.load(folder, request, no_progress, context) for context in contexts]
     return [model for model in models if isinstance(model, NativeModel)]
 
 

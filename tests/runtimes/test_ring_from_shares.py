@@ -19,7 +19,7 @@ from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.opening import open_model
 from engine.moe.held import HeldExperts, check_held, held_by
-from engine.moe.rank_context import Seat
+from engine.moe.rank_context import RankContext
 from engine.planning.placement import Placement
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel, Logits
@@ -89,8 +89,8 @@ def test_central_nodes_need_no_trunk(runtime: str, tiny_model: Callable[..., Pat
     placement = placed((0, 1, 2), 8, 2)
     share = share_of(folder, placement, 1, tmp_path, trunk=False)
     request = Load(id=1, model=folder.name, dtype="float32", cpu_threads=1)
-    runner = load_experts(runtime, share, request, Seat("e", 1, placement, "central"), quiet)
-    whole = load_experts("torch", folder, request, Seat("e", 0, placed((0, 1, 2), 8, 1), "central"), quiet)
+    runner = load_experts(runtime, share, request, RankContext("e", 1, placement, "central"), quiet)
+    whole = load_experts("torch", folder, request, RankContext("e", 0, placed((0, 1, 2), 8, 1), "central"), quiet)
     hidden = np.random.default_rng(1).normal(size=(3, runner.width)).astype(np.float32)
     assert placement.held(1, 1) == (0, 2, 4, 6)
     indices = np.array([[0, -1], [2, 4], [-1, 6]], np.int32)

@@ -99,7 +99,7 @@ def test_nodes_whose_logits_nobody_reads_run_no_output_head(family: str, tiny_mo
     folder = tiny_model(family)
     alone = conversation(load(folder, None, dtype="float32"))
     made = places(placement_for(folder, 3, "overlapping"))
-    models = [load(folder, replace(place, logits=place.seat.rank == 0), dtype="float32") for place in made]
+    models = [load(folder, replace(place, logits=place.context.rank == 0), dtype="float32") for place in made]
     heads = [0, 0, 0]
     for rank, model in enumerate(models):
 

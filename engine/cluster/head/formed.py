@@ -19,7 +19,7 @@ from engine.cluster.waiting import Waits
 from engine.errors import LinkLost, ModelError
 from engine.ipc.messages.ring import RingFacts
 from engine.moe.expert_parallel import Gathered
-from engine.moe.rank_context import HEAD, Seat
+from engine.moe.rank_context import HEAD, RankContext
 from engine.runtimes.protocol import LoadedModel
 
 WATCH_S = 0.1
@@ -35,7 +35,7 @@ class FormedRing:
     def __init__(
         self,
         table: PeerTable,
-        seat: Seat,
+        context: RankContext,
         facts: RingFacts,
         model: LoadedModel,
         layers: AbortableLayers,
@@ -44,7 +44,7 @@ class FormedRing:
         names: Mapping[int, str],
         notices: list[str],
     ) -> None:
-        self.seat = seat
+        self.context = context
         self.facts = facts
         self.model = model
         self.layers = layers
@@ -104,13 +104,13 @@ class FormedRing:
             self._closed.set()
         if self._lost is None:
             # Told first, they do not take the closing of the links for a loss.
-            end_epoch(self._table, self.followers.values(), self.seat.epoch)
+            end_epoch(self._table, self.followers.values(), self.context.epoch)
         if self._links is not None:
             self._links.close()
         if self._watching.is_alive() and self._watching is not threading.current_thread():
             self._watching.join(END_S)
         if self._lost is not None:
-            end_epoch(self._table, self.followers.values(), self.seat.epoch)
+            end_epoch(self._table, self.followers.values(), self.context.epoch)
         gone = [self.nodes[rank] for rank in self._lost.ranks if rank in self.nodes] if self._lost is not None else []
         self._table.set_ring([], gone)
         self.model.close()
@@ -120,7 +120,7 @@ class FormedRing:
     def tell_over(self) -> None:
         """Tell the others that it is over, as this machine's network closes: they need not take it for a loss."""
         if not self._closed.is_set() and self._lost is None:
-            end_epoch(self._table, self.followers.values(), self.seat.epoch)
+            end_epoch(self._table, self.followers.values(), self.context.epoch)
 
     def _watch(self) -> None:
         """Notice who is gone, so that nobody waits for it: the exchange is closed then."""
@@ -144,7 +144,7 @@ class FormedRing:
         if not view.reachable:
             return "cannot be reached any more"
         epoch = view.load.epoch if view.load is not None else ""
-        if epoch == self.seat.epoch:
+        if epoch == self.context.epoch:
             self._seen.add(rank)
         elif rank in self._seen:
             return LEFT

@@ -40,12 +40,12 @@ from engine.cluster.transport.addresses import parse_address, plain_ip
 from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.transport.registry import available_exchanges
 from engine.cluster.transport.transports import IN_STEP_ONLY, allowed_exchanges, choose_exchange
-from engine.cluster.worker.follower_work import seat_of
+from engine.cluster.worker.follower_work import rank_context_of
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load
 from engine.ipc.messages.ring import ExchangeName, RingFacts
 from engine.ipc.progress import ProgressCallback
-from engine.moe.rank_context import HEAD, Seat
+from engine.moe.rank_context import HEAD, RankContext
 from engine.planning.absent_machines import absent_lines
 from engine.planning.placement import Placement
 from engine.planning.ring_plan import RingDecision
@@ -312,7 +312,7 @@ class RingFormer:
         facts = msgspec.structs.replace(facts, nodes=[share for share in facts.nodes if share.node_id == me])
         return FormedRing(
             self._node.table,
-            Seat("", HEAD, placement),
+            RankContext("", HEAD, placement),
             facts,
             model,
             AloneLayers(),
@@ -387,7 +387,7 @@ class RingFormer:
         me = self._node.identity.node_id
         return FormedRing(
             self._node.table,
-            seat_of(spec),
+            rank_context_of(spec),
             facts,
             model,
             layers,
@@ -514,7 +514,7 @@ class RingFormer:
         """Every node loads its share, at the same time; the head's model and layers, and lines for the person."""
         from engine.runtimes.loading import load_model
 
-        layers = layers_for(seat_of(spec), links.keep(exchange), spec.one_by_one)
+        layers = layers_for(rank_context_of(spec), links.keep(exchange), spec.one_by_one)
         loading = LoadingNodes(ring.followers, ring.epoch, exchange, self._node.table.heard_from)
         watches = [
             watch for one in ring.followers.values() if (watch := self._node.table.watch(one.node_id)) is not None
@@ -522,7 +522,7 @@ class RingFormer:
         with patience(watches), ThreadPoolExecutor(len(ring.followers), thread_name_prefix="loading nodes") as pool:
             asked = {rank: pool.submit(loading.follow, rank) for rank in ring.followers}
             try:
-                place = RingPlace(seat_of(spec), layers)
+                place = RingPlace(rank_context_of(spec), layers)
                 model = load_model(
                     self._runtime, self._name, self._folder, self._load, loading.noticing(asked, progress), place
                 )

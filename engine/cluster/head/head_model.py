@@ -17,7 +17,7 @@ from engine.errors import LinkLost, ModelError
 from engine.ipc.messages import ModelFacts, NodeTimes, Timing
 from engine.ipc.progress import ProgressCallback
 from engine.moe.popularity import Popularity
-from engine.moe.rank_context import HEAD, Seat
+from engine.moe.rank_context import HEAD, RankContext
 from engine.moe.timing import Part, Phase, Recorder
 from engine.runtimes.protocol import CountsRoutes, Interrupted, Interruptible, Logits, TokenRows
 
@@ -274,9 +274,9 @@ class RingModel:
         return self._recorder
 
     @property
-    def seat(self) -> Seat:
-        """See :class:`engine.runtimes.protocol.Seated`."""
-        return self._epoch.formation.seat
+    def context(self) -> RankContext:
+        """See :class:`engine.runtimes.protocol.HasRankContext`."""
+        return self._epoch.formation.context
 
     @property
     def popularity(self) -> Popularity | None:

@@ -14,7 +14,7 @@ from engine.cluster.central import CentralHead, CentralNode, Floats
 from engine.cluster.transport.exchange import Buffer
 from engine.cluster.transport.transports import between_exchanges
 from engine.moe.expert_parallel import Indices, Words
-from engine.moe.rank_context import HEAD, Seat
+from engine.moe.rank_context import HEAD, RankContext
 from engine.planning.placement import Placement
 
 EXPERTS = 8
@@ -54,7 +54,7 @@ class _Here:
 def layer_seconds(width: int) -> float:
     """Median seconds of one MoE layer of a decoding step of hidden states of ``width`` numbers, without experts and
     wire."""
-    layers = RingLayers(Seat("measuring", HEAD, _PLACEMENT, "fast"), _Here(HEAD, lambda sent: sent))
+    layers = RingLayers(RankContext("measuring", HEAD, _PLACEMENT, "fast"), _Here(HEAD, lambda sent: sent))
     row = np.ones((1, width), np.float32)
     weights = np.full((1, PER_TOKEN), 0.5, np.float32)
 
@@ -88,7 +88,7 @@ def central_seconds(width: int) -> float:
     asked: list[bytes] = []
     runner = _NoExperts(width)
     others = _Here(1, lambda sent: asked[-1])
-    node = CentralNode(Seat("measuring", 1, _PLACEMENT, "fast"), others, runner)
+    node = CentralNode(RankContext("measuring", 1, _PLACEMENT, "fast"), others, runner)
 
     def answer(sent: bytes) -> bytes:
         if answers:
@@ -98,7 +98,7 @@ def central_seconds(width: int) -> float:
         answers.append(others.sent)
         return b""
 
-    head = CentralHead(Seat("measuring", HEAD, _PLACEMENT, "fast"), _Here(HEAD, answer))
+    head = CentralHead(RankContext("measuring", HEAD, _PLACEMENT, "fast"), _Here(HEAD, answer))
     row = np.ones((1, width), np.float32)
     weights = np.full((1, PER_TOKEN), 0.5, np.float32)
     rows = np.ones((PER_TOKEN, width), np.float32)

@@ -20,7 +20,7 @@ from engine.cluster.weights.transfer import outline
 from engine.cluster.worker.follower import BEAMS_LIMIT, Follower
 from engine.ipc.messages import Load, OpenNetwork
 from engine.ipc.progress import ProgressCallback
-from engine.moe.rank_context import Seat
+from engine.moe.rank_context import RankContext
 from engine.residency.ready import Ready, held_in
 from engine.runtimes import runtime_named
 from engine.runtimes.loading import load_model
@@ -31,9 +31,9 @@ WINDOW_S = 5.0
 """What :class:`Busy` looks back on."""
 
 
-def seat_of(spec: EpochSpec) -> Seat:
+def rank_context_of(spec: EpochSpec) -> RankContext:
     """The place in the epoch that the head gave to this node."""
-    return Seat(spec.epoch, spec.rank, spec.placement, spec.mode, spec.loading, tuple(spec.weights))
+    return RankContext(spec.epoch, spec.rank, spec.placement, spec.mode, spec.loading, tuple(spec.weights))
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,12 @@ class ModelWork:
 
     def __init__(self, task: FollowerTask, exchange: Exchange, link: Link) -> None:
         spec, folder = task.spec, task.folder
-        seat, load = seat_of(spec), load_of(spec, task.terms)
-        layers = layers_for(seat, exchange)
-        place = RingPlace(seat, layers, logits=False)
+        context, load = rank_context_of(spec), load_of(spec, task.terms)
+        layers = layers_for(context, exchange)
+        place = RingPlace(context, layers, logits=False)
         runtime = runtime_named(spec.runtime)
         self._model: LoadedModel = load_model(runtime, spec.model, folder, load, task.progress, place)
-        self._ready = Ready(self._model, folder, load, held_in(seat), task.warm, task.notice)
+        self._ready = Ready(self._model, folder, load, held_in(context), task.warm, task.notice)
         lent = task.terms.memory
         memory = None if lent is None else max(0, lent - share_bytes(folder, spec))
         self._follower = Follower(self._model, layers, task.ran, self._ready.passing, memory)
@@ -169,7 +169,7 @@ class WholeWork:
         self._model: LoadedModel = load_model(runtime, spec.model, folder, load, task.progress, whole_share=True)
         if isinstance(self._model, Interruptible):
             self._model.between_layers = self.answers.check
-        self._ready = Ready(self._model, folder, load, held_in(seat_of(spec)), task.warm, task.notice)
+        self._ready = Ready(self._model, folder, load, held_in(rank_context_of(spec)), task.warm, task.notice)
         lent = task.terms.memory
         memory = None if lent is None else max(0, lent - share_bytes(folder, spec))
         self._follower = Follower(self._model, self.answers, task.ran, self._ready.passing, memory)
@@ -207,18 +207,18 @@ class CentralWork:
         here = runtimes()
         # The head's, where it is installed: then the bits are those of one machine.
         own = spec.runtime if spec.runtime in here else "mlx" if here[:1] == ["mlx"] else "torch"
-        seat = seat_of(spec)
+        context = rank_context_of(spec)
         load = load_of(spec, task.terms)
-        self._experts = load_experts(own, folder, load, seat, task.progress)
-        self._ready = Ready(self._experts, folder, load, held_in(seat), task.warm, task.notice, trunk=False)
-        self._layers = seat.placement.layers
+        self._experts = load_experts(own, folder, load, context, task.progress)
+        self._ready = Ready(self._experts, folder, load, held_in(context), task.warm, task.notice, trunk=False)
+        self._layers = context.placement.layers
         self._at: int | None = None
         """The layer that was asked for last."""
         self._begins = False
         """It was the first one of a pass."""
         self._ran = task.ran
         most = max(BEAMS_LIMIT, spec.prefill_chunk)
-        self._node = CentralNode(seat, exchange, self._experts, self._ran_layer, spec.one_by_one, self._around, most)
+        self._node = CentralNode(context, exchange, self._experts, self._ran_layer, spec.one_by_one, self._around, most)
 
     @property
     def notices(self) -> list[str]:

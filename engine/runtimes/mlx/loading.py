@@ -23,7 +23,7 @@ from engine.models.share_files import part_of
 from engine.models.weight_layout import layout_of
 from engine.moe.expert_parallel import LayerExchange, Recorded
 from engine.moe.held import check_held, held_by
-from engine.moe.rank_context import Seat
+from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder
 from engine.planning.hybrid import Wanted
 from engine.runtimes.mlx import eligible, weights
@@ -53,7 +53,7 @@ class _Plan:
     quantised: Config | None
     device: str
     notices: list[str]
-    seat: Seat | None
+    context: RankContext | None
     """The place in a ring."""
 
 
@@ -69,7 +69,7 @@ def load(
     ``release``: see :class:`engine.runtimes.protocol.Runtime`.
     """
     started = time.perf_counter()
-    plan = _plan(folder, request, None if ring is None else ring.seat)
+    plan = _plan(folder, request, None if ring is None else ring.context)
     if ring is None:
         whole = eligible.weight_bytes(folder, request.dtype)
         eligible.refuse_too_large(whole, eligible.working_set_bytes(), plan.quantised is not None)
@@ -98,35 +98,35 @@ def load(
     return model
 
 
-def load_experts(folder: Path, request: Load, progress: ProgressCallback, seat: Seat) -> MlxExperts:
-    """The experts of ``seat`` alone, for central mode. Raises ModelError as :func:`load` does."""
-    plan = _plan(folder, request, seat)
+def load_experts(folder: Path, request: Load, progress: ProgressCallback, context: RankContext) -> MlxExperts:
+    """The experts of ``context`` alone, for central mode. Raises ModelError as :func:`load` does."""
+    plan = _plan(folder, request, context)
     with memory_named():
         _, loaded = _read(plan, request, progress, with_trunk=False)
     spans = Spans(Recorder(len(loaded.layers), loaded.moe_layers, loaded.count))
     width = int(plan.config.get("hidden_size") or plan.config["d_model"])
-    executor = RingExecutor(loaded.experts, seat, None, plan.device, spans)
+    executor = RingExecutor(loaded.experts, context, None, plan.device, spans)
     experts = MlxExperts(executor, width, loaded.experts, plan.notices)
     if request.keep_resident:
         experts.wire()
     return experts
 
 
-def _plan(folder: Path, request: Load, seat: Seat | None) -> _Plan:
+def _plan(folder: Path, request: Load, context: RankContext | None) -> _Plan:
     config = read_config(folder)
     family = family_of(config)
     device = "gpu" if mx.default_device() == mx.gpu else "cpu"
-    _check_partitioning(request, device, seat)
+    _check_partitioning(request, device, context)
     complete = complete_config(folder, config)
     check_settings(complete, family)
     notices = []
     if request.cpu_threads is not None:
         notices.append(f"mlx chooses its own threads: the setting of {request.cpu_threads} is not used")
-    return _Plan(folder, complete, family, _quantisation(config), device, notices, seat)
+    return _Plan(folder, complete, family, _quantisation(config), device, notices, context)
 
 
-def _check_partitioning(request: Load, device: str, seat: Seat | None) -> None:
-    if seat is not None:
+def _check_partitioning(request: Load, device: str, context: RankContext | None) -> None:
+    if context is not None:
         return
     if request.partitioning == "ring":
         raise ModelError(
@@ -162,8 +162,8 @@ def _read(
     if plan.quantised is None and not weights.in_library_layout(entries):
         files = open_model(plan.folder, progress)
         held = files.experts
-        if held is not None and plan.seat is not None:
-            held = held_by(held, plan.seat.placement, plan.seat.rank)
+        if held is not None and plan.context is not None:
+            held = held_by(held, plan.context.placement, plan.context.rank)
         stored = files.experts.dtype if files.experts else next(tensor.dtype for _, tensor in files.trunk())
         wanted = _wanted_dtype(plan, request, stored)
         size = (files.trunk_bytes if with_trunk else 0) + (held.nbytes if held else 0)
@@ -171,10 +171,10 @@ def _read(
         loaded = weights.from_files(files, held, translated, plan.family, wanted, progress, with_trunk)
         return _name(stored, wanted), loaded
     stored = next((entry.dtype for name, entry in entries.items() if name.endswith("norm.weight")), "F32")
-    if plan.seat is None:
+    if plan.context is None:
         here, size = None, sum(entry.nbytes for entry in entries.values())
     else:
-        here, size = _held_in_library(plan.folder, plan.seat)
+        here, size = _held_in_library(plan.folder, plan.context)
     if plan.quantised is not None:
         wanted = _DTYPES.get(request.dtype)
         growth, words = 1.0, f"{plan.quantised.get('bits', 4)}-bit, "
@@ -186,15 +186,15 @@ def _read(
     return words + _name(stored, wanted), loaded
 
 
-def _held_in_library(folder: Path, seat: Seat) -> tuple[dict[int, tuple[int, ...]], int]:
-    """The experts of ``seat`` by layer, of a folder in mlx-lm's layout, and the bytes of its trunk and of those.
+def _held_in_library(folder: Path, context: RankContext) -> tuple[dict[int, tuple[int, ...]], int]:
+    """The experts of ``context`` by layer, of a folder in mlx-lm's layout, and the bytes of its trunk and of those.
 
     Raises ModelError if the ring's plan is not for this model, or some of them are not here.
     """
     layout = layout_of(folder)
-    placement = seat.placement
+    placement = context.placement
     part = part_of(folder)
-    held = check_held(placement, seat.rank, layout.layers, layout.count, part.held if part is not None else None)
+    held = check_held(placement, context.rank, layout.layers, layout.count, part.held if part is not None else None)
     return held, layout.trunk_bytes + sum(map(len, held.values())) * layout.expert_bytes
 
 
@@ -254,11 +254,11 @@ def _assemble(plan: _Plan, request: Load, loaded: weights.Loaded, dtype: str, pl
 def _executor(
     plan: _Plan, loaded: weights.Loaded, spans: Spans, exchange: LayerExchange | None
 ) -> LocalExecutor | RingExecutor:
-    if plan.seat is None:
+    if plan.context is None:
         return LocalExecutor(loaded.experts, plan.device, spans)
     if exchange is not None and isinstance(exchange, Recorded):
         exchange.recorder = spans.recorder
-    return RingExecutor(loaded.experts, plan.seat, exchange, plan.device, spans)
+    return RingExecutor(loaded.experts, plan.context, exchange, plan.device, spans)
 
 
 def _experts_per_token(config: Config) -> int:

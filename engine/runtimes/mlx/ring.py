@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from engine.moe.expert_parallel import Gathered, Indices, LayerExchange, NeedsHidden, Words
 from engine.moe.popularity import Popularity
-from engine.moe.rank_context import Seat
+from engine.moe.rank_context import RankContext
 from engine.planning.placement import Placement
 from engine.runtimes.mlx.experts import weighted_sum
 from engine.runtimes.mlx.spans import Spans
@@ -34,18 +34,23 @@ _WORDS: dict[Any, np.dtype[Any]] = {
 class RingExecutor:
     """See :class:`engine.runtimes.mlx.experts.Executor`. One thread at a time.
 
-    ``experts[layer]`` is a ``SwitchGLU`` of the experts that ``seat`` holds of that layer, ascending; a layer of which
-    it holds none is absent. Without an ``exchange`` there are only :meth:`results`.
+    ``experts[layer]`` is a ``SwitchGLU`` of the experts that ``context`` holds of that layer, ascending; a layer of
+    which it holds none is absent. Without an ``exchange`` there are only :meth:`results`.
     """
 
     def __init__(
-        self, experts: Mapping[int, Any], seat: Seat, exchange: LayerExchange | None, device: str, spans: Spans
+        self,
+        experts: Mapping[int, Any],
+        context: RankContext,
+        exchange: LayerExchange | None,
+        device: str,
+        spans: Spans,
     ) -> None:
-        placement = seat.placement
+        placement = context.placement
         self._experts = dict(experts)
-        self._slots = {layer: slots_of(placement, seat.rank, layer) for layer in placement.layers}
+        self._slots = {layer: slots_of(placement, context.rank, layer) for layer in placement.layers}
         self._exchange = exchange
-        self._mode = seat.mode
+        self._mode = context.mode
         self._spans = spans
         self._popularity = Popularity(placement.layers, placement.experts)
         self._dtypes: dict[Any, Any] = {}
@@ -53,7 +58,7 @@ class RingExecutor:
         """Run only the routes to this node's experts and exchange nothing: what comes out is of no use."""
         self.check: Callable[[], None] | None = None
         """If set, called before each layer; may end the pass."""
-        self.description = f"ring (node {seat.rank + 1} of {seat.nodes}, {seat.mode}; local (mlx, {device}))"
+        self.description = f"ring (node {context.rank + 1} of {context.nodes}, {context.mode}; local (mlx, {device}))"
 
     @property
     def popularity(self) -> Popularity:

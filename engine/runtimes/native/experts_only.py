@@ -19,7 +19,7 @@ from engine.moe.kernels.bindings import WEIGHT_DTYPES, KernelChoice, choose, loa
 from engine.moe.kernels.file_guard import FileGuard
 from engine.moe.kernels.layers import Gate, LayerExperts, layer_experts
 from engine.moe.kernels.pool import Pool, physical_cores, shared_pool
-from engine.moe.rank_context import Seat
+from engine.moe.rank_context import RankContext
 from engine.runtimes.native.dtypes import compute_dtype
 from engine.runtimes.native.shape import ACTIVATIONS, Activation, why_not_shape
 
@@ -27,15 +27,21 @@ Rows = NDArray[np.float32]
 
 
 class HeldExperts:
-    """The experts of a seat, ready to be run. The weights stay in the mapped files."""
+    """The experts of a rank context, ready to be run. The weights stay in the mapped files."""
 
     def __init__(
-        self, experts: Experts, seat: Seat, activation: Activation, choice: KernelChoice, pool: Pool, width: int
+        self,
+        experts: Experts,
+        context: RankContext,
+        activation: Activation,
+        choice: KernelChoice,
+        pool: Pool,
+        width: int,
     ) -> None:
         """``width`` numbers are a token's hidden state.
 
-        Raises ModelError if the seat's placement is of another model, or an expert it gives this node is missing."""
-        check_placement(experts, seat)
+        Raises ModelError if the rank context's placement is of another model, or an expert of this node is missing."""
+        check_placement(experts, context)
         self._native = load()
         self._pool = pool
         self._choice = choice
@@ -45,7 +51,7 @@ class HeldExperts:
         self.count = experts.count
         self._by_layer: dict[int, LayerExperts] = {}
         for layer in self.layers:
-            held = seat.placement.held(seat.rank, layer)
+            held = context.placement.held(context.rank, layer)
             if held:
                 self._by_layer[layer] = layer_experts(experts, layer, Gate(activation), choice, held)
 
@@ -108,16 +114,16 @@ class HeldExperts:
         )
 
 
-def check_placement(experts: Experts, seat: Seat) -> None:
-    """Raises ModelError if ``seat``'s placement does not fit ``experts``, or they lack what it gives this node."""
-    placement = seat.placement
+def check_placement(experts: Experts, context: RankContext) -> None:
+    """Raises ModelError if ``context``'s placement does not fit ``experts``, or they lack what it gives this node."""
+    placement = context.placement
     if placement.layers != tuple(experts.layers) or placement.experts != experts.count:
         raise ModelError(
             f"The ring's plan is for {len(placement.layers)} layers of {placement.experts} experts, and the model here "
             f"has {len(experts.layers)} of {experts.count}; the machines have different models."
         )
     for layer in placement.layers:
-        missing = set(placement.held(seat.rank, layer)) - set(experts.held(layer))
+        missing = set(placement.held(context.rank, layer)) - set(experts.held(layer))
         if missing:
             raise ModelError(
                 f"Expert {min(missing)} of layer {layer} is this node's by the ring's plan, but is not in its files; "
@@ -198,10 +204,10 @@ class ExpertsOnly:
         self._files = None
 
 
-def load_experts(folder: Path, request: Load, seat: Seat) -> ExpertsOnly:
-    """The experts of ``seat`` from the model, or the share of one, in ``folder``.
+def load_experts(folder: Path, request: Load, context: RankContext) -> ExpertsOnly:
+    """The experts of ``context`` from the model, or the share of one, in ``folder``.
 
-    Raises ModelError if the kernels cannot run them, saying why, or the seat's plan does not fit.
+    Raises ModelError if the kernels cannot run them, saying why, or the rank context's plan does not fit.
     """
     files = open_model(folder)
     experts = files.experts
@@ -221,6 +227,6 @@ def load_experts(folder: Path, request: Load, seat: Seat) -> ExpertsOnly:
     pool = shared_pool(physical_cores() if request.cpu_threads is None else request.cpu_threads)
     width = int(files.config["hidden_size"])
     activation = ACTIVATIONS[files.config.get("hidden_act", "silu")]
-    held = HeldExperts(experts, seat, activation, choice, pool, width)
-    description = f"ring (node {seat.rank + 1} of {seat.nodes}, {seat.mode}, native {choice.name}, cpu)"
+    held = HeldExperts(experts, context, activation, choice, pool, width)
+    description = f"ring (node {context.rank + 1} of {context.nodes}, {context.mode}, native {choice.name}, cpu)"
     return ExpertsOnly(files, held, width, description)

@@ -7,7 +7,7 @@ import math
 from engine.ipc.messages import Load, ModelFacts
 from engine.models.files import Experts, ModelFiles
 from engine.moe.kernels.bindings import KernelChoice
-from engine.moe.rank_context import Seat
+from engine.moe.rank_context import RankContext
 from engine.runtimes.native.shape import Shape
 
 
@@ -19,9 +19,9 @@ def describe(
     choice: KernelChoice,
     threads: int,
     load_s: float,
-    seat: Seat | None = None,
+    context: RankContext | None = None,
 ) -> ModelFacts:
-    """The facts of the model in ``files``, which computes in ``dtype`` with the kernels ``choice``; ``seat`` is its
+    """The facts of the model in ``files``, which computes in ``dtype`` with the kernels ``choice``; ``context`` is its
     place in a ring. Bytes are those of its share there, parameters those of the whole model."""
     experts = files.experts
     numbers = sum(math.prod(tensor.shape) for _, tensor in files.trunk())
@@ -32,7 +32,7 @@ def describe(
         name=request.model,
         family=shape.family,
         runtime="native",
-        executor=_executor(files, choice, seat),
+        executor=_executor(files, choice, context),
         device="cpu",
         dtype=dtype,
         layers=shape.layers,
@@ -43,7 +43,7 @@ def describe(
         hidden=shape.hidden,
         context_limit=limit,
         trunk_bytes=files.trunk_bytes,
-        expert_bytes=_expert_bytes(experts, seat),
+        expert_bytes=_expert_bytes(experts, context),
         key_value_bytes_per_token=shape.key_value_numbers * (2 if dtype == "bfloat16" else 4),
         parameters=numbers,
         load_s=load_s,
@@ -58,15 +58,15 @@ def _one_expert(experts: Experts) -> int:
     return experts.nbytes // here if here else 0
 
 
-def _expert_bytes(experts: Experts | None, seat: Seat | None) -> int:
+def _expert_bytes(experts: Experts | None, context: RankContext | None) -> int:
     if experts is None:
         return 0
-    return experts.nbytes if seat is None else _one_expert(experts) * seat.placement.count_of(seat.rank)
+    return experts.nbytes if context is None else _one_expert(experts) * context.placement.count_of(context.rank)
 
 
-def _executor(files: ModelFiles, choice: KernelChoice, seat: Seat | None) -> str:
+def _executor(files: ModelFiles, choice: KernelChoice, context: RankContext | None) -> str:
     if files.experts is None:
         return "none (dense)"
-    if seat is None:
+    if context is None:
         return f"native ({choice.name}, cpu)"
-    return f"ring (node {seat.rank + 1} of {seat.nodes}, {seat.mode}, native {choice.name}, cpu)"
+    return f"ring (node {context.rank + 1} of {context.nodes}, {context.mode}, native {choice.name}, cpu)"

@@ -37,7 +37,7 @@ class RingTrunk:
         state. ``popularity`` counts the routes of all nodes."""
         self._exchange = place.exchange
         self._wants_hidden = place.exchange if isinstance(place.exchange, NeedsHidden) else None
-        self._fast = place.seat.mode == "fast"
+        self._fast = place.context.mode == "fast"
         self.logits = place.logits
         """Whether the passes compute logits that are asked for; else only what leads to them."""
         self._experts = experts

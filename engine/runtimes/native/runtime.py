@@ -55,7 +55,7 @@ class NativeRuntime:
     ) -> NativeModel:
         """Load the model in ``folder``; all its weights stay in the mapped files.
 
-        With ``ring`` only the experts of its seat are used, and its exchange gets the model's recorder.
+        With ``ring`` only the experts of its rank context are used, and its exchange gets the model's recorder.
         Raises ModelError if the native trunk cannot run it, saying why, or the files are damaged.
         """
         started = time.perf_counter()
@@ -71,7 +71,7 @@ class NativeRuntime:
         recorder = Recorder(shape.layers, shape.moe_layers, 0 if experts is None else experts.count)
         progress("reading the trunk", files.trunk_bytes, files.trunk_bytes, "bytes")
         load_s = time.perf_counter() - started
-        facts = describe(shape, files, request, dtype, choice, threads, load_s, None if ring is None else ring.seat)
+        facts = describe(shape, files, request, dtype, choice, threads, load_s, None if ring is None else ring.context)
         if ring is None:
             nbytes = files.trunk_bytes + (0 if experts is None else experts.nbytes)
             beyond = notice_beyond_memory("weights", nbytes, files.mapped_files, available_bytes())
@@ -80,7 +80,7 @@ class NativeRuntime:
         pool = shared_pool(threads)
         trunk = None
         if ring is not None and experts is not None and popularity is not None:
-            held = HeldExperts(experts, ring.seat, shape.activation, choice, pool, shape.hidden)
+            held = HeldExperts(experts, ring.context, shape.activation, choice, pool, shape.hidden)
             trunk = RingTrunk(ring, held, shape.top_k, shape.hidden, popularity)
             if isinstance(ring.exchange, Recorded):
                 ring.exchange.recorder = recorder

@@ -17,7 +17,7 @@ from engine.models.opening import open_model
 from engine.moe.expert_parallel import Indices
 from engine.moe.held import held_by
 from engine.moe.kernels.file_guard import FileGuard
-from engine.moe.rank_context import Seat
+from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder
 from engine.runtimes.torch.experts_module import find_experts, gate_of
 from engine.runtimes.torch.loading import build_skeleton, read_config
@@ -73,8 +73,8 @@ class TorchExperts:
         self._guard.close()
 
 
-def load_experts(folder: Path, request: Load, seat: Seat) -> TorchExperts:
-    """The experts of ``seat`` from the model, or the share of one, in ``folder``.
+def load_experts(folder: Path, request: Load, context: RankContext) -> TorchExperts:
+    """The experts of ``context`` from the model, or the share of one, in ``folder``.
 
     Raises ModelError if the family is not supported, or they are not here.
     """
@@ -84,7 +84,7 @@ def load_experts(folder: Path, request: Load, seat: Seat) -> TorchExperts:
     config: Any = read_config(folder, files.config)
     dtype = pick_dtype(files, request)
     places = find_experts(build_skeleton(config, dtype))
-    held = held_by(files.experts, seat.placement, seat.rank)
+    held = held_by(files.experts, context.placement, context.rank)
     recorder = Recorder(config.num_hidden_layers, held.layers, held.count)
     gates = {place.layer: gate_of(place.experts) for place in places}
     local = make_local_executor(held, gates, dtype, torch.device("cpu"), recorder, request.cpu_threads)

@@ -43,4 +43,4 @@ def experts_here(experts: Experts | None, ring: RingPlace | None) -> Experts | N
     """The experts that this node runs. Raises ModelError if it lacks one."""
     if experts is None or ring is None:
         return experts
-    return held_by(experts, ring.seat.placement, ring.seat.rank)
+    return held_by(experts, ring.context.placement, ring.context.rank)

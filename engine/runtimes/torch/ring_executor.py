@@ -42,10 +42,10 @@ class RingExecutor:
     ) -> None:
         self._own = local
         self._dtype = local.result_dtype
-        self._seat = place.seat
+        self._context = place.context
         self._exchange = place.exchange
-        self._fast = place.seat.mode == "fast"
-        self._travels = local.result_dtype if place.seat.mode == "exact" else torch.float32
+        self._fast = place.context.mode == "fast"
+        self._travels = local.result_dtype if place.context.mode == "exact" else torch.float32
         self._experts = experts
         self._popularity = Popularity(layers, experts)
         self._recorder = recorder
@@ -53,8 +53,8 @@ class RingExecutor:
 
     @property
     def description(self) -> str:
-        seat = self._seat
-        return f"ring (node {seat.rank + 1} of {seat.nodes}, {seat.mode}; {self._own.description})"
+        context = self._context
+        return f"ring (node {context.rank + 1} of {context.nodes}, {context.mode}; {self._own.description})"
 
     @property
     def popularity(self) -> Popularity:
