@@ -11,13 +11,13 @@ import sys
 import msgspec
 
 from engine.calibration.calibration_file import calibration_key, load_calibration
-from engine.calibration.model_headers import read_headers
 from engine.errors import ModelError
 from engine.ipc.messages import DoctorFacts, Load
 from engine.models.store import resolve
 from engine.moe.kernels import bindings
+from engine.moe.kernels.cpu_threads import threads_of, within_this_machine
 from engine.runtimes.choosing import choose_runtime
-from engine.system.cpu_threads import threads_of, within_this_machine
+from engine.runtimes.model_headers import read_headers
 from engine.system.free_memory import memory
 from engine.system.machine import gpu
 

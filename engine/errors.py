@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
-from engine.ipc.messages import ErrorKind
+ErrorKind = Literal["bad-input", "model", "memory", "disk", "network", "context", "internal"]
 
 
 class ModelError(Exception):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from engine.cluster.transport.grpc_environment import ONLY_TLS_1_3
-from engine.errors import ModelError
+from engine.errors import ErrorKind, ModelError
 from engine.ipc.messages import (
     PROTOCOL_VERSION,
     AnyEvent,
@@ -30,7 +30,6 @@ from engine.ipc.messages import (
     Cancel,
     CloseNetwork,
     Done,
-    ErrorKind,
     EstimateBeams,
     Failed,
     ForgetPeer,
@@ -56,9 +55,9 @@ from engine.ipc.pipes import EventWriter, Pipes, claim_standard_streams
 from engine.ipc.progress import Reports
 from engine.models.locations import locate
 from engine.models.privacy import keep_to_owner
+from engine.moe.kernels.cpu_threads import within_this_machine
 from engine.moe.kernels.pool import physical_cores
 from engine.system.awake import AWAKE
-from engine.system.cpu_threads import within_this_machine
 from engine.system.temporary_folders import is_remover
 
 if TYPE_CHECKING:

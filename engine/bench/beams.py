@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.bench.setting import WARM_UP_STEPS, Setting, median, random_tokens, read_prompt, steps
-from engine.bench.spread import Spread, milliseconds, per_second
+from engine.calibration.spread import Spread, milliseconds, per_second
 from engine.ipc.messages import BenchResult
 
 WIDTHS = (1, 4, 8, 12)

@@ -12,9 +12,9 @@ from engine.bench.setting import (
     read_prompt,
     steps,
 )
-from engine.bench.spread import Spread, figure, milliseconds, per_second
 from engine.calibration.calibration_file import calibration_key
 from engine.calibration.speed_file import MLX_GPU, save_speed
+from engine.calibration.spread import Spread, figure, milliseconds, per_second
 from engine.calibration.streaming import StreamingRead
 from engine.ipc.messages import BenchResult
 

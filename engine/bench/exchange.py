@@ -30,7 +30,7 @@ from engine.bench.exchange_node import (
     NodeTimes,
     contribution,
 )
-from engine.bench.spread import figure
+from engine.calibration.spread import figure
 from engine.cluster.transport.registry import available_exchanges
 from engine.cluster.transport.transports import IN_PLAIN_TEXT
 from engine.errors import Cancelled, ModelError

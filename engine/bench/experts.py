@@ -7,9 +7,9 @@ from typing import Any
 from engine.bench.decode import keep_speed
 from engine.bench.prompts import PromptTokenizer, calibration_prompts, count_routes
 from engine.bench.setting import WARM_UP_STEPS, Setting, median, not_kept, random_tokens, read_prompt, steps
-from engine.bench.spread import Spread, figure, milliseconds
 from engine.calibration.calibration_file import calibration_key, save_calibration, shape_of
 from engine.calibration.measuring import Figures, calibration_of, measure
+from engine.calibration.spread import Spread, figure, milliseconds
 from engine.calibration.streaming import StreamingRead
 from engine.errors import ModelError
 from engine.ipc.messages import BenchResult

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.bench.setting import Setting, random_tokens, read_prompt
-from engine.bench.spread import milliseconds, per_second
+from engine.calibration.spread import milliseconds, per_second
 from engine.errors import ModelError
 from engine.ipc.messages import BenchResult
 

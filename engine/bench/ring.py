@@ -24,7 +24,6 @@ from engine.bench.ring_table import Row, result_of
 from engine.bench.running import weight_bytes_per_token
 from engine.bench.setting import WARM_UP_STEPS, Setting, random_tokens, read_prompt, steps
 from engine.bench.synthetic_moe import MoeShape, write_moe
-from engine.calibration.model_headers import read_headers
 from engine.cluster.head.epoch_specs import Trial
 from engine.cluster.head.forming import RingFormer
 from engine.cluster.head.head_model import RingModel
@@ -42,6 +41,7 @@ from engine.planning.ring_speed import PassTime, StepTerms, measured_costs
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import choose_runtime, on_one_machine
 from engine.runtimes.loading import load_model
+from engine.runtimes.model_headers import read_headers
 from engine.runtimes.protocol import LoadedModel
 from engine.session.loading import find_folder
 from engine.system.temporary_folders import temporary_folder

@@ -13,7 +13,6 @@ from engine.bench.decode import bench_decode
 from engine.bench.experts import bench_experts
 from engine.bench.prefill import bench_prefill
 from engine.bench.setting import Setting
-from engine.calibration.model_headers import read_headers
 from engine.calibration.others import Others
 from engine.errors import ModelError
 from engine.ipc.messages import Bench, BenchResult, ExpertMovement, Load, ModelFacts
@@ -24,6 +23,7 @@ from engine.models.tokenizer import load_tokenizer
 from engine.moe.kernels.pool import physical_cores
 from engine.moe.popularity import Popularity
 from engine.runtimes.choosing import on_one_machine
+from engine.runtimes.model_headers import read_headers
 from engine.runtimes.protocol import CountsRoutes, LoadedModel
 from engine.system.machine import processor
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from engine.bench.spread import Spread
+from engine.calibration.spread import Spread
 
 MOST_SHARE = 0.1
 """Share of all processors' time that other programs may use meanwhile."""

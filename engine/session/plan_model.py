@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.calibration.calibration_file import calibration_key, load_calibration
-from engine.calibration.model_headers import Headers, disk_rate, read_headers
 from engine.calibration.speed_file import MLX_GPU, MachineSpeed, load_speed
 from engine.ipc.messages import Load, ModelFacts, Plan, Planned, PlannedChoice
 from engine.models.sizes import Sizes
 from engine.models.store import ResolvedModel, resolve
+from engine.moe.kernels.cpu_threads import reason_for, threads_of, within_this_machine
 from engine.moe.popularity_file import known_counts
 from engine.planning.calibration import Calibration
 from engine.planning.hybrid import Device, HybridPlan, Machine, Wanted
 from engine.planning.hybrid import plan as plan_placement
 from engine.runtimes import choosing
 from engine.runtimes.choosing import Choice, choose_runtime, on_one_machine
+from engine.runtimes.model_headers import Headers, disk_rate, read_headers
 from engine.session.loading import check_request
-from engine.system.cpu_threads import reason_for, threads_of, within_this_machine
 from engine.system.free_memory import available_bytes, memory
 from engine.system.machine import Gpu, gpu, processor
 

@@ -14,7 +14,6 @@ from paired_nodes import Nodes, eventually, make_identity
 from tests_models import tiny_mixtral
 
 from discovery.addresses import shown_address
-from engine.calibration.model_headers import read_headers
 from engine.cluster.head.forming import RingFormer
 from engine.cluster.head.survey import (
     Candidate,
@@ -50,6 +49,7 @@ from engine.ipc.messages import Load
 from engine.ipc.messages.ring import LinkFacts, RingChoice
 from engine.planning.calibration import Curve, ExpertShape
 from engine.planning.placement import Placement
+from engine.runtimes.model_headers import read_headers
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
 

@@ -9,8 +9,8 @@ import pytest
 from real_rings import ANSWER, Machine, RealRing
 from tiny_models import write_tiny_model
 
-from engine.calibration.model_headers import read_headers
 from engine.ipc.messages import Load
+from engine.runtimes.model_headers import read_headers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

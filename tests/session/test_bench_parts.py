@@ -9,7 +9,7 @@ import pytest
 
 from engine.bench.prompts import ANSWER_TOKENS, BUDGET_S, calibration_prompts, count_routes
 from engine.bench.setting import Setting
-from engine.bench.spread import Spread, figure, milliseconds, per_second
+from engine.calibration.spread import Spread, figure, milliseconds, per_second
 from engine.calibration.streaming import StreamingRead
 from engine.errors import Cancelled
 from engine.ipc.messages import Load, Message

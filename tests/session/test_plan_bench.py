@@ -29,7 +29,7 @@ from engine.ipc.messages import (
     Shutdown,
     WarmUp,
 )
-from engine.system.cpu_threads import usable_cpus
+from engine.moe.kernels.cpu_threads import usable_cpus
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30]
 ENDLESS = 1_000_000

@@ -16,11 +16,11 @@ from engine.ipc.messages import Load, ModelFacts, Plan, Planned
 from engine.models.opening import open_model
 from engine.models.profiles import profile_paths
 from engine.models.store import profile_key
+from engine.moe.kernels import cpu_threads
 from engine.moe.popularity_file import model_of, save_profile
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve
 from engine.session import plan_model as planning
 from engine.session.plan_model import plan_model
-from engine.system import cpu_threads
 from engine.system.machine import Gpu
 
 GIB = 1 << 30

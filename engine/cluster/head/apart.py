@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.calibration.model_headers import Headers
 from engine.cluster.head.survey import Survey, decide
 from engine.ipc.messages import Load
 from engine.planning.reaching import Pair, plan_reaching, why_apart
 from engine.planning.ring_plan import RingDecision
 from engine.planning.ring_words import THIS_MACHINE, apart_sentence
+from engine.runtimes.model_headers import Headers
 
 
 @dataclass(frozen=True)

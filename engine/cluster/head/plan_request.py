@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.calibration.model_headers import Headers
 from engine.cluster.head.apart import decide_together
 from engine.cluster.head.survey import Survey, Surveyor, candidates, planned_model
 from engine.cluster.membership.rpc_fanout import NodeRefused
@@ -17,6 +16,7 @@ from engine.planning.absent_machines import absent_lines
 from engine.planning.ring_nodes import RingModel, beside_weights
 from engine.planning.ring_plan import RingDecision
 from engine.planning.ring_words import THIS_MACHINE
+from engine.runtimes.model_headers import Headers
 
 
 @dataclass(frozen=True)

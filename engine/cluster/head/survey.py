@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 
 from discovery.names import plain_text
-from engine.calibration.model_headers import Headers, read_headers
 from engine.cluster.head.known_links import KnownLinks
 from engine.cluster.membership.client import Calls, Unreachable
 from engine.cluster.membership.control_messages import (
@@ -40,12 +39,13 @@ from engine.errors import ModelError
 from engine.ipc.messages import Load, RuntimeName
 from engine.ipc.messages.ring import LinkFacts
 from engine.ipc.progress import ProgressCallback
+from engine.moe.kernels.cpu_threads import threads_of
 from engine.moe.popularity_file import known_counts
 from engine.planning.hybrid import Wanted
 from engine.planning.ring_plan import LinkMeasured as PlannedLink
 from engine.planning.ring_plan import NodeMeasured, RingDecision, RingModel, plan_ring
 from engine.planning.ring_words import THIS_MACHINE
-from engine.system.cpu_threads import threads_of
+from engine.runtimes.model_headers import Headers, read_headers
 
 FACTS_S = 60.0
 """Measuring takes a second or two, on a machine that is busy longer."""

@@ -12,8 +12,7 @@ from discovery.names import plain_text
 from engine.cluster.membership.control_messages import MESSAGE_LIMIT, SERVICE, Control, pack, unpack
 from engine.cluster.membership.server import Credentials
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
-from engine.errors import ModelError
-from engine.ipc.messages import ErrorKind
+from engine.errors import ErrorKind, ModelError
 
 CALL_S = 10.0
 """A call that measures and loads nothing is answered within so long."""

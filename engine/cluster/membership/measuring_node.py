@@ -34,10 +34,10 @@ from engine.errors import ModelError
 from engine.models.files import ExpertWeights, StoredTensor
 from engine.models.locations import locate
 from engine.moe.kernels.bindings import choose
+from engine.moe.kernels.cpu_threads import usable_cpus
 from engine.moe.kernels.layers import Gate, LayerExperts
 from engine.moe.kernels.pool import Pool, physical_cores, shared_pool
 from engine.planning.calibration import Curve, ExpertShape, Processor
-from engine.system.cpu_threads import usable_cpus
 from engine.system.free_memory import available_bytes, memory
 from engine.system.machine import processor
 

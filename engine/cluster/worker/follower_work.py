@@ -20,12 +20,12 @@ from engine.cluster.weights.transfer import outline
 from engine.cluster.worker.follower import BEAMS_LIMIT, Follower
 from engine.ipc.messages import Load, OpenNetwork
 from engine.ipc.progress import ProgressCallback
+from engine.moe.kernels.cpu_threads import within_this_machine
 from engine.moe.rank_context import RankContext
 from engine.residency.ready import Ready, held_in
 from engine.runtimes import runtime_named
 from engine.runtimes.loading import load_model
 from engine.runtimes.protocol import Interruptible, LoadedModel, RingPlace
-from engine.system.cpu_threads import within_this_machine
 
 WINDOW_S = 5.0
 """What :class:`Busy` looks back on."""

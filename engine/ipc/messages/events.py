@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.ipc.messages.parts import Beam, ErrorKind, ExpertMovement, FinishReason, ModelFacts, PhaseTimes
+from engine.errors import ErrorKind
+from engine.ipc.messages.parts import Beam, ExpertMovement, FinishReason, ModelFacts, PhaseTimes
 from engine.ipc.messages.ring import LendingFacts, NodeId, PeerFacts, RingFacts
 
 

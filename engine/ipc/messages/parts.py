@@ -16,7 +16,6 @@ Partitioning = Literal["auto", "cpu", "hybrid", "ring"]
 ExpertPolicy = Literal["balanced", "twiddler", "monde", "layers", "lru-offload", "stream"]
 """How GPU and CPU share the experts: ours, the papers', and the papers' baselines (see engine.planning.policy)."""
 BenchKind = Literal["decode", "prefill", "beams", "experts", "exchange", "ring", "residency"]
-ErrorKind = Literal["bad-input", "model", "memory", "disk", "network", "context", "internal"]
 
 
 class Message(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
 from engine.models.files import Experts, ModelFiles
 from engine.models.opening import open_model
+from engine.moe.kernels.cpu_threads import threads_of
 from engine.moe.timing import Recorder
 from engine.runtimes.protocol import RingPlace
 from engine.runtimes.torch.experts_module import ExpertsPlace, find_experts, gate_of, replace_experts
@@ -34,7 +35,6 @@ from engine.runtimes.torch.offload.local import LocalExecutor
 from engine.runtimes.torch.offload.torch_tensors import NAMES, stored_dtype
 from engine.runtimes.torch.ring import experts_here, make_on_cpu
 from engine.runtimes.torch.ring_executor import RingExecutor
-from engine.system.cpu_threads import threads_of
 
 AnyExecutor = HybridExecutor | RingExecutor | LocalExecutor
 
