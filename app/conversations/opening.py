@@ -67,6 +67,8 @@ def _connect(path: Path, migrations: Sequence[Migration]) -> sqlite3.Connection:
         # FULL: a question is on disk when add() returns, also if the power fails; that is one fsync per commit, and
         # there are one or two commits a second at most.
         connection.execute("PRAGMA synchronous = FULL")
+        # macOS: a plain fsync leaves what was written in the disk's own cache.
+        connection.execute("PRAGMA fullfsync = ON")
         connection.execute("PRAGMA foreign_keys = ON")
         # What a person deletes is overwritten, not only unlinked.
         connection.execute("PRAGMA secure_delete = ON")

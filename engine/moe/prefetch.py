@@ -106,19 +106,22 @@ def read_rate(path: Path) -> float | None:
     try:
         size = path.stat().st_size
         start = max(0, (size - SAMPLE_BYTES) // 2) // _BLOCK * _BLOCK
+        blocks: Iterable[int] = range(start, min(start + SAMPLE_BYTES, size), _BLOCK)
         with contextlib.ExitStack() as stack:
-            file = _open_uncached(path, start, stack)
+            file, past_the_cache = _open_uncached(path, start, stack)
+            if not past_the_cache:
+                blocks = [block for block in blocks if not _any_cached(file, block, min(_BLOCK, size - block))]
             buffer = stack.enter_context(mmap.mmap(-1, _BLOCK))
-            return _timed(file, buffer, start, min(SAMPLE_BYTES, size - start))
-    except OSError:
+            return _timed(file, buffer, blocks)
+    except (OSError, ValueError):
         return None
 
 
-def _timed(file: int, buffer: mmap.mmap, start: int, most: int) -> float | None:
+def _timed(file: int, buffer: mmap.mmap, blocks: Iterable[int]) -> float | None:
     begun = time.perf_counter()
     done = 0
-    while done < most:
-        count = os.preadv(file, [buffer], start + done)
+    for block in blocks:
+        count = os.preadv(file, [buffer], block)
         done += count
         if count < _BLOCK or time.perf_counter() - begun > SAMPLE_SECONDS:
             break
@@ -126,9 +129,24 @@ def _timed(file: int, buffer: mmap.mmap, start: int, most: int) -> float | None:
     return done / seconds if done and seconds > 0 else None
 
 
-def _open_uncached(path: Path, start: int, stack: contextlib.ExitStack) -> int:
-    """``path``, open for reading past the system's cache where that can be had. Linux: O_DIRECT; else what is cached
-    of the range is dropped first. macOS: F_NOCACHE."""
+def _any_cached(file: int, start: int, nbytes: int) -> bool:
+    """Whether the system's memory has any page of ``nbytes`` of ``file``, which begin at a multiple of a page."""
+    states = (ctypes.c_uint8 * -(-nbytes // _PAGE))()
+    with mmap.mmap(file, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE, offset=start) as mapped:
+        pages = ctypes.c_uint8.from_buffer(mapped)
+        try:
+            failed = _libc.mincore(ctypes.addressof(pages), nbytes, ctypes.addressof(states))
+        finally:
+            del pages  # a mapping that is looked at cannot be closed
+    return bool(failed) or any(state & 1 for state in states)
+
+
+def _open_uncached(path: Path, start: int, stack: contextlib.ExitStack) -> tuple[int, bool]:
+    """``path``, open for reading, and whether every read goes past the system's cache.
+
+    Linux: O_DIRECT; where a file system lacks that, what is cached of the range is dropped first. macOS: F_NOCACHE adds
+    nothing to the cache and still takes what is there, so the caller leaves cached blocks out.
+    """
     direct = getattr(os, "O_DIRECT", 0)
     if direct:
         try:
@@ -137,7 +155,7 @@ def _open_uncached(path: Path, start: int, stack: contextlib.ExitStack) -> int:
             pass
         else:
             stack.callback(os.close, file)
-            return file
+            return file, True
     file = os.open(path, os.O_RDONLY)
     stack.callback(os.close, file)
     if sys.platform == "darwin":
@@ -146,4 +164,8 @@ def _open_uncached(path: Path, start: int, stack: contextlib.ExitStack) -> int:
         fcntl.fcntl(file, fcntl.F_NOCACHE, 1)
     elif hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file, start, SAMPLE_BYTES, os.POSIX_FADV_DONTNEED)
-    return file
+    return file, False
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]

@@ -62,6 +62,12 @@ def test_everything_is_on_disk_after_each_call(store: SqliteStore) -> None:
         assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
 
 
+def test_what_is_written_leaves_the_cache_of_the_disk_too(store: SqliteStore) -> None:
+    """fullfsync matters on macOS only, where fsync ends at that cache."""
+    found = {name: store._connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("synchronous", "fullfsync")}
+    assert found == {"synchronous": 2, "fullfsync": 1}
+
+
 def test_the_file_is_its_owners_only(store: SqliteStore) -> None:
     store.create(model="m")
     for file in store.path.parent.iterdir():
