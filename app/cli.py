@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 _INTERRUPTED = 130
@@ -9,23 +10,43 @@ _INTERRUPTED = 130
 
 def main() -> int:
     """Run the command line; the exit status."""
+    asking = sys.argv[1:2] == ["ask"]
     try:
-        # Ctrl-c may come at any moment: the one import before there is an answer to it stands inside the try.
-        from app.interrupts import leave_on_interrupt
-
-        leave_on_interrupt()
-        from engine.models.privacy import keep_to_owner
-
-        keep_to_owner()
-        if len(sys.argv) > 1:
-            from app.commands.root import run
-
-            return run(sys.argv[1:])
-        return _chat()
+        status = _run(asking)
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        status = _INTERRUPTED
     finally:
         _flush()
+    if asking:
+        # Nothing is left to tidy up, and the interpreter would take longer for it than a short answer's tokens.
+        os._exit(status)
+    return status
+
+
+def _run(asking: bool) -> int:
+    # Ctrl-c may come at any moment: the one import before there is an answer to it is within main's try.
+    from app.interrupts import leave_on_interrupt
+
+    leave_on_interrupt()
+    from engine.models.privacy import keep_to_owner
+
+    keep_to_owner()
+    if len(sys.argv) == 1:
+        return _chat()
+    if not asking:
+        from app.commands.root import run
+
+        return run(sys.argv[1:])
+    from app import engine_process
+
+    # The engine comes up while the command line is read.
+    engine_process.begin()
+    try:
+        from app.commands.root import run
+
+        return run(sys.argv[1:])
+    finally:
+        engine_process.end_begun()
 
 
 def _chat() -> int:

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import os
 import signal
-import sys
-import sysconfig
+import subprocess
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 import msgspec
 
+from app import engine_process
 from app.event_safety import made_safe
 from app.text_safety import one_line
 from engine.ipc.messages import (
@@ -41,7 +39,7 @@ from engine.ipc.messages import (
     event_reader,
     pack,
 )
-from engine.models.locations import ensure, locate
+from engine.models.locations import locate
 
 
 class EngineDied(Exception):
@@ -114,7 +112,7 @@ class EngineClient:
         self.on_network: Callable[[NetworkState], None] | None = None
         self.on_warm_up: Callable[[WarmUp], None] | None = None
         self.on_ring: Callable[[RingChanged], None] | None = None
-        self._command = tuple(command) if command is not None else host_command()
+        self._command = tuple(command) if command is not None else engine_process.host_command()
         self._ids = itertools.count(1)
         self._starting = asyncio.Lock()
         self._writing = asyncio.Lock()
@@ -197,14 +195,6 @@ class EngineClient:
                 self.on_notice(event)
 
 
-def host_command() -> tuple[str, ...]:
-    """How the engine process is started.
-
-    ``-P`` keeps the current folder out of the module search: somebody's folder named ``engine`` is not our engine.
-    """
-    return (sys.executable, "-P", "-m", "engine.host")
-
-
 class _Inbox:
     """Events of one request, waiting to be taken.
 
@@ -252,8 +242,18 @@ def merge(earlier: AnyEvent, later: AnyEvent) -> AnyEvent | None:
 class _Child:
     """One engine process from its start to its end."""
 
-    def __init__(self, process: asyncio.subprocess.Process, on_unasked: Callable[[Unasked], None]) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        requests: asyncio.StreamWriter,
+        events: asyncio.StreamReader,
+        events_pipe: asyncio.ReadTransport,
+        on_unasked: Callable[[Unasked], None],
+    ) -> None:
         self.process = process
+        self._requests = requests
+        self._events = events
+        self._events_pipe = events_pipe
         self.inboxes: dict[int, _Inbox] = {}
         self.reason = "The engine is not running."
         self._on_unasked = on_unasked
@@ -266,24 +266,15 @@ class _Child:
     @classmethod
     async def start(cls, command: Sequence[str], on_unasked: Callable[[Unasked], None]) -> _Child:
         """Raises EngineDied if the process does not come up."""
-        log = _open_log()
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log if log is not None else asyncio.subprocess.DEVNULL,
-                env=child_environment(),
-                cwd=_working_folder(),
-                limit=_READ_BYTES,
-                start_new_session=True,
-            )
+            process = engine_process.take(command)
         except OSError as error:
             raise EngineDied(f"The engine could not be started: {error.strerror or error}.") from error
-        finally:
-            if log is not None:
-                log.close()
-        child = cls(process, on_unasked)
+        try:
+            child = cls(process, *await _streams(process), on_unasked)
+        except BaseException:
+            engine_process.end(process)
+            raise
         try:
             hello = await asyncio.wait_for(asyncio.shield(child._hello), _HELLO_WAIT_S)
             if hello.protocol != PROTOCOL_VERSION:
@@ -305,58 +296,51 @@ class _Child:
 
     @property
     def alive(self) -> bool:
-        return not self._ended and self.process.returncode is None
+        return not self._ended and self.process.poll() is None
 
     async def write(self, frame: bytes) -> None:
         """Raises EngineDied."""
-        assert self.process.stdin is not None
         try:
-            self.process.stdin.write(frame)
-            await self.process.stdin.drain()
+            self._requests.write(frame)
+            await self._requests.drain()
         except (ConnectionError, RuntimeError) as error:
             await asyncio.wait({self._reader}, timeout=_END_WAIT_S)
             raise EngineDied(self.reason) from error
 
     def write_soon(self, request: AnyRequest) -> None:
         """Hand a small request to the pipe without waiting; it does not matter if it never arrives."""
-        assert self.process.stdin is not None
         with suppress(ConnectionError, RuntimeError):
-            self.process.stdin.write(pack(request))
+            self._requests.write(pack(request))
 
     def kill(self) -> None:
         """Kill the process and whatever it started (it leads a process group)."""
-        if self.process.returncode is None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+        engine_process.kill(self.process)
 
     async def end(self) -> None:
         """Ask the process to end; kill it if it does not soon. Afterwards no process is left."""
         self._ending = True
         try:
-            if self.process.returncode is None:
+            if self.process.poll() is None:
                 self.write_soon(Shutdown(id=0))
-                if self.process.stdin is not None:
-                    self.process.stdin.close()
+                self._requests.close()
                 await self._exit(_END_WAIT_S)
             self.kill()
             await self._exit(math.inf)
             await self._stop_reading()
         finally:
             # Also when these waits are cancelled: nobody will ask a second time.
-            self.kill()
+            engine_process.reap(self.process)
             self._watcher.cancel()
-            # asyncio keeps the pipes of a process until the other side closes them, and offers no public way to let go.
-            transport = getattr(self.process, "_transport", None)
-            if transport is not None:
-                transport.close()
+            if self._requests.transport.get_write_buffer_size():
+                # Nobody will read it any more.
+                self._requests.transport.abort()
+            self._requests.close()
+            self._events_pipe.close()
 
-    async def _exit(self, wait_s: float, every_s: float = 0.01) -> None:
-        """Wait until the process has ended, at most ``wait_s`` seconds.
-
-        ``Process.wait`` would wait for the pipes as well, which something the engine started may hold.
-        """
+    async def _exit(self, wait_s: float, every_s: float = 0.003) -> None:
+        """Wait until the process has ended, at most ``wait_s`` seconds; something it started may hold its pipes."""
         end = asyncio.get_running_loop().time() + wait_s
-        while self.process.returncode is None and asyncio.get_running_loop().time() < end:  # noqa: ASYNC110 (see above)
+        while self.process.poll() is None and asyncio.get_running_loop().time() < end:  # noqa: ASYNC110 (no event says so)
             await asyncio.sleep(min(every_s, wait_s))
 
     async def _watch_end(self) -> None:
@@ -366,16 +350,15 @@ class _Child:
     async def _stop_reading(self) -> None:
         """The pipe may outlive the engine, if something it started holds it: nothing more will come then either."""
         await asyncio.wait({self._reader}, timeout=_END_WAIT_S)
-        if not self._reader.done() and self.process.stdout is not None:
-            self.process.stdout.feed_eof()
+        if not self._reader.done():
+            self._events.feed_eof()
             await asyncio.wait({self._reader})
 
     async def _read(self) -> None:
-        assert self.process.stdout is not None
         frames = event_reader()
         problem = ""
         try:
-            while data := await self.process.stdout.read(_READ_BYTES):
+            while data := await self._events.read(_READ_BYTES):
                 for event in frames.feed(data):
                     self._dispatch(event)
         except ProtocolError as error:
@@ -390,7 +373,7 @@ class _Child:
         # A process that has closed its pipe cannot be talked to any more, whatever else it still does.
         if not problem:
             await self._exit(_END_WAIT_S)
-            if self.process.returncode is None:
+            if self.process.poll() is None:
                 problem = "it closed its output"
         self.kill()
         await self._exit(math.inf)
@@ -413,6 +396,18 @@ class _Child:
             inbox.put(event)
         elif isinstance(event, Unasked):
             self._on_unasked(event)
+
+
+async def _streams(
+    process: subprocess.Popen[bytes],
+) -> tuple[asyncio.StreamWriter, asyncio.StreamReader, asyncio.ReadTransport]:
+    """The pipes of ``process``: its stdin, its stdout, and what closes that."""
+    loop = asyncio.get_running_loop()
+    events = asyncio.StreamReader(limit=_READ_BYTES)
+    pipe, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(events), process.stdout)
+    unread = asyncio.StreamReader()
+    transport, protocol = await loop.connect_write_pipe(lambda: asyncio.StreamReaderProtocol(unread), process.stdin)
+    return asyncio.StreamWriter(transport, protocol, unread, loop), events, pipe
 
 
 def how_it_ended(code: int, problem: str = "") -> str:
@@ -445,34 +440,3 @@ def how_it_ended(code: int, problem: str = "") -> str:
 
 def _see_log() -> str:
     return f"; see {locate('logs') / 'engine.log'}"
-
-
-def _open_log() -> IO[bytes] | None:
-    """Where the engine's stray output goes until the engine sees to it itself; None if there is no such place."""
-    try:
-        return (ensure("logs") / "engine.log").open("ab")
-    except OSError:
-        return None
-
-
-def child_environment() -> dict[str, str]:
-    """The environment of the engine process: run from the source tree, it must find the same source tree."""
-    environment = dict(os.environ)
-    root = Path(__file__).resolve().parent.parent
-    installed = {Path(sysconfig.get_path(kind)).resolve() for kind in ("purelib", "platlib")}
-    if root not in installed and not (root / "typing.py").exists():
-        before = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = f"{root}{os.pathsep}{before}" if before else str(root)
-    return environment
-
-
-def _working_folder() -> str | None:
-    """The engine's current folder: this one, which paths of models are relative to.
-
-    One that was deleted would keep torch's libraries from loading, and there is nothing in it to be relative to.
-    """
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        return os.sep
-    return None

@@ -21,7 +21,8 @@ import msgspec
 from app.commands.doctor_network import network
 from app.commands.finding import Finding, Mark
 from app.commands.output import answer, as_json, size
-from app.engine_client import EngineClient, EngineDied, child_environment
+from app.engine_client import EngineClient, EngineDied
+from app.engine_process import child_environment
 from app.machine import Machine, default_runtime, this_machine
 from app.settings.file import open_settings
 from app.text_safety import one_line

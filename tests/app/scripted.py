@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from app import engine_client
+from app import engine_process
 
 SCRIPT = Path(__file__).with_name("scripted_engine.py")
 
 
 def play(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     """Engines that are started from now on do what ``script`` says."""
-    monkeypatch.setattr(engine_client, "host_command", lambda: (sys.executable, str(SCRIPT), script))
+    monkeypatch.setattr(engine_process, "host_command", lambda: (sys.executable, str(SCRIPT), script))
 
 
 def make_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -24,9 +24,9 @@ _PROGRAM = """
 import fcntl, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 signal.signal(signal.SIGHUP, signal.SIG_IGN if {ignore_hangup} else signal.SIG_DFL)
-from app import engine_client
+from app import engine_process
 if {script!r}:
-    engine_client.host_command = lambda: (sys.executable, {script!r}, "")
+    engine_process.host_command = lambda: (sys.executable, {script!r}, "")
 from app.cli import main
 sys.exit(main())
 """

@@ -178,7 +178,7 @@ class Interrupted:
         return self.process.returncode, out or "", "\n".join(errors)
 
 
-@pytest.mark.parametrize("imports", [0, 1, 5, 20, 50, 100, 150, 200, 250])
+@pytest.mark.parametrize("imports", [0, 1, 5, 20, 40, 60, 80, 100, 120])
 def test_ctrl_c_while_starting(model: Path, environment: dict[str, str], imports: int) -> None:
     run = Interrupted(environment, "--model", str(model), "--prompt-ids", PROMPT, "--max-tokens", "400")
     run.imports(imports)
@@ -244,6 +244,14 @@ def test_a_reader_that_leaves_is_no_failure(starter_home: Path, environment: dic
     errors = process.stderr.read()
     assert (process.wait(), errors) == (0, "")
     process.stderr.close()
+    assert engines(environment) == []
+
+
+@pytest.mark.parametrize(("arguments", "status"), [(("x", "--no-such-flag"), 2), (("x", "--model", "nope"), 1)])
+def test_what_is_refused_leaves_no_engine(environment: dict[str, str], arguments: tuple[str, ...], status: int) -> None:
+    command = privatellm("ask", *arguments)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (status, "") and "Traceback" not in result.stderr
     assert engines(environment) == []
 
 

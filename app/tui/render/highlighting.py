@@ -21,7 +21,7 @@ from typing import Protocol
 import msgspec
 from textual.content import Span
 
-from app.engine_client import child_environment
+from app.engine_process import child_environment
 
 BLOCK_LIMIT = 8_000
 """Characters of a block that is still worth colouring."""
