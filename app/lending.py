@@ -20,7 +20,6 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 STEADY_S = 120.0
 """An engine that lived so long died of something new: the wait begins at the first again."""
 CODE_OVER = "The code is over; `privatellm peers code` shows another."
-_PAIRED = "Paired with"
 _STEPS = 4
 """Progress is said so many times."""
 
@@ -118,24 +117,21 @@ def told(before: NetworkState | None, after: NetworkState) -> list[str]:
     """What happened between two states, a line each."""
     lines = _about_me(before, after)
     known = {peer.node_id: peer for peer in before.peers} if before is not None else {}
+    paired = False
     for peer in after.peers:
-        newly = before is not None and peer.node_id not in known and peer.state != "found"
-        lines += [_paired_with(peer)] if newly else _about_peer(known.get(peer.node_id), peer)
+        was = known.get(peer.node_id)
+        if before is not None and peer.state != "found" and (was is None or was.state == "found"):
+            paired = True
+            lines.append(f"Paired with {machine_name(peer)}.")
+        else:
+            lines += _about_peer(was, peer)
     there = {peer.node_id for peer in after.peers}
-    if before is not None and before.code and after.open and not after.code and not any(map(_is_pairing, lines)):
+    if before is not None and before.code and after.open and not after.code and not paired:
         lines.append(CODE_OVER)
     lines += [f"{machine_name(peer)} is gone." for peer in known.values() if peer.node_id not in there and peer.name]
     lines += _about_lending(before.lending if before is not None else None, after.lending)
     said = before.problems if before is not None else []
     return lines + [one_line(problem) for problem in after.problems if problem not in said]
-
-
-def _paired_with(peer: PeerFacts) -> str:
-    return f"{_PAIRED} {machine_name(peer)}."
-
-
-def _is_pairing(line: str) -> bool:
-    return line.startswith(_PAIRED)
 
 
 def _about_me(before: NetworkState | None, after: NetworkState) -> list[str]:
@@ -162,8 +158,6 @@ def _about_peer(before: PeerFacts | None, after: PeerFacts) -> list[str]:
         # Of what is only announced nothing is known; that a paired machine is not there yet is no news.
         return []
     name = machine_name(after)
-    if before is not None and before.state == "found" and after.state != "found":
-        return [_paired_with(after)]
     link = f" ({link_words(after.link)})" if after.link is not None and after.state in ("ready", "ring") else ""
     problem = f": {as_clause(one_line(after.problem))}" if after.problem else ""
     return [f"{name}: {state_words(after, of_head=True)}{link}{problem}."]

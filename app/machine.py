@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.planning.runtime_choice import candidates
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -78,13 +80,14 @@ def _no_sharing(machine: Machine) -> str | None:
 def default_runtime(machine: Machine | None = None) -> tuple[str, str]:
     """What ``runtime = "auto"`` means here, and why, e.g. ``("native or torch", "as the model allows")``."""
     machine = machine or this_machine()
-    if not machine.apple_silicon and machine.nvidia:
-        return "torch", "there is a GPU"
-    if not machine.apple_silicon:
-        return "native or torch", "native where it can run the model; mlx needs Apple Silicon"
-    if not machine.mlx:
-        return "native or torch", "Apple Silicon, but mlx-lm is not installed"
-    return "mlx", "Apple Silicon; native or torch for models that mlx does not run"
+    names = candidates(apple_silicon=machine.apple_silicon, gpu=machine.nvidia)
+    if names[0] == "mlx" and machine.mlx:
+        return "mlx", f"Apple Silicon; {' or '.join(names[1:])} for models that mlx does not run"
+    if names[0] == "mlx":
+        return " or ".join(names[1:]), "Apple Silicon, but mlx-lm is not installed"
+    if len(names) == 1:
+        return names[0], "there is a GPU"
+    return " or ".join(names), "native where it can run the model; mlx needs Apple Silicon"
 
 
 def _installed(module: str) -> bool:

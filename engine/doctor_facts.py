@@ -16,10 +16,9 @@ from engine.ipc.messages import DoctorFacts, Load
 from engine.models.store import resolve
 from engine.moe.kernels import bindings
 from engine.moe.kernels.cpu_threads import threads_of, within_this_machine
-from engine.runtimes.choosing import choose_runtime
 from engine.runtimes.model_headers import read_headers
+from engine.session.plan_model import gpu_for, planned_runtime
 from engine.system.free_memory import memory
-from engine.system.machine import gpu
 
 
 def doctor_facts(load: Load) -> DoctorFacts:
@@ -43,7 +42,12 @@ def _kernels(load: Load) -> DoctorFacts:
     except ModelError as error:
         return DoctorFacts(built=built, instruction_sets=sets, threads=threads, kernels_problem=str(error))
     return DoctorFacts(
-        built=built, instruction_sets=sets, threads=threads, kernels=choice.name, kernels_reason=choice.reason
+        built=built,
+        instruction_sets=sets,
+        threads=threads,
+        kernels=choice.name,
+        kernels_reason=choice.cause,
+        kernels_way_out=choice.way_out,
     )
 
 
@@ -51,8 +55,8 @@ def _about_model(facts: DoctorFacts, load: Load) -> DoctorFacts:
     """Raises ModelError: there is no such model on this machine, or it cannot be opened."""
     folder = resolve(load.model).require_folder()
     headers = read_headers(folder, load)
-    graphics = None if load.partitioning == "cpu" or load.runtime in ("native", "mlx") else gpu()
-    runtime = choose_runtime(load, folder, graphics is not None, lambda: headers.not_native)
+    graphics = gpu_for(load)
+    runtime = planned_runtime(load, headers, graphics)
     facts = msgspec.structs.replace(facts, runtime=runtime.name, runtime_reason=runtime.reason)
     if headers.shape is None:
         return facts

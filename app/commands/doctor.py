@@ -211,11 +211,12 @@ def _kernels(facts: DoctorFacts) -> Finding:
         more = f"; also here: {', '.join(others)}" if others else ""
         threads = f"{facts.threads} thread{'' if facts.threads == 1 else 's'}"
         return Finding("kernels", f"{facts.kernels}, {threads} ({facts.kernels_reason}{more})")
-    reason, _, way_out = facts.kernels_reason.partition("; ")
     slow = "torch's own, which are slower"
     if platform.machine() == "x86_64" and "avx512_bf16" not in cpu_features():
         slow += ", most of all in bfloat16, which this processor has no instructions for"
-    return Finding("kernels", f"{slow}: {reason}", "note", way_out or "unset PRIVATELLM_KERNELS")
+    return Finding(
+        "kernels", f"{slow}: {facts.kernels_reason}", "note", facts.kernels_way_out or "unset PRIVATELLM_KERNELS"
+    )
 
 
 def _model(facts: DoctorFacts, model: str) -> list[Finding]:

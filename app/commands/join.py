@@ -23,6 +23,9 @@ from app.settings.ring import open_network
 from app.text_safety import one_line
 from engine.ipc.messages import OpenNetwork
 
+_FLAGS = {"ring_name": "--name", "ring_listen": "--listen", "ring_peers": "--peer", "ring_memory": "--memory"}
+"""The flag of each setting that has one here."""
+
 
 @dataclass(frozen=True)
 class JoinFlags:
@@ -64,14 +67,8 @@ def network_from(flags: JoinFlags) -> OpenNetwork:
         settings = settings.with_value("ring_peers", ", ".join([settings.ring_peers, *flags.peers]))
         _keep_name(file, settings.ring_name)
     except SettingError as error:
-        flag = {
-            "ring_name": "--name",
-            "ring_listen": "--listen",
-            "ring_peers": "--peer",
-            "ring_memory": "--memory",
-        }
-        key = str(error).partition(" ")[0]
-        raise WorkFailed(str(error).replace(key, flag.get(key, key), 1), status=2) from error
+        text = str(error)
+        raise WorkFailed(text.replace(error.key, _FLAGS[error.key], 1) if error.key else text, status=2) from error
     memory = None if settings.ring_memory is None else round(settings.ring_memory * GIB)
     return msgspec.structs.replace(
         open_network(settings, lend=True),

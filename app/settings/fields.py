@@ -19,7 +19,14 @@ GIB = 1 << 30
 
 
 class SettingError(ValueError):
-    """A value is not allowed; the text is one sentence with the value and what is allowed."""
+    """A value is not allowed; the text is one sentence with the value and what is allowed.
+
+    ``key``: whose value it is; empty if no single setting is at fault.
+    """
+
+    def __init__(self, text: str, key: str = "") -> None:
+        super().__init__(text)
+        self.key = key
 
 
 @dataclass(frozen=True)

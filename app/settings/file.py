@@ -109,7 +109,8 @@ def _settings_from(content: dict[str, Any]) -> tuple[Settings, list[str], set[st
                 settings = settings.with_value(key, value)
             except SettingError as error:
                 refused.add(key)
-                problems.append(f"{error}; {known[key].default!r} is used.".replace("None is used", "it is not used"))
+                default = known[key].default
+                problems.append(f"{error}; {'it is not' if default is None else f'{default!r} is'} used.")
     return settings, problems, refused
 
 

@@ -300,7 +300,7 @@ def _refuse(setting: Setting, value: object) -> SettingError:
     shown = repr(value)
     if len(shown) > 60:
         shown = shown[:57] + "..."
-    return SettingError(f"{setting.key} cannot be {shown}; it must be {setting.allowed}")
+    return SettingError(f"{setting.key} cannot be {shown}; it must be {setting.allowed}", setting.key)
 
 
 def _check(setting: Setting, value: object) -> Value:

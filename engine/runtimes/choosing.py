@@ -1,4 +1,4 @@
-"""Which runtime ``auto`` is, for a model on this machine: decided once, for loading, for plans and for doctor."""
+"""Which runtime loads a model on this machine: what :mod:`engine.planning.runtime_choice` decides is found out here."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import importlib.util
 import platform
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -16,41 +15,37 @@ from engine import runtimes
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
-
-Name = Literal["native", "torch", "mlx"]
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A runtime, and in a few words why it is this one. ``is_fallback``: it stands in for the machine's default."""
-
-    name: Name
-    reason: str
-    is_fallback: bool = False
+from engine.planning.runtime_choice import Runtime, RuntimeChoice, candidates, first_supported
 
 
 def choose_runtime(
     request: Load,
     folder: Path,
     on_gpu: bool | None = None,
-    why_not_native: Callable[[], str | None] | None = None,
+    not_native: Callable[[], str | None] | None = None,
     progress: ProgressCallback | None = None,
-) -> Choice:
+) -> RuntimeChoice:
     """The runtime that loads the model in ``folder`` as ``request`` asks. Imports none.
 
     ``auto`` is mlx on Apple Silicon where it runs the model; elsewhere native where no GPU is used and it runs the
-    model, else torch. ``on_gpu``: torch would use a GPU (None: look). ``why_not_native`` is asked instead of opening
-    the model, of which ``progress`` is told otherwise. Raises ModelError if the model cannot be opened.
+    model, else torch. ``on_gpu``: torch would use a GPU (None: look). ``not_native`` is asked instead of opening the
+    model, of which ``progress`` is told otherwise. Raises ModelError if the model cannot be opened.
     """
     if request.runtime != "auto":
-        return Choice(request.runtime, "chosen by the settings")
-    if on_apple_silicon() and request.partitioning != "cpu":
-        not_mlx = _why_not_mlx(folder, request)
-        if not_mlx is None:
-            return Choice("mlx", "the default on Apple Silicon")
-        return _elsewhere(request, folder, False, why_not_native, not_mlx, progress)
-    gpu = runtimes.gpu_present() if on_gpu is None else on_gpu
-    return _elsewhere(request, folder, gpu, why_not_native, None, progress)
+        return RuntimeChoice(request.runtime, "chosen by the settings")
+    mac = on_apple_silicon()
+    gpu = not mac and (runtimes.gpu_present() if on_gpu is None else on_gpu)
+
+    def unsupported(name: Runtime) -> str | None:
+        if name == "mlx":
+            return _why_not_mlx(folder, request)
+        if not_native is not None:
+            return not_native()
+        node = on_one_machine(request, "native") if request.partitioning == "ring" else request
+        return why_not_native(folder, node, progress)
+
+    names = candidates(apple_silicon=mac, gpu=gpu, partitioning=request.partitioning)
+    return first_supported(names, unsupported)
 
 
 def on_one_machine(request: Load, runtime: str) -> Load:
@@ -112,22 +107,3 @@ def _why_not_mlx(folder: Path, request: Load) -> str | None:
     if is_library(folder):
         return None  # Nothing else reads it: what mlx says of it is what a person should hear.
     return why_not(folder, request)
-
-
-def _elsewhere(
-    request: Load,
-    folder: Path,
-    on_gpu: bool,
-    not_native: Callable[[], str | None] | None,
-    not_mlx: str | None,
-    progress: ProgressCallback | None,
-) -> Choice:
-    """``not_mlx``: why mlx, the default here, does not run the model; None where it is not the default."""
-    if on_gpu and request.partitioning not in ("cpu", "ring"):
-        return Choice("torch", "the default with a GPU")
-    node = on_one_machine(request, "native") if request.partitioning == "ring" else request
-    reason = not_native() if not_native is not None else why_not_native(folder, node, progress)
-    if reason is None:
-        return Choice("native", not_mlx or "the default on a CPU", is_fallback=not_mlx is not None)
-    slower = f"the faster native trunk is not used, because {reason}"
-    return Choice("torch", f"{not_mlx}; {slower}" if not_mlx else slower, is_fallback=True)

@@ -22,8 +22,9 @@ from engine.moe.popularity_file import known_counts
 from engine.planning.calibration import Calibration
 from engine.planning.hybrid import Device, HybridPlan, Machine, Wanted
 from engine.planning.hybrid import plan as plan_placement
+from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
-from engine.runtimes.choosing import Choice, choose_runtime, on_one_machine
+from engine.runtimes.choosing import choose_runtime, on_one_machine
 from engine.runtimes.model_headers import Headers, disk_rate, read_headers
 from engine.session.loading import check_request
 from engine.system.free_memory import available_bytes, memory
@@ -48,8 +49,8 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Network
     folder = _folder_of(resolved)
     headers = read_headers(folder, load)
     sizes = headers.sizes
-    graphics = None if load.partitioning == "cpu" or load.runtime in ("native", "mlx") else gpu()
-    runtime = _choose(load, headers, graphics is not None)
+    graphics = gpu_for(load)
+    runtime = planned_runtime(load, headers, graphics)
     notices: list[str] = []
     calibration, speed = _measured(load, headers, graphics, runtime.name, notices)
     context = min(sizes.context_limit, load.context_limit or Wanted().context_tokens)
@@ -87,7 +88,7 @@ def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: Ne
 
     resolved = resolve(load.model)
     headers = read_headers(_folder_of(resolved), load)
-    runtime = _choose(load, headers, on_gpu=False)
+    runtime = planned_runtime(load, headers, None)
     alone = on_one_machine(load, runtime.name)
     notices: list[str] = []
     plan = plan_ring_request(
@@ -124,10 +125,15 @@ def _folder_of(resolved: ResolvedModel) -> Path:
     return resolved.require_folder()
 
 
-def _choose(load: Load, headers: Headers, on_gpu: bool) -> Choice:
+def gpu_for(load: Load) -> Gpu | None:
+    """The GPU that ``load`` may use through torch; None if there is none, or the choices exclude it."""
+    return None if load.partitioning == "cpu" or load.runtime in ("native", "mlx") else gpu()
+
+
+def planned_runtime(load: Load, headers: Headers, graphics: Gpu | None) -> RuntimeChoice:
     """The runtime that loading takes, by what is known of the model's headers already. Raises ModelError if it refuses
     the model."""
-    choice = choose_runtime(load, headers.folder, on_gpu, lambda: headers.not_native)
+    choice = choose_runtime(load, headers.folder, graphics is not None, lambda: headers.not_native)
     if choice.name == "native" and headers.refused is not None:
         raise headers.refused
     return choice
@@ -175,7 +181,7 @@ def _popularity(headers: Headers, notices: list[str]) -> list[list[int]]:
     return [] if counts is None else [[round(routes) for routes in row] for row in counts.values()]
 
 
-def _choices(load: Load, sizes: Sizes, runtime: Choice, context: int) -> list[PlannedChoice]:
+def _choices(load: Load, sizes: Sizes, runtime: RuntimeChoice, context: int) -> list[PlannedChoice]:
     if load.context_limit is not None and load.context_limit < sizes.context_limit:
         why = "as chosen"
     elif context == sizes.context_limit:

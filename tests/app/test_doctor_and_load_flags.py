@@ -75,6 +75,23 @@ def test_doctor_says_which_kernels_run_and_why(
     assert refused["mark"] == "problem" and "nosuch" in refused["text"]
 
 
+def test_doctor_repeats_how_to_have_native_kernels(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = msgspec.structs.replace(
+        FACTS_OF_DOCTOR,
+        built=False,
+        kernels="none",
+        kernels_reason="they were not built; alas",
+        kernels_way_out="do so",
+    )
+    monkeypatch.setattr(doctor, "engine_facts", lambda load: missing)
+    run(["doctor", "--json"])
+    found = {finding["about"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert found["kernels"]["text"].endswith("they were not built; alas")
+    assert found["kernels"]["way_out"] == "do so"
+
+
 def test_doctor_says_what_runs_the_model(
     home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

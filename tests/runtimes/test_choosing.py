@@ -16,8 +16,9 @@ from engine.doctor_facts import doctor_facts
 from engine.errors import ModelError
 from engine.ipc.messages import Load, Plan
 from engine.models.opening import read_config
+from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
-from engine.runtimes.choosing import Choice, choose_runtime, on_one_machine, refuse_download
+from engine.runtimes.choosing import choose_runtime, on_one_machine, refuse_download
 from engine.runtimes.mlx import eligible
 from engine.runtimes.mlx.configuration import complete_config
 from engine.runtimes.mlx.families import FAMILIES, check_settings, why_not_config
@@ -92,7 +93,9 @@ def test_auto_on_a_mac_looks_at_the_model(
 
 def test_the_cpu_alone_is_a_choice_and_no_fallback(mac: Callable[[int], None], tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "m", "mixtral")
-    assert choose_runtime(ask_for(folder, partitioning="cpu"), folder) == Choice("native", "the default on a CPU")
+    assert choose_runtime(ask_for(folder, partitioning="cpu"), folder) == RuntimeChoice(
+        "native", "the default on a CPU"
+    )
 
 
 def test_a_model_too_large_for_the_gpu_runs_elsewhere(mac: Callable[[int], None], tmp_path: Path) -> None:
@@ -136,6 +139,15 @@ def test_loading_planning_and_doctor_say_the_same(mac: Callable[[int], None], tm
     assert session.facts.notices == [f"Running on native: {planned.reason}."]
     assert planned.reason == facts.runtime_reason
     assert "clip_qkv 4.0" in planned.reason
+
+
+def test_loading_planning_and_doctor_refuse_the_same(tmp_path: Path) -> None:
+    request = ask_for(write_tiny_model(tmp_path / "m", "minimax"), runtime="native")
+    with pytest.raises(ModelError, match="native runtime cannot run") as refused:
+        load_session(request, lambda *_: None)
+    with pytest.raises(ModelError) as unplanned:
+        plan_model(Plan(id=1, load=request))
+    assert str(unplanned.value) == str(refused.value) == doctor_facts(request).model_problem
 
 
 def test_a_plan_for_mlx_rests_on_what_its_gpu_was_measured_at(mac: Callable[[int], None], tmp_path: Path) -> None:

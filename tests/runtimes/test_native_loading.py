@@ -22,8 +22,9 @@ from engine.models.files import StoredTensor
 from engine.models.opening import open_model
 from engine.models.safetensors_files import read_header
 from engine.moe.kernels.layers import unreadable
+from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
-from engine.runtimes.choosing import Choice, choose_runtime, why_not_native
+from engine.runtimes.choosing import choose_runtime, why_not_native
 from engine.runtimes.native.runtime import NativeRuntime
 from engine.runtimes.protocol import CountsRoutes, Interruptible
 from engine.session.loading import load_session
@@ -43,7 +44,7 @@ def ask_for(folder: Path, **options: Any) -> Load:
 def test_auto_is_native_on_a_cpu(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "on_apple_silicon", lambda: False)
     monkeypatch.setattr(runtimes, "gpu_present", lambda: False)
-    assert choose_runtime(ask_for(mixtral), mixtral) == Choice("native", "the default on a CPU")
+    assert choose_runtime(ask_for(mixtral), mixtral) == RuntimeChoice("native", "the default on a CPU")
 
 
 def test_auto_is_torch_with_a_gpu_unless_the_cpu_is_asked_for(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,6 +146,8 @@ class DoctorFacts(msgspec.Struct, frozen=True, kw_only=True):
     kernels: str = "none"
     """The set that runs."""
     kernels_reason: str = ""
+    kernels_way_out: str = ""
+    """What to do to have native kernels, where none can be used; may be empty."""
     kernels_problem: str = ""
     """Why none can be chosen; then nothing runs until that is mended."""
     runtime: RuntimeName = "auto"

@@ -39,10 +39,19 @@ _NAME = "_native"
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Which kernels run and why. ``name`` is a key of SETS, or ``none`` (then torch's kernels answer)."""
+    """Which kernels run and why. ``name`` is a key of SETS, or ``none`` (then torch's kernels answer).
+
+    ``way_out`` is what a person can do about ``none``; it may be empty.
+    """
 
     name: str
-    reason: str
+    cause: str
+    way_out: str = ""
+
+    @property
+    def reason(self) -> str:
+        """The cause, and the way out where there is one, in one clause."""
+        return f"{self.cause}; {self.way_out}" if self.way_out else self.cause
 
     @property
     def native(self) -> bool:
@@ -116,20 +125,22 @@ def path() -> Path | None:
 
 
 @functools.cache
-def _opened() -> tuple[ctypes.CDLL | None, str]:
+def _opened() -> tuple[ctypes.CDLL | None, KernelChoice]:
     """The library, or why there is none."""
     found = path()
     if found is None:
-        return None, f"they were not built, because no C compiler was found when this was installed; {_INSTALL}"
+        cause = "they were not built, because no C compiler was found when this was installed"
+        return None, KernelChoice("none", cause, _INSTALL)
     try:
         native = ctypes.CDLL(str(found))
         version = int(native.pllm_version())
     except (OSError, AttributeError) as error:
-        return None, f"{found} cannot be opened ({error}); delete it, {_INSTALL}"
+        return None, KernelChoice("none", f"{found} cannot be opened ({error})", f"delete it, {_INSTALL}")
     if version != VERSION:
-        return None, f"{found} is of another version of this program ({version}, not {VERSION}); `pip install` again"
+        cause = f"{found} is of another version of this program ({version}, not {VERSION})"
+        return None, KernelChoice("none", cause, "`pip install` again")
     _declare(native)
-    return native, ""
+    return native, KernelChoice("none", "")
 
 
 def _declare(native: ctypes.CDLL) -> None:
@@ -158,9 +169,9 @@ def _declare(native: ctypes.CDLL) -> None:
 
 def load() -> ctypes.CDLL:
     """The library with its functions declared. Raises ModelError, saying why, where it is missing."""
-    native, reason = _opened()
+    native, missing = _opened()
     if native is None:
-        raise ModelError(f"The native kernels cannot be used: {reason}.")
+        raise ModelError(f"The native kernels cannot be used: {missing.reason}.")
     return native
 
 
@@ -187,8 +198,8 @@ def choose(dtype: Dtype, environment: Mapping[str, str] | None = None) -> Kernel
     native, missing = _opened()
     if native is None:
         if wanted:
-            raise ModelError(f"{VARIABLE}={wanted} cannot be used: {missing}.")
-        return KernelChoice("none", missing)
+            raise ModelError(f"{VARIABLE}={wanted} cannot be used: {missing.reason}.")
+        return missing
     found = available()
     if not wanted:
         best = next(name for name in found if dtype == "bfloat16" or name != "avx512_bf16")
