@@ -62,8 +62,8 @@ from engine.system.temporary_folders import is_remover
 
 if TYPE_CHECKING:
     from engine.cluster.network import Network
-    from engine.moe.popularity_file import PopularityKeeper
-    from engine.residency.ready import Keeping
+    from engine.moe.popularity_file import PopularityWriter
+    from engine.residency.resident_model import Residency
     from engine.session.session import Session
 
 READ_BYTES = 1 << 16
@@ -109,8 +109,8 @@ class Host:
         self.watching = False
         self._between_tasks = between_tasks
         self._session: Session | None = None
-        self._keeper: PopularityKeeper | None = None
-        self._kept: Keeping | None = None
+        self._popularity_writer: PopularityWriter | None = None
+        self._residency: Residency | None = None
         self._network: Network | None = None
         self._networking = threading.Lock()
         self._tasks: dict[int, Task] = {}
@@ -219,8 +219,10 @@ class Host:
             self.send(Notice(text=said))
         network = self._the_network() if request.partitioning == "ring" else None
         self._session = load_session(request, task.report, task.cancelled, self._release, network)
-        self._keeper = keeper_for(self._session, request.model, lambda text: self.send(Notice(text=text)))
-        self._keep_ready(request)
+        self._popularity_writer = popularity_writer_for(
+            self._session, request.model, lambda text: self.send(Notice(text=text))
+        )
+        self._make_resident(request)
         for text in self._session.model.recorder.take_notices():
             self.send(Notice(text=text))
         return Loaded(id=request.id, facts=self._session.facts)
@@ -247,14 +249,14 @@ class Host:
 
         return Done(id=request.id, path=str(pull(request.model, task.report, task.cancelled, refuse_download)))
 
-    def _keep_ready(self, request: Load) -> None:
+    def _make_resident(self, request: Load) -> None:
         """Have the loaded model's weights brought into memory and looked after, in the background."""
         from engine.models.store import resolve
-        from engine.residency.ready import Keeping
+        from engine.residency.resident_model import Residency
 
-        if self._kept is None:
-            self._kept = Keeping(self.send)
-        self._kept.loaded(self._loaded().model, resolve(request.model).require_folder(), request)
+        if self._residency is None:
+            self._residency = Residency(self.send)
+        self._residency.loaded(self._loaded().model, resolve(request.model).require_folder(), request)
 
     def _the_network(self) -> Network:
         """Made when it is first asked for; it opens no socket by itself."""
@@ -312,42 +314,42 @@ class Host:
             with self._undisturbed():
                 return run_bench(request, self._loaded(), folder, task.report, task.cancelled)
         finally:
-            if self._keeper is not None:
-                self._keeper.leave_out()
+            if self._popularity_writer is not None:
+                self._popularity_writer.leave_out()
 
     def _release(self) -> None:
         """Free the loaded model, so that two never have to fit at once."""
         self.keep_popularity()
-        self._keeper = None
-        if self._kept is not None:
-            self._kept.release()
+        self._popularity_writer = None
+        if self._residency is not None:
+            self._residency.release()
         session, self._session = self._session, None
         if session is not None:
             session.close()
 
     def keep_popularity(self) -> None:
         """Put what was learned of the loaded model's use on the disk. From any thread."""
-        keeper = self._keeper
-        if keeper is not None:
-            keeper.save()
+        writer = self._popularity_writer
+        if writer is not None:
+            writer.save()
 
     def _generate(self, task: Task, request: Generate) -> AnyEvent:
-        from engine.session.session import nothing_said
+        from engine.session.session import cancelled_answer
 
         session = self._loaded()
         if task.cancelled():
-            return nothing_said(request.id)
+            return cancelled_answer(request.id)
         try:
             with self._undisturbed():
                 finished = session.generate(request, self.send, task)
-                return finished if self._kept is None else self._kept.probed(finished, session.first_pass_s)
+                return finished if self._residency is None else self._residency.probed(finished, session.first_pass_s)
         finally:
-            if self._keeper is not None:
-                self._keeper.save_if_due()
+            if self._popularity_writer is not None:
+                self._popularity_writer.save_if_due()
 
     def _undisturbed(self) -> contextlib.AbstractContextManager[None]:
         """Within it the weights are not touched by anything but the model."""
-        return contextlib.nullcontext() if self._kept is None else self._kept.answering()
+        return contextlib.nullcontext() if self._residency is None else self._residency.answering()
 
     def _loaded(self) -> Session:
         if self._session is None:
@@ -355,11 +357,11 @@ class Host:
         return self._session
 
 
-def keeper_for(session: Session, model: str, notice: Callable[[str], None]) -> PopularityKeeper | None:
+def popularity_writer_for(session: Session, model: str, notice: Callable[[str], None]) -> PopularityWriter | None:
     """What keeps the use of ``session``'s experts; None for a dense model, or a runtime that does not count it."""
     from engine.models.profiles import profile_paths
     from engine.models.store import profile_key, resolve
-    from engine.moe.popularity_file import PopularityKeeper, ProfileModel
+    from engine.moe.popularity_file import PopularityWriter, ProfileModel
     from engine.runtimes.protocol import CountsRoutes
 
     popularity = session.model.popularity if isinstance(session.model, CountsRoutes) else None
@@ -368,7 +370,7 @@ def keeper_for(session: Session, model: str, notice: Callable[[str], None]) -> P
     facts = session.facts
     path, _ = profile_paths(profile_key(resolve(model).require_folder()))
     profile = ProfileModel(tuple(facts.moe_layers), facts.experts, facts.expert_bytes)
-    return PopularityKeeper(path, profile, popularity, facts.experts_per_token, notice)
+    return PopularityWriter(path, profile, popularity, facts.experts_per_token, notice)
 
 
 def _prepare(task: Task, request: Prepare) -> AnyEvent:

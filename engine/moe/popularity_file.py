@@ -144,7 +144,7 @@ def seed_order(
     return sorted(pairs, key=lambda pair: -counts[pair[0]][pair[1]] if counts else 0.0)
 
 
-class PopularityKeeper:
+class PopularityWriter:
     """Adds what a loaded model counts to its profile in ``path``, now and then and at the end.
 
     ``popularity`` counts from the model's loading on. Safe to call from any thread; a disk that refuses is said once.

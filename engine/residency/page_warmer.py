@@ -1,4 +1,4 @@
-"""The thread that keeps weights in memory: it brings them there once, and looks after them between questions."""
+"""The thread that keeps weights in memory: it warms them up once and touches them again between questions."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from engine.runtimes.protocol import Weights
 from engine.system.free_memory import available_bytes
 
 IDLE_S = 10.0
-"""After so long without a question, the next one's first token tells what idling cost."""
+"""Idle time in seconds after which the next first token counts as the idle probe."""
 QUIET_S = 0.3
-"""So long after an answer, or after a pass for the ring's head, the next one may yet follow: nothing is touched."""
-_NEWS_S = 0.25
+"""Time in seconds after an answer, or a pass for the ring's head, in which nothing is touched: the next may follow."""
+_PROGRESS_S = 0.25
+"""Time between two progress reports of the warm-up, in seconds."""
 CHECK_S = 15.0
-"""How often it is asked whether to let go."""
+"""Time between two checks whether to let go of the weights, in seconds."""
 
 
 class IdleProbe:
-    """How long the first token takes after idling: the sign of weights that were unwired or dropped meanwhile."""
+    """The time of the first token after idling: a long one shows that weights were unwired or dropped meanwhile."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._ended = clock()
         self._idle = False
         self.probe_s: float | None = None
-        """Seconds, as last measured; None: never after more than IDLE_S of idling."""
+        """Seconds, as last measured; None: no question came after more than IDLE_S of idling."""
 
     def begin(self) -> None:
-        """A question came, or a pass for the ring's head."""
+        """Called when a question arrives, or a pass for the ring's head."""
         self._idle = self._clock() - self._ended > IDLE_S
 
     def first_token(self, seconds: float) -> float | None:
-        """It came so long after the beginning; returned if that was after idling."""
+        """Called with the first token's time in seconds; returns it if the question came after idling, else None."""
         if not self._idle:
             return None
         self._idle = False
@@ -44,24 +45,24 @@ class IdleProbe:
         return seconds
 
     def end(self) -> None:
-        """Idle from now on."""
+        """Called at the end of an answer: idling begins."""
         self._ended = self._clock()
 
 
-class Keeper:
-    """Warms ``weights`` up, and touches them again while nobody asks anything; closed, it leaves nothing running.
+class PageWarmer:
+    """Warms ``weights`` up, and touches them again while no answer runs. Closing it ends its thread.
 
-    ``tell(done, total)`` hears of the warm-up, in bytes, at most four times a second; ``after_warm_up`` (locking) is
-    called once, in the keeper's thread. ``wired``: what is warm stays so by itself. The keeper never works while an
-    answer runs (:meth:`answering`). A pass that fails, with the disk say, ends the keeping, and nothing else.
-    ``lets_go(seconds)`` says whether nothing is kept any more after so long without an answer (None: it is never
-    asked). Then ``hold(False)`` is called, and ``hold(True)`` when the next answer begins.
+    ``on_progress(done, total)`` gets the warm-up's progress in bytes, at most four times a second. ``after_warm_up``
+    (locking) is called once, in the warmer's thread. ``wired``: weights once warm stay so by themselves. The warmer
+    pauses while an answer runs (:meth:`answering`). An error in a pass, of the disk for example, ends the warmer only.
+    ``lets_go(seconds)`` decides after so many idle seconds whether the weights are let go (None: never). Then
+    ``hold(False)`` is called, and ``hold(True)`` when the next answer begins.
     """
 
     def __init__(
         self,
         weights: Weights,
-        tell: Callable[[int, int], None] = lambda done, total: None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
         *,
         wired: bool = False,
         after_warm_up: Callable[[], None] | None = None,
@@ -71,7 +72,7 @@ class Keeper:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._weights = weights
-        self._tell = tell
+        self._on_progress = on_progress
         self._wired = wired
         self._after_warm_up = after_warm_up
         self._lets_go = lets_go
@@ -80,7 +81,7 @@ class Keeper:
         self._available = available
         self._clock = clock
         self._used = clock()
-        """When an answer last ended, or began; the warm-up's end before the first."""
+        """The time of the last answer's beginning or end; before the first answer, of the warm-up's end."""
         self._changed = threading.Condition()
         self._answering = 0
         self._quiet_until = -math.inf
@@ -88,11 +89,11 @@ class Keeper:
         self._closed = False
         self._warm = threading.Event()
         self.passes = 0
-        """Standby passes that were finished."""
+        """Number of finished standby passes."""
         self.touched = 0
         """Bytes touched in all."""
         self.problem = ""
-        """Why it gave up, if it did."""
+        """The error that ended the warmer; empty: none."""
         self._thread = threading.Thread(target=self._work, name="residency", daemon=True)
 
     def start(self) -> None:
@@ -161,7 +162,7 @@ class Keeper:
         return CHECK_S if standby is None and self._lets_go is not None else standby
 
     def _let_go(self) -> bool:
-        """Let go if it is time to, and wait until somebody is answered again. Whether it did."""
+        """Let go of the weights if it is time to, and wait for the next answer. Returns whether it did."""
         with self._changed:
             idle = self._clock() - self._used
             if self._answering or self._closed or self._lets_go is None or not self._lets_go(idle):
@@ -177,7 +178,7 @@ class Keeper:
         Returns the seconds that the touching took."""
         sizes = self._weights.sizes
         count = touchable(sizes, self._available())
-        total, done, next_news, seconds = sum(sizes[:count]), 0, 0.0, 0.0
+        total, done, next_report, seconds = sum(sizes[:count]), 0, 0.0, 0.0
         for index in range(count):
             if not self._begin_touching():
                 break
@@ -191,15 +192,15 @@ class Keeper:
             taken = self._clock() - begun
             seconds += taken
             done += sizes[index]
-            if not self._warm.is_set() and (begun >= next_news or done == total):
-                next_news = begun + _NEWS_S
-                self._tell(done, total)
+            if not self._warm.is_set() and (begun >= next_report or done == total):
+                next_report = begun + _PROGRESS_S
+                self._on_progress(done, total)
             if not self._rest(pause_after(taken, share), only_pause=True):
                 break
         return seconds
 
     def _begin_touching(self) -> bool:
-        """Wait until nobody is answered, and was not a moment ago. False: closed."""
+        """Wait until no answer runs or has just ended. False: closed."""
         with self._changed:
             while not self._closed:
                 left = self._quiet_until - self._clock()
@@ -215,7 +216,8 @@ class Keeper:
             self._changed.notify_all()
 
     def _rest(self, seconds: float | None, only_pause: bool = False) -> bool:
-        """Wait so long (None: until closed), counted anew after an answer but for a pause in a pass. False: closed."""
+        """Wait ``seconds`` (None: until closed). An answer restarts the wait, except with ``only_pause``. False:
+        closed."""
         with self._changed:
             until = None if seconds is None else self._clock() + seconds
             while not self._closed:

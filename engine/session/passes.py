@@ -1,7 +1,7 @@
-"""How the tokens of a cache were made: by which passes, and between which of them it may be cut.
+"""The passes that made the keys and values in a cache, and where the cache may be cut.
 
-The last bits of a token's keys and values depend on how many tokens were run together with it. A cache that is to be
-made a second time, to the bit, is therefore made by the same passes, and cut only where one of them ended.
+The last bits of a token's keys and values depend on how many tokens ran in the same pass. To be made a second time, to
+the bit, a cache is filled by the same passes and cut only where one of them ended.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 REMEMBERED = 4096
-"""Prompts whose passes are remembered, the latest ones; of a long conversation that is a few hundred bytes each."""
+"""Maximum prompts whose passes are remembered; each takes up to a few hundred bytes."""
 
 
 class Passes:
-    """A value: passes over one row of tokens, from its first one on.
+    """The passes over one row of tokens from its start; a value.
 
-    A run is a prefill pass of so many tokens or, below zero, so many tokens decoded one by one; of the latter there are
-    never two in a row.
+    A positive run is one prefill pass of that many tokens. A negative run is that many tokens decoded one by one; two
+    negative runs never follow one another.
     """
 
     def __init__(self, runs: Sequence[int] = ()) -> None:
         self.runs = tuple(runs)
         self.length = sum(map(abs, self.runs))
-        """Tokens that were run."""
+        """Tokens over all passes."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Passes) and self.runs == other.runs
@@ -53,7 +53,7 @@ class Passes:
         return Passes((*self.runs, *[chunk] * whole, *([rest] if rest else [])))
 
     def cut(self, length: int) -> Passes:
-        """Those that ended within the first ``length`` tokens."""
+        """The passes that ended within the first ``length`` tokens."""
         kept: list[int] = []
         for run in self.runs:
             if abs(run) > length:
@@ -65,7 +65,7 @@ class Passes:
         return Passes(kept)
 
     def shared(self, other: Passes) -> Passes:
-        """The first ones, as far as both are the same."""
+        """The longest common prefix of both."""
         same = 0
         for mine, theirs in zip(self.runs, other.runs, strict=False):
             if mine != theirs:
@@ -75,7 +75,7 @@ class Passes:
         return self.cut(same)
 
     def after(self, length: int) -> Iterator[int]:
-        """The runs that come after the first ``length`` tokens, where one of the passes ended."""
+        """The runs after the first ``length`` tokens; a pass must end there."""
         for run in self.runs:
             if length >= abs(run):
                 length -= abs(run)
@@ -85,7 +85,7 @@ class Passes:
 
 
 class RememberedPasses:
-    """By which passes a prompt was brought into the cache, for the :data:`REMEMBERED` latest prompts."""
+    """The passes of the :data:`REMEMBERED` latest prompts."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[bytes, array[int]] = OrderedDict()

@@ -1,9 +1,9 @@
-"""The keys and values of a conversation: which tokens are in the cache, and bringing others there.
+"""The keys and values of a conversation: which tokens are in the cache, and how others are prefilled.
 
-Whoever asks the same question again gets the same answer, to the bit: a prompt is brought into the cache by the passes
-that brought it there before, and new ones go on only from where a pass ended (see :mod:`engine.session.passes`). In a
-ring a part of the cache lies on other machines: when one is lost, what is left forms again and the same passes are run
-again, while the person waits.
+The same question asked again gets the same answer, to the bit. For that a prompt is prefilled by the same passes as
+before, and new passes continue only where an earlier pass ended (see :mod:`engine.session.passes`). In a ring a part of
+the cache lies on other machines. When one is lost, the remaining machines form a new ring and run the same passes
+again.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from engine.session.turn import Turn
 from engine.system.free_memory import give_back
 
 LONG_CHUNK = 128
-"""Tokens of a prefill chunk from which on its buffers are worth giving back to the system."""
+"""Smallest prefill chunk, in tokens, whose buffers are given back to the system."""
 
-FORMED_AGAIN = 5
-"""So often the ring is formed again within one turn; then the answer ends with what there is."""
+MOST_FORMATIONS = 5
+"""Maximum re-formations of the ring per turn; after that the answer ends with an error."""
 
 REPLAY_INTERVAL_S = 1 / 4
-"""Between two tellings of how many decoded tokens have been run again."""
+"""Time between two progress events while decoded tokens are run again, in seconds."""
 
 
-class ConversationCache:
+class PrefixCache:
     """``rows`` holds the keys and values of ``tokens``; None: of nothing. ``chunk`` is the tokens of a prefill chunk.
 
-    Whoever gets an exception out of a forward pass must :meth:`forget`: nobody knows what the cache holds then.
+    After an exception in a forward pass the caller must call :meth:`forget`, as the cache is then in an unknown state.
     """
 
     def __init__(self, model: LoadedModel, chunk: int) -> None:
@@ -49,12 +49,12 @@ class ConversationCache:
         self.rows: TokenRows | None = None
         self.tokens: list[int] = []
         self._passes = Passes()
-        """Those that made ``tokens``."""
+        """The passes that made ``tokens``."""
         self._known: tuple[int, Logits] | None = None
-        """So many tokens and the logits after them: those of the last prompt, so that it can be answered again."""
+        """The last prompt's length in tokens and the logits after it, so that it can be answered again."""
         self._remembered = RememberedPasses()
         self._lost: tuple[list[int], Passes] | None = None
-        """What a ring held that was formed anew between two questions."""
+        """Tokens and passes that were in the cache when the ring was formed anew between two questions."""
         self._repeatable = True
         self._formed_again = 0
 
@@ -65,9 +65,9 @@ class ConversationCache:
         self._known = None
 
     def take_back_peers(self, turn: Turn) -> None:
-        """Before a question: a ring may be formed anew, by which the cache is lost. Raises Cancelled, ModelError.
+        """Called before a question: the ring may be formed anew, which empties the cache. Raises Cancelled, ModelError.
 
-        Until :meth:`turn_over` its machines are waited for only as long as ``turn`` is not cancelled.
+        Until :meth:`turn_over`, waiting for the ring's machines ends when ``turn`` is cancelled.
         """
         self._formed_again = 0
         if not isinstance(self._model, Recoverable):
@@ -89,11 +89,11 @@ class ConversationCache:
     def prefill(self, prompt: list[int], turn: Turn, repeatable: bool) -> Logits | None:
         """Bring ``prompt`` into the cache, again if a peer is lost; the logits after it, or None if cancelled.
 
-        ``repeatable``: the same prompt gives the same logits as before, to the bit, though it may take longer. What
-        is drawn without a seed cannot be told from another draw and need not wait for that.
+        ``repeatable``: the same prompt gets the same logits as before, to the bit, though it may take longer. An
+        answer drawn without a seed does not need that.
         """
         self._repeatable = repeatable
-        passes = self._way(prompt)
+        passes = self._passes_for(prompt)
         logits: Logits | None
         try:
             logits = self._run(prompt, passes, turn)
@@ -115,7 +115,7 @@ class ConversationCache:
             return None
         except PeerLost as lost:
             return self._run_again(lost, [*self.tokens, token], self._passes.decoded(), turn)
-        self._took([token], self._passes.decoded())
+        self._append([token], self._passes.decoded())
         return logits
 
     def step_choosing(self, token: int, draw: Draw) -> int | None:
@@ -124,11 +124,11 @@ class ConversationCache:
         if not isinstance(rows, ChoosesTokens):
             return None
         chosen = rows.step_choosing(token, draw)
-        self._took([token], self._passes.decoded())
+        self._append([token], self._passes.decoded())
         return chosen
 
     def settle(self) -> None:
-        """An answer is over: no step goes on for it."""
+        """End of an answer: a step that the runtime began ahead is discarded."""
         rows: object = self.rows
         if isinstance(rows, ChoosesTokens):
             rows.settle()
@@ -143,8 +143,8 @@ class ConversationCache:
 
     # --- which passes ---------------------------------------------------------------------------------------------
 
-    def _way(self, prompt: list[int]) -> Passes:
-        """By which passes ``prompt`` is brought into the cache."""
+    def _passes_for(self, prompt: list[int]) -> Passes:
+        """The passes by which ``prompt`` is brought into the cache."""
         lost, self._lost = self._lost, None
         found = self._remembered.get(prompt) if self._repeatable else None
         if found is not None:
@@ -202,7 +202,7 @@ class ConversationCache:
                             logits = rows.extend(part, want_logits=begun + count == len(tokens))
                     except Interrupted:
                         return None
-                    self._took(part, self._passes.prefilled(count))
+                    self._append(part, self._passes.prefilled(count))
                     if count >= LONG_CHUNK:
                         give_back()
                 else:
@@ -211,7 +211,7 @@ class ConversationCache:
                             logits = rows.step(part)[0]
                     except Interrupted:
                         return None
-                    self._took(part, self._passes.decoded())
+                    self._append(part, self._passes.decoded())
                 done = begun + count
                 turn.ran_of_prompt(begun, done)
                 if run > 0 or done == len(tokens) or turn.due("replay", REPLAY_INTERVAL_S):
@@ -219,12 +219,12 @@ class ConversationCache:
                 turn.show_timing()
         return logits
 
-    def _took(self, tokens: Sequence[int], passes: Passes) -> None:
+    def _append(self, tokens: Sequence[int], passes: Passes) -> None:
         self.tokens += tokens
         self._passes = passes
 
     def _run_again(self, lost: PeerLost, tokens: list[int], passes: Passes, turn: Turn) -> Logits | None:
-        """After ``lost``: the ring is formed again and everything run again, as often as it takes."""
+        """After ``lost``: form the ring again and run everything again, until it succeeds or is given up."""
         if not self._repeatable:
             passes = Passes().up_to(len(tokens), self._chunk)
         while self._form_again(lost, turn):
@@ -235,12 +235,13 @@ class ConversationCache:
         return None
 
     def _form_again(self, lost: PeerLost, turn: Turn) -> bool:
-        """Nothing of the cache is left. False: cancelled. Raises ModelError if those who are there cannot go on."""
+        """Form the ring again with an empty cache. False: cancelled. Raises ModelError if the machines left cannot go
+        on."""
         self.forget()
         if turn.cancelled():
             return False
         self._formed_again += 1
-        if not isinstance(self._model, Recoverable) or self._formed_again > FORMED_AGAIN:
+        if not isinstance(self._model, Recoverable) or self._formed_again > MOST_FORMATIONS:
             raise ModelError(f"A machine of the ring is gone: {lost}.", kind="network") from lost
         try:
             self._model.recover(lost, turn.report, lambda text: turn.emit(Notice(text=text)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -14,7 +14,6 @@ from engine.generation.beams import BeamRule, BeamState, Hypothesis, beam_run, c
 from engine.generation.sampling import NotNumbersError, Sampler, sampling_rule
 from engine.generation.text import IncrementalDecoder, StopStrings, first_stop
 from engine.ipc.messages import (
-    AnyEvent,
     Beam,
     BeamEstimate,
     BeamEstimates,
@@ -22,7 +21,6 @@ from engine.ipc.messages import (
     Finished,
     FinishReason,
     Generate,
-    Message,
     ModelFacts,
     RingChanged,
 )
@@ -34,49 +32,19 @@ from engine.runtimes.protocol import (
     Logits,
     Resizable,
 )
-from engine.session.prefix_cache import ConversationCache
-from engine.session.token_history import SpokenTokens
-from engine.session.turn import Answer, Turn
+from engine.session.prefix_cache import PrefixCache
+from engine.session.token_history import ChatTokenizer, TokenHistory
+from engine.session.turn import Answer, Emit, Turn, TurnControl
 from engine.system.free_memory import available_bytes, ran_out_of_memory
 
 SHORTEST_BEAM_ANSWER = 64
-"""Tokens an answer may at least have when nobody said how long it may get and memory is what limits it."""
+"""Tokens that must fit in memory for a beam search whose request sets no maximum."""
 
 STOP_MARGIN = 8
-"""Tokens decoded beyond the longest stop string's characters when looking whether a beam has reached it."""
+"""Tokens decoded beyond as many as the longest stop string has characters, when a beam is checked for one."""
 
 CONTEXT_TOKENS = 8
-"""Tokens of a prompt that an answer continues which are decoded with the answer's first ones."""
-
-
-class TextTokenizer(Protocol):
-    """What a session needs of :class:`engine.models.tokenizer.Tokenizer`."""
-
-    @property
-    def has_chat_template(self) -> bool: ...
-
-    def render_chat(
-        self, messages: Sequence[Message], continue_last: bool = False, should_stop: Callable[[], bool] = ...
-    ) -> str: ...
-
-    def encode_rendered(self, text: str, beginning: bool = True) -> list[int]: ...
-
-    def decode_exactly(self, ids: Sequence[int]) -> str: ...
-
-    def decode(self, ids: Sequence[int]) -> str: ...
-
-
-class Control(Protocol):
-    """What may be said from outside while a turn runs; asked at least once per step, from the turn's thread."""
-
-    def cancelled(self) -> bool: ...
-
-    def watching(self) -> bool:
-        """Whether somebody looks at the timing panel."""
-        ...
-
-
-Emit = Callable[[AnyEvent], None]
+"""Tokens at the prompt's end that are decoded together with the first tokens of an answer that continues it."""
 
 
 class Session:
@@ -89,7 +57,7 @@ class Session:
     def __init__(
         self,
         model: LoadedModel,
-        tokenizer: TextTokenizer | None,
+        tokenizer: ChatTokenizer | None,
         *,
         ends: Collection[int],
         defaults: Mapping[str, Any],
@@ -101,12 +69,12 @@ class Session:
         self.facts = facts or model.facts
         self._model = model
         self._tokenizer = tokenizer
-        self._spoken = SpokenTokens(tokenizer) if tokenizer is not None else None
+        self._history = TokenHistory(tokenizer) if tokenizer is not None else None
         self._ends = frozenset(ends)
         self._defaults = defaults
         self._memory = memory or self._free_memory
         self._clock = clock
-        self._cache = ConversationCache(model, prefill_chunk)
+        self._cache = PrefixCache(model, prefill_chunk)
         self._context: list[int] = []
         self.first_pass_s: float | None = None
         """Seconds of the first pass of the last question; None: nothing was run."""
@@ -148,16 +116,16 @@ class Session:
         )
         return self.facts
 
-    def generate(self, request: Generate, emit: Emit, control: Control) -> Finished:
+    def generate(self, request: Generate, emit: Emit, control: TurnControl) -> Finished:
         """Answer ``request``: Prefill, Piece, BeamProgress and Timing go to ``emit``, the rest is returned.
 
-        If ``control`` says so, the answer ends with what there is; what was computed stays in the cache.
+        When ``control`` cancels, the answer ends with what there is; what was computed stays in the cache.
         Raises ModelError (bad-input, context, memory, model); what was emitted before it remains true.
         """
         try:
             prompt = self._prompt(request, control.cancelled)
         except Cancelled:
-            return nothing_said(request.id)
+            return cancelled_answer(request.id)
         # Text that goes on from the prompt's is decoded after it: a word's space may be part of its first token.
         self._context = prompt[-CONTEXT_TOKENS:] if request.continue_last else []
         check_beams(request.beams, request.length_penalty)
@@ -186,9 +154,9 @@ class Session:
                     answer = self._search(request, turn, logits, most)
                 else:
                     answer = self._sample(turn, logits, Sampler(rule), stops, most)
-            if self._spoken is not None and request.messages is not None:
+            if self._history is not None and request.messages is not None:
                 ended = bool(answer.tokens) and answer.tokens[-1] in self._ends
-                self._spoken.answered(answer.text, answer.tokens[:-1] if ended else answer.tokens)
+                self._history.answered(answer.text, answer.tokens[:-1] if ended else answer.tokens)
             return turn.finished(answer)
         finally:
             self._cache.turn_over()
@@ -197,7 +165,7 @@ class Session:
             self._keep_facts(emit)
 
     def _keep_facts(self, emit: Emit) -> None:
-        """What a ring that was formed anew changes of the facts; the screen is told."""
+        """Take over the facts that a newly formed ring changed, and emit RingChanged."""
         found = self._model.facts
         if (found.ring, found.executor) != (self.facts.ring, self.facts.executor):
             self.facts = msgspec.structs.replace(self.facts, ring=found.ring, executor=found.executor)
@@ -239,7 +207,7 @@ class Session:
                 raise ModelError(
                     f"Token id {wrong} is not in the model's vocabulary of {self.facts.vocabulary}.", kind="bad-input"
                 )
-        elif self._spoken is None:
+        elif self._history is None:
             raise ModelError(
                 f"{self.facts.name} has no tokenizer, so it takes token ids only (--prompt-ids); "
                 "add its tokenizer.json to the folder to ask in words.",
@@ -248,7 +216,7 @@ class Session:
         elif not request.messages:
             raise ModelError("There is no message to answer.", kind="bad-input")
         else:
-            prompt = self._spoken.prompt(request.messages, request.continue_last, cancelled)
+            prompt = self._history.prompt(request.messages, request.continue_last, cancelled)
         if not prompt:
             raise ModelError("The prompt is empty: the model needs at least one token to go on from.", kind="bad-input")
         return prompt
@@ -397,7 +365,7 @@ class Session:
 
     @contextlib.contextmanager
     def _consistent_cache(self) -> Iterator[None]:
-        """If anything goes wrong in a forward pass, nobody knows what the cache holds: start over next time."""
+        """Within it, a forward pass that fails empties the cache: what the cache holds is then unknown."""
         try:
             yield
         except BaseException as error:
@@ -419,8 +387,8 @@ class Session:
             raise
 
 
-def nothing_said(request_id: int) -> Finished:
-    """Of a question that was cancelled before anything was run for it."""
+def cancelled_answer(request_id: int) -> Finished:
+    """The result of a question that was cancelled before the model ran for it."""
     return Finished(
         id=request_id,
         text="",

@@ -1,8 +1,8 @@
-"""A conversation's text with the tokens it was really said in.
+"""The tokens of a conversation as they were generated, beside its text.
 
-A sampled answer is often not cut into tokens as the tokenizer would cut its text. If the next question's prompt were
-tokenized from text alone, the cache would hold another prefix from the first such place on, and everything after it
-would be run again.
+The tokens of a sampled answer are often not those that the tokenizer makes of its text. If the next question's prompt
+were tokenized from text alone, the cache would hold another prefix from the first such boundary on, and everything
+after it would be run again.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Protocol
 from engine.ipc.messages import Message
 
 TRIES = 4
-"""Places to go on from that are tried, the latest first, before the whole prompt is tokenized from its text."""
+"""Boundaries that are tried, the latest first, before the whole prompt is tokenized from its text."""
 
 REMEMBERED_TOKENS = 2_000_000
-"""Tokens of the prompts that are remembered word by word; each takes four bytes."""
+"""Maximum tokens of remembered prompts; each token takes four bytes."""
 
 
 class ChatTokenizer(Protocol):
-    """What is needed of :class:`engine.models.tokenizer.Tokenizer`."""
+    """The part of :class:`engine.models.tokenizer.Tokenizer` that a session uses."""
 
     def render_chat(
         self, messages: Sequence[Message], continue_last: bool = False, should_stop: Callable[[], bool] = ...
@@ -34,25 +34,27 @@ class ChatTokenizer(Protocol):
 
     def decode_exactly(self, ids: Sequence[int]) -> str: ...
 
+    def decode(self, ids: Sequence[int]) -> str: ...
+
 
 @dataclass(frozen=True)
-class _Place:
-    """The end of a prompt or of an answer: so many characters, in so many tokens."""
+class _Boundary:
+    """The end of a prompt or of an answer, counted in characters and in tokens."""
 
     characters: int
     tokens: int
 
 
-class SpokenTokens:
-    """The conversation up to the last answer. Only ever a choice among tokens for the same text."""
+class TokenHistory:
+    """The conversation up to the last answer. It only chooses among tokens of the same text."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
         self._text = ""
         self._tokens: list[int] = []
-        self._places: list[_Place] = []
+        self._boundaries: list[_Boundary] = []
         self._asked: OrderedDict[bytes, array[int]] = OrderedDict()
-        """The tokens of prompts by their text: one that is asked again is asked in the same tokens."""
+        """The tokens of earlier prompts by a hash of their text: a repeated prompt gets the same tokens."""
         self._asked_tokens = 0
 
     def prompt(
@@ -61,32 +63,32 @@ class SpokenTokens:
         continue_last: bool = False,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> list[int]:
-        """The token ids of ``messages`` through the chat template: as said before as far as the text is the same, the
-        rest as the tokenizer has it. Raises ModelError if the template refuses the messages, Cancelled as soon as
+        """The token ids of ``messages`` through the chat template: the recorded tokens as far as the text is the same,
+        the tokenizer's for the rest. Raises ModelError if the template refuses the messages, Cancelled as soon as
         ``should_stop()``."""
         text = self._tokenizer.render_chat(messages, continue_last, should_stop)
-        same = [place for place in self._places if text.startswith(self._text[: place.characters])]
+        same = [boundary for boundary in self._boundaries if text.startswith(self._text[: boundary.characters])]
         key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         if key in self._asked:
             self._asked.move_to_end(key)
             tokens = self._asked[key].tolist()
-            kept = [place for place in same if tokens[: place.tokens] == self._tokens[: place.tokens]]
+            kept = [boundary for boundary in same if tokens[: boundary.tokens] == self._tokens[: boundary.tokens]]
         else:
             tokens, kept = self._tokenized(text, same)
             self._remember(key, tokens)
-        self._text, self._tokens, self._places = text, list(tokens), kept
-        self._add_place()
+        self._text, self._tokens, self._boundaries = text, list(tokens), kept
+        self._add_boundary()
         return tokens
 
-    def _tokenized(self, text: str, same: list[_Place]) -> tuple[list[int], list[_Place]]:
-        """The tokens of ``text``, and the places of ``same`` up to which they are those that were said."""
+    def _tokenized(self, text: str, same: list[_Boundary]) -> tuple[list[int], list[_Boundary]]:
+        """The tokens of ``text``, and the boundaries of ``same`` up to which they are the recorded ones."""
         fresh = self._tokenizer.encode_rendered(text)
-        for place in same[: -TRIES - 1 : -1]:
-            rest = text[place.characters :]
+        for boundary in same[: -TRIES - 1 : -1]:
+            rest = text[boundary.characters :]
             tail = self._tokenizer.encode_rendered(rest, beginning=False) if rest else []
-            # Only where the tokenizer itself puts the same tokens after this place, whatever stands before it.
+            # Only where the tokenizer itself makes the same tokens after this boundary, whatever precedes it.
             if fresh[len(fresh) - len(tail) :] == tail:
-                return self._tokens[: place.tokens] + tail, same[: same.index(place) + 1]
+                return self._tokens[: boundary.tokens] + tail, same[: same.index(boundary) + 1]
         return fresh, []
 
     def _remember(self, key: bytes, tokens: Sequence[int]) -> None:
@@ -98,14 +100,14 @@ class SpokenTokens:
     def answered(self, text: str, tokens: Sequence[int]) -> None:
         """``tokens`` (without one that ends the turn) answered the last prompt with ``text``.
 
-        They are not used again if they say more or less than the text: a special token, or a cut at a stop string.
+        They are not recorded if they decode to more or less than the text: a special token, or a cut at a stop string.
         """
         if tokens and self._tokenizer.decode_exactly(tokens) == text:
             self._text += text
             self._tokens += tokens
-            self._add_place()
+            self._add_boundary()
 
-    def _add_place(self) -> None:
-        place = _Place(len(self._text), len(self._tokens))
-        if place not in self._places:
-            self._places.append(place)
+    def _add_boundary(self) -> None:
+        boundary = _Boundary(len(self._text), len(self._tokens))
+        if boundary not in self._boundaries:
+            self._boundaries.append(boundary)

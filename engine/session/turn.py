@@ -1,4 +1,4 @@
-"""One question and its answer as it runs: what is measured, and what is sent to the screen how often."""
+"""One question and its answer while it runs: its measurements, and how often which event is emitted."""
 
 from __future__ import annotations
 
@@ -14,19 +14,29 @@ from engine.moe.timing import Recorder
 from engine.runtimes.protocol import Interrupted
 
 PIECE_INTERVAL_S = 1 / 15
+"""Shortest time between two pieces of an answer, in seconds."""
 BEAM_INTERVAL_S = 1 / 10
+"""Shortest time between two lists of candidates of a beam search, in seconds."""
 TIMING_INTERVAL_S = 1 / 4
+"""Shortest time between two timing frames, in seconds."""
+
+
+Emit = Callable[[AnyEvent], None]
 
 
 class TurnControl(Protocol):
+    """What another thread may change while a turn runs. Asked at least once per step, from the turn's thread."""
+
     def cancelled(self) -> bool: ...
 
-    def watching(self) -> bool: ...
+    def watching(self) -> bool:
+        """Whether the timing panel is open."""
+        ...
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a turn came to; ``beams`` best first, empty without a beam search."""
+    """The result of a turn. ``beams``: best first; empty without a beam search."""
 
     text: str
     tokens: list[int]
@@ -35,14 +45,14 @@ class Answer:
 
 
 class Turn:
-    """Clocks and senders of one turn. ``prefilled`` counts the prompt tokens that were run; ``first_pass_s`` is the
-    time of the first pass of them."""
+    """The clocks and events of one turn. ``prefilled`` counts the prompt tokens that were run. ``first_pass_s`` is the
+    time of the first pass over them, in seconds."""
 
     def __init__(
         self,
         request: Generate,
         recorder: Recorder,
-        emit: Callable[[AnyEvent], None],
+        emit: Emit,
         control: TurnControl,
         clock: Callable[[], float],
         prompt_tokens: int,
@@ -51,7 +61,7 @@ class Turn:
         self.emit = emit
         self.cancelled = control.cancelled
         self.report: ProgressCallback = Reports(request.id, emit, control.cancelled)
-        """What takes long before the answer goes on; raises Cancelled."""
+        """Progress of what delays the answer; raises Cancelled."""
         self.prefilled = 0
         self.first_pass_s: float | None = None
         self._always = request.with_timing
@@ -102,7 +112,7 @@ class Turn:
         return (self._count - 1) / elapsed if elapsed > 0 else 0.0
 
     def due(self, what: str, interval: float) -> bool:
-        """Whether ``interval`` seconds have passed since this last said yes for ``what``."""
+        """Whether ``interval`` seconds have passed since this last returned True for ``what``."""
         now = self._clock()
         if now < self._due.get(what, now):
             return False
@@ -112,13 +122,14 @@ class Turn:
     # --- timing panel ---------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Measure the coming step if somebody looks; where measuring slows a step down, only as many as are shown."""
+        """Measure the coming step if the panel is open. Where measuring slows a step down, only steps that are
+        shown."""
         wanted = self._always or self._control.watching()
         # The first step of each phase is always one of them.
         phase = "decode sample" if self._count else "prefill sample"
         self._recorder.enabled = wanted and (not self._recorder.sampled or self.due(phase, TIMING_INTERVAL_S))
         self._measured = self._measured or self._recorder.enabled
-        self._tell()
+        self._emit_notices()
 
     def show_timing(self) -> None:
         if self._recorder.enabled and (self._recorder.sampled or self.due("timing", TIMING_INTERVAL_S)):
@@ -127,7 +138,7 @@ class Turn:
     # --- the answer -----------------------------------------------------------------------------------------------
 
     def stream(self, decoder: IncrementalDecoder | None, stops: StopStrings) -> TextStream:
-        """Where the answer's tokens go; without ``decoder`` only their number is told."""
+        """Where the answer's tokens go; without ``decoder`` only their number is emitted."""
         self._stream = TextStream(self, decoder, stops)
         return self._stream
 
@@ -153,14 +164,14 @@ class Turn:
             timing=self._recorder.frame(self.id) if self._measured else None,
         )
 
-    def _tell(self) -> None:
-        """What happened in the runtime that the person should see."""
+    def _emit_notices(self) -> None:
+        """Emit what happened in the runtime that the person should see."""
         for text in self._recorder.take_notices():
             self.emit(Notice(text=text))
 
     def close(self) -> None:
         """Send what is held and stop measuring; may be called twice."""
-        self._tell()
+        self._emit_notices()
         if self._stream is not None:
             self._stream.send()
         self._recorder.enabled = False

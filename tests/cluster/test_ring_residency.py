@@ -27,7 +27,7 @@ from engine.models.weight_layout import layout_of
 from engine.moe.rank_context import RankContext
 from engine.planning.placement import Placement
 from engine.residency import page_warmer as keeper
-from engine.residency.ready import Keeping, Ready, held_in, rank_context_of
+from engine.residency.resident_model import Residency, ResidentModel, held_in, rank_context_of
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import RingPlace
 
@@ -73,7 +73,7 @@ def test_the_head_keeps_its_own_experts_and_more_when_it_is_alone(tiny_model: Ti
     context = rank_context_of(model)
     assert context is not None and context.nodes == 2
     warmth = Warmth()
-    keeping = Keeping(warmth)
+    keeping = Residency(warmth)
     keeping.loaded(model, folder, request)
     half = layout.trunk_bytes + layout.expert_bytes * len(layout.experts) // 2
     assert warmth.wait(1) == half
@@ -97,7 +97,7 @@ def test_a_ring_that_changes_in_an_answer_that_fails_is_kept_all_the_same(tiny_m
     former = ThreadFormer(folder, request, ["head", "other"], layout.layers, layout.count)
     model = RingModel("m", former, lambda *_: None)
     warmth = Warmth()
-    keeping = Keeping(warmth)
+    keeping = Residency(warmth)
     keeping.loaded(model, folder, request)
     warmth.wait(1)
     with pytest.raises(ModelError, match="given up"), keeping.answering():
@@ -132,7 +132,7 @@ def test_the_probe_of_the_head_is_its_first_pass_and_no_forming(tiny_model: Tiny
     request = Load(id=1, model=str(folder), runtime="torch", cpu_threads=1, keep_resident=False)
     former = ThreadFormer(folder, request, ["head", "other"], layout.layers, layout.count)
     model = RingModel("m", former, lambda *_: None)
-    keeping = Keeping(lambda event: None)
+    keeping = Residency(lambda event: None)
     keeping.loaded(model, folder, request)
     with keeping.answering():
         assert keeping.probed(finished(), 0.25).probe_s == 0.25
@@ -151,8 +151,8 @@ def test_the_probe_of_the_head_is_its_first_pass_and_no_forming(tiny_model: Tiny
 
 def test_a_warm_up_that_is_broken_off_is_over_for_the_screen():
     told: list[AnyEvent] = []
-    keeping = Keeping(told.append)
-    keeping._warm_up(100, 1000)
+    keeping = Residency(told.append)
+    keeping._on_progress(100, 1000)
     keeping.release()
     keeping.release()
     assert told == [WarmUp(done=100, total=1000), WarmUp(done=1000, total=1000)]
@@ -206,7 +206,7 @@ def test_the_first_pass_after_idling_is_the_probe(tiny_model: TinyModel, monkeyp
     now = 0.0
     folder = tiny_model("mixtral")
     request = Load(id=1, model=str(folder), keep_resident=False)
-    ready = Ready(Model(), folder, request, clock=lambda: now)  # type: ignore[arg-type]
+    ready = ResidentModel(Model(), folder, request, clock=lambda: now)  # type: ignore[arg-type]
     with ready.passing():
         now += 1.0
     assert ready.probe_s is None
@@ -225,7 +225,7 @@ def test_the_first_pass_after_idling_is_the_probe(tiny_model: TinyModel, monkeyp
 
 def test_a_pass_that_comes_in_parts_is_one_probe(tmp_path: Path):
     now = 0.0
-    ready = Ready(object(), tmp_path, Load(id=1, model="m", keep_resident=False), clock=lambda: now)
+    ready = ResidentModel(object(), tmp_path, Load(id=1, model="m", keep_resident=False), clock=lambda: now)
 
     def part(first: bool, last: bool, seconds: float) -> None:
         nonlocal now
@@ -283,7 +283,7 @@ def test_a_follower_of_central_mode_keeps_its_experts_and_no_trunk(
         spec, folder, Terms(), lambda *_: None, ran.append, lambda done, total: told.append((done, total)), said.append
     )
     work = CentralWork(task, memory.ends[1])
-    keeping = work._ready.keeper
+    keeping = work._ready.warmer
     assert keeping is not None and keeping.wait_until_warm(PATIENCE_S)
     held = sum(len(placement.held(1, layer)) for layer in layout.layers)
     assert told[-1] == (held * layout.expert_bytes,) * 2
@@ -310,13 +310,13 @@ def test_a_follower_of_central_mode_keeps_its_experts_and_no_trunk(
     assert work.probe_s is not None and work.probe_s > 0
     assert said == [] and work.notices == []
     unkept = CentralWork(replace(task, terms=Terms(keep_resident=False)), MemoryRing(2).ends[1])
-    assert unkept._ready.keeper is None
+    assert unkept._ready.warmer is None
     unkept.close()
 
 
 def test_a_folder_that_is_gone_is_one_line(tmp_path: Path):
     said: list[str] = []
-    ready = Ready(Model(), tmp_path / "gone", Load(id=1, model="m"), notice=said.append)  # type: ignore[arg-type]
+    ready = ResidentModel(Model(), tmp_path / "gone", Load(id=1, model="m"), notice=said.append)  # type: ignore[arg-type]
     assert said == [f"The weights are not kept in memory: {tmp_path / 'gone'} does not exist; name a folder with "
                     "config.json and safetensors files."]  # fmt: skip
     with ready.answering():

@@ -22,7 +22,7 @@ from engine.moe.popularity_file import (
     HALF_LIFE_TOKENS,
     PROFILE_VERSION,
     SAVE_INTERVAL_S,
-    PopularityKeeper,
+    PopularityWriter,
     Profile,
     ProfileModel,
     combined,
@@ -57,8 +57,8 @@ def counted(popularity: Popularity, routes: dict[tuple[int, int], int]) -> Popul
     return popularity
 
 
-def keeper(path: Path, popularity: Popularity, clock: Clock, said: list[str]) -> PopularityKeeper:
-    return PopularityKeeper(path, MODEL, popularity, 1, said.append, clock)
+def keeper(path: Path, popularity: Popularity, clock: Clock, said: list[str]) -> PopularityWriter:
+    return PopularityWriter(path, MODEL, popularity, 1, said.append, clock)
 
 
 def test_what_was_used_is_learned_over_several_sessions(tmp_path: Path) -> None:

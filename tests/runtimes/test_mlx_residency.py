@@ -19,7 +19,7 @@ from engine.ipc.messages import Load  # noqa: E402
 from engine.models.weight_layout import layout_of  # noqa: E402
 from engine.moe.rank_context import RankContext  # noqa: E402
 from engine.planning.residency import Wiring  # noqa: E402
-from engine.residency.ready import Ready  # noqa: E402
+from engine.residency.resident_model import ResidentModel  # noqa: E402
 from engine.runtimes.mlx import wired  # noqa: E402
 from engine.runtimes.mlx.loading import load_experts  # noqa: E402
 from engine.runtimes.mlx.runtime import MlxRuntime  # noqa: E402
@@ -47,15 +47,17 @@ def test_every_weight_is_touched(tmp_path: Path, write: Callable[..., Path]):
     assert weights.own_memory == on_gpu and weights.resident(0) != on_gpu
     assert sum(weights.sizes) == model.facts.trunk_bytes + model.facts.expert_bytes
     news: list[tuple[int, int]] = []
-    ready = Ready(model, folder, Load(id=1, model="m"), tell=lambda done, total: news.append((done, total)))
-    assert ready.keeper is not None and ready.keeper.wait_until_warm(PATIENCE_S)
+    ready = ResidentModel(
+        model, folder, Load(id=1, model="m"), on_progress=lambda done, total: news.append((done, total))
+    )
+    assert ready.warmer is not None and ready.warmer.wait_until_warm(PATIENCE_S)
     with ready.answering():
-        before = ready.keeper.touched
+        before = ready.warmer.touched
         rows = model.start()
         rows.extend([3, 4, 5])
-        assert ready.keeper.touched == before
+        assert ready.warmer.touched == before
     ready.close()
-    assert ready.keeper.problem == ""
+    assert ready.warmer.problem == ""
     assert news[-1] == (sum(weights.sizes), sum(weights.sizes))
     model.close()
 
@@ -137,9 +139,9 @@ def test_the_usual_context_is_wired_and_not_all_of_it(tmp_path: Path, monkeypatc
 def test_only_a_node_of_a_ring_is_kept_ready_for_ever(tmp_path: Path, in_ring: bool):
     folder = write_comparable(tmp_path / "model", "mixtral")
     model = loaded(folder)
-    ready = Ready(model, folder, Load(id=1, model="m"), held={} if in_ring else None)
-    assert ready.keeper is not None
-    assert (ready.keeper._lets_go is None) == in_ring
+    ready = ResidentModel(model, folder, Load(id=1, model="m"), held={} if in_ring else None)
+    assert ready.warmer is not None
+    assert (ready.warmer._lets_go is None) == in_ring
     ready.close()
     model.close()
 
@@ -204,10 +206,10 @@ def test_experts_without_a_trunk_are_wired_and_kept_too(tmp_path: Path, monkeypa
     assert experts.weights_are_wired and experts.notices[-1] == "a line"
     assert isinstance(experts, KeepsWeights)
     news: list[tuple[int, int]] = []
-    ready = Ready(
-        experts, folder, Load(id=1, model="m"), tell=lambda done, total: news.append((done, total)), trunk=False
+    ready = ResidentModel(
+        experts, folder, Load(id=1, model="m"), on_progress=lambda done, total: news.append((done, total)), trunk=False
     )
-    assert ready.keeper is not None and ready.keeper.wait_until_warm(PATIENCE_S)
+    assert ready.warmer is not None and ready.warmer.wait_until_warm(PATIENCE_S)
     assert news[-1] == (limits.now, limits.now)
     ready.close()
     experts.close()

@@ -18,7 +18,7 @@ from engine.moe.kernels.bindings import choose
 from engine.runtimes import runtime_named
 from engine.session.passes import Passes
 from engine.session.session import Session
-from engine.session.token_history import SpokenTokens
+from engine.session.token_history import TokenHistory
 
 CASES = [("torch", "qwen3_moe"), ("torch", "minimax"), ("torch", "llama")]
 if choose("bfloat16").native:
@@ -33,7 +33,7 @@ class Person:
         self.model = WatchedModel(runtime_named(runtime).load(folder, request, lambda *_: None))
         tokenizer = LetterTokenizer()
         self.session = Session(self.model, tokenizer, ends={7}, defaults={}, prefill_chunk=24)
-        self.session._spoken = SpokenTokens(tokenizer)
+        self.session._history = TokenHistory(tokenizer)
         self.patience: int | None = None
         self.told: Prefill | None = None
         self._tokens = 0
@@ -189,20 +189,20 @@ def test_a_branch_is_made_by_the_passes_that_made_it(person: Person) -> None:
 
 def test_a_prompt_is_said_in_the_tokens_it_was_said_in() -> None:
     """Two answers of the same letters and other tokens: a question after the first keeps its tokens."""
-    spoken = SpokenTokens(LetterTokenizer())
+    history = TokenHistory(LetterTokenizer())
     first = [Message("user", "hi")]
-    spoken.prompt(first)
-    spoken.answered("$&", [3, 5])
+    history.prompt(first)
+    history.answered("$&", [3, 5])
     after = [*first, Message("assistant", "$&"), Message("user", "so")]
-    said = spoken.prompt(after)
-    spoken.prompt(first)
-    spoken.answered("$&", [93, 95])
-    assert spoken.prompt(after) == said
-    other = spoken.prompt([*after[:2], Message("user", "no")])
+    said = history.prompt(after)
+    history.prompt(first)
+    history.answered("$&", [93, 95])
+    assert history.prompt(after) == said
+    other = history.prompt([*after[:2], Message("user", "no")])
     assert other[: len(said) - 5] == said[: len(said) - 5]
-    spoken.prompt(first)
-    spoken.answered("$&", [93, 95])
-    assert 93 in spoken.prompt([*after[:2], Message("user", "or")])
+    history.prompt(first)
+    history.answered("$&", [93, 95])
+    assert 93 in history.prompt([*after[:2], Message("user", "or")])
 
 
 # --- passes as values -------------------------------------------------------------------------------------------------

@@ -25,8 +25,8 @@ from engine.models.weight_layout import layout_of
 from engine.planning import residency as deciding
 from engine.residency import page_warmer as keeping
 from engine.residency.mapped import PIECE_BYTES, MappedWeights
-from engine.residency.page_warmer import IDLE_S, IdleProbe, Keeper
-from engine.residency.ready import Ready
+from engine.residency.page_warmer import IDLE_S, IdleProbe, PageWarmer
+from engine.residency.resident_model import ResidentModel
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import MapsFiles
 
@@ -143,8 +143,8 @@ def test_the_native_runtime_names_the_mappings_it_reads(large: Path):
     model = runtime_named("native").load(large, Load(id=1, model=str(large)), quiet)
     assert isinstance(model, MapsFiles)
     assert {mapped.path for mapped in model.mapped_files} == {large / name for name, _ in layout_of(large).files}
-    ready = Ready(model, large, Load(id=1, model=str(large)))
-    assert ready.keeper is not None and ready.keeper.wait_until_warm()
+    ready = ResidentModel(model, large, Load(id=1, model=str(large)))
+    assert ready.warmer is not None and ready.warmer.wait_until_warm()
     for mapped in model.mapped_files:
         assert resident_bytes(mapped.address, mapped.size) >= mapped.size * 0.9
     ready.close()
@@ -193,7 +193,7 @@ def test_locking_says_what_was_locked(large: Path, monkeypatch: pytest.MonkeyPat
     assert locked_kilobytes() == before
 
 
-# --- the keeper ---------------------------------------------------------------------------------------------------
+# --- the warmer ---------------------------------------------------------------------------------------------------
 
 
 class Recorded:
@@ -235,23 +235,23 @@ def no_thread_is_left():
 def test_warm_up_goes_through_everything_in_order():
     weights, news = Recorded([10, 20, 30]), []
     after = threading.Event()
-    keeper = Keeper(weights, lambda done, total: news.append((done, total)), wired=True, after_warm_up=after.set)
-    keeper.start()
-    assert keeper.wait_until_warm(PATIENCE_S)
+    warmer = PageWarmer(weights, lambda done, total: news.append((done, total)), wired=True, after_warm_up=after.set)
+    warmer.start()
+    assert warmer.wait_until_warm(PATIENCE_S)
     assert weights.touches == [0, 1, 2]
     assert news[0] == (10, 60) and news[-1] == (60, 60)
     assert after.is_set()
-    keeper.close()
-    keeper.close()
-    assert weights.closed and keeper.passes == 0 and keeper.problem == ""
+    warmer.close()
+    warmer.close()
+    assert weights.closed and warmer.passes == 0 and warmer.problem == ""
 
 
 def test_what_does_not_fit_is_not_touched():
     weights = Recorded([10, 20, 30])
-    keeper = Keeper(weights, wired=True, available=lambda: 45)
-    keeper.start()
-    assert keeper.wait_until_warm(PATIENCE_S)
-    keeper.close()
+    warmer = PageWarmer(weights, wired=True, available=lambda: 45)
+    warmer.start()
+    assert warmer.wait_until_warm(PATIENCE_S)
+    warmer.close()
     assert weights.touches == [0, 1]
 
 
@@ -259,12 +259,12 @@ def test_standby_passes_go_on_until_closed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(deciding, "UNWIRED_AFTER_S", 0.0)
     weights = Recorded([10, 20])
     weights.target = 8
-    keeper = Keeper(weights)
-    keeper.start()
+    warmer = PageWarmer(weights)
+    warmer.start()
     assert weights.enough.wait(PATIENCE_S)
-    keeper.close()
+    warmer.close()
     assert weights.touches[:8] == [0, 1] * 4
-    assert keeper.passes >= 2 and keeper.touched >= 120
+    assert warmer.passes >= 2 and warmer.touched >= 120
 
 
 def test_files_are_touched_again_only_where_pages_are_gone(monkeypatch: pytest.MonkeyPatch):
@@ -273,10 +273,10 @@ def test_files_are_touched_again_only_where_pages_are_gone(monkeypatch: pytest.M
     weights.own_memory = False
     weights.missing = {1}
     weights.target = 6
-    keeper = Keeper(weights)
-    keeper.start()
+    warmer = PageWarmer(weights)
+    warmer.start()
     assert weights.enough.wait(PATIENCE_S)
-    keeper.close()
+    warmer.close()
     assert weights.touches[:6] == [0, 1, 2, 1, 1, 1]
 
 
@@ -305,46 +305,46 @@ def test_after_idling_long_nothing_is_kept_until_the_next_answer(wired: bool, mo
         if not wanted:
             let_go.set()
 
-    keeper = Keeper(weights, wired=wired, lets_go=lets_go, hold=hold)
-    keeper.start()
-    assert keeper.wait_until_warm(PATIENCE_S)
+    warmer = PageWarmer(weights, wired=wired, lets_go=lets_go, hold=hold)
+    warmer.start()
+    assert warmer.wait_until_warm(PATIENCE_S)
     assert asked.wait(PATIENCE_S) and held == []
     long_enough.set()
     assert let_go.wait(PATIENCE_S)
-    touched = keeper.touched
+    touched = warmer.touched
     long_enough.clear()
     asked.clear()
-    with keeper.answering():
+    with warmer.answering():
         assert held == [False, True]
-    with keeper.answering():
+    with warmer.answering():
         assert held == [False, True], "once"
     assert asked.wait(PATIENCE_S), "it goes on"
-    keeper.close()
-    assert not wired or keeper.touched == touched
-    assert keeper.problem == "" and held == [False, True]
+    warmer.close()
+    assert not wired or warmer.touched == touched
+    assert warmer.problem == "" and held == [False, True]
 
 
 def test_closing_while_nothing_is_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(keeping, "CHECK_S", 0.0)
     let_go = threading.Event()
-    keeper = Keeper(Recorded([1]), wired=True, lets_go=lambda idle: True, hold=lambda wanted: let_go.set())
-    keeper.start()
+    warmer = PageWarmer(Recorded([1]), wired=True, lets_go=lambda idle: True, hold=lambda wanted: let_go.set())
+    warmer.start()
     assert let_go.wait(PATIENCE_S)
-    keeper.close()
-    assert keeper.problem == ""
+    warmer.close()
+    assert warmer.problem == ""
 
 
 def test_nothing_is_touched_while_somebody_is_answered():
     weights = Recorded([1] * 5)
-    keeper = Keeper(weights, wired=True)
+    warmer = PageWarmer(weights, wired=True)
     weights.gate.clear()
-    keeper.start()
+    warmer.start()
     assert weights.begun.wait(PATIENCE_S)
     entered = threading.Event()
     leave = threading.Event()
 
     def answer() -> None:
-        with keeper.answering():
+        with warmer.answering():
             entered.set()
             assert leave.wait(PATIENCE_S)
 
@@ -354,32 +354,32 @@ def test_nothing_is_touched_while_somebody_is_answered():
     weights.gate.set()
     assert entered.wait(PATIENCE_S)
     done = list(weights.touches)
-    assert not keeper.wait_until_warm(0.1)
+    assert not warmer.wait_until_warm(0.1)
     assert weights.touches == done and len(done) < 5
     leave.set()
     answering.join()
-    assert keeper.wait_until_warm(PATIENCE_S)
+    assert warmer.wait_until_warm(PATIENCE_S)
     assert weights.touches == [0, 1, 2, 3, 4]
-    keeper.close()
+    warmer.close()
 
 
 def test_closing_during_an_answer_does_not_wait_for_it():
     weights = Recorded([1] * 5)
-    keeper = Keeper(weights)
-    with keeper.answering():
-        keeper.start()
-        keeper.close()
+    warmer = PageWarmer(weights)
+    with warmer.answering():
+        warmer.start()
+        warmer.close()
     assert weights.touches == [] and weights.closed
 
 
 def test_a_disk_that_fails_ends_the_keeping():
     weights = Recorded([1, 1])
     weights.touch = lambda index: (_ for _ in ()).throw(OSError("the disk is gone"))  # type: ignore[method-assign]
-    keeper = Keeper(weights)
-    keeper.start()
-    assert keeper.wait_until_warm(PATIENCE_S)
-    keeper.close()
-    assert "the disk is gone" in keeper.problem and weights.closed
+    warmer = PageWarmer(weights)
+    warmer.start()
+    assert warmer.wait_until_warm(PATIENCE_S)
+    warmer.close()
+    assert "the disk is gone" in warmer.problem and weights.closed
 
 
 def test_the_probe_measures_after_idling_only():
@@ -403,9 +403,9 @@ def test_a_real_model_is_warmed_up(large: Path, tmp_path: Path):
     folder = Path(shutil.copytree(large, tmp_path / "copy"))
     weights = MappedWeights(folder)
     total = weights.nbytes
-    keeper = Keeper(weights)
-    keeper.start()
-    assert keeper.wait_until_warm(PATIENCE_S)
-    assert keeper.touched == total
-    keeper.close()
-    assert keeper.problem == ""
+    warmer = PageWarmer(weights)
+    warmer.start()
+    assert warmer.wait_until_warm(PATIENCE_S)
+    assert warmer.touched == total
+    warmer.close()
+    assert warmer.problem == ""

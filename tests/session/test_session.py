@@ -24,7 +24,7 @@ from engine.ipc.messages import (
 )
 from engine.session.loading import load_session, read_settings, stop_ids
 from engine.session.session import Session
-from engine.session.token_history import SpokenTokens
+from engine.session.token_history import TokenHistory
 
 PROMPT = [5, 17, 101, 42, 9, 77, 30]
 NO_END = {"eos_token_id": None}
@@ -52,7 +52,7 @@ def ask(folders: dict[str, Path]) -> Iterator[Ask]:
     session = open_session(folders["mixtral"], prefill_chunk=3)
     session._ends = frozenset()
     session._tokenizer = LetterTokenizer()
-    session._spoken = SpokenTokens(session._tokenizer)
+    session._history = TokenHistory(session._tokenizer)
     yield Ask(session)
     session.close()
 

@@ -22,7 +22,7 @@ from engine.ipc.messages import Load, OpenNetwork
 from engine.ipc.progress import ProgressCallback
 from engine.moe.kernels.cpu_threads import within_this_machine
 from engine.moe.rank_context import RankContext
-from engine.residency.ready import Ready, held_in
+from engine.residency.resident_model import ResidentModel, held_in
 from engine.runtimes import runtime_named
 from engine.runtimes.loading import load_model
 from engine.runtimes.protocol import Interruptible, LoadedModel, RingPlace
@@ -132,7 +132,7 @@ class ModelWork:
         place = RingPlace(context, layers, logits=False)
         runtime = runtime_named(spec.runtime)
         self._model: LoadedModel = load_model(runtime, spec.model, folder, load, task.progress, place)
-        self._ready = Ready(self._model, folder, load, held_in(context), task.warm, task.notice)
+        self._ready = ResidentModel(self._model, folder, load, held_in(context), task.warm, task.notice)
         lent = task.terms.memory
         memory = None if lent is None else max(0, lent - share_bytes(folder, spec))
         self._follower = Follower(self._model, layers, task.ran, self._ready.passing, memory)
@@ -169,7 +169,7 @@ class WholeWork:
         self._model: LoadedModel = load_model(runtime, spec.model, folder, load, task.progress, whole_share=True)
         if isinstance(self._model, Interruptible):
             self._model.between_layers = self.answers.check
-        self._ready = Ready(self._model, folder, load, held_in(rank_context_of(spec)), task.warm, task.notice)
+        self._ready = ResidentModel(self._model, folder, load, held_in(rank_context_of(spec)), task.warm, task.notice)
         lent = task.terms.memory
         memory = None if lent is None else max(0, lent - share_bytes(folder, spec))
         self._follower = Follower(self._model, self.answers, task.ran, self._ready.passing, memory)
@@ -210,7 +210,7 @@ class CentralWork:
         context = rank_context_of(spec)
         load = load_of(spec, task.terms)
         self._experts = load_experts(own, folder, load, context, task.progress)
-        self._ready = Ready(self._experts, folder, load, held_in(context), task.warm, task.notice, trunk=False)
+        self._ready = ResidentModel(self._experts, folder, load, held_in(context), task.warm, task.notice, trunk=False)
         self._layers = context.placement.layers
         self._at: int | None = None
         """The layer that was asked for last."""

@@ -1,4 +1,4 @@
-"""One loaded model kept ready: its weights' keeper, and the probe that tells what idling costs all the same."""
+"""A loaded model kept in fast memory: its page warmer, and the probe that measures what idling costs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.ipc.messages import AnyEvent, Finished, Load, Notice, WarmUp
 from engine.moe.rank_context import RankContext
 from engine.planning.residency import lets_go
 from engine.residency.mapped import MappedWeights
-from engine.residency.page_warmer import IdleProbe, Keeper
+from engine.residency.page_warmer import IdleProbe, PageWarmer
 from engine.runtimes.protocol import HasRankContext, KeepsWeights, LoadedModel, MapsFiles, Weights
 from engine.system.free_memory import available_bytes
 from engine.system.machine import on_battery
@@ -23,13 +23,13 @@ Held = Mapping[int, Sequence[int]]
 """Decoder layer to the experts that this node runs."""
 
 
-class Ready:
+class ResidentModel:
     """Keeps ``model``, which was loaded from ``folder``, in fast memory until it is closed.
 
-    ``model`` may be experts only, ``trunk`` False then. ``held``: the experts it runs in a ring; None: all.
-    ``tell(done, total)`` hears of the warm-up, in bytes;
-    ``notice(text)`` what a person should know. Both are called in the keeper's thread. Where keeping is switched off in
-    ``request``, or the files cannot be opened, only the probe works.
+    ``trunk``: False for a model of experts only. ``held``: the experts it runs in a ring; None: all of them.
+    ``on_progress(done, total)`` gets the warm-up's progress in bytes, ``notice(text)`` what a person should know. Both
+    are called in the warmer's thread. If ``request`` switches keeping off, or the files cannot be opened, only the
+    probe works.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Ready:
         folder: Path,
         request: Load,
         held: Held | None = None,
-        tell: Callable[[int, int], None] = lambda done, total: None,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
         notice: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.monotonic,
         trunk: bool = True,
@@ -46,7 +46,7 @@ class Ready:
         self._clock = clock
         self._pass_began = clock()
         self.probe = IdleProbe(clock)
-        self.keeper: Keeper | None = None
+        self.warmer: PageWarmer | None = None
         if not request.keep_resident:
             return
         try:
@@ -55,22 +55,22 @@ class Ready:
                 weights = model.kept_weights()
                 # The others of a ring wait for the slowest: a node of it is kept ready as long as it is one.
                 resting = None if held is not None else _lets_go
-                self.keeper = Keeper(
-                    weights, tell, wired=model.weights_are_wired, lets_go=resting, hold=model.hold_weights
+                self.warmer = PageWarmer(
+                    weights, on_progress, wired=model.weights_are_wired, lets_go=resting, hold=model.hold_weights
                 )
             else:
                 in_use = model.mapped_files if isinstance(model, MapsFiles) else ()
                 weights = mapped = MappedWeights(folder, held, trunk, in_use)
                 lock = (lambda: _lock(mapped, notice)) if request.lock_memory else None
-                self.keeper = Keeper(weights, tell, after_warm_up=lock)
+                self.warmer = PageWarmer(weights, on_progress, after_warm_up=lock)
         except (ModelError, OSError) as error:
             notice(f"The weights are not kept in memory: {error}")
             return
-        self.keeper.start()
+        self.warmer.start()
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Around an answer: nothing is touched within it."""
+        """Around an answer: within it no weights are touched."""
         self.probe.begin()
         with self._busy():
             yield
@@ -85,8 +85,8 @@ class Ready:
 
     @contextlib.contextmanager
     def part_of_pass(self, first: bool, last: bool) -> Iterator[None]:
-        """As :meth:`passing`, around one of the parts in which a pass comes here. Between two of them nothing is held
-        up: the last one may never come."""
+        """As :meth:`passing`, around one part of a pass that arrives in parts. Between two parts the warmer may work,
+        as the last part may never arrive."""
         if first:
             self.probe.begin()
             self._pass_began = self._clock()
@@ -98,14 +98,14 @@ class Ready:
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
         try:
-            with self.keeper.answering() if self.keeper is not None else contextlib.nullcontext():
+            with self.warmer.answering() if self.warmer is not None else contextlib.nullcontext():
                 yield
         finally:
             self.probe.end()
 
     def probed(self, finished: Finished, first_pass_s: float | None) -> Finished:
         """``finished``, within :meth:`answering`, with the probe's figure if this was the first answer after idling:
-        the time of its first pass, so that neither a long prompt nor what went before it is taken for idling's cost."""
+        the time of its first pass, which a long prompt does not change."""
         if first_pass_s is None:
             return finished
         found = self.probe.first_token(first_pass_s)
@@ -118,38 +118,38 @@ class Ready:
 
     def close(self) -> None:
         """Stop; call it before the model is closed. May be called twice."""
-        if self.keeper is not None:
-            self.keeper.close()
+        if self.warmer is not None:
+            self.warmer.close()
 
 
-class Keeping:
-    """What a host keeps ready: the model it has loaded, in a ring the experts that are its own at this moment."""
+class Residency:
+    """The loaded model of a host, kept in fast memory; in a ring, the experts of its present place in it."""
 
     def __init__(self, send: Callable[[AnyEvent], None]) -> None:
         self._send = send
-        self._ready: Ready | None = None
+        self._ready: ResidentModel | None = None
         self._made: tuple[LoadedModel, Path, Load] | None = None
         self._context: RankContext | None = None
         self._warming = 0
-        """Bytes that are to be brought into memory; 0: nothing is, or all are there."""
+        """Total bytes of a warm-up that is running; 0: none is."""
 
     def loaded(self, model: LoadedModel, folder: Path, request: Load) -> None:
         """Keep ``model`` from now on."""
         self.release()
         self._made = (model, folder, request)
         self._context = rank_context_of(model)
-        self._ready = Ready(
+        self._ready = ResidentModel(
             model,
             folder,
             request,
             None if self._context is None else held_in(self._context),
-            self._warm_up,
+            self._on_progress,
             lambda text: self._send(Notice(text=text)),
         )
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Around an answer or a measurement; a ring that was formed anew within it is kept as it is then."""
+        """Around an answer or a measurement. If the ring was formed anew within it, its new experts are kept."""
         try:
             with self._ready.answering() if self._ready is not None else contextlib.nullcontext():
                 yield
@@ -158,22 +158,23 @@ class Keeping:
                 self.loaded(*self._made)
 
     def probed(self, finished: Finished, first_pass_s: float | None) -> Finished:
-        """See :meth:`Ready.probed`. A ring that was formed anew meanwhile loaded its weights, which is no idling."""
+        """See :meth:`ResidentModel.probed`. A ring that was formed anew meanwhile loaded its weights, which is no
+        idling."""
         if self._ready is None or self._made is None or rank_context_of(self._made[0]) is not self._context:
             return finished
         return self._ready.probed(finished, first_pass_s)
 
     def release(self) -> None:
-        """Nothing is kept any more; to be called before the model is closed."""
+        """Stop keeping the model; to be called before it is closed."""
         ready, self._ready, self._made = self._ready, None, None
         if ready is not None:
             ready.close()
         total, self._warming = self._warming, 0
         if total:
-            # Nothing is warmed up any more: who shows it must not wait for the rest.
+            # The warm-up has ended early: the screen must not wait for the rest.
             self._send(WarmUp(done=total, total=total))
 
-    def _warm_up(self, done: int, total: int) -> None:
+    def _on_progress(self, done: int, total: int) -> None:
         self._warming = total if done < total else 0
         self._send(WarmUp(done=done, total=total))
 
