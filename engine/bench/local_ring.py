@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, Protocol, TypeVar
 
 from discovery.identity import Identity, load_identity
 from discovery.peers import PeersFile, new_peer
@@ -41,10 +41,36 @@ NETWORK = Path("config") / "network"
 E = TypeVar("E", bound=AnyEvent)
 
 
+class ChildProcess(Protocol):
+    """The part of ``subprocess.Popen`` that a started engine is used by."""
+
+    pid: int
+    returncode: int | None
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, sig: int) -> None: ...
+    def kill(self) -> None: ...
+
+
+Launcher = Callable[[Sequence[str], Mapping[str, str]], ChildProcess]
+"""Starts a Python interpreter with these arguments and this environment, and pipes for its input and output."""
+
+
+def launch_python(arguments: Sequence[str], environment: Mapping[str, str]) -> ChildProcess:
+    """A new interpreter. Raises OSError."""
+    return subprocess.Popen(
+        [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(environment)
+    )
+
+
 class LocalEngine:
     """An engine process of this machine, and the events it sent. From any thread.
 
     ``arguments``: of the Python interpreter, for a process that is prepared before it calls ``engine.host.main()``.
+    ``launch``: how the process is started; tests fork it from one that has imported everything.
     """
 
     def __init__(
@@ -52,14 +78,13 @@ class LocalEngine:
         home: Path,
         environment: Mapping[str, str] | None = None,
         arguments: Sequence[str] = ("-P", "-m", "engine.host"),
+        launch: Launcher = launch_python,
     ) -> None:
         self.home = home
         env = {**os.environ, "PRIVATELLM_HOME": str(home), "GRPC_VERBOSITY": "NONE", **(environment or {})}
         # A keyring is the person's: processes that are gone in a minute keep their keys in files.
         env["PYTHON_KEYRING_BACKEND"] = "keyring.backends.null.Keyring"
-        self.process = subprocess.Popen(
-            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
-        )
+        self.process = launch(arguments, env)
         self.events: list[AnyEvent] = []
         self._news = threading.Condition()
         self._ended = False
@@ -168,6 +193,7 @@ class LocalRing:
         models: Sequence[Path] = (),
         threads: int | None = None,
         cpus: Sequence[frozenset[int]] = (),
+        launch: Launcher = launch_python,
     ) -> None:
         """Raises ModelError if a process does not start."""
         self.engines: list[LocalEngine] = []
@@ -183,7 +209,7 @@ class LocalRing:
             self.identities = pair_homes([head, *homes])
             environment = {"OMP_NUM_THREADS": str(threads)} if threads else {}
             for index, home in enumerate(homes):
-                engine = LocalEngine(home, environment)
+                engine = LocalEngine(home, environment, launch=launch)
                 self.engines.append(engine)
                 if index < len(cpus):
                     # Before it has other threads, which will be there too.
@@ -219,4 +245,4 @@ def open_network(engine: LocalEngine, name: str, lend: bool = False, peers: Sequ
     return state.me.listening[0]
 
 
-__all__ = ["LocalEngine", "LocalRing", "open_network", "pair_homes"]
+__all__ = ["ChildProcess", "Launcher", "LocalEngine", "LocalRing", "launch_python", "open_network", "pair_homes"]

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.bench.local_ring import LocalEngine, open_network, pair_homes
+from engine_forks import forked
+
+from engine.bench.local_ring import Launcher, LocalEngine, open_network, pair_homes
 from engine.ipc.messages import Beam, Finished, Generate, Load, Loaded, NetworkState, Sampling, Shutdown
 from engine.ipc.messages.ring import RingChoice, RingFacts
 
@@ -37,9 +39,9 @@ def with_runtimes(*names: str) -> Machine:
 
 
 class RealRing:
-    """The first of ``machines`` is the head."""
+    """The first of ``machines`` is the head. ``launch``: ``with_torch`` where models are loaded with torch."""
 
-    def __init__(self, folder: Path, machines: Sequence[Machine]) -> None:
+    def __init__(self, folder: Path, machines: Sequence[Machine], launch: Launcher = forked) -> None:
         homes = [folder / f"node-{rank}" for rank in range(len(machines))]
         for home, machine in zip(homes, machines, strict=True):
             (home / "config" / "network").mkdir(parents=True)
@@ -51,7 +53,7 @@ class RealRing:
         self.threads = 1
         """That the head is told to compute with."""
         try:
-            self.engines = [_started(home, machine) for home, machine in zip(homes, machines, strict=True)]
+            self.engines = [_started(home, machine, launch) for home, machine in zip(homes, machines, strict=True)]
             addresses = [
                 open_network(engine, f"node {rank}", lend=True) for rank, engine in enumerate(self.engines) if rank
             ]
@@ -136,10 +138,12 @@ class RealRing:
         return found
 
 
-def _started(home: Path, machine: Machine) -> LocalEngine:
+def _started(home: Path, machine: Machine, launch: Launcher) -> LocalEngine:
     arguments = ("-c", f"{machine.before}\nfrom engine.host import main\nraise SystemExit(main())")
     environment = {"OMP_NUM_THREADS": "1", **machine.environment}
-    return LocalEngine(home, environment, arguments) if machine.before else LocalEngine(home, environment)
+    if machine.before:
+        return LocalEngine(home, environment, arguments, launch)
+    return LocalEngine(home, environment, launch=launch)
 
 
 __all__ = ["ANSWER", "PROMPT", "TRUSTED", "Machine", "RealRing", "with_runtimes"]

@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine_forks import forked
 from slow_wire import PairProxy
 from tiny_models import write_tiny_model
 
 from discovery.identity import load_identity
 from discovery.peers import PeersFile, new_peer
-from engine.bench.local_ring import LocalEngine
+from engine.bench.local_ring import Launcher, LocalEngine
 from engine.ipc.messages import (
     AnyEvent,
     Failed,
@@ -85,6 +86,7 @@ class Machine:
         self.terms: dict[str, Any] = {}
         """On which it is lent; see OpenNetwork."""
         self.proxy: PairProxy | None = None
+        self.launch: Launcher = forked
         self.engine: LocalEngine
         (home / NETWORK).mkdir(parents=True, mode=0o700)
         (home / "models").mkdir(exist_ok=True)
@@ -103,7 +105,7 @@ class Machine:
         if self.proxy is not None:
             code += ANNOUNCE_PROXY.format(port=self.proxy.port)
         arguments = ["-c", code + MAIN] if code else ["-m", "engine.host"]
-        self.engine = LocalEngine(self.home, {"OMP_NUM_THREADS": "1", **self.environment}, arguments)
+        self.engine = LocalEngine(self.home, {"OMP_NUM_THREADS": "1", **self.environment}, arguments, self.launch)
         listen = f"{self.host}:{self.port}"
         self.engine.ask(
             OpenNetwork(
@@ -278,7 +280,7 @@ class Oracle:
 
     def __init__(self, folder: Path, model: Path, runtime: str = "auto") -> None:
         folder.mkdir(parents=True)
-        self.engine = LocalEngine(folder, {"OMP_NUM_THREADS": "1"})
+        self.engine = LocalEngine(folder, {"OMP_NUM_THREADS": "1"}, launch=forked)
         self._known: dict[str, Finished] = {}
         load = Load(id=self.engine.new_id(), model=str(model), partitioning="cpu", runtime=runtime)  # type: ignore[arg-type]
         assert isinstance(self.engine.ask(load, 120), Loaded)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from engine_forks import forked
 from ring_faults import Machine, Oracle, Ring, eventually
 
 from engine.bench.local_ring import LocalEngine
@@ -126,7 +127,7 @@ def answered_by_all(ring: Ring) -> list[int]:
 
 def spare_process(machine: Machine) -> LocalEngine:
     """The process that ``machine`` comes back with; its network is not open yet."""
-    return LocalEngine(machine.home, machine.environment)
+    return LocalEngine(machine.home, machine.environment, launch=forked)
 
 
 def port_is_free(port: int) -> bool:

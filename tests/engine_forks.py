@@ -1,0 +1,161 @@
+"""Engine processes that are forked from one that has imported everything, where a test does not test the start itself.
+
+A cold start costs a second of processor time for the imports (two more with torch), a fork a few milliseconds. There is
+one fork server per test process, and a second one with torch. Elsewhere than on Linux engines are started cold: a
+process that has used Apple's frameworks must not be forked.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import io
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import fork_server
+
+FORKS = sys.platform == "linux"
+START_S = 120.0
+
+
+class ForkedProcess:
+    """A process that the fork server started, used as one of ``subprocess.Popen``."""
+
+    def __init__(
+        self, pid: int, report: socket.socket, stdin: io.FileIO | None, stdout: io.BufferedReader | None
+    ) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self.stdin = stdin
+        self.stdout = stdout
+        self._report = report
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        return self.returncode if self._ended(0.0) else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        if not self._ended(timeout):
+            raise subprocess.TimeoutExpired("a forked engine", timeout or 0.0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Nothing happens where the process has ended."""
+        if not self._ended(0.0):
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(9)
+
+    def terminate(self) -> None:
+        self.send_signal(15)
+
+    def _ended(self, timeout: float | None) -> bool:
+        """The id of an ended process is in use until this has seen the end."""
+        if self.returncode is None and readable(self._report, timeout):
+            with self._lock:
+                if self.returncode is None:
+                    self.returncode = number_on(self._report)
+                    self._report.close()
+        return self.returncode is not None
+
+
+def readable(report: socket.socket, timeout: float | None) -> bool:
+    try:
+        poll = select.poll()
+        poll.register(report, select.POLLIN)
+        return bool(poll.poll(None if timeout is None else max(0.0, timeout) * 1000))
+    except (OSError, ValueError):
+        return True  # another thread has seen the end
+
+
+def number_on(report: socket.socket) -> int:
+    data = b""
+    while len(data) < fork_server.REPORT:
+        more = report.recv(fork_server.REPORT - len(data))
+        assert more, "the fork server is gone"
+        data += more
+    return int.from_bytes(data, "little", signed=True)
+
+
+class ForkServer:
+    """The server's process, and the socket on which it is given jobs."""
+
+    def __init__(self, *more: str) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
+        with theirs:
+            root = Path(__file__).resolve().parent.parent
+            self._process = subprocess.Popen(
+                [sys.executable, fork_server.__file__, str(theirs.fileno()), *more],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                    "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
+                },
+            )
+        self._control.settimeout(START_S)
+        atexit.register(self.close)
+
+    def start(self, job: Mapping[str, Any], standard: Sequence[int]) -> tuple[int, socket.socket]:
+        """The new process's id, and the socket on which its end is reported."""
+        report, theirs = socket.socketpair()
+        with theirs, self._lock:
+            socket.send_fds(self._control, [json.dumps(job).encode()], [*standard, theirs.fileno()])
+        return number_on(report), report
+
+    def close(self) -> None:
+        self._control.close()
+        self._process.wait()
+
+
+server = functools.cache(ForkServer)
+"""Started when it is first asked for."""
+
+
+def forked(
+    arguments: Sequence[str], environment: Mapping[str, str], *more: str
+) -> ForkedProcess | subprocess.Popen[bytes]:
+    """Start an engine as ``python ARGUMENTS`` would, with pipes for its input and output.
+
+    ``arguments``: ``-m engine.host`` or ``-c CODE``; what Python itself reads from ``environment`` is not looked at.
+    """
+    if not FORKS:
+        return subprocess.Popen(
+            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(environment)
+        )
+    flag, what = list(arguments)[-2:]
+    assert flag == "-c" or (flag, what) == ("-m", "engine.host")
+    requests, stdin = os.pipe()
+    stdout, events = os.pipe()
+    job = {
+        "code": what if flag == "-c" else None,
+        "environment": dict(environment),
+        "folder": str(Path.cwd()),
+        "session": False,
+    }
+    try:
+        pid, report = server(*more).start(job, [requests, events, 2])
+    finally:
+        os.close(requests)
+        os.close(events)
+    return ForkedProcess(pid, report, os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"))
+
+
+def with_torch(arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedProcess | subprocess.Popen[bytes]:
+    """An engine that has imported torch already."""
+    return forked(arguments, environment, "torch")

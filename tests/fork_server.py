@@ -1,0 +1,147 @@
+"""A process that has imported what an engine imports and forks engine processes from that; see engine_forks.py.
+
+``python fork_server.py CONTROL [torch]``: CONTROL is the descriptor of a socket. Each packet on it is a job, with four
+descriptors: standard input, output and errors, and a socket on which the process id and, at its end, the exit status
+are reported. The process stays a zombie until the other side has closed that socket: its id is not given away before.
+
+No thread and no gRPC object may exist here: neither survives a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import pkgutil
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+TORCH = ("engine.runtimes.torch", "engine.cluster.transport.gloo")
+"""What of the engine imports torch."""
+NEVER = ("engine.runtimes.mlx", "engine.cluster.transport.mlx_group", "engine.moe.kernels._native")
+"""mlx is not made for forking, and the kernels are no Python module."""
+
+PACKET_BYTES = 1 << 20
+REPORT = 8
+"""Bytes of a number on a report socket."""
+
+
+def main() -> None:
+    control = socket.socket(fileno=int(sys.argv[1]))
+    left_out = NEVER if "torch" in sys.argv[2:] else (*NEVER, *TORCH)
+    for name in (*modules_of("discovery", left_out), *modules_of("engine", left_out)):
+        importlib.import_module(name)
+    assert "torch" in sys.argv[2:] or "torch" not in sys.modules, "something else of the engine imports torch"
+    assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread was started by an import: forking is not safe"
+    gc.collect()
+    gc.freeze()
+    job = serve(control)
+    if job is not None:
+        run(job)
+
+
+def modules_of(package: str, left_out: tuple[str, ...]) -> Iterator[str]:
+    """The names of all modules of ``package``, at any depth."""
+    for module in pkgutil.iter_modules(importlib.import_module(package).__path__, f"{package}."):
+        if module.name not in left_out:
+            yield module.name
+            if module.ispkg:
+                yield from modules_of(module.name, left_out)
+
+
+def serve(control: socket.socket) -> dict[str, Any] | None:
+    """Fork until the other side of ``control`` closes it: None then. In a forked process: its job."""
+    woken, wake = socket.socketpair()
+    for one in (woken, wake):
+        one.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+    running: dict[int, socket.socket] = {}
+    ended: dict[int, socket.socket] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(control, selectors.EVENT_READ)
+        selector.register(woken, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is woken:
+                    while _received(woken):
+                        pass
+                    for pid in [pid for pid in running if has_ended(pid)]:
+                        ended[pid] = running.pop(pid)
+                        _report(ended[pid], os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT))
+                        selector.register(ended[pid], selectors.EVENT_READ, pid)
+                elif key.fileobj is control:
+                    packet, descriptors, _, _ = socket.recv_fds(control, PACKET_BYTES, 4)
+                    if not packet:
+                        return None
+                    job = json.loads(packet)
+                    pid = os.fork()
+                    if pid == 0:
+                        become(job, descriptors[:3])
+                        return dict(job)
+                    for descriptor in descriptors[:3]:
+                        os.close(descriptor)
+                    running[pid] = socket.socket(fileno=descriptors[3])
+                    _send(running[pid], pid)
+                else:
+                    selector.unregister(key.fileobj)
+                    ended.pop(key.data).close()
+                    os.waitpid(key.data, 0)
+
+
+def has_ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _received(woken: socket.socket) -> bytes:
+    try:
+        return woken.recv(1 << 12)
+    except BlockingIOError:
+        return b""
+
+
+def _report(report: socket.socket, how: Any) -> None:
+    """The exit status as subprocess has it: negative for a signal."""
+    _send(report, how.si_status if how.si_code == os.CLD_EXITED else -how.si_status)
+
+
+def _send(report: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # nobody asks any more
+        report.sendall(number.to_bytes(REPORT, "little", signed=True))
+
+
+def become(job: dict[str, Any], standard: list[int]) -> None:
+    """Make this forked process look as one that ``subprocess`` has just started."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if job["session"]:
+        os.setsid()
+    for number, descriptor in enumerate(standard):
+        os.dup2(descriptor, number)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.chdir(job["folder"])
+    os.environ.clear()
+    os.environ.update(job["environment"])
+
+
+def run(job: dict[str, Any]) -> None:
+    """Python's ``-c CODE``, or ``-m engine.host`` where there is no code."""
+    code = job["code"]
+    sys.argv = ["-m" if code is None else "-c"]
+    if code is None:
+        from engine.host import main as engine_main
+
+        engine_main()
+    else:
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+
+
+if __name__ == "__main__":
+    main()
