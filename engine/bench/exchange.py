@@ -21,13 +21,13 @@ import msgspec
 
 from discovery.certificates import make_certificate
 from engine.bench.exchange_node import (
-    Neighbour,
+    ExchangeTimes,
+    NeighbourNode,
     NodeConnected,
     NodePlan,
     NodePort,
     NodeRound,
     NodeSetup,
-    NodeTimes,
     contribution,
 )
 from engine.calibration.spread import figure
@@ -100,7 +100,9 @@ def _measure(
     result = Measured(len(processes))
     for process in processes:
         process.tell(NodeSetup(rank=process.rank, certificate=process.certificate, private_key=process.private_key))
-    neighbours = [Neighbour(certificate=process.certificate, port=process.hear(NodePort).port) for process in processes]
+    neighbours = [
+        NeighbourNode(certificate=process.certificate, port=process.hear(NodePort).port) for process in processes
+    ]
     plan = NodePlan(
         epoch=secrets.token_hex(8), key=secrets.token_bytes(32), neighbours=neighbours, exchanges=list(exchanges)
     )
@@ -114,12 +116,12 @@ def _measure(
         if cancelled():
             raise Cancelled("The benchmark was stopped.")
         wanted = NodeRound(exchanges=common, sizes=list(SIZES), repeats=list(REPEATS), warm=WARM)
-        head = _ask_all(processes, wanted, NodeTimes)[0]
+        head = _ask_all(processes, wanted, ExchangeTimes)[0]
         for name in common:
             for size in SIZES:
                 seconds[name][size] += head.seconds[name][str(size)]
     waiting = NodeRound(exchanges=common, sizes=[], repeats=[], warm=0, what="waiting")
-    answers = _ask_all(processes, waiting, NodeTimes)
+    answers = _ask_all(processes, waiting, ExchangeTimes)
     result.seconds = seconds
     result.busy = {name: max(answer.busy[name] for answer in answers) for name in common}
     return result
@@ -128,7 +130,7 @@ def _measure(
 def _compare(processes: Sequence[_NodeProcess], exchanges: list[ExchangeName]) -> None:
     """Through every exchange, every node must get the same bytes; raises ModelError (internal) if not."""
     wanted = NodeRound(exchanges=exchanges, sizes=list(COMPARED), repeats=[], warm=0, what="digests")
-    answers = _ask_all(processes, wanted, NodeTimes)
+    answers = _ask_all(processes, wanted, ExchangeTimes)
     expected = hashlib.sha256()
     for size in COMPARED:
         for rank in range(len(processes)):

@@ -52,7 +52,7 @@ class NodePort(msgspec.Struct, frozen=True, kw_only=True):
     port: int
 
 
-class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
+class NeighbourNode(msgspec.Struct, frozen=True, kw_only=True):
     certificate: bytes
     port: int
     host: str = "127.0.0.1"
@@ -63,7 +63,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     epoch: str
     key: bytes
-    neighbours: list[Neighbour]
+    neighbours: list[NeighbourNode]
     exchanges: list[ExchangeName]
 
 
@@ -73,7 +73,7 @@ class NodeConnected(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeRound(msgspec.Struct, frozen=True, kw_only=True):
-    """Measure ``exchanges`` in turn, each with all ``sizes``; it answers with :class:`NodeTimes`."""
+    """Measure ``exchanges`` in turn, each with all ``sizes``; it answers with :class:`ExchangeTimes`."""
 
     exchanges: list[ExchangeName]
     sizes: list[int]
@@ -83,7 +83,7 @@ class NodeRound(msgspec.Struct, frozen=True, kw_only=True):
     """Or what waiting for the last rank costs the processor; or what arrives of bytes that differ by rank and size."""
 
 
-class NodeTimes(msgspec.Struct, frozen=True, kw_only=True):
+class ExchangeTimes(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of every exchange, by its name and size; share of one core while waiting, by name."""
 
     seconds: dict[str, dict[str, list[float]]] = {}
@@ -92,7 +92,7 @@ class NodeTimes(msgspec.Struct, frozen=True, kw_only=True):
     """SHA-256 of all that arrived, in the order of ranks and sizes, by name."""
 
 
-class Node:
+class BenchNode:
     """What the process has between two messages."""
 
     def __init__(self, setup: NodeSetup) -> None:
@@ -127,18 +127,22 @@ class Node:
                 problems[name] = str(error)
         return NodeConnected(exchanges=list(self._exchanges), problems=problems)
 
-    def measure(self, wanted: NodeRound) -> NodeTimes:
+    def measure(self, wanted: NodeRound) -> ExchangeTimes:
         """Raises PeerLost, RingProtocolError."""
         if wanted.what == "digests":
-            return NodeTimes(digests={name: digest(self._exchanges[name], wanted.sizes) for name in wanted.exchanges})
+            return ExchangeTimes(
+                digests={name: digest(self._exchanges[name], wanted.sizes) for name in wanted.exchanges}
+            )
         if wanted.what == "waiting":
-            return NodeTimes(busy={name: self._busy_while_waiting(self._exchanges[name]) for name in wanted.exchanges})
+            return ExchangeTimes(
+                busy={name: self._busy_while_waiting(self._exchanges[name]) for name in wanted.exchanges}
+            )
         seconds: dict[str, dict[str, list[float]]] = defaultdict(dict)
         for name in wanted.exchanges:
             for size, repeats in zip(wanted.sizes, wanted.repeats, strict=True):
                 times = time_exchanges(self._exchanges[name], size, wanted.warm + repeats)
                 seconds[name][str(size)] = times[wanted.warm :]
-        return NodeTimes(seconds=seconds)
+        return ExchangeTimes(seconds=seconds)
 
     def _busy_while_waiting(self, exchange: Exchange) -> float:
         exchange.send((b"x",), 1)
@@ -219,7 +223,7 @@ def main() -> None:
     setup = told.hear(NodeSetup)
     if setup is None:
         return
-    node = Node(setup)
+    node = BenchNode(setup)
     try:
         _say(NodePort(port=node.port))
         plan = told.hear(NodePlan)

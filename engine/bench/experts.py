@@ -1,17 +1,23 @@
-"""``bench experts``: what one expert costs here (the Twiddler paper's figure 7), kept for later decisions."""
+"""``bench experts``: the cost of one expert on this machine (the Twiddler paper's figure 7), kept for later decisions.
+
+Beside that the calibration prompts are run: texts of different kinds whose routes seed the popularity profile.
+"""
 
 from __future__ import annotations
 
+import importlib.resources
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from engine.bench.decode import keep_speed
-from engine.bench.prompts import PromptTokenizer, calibration_prompts, count_routes
-from engine.bench.setting import WARM_UP_STEPS, Setting, median, not_kept, random_tokens, read_prompt, steps
+import numpy as np
+
+from engine.bench.subject import WARM_UP_STEPS, BenchSubject, median, not_kept, random_tokens, read_prompt, steps
+from engine.bench.throughput import keep_speed
 from engine.calibration.calibration_file import calibration_key, save_calibration, shape_of
 from engine.calibration.measuring import Figures, calibration_of, measure
 from engine.calibration.spread import Spread, figure, milliseconds
 from engine.calibration.streaming import StreamingRead
-from engine.errors import ModelError
+from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import BenchResult
 from engine.models.files import Experts, ModelFiles
 from engine.models.profiles import profile_paths
@@ -21,18 +27,28 @@ from engine.moe.popularity_file import model_of, save_profile
 from engine.planning.calibration import Calibration
 
 SHORT_PROMPT = 16
+"""Tokens of the prompt of the short decoding run beside the experts."""
 SHORT_STEPS = 8
-"""Decoded once beside the experts: enough for a plan, and short even where a step takes a second."""
+"""Decoding steps of that run: enough for a plan, and short even where a step takes a second."""
+
+PROMPTS_FILE = "calibration_prompts.txt"
+ANSWER_TOKENS = 12
+"""Tokens decoded greedily after each calibration prompt: answers use other experts than questions."""
+BUDGET_S = 20.0
+"""Time in seconds after which no further calibration prompt is begun."""
+
+EncodePrompt = Callable[[str], list[int]]
+"""A question's text to the token ids of its chat prompt."""
 
 COLUMNS = ["tokens", "CPU, ms", "CPU, GB/s of weights", "GPU, ms", "weights to the GPU, ms", "activations, ms"]
 
 
 def bench_experts(
-    setting: Setting,
+    subject: BenchSubject,
     request_id: int,
     files: ModelFiles,
     popularity: Popularity | None,
-    tokenizer: PromptTokenizer | None,
+    encode: EncodePrompt | None,
 ) -> BenchResult:
     """Measure, keep the calibration, and count the calibration prompts' routes.
 
@@ -43,21 +59,21 @@ def bench_experts(
     experts = files.experts
     if experts is None:
         raise ModelError(
-            f"{setting.facts.name} is a dense model: it has no routed experts to measure; name an MoE model.",
+            f"{subject.facts.name} is a dense model: it has no routed experts to measure; name an MoE model.",
             kind="bad-input",
         )
-    setting.report("reading the experts", 0, 0, "")
-    cpu = LocalCpuSide(experts, setting.facts.dtype, setting.facts.experts_per_token, setting.threads)
-    gpu, lines = gpu_side(experts, setting.facts.dtype, setting.report)
-    memory = StreamingRead(setting.threads, setting.clock)
+    subject.report("reading the experts", 0, 0, "")
+    cpu = LocalCpuSide(experts, subject.facts.dtype, subject.facts.experts_per_token, subject.threads)
+    gpu, lines = gpu_side(experts, subject.facts.dtype, subject.report)
+    memory = StreamingRead(subject.threads, subject.clock)
     try:
-        figures = measure(cpu, gpu, memory.rate, setting.clock, setting.report)
+        figures = measure(cpu, gpu, memory.rate, subject.clock, subject.report)
     finally:
         if gpu is not None:
             gpu.close()
-    machine = calibration_key(setting.facts.dtype, setting.threads, gpu.name if gpu is not None else None)
+    machine = calibration_key(subject.facts.dtype, subject.threads, gpu.name if gpu is not None else None)
     calibration = calibration_of(figures, machine, shape_of(experts))
-    why = setting.why_not_kept(figures.memory_read)
+    why = subject.why_not_kept(figures.memory_read)
     path = "" if why else _kept(calibration)
     notes = [
         f"CPU: {cpu.description}, {cpu.experts_per_call} experts in a call.",
@@ -65,12 +81,12 @@ def bench_experts(
         *lines,
         f"Streaming read in the same run: {_gigabytes(figures.memory_read)} GB/s.",
         not_kept(why) if why else f"Kept as {path}",
-        _seed(setting, files, experts, popularity, tokenizer),
-        *([] if why else _beside_experts(setting, figures)),
+        _seed(subject, files, experts, popularity, encode),
+        *([] if why else _beside_experts(subject, figures)),
     ]
     return BenchResult(
         id=request_id,
-        title=f"One expert of {setting.facts.name}: {_described(calibration)}",
+        title=f"One expert of {subject.facts.name}: {_described(calibration)}",
         columns=COLUMNS,
         rows=_rows(figures, calibration),
         notes=[*notes, *cpu.notices],
@@ -108,19 +124,19 @@ def _rows(figures: Figures, calibration: Calibration) -> list[list[str | int | f
 
 
 def _seed(
-    setting: Setting,
+    subject: BenchSubject,
     files: ModelFiles,
     experts: Experts,
     popularity: Popularity | None,
-    tokenizer: PromptTokenizer | None,
+    encode: EncodePrompt | None,
 ) -> str:
-    """Run the calibration prompts and keep what they used; one line about it."""
+    """Run the calibration prompts and keep the routes they used; one line about it."""
     if popularity is None:
-        return f"The calibration prompts were not run: the {setting.facts.runtime} runtime does not count routes."
-    if tokenizer is None:
+        return f"The calibration prompts were not run: the {subject.facts.runtime} runtime does not count routes."
+    if encode is None:
         return "The calibration prompts were not run: the model has no tokenizer."
     prompts = calibration_prompts()
-    counts, done = count_routes(setting, popularity, tokenizer, prompts)
+    counts, done = count_routes(subject, popularity, encode, prompts)
     path = profile_paths(profile_key(files.folder))[1]
     try:
         save_profile(path, model_of(experts), counts)
@@ -133,17 +149,17 @@ def _seed(
     )
 
 
-def _beside_experts(setting: Setting, figures: Figures) -> list[str]:
-    """Decode a little, so that plans know what the runtime adds to its weights; a line if that cannot be kept."""
-    if not setting.on_cpu or setting.facts.context_limit <= SHORT_PROMPT + WARM_UP_STEPS + SHORT_STEPS:
+def _beside_experts(subject: BenchSubject, figures: Figures) -> list[str]:
+    """Decode a few steps for the plans: what a step takes beyond reading the weights. A line if it cannot be kept."""
+    if not subject.on_cpu or subject.facts.context_limit <= SHORT_PROMPT + WARM_UP_STEPS + SHORT_STEPS:
         return []
-    setting.report("decoding", 0, 0, "")
-    prompt = random_tokens(1, SHORT_PROMPT, setting.facts.vocabulary)
-    rows = setting.model.start()
-    read_prompt(setting, rows, prompt)
-    step_s = median(steps(setting, rows, SHORT_STEPS, seed=100))
-    read_bytes = setting.weight_bytes + SHORT_PROMPT * setting.facts.key_value_bytes_per_token
-    return keep_speed(setting, median(figures.memory_read), step_s, read_bytes)
+    subject.report("decoding", 0, 0, "")
+    prompt = random_tokens(1, SHORT_PROMPT, subject.facts.vocabulary)
+    rows = subject.model.start()
+    read_prompt(subject, rows, prompt)
+    step_s = median(steps(subject, rows, SHORT_STEPS, seed=100))
+    read_bytes = subject.weight_bytes + SHORT_PROMPT * subject.facts.key_value_bytes_per_token
+    return keep_speed(subject, median(figures.memory_read), step_s, read_bytes)
 
 
 def _overlap(figures: Figures, gpu: str) -> list[str]:
@@ -180,4 +196,51 @@ def _data(figures: Figures, calibration: Calibration, path: str) -> dict[str, An
         "cpu_overlapped": figures.cpu_overlapped,
         "copy_overlapped": figures.copy_overlapped,
         "memory_read_bytes_per_s": figures.memory_read,
+    }
+
+
+def calibration_prompts() -> list[str]:
+    """The prompts, which blank lines part."""
+    text = importlib.resources.files("assets").joinpath(PROMPTS_FILE).read_text(encoding="utf-8")
+    return [part.strip() for part in text.split("\n\n") if part.strip()]
+
+
+def count_routes(
+    subject: BenchSubject, popularity: Popularity, encode: EncodePrompt, prompts: Sequence[str]
+) -> tuple[dict[int, list[float]], int]:
+    """Routes per layer and expert over ``prompts`` and the beginnings of their answers, and how many prompts were run.
+
+    Raises Cancelled.
+    """
+    before = {layer: popularity.counts(layer) for layer in popularity.layers}
+    start = subject.clock()
+    done = 0
+    for done, prompt in enumerate(prompts):
+        if done and subject.clock() - start > BUDGET_S:
+            break
+        subject.report("running the calibration prompts", done, len(prompts), "")
+        tokens = encode(prompt)
+        run_prompt(subject, tokens[: max(0, subject.facts.context_limit - ANSWER_TOKENS)])
+    else:
+        done = len(prompts)
+    return _difference(before, popularity), done
+
+
+def run_prompt(subject: BenchSubject, tokens: Sequence[int]) -> None:
+    """Read ``tokens`` and decode the beginning of the likeliest answer. Does nothing without tokens."""
+    if not tokens:
+        return
+    rows = subject.model.start()
+    read_prompt(subject, rows, tokens[:-1])
+    token = tokens[-1]
+    for _ in range(ANSWER_TOKENS):
+        if subject.cancelled():
+            raise Cancelled("Stopped while running the calibration prompts.")
+        token = int(np.argmax(rows.step([token])[0]))
+
+
+def _difference(before: Mapping[int, Sequence[int]], popularity: Popularity) -> dict[int, list[float]]:
+    return {
+        layer: [float(now - was) for now, was in zip(popularity.counts(layer), row, strict=True)]
+        for layer, row in before.items()
     }

@@ -16,19 +16,19 @@ from pathlib import Path
 
 import msgspec
 
-from engine.bench.decode import bench_decode
-from engine.bench.local_ring import NETWORK, LocalRing
-from engine.bench.own_cores import bound, cores_here, shared_out
-from engine.bench.ring_of_one import ring_of_one
-from engine.bench.ring_table import Row, result_of
+from engine.bench.local_ring import NETWORK, LocalRing, bound, cores_here, shared_out
+from engine.bench.ring_table import RingRow, result_of
 from engine.bench.running import weight_bytes_per_token
-from engine.bench.setting import WARM_UP_STEPS, Setting, random_tokens, read_prompt, steps
+from engine.bench.subject import WARM_UP_STEPS, BenchSubject, random_tokens, read_prompt, steps
 from engine.bench.synthetic_moe import MoeShape, write_moe
+from engine.bench.throughput import bench_decode
+from engine.cluster.all_gather import RingLayers
 from engine.cluster.head.epoch_specs import Trial
 from engine.cluster.head.forming import RingFormer
 from engine.cluster.head.head_model import RingModel
 from engine.cluster.membership.measuring_node import experts_at_once
 from engine.cluster.network import Network
+from engine.cluster.transport.exchange import Buffer
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Bench, BenchResult, OpenNetwork, PhaseTimes
 from engine.ipc.messages.ring import LoadingName, RingChoice, RingFacts, RingMode
@@ -37,12 +37,14 @@ from engine.models.catalogue import STARTER
 from engine.models.opening import open_model
 from engine.models.sizes import sizes_of
 from engine.moe.kernels.pool import physical_cores
+from engine.moe.rank_context import HEAD, RankContext
+from engine.planning.placement import Placement
 from engine.planning.ring_speed import PassTime, StepTerms, measured_costs
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import choose_runtime, on_one_machine
 from engine.runtimes.loading import load_model
 from engine.runtimes.model_headers import read_headers
-from engine.runtimes.protocol import LoadedModel
+from engine.runtimes.protocol import LoadedModel, RingPlace
 from engine.session.loading import find_folder
 from engine.system.temporary_folders import temporary_folder
 
@@ -60,7 +62,7 @@ MADE_UP = "synthetic-moe"
 
 
 @dataclass(frozen=True)
-class Method:
+class RingMethod:
     """A version of the paper's table 3. P, prestacking, is how every model lies here; the naive one calls its experts
     one by one instead."""
 
@@ -70,9 +72,9 @@ class Method:
     one_by_one: bool = False
 
 
-NAIVE = Method("naive", "central", "selected", one_by_one=True)
-BUSY_FULL = Method("P-L_B", "central", "busy-full")
-DECENTRALISED = Method("P-L_R-D", "fast", "router-aided")
+NAIVE = RingMethod("naive", "central", "selected", one_by_one=True)
+BUSY_FULL = RingMethod("P-L_B", "central", "busy-full")
+DECENTRALISED = RingMethod("P-L_R-D", "fast", "router-aided")
 TABLE_3 = (NAIVE, BUSY_FULL, DECENTRALISED)
 
 
@@ -80,7 +82,7 @@ TABLE_3 = (NAIVE, BUSY_FULL, DECENTRALISED)
 class Samples:
     """What one method took on so many nodes, per token: a part per round; of the ring as last formed, the rest."""
 
-    method: Method | None
+    method: RingMethod | None
     """None: one node by itself."""
     nodes: int
     in_parts: bool = False
@@ -125,7 +127,7 @@ def bench_ring(
         threads = request.load.cpu_threads or max(1, physical_cores() // counts[-1])
         # What several processes do at once is measured before this one is bound to a part of the cores.
         benches = [_Bench(request, name, folder, threads, report, cancelled) for name, folder in models]
-        rows: list[Row] = []
+        rows: list[RingRow] = []
         with (
             bound(own[0] if own else ()),
             LocalRing(home, counts[-1] - 1, [folder for _, folder in models], threads, own[1:]) as ring,
@@ -182,7 +184,7 @@ class _Bench:
         report("measuring experts", 0, 0, "")
         self._at_once = 1.0 if shape is None else experts_at_once(shape, threads, max(1, physical_cores() // threads))
 
-    def rows(self, network: Network, ids: Sequence[str], counts: Sequence[int]) -> list[Row]:
+    def rows(self, network: Network, ids: Sequence[str], counts: Sequence[int]) -> list[RingRow]:
         """Every method and number of nodes, in the order of the table. ``network``: the head's, to which the other
         nodes' processes are known; ``ids``: theirs."""
         plan = [
@@ -204,7 +206,7 @@ class _Bench:
         in_parts = plan[1].median()
         return [self._row(samples, in_parts) for samples in plan]
 
-    def _row(self, samples: Samples, in_parts: PassTime) -> Row:
+    def _row(self, samples: Samples, in_parts: PassTime) -> RingRow:
         predicted = None
         if samples.terms is not None and samples.ring is not None:
             terms = samples.terms
@@ -214,7 +216,7 @@ class _Bench:
             costs = measured_costs(terms.model, computing, machine="this")
             predicted = terms.with_nodes(costs).step()
         seconds = [part.seconds for part in samples.parts]
-        return Row(
+        return RingRow(
             model=self._name,
             method=_name_of(samples),
             nodes=samples.nodes,
@@ -237,13 +239,13 @@ class _Bench:
         try:
             if not samples.parts and not samples.in_parts:
                 # Keeps what a layer costs here beside its weights: the plans rest on it.
-                bench_decode(self._setting(model), 0)
+                bench_decode(self._subject(model), 0)
             samples.parts += self._measured(model, rounds)
         finally:
             model.close()
 
     def _together(
-        self, network: Network, samples: Samples, method: Method, followers: Sequence[str], rounds: int
+        self, network: Network, samples: Samples, method: RingMethod, followers: Sequence[str], rounds: int
     ) -> None:
         model, former = self._formed(network, method, followers)
         try:
@@ -254,7 +256,7 @@ class _Bench:
         finally:
             model.close()
 
-    def _formed(self, network: Network, method: Method, followers: Sequence[str]) -> tuple[RingModel, RingFormer]:
+    def _formed(self, network: Network, method: RingMethod, followers: Sequence[str]) -> tuple[RingModel, RingFormer]:
         """A ring of all these nodes. Raises ModelError if one of them is left out again and again."""
         choice = RingChoice(
             nodes=list(followers),
@@ -282,9 +284,9 @@ class _Bench:
             f"A ring of {len(followers) + 1} processes could not be formed on this machine: {said}", kind="network"
         )
 
-    def _setting(self, model: LoadedModel) -> Setting:
+    def _subject(self, model: LoadedModel) -> BenchSubject:
         sizes = sizes_of(open_model(self._folder), self._load.dtype)
-        return Setting(
+        return BenchSubject(
             model=model,
             facts=model.facts,
             rounds=self._rounds,
@@ -297,15 +299,15 @@ class _Bench:
 
     def _measured(self, model: LoadedModel, rounds: int) -> list[PassTime]:
         """A token's time in its parts, the mean of each round's steps."""
-        setting = self._setting(model)
-        prompt = random_tokens(1, min(PROMPT, setting.prompt_tokens(STEPS + WARM_UP_STEPS)), model.facts.vocabulary)
+        subject = self._subject(model)
+        prompt = random_tokens(1, min(PROMPT, subject.prompt_tokens(STEPS + WARM_UP_STEPS)), model.facts.vocabulary)
         parts = []
         for index in range(rounds):
             rows = model.start()
-            read_prompt(setting, rows, prompt)
+            read_prompt(subject, rows, prompt)
             model.recorder.enabled = True
             model.recorder.reset()
-            steps(setting, rows, STEPS, seed=100 + index)
+            steps(subject, rows, STEPS, seed=100 + index)
             parts.append(parts_of(model.recorder.frame(0).decode))
             model.recorder.enabled = False
             del rows
@@ -323,3 +325,34 @@ def parts_of(decode: PhaseTimes) -> PassTime:
     experts = sum(layer.experts for layer in decode.layers) / 1000.0
     communication = sum(layer.exchange + layer.wait for layer in decode.layers) / 1000.0
     return PassTime(experts, communication, max(0.0, decode.per_token / 1000.0 - experts - communication))
+
+
+class LoneExchange:
+    """An exchange of one node: it gets back what it sent. See :class:`engine.cluster.transport.exchange.Exchange`."""
+
+    name = "none"
+    rank = HEAD
+    size = 1
+    idle_s = 0.0
+
+    def __init__(self) -> None:
+        self._sent = b""
+
+    def send(self, parts: Sequence[Buffer], capacity: int) -> None:
+        self._sent = b"".join(parts)
+
+    def receive(self) -> list[memoryview]:
+        return [memoryview(self._sent)]
+
+    def missing(self) -> list[int]:
+        return []
+
+    def close(self) -> None:
+        return
+
+
+def ring_of_one(layers: Sequence[int], experts: int) -> RingPlace:
+    """The only node holds all ``experts`` of all MoE ``layers``; sums travel (fast mode), as far as anything does."""
+    placement = Placement(tuple(layers), 1, (((HEAD,),) * experts,) * len(layers))
+    context = RankContext("alone", HEAD, placement, "fast")
+    return RingPlace(context, RingLayers(context, LoneExchange()))

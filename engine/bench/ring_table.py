@@ -16,7 +16,7 @@ COLUMNS = ("model", "method", "nodes", *MEASURED, "planned", "predicted", "error
 
 
 @dataclass(frozen=True)
-class Row:
+class RingRow:
     """What one method took on so many nodes: medians over the rounds, seconds per token, the head's.
 
     ``low`` and ``high``: the fastest and slowest round's; ``planned``: predicted before the ring was formed,
@@ -37,7 +37,9 @@ class Row:
     exchange_s: float | None = None
 
 
-def result_of(request: Bench, threads: int, bound: bool, cores: int, steps: int, rows: Sequence[Row]) -> BenchResult:
+def result_of(
+    request: Bench, threads: int, bound: bool, cores: int, steps: int, rows: Sequence[RingRow]
+) -> BenchResult:
     """``bound``: each process had cores of its own, of ``cores``."""
     where = "on cores of its own" if bound else f"sharing the {cores} cores"
     together = {row.model: f"{row.at_once:.1f} ({row.model})" for row in rows}
@@ -75,7 +77,7 @@ def result_of(request: Bench, threads: int, bound: bool, cores: int, steps: int,
     )
 
 
-def _cells(row: Row) -> list[str | int | float | None]:
+def _cells(row: RingRow) -> list[str | int | float | None]:
     took = row.measured
     compared = compare(row.predicted, took) if row.predicted is not None else None
     return [
@@ -94,7 +96,7 @@ def _cells(row: Row) -> list[str | int | float | None]:
     ]
 
 
-def _within(rows: Sequence[Row]) -> list[str]:
+def _within(rows: Sequence[RingRow]) -> list[str]:
     """A line that counts the predictions that came true; none without any."""
     counted = []
     for name in ("planned", "predicted"):
@@ -104,7 +106,7 @@ def _within(rows: Sequence[Row]) -> list[str]:
     return [f"Predictions within 25 % of the measured time of a token: {', '.join(counted)}."] if counted else []
 
 
-def _figures(row: Row) -> dict[str, Any]:
+def _figures(row: RingRow) -> dict[str, Any]:
     return {
         "model": row.model,
         "method": row.method,

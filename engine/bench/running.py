@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from engine.bench.beams import bench_beams
-from engine.bench.decode import bench_decode
 from engine.bench.experts import bench_experts
-from engine.bench.prefill import bench_prefill
-from engine.bench.setting import Setting
+from engine.bench.subject import BenchSubject
+from engine.bench.throughput import bench_beams, bench_decode, bench_prefill
 from engine.calibration.others import Others
 from engine.errors import ModelError
-from engine.ipc.messages import Bench, BenchResult, ExpertMovement, Load, ModelFacts
+from engine.ipc.messages import Bench, BenchResult, ExpertMovement, Load, Message, ModelFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.opening import open_model
 from engine.models.sizes import Sizes
@@ -59,7 +57,7 @@ def run_bench(
     ran = msgspec.structs.replace(request.load, runtime=session.facts.runtime)
     sizes = read_headers(folder, ran).sizes
     threads = request.load.cpu_threads or physical_cores()
-    setting = Setting(
+    subject = BenchSubject(
         model=session.model,
         facts=session.facts,
         rounds=request.rounds,
@@ -73,14 +71,15 @@ def run_bench(
     session.model.recorder.reset()
     match request.kind:
         case "decode":
-            result = bench_decode(setting, request.id)
+            result = bench_decode(subject, request.id)
         case "prefill":
-            result = bench_prefill(setting, request.id)
+            result = bench_prefill(subject, request.id)
         case "beams":
-            result = bench_beams(setting, request.id)
+            result = bench_beams(subject, request.id)
         case "experts":
             words = load_tokenizer(folder)
-            result = bench_experts(setting, request.id, open_model(folder), popularity_of(session.model), words)
+            encode = None if words is None else lambda text: words.encode_chat([Message("user", text)])
+            result = bench_experts(subject, request.id, open_model(folder), popularity_of(session.model), encode)
     result = _with_movement(result, session.model.recorder.frame(request.id).movement)
     return _with_circumstances(result, request, session.facts, threads)
 

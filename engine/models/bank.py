@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import ModelError
-from engine.models.families import ExpertShape, Family, Part, expert_shape, layer_count, part_shape
+from engine.models.families import ExpertLayers, Family, Part, expert_shape, layer_count, part_shape
 from engine.models.files import Experts, ExpertWeights, StoredTensor
 from engine.models.safetensors_files import ALIGNMENT, WIDTHS, MappedFile, TensorEntry, aligned, read_header
 from engine.models.share_files import Part as SharePart
@@ -85,7 +85,7 @@ def layer_path(folder: Path, layer: int) -> Path:
     return folder / EXPERTS_FOLDER / f"layer-{layer:05}.slabs"
 
 
-def slab_layout(dtype: str, shape: ExpertShape, has_bias: bool) -> SlabLayout:
+def slab_layout(dtype: str, shape: ExpertLayers, has_bias: bool) -> SlabLayout:
     """Where the parts of an expert go."""
     names: tuple[Part, ...] = ("gate", "up", "down")
     if has_bias:
@@ -226,7 +226,7 @@ class Bank:
 
 
 def _open_experts(
-    folder: Path, manifest: Manifest, shape: ExpertShape | None, share: SharePart | None
+    folder: Path, manifest: Manifest, shape: ExpertLayers | None, share: SharePart | None
 ) -> BankExperts | None:
     if shape is None:
         return None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
 from engine.models.families import (
-    ExpertShape,
+    ExpertLayers,
     ExpertTensor,
     Family,
     Part,
@@ -151,7 +151,7 @@ class PlainExperts:
     """The routed experts of a plain checkpoint. See :class:`engine.models.files.Experts`."""
 
     def __init__(
-        self, sources: _Sources, shape: ExpertShape, files: Mapping[str, MappedFile], share: SharePart | None = None
+        self, sources: _Sources, shape: ExpertLayers, files: Mapping[str, MappedFile], share: SharePart | None = None
     ) -> None:
         self._sources = sources
         self._share = share
@@ -242,7 +242,7 @@ class PlainExperts:
 class _Collected:
     """Sorts a checkpoint's tensors into trunk and experts, and checks that the experts are all there."""
 
-    def __init__(self, family: Family, shape: ExpertShape | None, layers: int) -> None:
+    def __init__(self, family: Family, shape: ExpertLayers | None, layers: int) -> None:
         self._family = family
         self._shape = shape
         self._layers = layers

@@ -49,7 +49,7 @@ Layout = tuple[ExpertTensor, ...]
 
 
 @dataclass(frozen=True)
-class ExpertShape:
+class ExpertLayers:
     """Sizes of the routed experts: ``gate`` and ``up`` are [ffn, hidden], ``down`` is [hidden, ffn]."""
 
     hidden: int
@@ -266,7 +266,7 @@ def layer_count(config: Mapping[str, Any], family: Family) -> int:
     return _integer(section, _first_present(section, "num_hidden_layers", "n_layers"), maximum=MOST_LAYERS)
 
 
-def expert_shape(config: Mapping[str, Any], family: Family) -> ExpertShape | None:
+def expert_shape(config: Mapping[str, Any], family: Family) -> ExpertLayers | None:
     """Sizes of the routed experts as ``config.json`` gives them; None for a dense family.
 
     Raises ModelError naming the setting that is missing or is not a positive whole number.
@@ -284,7 +284,7 @@ def expert_shape(config: Mapping[str, Any], family: Family) -> ExpertShape | Non
             f"config.json asks for {count} experts in each of {len(moe_layers)} layers, over {_MOST_PAIRS} in all; "
             "fetch the model again."
         )
-    return ExpertShape(
+    return ExpertLayers(
         hidden=_integer(section, _first_present(section, "hidden_size", "d_model")),
         ffn=_integer(section, family.ffn_key),
         count=count,
@@ -311,7 +311,7 @@ def layer_of(family: Family, name: str) -> int | None:
     return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 7 else None
 
 
-def part_shape(part: Part, shape: ExpertShape) -> tuple[int, ...]:
+def part_shape(part: Part, shape: ExpertLayers) -> tuple[int, ...]:
     """Shape of one expert's ``part``: matrices [out, in], biases [out]."""
     if part in ("gate", "up"):
         return (shape.ffn, shape.hidden)
@@ -320,7 +320,7 @@ def part_shape(part: Part, shape: ExpertShape) -> tuple[int, ...]:
     return (shape.hidden,) if part == "down_bias" else (shape.ffn,)
 
 
-def stored_shape(tensor: ExpertTensor, shape: ExpertShape) -> tuple[int, ...]:
+def stored_shape(tensor: ExpertTensor, shape: ExpertLayers) -> tuple[int, ...]:
     """Shape the checkpoint tensor must have."""
     rows, *columns = part_shape(tensor.parts[0], shape)
     one = (rows * len(tensor.parts), *columns)
@@ -334,7 +334,7 @@ def stored_shape(tensor: ExpertTensor, shape: ExpertShape) -> tuple[int, ...]:
 
 
 def part_views(
-    tensor: ExpertTensor, words: NDArray[Any], expert: int, shape: ExpertShape
+    tensor: ExpertTensor, words: NDArray[Any], expert: int, shape: ExpertLayers
 ) -> list[tuple[Part, NDArray[Any]]]:
     """The parts of ``expert`` in ``words`` (of ``stored_shape``), as views in the orientation of :func:`part_shape`."""
     if tensor.stacking == "stacked":

@@ -22,7 +22,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from engine.planning.calibration import Calibration
-from engine.planning.layer_time import Load, remembered_seconds, sides
+from engine.planning.layer_time import LayerLoad, remembered_seconds, sides
 
 SEARCH_NODES = 1500
 """Nodes that branch and bound may open, about a microsecond each: nine experts of nine kinds open at most 1023."""
@@ -44,14 +44,14 @@ class Kind(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answer:
+class Split:
     """``on_cpu`` of each kind run on the CPU; ``slowest`` is the time of the later side, ``work`` that of all parts."""
 
     slowest: float
     work: float
     on_cpu: tuple[int, ...]
 
-    def better_than(self, other: Answer) -> bool:
+    def better_than(self, other: Split) -> bool:
         """Sooner done; if equally soon, with less work (fewer copies, less heat)."""
         return (self.slowest, self.work) < (other.slowest, other.work)
 
@@ -71,7 +71,7 @@ def _share(counted: tuple[tuple[int, bool, int], ...], calibration: Calibration)
     return _Search(kinds, calibration, weigh(kinds, on_cpu, calibration)).run().on_cpu
 
 
-def weigh(kinds: Sequence[Kind], on_cpu: Sequence[int], calibration: Calibration) -> Answer:
+def weigh(kinds: Sequence[Kind], on_cpu: Sequence[int], calibration: Calibration) -> Split:
     """What it takes to run ``on_cpu`` of each kind on the CPU and the others on the GPU."""
     cpu = resident = moved = 0.0
     smallest = float("inf")
@@ -85,11 +85,11 @@ def weigh(kinds: Sequence[Kind], on_cpu: Sequence[int], calibration: Calibration
             moved += here * kind.gpu
             copies += here
             smallest = min(smallest, kind.gpu)
-    load = Load(cpu, resident, moved, smallest if copies else 0.0, copies)
-    return Answer(max(sides(load, calibration)), _work(load, calibration), tuple(on_cpu))
+    load = LayerLoad(cpu, resident, moved, smallest if copies else 0.0, copies)
+    return Split(max(sides(load, calibration)), _work(load, calibration), tuple(on_cpu))
 
 
-def _work(load: Load, calibration: Calibration) -> float:
+def _work(load: LayerLoad, calibration: Calibration) -> float:
     return load.cpu + load.resident + load.moved + load.copies * calibration.weight_copy
 
 
@@ -225,7 +225,7 @@ class _Cuts:
     def _sides(self, left: int, followed: int) -> tuple[float, float, float]:
         """Seconds until the CPU and the GPU are done, and of all parts."""
         queue, residents = self.queue, self._residents
-        load = Load(
+        load = LayerLoad(
             queue.cpu[left] + residents.cpu[followed],
             residents.gpu[followed],
             queue.gpu[left],
@@ -239,7 +239,7 @@ class _Cuts:
 class _Search:
     """Branch and bound, the kinds with the most work first; a branch whose sums already exceed the best is left."""
 
-    def __init__(self, kinds: Sequence[Kind], calibration: Calibration, best: Answer) -> None:
+    def __init__(self, kinds: Sequence[Kind], calibration: Calibration, best: Split) -> None:
         self._kinds = kinds
         self._calibration = calibration
         self._best = best
@@ -247,7 +247,7 @@ class _Search:
         self._on_cpu = [0] * len(kinds)
         self._nodes = 0
 
-    def run(self) -> Answer:
+    def run(self) -> Split:
         self._open(0, 0.0, 0.0, 0)
         return self._best
 

@@ -28,10 +28,10 @@ from engine.planning.prediction import (
 
 __all__ = [
     "Device",
+    "HybridMachine",
     "HybridPlan",
-    "Machine",
+    "HybridRequest",
     "ModelSizes",
-    "Wanted",
     "gpu_room",
     "plan",
     "slabs_kept",
@@ -56,7 +56,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Machine:
+class HybridMachine:
     """``free`` of the CPU is what can be had without harm, page cache included. Rates in bytes per second, measured or
     None."""
 
@@ -67,7 +67,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class HybridRequest:
     """What the person chose. The overheads are seconds per decoder layer and forward pass, beyond the weights."""
 
     partitioning: Literal["auto", "cpu", "hybrid"] = "auto"
@@ -129,8 +129,8 @@ def slabs_kept(model: ModelSizes, policy: Policy, room: int) -> int:
 
 def plan(
     model: ModelSizes,
-    machine: Machine,
-    wanted: Wanted,
+    machine: HybridMachine,
+    wanted: HybridRequest,
     calibration: Calibration | None = None,
     popularity: Sequence[Sequence[int]] = (),
 ) -> HybridPlan:
@@ -156,7 +156,7 @@ def _choice(what: str, choice: str, reason: str) -> PlannedChoice:
 
 
 def _cpu_plan(
-    model: ModelSizes, machine: Machine, wanted: Wanted, calibration: Calibration | None, shares: Shares
+    model: ModelSizes, machine: HybridMachine, wanted: HybridRequest, calibration: Calibration | None, shares: Shares
 ) -> HybridPlan:
     key_values = wanted.context_tokens * model.key_value_bytes_per_token
     workspace = workspace_bytes(model, wanted.prefill_chunk, gpu=False)
@@ -195,7 +195,12 @@ def _on_cpu(cpu: Device, model: ModelSizes, trunk: int, key_values: int, workspa
 
 
 def _gpu_plan(
-    model: ModelSizes, machine: Machine, gpu: Device, wanted: Wanted, calibration: Calibration | None, shares: Shares
+    model: ModelSizes,
+    machine: HybridMachine,
+    gpu: Device,
+    wanted: HybridRequest,
+    calibration: Calibration | None,
+    shares: Shares,
 ) -> HybridPlan:
     policy = policy_named(wanted.policy, model.experts)
     room = gpu_room(model, gpu, wanted.context_tokens, wanted.prefill_chunk)
@@ -241,7 +246,9 @@ def _hit_rate(model: ModelSizes, policy: Policy, per_layer: float, shares: Share
     return per_layer / model.experts if policy.cache.kind == "layers" else shares.caught(per_layer)
 
 
-def _gpu_choices(model: ModelSizes, wanted: Wanted, policy: Policy, slabs: int, room: int) -> tuple[PlannedChoice, ...]:
+def _gpu_choices(
+    model: ModelSizes, wanted: HybridRequest, policy: Policy, slabs: int, room: int
+) -> tuple[PlannedChoice, ...]:
     trunk = _choice("trunk", "GPU", "every token uses all of it")
     if not model.experts:
         return (_choice("weights", "GPU", "the model has no experts to share, so all of it goes there"),)
@@ -271,7 +278,7 @@ _POLICY_REASONS: dict[ExpertPolicy, str] = {
 
 
 def _with_speed(
-    finished: HybridPlan, model: ModelSizes, machine: Machine, speed: Speed | None, experts_room: int
+    finished: HybridPlan, model: ModelSizes, machine: HybridMachine, speed: Speed | None, experts_room: int
 ) -> HybridPlan:
     """``finished`` with the rates, the time of reading from the disk included if the host's memory is too small."""
     in_memory = min(1.0, max(0, experts_room) / model.expert_bytes) if model.expert_bytes else 1.0

@@ -35,7 +35,7 @@ class ActiveExpert:
     resident: bool
 
 
-class Load(NamedTuple):
+class LayerLoad(NamedTuple):
     """What both sides have to do, in seconds of undisturbed work."""
 
     cpu: float = 0.0
@@ -50,7 +50,7 @@ class Load(NamedTuple):
     """Slabs copied to the GPU."""
 
 
-def sides(load: Load, calibration: Calibration) -> tuple[float, float]:
+def sides(load: LayerLoad, calibration: Calibration) -> tuple[float, float]:
     """Seconds until the CPU and until the GPU are done with ``load``, both starting at once."""
     if not load.copies:
         return load.cpu, load.resident + load.moved
@@ -100,7 +100,7 @@ def remembered_seconds(calibration: Calibration) -> tuple[dict[int, float], dict
     return _Remembered(cpu_seconds, calibration), _Remembered(gpu_seconds, calibration)
 
 
-def load_of(active: Sequence[ActiveExpert], places: Sequence[Place], calibration: Calibration) -> Load:
+def load_of(active: Sequence[ActiveExpert], places: Sequence[Place], calibration: Calibration) -> LayerLoad:
     """The work that ``places`` (same order as ``active``) gives to either side."""
     on_cpu, on_gpu = remembered_seconds(calibration)
     cpu = resident = moved = 0.0
@@ -117,7 +117,7 @@ def load_of(active: Sequence[ActiveExpert], places: Sequence[Place], calibration
             moved += computing
             smallest = min(smallest, computing)
             copies += 1
-    return Load(cpu, resident, moved, smallest if copies else 0.0, copies)
+    return LayerLoad(cpu, resident, moved, smallest if copies else 0.0, copies)
 
 
 def layer_sides(

@@ -58,7 +58,7 @@ class ExpertGrid:
 
 
 @dataclass(frozen=True)
-class Room:
+class NodeRoom:
     """What one node offers: bytes for experts, and its seconds per expert, absolute or relative to the others'."""
 
     expert_bytes: int
@@ -76,7 +76,7 @@ class Shortfall:
 
 def place(
     grid: ExpertGrid,
-    rooms: Sequence[Room],
+    rooms: Sequence[NodeRoom],
     popularity: Sequence[Sequence[float]] = (),
     overlap: bool = True,
     has: Sequence[Mapping[int, Sequence[int]]] = (),
@@ -169,7 +169,7 @@ def _some(there: tuple[int, ...], experts: int) -> tuple[int, ...]:
     return there if len(there) < experts else ()
 
 
-def check(grid: ExpertGrid, rooms: Sequence[Room], popularity: Sequence[Sequence[float]]) -> None:
+def check(grid: ExpertGrid, rooms: Sequence[NodeRoom], popularity: Sequence[Sequence[float]]) -> None:
     """Raises ValueError, see :func:`place`."""
     if not rooms:
         raise ValueError("a placement needs at least one node")

@@ -63,7 +63,7 @@ class NodeMeasured:
 
 
 @dataclass(frozen=True)
-class LinkMeasured:
+class LinkFigures:
     """The link between two machines, by node id, either way: half a round trip of 12 KiB, and bytes per second."""
 
     first: str
@@ -73,7 +73,7 @@ class LinkMeasured:
 
 
 @dataclass(frozen=True)
-class RingModel:
+class RingModelFacts:
     """``moe_layers``: the decoder layers with routed experts, ascending; they are as many as ``sizes`` says."""
 
     sizes: ModelSizes
@@ -91,13 +91,13 @@ class RingModel:
         return ExpertGrid(self.moe_layers, sizes.experts, sizes.experts_per_token, sizes.slab_bytes)
 
 
-def beside_weights(model: RingModel, central_follower: bool = False) -> tuple[int, int]:
+def beside_weights(model: RingModelFacts, central_follower: bool = False) -> tuple[int, int]:
     """Bytes of keys and values, and of workspace, on a node."""
     key_values = 0 if central_follower else model.context_tokens * model.sizes.key_value_bytes_per_token
     return key_values, workspace_bytes(model.sizes, model.prefill_chunk, gpu=False)
 
 
-def expert_room(model: RingModel, node: NodeMeasured, central_follower: bool = False) -> int:
+def expert_room(model: RingModelFacts, node: NodeMeasured, central_follower: bool = False) -> int:
     """Bytes for experts on ``node``, beside the trunk, keys and values, workspace and reserve; negative: even those do
     not fit. A follower of central mode keeps no trunk and no keys and values."""
     sizes = model.sizes
@@ -106,7 +106,7 @@ def expert_room(model: RingModel, node: NodeMeasured, central_follower: bool = F
     return min(node.memory_free, node.memory_total - reserve) - taken
 
 
-def disk_room(model: RingModel, node: NodeMeasured, central_follower: bool) -> int | None:
+def disk_room(model: RingModelFacts, node: NodeMeasured, central_follower: bool) -> int | None:
     """Bytes of experts that ``node`` can have on its disk, those that are there already included; negative: even what
     it is sent beside them does not fit. None: no limit."""
     if node.disk_free is None:
@@ -116,7 +116,7 @@ def disk_room(model: RingModel, node: NodeMeasured, central_follower: bool) -> i
     return node.disk_free + there - trunk
 
 
-def node_costs(model: RingModel, node: NodeMeasured) -> NodeCosts | None:
+def node_costs(model: RingModelFacts, node: NodeMeasured) -> NodeCosts | None:
     """What ``node`` takes; without a measured expert, what streaming its weights takes. None if neither is known."""
     expert = node.expert
     if not node.memory_read:

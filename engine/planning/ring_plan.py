@@ -15,12 +15,12 @@ from msgspec import structs
 from engine.ipc.messages.ring import NodeShare, RingChoice, RingFacts
 from engine.planning.cluster_load import load_outcomes
 from engine.planning.placement import Placement
-from engine.planning.placing import Room, Shortfall, place
+from engine.planning.placing import NodeRoom, Shortfall, place
 from engine.planning.prediction import PREFILL_TOKENS
 from engine.planning.ring_nodes import (
-    LinkMeasured,
+    LinkFigures,
     NodeMeasured,
-    RingModel,
+    RingModelFacts,
     disk_room,
     expert_room,
     node_costs,
@@ -31,7 +31,7 @@ from engine.planning.ring_speed import (
     PassTime,
     RingSetting,
     StepTerms,
-    Wire,
+    WireSpeed,
     alone_time,
     pass_time,
 )
@@ -53,7 +53,7 @@ from engine.planning.ring_words import (
 )
 from engine.planning.routing_load import LoadingRule
 
-__all__ = ["LinkMeasured", "NodeMeasured", "RingDecision", "RingModel", "expert_room", "node_costs", "plan_ring"]
+__all__ = ["LinkFigures", "NodeMeasured", "RingDecision", "RingModelFacts", "expert_room", "node_costs", "plan_ring"]
 
 ANSWER_TOKENS = 128
 """A turn, for choosing between modes: a prompt of PREFILL_TOKENS and an answer of so many tokens."""
@@ -100,9 +100,9 @@ class RingDecision:
 
 
 def plan_ring(
-    model: RingModel,
+    model: RingModelFacts,
     nodes: Sequence[NodeMeasured],
-    links: Sequence[LinkMeasured],
+    links: Sequence[LinkFigures],
     choice: RingChoice,
     popularity: Sequence[Sequence[float]] = (),
     at_once: float = 1.0,
@@ -135,9 +135,9 @@ class _Planner:
 
     def __init__(
         self,
-        model: RingModel,
+        model: RingModelFacts,
         costs: Mapping[str, NodeCosts],
-        links: Iterable[LinkMeasured],
+        links: Iterable[LinkFigures],
         choice: RingChoice,
         popularity: Sequence[Sequence[float]],
         at_once: float,
@@ -191,7 +191,7 @@ class _Planner:
         grid = self.model.grid
         placement = place(
             grid,
-            [Room(room, each) for room, each in zip(rooms, seconds, strict=True)],
+            [NodeRoom(room, each) for room, each in zip(rooms, seconds, strict=True)],
             self._popularity,
             self.choice.overlap,
             # The head has the whole model, whatever it was counted to have.
@@ -277,7 +277,7 @@ class _Planner:
         link = self._links.get(frozenset((first.node_id, second.node_id)))
         return link.latency_s if link else ASSUMED_LATENCY_S
 
-    def wire(self, nodes: Sequence[NodeMeasured], central: bool) -> Wire:
+    def wire(self, nodes: Sequence[NodeMeasured], central: bool) -> WireSpeed:
         """The slowest link in use; one that was not measured counts as slow."""
         latency, rate = 0.0, float("inf")
         for i, first in enumerate(nodes):
@@ -287,7 +287,7 @@ class _Planner:
                 link = self._links.get(frozenset((first.node_id, second.node_id)))
                 latency = max(latency, self._latency(first, second))
                 rate = min(rate, link.bytes_per_s if link else ASSUMED_BYTES_PER_S)
-        return Wire.of_link(latency, rate)
+        return WireSpeed.of_link(latency, rate)
 
     def _decided(
         self,

@@ -55,7 +55,7 @@ class NodeCosts:
 
 
 @dataclass(frozen=True)
-class Wire:
+class WireSpeed:
     """The exchange over the slowest link in use.
 
     ``latency_s``: MEASURED_BYTES, one way. ``per_peer_s``: what each peer beyond the first adds; 0.0 where the exchange
@@ -69,7 +69,7 @@ class Wire:
     layer_s: float | None = None
 
     @classmethod
-    def of_link(cls, latency_s: float, bytes_per_s: float) -> Wire:
+    def of_link(cls, latency_s: float, bytes_per_s: float) -> WireSpeed:
         """From the slowest link between two nodes, before all are joined."""
         return cls(latency_s, bytes_per_s, PER_PEER * latency_s)
 
@@ -151,7 +151,7 @@ class StepTerms:
     model: ModelSizes
     placement: Placement
     nodes: tuple[NodeCosts, ...]
-    wire: Wire
+    wire: WireSpeed
     setting: RingSetting
     popularity: Sequence[Sequence[float]] = ()
 
@@ -161,11 +161,11 @@ class StepTerms:
     def with_exchange(self, seconds: float, layer_s: float | None = None) -> StepTerms:
         """The exchange took ``seconds`` once all nodes were joined. It is measured with nodes that send at the same
         time, so that none of them sleeps; in a step they wait for each other, which takes a link's latency at least.
-        ``layer_s``: see :class:`Wire`."""
+        ``layer_s``: see :class:`WireSpeed`."""
         if len(self.nodes) < 2:
             return self
         before = self.wire.latency_s + (len(self.nodes) - 2) * self.wire.per_peer_s
-        return replace(self, wire=Wire(max(seconds, before), self.wire.bytes_per_s, layer_s=layer_s))
+        return replace(self, wire=WireSpeed(max(seconds, before), self.wire.bytes_per_s, layer_s=layer_s))
 
     def with_nodes(self, each: NodeCosts) -> StepTerms:
         """All nodes are like ``each``."""
@@ -176,7 +176,7 @@ def step_time(
     model: ModelSizes,
     placement: Placement,
     nodes: Sequence[NodeCosts],
-    wire: Wire,
+    wire: WireSpeed,
     setting: RingSetting,
     popularity: Sequence[Sequence[float]] = (),
 ) -> PassTime:
@@ -191,7 +191,7 @@ def pass_time(
     model: ModelSizes,
     placement: Placement,
     nodes: Sequence[NodeCosts],
-    wire: Wire,
+    wire: WireSpeed,
     setting: RingSetting,
     tokens: int,
     popularity: Sequence[Sequence[float]] = (),
@@ -306,7 +306,7 @@ def _of_outcomes(
     model: ModelSizes,
     placement: Placement,
     nodes: Sequence[NodeCosts],
-    wire: Wire,
+    wire: WireSpeed,
     setting: RingSetting,
     outcomes: LoadOutcomes,
     weights: Sequence[float],
@@ -337,7 +337,7 @@ def _with_spare(counts: Sequence[int], held: Sequence[float], weights: Sequence[
 def _layer(
     nodes: Sequence[NodeCosts],
     setting: RingSetting,
-    wire: Wire,
+    wire: WireSpeed,
     model: ModelSizes,
     tokens: int,
     experts: Sequence[float],
@@ -366,7 +366,7 @@ def _layer(
     return trunk + left, max(0.0, both - trunk), travelling
 
 
-def _rehearsed(wire: Wire, tokens: int, added_up: float) -> float:
+def _rehearsed(wire: WireSpeed, tokens: int, added_up: float) -> float:
     """What a layer takes beside trunk and experts: as rehearsed, if that was for so many tokens."""
     return added_up if wire.layer_s is None or tokens != 1 else wire.layer_s
 

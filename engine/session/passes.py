@@ -15,7 +15,7 @@ REMEMBERED = 4096
 """Maximum prompts whose passes are remembered; each takes up to a few hundred bytes."""
 
 
-class Passes:
+class PassSequence:
     """The passes over one row of tokens from its start; a value.
 
     A positive run is one prefill pass of that many tokens. A negative run is that many tokens decoded one by one; two
@@ -28,31 +28,31 @@ class Passes:
         """Tokens over all passes."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Passes) and self.runs == other.runs
+        return isinstance(other, PassSequence) and self.runs == other.runs
 
     def __hash__(self) -> int:
         return hash(self.runs)
 
     def __repr__(self) -> str:
-        return f"Passes({list(self.runs)})"
+        return f"PassSequence({list(self.runs)})"
 
-    def prefilled(self, tokens: int) -> Passes:
+    def prefilled(self, tokens: int) -> PassSequence:
         """These, then one pass over ``tokens`` of a prompt."""
-        return Passes((*self.runs, tokens))
+        return PassSequence((*self.runs, tokens))
 
-    def decoded(self, tokens: int = 1) -> Passes:
+    def decoded(self, tokens: int = 1) -> PassSequence:
         """These, then ``tokens`` one by one."""
         if not self.runs or self.runs[-1] > 0:
-            return Passes((*self.runs, -tokens))
-        return Passes((*self.runs[:-1], self.runs[-1] - tokens))
+            return PassSequence((*self.runs, -tokens))
+        return PassSequence((*self.runs[:-1], self.runs[-1] - tokens))
 
-    def up_to(self, length: int, chunk: int) -> Passes:
+    def up_to(self, length: int, chunk: int) -> PassSequence:
         """These, then a prompt's passes of at most ``chunk`` tokens until there are ``length``."""
         missing = length - self.length
         whole, rest = divmod(missing, chunk)
-        return Passes((*self.runs, *[chunk] * whole, *([rest] if rest else [])))
+        return PassSequence((*self.runs, *[chunk] * whole, *([rest] if rest else [])))
 
-    def cut(self, length: int) -> Passes:
+    def cut(self, length: int) -> PassSequence:
         """The passes that ended within the first ``length`` tokens."""
         kept: list[int] = []
         for run in self.runs:
@@ -62,9 +62,9 @@ class Passes:
                 break
             kept.append(run)
             length -= abs(run)
-        return Passes(kept)
+        return PassSequence(kept)
 
-    def shared(self, other: Passes) -> Passes:
+    def shared(self, other: PassSequence) -> PassSequence:
         """The longest common prefix of both."""
         same = 0
         for mine, theirs in zip(self.runs, other.runs, strict=False):
@@ -90,18 +90,18 @@ class RememberedPasses:
     def __init__(self) -> None:
         self._found: OrderedDict[bytes, array[int]] = OrderedDict()
 
-    def put(self, prompt: Sequence[int], passes: Passes) -> None:
+    def put(self, prompt: Sequence[int], passes: PassSequence) -> None:
         self._found[_digest(prompt)] = array("i", passes.runs)
         while len(self._found) > REMEMBERED:
             self._found.popitem(last=False)
 
-    def get(self, prompt: Sequence[int]) -> Passes | None:
+    def get(self, prompt: Sequence[int]) -> PassSequence | None:
         key = _digest(prompt)
         runs = self._found.get(key)
         if runs is None:
             return None
         self._found.move_to_end(key)
-        return Passes(runs)
+        return PassSequence(runs)
 
 
 def _digest(tokens: Sequence[int]) -> bytes:

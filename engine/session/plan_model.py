@@ -20,7 +20,7 @@ from engine.models.store import ResolvedModel, resolve
 from engine.moe.kernels.cpu_threads import reason_for, threads_of, within_this_machine
 from engine.moe.popularity_file import known_counts
 from engine.planning.calibration import Calibration
-from engine.planning.hybrid import Device, HybridPlan, Machine, Wanted
+from engine.planning.hybrid import Device, HybridMachine, HybridPlan, HybridRequest
 from engine.planning.hybrid import plan as plan_placement
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
@@ -53,11 +53,11 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Network
     runtime = planned_runtime(load, headers, graphics)
     notices: list[str] = []
     calibration, speed = _measured(load, headers, graphics, runtime.name, notices)
-    context = min(sizes.context_limit, load.context_limit or Wanted().context_tokens)
+    context = min(sizes.context_limit, load.context_limit or HybridRequest().context_tokens)
     plan = plan_placement(
         sizes.for_planning(load.model),
         _machine(headers, graphics, speed, loaded),
-        Wanted(
+        HybridRequest(
             partitioning="cpu" if graphics is None else load.partitioning,
             policy=load.policy,
             gpu_expert_bytes=load.gpu_expert_bytes,
@@ -95,7 +95,7 @@ def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: Ne
         network, headers, resolved.name, msgspec.structs.replace(alone, runtime=runtime.name), loaded, notices
     )
     decision, memory = plan.decision, plan.memory
-    context = min(headers.sizes.context_limit, load.context_limit or Wanted().context_tokens)
+    context = min(headers.sizes.context_limit, load.context_limit or HybridRequest().context_tokens)
     return Planned(
         id=request.id,
         model=resolved.name,
@@ -139,7 +139,9 @@ def planned_runtime(load: Load, headers: Headers, graphics: Gpu | None) -> Runti
     return choice
 
 
-def _machine(headers: Headers, graphics: Gpu | None, speed: MachineSpeed | None, loaded: ModelFacts | None) -> Machine:
+def _machine(
+    headers: Headers, graphics: Gpu | None, speed: MachineSpeed | None, loaded: ModelFacts | None
+) -> HybridMachine:
     """This machine as it will be once the loaded model has made room."""
     on_gpu = loaded is not None and loaded.device.startswith("cuda")
     freed = loaded.trunk_bytes if loaded is not None and loaded.runtime != "native" else 0
@@ -149,10 +151,10 @@ def _machine(headers: Headers, graphics: Gpu | None, speed: MachineSpeed | None,
     beyond = headers.largest is not None and headers.sizes.expert_bytes + headers.sizes.trunk_bytes > cpu.free
     disk = disk_rate(headers.largest) if headers.largest is not None and beyond else None
     if graphics is None:
-        return Machine(cpu, memory_read=memory_read, disk_read=disk)
+        return HybridMachine(cpu, memory_read=memory_read, disk_read=disk)
     freed_there = freed + loaded.gpu_expert_bytes if loaded is not None and on_gpu else 0
     there = Device(graphics.name, graphics.total, min(graphics.total, graphics.free + freed_there))
-    return Machine(cpu, there, memory_read, disk)
+    return HybridMachine(cpu, there, memory_read, disk)
 
 
 def _measured(

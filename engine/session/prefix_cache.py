@@ -23,7 +23,7 @@ from engine.runtimes.protocol import (
     Recoverable,
     TokenRows,
 )
-from engine.session.passes import Passes, RememberedPasses
+from engine.session.passes import PassSequence, RememberedPasses
 from engine.session.turn import Turn
 from engine.system.free_memory import give_back
 
@@ -48,12 +48,12 @@ class PrefixCache:
         self._chunk = chunk
         self.rows: TokenRows | None = None
         self.tokens: list[int] = []
-        self._passes = Passes()
+        self._passes = PassSequence()
         """The passes that made ``tokens``."""
         self._known: tuple[int, Logits] | None = None
         """The last prompt's length in tokens and the logits after it, so that it can be answered again."""
         self._remembered = RememberedPasses()
-        self._lost: tuple[list[int], Passes] | None = None
+        self._lost: tuple[list[int], PassSequence] | None = None
         """Tokens and passes that were in the cache when the ring was formed anew between two questions."""
         self._repeatable = True
         self._formed_again = 0
@@ -61,7 +61,7 @@ class PrefixCache:
     def forget(self) -> None:
         self.rows = None
         self.tokens = []
-        self._passes = Passes()
+        self._passes = PassSequence()
         self._known = None
 
     def take_back_peers(self, turn: Turn) -> None:
@@ -143,7 +143,7 @@ class PrefixCache:
 
     # --- which passes ---------------------------------------------------------------------------------------------
 
-    def _passes_for(self, prompt: list[int]) -> Passes:
+    def _passes_for(self, prompt: list[int]) -> PassSequence:
         """The passes by which ``prompt`` is brought into the cache."""
         lost, self._lost = self._lost, None
         found = self._remembered.get(prompt) if self._repeatable else None
@@ -155,14 +155,14 @@ class PrefixCache:
             shared -= 1
         kept = passes.cut(shared)
         if kept != passes and self.rows is not None and not self.rows.can_truncate:
-            kept = Passes()
+            kept = PassSequence()
         return kept.up_to(len(prompt), self._chunk)
 
     def _knows(self, length: int) -> bool:
         """Whether the logits after the first ``length`` tokens are known."""
         return self._known is not None and self._known[0] == length
 
-    def _begin(self, tokens: list[int], passes: Passes) -> TokenRows:
+    def _begin(self, tokens: list[int], passes: PassSequence) -> TokenRows:
         """The cache cut back to what it has in common with ``tokens`` that were made by ``passes``; never to all of
         them unless the logits are known."""
         kept = passes.shared(self._passes).cut(_shared(self.tokens, tokens))
@@ -183,7 +183,7 @@ class PrefixCache:
 
     # --- running them ---------------------------------------------------------------------------------------------
 
-    def _run(self, tokens: list[int], passes: Passes, turn: Turn) -> Logits | None:
+    def _run(self, tokens: list[int], passes: PassSequence, turn: Turn) -> Logits | None:
         """Bring ``tokens`` into the cache by ``passes``; the logits after them, or None if cancelled."""
         rows = self._begin(tokens, passes)
         reused = len(self.tokens)
@@ -219,14 +219,14 @@ class PrefixCache:
                 turn.show_timing()
         return logits
 
-    def _append(self, tokens: Sequence[int], passes: Passes) -> None:
+    def _append(self, tokens: Sequence[int], passes: PassSequence) -> None:
         self.tokens += tokens
         self._passes = passes
 
-    def _run_again(self, lost: PeerLost, tokens: list[int], passes: Passes, turn: Turn) -> Logits | None:
+    def _run_again(self, lost: PeerLost, tokens: list[int], passes: PassSequence, turn: Turn) -> Logits | None:
         """After ``lost``: form the ring again and run everything again, until it succeeds or is given up."""
         if not self._repeatable:
-            passes = Passes().up_to(len(tokens), self._chunk)
+            passes = PassSequence().up_to(len(tokens), self._chunk)
         while self._form_again(lost, turn):
             try:
                 return self._run(tokens, passes, turn)

@@ -22,7 +22,15 @@ from linked_nodes import LinkedNode, LinkedNodes
 from memory_exchange import MemoryRing, must_succeed, on_all_ranks
 
 from discovery import certificates
-from engine.bench.exchange_node import Neighbour, NodeConnected, NodePlan, NodePort, NodeRound, NodeSetup, NodeTimes
+from engine.bench.exchange_node import (
+    ExchangeTimes,
+    NeighbourNode,
+    NodeConnected,
+    NodePlan,
+    NodePort,
+    NodeRound,
+    NodeSetup,
+)
 from engine.cluster.transport.collective import BLOCK, LENGTH, ROOM, CollectiveExchange, Gathering
 from engine.cluster.transport.exchange import Exchange, PeerLost, RingProtocolError
 from engine.cluster.transport.gloo import ToldStore, connect_gloo
@@ -288,12 +296,12 @@ def test_mlx_nodes_tell_each_other_their_ports(ended: list[subprocess.Popen[str]
         )
         ended.append(process)
         told = ask(process, NodeSetup(rank=rank, certificate=certificate, private_key=key), NodePort)
-        neighbours.append(Neighbour(certificate=certificate, port=told.port))
+        neighbours.append(NeighbourNode(certificate=certificate, port=told.port))
     plan = NodePlan(epoch="e", key=bytes(range(32)), neighbours=neighbours, exchanges=["mlx"])
     answers = on_all_ranks(lambda rank: ask(ended[rank], plan, NodeConnected), 2)
     assert [answer.exchanges for answer in answers] == [["mlx"]] * 2  # type: ignore[union-attr]
     wanted = NodeRound(exchanges=["mlx"], sizes=[12_288], repeats=[5], warm=1)
-    times = on_all_ranks(lambda rank: ask(ended[rank], wanted, NodeTimes), 2)
+    times = on_all_ranks(lambda rank: ask(ended[rank], wanted, ExchangeTimes), 2)
     assert all(len(each.seconds["mlx"]["12288"]) == 5 for each in times)  # type: ignore[union-attr]
 
 

@@ -21,7 +21,7 @@ from linked_nodes import LOOPBACK, make_identity
 
 from discovery import certificates
 from discovery.link_listener import Door
-from engine.bench.exchange_node import Neighbour, NodeConnected, NodePlan, NodePort, NodeRound, NodeSetup
+from engine.bench.exchange_node import NeighbourNode, NodeConnected, NodePlan, NodePort, NodeRound, NodeSetup
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.envoy_exchange import EnvoyExchange
 from engine.cluster.transport.epochs import Epoch, Member
@@ -50,7 +50,7 @@ class Ring:
         self.links = Links(self.identity)
         self.links.attach(self.door)
         self.others: list[subprocess.Popen[bytes]] = []
-        neighbours = [Neighbour(certificate=self.identity.certificate_pem, port=self.door.port, host=hosts[0])]
+        neighbours = [NeighbourNode(certificate=self.identity.certificate_pem, port=self.door.port, host=hosts[0])]
         for rank in range(1, size):
             key, certificate = certificates.make_certificate()
             process = subprocess.Popen(
@@ -62,7 +62,7 @@ class Ring:
             self.others.append(process)
             self.tell(process, NodeSetup(rank=rank, certificate=certificate, private_key=key, host=hosts[rank]))
             port = self.hear(process, NodePort).port
-            neighbours.append(Neighbour(certificate=certificate, port=port, host=hosts[rank]))
+            neighbours.append(NeighbourNode(certificate=certificate, port=port, host=hosts[rank]))
         plan = NodePlan(epoch="e", key=secrets.token_bytes(32), neighbours=neighbours, exchanges=[transport])
         for process in self.others:
             self.tell(process, plan)

@@ -17,7 +17,7 @@ from tiny_models import TINY_MOE_FAMILIES
 
 from engine.errors import ModelError
 from engine.models.bank import BankExperts, layer_path, slab_layout, verify
-from engine.models.families import ExpertShape
+from engine.models.families import ExpertLayers
 from engine.models.files import ExpertWeights
 from engine.models.opening import open_model
 from engine.models.prepare import prepare
@@ -107,7 +107,7 @@ def test_one_expert_is_one_contiguous_aligned_slab(banks: Callable[..., Path], f
 
 @given(st.sampled_from(["BF16", "F32"]), st.integers(1, 300), st.integers(1, 300), st.booleans())
 def test_parts_of_a_slab_do_not_overlap(dtype: str, hidden: int, ffn: int, has_bias: bool):
-    layout = slab_layout(dtype, ExpertShape(hidden, ffn, 4, (0,)), has_bias)
+    layout = slab_layout(dtype, ExpertLayers(hidden, ffn, 4, (0,)), has_bias)
     width = {"BF16": 2, "F32": 4}[dtype]
     position = 0
     for place in layout.parts:

@@ -15,7 +15,7 @@ from engine.errors import ModelError
 from engine.models.families import (
     FAMILIES,
     SUPPORTED,
-    ExpertShape,
+    ExpertLayers,
     check_supported,
     expert_shape,
     layer_count,
@@ -26,7 +26,7 @@ from engine.models.families import (
     stored_shape,
 )
 
-SHAPE = ExpertShape(hidden=6, ffn=5, count=3, layers=(0, 2))
+SHAPE = ExpertLayers(hidden=6, ffn=5, count=3, layers=(0, 2))
 MOE = [family for family in FAMILIES.values() if not family.is_dense]
 LAYOUTS = [(family.model_type, index) for family in MOE for index in range(len(family.layouts))]
 
@@ -138,21 +138,21 @@ def test_layers_with_experts_follow_the_configuration():
         "model_type": "qwen2_moe", "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3],
         "hidden_size": 8, "moe_intermediate_size": 4, "num_experts": 2,
     }  # fmt: skip
-    assert expert_shape(qwen, FAMILIES["qwen2_moe"]) == ExpertShape(8, 4, 2, (1, 5))
+    assert expert_shape(qwen, FAMILIES["qwen2_moe"]) == ExpertLayers(8, 4, 2, (1, 5))
     deepseek = {
         "num_hidden_layers": 4, "first_k_dense_replace": 3, "hidden_size": 8, "moe_intermediate_size": 4,
         "n_routed_experts": 2,
     }  # fmt: skip
-    assert expert_shape(deepseek, FAMILIES["deepseek_v3"]) == ExpertShape(8, 4, 2, (3,))
+    assert expert_shape(deepseek, FAMILIES["deepseek_v3"]) == ExpertLayers(8, 4, 2, (3,))
     llama4 = {
         "text_config": {
             "num_hidden_layers": 4, "interleave_moe_layer_step": 2, "hidden_size": 8, "intermediate_size": 4,
             "num_local_experts": 2,
         }
     }  # fmt: skip
-    assert expert_shape(llama4, FAMILIES["llama4"]) == ExpertShape(8, 4, 2, (1, 3))
+    assert expert_shape(llama4, FAMILIES["llama4"]) == ExpertLayers(8, 4, 2, (1, 3))
     dbrx = {"n_layers": 2, "d_model": 8, "ffn_config": {"ffn_hidden_size": 4, "moe_num_experts": 2}}
-    assert expert_shape(dbrx, FAMILIES["dbrx"]) == ExpertShape(8, 4, 2, (0, 1))
+    assert expert_shape(dbrx, FAMILIES["dbrx"]) == ExpertLayers(8, 4, 2, (0, 1))
     assert expert_shape({"num_hidden_layers": 2}, FAMILIES["llama"]) is None
 
 

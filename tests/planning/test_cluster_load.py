@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from engine.planning import cluster_load
 from engine.planning.cluster_load import expected_experts, load_outcomes, odds_of
 from engine.planning.placement import Placement
-from engine.planning.placing import ExpertGrid, Room, place
+from engine.planning.placing import ExpertGrid, NodeRoom, place
 
 Rows = tuple[tuple[int, ...], ...]
 
@@ -80,8 +80,8 @@ def test_the_paper_on_three_and_four_nodes(nodes: int, measured: float, apart: f
     this planner's placement and owners come out lower than that; without overlap four nodes come out higher, three
     about as measured."""
     grid = ExpertGrid((0,), 16, 4, 1)
-    without = place(grid, [Room(8)] * nodes, overlap=False)
-    with_copies = place(grid, [Room(8)] * nodes)
+    without = place(grid, [NodeRoom(8)] * nodes, overlap=False)
+    with_copies = place(grid, [NodeRoom(8)] * nodes)
     assert isinstance(without, Placement)
     assert isinstance(with_copies, Placement)
     assert expected_experts(without, 4) == pytest.approx(apart, abs=0.005)
@@ -91,7 +91,7 @@ def test_the_paper_on_three_and_four_nodes(nodes: int, measured: float, apart: f
 
 def test_drawing_comes_close_to_enumerating(monkeypatch: pytest.MonkeyPatch) -> None:
     grid = ExpertGrid((0,), 16, 4, 1)
-    placement = place(grid, [Room(8)] * 4)
+    placement = place(grid, [NodeRoom(8)] * 4)
     assert isinstance(placement, Placement)
     use = [[float(expert + 1) for expert in range(16)]]
     exact = load_outcomes(placement, 4, use)

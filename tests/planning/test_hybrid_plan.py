@@ -13,10 +13,10 @@ from engine.ipc.messages import ExpertPolicy
 from engine.planning.calibration import Calibration, ExpertShape, Processor, estimated
 from engine.planning.hybrid import (
     Device,
+    HybridMachine,
     HybridPlan,
-    Machine,
+    HybridRequest,
     ModelSizes,
-    Wanted,
     gpu_room,
     plan,
     slabs_kept,
@@ -49,7 +49,7 @@ MIXTRAL = ModelSizes(
 DENSE = ModelSizes(16, 0, 0, 0, 2048, 2_000_000_000, 0, 32_768)
 SHAPE = ExpertShape(hidden=4096, ffn=14336, dtype="BF16", expert_bytes=SLAB)
 MEASURED = estimated(SHAPE, cpu=Processor(60e9, 1.5e12), gpu=Processor(500e9, 50e12, 3e-5), pcie_rate=25e9)
-BIG = Machine(Device("CPU", 256 * GB, 200 * GB), Device("a GPU", 24 * GB, 23 * GB))
+BIG = HybridMachine(Device("CPU", 256 * GB, 200 * GB), Device("a GPU", 24 * GB, 23 * GB))
 
 
 def used(found: HybridPlan, place: int) -> int:
@@ -59,7 +59,7 @@ def used(found: HybridPlan, place: int) -> int:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plan_for_mixtral_on_a_gpu_of_24_gb(name: ExpertPolicy) -> None:
-    found = plan(MIXTRAL, BIG, Wanted(partitioning="hybrid", policy=name), MEASURED)
+    found = plan(MIXTRAL, BIG, HybridRequest(partitioning="hybrid", policy=name), MEASURED)
     assert found.fits
     assert found.on_gpu
     assert found.memory[0].experts == found.slabs * SLAB
@@ -84,11 +84,11 @@ def test_a_plan_for_mixtral_on_a_gpu_of_24_gb(name: ExpertPolicy) -> None:
 def test_sums_add_up_nothing_is_negative_and_more_memory_never_hurts(
     free: int, more: int, host: int, asked: int | None, name: ExpertPolicy, context: int
 ) -> None:
-    wanted = Wanted(partitioning="hybrid", policy=name, gpu_expert_bytes=asked, context_tokens=context)
+    wanted = HybridRequest(partitioning="hybrid", policy=name, gpu_expert_bytes=asked, context_tokens=context)
 
     def on(gpu_free: int) -> HybridPlan:
         cpu = Device("CPU", 256 * GB, host)
-        return plan(MIXTRAL, Machine(cpu, Device("a GPU", 160 * GB, gpu_free), disk_read=2e9), wanted, MEASURED)
+        return plan(MIXTRAL, HybridMachine(cpu, Device("a GPU", 160 * GB, gpu_free), disk_read=2e9), wanted, MEASURED)
 
     small, large = on(free), on(free + more)
     for found in (small, large):
@@ -128,64 +128,64 @@ def test_balanced_is_predicted_to_be_no_slower_than_any_other_policy() -> None:
 
 
 def test_asking_for_more_gpu_memory_than_there_is_tells_the_shortfall() -> None:
-    found = plan(MIXTRAL, BIG, Wanted(gpu_expert_bytes=60 * GB), MEASURED)
+    found = plan(MIXTRAL, BIG, HybridRequest(gpu_expert_bytes=60 * GB), MEASURED)
     assert not found.fits
     assert found.shortfall == 60 * GB - gpu_room(MIXTRAL, BIG.gpu or BIG.cpu, 4096)
-    modest = plan(MIXTRAL, BIG, Wanted(partitioning="hybrid", gpu_expert_bytes=5 * GB), MEASURED)
+    modest = plan(MIXTRAL, BIG, HybridRequest(partitioning="hybrid", gpu_expert_bytes=5 * GB), MEASURED)
     assert modest.fits
     assert modest.slabs == 5 * GB // SLAB
 
 
 def test_a_gpu_too_small_for_the_trunk_is_left_alone_unless_it_was_chosen() -> None:
     small = replace(BIG, gpu=Device("a small GPU", 2 * GB, 2 * GB))
-    alone = plan(MIXTRAL, small, Wanted(), MEASURED)
+    alone = plan(MIXTRAL, small, HybridRequest(), MEASURED)
     assert alone.fits
     assert not alone.on_gpu
     assert "lacks" in alone.choices[0].reason
-    chosen = plan(MIXTRAL, small, Wanted(partitioning="hybrid"), MEASURED)
+    chosen = plan(MIXTRAL, small, HybridRequest(partitioning="hybrid"), MEASURED)
     assert not chosen.fits
     assert chosen.shortfall > 0
 
 
 def test_a_slow_gpu_is_left_alone_and_the_reason_says_so() -> None:
     slow = estimated(SHAPE, cpu=Processor(60e9, 1.5e12), gpu=Processor(6e9, 50e9, 1e-3), pcie_rate=1e9)
-    found = plan(MIXTRAL, BIG, Wanted(), slow)
+    found = plan(MIXTRAL, BIG, HybridRequest(), slow)
     assert not found.on_gpu
     assert "CPU alone is predicted to be faster" in found.choices[0].reason
     assert found.tokens_per_s is not None
-    with_gpu = plan(MIXTRAL, BIG, Wanted(partitioning="hybrid"), slow)
+    with_gpu = plan(MIXTRAL, BIG, HybridRequest(partitioning="hybrid"), slow)
     assert (with_gpu.tokens_per_s or 0.0) < found.tokens_per_s
 
 
 def test_hybrid_without_a_gpu_cannot_be() -> None:
-    found = plan(MIXTRAL, Machine(BIG.cpu), Wanted(partitioning="hybrid"), MEASURED)
+    found = plan(MIXTRAL, HybridMachine(BIG.cpu), HybridRequest(partitioning="hybrid"), MEASURED)
     assert not found.fits
     assert "no GPU" in found.choices[0].reason
 
 
 def test_without_measurements_nothing_is_predicted_and_the_way_out_is_said() -> None:
-    found = plan(MIXTRAL, BIG, Wanted(partitioning="hybrid"), None)
+    found = plan(MIXTRAL, BIG, HybridRequest(partitioning="hybrid"), None)
     assert (found.tokens_per_s, found.prefill_tokens_per_s) == (None, None)
     assert "bench experts" in found.basis
-    alone = plan(MIXTRAL, Machine(BIG.cpu), Wanted(), None)
+    alone = plan(MIXTRAL, HybridMachine(BIG.cpu), HybridRequest(), None)
     assert alone.tokens_per_s is None
-    streamed = plan(DENSE, Machine(BIG.cpu, memory_read=20e9), Wanted())
+    streamed = plan(DENSE, HybridMachine(BIG.cpu, memory_read=20e9), HybridRequest())
     assert streamed.tokens_per_s == pytest.approx(20e9 / (DENSE.trunk_bytes + 512 * 32_768))
     assert streamed.prefill_tokens_per_s is None
 
 
 def test_a_dense_model_shares_no_experts() -> None:
-    found = plan(DENSE, BIG, Wanted(partitioning="hybrid"))
+    found = plan(DENSE, BIG, HybridRequest(partitioning="hybrid"))
     assert found.fits
     assert (found.slabs, found.hit_rate) == (0, None)
-    too_large = plan(replace(DENSE, trunk_bytes=300 * GB), Machine(BIG.cpu), Wanted())
+    too_large = plan(replace(DENSE, trunk_bytes=300 * GB), HybridMachine(BIG.cpu), HybridRequest())
     assert too_large.shortfall == used(too_large, 0) - 200 * GB > 0
 
 
 def test_experts_beyond_the_hosts_memory_come_from_the_disk_at_its_rate() -> None:
-    small = Machine(Device("CPU", 64 * GB, 50 * GB), disk_read=2e9)
-    found = plan(MIXTRAL, small, Wanted(), MEASURED)
-    whole = plan(MIXTRAL, Machine(BIG.cpu), Wanted(), MEASURED)
+    small = HybridMachine(Device("CPU", 64 * GB, 50 * GB), disk_read=2e9)
+    found = plan(MIXTRAL, small, HybridRequest(), MEASURED)
+    whole = plan(MIXTRAL, HybridMachine(BIG.cpu), HybridRequest(), MEASURED)
     assert found.fits
     assert found.choices[-1].what == "memory"
     assert "2000 MB/s" in found.choices[-1].reason
@@ -194,14 +194,14 @@ def test_experts_beyond_the_hosts_memory_come_from_the_disk_at_its_rate() -> Non
     missing = 1.0 - found.memory[0].experts / MIXTRAL.expert_bytes
     slower = 1 / found.tokens_per_s - 1 / whole.tokens_per_s
     assert slower == pytest.approx(missing * 2 * 32 * SLAB / 2e9)
-    unmeasured = plan(MIXTRAL, replace(small, disk_read=None), Wanted(), MEASURED)
+    unmeasured = plan(MIXTRAL, replace(small, disk_read=None), HybridRequest(), MEASURED)
     assert unmeasured.tokens_per_s is None
     assert "disk" in unmeasured.basis
 
 
 def test_popularity_raises_the_hit_rate() -> None:
     counts = [[100, 1, 1, 1, 1, 1, 1, 1]] * 32
-    wanted = Wanted(partitioning="hybrid")
+    wanted = HybridRequest(partitioning="hybrid")
     known, even = plan(MIXTRAL, BIG, wanted, MEASURED, counts), plan(MIXTRAL, BIG, wanted, MEASURED)
     assert (known.hit_rate or 0) > (even.hit_rate or 1)
     assert (known.tokens_per_s or 0) > (even.tokens_per_s or 1e9)
@@ -255,7 +255,7 @@ def test_a_calibration_without_a_gpu_predicts_no_hybrid() -> None:
     alone: Calibration = estimated(SHAPE, cpu=Processor(60e9, 1.5e12))
     with pytest.raises(ValueError, match="no GPU"):
         hybrid_speed(MIXTRAL, alone, policy_named("balanced"), 1.0, Shares.even(8))
-    found = plan(MIXTRAL, BIG, Wanted(partitioning="hybrid"), alone)
+    found = plan(MIXTRAL, BIG, HybridRequest(partitioning="hybrid"), alone)
     assert found.tokens_per_s is None
 
 

@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from engine.planning.cluster_load import expected_experts
 from engine.planning.placement import Placement
-from engine.planning.placing import ExpertGrid, Room, Shortfall, dealt, numbers, place
+from engine.planning.placing import ExpertGrid, NodeRoom, Shortfall, dealt, numbers, place
 
 MB = 1_000_000
 
 
-def placed(grid: ExpertGrid, rooms: Sequence[Room], *rest: object) -> Placement:
+def placed(grid: ExpertGrid, rooms: Sequence[NodeRoom], *rest: object) -> Placement:
     found = place(grid, rooms, *rest)  # type: ignore[arg-type]
     assert isinstance(found, Placement)
     return found
 
 
-def check_valid(grid: ExpertGrid, rooms: Sequence[Room], found: Placement) -> None:
+def check_valid(grid: ExpertGrid, rooms: Sequence[NodeRoom], found: Placement) -> None:
     assert found.layers == grid.layers
     assert found.nodes == len(rooms)
     assert all(len(row) == grid.experts for row in found.holders)
@@ -37,12 +37,12 @@ def check_valid(grid: ExpertGrid, rooms: Sequence[Room], found: Placement) -> No
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[ExpertGrid, list[Room], list[list[int]]]:
+def problems(draw: st.DrawFn) -> tuple[ExpertGrid, list[NodeRoom], list[list[int]]]:
     layers, experts = draw(st.integers(1, 4)), draw(st.integers(1, 9))
     slab = draw(st.sampled_from([1, 7 * MB]))
     grid = ExpertGrid(tuple(range(2, 2 + layers)), experts, draw(st.integers(1, experts)), slab)
     room = st.integers(-3, layers * experts + 3).map(lambda slabs: slabs * slab + slab // 2)
-    rooms = draw(st.lists(st.builds(Room, room, st.sampled_from([0.5, 1.0, 1.7, 9.0])), min_size=1, max_size=6))
+    rooms = draw(st.lists(st.builds(NodeRoom, room, st.sampled_from([0.5, 1.0, 1.7, 9.0])), min_size=1, max_size=6))
     row = st.lists(st.integers(0, 99), min_size=experts, max_size=experts)
     use = draw(st.one_of(st.just([]), st.lists(row, min_size=layers, max_size=layers)))
     return grid, rooms, use
@@ -51,7 +51,7 @@ def problems(draw: st.DrawFn) -> tuple[ExpertGrid, list[Room], list[list[int]]]:
 @given(problems(), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_feasible_exactly_if_the_slabs_fit(
-    problem: tuple[ExpertGrid, list[Room], list[list[int]]], overlap: bool
+    problem: tuple[ExpertGrid, list[NodeRoom], list[list[int]]], overlap: bool
 ) -> None:
     grid, rooms, use = problem
     slots = sum(min(max(0, room.expert_bytes) // grid.slab_bytes, grid.slabs) for room in rooms)
@@ -69,7 +69,7 @@ def test_feasible_exactly_if_the_slabs_fit(
 
 @given(problems())
 @settings(max_examples=40, deadline=None)
-def test_memory_left_is_used_or_not_worth_it(problem: tuple[ExpertGrid, list[Room], list[list[int]]]) -> None:
+def test_memory_left_is_used_or_not_worth_it(problem: tuple[ExpertGrid, list[NodeRoom], list[list[int]]]) -> None:
     """Where a node could hold more, that would not lower the expected maximum worth mentioning."""
     grid, rooms, use = problem
     found = place(grid, rooms, use)
@@ -98,7 +98,9 @@ def test_memory_left_is_used_or_not_worth_it(problem: tuple[ExpertGrid, list[Roo
 
 @given(problems(), st.randoms(use_true_random=False))
 @settings(max_examples=100, deadline=None)
-def test_renaming_nodes_changes_little(problem: tuple[ExpertGrid, list[Room], list[list[int]]], random: object) -> None:
+def test_renaming_nodes_changes_little(
+    problem: tuple[ExpertGrid, list[NodeRoom], list[list[int]]], random: object
+) -> None:
     """The order of the nodes decides ties only: each node gets as many experts, whatever its rank."""
     grid, rooms, _ = problem
     slots = [min(max(0, room.expert_bytes) // grid.slab_bytes, grid.slabs) for room in rooms]
@@ -162,7 +164,7 @@ def test_as_good_as_the_best_of_all_placements(
 ) -> None:
     seconds, use = seconds[: len(slots)], use[:experts]
     grid = ExpertGrid((0,), experts, k, MB)
-    rooms = [Room(slot * MB, each) for slot, each in zip(slots, seconds, strict=True)]
+    rooms = [NodeRoom(slot * MB, each) for slot, each in zip(slots, seconds, strict=True)]
     found = placed(grid, rooms, [list(use)] if use else [])
     check_valid(grid, rooms, found)
     reached = expected_experts(found, k, [list(use)] if use else [], seconds)
@@ -174,8 +176,8 @@ def test_as_good_as_the_best_of_all_placements(
 def test_layers_share_a_nodes_memory_about_best(slots: tuple[int, int], use: list[list[int]]) -> None:
     """Two layers of three experts on two nodes, against all placements of both layers together."""
     grid = ExpertGrid((0, 1), 3, 2, MB)
-    found = placed(grid, [Room(slot * MB) for slot in slots], use)
-    check_valid(grid, [Room(slot * MB) for slot in slots], found)
+    found = placed(grid, [NodeRoom(slot * MB) for slot in slots], use)
+    check_valid(grid, [NodeRoom(slot * MB) for slot in slots], found)
     best = 9.0
     for holders in itertools.product([(0,), (1,), (0, 1)], repeat=6):
         if all(sum(rank in ranks for ranks in holders) <= slots[rank] for rank in range(2)):
@@ -186,7 +188,7 @@ def test_layers_share_a_nodes_memory_about_best(slots: tuple[int, int], use: lis
 
 def test_the_hottest_experts_are_spread() -> None:
     use = [[100, 90, 80, 70, 1, 1, 1, 1]]
-    found = placed(ExpertGrid((0,), 8, 2, MB), [Room(2 * MB)] * 4, use)
+    found = placed(ExpertGrid((0,), 8, 2, MB), [NodeRoom(2 * MB)] * 4, use)
     assert {found.holders[0][expert] for expert in range(4)} == {(0,), (1,), (2,), (3,)}
 
 
@@ -194,7 +196,7 @@ def test_copies_lower_the_expected_maximum() -> None:
     grid = ExpertGrid(tuple(range(4)), 32, 4, MB)
     reached = []
     for share in (1.0, 1.25, 1.5, 2.0, 3.0):
-        found = placed(grid, [Room(int(share * 32) * MB)] * 4)
+        found = placed(grid, [NodeRoom(int(share * 32) * MB)] * 4)
         reached.append(expected_experts(found, 4))
     assert reached == sorted(reached, reverse=True)
     assert reached[-1] < 1.2 < 1.8 < reached[0]
@@ -202,36 +204,36 @@ def test_copies_lower_the_expected_maximum() -> None:
 
 def test_unequal_memories_and_speeds() -> None:
     grid = ExpertGrid(tuple(range(10)), 16, 4, MB)
-    tight = placed(grid, [Room(120 * MB), Room(30 * MB), Room(10 * MB)])
+    tight = placed(grid, [NodeRoom(120 * MB), NodeRoom(30 * MB), NodeRoom(10 * MB)])
     assert [tight.count_of(rank) for rank in range(3)] == [120, 30, 10]
     assert all(11 <= len(tight.held(0, layer)) <= 13 for layer in grid.layers)  # evenly over the layers
-    plenty = placed(grid, [Room(160 * MB, 1.0), Room(160 * MB, 3.0)], (), False)
+    plenty = placed(grid, [NodeRoom(160 * MB, 1.0), NodeRoom(160 * MB, 3.0)], (), False)
     assert plenty.count_of(0) + plenty.count_of(1) == 160
     assert 120 <= plenty.count_of(0) <= 150
 
 
 def test_a_node_without_room_holds_nothing() -> None:
-    found = placed(ExpertGrid((0, 1), 4, 2, MB), [Room(-5), Room(8 * MB), Room(0)])
+    found = placed(ExpertGrid((0, 1), 4, 2, MB), [NodeRoom(-5), NodeRoom(8 * MB), NodeRoom(0)])
     assert [found.count_of(rank) for rank in range(3)] == [0, 8, 0]
 
 
 def test_one_node_holds_all() -> None:
-    found = placed(ExpertGrid((0, 3), 5, 2, MB), [Room(100 * MB)])
+    found = placed(ExpertGrid((0, 3), 5, 2, MB), [NodeRoom(100 * MB)])
     assert found.holders == (((0,),) * 5,) * 2
 
 
 def test_what_is_there_already_stays() -> None:
     """Three nodes become two: those that stay keep what they have, and only what is missing moves."""
     grid = ExpertGrid(tuple(range(6)), 12, 2, MB)
-    before = placed(grid, [Room(24 * MB)] * 3)
+    before = placed(grid, [NodeRoom(24 * MB)] * 3)
     has = [{layer: before.held(rank, layer) for layer in grid.layers} for rank in (0, 2)]
-    after = placed(grid, [Room(40 * MB)] * 2, (), True, has)
+    after = placed(grid, [NodeRoom(40 * MB)] * 2, (), True, has)
     for rank in range(2):
         for layer in grid.layers:
             assert set(has[rank][layer]) <= set(after.held(rank, layer))
     # A head that has the whole model does not thereby keep all of it.
     whole = {layer: tuple(range(12)) for layer in grid.layers}
-    shared = placed(grid, [Room(72 * MB), Room(72 * MB)], (), False, [whole, {}])
+    shared = placed(grid, [NodeRoom(72 * MB), NodeRoom(72 * MB)], (), False, [whole, {}])
     assert [shared.count_of(rank) for rank in range(2)] == [36, 36]
 
 
@@ -239,18 +241,18 @@ def test_a_model_of_94_layers_on_eight_nodes_is_placed_at_once() -> None:
     """The work is bounded: layers that are alike are placed once, and what would take long is not improved."""
     grid = ExpertGrid(tuple(range(94)), 128, 8, MB)
     use = [[(expert * 7 + layer * 3) % 128 + 1 for expert in range(128)] for layer in range(94)]
-    found = placed(grid, [Room(2000 * MB, 1.0 + rank / 10) for rank in range(8)], use)
-    check_valid(grid, [Room(2000 * MB)] * 8, found)
+    found = placed(grid, [NodeRoom(2000 * MB, 1.0 + rank / 10) for rank in range(8)], use)
+    check_valid(grid, [NodeRoom(2000 * MB)] * 8, found)
     assert all(1950 <= found.count_of(rank) <= 2000 for rank in range(8))
 
 
 def test_room_alone_is_no_reason_for_a_copy() -> None:
     """Three nodes with room for everything, two experts per token: each expert on two nodes is as good as on three."""
     grid = ExpertGrid((0, 1), 8, 2, MB)
-    found = placed(grid, [Room(100 * MB)] * 3)
+    found = placed(grid, [NodeRoom(100 * MB)] * 3)
     assert expected_experts(found, 2) == pytest.approx(1.0)
     assert sum(found.count_of(rank) for rank in range(3)) <= 2 * grid.slabs
-    one = placed(ExpertGrid((0, 1), 8, 1, MB), [Room(100 * MB)] * 3)  # whoever holds it runs it
+    one = placed(ExpertGrid((0, 1), 8, 1, MB), [NodeRoom(100 * MB)] * 3)  # whoever holds it runs it
     assert sum(one.count_of(rank) for rank in range(3)) == grid.slabs
 
 
@@ -258,19 +260,19 @@ def test_copies_are_first_those_that_are_there() -> None:
     """The head has the whole model: what it holds needs no sending, so the others are sent each expert once."""
     grid = ExpertGrid((0, 1), 8, 2, MB)
     whole = {layer: tuple(range(8)) for layer in grid.layers}
-    found = placed(grid, [Room(100 * MB)] * 3, (), True, [whole, {}, {}])
+    found = placed(grid, [NodeRoom(100 * MB)] * 3, (), True, [whole, {}, {}])
     assert expected_experts(found, 2) == pytest.approx(1.0)
     assert found.count_of(1) + found.count_of(2) <= grid.slabs
     # A node that has experts of its own keeps being the one that holds them.
     third = dict.fromkeys(grid.layers, (5, 6, 7))
-    again = placed(grid, [Room(100 * MB)] * 3, (), True, [whole, {}, third])
+    again = placed(grid, [NodeRoom(100 * MB)] * 3, (), True, [whole, {}, third])
     assert expected_experts(again, 2) == pytest.approx(1.0)
     assert all(set(again.held(2, layer)) >= {5, 6} for layer in grid.layers)
 
 
 def test_a_slow_node_is_not_sent_everything() -> None:
     grid = ExpertGrid((0, 1, 2), 16, 4, MB)
-    found = placed(grid, [Room(100 * MB), Room(100 * MB), Room(100 * MB, 30.0)])
+    found = placed(grid, [NodeRoom(100 * MB), NodeRoom(100 * MB), NodeRoom(100 * MB, 30.0)])
     assert found.count_of(2) <= 0.1 * grid.slabs
 
 
@@ -289,6 +291,6 @@ def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one node"):
         place(grid, [])
     with pytest.raises(ValueError, match="seconds per expert"):
-        place(grid, [Room(9 * MB, 0.0)])
+        place(grid, [NodeRoom(9 * MB, 0.0)])
     with pytest.raises(ValueError, match="1 layers of 4 experts"):
-        place(grid, [Room(9 * MB)], [[1, 2]])
+        place(grid, [NodeRoom(9 * MB)], [[1, 2]])

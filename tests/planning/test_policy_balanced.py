@@ -16,7 +16,7 @@ from engine.planning import balancing
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
 from engine.planning.layer_time import (
     ActiveExpert,
-    Load,
+    LayerLoad,
     Place,
     cpu_seconds,
     gpu_seconds,
@@ -135,7 +135,7 @@ def no_assignment_is_below(active: Sequence[ActiveExpert], measured: Calibration
         for place in np.nonzero(np.isfinite(least[copies]))[0]:
             if least[copies, place] < falling:
                 falling = float(least[copies, place])
-                load = Load(cpu=place * width, resident=falling, copies=copies)
+                load = LayerLoad(cpu=place * width, resident=falling, copies=copies)
                 best = min(best, max(sides(load, measured)))
     return best
 
@@ -205,7 +205,7 @@ def simulated_gpu(resident: Sequence[float], moved: Sequence[float], copy: float
 )
 def test_the_gpus_time_is_that_of_the_best_order(resident: list[float], moved: list[float], copy: float) -> None:
     measured = calibration(cpu=curve(1.0, 8, 0.0), gpu=curve(1.0, 8, 0.0), weight_copy=copy)
-    load = Load(resident=sum(resident), moved=sum(moved), smallest_moved=min(moved), copies=len(moved))
+    load = LayerLoad(resident=sum(resident), moved=sum(moved), smallest_moved=min(moved), copies=len(moved))
     best = min(simulated_gpu(resident, order, copy) for order in itertools.permutations(moved))
     assert sides(load, measured)[1] == pytest.approx(best)
 
@@ -223,7 +223,7 @@ def test_both_sides_slow_each_other_only_while_both_work(
         cpu_overlapped=slow_cpu,
         copy_overlapped=slow_copy,
     )
-    took_cpu, took_gpu = sides(Load(cpu=cpu, moved=tiny, smallest_moved=tiny, copies=1), measured)
+    took_cpu, took_gpu = sides(LayerLoad(cpu=cpu, moved=tiny, smallest_moved=tiny, copies=1), measured)
     both = min(took_cpu, took_gpu)
     assert both / slow_cpu + max(0.0, took_cpu - both) == pytest.approx(cpu, rel=1e-6)
     assert both / slow_copy + max(0.0, took_gpu - both) == pytest.approx(copy, rel=1e-6)
@@ -250,7 +250,7 @@ def soonest_cut(active: Sequence[ActiveExpert], measured: Calibration) -> float:
             moved = [seconds(each)[1] for each in missing[left:]]
             there = sum(seconds(each)[0] for each in missing[:left])
             for followed in range(len(residents) + 1):
-                load = Load(
+                load = LayerLoad(
                     cpu=there + sum(seconds(each)[0] for each in residents[:followed]),
                     resident=sum(seconds(each)[1] for each in residents[followed:]),
                     moved=sum(moved),
@@ -273,7 +273,7 @@ def test_deciding_for_128_experts_looks_at_few_cuts(monkeypatch: pytest.MonkeyPa
     as many sums as experts are made of them."""
     made = 0
 
-    def counted(load: Load, measured: Calibration) -> tuple[float, float]:
+    def counted(load: LayerLoad, measured: Calibration) -> tuple[float, float]:
         nonlocal made
         made += 1
         return sides(load, measured)

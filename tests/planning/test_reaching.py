@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.ipc.messages.ring import RingChoice
 from engine.planning.prediction import ModelSizes
 from engine.planning.reaching import Pair, plan_reaching, reaching_sets, why_apart
-from engine.planning.ring_nodes import NodeMeasured, RingModel
+from engine.planning.ring_nodes import NodeMeasured, RingModelFacts
 from engine.planning.ring_plan import RingDecision, plan_ring
 
 GB = 1_000_000_000
@@ -26,7 +26,7 @@ SIZES = ModelSizes(
     key_value_bytes_per_token=98_304,
     name="small",
 )
-MODEL = RingModel(SIZES, (0, 1))
+MODEL = RingModelFacts(SIZES, (0, 1))
 NAMES = "abcde"
 
 pairs = st.sets(st.sampled_from([frozenset(pair) for pair in itertools.combinations(f"h{NAMES}", 2)]), max_size=9)

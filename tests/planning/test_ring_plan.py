@@ -17,9 +17,9 @@ from engine.planning.ring_nodes import (
     GIB,
     MAPPED_RESERVE,
     UNIFIED_RESERVE,
-    LinkMeasured,
+    LinkFigures,
     NodeMeasured,
-    RingModel,
+    RingModelFacts,
     expert_room,
 )
 from engine.planning.ring_plan import RingDecision, plan_ring
@@ -36,7 +36,7 @@ SIZES = ModelSizes(
     key_value_bytes_per_token=98_304,
     name="qwen3-30b-a3b",
 )
-MODEL = RingModel(SIZES, tuple(range(48)))
+MODEL = RingModelFacts(SIZES, tuple(range(48)))
 ETHERNET = (3e-4, 1.1e9)
 RDMA = (1e-5, 5e9)
 
@@ -47,8 +47,8 @@ def node(name: str, memory_gb: float = 64, read: float | None = 100e9, **more: o
     return NodeMeasured(f"{name}-id", name, memory, memory - GB, memory_read=read, **values)  # type: ignore[arg-type]
 
 
-def links(nodes: list[NodeMeasured], kind: tuple[float, float] = ETHERNET) -> list[LinkMeasured]:
-    return [LinkMeasured(a.node_id, b.node_id, *kind) for i, a in enumerate(nodes) for b in nodes[i + 1 :]]
+def links(nodes: list[NodeMeasured], kind: tuple[float, float] = ETHERNET) -> list[LinkFigures]:
+    return [LinkFigures(a.node_id, b.node_id, *kind) for i, a in enumerate(nodes) for b in nodes[i + 1 :]]
 
 
 def decide(machines: list[NodeMeasured], kind: tuple[float, float] = ETHERNET, **choice: object) -> RingDecision:
@@ -183,7 +183,7 @@ def test_where_it_is_computed_is_the_best_of_all_that_can_be(
 ) -> None:
     """Against each machine by itself, planned as the head of its own, and against the ring that was asked for."""
     nodes = [node(f"n{i}", memory, read) for i, (memory, read) in enumerate(machines)]
-    model = RingModel(replace(SIZES, layers=6, moe_layers=6, experts=16), tuple(range(6)))
+    model = RingModelFacts(replace(SIZES, layers=6, moe_layers=6, experts=16), tuple(range(6)))
 
     def plan(these: list[NodeMeasured], **choice: bool) -> RingDecision:
         return plan_ring(model, these, links(these, wire), RingChoice(**choice))
@@ -289,7 +289,7 @@ def test_a_slow_machine_is_left_out_unless_it_was_named_or_is_needed() -> None:
     needed = decide([node("head", 30), node("second", 30), node("slow", 30, 10e9)], RDMA)
     assert len(needed.ranks) == 3
     behind = [*fast, node("far", 40)]
-    wires = links(fast, RDMA) + [LinkMeasured(each.node_id, "far-id", 20e-3, 1e6) for each in fast]
+    wires = links(fast, RDMA) + [LinkFigures(each.node_id, "far-id", 20e-3, 1e6) for each in fast]
     assert plan_ring(MODEL, behind, wires, RingChoice()).ranks == ("head-id", "second-id")
 
 
@@ -442,7 +442,7 @@ def test_popularity_spreads_the_hot_experts() -> None:
 
 
 def test_a_dense_model_has_nothing_to_share() -> None:
-    dense = RingModel(replace(SIZES, moe_layers=0, experts=0, experts_per_token=0, expert_bytes=0), ())
+    dense = RingModelFacts(replace(SIZES, moe_layers=0, experts=0, experts_per_token=0, expert_bytes=0), ())
     found = plan_ring(dense, [node("head"), node("second")], [], RingChoice())
     assert found.kind == "refused"
     assert "no experts" in found.reason
@@ -452,7 +452,7 @@ def test_a_dense_model_has_nothing_to_share() -> None:
 
 def test_a_machine_that_would_hold_nothing_is_left_out_unless_it_was_named() -> None:
     small = replace(SIZES, layers=1, moe_layers=1, experts=2, experts_per_token=2, expert_bytes=GB)
-    model = RingModel(small, (0,))
+    model = RingModelFacts(small, (0,))
     nodes = [node("head", 40, 800e9), node("second", 40, 800e9), node("slow", 40, 4e9)]
     choice = RingChoice(even_if_slower=True, overlap=False)
     found = plan_ring(model, nodes, links(nodes, RDMA), choice)
@@ -461,7 +461,7 @@ def test_a_machine_that_would_hold_nothing_is_left_out_unless_it_was_named() -> 
     named = msgspec.structs.replace(choice, nodes=["second-id", "slow-id"])
     assert plan_ring(model, nodes, links(nodes, RDMA), named).ranks == ("head-id", "second-id", "slow-id")
     # Where there are enough, a slow one gets one: nobody is left out for being slow then.
-    more = RingModel(replace(small, experts=4), (0,))
+    more = RingModelFacts(replace(small, experts=4), (0,))
     assert [share.experts for share in facts(plan_ring(more, nodes, links(nodes, RDMA), choice)).nodes] == [1, 2, 1]
 
 
@@ -479,7 +479,7 @@ def test_every_machine_of_a_ring_holds_experts(
     sizes = replace(SIZES, layers=2, moe_layers=2, experts=experts, experts_per_token=2, expert_bytes=12 * GB)
     nodes = [node(f"n{i}", memory, read) for i, (memory, read) in enumerate(machines)]
     choice = RingChoice(mode=mode, overlap=overlap, even_if_slower=even_if_slower)  # type: ignore[arg-type]
-    found = plan_ring(RingModel(sizes, (0, 1)), nodes, links(nodes, RDMA), choice)
+    found = plan_ring(RingModelFacts(sizes, (0, 1)), nodes, links(nodes, RDMA), choice)
     if found.kind != "ring":
         return
     assert all(share.experts for share in facts(found).nodes[1:])

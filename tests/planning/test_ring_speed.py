@@ -13,7 +13,7 @@ from benchmarks.papers.cluster_model import DBRX, ClusterHardware, cluster_bound
 from engine.planning.calibration import Calibration, Curve, ExpertShape
 from engine.planning.cluster_load import expected_experts
 from engine.planning.placement import Placement
-from engine.planning.placing import ExpertGrid, Room, place
+from engine.planning.placing import ExpertGrid, NodeRoom, place
 from engine.planning.prediction import ModelSizes, Shares, cpu_speed
 from engine.planning.ring_speed import (
     Mode,
@@ -21,7 +21,7 @@ from engine.planning.ring_speed import (
     PassTime,
     RingSetting,
     StepTerms,
-    Wire,
+    WireSpeed,
     alone_time,
     compare,
     costs_of,
@@ -47,7 +47,7 @@ NODE = NodeCosts(
     attention=Curve((1, 100), (2e-3, 20e-3)),
     outside=Curve((1, 100), (5e-3, 5e-3)),
 )
-WIRE = Wire(latency_s=1e-4, bytes_per_s=1e9)
+WIRE = WireSpeed(latency_s=1e-4, bytes_per_s=1e9)
 
 
 def apart(nodes: int) -> Placement:
@@ -65,7 +65,7 @@ def test_two_equal_nodes_by_hand() -> None:
 
 def test_terms_are_put_in_as_they_are_measured() -> None:
     """A ring of three, whose exchange is measured with all nodes, then the nodes on the machine they share."""
-    terms = StepTerms(MODEL, apart(3), (NODE,) * 3, Wire.of_link(1e-4, 1e9), RingSetting("fast"))
+    terms = StepTerms(MODEL, apart(3), (NODE,) * 3, WireSpeed.of_link(1e-4, 1e9), RingSetting("fast"))
     assert terms.step() == step_time(MODEL, apart(3), [NODE] * 3, terms.wire, terms.setting)
     joined = terms.with_exchange(5e-4)
     assert joined.step().exchange_s == pytest.approx(4 * 5e-4)
@@ -94,9 +94,9 @@ def test_the_papers_equation_is_the_case_of_equal_nodes() -> None:
     hardware = ClusterHardware()
     model = ModelSizes(40, 40, 16, 4, 6144, 7_000_000_000, int(16 * DBRX.expert_bytes), 0)
     node = costs_of(model, Curve((1,), (DBRX.expert_bytes / 40 / 800e9,)), 800e9)
-    placement = place(ExpertGrid(tuple(range(40)), 16, 4, model.slab_bytes), [Room(8 * 40 * model.slab_bytes)] * 2)
+    placement = place(ExpertGrid(tuple(range(40)), 16, 4, model.slab_bytes), [NodeRoom(8 * 40 * model.slab_bytes)] * 2)
     assert isinstance(placement, Placement)
-    found = step_time(model, placement, [node, node], Wire(1e-3, 1.25e9), RingSetting("fast", word_bytes=2))
+    found = step_time(model, placement, [node, node], WireSpeed(1e-3, 1.25e9), RingSetting("fast", word_bytes=2))
     bound = cluster_bound(DBRX, hardware, expected_experts(placement, 4))
     assert found.seconds == pytest.approx(bound.time_s, rel=0.03)
     assert found.exchange_s == pytest.approx(0.040, rel=0.01)
@@ -115,9 +115,9 @@ MAC = NodeCosts(
 )
 def test_table_4_from_the_measured_terms_of_two_nodes(nodes: int, moe: float, exchange: float, whole: float) -> None:
     """One expert's time and one exchange of two nodes give the rest of the table, each expert held once."""
-    placement = place(ExpertGrid(tuple(range(40)), 16, 4, 1), [Room(640)] * nodes, overlap=False)
+    placement = place(ExpertGrid(tuple(range(40)), 16, 4, 1), [NodeRoom(640)] * nodes, overlap=False)
     assert isinstance(placement, Placement)
-    wire = Wire.of_link(0.038 / 40, 1.25e9)
+    wire = WireSpeed.of_link(0.038 / 40, 1.25e9)
     found = step_time(DBRX_SIZES, placement, [MAC] * nodes, wire, RingSetting("fast", "router-aided", word_bytes=2))
     assert found.moe_s == pytest.approx(moe, rel=0.12)
     assert found.exchange_s == pytest.approx(exchange, rel=0.05)
@@ -126,9 +126,9 @@ def test_table_4_from_the_measured_terms_of_two_nodes(nodes: int, moe: float, ex
 
 def test_table_3s_busy_full_loading() -> None:
     """P-L_B runs all eight experts of each node: 240 ms, by the time that one takes in P-L_R-D."""
-    placement = place(ExpertGrid(tuple(range(40)), 16, 4, 1), [Room(320)] * 2)
+    placement = place(ExpertGrid(tuple(range(40)), 16, 4, 1), [NodeRoom(320)] * 2)
     assert isinstance(placement, Placement)
-    wire = Wire.of_link(0.168 / 80, 1.25e9)
+    wire = WireSpeed.of_link(0.168 / 80, 1.25e9)
     setting = RingSetting("central", "busy-full", word_bytes=2)
     found = step_time(DBRX_SIZES, placement, [MAC] * 2, wire, setting)
     assert found.moe_s == pytest.approx(0.240, rel=0.03)
@@ -145,7 +145,7 @@ def test_equal_to_tokens_played_through(rule: LoadingRule, copies: float) -> Non
         NodeCosts(expert=Curve((1,), (speed,)), attention=Curve((1,), (attention,)), outside=Curve((1,), (0.0,)))
         for speed, attention in zip(speeds, (1e-3, 2e-3, 1e-3), strict=True)
     ]
-    placement = place(grid, [Room(int(4 * copies), speed) for speed in speeds])
+    placement = place(grid, [NodeRoom(int(4 * copies), speed) for speed in speeds])
     assert isinstance(placement, Placement)
     model = ModelSizes(1, 1, 12, 3, 64, 0, 12, 0)
     random = Random(7)
@@ -160,7 +160,7 @@ def test_equal_to_tokens_played_through(rule: LoadingRule, copies: float) -> Non
             run = owners.count(rank) + len(rules[rank].extra(0, chosen, owners))
             ends.append(node.attention.at(1) + run * node.expert.at(1))
         total += max(ends) + 1e-4
-    found = step_time(model, placement, nodes, Wire(1e-4, 1e12), RingSetting(loading=rule))
+    found = step_time(model, placement, nodes, WireSpeed(1e-4, 1e12), RingSetting(loading=rule))
     assert found.seconds == pytest.approx(total / rounds, rel=0.02)
 
 
@@ -283,7 +283,7 @@ def test_shared_experts_are_part_of_the_trunk_that_the_wire_can_hide() -> None:
     assert costs.shared.at(512) == pytest.approx(2 * 16e-3)
     assert alone_time(model, costs).seconds == pytest.approx(alone_time(MODEL, serial).seconds)
     before, now = (
-        step_time(model, apart(2), [each] * 2, Wire(1e-3, 1e9), RingSetting("fast")) for each in (serial, costs)
+        step_time(model, apart(2), [each] * 2, WireSpeed(1e-3, 1e9), RingSetting("fast")) for each in (serial, costs)
     )
     assert before.seconds - now.seconds == pytest.approx(4 * 1e-3)  # the wire's millisecond is the shared experts'
     dense = replace(model, moe_layers=0, experts=0, expert_bytes=0)
@@ -327,7 +327,7 @@ def test_hot_experts_on_one_node_make_it_late() -> None:
 
 
 def test_more_peers_take_longer() -> None:
-    wire = Wire(1e-4, 1e9, per_peer_s=2e-5)
+    wire = WireSpeed(1e-4, 1e9, per_peer_s=2e-5)
     assert [wire.seconds(1000, peers) for peers in (0, 1, 2, 3)] == pytest.approx([0.0, 1e-4, 1.2e-4, 1.4e-4])
     assert wire.seconds(300_000, 3) == pytest.approx(1.4e-4 + (300_192 - 12288) / 1e9)
 

@@ -13,8 +13,8 @@ pytest.importorskip("mlx_lm")
 from mlx_oracle import load, write_comparable  # noqa: E402
 
 from engine.bench import decode  # noqa: E402
-from engine.bench.decode import bench_decode  # noqa: E402
-from engine.bench.setting import Setting  # noqa: E402
+from engine.bench.subject import BenchSubject  # noqa: E402
+from engine.bench.throughput import bench_decode  # noqa: E402
 from engine.calibration.calibration_file import calibration_key  # noqa: E402
 from engine.calibration.speed_file import MLX_GPU, load_speed, save_speed  # noqa: E402
 from engine.cluster.membership import measuring_node  # noqa: E402
@@ -97,7 +97,7 @@ def test_decoding_on_the_gpu_keeps_what_a_layer_costs(tmp_path: Path, monkeypatc
     model = load(folder, keep_resident=False)
     assert model.facts.device == "gpu"
     monkeypatch.setattr(decode, "_mlx_rate", lambda: 1e15)
-    setting = Setting(
+    setting = BenchSubject(
         model=model, facts=model.facts, rounds=1, prefill_chunk=64, threads=1, weight_bytes=1, report=lambda *_: None
     )
     bench_decode(setting, 1)

@@ -16,7 +16,7 @@ from watched_model import WatchedModel
 from engine.ipc.messages import Finished, Generate, Load, Message, Piece, Prefill, RuntimeName, Sampling
 from engine.moe.kernels.bindings import choose
 from engine.runtimes import runtime_named
-from engine.session.passes import Passes
+from engine.session.passes import PassSequence
 from engine.session.session import Session
 from engine.session.token_history import TokenHistory
 
@@ -208,9 +208,9 @@ def test_a_prompt_is_said_in_the_tokens_it_was_said_in() -> None:
 # --- passes as values -------------------------------------------------------------------------------------------------
 
 
-def passes_of(ends: list[tuple[int, bool]]) -> tuple[Passes, list[tuple[int, bool]]]:
+def passes_of(ends: list[tuple[int, bool]]) -> tuple[PassSequence, list[tuple[int, bool]]]:
     """The value, and the same as a plain list: the tokens of each pass and whether it decoded."""
-    made, plain = Passes(), []
+    made, plain = PassSequence(), []
     for tokens, decodes in ends:
         made = made.decoded(tokens) if decodes else made.prefilled(tokens)
         plain += [(1, True)] * tokens if decodes else [(tokens, False)]
@@ -224,15 +224,15 @@ def total(plain: list[tuple[int, bool]]) -> int:
 MADE = st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=8).map(passes_of)
 
 
-def expanded(made: Passes) -> list[tuple[int, bool]]:
+def expanded(made: PassSequence) -> list[tuple[int, bool]]:
     return [each for run in made.runs for each in ([(run, False)] if run > 0 else [(1, True)] * -run)]
 
 
 @settings(deadline=None)
 @given(MADE, MADE, st.integers(0, 45), st.integers(1, 7))
 def test_passes_are_what_a_plain_list_says(
-    left: tuple[Passes, list[tuple[int, bool]]],
-    right: tuple[Passes, list[tuple[int, bool]]],
+    left: tuple[PassSequence, list[tuple[int, bool]]],
+    right: tuple[PassSequence, list[tuple[int, bool]]],
     length: int,
     chunk: int,
 ) -> None:
@@ -245,7 +245,7 @@ def test_passes_are_what_a_plain_list_says(
     while plain[: same + 1] == plain_other[: same + 1] and same < min(len(plain), len(plain_other)):
         same += 1
     assert expanded(made.shared(other)) == plain[:same]
-    rest = Passes(list(made.after(made.cut(length).length)))
+    rest = PassSequence(list(made.after(made.cut(length).length)))
     assert expanded(rest) == plain[len(kept) :]
     more = expanded(made.up_to(made.length + length, chunk))[len(plain) :]
     assert total(more) == length

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from engine.bench.prompts import ANSWER_TOKENS, BUDGET_S, calibration_prompts, count_routes
-from engine.bench.setting import Setting
+from engine.bench.experts import ANSWER_TOKENS, BUDGET_S, calibration_prompts, count_routes
+from engine.bench.subject import BenchSubject
 from engine.calibration.spread import Spread, figure, milliseconds, per_second
 from engine.calibration.streaming import StreamingRead
 from engine.errors import Cancelled
-from engine.ipc.messages import Load, Message
+from engine.ipc.messages import Load
 from engine.runtimes.protocol import CountsRoutes, LoadedModel
 from engine.runtimes.torch.runtime import TorchRuntime
 from engine.system.machine import Gpu, gpu, parse_gpus, processor
@@ -90,11 +90,9 @@ def test_the_calibration_prompts_are_of_different_kinds() -> None:
     assert all(40 < len(prompt) < 600 for prompt in prompts)
 
 
-class Letters:
+def letters(prompt: str) -> list[int]:
     """A tokenizer for tiny models: every letter a token."""
-
-    def encode_chat(self, messages: Sequence[Message], continue_last: bool = False) -> list[int]:
-        return [3 + ord(letter) % 150 for letter in messages[0].content]
+    return [3 + ord(letter) % 150 for letter in prompt]
 
 
 class Clock:
@@ -113,12 +111,12 @@ def model(tiny_model: Callable[..., Path]) -> LoadedModel:
     return TorchRuntime().load(tiny_model("mixtral"), load, lambda *progress: None)
 
 
-def setting_of(model: LoadedModel, clock: Clock, cancelled: Callable[[], bool] = lambda: False) -> Setting:
+def subject_of(model: LoadedModel, clock: Clock, cancelled: Callable[[], bool] = lambda: False) -> BenchSubject:
     def report(stage: str, done: int, total: int, unit: str) -> None:
         if cancelled():
             raise Cancelled("Stopped.")
 
-    return Setting(model, model.facts, 1, 512, 1, 1, report, cancelled, clock)
+    return BenchSubject(model, model.facts, 1, 512, 1, 1, report, cancelled, clock)
 
 
 def test_prompts_and_the_beginnings_of_their_answers_are_counted(model: LoadedModel) -> None:
@@ -126,7 +124,7 @@ def test_prompts_and_the_beginnings_of_their_answers_are_counted(model: LoadedMo
     rows = model.start()
     rows.extend([5, 6, 7])  # somebody's conversation before: not counted
     prompts = ["abc", "", "defgh"]
-    counts, done = count_routes(setting_of(model, Clock()), model.popularity, Letters(), prompts)
+    counts, done = count_routes(subject_of(model, Clock()), model.popularity, letters, prompts)
     # All of a prompt but its last token is read; that one begins the answer.
     routes = 2 * sum(len(prompt) - 1 + ANSWER_TOKENS for prompt in prompts if prompt)
     assert done == 3
@@ -138,12 +136,12 @@ def test_prompts_and_the_beginnings_of_their_answers_are_counted(model: LoadedMo
 
 def test_no_prompt_is_begun_after_the_time_is_up(model: LoadedModel) -> None:
     assert isinstance(model, CountsRoutes) and model.popularity is not None
-    setting = setting_of(model, Clock(step=BUDGET_S * 0.6))
-    _, done = count_routes(setting, model.popularity, Letters(), ["abc"] * 5)
+    subject = subject_of(model, Clock(step=BUDGET_S * 0.6))
+    _, done = count_routes(subject, model.popularity, letters, ["abc"] * 5)
     assert 0 < done < 5
 
 
 def test_counting_can_be_stopped(model: LoadedModel) -> None:
     assert isinstance(model, CountsRoutes) and model.popularity is not None
     with pytest.raises(Cancelled):
-        count_routes(setting_of(model, Clock(), lambda: True), model.popularity, Letters(), ["abc"])
+        count_routes(subject_of(model, Clock(), lambda: True), model.popularity, letters, ["abc"])

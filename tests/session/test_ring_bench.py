@@ -13,9 +13,8 @@ import pytest
 from tiny_models import write_tiny_model
 
 from engine.bench import ring
-from engine.bench.own_cores import bound, cores_here, shared_out
-from engine.bench.ring import bench_ring
-from engine.bench.ring_of_one import ring_of_one
+from engine.bench.local_ring import bound, cores_here, shared_out
+from engine.bench.ring import bench_ring, ring_of_one
 from engine.bench.ring_table import COLUMNS
 from engine.bench.synthetic_moe import MoeShape, write_moe
 from engine.cluster.membership.measuring_layer import central_seconds, layer_seconds

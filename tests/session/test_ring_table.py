@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from engine.bench.ring_table import COLUMNS, Row, result_of
+from engine.bench.ring_table import COLUMNS, RingRow, result_of
 from engine.ipc.messages import Bench, BenchResult, Load
 from engine.planning.ring_speed import PassTime
 
 
-def row(method: str, measured: float, planned: float | None, predicted: float | None) -> Row:
+def row(method: str, measured: float, planned: float | None, predicted: float | None) -> RingRow:
     def took(seconds: float | None) -> PassTime | None:
         return None if seconds is None else PassTime(seconds, 0.0, 0.0)
 
     time = took(measured)
     assert time is not None
-    return Row("tiny", method, 2, time, measured, measured, took(planned), took(predicted))
+    return RingRow("tiny", method, 2, time, measured, measured, took(planned), took(predicted))
 
 
-def table(*rows: Row) -> BenchResult:
+def table(*rows: RingRow) -> BenchResult:
     return result_of(Bench(id=1, load=Load(id=1, model="tiny"), kind="ring"), 1, True, 2, 32, rows)
 
 

@@ -13,7 +13,7 @@ from engine.cluster.network import Network
 from engine.ipc.messages import DeviceMemory, Load, ModelFacts, NodeShare
 from engine.moe.rank_context import HEAD, Mode
 from engine.planning.absent_machines import absent_lines
-from engine.planning.ring_nodes import RingModel, beside_weights
+from engine.planning.ring_nodes import RingModelFacts, beside_weights
 from engine.planning.ring_plan import RingDecision
 from engine.planning.ring_words import THIS_MACHINE
 from engine.runtimes.model_headers import Headers
@@ -67,7 +67,7 @@ def plan_ring_request(
     return RingRequest(decision, [_memory(share, survey, model, decision.mode) for share in shares], tokens_per_s)
 
 
-def _memory(share: NodeShare, survey: Survey, model: RingModel, mode: Mode) -> DeviceMemory:
+def _memory(share: NodeShare, survey: Survey, model: RingModelFacts, mode: Mode) -> DeviceMemory:
     key_values, workspace = beside_weights(model, mode == "central" and share.rank != HEAD)
     return DeviceMemory(
         device=share.name,

@@ -41,9 +41,9 @@ from engine.ipc.messages.ring import LinkFacts
 from engine.ipc.progress import ProgressCallback
 from engine.moe.kernels.cpu_threads import threads_of
 from engine.moe.popularity_file import known_counts
-from engine.planning.hybrid import Wanted
-from engine.planning.ring_plan import LinkMeasured as PlannedLink
-from engine.planning.ring_plan import NodeMeasured, RingDecision, RingModel, plan_ring
+from engine.planning.hybrid import HybridRequest
+from engine.planning.ring_plan import LinkFigures as PlannedLink
+from engine.planning.ring_plan import NodeMeasured, RingDecision, RingModelFacts, plan_ring
 from engine.planning.ring_words import THIS_MACHINE
 from engine.runtimes.model_headers import Headers, read_headers
 
@@ -306,14 +306,14 @@ def decide(
     return replace(decision, facts=msgspec.structs.replace(decision.facts, nodes=named, at_best=at_best))
 
 
-def planned_model(headers: Headers, name: str, load: Load) -> RingModel:
+def planned_model(headers: Headers, name: str, load: Load) -> RingModelFacts:
     """The model as the planner takes it."""
     sizes = headers.sizes
     profile = headers.profile
-    return RingModel(
+    return RingModelFacts(
         sizes=sizes.for_planning(name),
         moe_layers=profile.layers if profile is not None else (),
-        context_tokens=min(sizes.context_limit, load.context_limit or Wanted().context_tokens),
+        context_tokens=min(sizes.context_limit, load.context_limit or HybridRequest().context_tokens),
         prefill_chunk=load.prefill_chunk,
         vocabulary=sizes.vocabulary,
     )

@@ -25,7 +25,7 @@ from engine.moe.expert_parallel import LayerExchange, Recorded
 from engine.moe.held import check_held, held_by
 from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder
-from engine.planning.hybrid import Wanted
+from engine.planning.hybrid import HybridRequest
 from engine.runtimes.mlx import eligible, weights
 from engine.runtimes.mlx.cache import layer_windows
 from engine.runtimes.mlx.configuration import complete_config, context_of, translate_config
@@ -91,7 +91,7 @@ def load(
     )
     if request.keep_resident:
         # As much as a conversation usually takes: the whole context of a long one is more than most Macs have.
-        context = min(model.facts.context_limit, request.context_limit or Wanted().context_tokens)
+        context = min(model.facts.context_limit, request.context_limit or HybridRequest().context_tokens)
         said = model.wire(model.facts.key_value_bytes_per_token * context)
         if said:
             model.facts = msgspec.structs.replace(model.facts, notices=[*model.facts.notices, said])

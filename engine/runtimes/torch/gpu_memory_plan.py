@@ -18,7 +18,16 @@ from engine.moe.popularity_file import seed_counts, seed_order
 from engine.moe.prefetch import read_rate
 from engine.moe.timing import Recorder
 from engine.planning.calibration import Calibration, Processor, estimated
-from engine.planning.hybrid import GPU_RUNTIME_BYTES, Device, Machine, ModelSizes, Wanted, gpu_room, plan, slabs_kept
+from engine.planning.hybrid import (
+    GPU_RUNTIME_BYTES,
+    Device,
+    HybridMachine,
+    HybridRequest,
+    ModelSizes,
+    gpu_room,
+    plan,
+    slabs_kept,
+)
 from engine.planning.policy import Policy, policy_named
 from engine.runtimes import gpu_present
 from engine.runtimes.torch.offload.device_cache import gigabytes
@@ -88,7 +97,7 @@ def find_room(
             ]
         return None, []
     sizes = sizes_of(files, NAMES[dtype])
-    context = min(sizes.context_limit, request.context_limit or Wanted().context_tokens)
+    context = min(sizes.context_limit, request.context_limit or HybridRequest().context_tokens)
     needed = sizes.for_planning(bytes_per_weight=dtype.itemsize)
     room = gpu_room(needed, Device(device.name, total, free), context, request.prefill_chunk)
     wanted = request.gpu_expert_bytes
@@ -131,8 +140,8 @@ def _slower(
     counts = seed_counts(files, sizes.experts_per_token) or {}
     planned = plan(
         sizes,
-        Machine(cpu, Device(device.name, total, free), disk_read=disk),
-        Wanted(
+        HybridMachine(cpu, Device(device.name, total, free), disk_read=disk),
+        HybridRequest(
             policy=request.policy,
             context_tokens=context,
             prefill_chunk=request.prefill_chunk,

@@ -21,7 +21,7 @@ WARM_UP_STEPS = 2
 
 
 @dataclass(frozen=True)
-class Setting:
+class BenchSubject:
     """A loaded model to be measured. ``threads``: CPU threads it uses; ``weight_bytes``: read to decode one token."""
 
     model: LoadedModel
@@ -63,24 +63,24 @@ def random_tokens(seed: int, count: int, vocabulary: int) -> list[int]:
     return tokens
 
 
-def read_prompt(setting: Setting, rows: TokenRows, tokens: Sequence[int]) -> None:
+def read_prompt(subject: BenchSubject, rows: TokenRows, tokens: Sequence[int]) -> None:
     """Bring ``tokens`` into ``rows`` chunk by chunk, as a session does. Raises Cancelled within a chunk, too."""
-    with _interruptible(setting):
-        for start in range(0, len(tokens), setting.prefill_chunk):
-            chunk = tokens[start : start + setting.prefill_chunk]
+    with _interruptible(subject):
+        for start in range(0, len(tokens), subject.prefill_chunk):
+            chunk = tokens[start : start + subject.prefill_chunk]
             rows.extend(chunk, want_logits=start + len(chunk) == len(tokens))
 
 
-def steps(setting: Setting, rows: TokenRows, count: int, seed: int) -> list[float]:
+def steps(subject: BenchSubject, rows: TokenRows, count: int, seed: int) -> list[float]:
     """Seconds of each of ``count`` decoding steps of all rows, the first ones left out."""
     seconds = []
     for index in range(WARM_UP_STEPS + count):
-        tokens = random_tokens(seed + index, rows.rows, setting.facts.vocabulary)
-        if setting.cancelled():
+        tokens = random_tokens(seed + index, rows.rows, subject.facts.vocabulary)
+        if subject.cancelled():
             raise Cancelled("Stopped while measuring.")
-        start = setting.clock()
+        start = subject.clock()
         rows.step(tokens)
-        seconds.append(setting.clock() - start)
+        seconds.append(subject.clock() - start)
     return seconds[WARM_UP_STEPS:]
 
 
@@ -94,12 +94,12 @@ def median(values: Sequence[float]) -> float:
 
 
 @contextmanager
-def _interruptible(setting: Setting) -> Iterator[None]:
+def _interruptible(subject: BenchSubject) -> Iterator[None]:
     """Within it, a forward pass ends early if the benchmark is cancelled and the runtime can do that."""
-    model = setting.model
+    model = subject.model
 
     def check() -> None:
-        if setting.cancelled():
+        if subject.cancelled():
             raise Interrupted
 
     if not isinstance(model, Interruptible):
