@@ -61,6 +61,8 @@ from engine.system.awake import AWAKE
 from engine.system.temporary_folders import is_remover
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engine.cluster.network import Network
     from engine.moe.popularity_file import PopularityWriter
     from engine.residency.resident_model import Residency
@@ -238,8 +240,6 @@ class Host:
             taken = Copier(node, resolved, task.report).run()
             if taken is not None:
                 return Done(id=request.id, path=str(taken[0]), detail=taken[1])
-        if request.only_copy:
-            return Done(id=request.id, path=str(resolved.require_folder()))
         if resolved.kind == "starter":
             from engine.models.starter import build_starter
 
@@ -256,7 +256,12 @@ class Host:
 
         if self._residency is None:
             self._residency = Residency(self.send)
-        self._residency.loaded(self._loaded().model, resolve(request.model).require_folder(), request)
+
+        def folder() -> Path:
+            in_ring = self._network.loaded_from if self._network is not None else None
+            return in_ring if request.partitioning == "ring" and in_ring else resolve(request.model).require_folder()
+
+        self._residency.loaded(self._loaded().model, folder, request)
 
     def _the_network(self) -> Network:
         """Made when it is first asked for; it opens no socket by itself."""
@@ -368,7 +373,8 @@ def popularity_writer_for(session: Session, model: str, notice: Callable[[str], 
     if popularity is None:
         return None
     facts = session.facts
-    path, _ = profile_paths(profile_key(resolve(model).require_folder()))
+    resolved = resolve(model)
+    path, _ = profile_paths(profile_key(resolved.folder or resolved.plain_folder))
     profile = ProfileModel(tuple(facts.moe_layers), facts.experts, facts.expert_bytes)
     return PopularityWriter(path, profile, popularity, facts.experts_per_token, notice)
 

@@ -20,7 +20,6 @@ from app.text_safety import Sanitizer, sanitize
 from engine.errors import ModelError
 from engine.ipc.messages import (
     Cancel,
-    Done,
     Failed,
     Finished,
     Generate,
@@ -66,11 +65,6 @@ def ask(question: Question) -> int:
             await do(engine, Pull(id=engine.new_id(), model=question.load.model), ProgressLine())
         loading = ProgressLine(quiet_elsewhere=True)
         load = await with_ring(engine, question.load, question.settings, question.peers)
-        if may_copy:
-            copied = Pull(id=engine.new_id(), model=question.load.model, only_copy=True)
-            done = await do(engine, copied, ProgressLine())
-            assert isinstance(done, Done)
-            say(f"note: {done.detail}")
         loaded = await do(engine, msgspec.structs.replace(load, id=engine.new_id()), loading)
         assert isinstance(loaded, Loaded)
         for notice in loaded.facts.notices:

@@ -16,6 +16,7 @@ from discovery.errors import DiscoveryError
 from discovery.identity import Identity, fingerprint_words, load_identity
 from discovery.peers import PeersFile
 from engine.cluster.head.forming import RingFormer
+from engine.cluster.head.lacked_model import LackedModel, find_lacked
 from engine.cluster.head.survey import Surveyor
 from engine.cluster.membership.node import Node, default_name, network_folder
 from engine.cluster.worker.follower_work import Terms
@@ -35,6 +36,8 @@ from engine.ipc.messages import (
     ShowCode,
 )
 from engine.ipc.messages.ring import NodeId, PeerFacts
+from engine.ipc.progress import ProgressCallback
+from engine.models.store import ResolvedModel
 from engine.runtimes.choosing import on_one_machine
 from engine.runtimes.protocol import Runtime
 from engine.system.awake import AWAKE
@@ -113,12 +116,23 @@ class Network:
                 self._surveyor = (key, Surveyor(me, folder, load))
             return self._surveyor[1]
 
-    def former(self, name: str, folder: Path, runtime: Runtime, load: Load) -> RingFormer:
-        """What forms rings for the model ``name`` in ``folder``. Raises ModelError."""
+    def lacked(self, model: ResolvedModel, progress: ProgressCallback) -> LackedModel | None:
+        """See :func:`engine.cluster.head.lacked_model.find_lacked`."""
+        return find_lacked(self.node, model, progress)
+
+    def former(
+        self, name: str, folder: Path, runtime: Runtime, load: Load, lacked: LackedModel | None = None
+    ) -> RingFormer:
+        """What forms rings for the model ``name`` in ``folder``; see :class:`RingFormer`. Raises ModelError."""
         as_node = msgspec.structs.replace(on_one_machine(load, runtime.name), runtime=runtime.name)
         surveyor = self.surveyor(self.node.identity.node_id, folder, as_node)
-        self._former = RingFormer(self.node, name, folder, runtime, as_node, surveyor)
+        self._former = RingFormer(self.node, name, folder, runtime, as_node, surveyor, lacked=lacked)
         return self._former
+
+    @property
+    def loaded_from(self) -> Path | None:
+        """The folder from which this machine loads its share of the last ring."""
+        return None if self._former is None else self._former.folder
 
     def close(self) -> None:
         """Leave the ring and close every socket; may be called twice."""

@@ -25,10 +25,11 @@ _QUANTIZATION_ADVICE = {
 }
 
 
-def open_model(folder: Path, progress: ProgressCallback | None = None) -> ModelFiles:
+def open_model(folder: Path, progress: ProgressCallback | None = None, as_whole: bool = False) -> ModelFiles:
     """The model in ``folder``: one that :func:`engine.models.prepare.prepare` wrote, or plain safetensors; or the share
     of either that a node of a ring keeps (:mod:`engine.models.share_files`), which hands out only what it holds.
 
+    ``as_whole``: a share counts as the model that it is a part of, for whoever looks at types, shapes and sizes only.
     Reads headers only and maps the files, telling ``progress`` before each, which may raise Cancelled.
     Raises ModelError, naming the file and what is wrong with it, if the folder is damaged, its family is not supported,
     or it needs what is refused: pickled weights, remote code, quantisation.
@@ -38,7 +39,7 @@ def open_model(folder: Path, progress: ProgressCallback | None = None) -> ModelF
     config = read_config(folder)
     family = check_supported(config)
     refuse_quantized(config)
-    share = part_of(folder)
+    share = None if as_whole else part_of(folder)
     if (folder / MANIFEST).is_file():
         return Bank(folder, config, family, share)
     if (folder / JOURNAL).is_file():

@@ -181,7 +181,9 @@ class _Planner:
                 notices.append(share_capped_sentence(node.name, hand, room))
             on_disk = disk_room(self.model, node, central and rank > 0)
             if on_disk is not None and on_disk < 0:
-                return RingDecision("refused", full_disk_sentence(node.name, -on_disk), shortfall=-on_disk)
+                return RingDecision(
+                    "refused", full_disk_sentence(node.name, -on_disk, is_head=rank == 0), shortfall=-on_disk
+                )
             if on_disk is not None and on_disk < min(room, self.model.sizes.expert_bytes):
                 notices.append(disk_sentence(node.name, on_disk))
                 room = on_disk
@@ -194,8 +196,7 @@ class _Planner:
             [NodeRoom(room, each) for room, each in zip(rooms, seconds, strict=True)],
             self._popularity,
             self.choice.overlap,
-            # The head has the whole model, whatever it was counted to have.
-            [dict.fromkeys(grid.layers, tuple(range(grid.experts))), *(node.has for node in nodes[1:])],
+            [self._head_has(nodes[0]), *(node.has for node in nodes[1:])],
             self.choice.even_if_slower or bool(self.choice.nodes),
         )
         if isinstance(placement, Shortfall):
@@ -204,6 +205,11 @@ class _Planner:
             return RingDecision("refused", reason, shortfall=placement.missing_bytes, notices=tuple(notices))
         weights = tuple(each / min(seconds) for each in seconds)
         return self._decided(nodes, placement, weights, known if len(known) == len(nodes) else [], central, notices)
+
+    def _head_has(self, head: NodeMeasured) -> Mapping[int, Sequence[int]]:
+        """Experts on its disk, by layer; where that has no limit, the whole model, whatever it was counted to have."""
+        grid = self.model.grid
+        return head.has if head.disk_free is not None else dict.fromkeys(grid.layers, tuple(range(grid.experts)))
 
     def in_mode(self, mode: Mode) -> _Planner:
         """The same with the mode given."""
@@ -488,7 +494,12 @@ def _against_alone(planner: _Planner, nodes: Sequence[NodeMeasured], ring: RingD
     """``ring``, or the head or another machine by itself where that is faster."""
     head = nodes[0]
     by_itself = {node.node_id: planner.alone(node) for node in nodes}
-    fits_alone = expert_room(planner.model, head) >= planner.model.sizes.expert_bytes
+    sizes = planner.model.sizes
+    # A head that lacks the model would have to take all of it.
+    on_disk = head.disk_free is None or head.disk_free >= sizes.trunk_bytes + sizes.expert_bytes
+    if not on_disk:
+        by_itself[head.node_id] = None
+    fits_alone = on_disk and expert_room(planner.model, head) >= sizes.expert_bytes
     known = [(each.seconds, node.node_id) for node in nodes if (each := by_itself[node.node_id]) is not None]
     best_s, best = min(known, default=(0.0, ""))
     step = by_itself[head.node_id]

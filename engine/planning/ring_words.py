@@ -63,9 +63,11 @@ def apart_sentence(name: str, other: str, why: str) -> str:
     return f"{link} cannot be made ({why}); {name} is left out of the ring."
 
 
-def full_disk_sentence(name: str, missing: int) -> str:
-    """A node cannot keep what every node is sent."""
+def full_disk_sentence(name: str, missing: int, is_head: bool = False) -> str:
+    """A node cannot keep what every node is sent, or the head what it takes for itself."""
     name = _first(name)
+    if is_head:
+        return f"{name} lacks {gigabytes(missing)} of disk space for what every machine keeps of the model; make room."
     return (
         f"{name} lacks {gigabytes(missing)} of disk space for the weights that every machine of a ring is sent; make "
         "room there, or leave it out."

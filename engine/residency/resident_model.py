@@ -128,19 +128,19 @@ class Residency:
     def __init__(self, send: Callable[[AnyEvent], None]) -> None:
         self._send = send
         self._ready: ResidentModel | None = None
-        self._made: tuple[LoadedModel, Path, Load] | None = None
+        self._made: tuple[LoadedModel, Callable[[], Path], Load] | None = None
         self._context: RankContext | None = None
         self._warming = 0
         """Total bytes of a warm-up that is running; 0: none is."""
 
-    def loaded(self, model: LoadedModel, folder: Path, request: Load) -> None:
-        """Keep ``model`` from now on."""
+    def loaded(self, model: LoadedModel, folder: Callable[[], Path], request: Load) -> None:
+        """Keep ``model`` from now on; ``folder`` tells where its weights are, which a ring formed anew may change."""
         self.release()
         self._made = (model, folder, request)
         self._context = rank_context_of(model)
         self._ready = ResidentModel(
             model,
-            folder,
+            folder(),
             request,
             None if self._context is None else held_in(self._context),
             self._on_progress,

@@ -64,7 +64,7 @@ def why_not_native(folder: Path, request: Load, progress: ProgressCallback | Non
     from engine.models.opening import open_model
     from engine.runtimes.native.runtime import why_not
 
-    files = open_model(folder, progress)
+    files = open_model(folder, progress, as_whole=True)
     return why_not(files.config, files, request)
 
 

@@ -67,7 +67,7 @@ def read_headers(folder: Path, load: Load) -> Headers:
 
 
 def _headers_of(folder: Path, load: Load) -> Headers:
-    files = open_model(folder)
+    files = open_model(folder, as_whole=True)
     experts = files.experts
     return Headers(
         folder=folder,

@@ -19,6 +19,7 @@ from engine.models.wording import shown
 from engine.runtimes.loading import load_model
 
 if TYPE_CHECKING:
+    from engine.cluster.head.lacked_model import LackedModel
     from engine.cluster.network import Network
     from engine.session.session import Session
 
@@ -32,7 +33,8 @@ def load_session(
 ) -> Session:
     """Load ``request.model`` and make a session of it. Opens no socket; a GGUF file is converted once.
 
-    With partitioning ``ring``, ``network`` must be open, and the machines there share the model's experts.
+    With partitioning ``ring``, ``network`` must be open, and the machines there share the model's experts. A model of
+    the hub that is not here is taken from those that have it, as much of it as this machine is to hold.
 
     ``release`` is called before memory is taken: it frees the model that was loaded before, which is not given up for
     one that is refused. Raises ModelError: unknown model (bad-input), not on this machine, damaged, unsupported,
@@ -43,8 +45,12 @@ def load_session(
 
     started = time.perf_counter()
     check_request(request)
-    name, folder = find_folder(request.model, progress, should_stop)
-    refuse_share(folder)
+    lacked = find_in_ring(request.model, network, progress) if network is not None else None
+    if lacked is not None:
+        name, folder = lacked.name, lacked.folder
+    else:
+        name, folder = find_folder(request.model, progress, should_stop)
+        refuse_share(folder)
     with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
         # A vocabulary takes as long to read as all that is imported meanwhile: that is half of a small model's load.
         reading = beside.submit(load_tokenizer, folder)
@@ -64,7 +70,7 @@ def load_session(
     else:
         from engine.cluster.head.head_model import RingModel
 
-        former = network.former(name, folder, runtime, request)
+        former = network.former(name, folder, runtime, request, lacked)
         # Forming asks what memory is free.
         release()
         model = RingModel(name, former, progress)
@@ -104,6 +110,14 @@ def find_folder(name: str, progress: ProgressCallback, should_stop: Callable[[],
     # A person's own folder without a config is opened all the same: that says best what is wrong with it.
     own = resolved.kind == "folder" and resolved.source.is_dir()
     return resolved.name, resolved.folder or (resolved.source if own else resolved.require_folder())
+
+
+def find_in_ring(name: str, network: Network, progress: ProgressCallback) -> LackedModel | None:
+    """A model of the hub that is not on this machine and that machines of the ring have; None for any other."""
+    from engine.models import store
+
+    resolved = store.resolve(name)
+    return network.lacked(resolved, progress) if resolved.kind == "hub" and resolved.folder is None else None
 
 
 def settings_not_applied(defaults: dict[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,9 @@ def test_processes_that_are_sent_weights_share_the_disk_they_are_put_on() -> Non
     # The head has the whole model: nothing is put on its disk.
     free = [None, 3_000_000_000, 3_000_000_000, 6_000_000_000, 5_000_000_000]
     assert [node.disk_free for node in nodes] == free
+    # It has not: it takes its share from the others, on the same disk.
+    nodes = planned_nodes(replace(survey, whole=False), [(name, name) for name in survey.facts], "native", "bfloat16")
+    assert [node.disk_free for node in nodes][:4] == [10**10 // 3, 2_000_000_000, 2_000_000_000, 6_000_000_000]
 
 
 def test_machines_that_compute_other_bits_are_of_other_kinds() -> None:

@@ -39,12 +39,12 @@ def test_a_model_that_only_followers_have_runs_in_a_ring(tmp_path: Path, made: d
         models = ring.head.home / "models"
 
         def copied(name: str) -> Done:
-            done = ring.head.ask(Pull(id=ring.head.new_id(), model=name, only_copy=True), 120)
+            done = ring.head.ask(Pull(id=ring.head.new_id(), model=name), 120)
             assert isinstance(done, Done)
             return done
 
         with pytest.raises(ModelError, match="not on this machine"):
-            copied("owner/absent")
+            ring.load(Path("owner/absent"), "native", 2)
         assert copied("owner/plain").detail == "Copied from node 1."
         assert copied("owner/bank").detail == "Copied from node 2."
         ring.alone(made[PLAIN], "native", "bfloat16")

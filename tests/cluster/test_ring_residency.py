@@ -74,7 +74,7 @@ def test_the_head_keeps_its_own_experts_and_more_when_it_is_alone(tiny_model: Ti
     assert context is not None and context.nodes == 2
     warmth = Warmth()
     keeping = Residency(warmth)
-    keeping.loaded(model, folder, request)
+    keeping.loaded(model, lambda: folder, request)
     half = layout.trunk_bytes + layout.expert_bytes * len(layout.experts) // 2
     assert warmth.wait(1) == half
     with keeping.answering():
@@ -98,7 +98,7 @@ def test_a_ring_that_changes_in_an_answer_that_fails_is_kept_all_the_same(tiny_m
     model = RingModel("m", former, lambda *_: None)
     warmth = Warmth()
     keeping = Residency(warmth)
-    keeping.loaded(model, folder, request)
+    keeping.loaded(model, lambda: folder, request)
     warmth.wait(1)
     with pytest.raises(ModelError, match="given up"), keeping.answering():
         former.formations[-1].kill(1)
@@ -133,7 +133,7 @@ def test_the_probe_of_the_head_is_its_first_pass_and_no_forming(tiny_model: Tiny
     former = ThreadFormer(folder, request, ["head", "other"], layout.layers, layout.count)
     model = RingModel("m", former, lambda *_: None)
     keeping = Residency(lambda event: None)
-    keeping.loaded(model, folder, request)
+    keeping.loaded(model, lambda: folder, request)
     with keeping.answering():
         assert keeping.probed(finished(), 0.25).probe_s == 0.25
     with keeping.answering():

@@ -392,6 +392,30 @@ def test_a_full_disk_limits_what_a_machine_can_hold() -> None:
     assert facts(kept).nodes[1].expert_bytes > 29 * GB
 
 
+def test_a_head_that_lacks_the_model_has_room_on_its_disk_for_what_it_holds() -> None:
+    """The whole model is none of what it has, nor what it could copy."""
+    nodes = [node("head", 60, disk_free=10 * GB), node("second", 60)]
+    found = decide(nodes, RDMA, even_if_slower=True)
+    assert facts(found).nodes[0].expert_bytes <= 7 * GB
+    assert facts(found).nodes[0].has_bytes == 0
+    # By itself it would be faster, but it has no room for all of it.
+    roomy = [node("head", 100), node("second", 100)]
+    slow = (5e-3, 1e8)
+    assert decide(roomy, slow).kind == "alone"
+    short = decide([replace(roomy[0], disk_free=40 * GB), roomy[1]], slow)
+    assert short.kind in ("ring", "elsewhere") and short.alone_step is None
+    assert decide([replace(roomy[0], disk_free=80 * GB), roomy[1]], slow).kind == "alone"
+    # What it took for an earlier ring stays its own.
+    layers = dict.fromkeys(range(48), (3, 77))
+    kept = decide([replace(nodes[0], has=layers, has_trunk=True), nodes[1]], RDMA, even_if_slower=True)
+    assert kept.placement is not None
+    assert all({3, 77} <= set(kept.placement.held(0, layer)) for layer in range(48))
+    full = decide([node("head", 60, disk_free=1 * GB), node("second", 60)], RDMA)
+    assert full.kind == "refused" and full.shortfall == SIZES.trunk_bytes - GB
+    missing = f"{full.shortfall / 1e9:.1f} GB"
+    assert full.reason == f"head lacks {missing} of disk space for what every machine keeps of the model; make room."
+
+
 def test_a_machine_whose_disk_does_not_even_take_the_trunk_is_left_out() -> None:
     nodes = [node("head", 60), node("second", 60), node("third", 60, disk_free=1 * GB)]
     found = decide(nodes, RDMA, even_if_slower=True)

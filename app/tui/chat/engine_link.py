@@ -11,7 +11,7 @@ import msgspec
 from app.engine_client import Engine, EngineDied
 from app.network import Network, NetworkProblem
 from app.ring_words import away, away_lines
-from app.settings.ring import may_be_copied, open_network, ring_choice
+from app.settings.ring import open_network, ring_choice
 from app.settings.schema import SettingError, gpu_expert_bytes
 from app.tui.chat.state import ChatOptions, Phase, Status
 from engine.ipc.messages import (
@@ -242,14 +242,12 @@ class EngineLink:
             return await self._resize(wanted)
         self.status.model, self.status.problem = wanted.model, ""
         self._loaded = self.status.facts = None
-        only_copy = may_be_copied(wanted.model, wanted.partitioning)
-        if only_copy or self._is_missing(wanted.model):
+        if self._is_missing(wanted.model):
             self._set(Phase.FETCHING)
             if wanted.partitioning == "ring":
                 with suppress(NetworkProblem):
                     await self.network.ensure_open(open_network(wanted))
-            fetching = Pull(id=self.engine.new_id(), model=wanted.model, only_copy=only_copy)
-            problem = await self._follow(fetching, wanted)
+            problem = await self._follow(Pull(id=self.engine.new_id(), model=wanted.model), wanted)
             if problem:
                 return problem
         self._set(Phase.LOADING)

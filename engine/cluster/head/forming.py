@@ -16,9 +16,11 @@ from engine.cluster.head.apart import Together, decide_together
 from engine.cluster.head.epoch_specs import Ring, Trial, epoch_specs
 from engine.cluster.head.formed import AloneLayers, FormedRing, end_epoch
 from engine.cluster.head.forming_elsewhere import load_elsewhere
+from engine.cluster.head.lacked_model import LackedModel
 from engine.cluster.head.left_out import LeftOut
 from engine.cluster.head.loading_nodes import LoadingNodes, told_by
 from engine.cluster.head.rejoin_policy import Regulars
+from engine.cluster.head.supply import Supply, WholeCopy
 from engine.cluster.head.survey import Survey, Surveyor, candidates
 from engine.cluster.head.upload import Sending
 from engine.cluster.head.waiting import Patience, TooFewError
@@ -74,7 +76,7 @@ class LinksBroke(Exception):
 class RingFormer:
     """See :class:`engine.cluster.formation.Former`.
 
-    The model ``name`` is whole in ``folder``, and ``runtime`` runs it."""
+    The model ``name`` is whole in ``folder``, or ``lacked`` has its share there, and ``runtime`` runs it."""
 
     def __init__(
         self,
@@ -85,11 +87,14 @@ class RingFormer:
         load: Load,
         surveyor: Surveyor,
         trial: Trial = _NO_TRIAL,
+        lacked: LackedModel | None = None,
     ) -> None:
         """``load``: as this machine loads its own share, by ``runtime``; its ``ring`` is what the person chose."""
         self._node = node
         self._name = name
-        self._folder = folder
+        self.folder = folder
+        """From which this machine loads."""
+        self._lacked = lacked
         self._runtime = runtime
         self._load = load
         self._choice = load.ring
@@ -102,7 +107,7 @@ class RingFormer:
         self._formed: FormedRing | None = None
         self._considered: dict[str, str] = {}
         """Who was there when it was last formed, and those that were looked at since: node ids, and their processes."""
-        self._regulars = Regulars(folder, surveyor)
+        self._regulars = Regulars(surveyor)
         self._chosen: ExchangeName | None = None
         self._said: set[str] = set()
         self._said_of_links: set[str] = set()
@@ -248,6 +253,8 @@ class RingFormer:
         # An answer waits where a machine was lost.
         hurry = self._formed is not None and self._formed.lost() is not None
         known, self._tried = self._tried, None
+        if self._lacked is not None and (fetched := self._lacked.fetched) is not None:
+            self._has_whole(fetched)
         survey = self._surveyor.survey(
             self._node, there, self._load.runtime, progress, threads=self._trial.threads, hurry=hurry, known=known
         )
@@ -305,7 +312,11 @@ class RingFormer:
     def _alone(self, decision: RingDecision, notices: list[str], progress: ProgressCallback) -> FormedRing:
         from engine.runtimes.loading import load_model
 
-        model = load_model(self._runtime, self._name, self._folder, self._load, progress)
+        if self._lacked is not None:
+            folder, said = self._lacked.take_whole(progress)
+            self._has_whole(folder)
+            notices = [*notices, said]
+        model = load_model(self._runtime, self._name, self.folder, self._load, progress)
         placement = decision.placement or Placement((), 1, ())
         facts = decision.facts or RingFacts(mode="exact", exchange="auto", loading="selected", nodes=[])
         me = self._node.identity.node_id
@@ -322,8 +333,13 @@ class RingFormer:
             notices,
         )
 
+    def _has_whole(self, folder: Path) -> None:
+        """All of the model is here by now."""
+        self._lacked = None
+        self.folder = self._surveyor.folder = folder
+
     def _together(self, ring: Ring, notices: list[str], progress: ProgressCallback) -> FormedRing:
-        has = Sending(self._folder, self._name, ring.decision, ring.followers).send(progress)
+        has = Sending(self._supply(ring.decision, progress), ring.decision, ring.followers).send(progress)
         threads = self._trial.threads or (None if ring.decision.mode == "central" else self._surveyor.threads)
         elsewhere = ring.decision.kind == "elsewhere"
         exchanges = [] if elsewhere else self._exchanges(ring)
@@ -355,6 +371,15 @@ class RingFormer:
         )
         said += self._take_fallen_back(exchange)
         return self._formed_ring(ring, specs[HEAD], facts, model, layers, links, [*notices, *said])
+
+    def _supply(self, decision: RingDecision, progress: ProgressCallback) -> Supply:
+        """Where weights come from; this machine's own are here then."""
+        if self._lacked is None:
+            return WholeCopy(self.folder, self._name)
+        supply, placement = self._lacked.supply(progress), decision.placement
+        if decision.kind != "elsewhere" and placement is not None:
+            supply.take({layer: placement.held(HEAD, layer) for layer in placement.layers}, progress)
+        return supply
 
     def _elsewhere(
         self,
@@ -524,7 +549,7 @@ class RingFormer:
             try:
                 place = RingPlace(rank_context_of(spec), layers)
                 model = load_model(
-                    self._runtime, self._name, self._folder, self._load, loading.noticing(asked, progress), place
+                    self._runtime, self._name, self.folder, self._load, loading.noticing(asked, progress), place
                 )
                 loading.wait(asked, progress)
             except BaseException:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from engine.cluster.head.survey import Surveyor
 from engine.cluster.membership.client import Calls
@@ -19,12 +18,12 @@ WORTH = 0.5
 
 
 class Regulars:
-    """Machines that belong to the ring of the model in ``folder``, or have their share of it; and the others."""
+    """Machines that belong to the ring of the model that ``surveyor`` plans for, or have their share of it; and the
+    others."""
 
-    def __init__(self, folder: Path, surveyor: Surveyor) -> None:
+    def __init__(self, surveyor: Surveyor) -> None:
         self.members: set[str] = set()
         """Node ids of those that were there when the person formed the ring, or that it was planned with since."""
-        self._folder = folder
         self._surveyor = surveyor
         self._apart: set[tuple[str, str]] = set()
         """Node ids, and the processes that they were then: one that is started anew is looked at again."""
@@ -79,7 +78,7 @@ class Regulars:
     def _has_share(self, one: Candidate, nodes: int, central: bool, progress: ProgressCallback) -> bool:
         """Whether (nearly) nothing would have to be sent to it. Raises NodeRefused, Cancelled."""
         profile = self._surveyor.headers.profile
-        weights = known_weights(self._folder)
+        weights = known_weights(self._surveyor.folder)
         if profile is None or not weights:
             return False
         calls = Calls()

@@ -35,10 +35,12 @@ from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused, ask, un
 from engine.cluster.transport.addresses import parse_address
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
 from engine.cluster.weights.weight_fingerprint import identity_of, known_weights
+from engine.cluster.worker.local_weights import here_already
 from engine.errors import ModelError
 from engine.ipc.messages import Load, RuntimeName
 from engine.ipc.messages.ring import LinkFacts
 from engine.ipc.progress import ProgressCallback
+from engine.models.share_files import is_share
 from engine.moe.kernels.cpu_threads import threads_of
 from engine.moe.popularity_file import known_counts
 from engine.planning.hybrid import HybridRequest
@@ -58,11 +60,12 @@ LONGEST_KIND = 160
 @dataclass
 class Survey:
     """``facts`` by node id, the head's too; ``links`` by (from, to), measured from there, of those that can be made;
-    ``tried``: which can."""
+    ``tried``: which can. ``whole``: the head has all of the model; else its facts say what it has."""
 
     facts: dict[str, NodeFacts] = field(default_factory=dict)
     links: dict[Way, LinkFacts] = field(default_factory=dict)
     tried: Tried = field(default_factory=Tried)
+    whole: bool = True
 
 
 def candidates(node: Node, wanted: Sequence[str]) -> list[Candidate]:
@@ -90,10 +93,11 @@ class Surveyor:
     some minutes and as long as both sides have the addresses that they had."""
 
     def __init__(self, me: str, folder: Path, load: Load) -> None:
-        """``me``: this machine's node id. Raises ModelError if the model in ``folder`` cannot be opened."""
+        """``me``: this machine's node id. In ``folder`` is the model, or this machine's share of it. Raises ModelError
+        if it cannot be opened."""
         self._me = me
         self._load = load
-        self._folder = folder
+        self.folder = folder
         self._links = KnownLinks()
 
     @property
@@ -104,7 +108,7 @@ class Surveyor:
 
     @property
     def headers(self) -> Headers:
-        return read_headers(self._folder, self._load)
+        return read_headers(self.folder, self._load)
 
     def survey(
         self,
@@ -153,6 +157,10 @@ class Surveyor:
                 found.facts.update(future.result())
             found.tried = trial.result(trying) if trial is not None else known or found.tried
         found.facts[self._me] = measure_node(wanted, self._load.cpu_threads)
+        if is_share(self.folder):
+            found.whole = False
+            has, trunk = here_already(known_weights(self.folder), self._me)
+            found.facts[self._me] = msgspec.structs.replace(found.facts[self._me], has=has, has_trunk=trunk)
         if node is not None:
             self._measure_links(node, there, found, progress, hurry)
         return found
@@ -172,7 +180,7 @@ class Surveyor:
 
     def _weights(self, progress: ProgressCallback, to_send: bool) -> str:
         """The fingerprint of the weights here; empty if it is not worth reading them."""
-        return identity_of(self._folder, progress).weights if to_send else known_weights(self._folder)
+        return known_weights(self.folder) or (identity_of(self.folder, progress).weights if to_send else "")
 
     def _measure_links(
         self, node: Node, there: Sequence[Candidate], found: Survey, progress: ProgressCallback, hurry: bool
@@ -330,7 +338,8 @@ def planned_nodes(survey: Survey, order: Sequence[tuple[str, str]], runtime: str
     for node_id, name in order:
         facts = survey.facts[node_id]
         shared = machines[facts.machine]
-        disk = sum(survey.facts[other].disk == facts.disk for other, _ in order[1:]) if facts.disk else 1
+        taking = order[1:] if survey.whole else order
+        disk = sum(survey.facts[other].disk == facts.disk for other, _ in taking) if facts.disk else 1
         runs = runtime if runtime in facts.runtimes else next(iter(facts.runtimes), "none")
         overhead = _overheads(survey, order[0][0], node_id)
         nodes.append(
@@ -350,8 +359,7 @@ def planned_nodes(survey: Survey, order: Sequence[tuple[str, str]], runtime: str
                 processor=f"{facts.processor}, {facts.threads} threads" if facts.processor else "",
                 has={layer: tuple(experts) for layer, experts in facts.has.items()},
                 has_trunk=facts.has_trunk,
-                # The head has the whole model.
-                disk_free=facts.disk_free // disk if nodes else None,
+                disk_free=facts.disk_free // disk if nodes or not survey.whole else None,
             )
         )
     return nodes

@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
+from engine.cluster.head.supply import SourceFailed, Supply
 from engine.cluster.membership.client import Calls
 from engine.cluster.membership.control_messages import PIECE_BYTES, Piece, Received, Wants
-from engine.cluster.membership.rpc_fanout import Candidate, ask, until_done
-from engine.cluster.weights.transfer import Offer, decode_wanted, encode_offer, offer, stream
+from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused, ask, until_done
+from engine.cluster.transport.exchange import RingProtocolError
+from engine.cluster.weights.transfer import Offer, decode_wanted, encode_offer
+from engine.errors import Cancelled, ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.planning.ring_plan import RingDecision
 
@@ -22,12 +24,11 @@ SURE_S = 3.0
 
 
 class Sending:
-    """Sends to ``followers`` (by rank) what ``decision`` gives them of the model in ``folder``."""
+    """Sends to ``followers`` (by rank) what ``decision`` gives them of the model that ``supply`` has."""
 
-    def __init__(self, folder: Path, name: str, decision: RingDecision, followers: Mapping[int, Candidate]) -> None:
+    def __init__(self, supply: Supply, decision: RingDecision, followers: Mapping[int, Candidate]) -> None:
         assert decision.placement is not None
-        self._folder = folder
-        self._name = name
+        self._supply = supply
         self._placement = decision.placement
         self._trunk = decision.mode != "central"
         self._followers = followers
@@ -68,7 +69,7 @@ class Sending:
 
     def _offer(self, rank: int, progress: ProgressCallback) -> Offer:
         held = {layer: self._placement.held(rank, layer) for layer in self._placement.layers}
-        return offer(self._folder, held, progress, trunk=self._trunk, name=self._name)
+        return self._supply.offer(held, self._trunk, progress)
 
     def _compare(self, rank: int, offered: Offer) -> Wants:
         one = self._followers[rank]
@@ -77,15 +78,34 @@ class Sending:
         return ask(one, lambda: one.client.upload("Offer", pieces, Wants, self._calls, OFFER_S))
 
     def _deliver(self, rank: int, offered: Offer, wants: Wants) -> None:
-        if not wants.nbytes:
-            return
+        """Raises NodeRefused, and ModelError if what it wants cannot be had."""
         one = self._followers[rank]
-        wanted = decode_wanted(wants.wanted)
+        failed: list[ModelError | SourceFailed] = []
 
         def pieces() -> Iterator[Piece]:
-            for chunk in stream(self._folder, offered, wanted):
-                yield Piece(data=chunk)
-                with self._lock:
-                    self._sent += len(chunk)
+            try:
+                for chunk in self._supply.chunks(offered, decode_wanted(wants.wanted), self._check):
+                    yield Piece(data=chunk)
+                    with self._lock:
+                        self._sent += len(chunk)
+            except (ModelError, SourceFailed) as error:
+                failed.append(error)
+                raise
 
-        ask(one, lambda: one.client.upload("Receive", pieces(), Received, self._calls))
+        while wants.nbytes:
+            try:
+                ask(one, lambda: one.client.upload("Receive", pieces(), Received, self._calls))
+                return
+            except SourceFailed:
+                # It kept what came; the rest comes from somewhere else.
+                wants = self._compare(rank, offered)
+            except NodeRefused:
+                if failed and not isinstance(failed[0], RingProtocolError):
+                    # It is none of that machine's doing.
+                    raise failed[0] from None
+                raise
+
+    def _check(self) -> None:
+        """Raises Cancelled when nothing is to be sent any more."""
+        if self._calls.ended.is_set():
+            raise Cancelled("Sending weights was stopped.")

@@ -16,8 +16,8 @@ import msgspec
 
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.weights.share_store import missing_in, receive_into
-from engine.cluster.weights.transfer import Item, Offer, Wanted
-from engine.cluster.weights.weight_fingerprint import expert_key, header_key, identity_of, trunk_key
+from engine.cluster.weights.transfer import Item, Offer, Wanted, places_of_items
+from engine.cluster.weights.weight_fingerprint import identity_of
 from engine.ipc.progress import ProgressCallback
 from engine.models import store
 from engine.models.durable_files import flush_folder
@@ -73,18 +73,16 @@ class Taking:
                 return self.folder
             store.check_name_is_free(self.folder)
             for source in self._sources:
-                _check_settings(source.offered)
+                check_settings(source.offered)
             first = self._sources[0]
-            self._receive(first, _is_small)
-            config = read_config(self._partial)
-            check_supported(config)
-            # Of its size this machine may hold a part only.
-            refuse_download(config, 0)
+            self._receive(first, is_small)
+            refuse_unfit(self._partial)
             self._check_whole()
             missing = sum(nbytes for source in self._sources for nbytes in self._missing(source).values())
+            names = " and ".join(source.name for source in self._sources)
             # What several of them have is counted more than once here, and received once.
             largest = min(missing, sum(size for _, size in first.offered.files))
-            store.check_space(self._partial, largest, f"Copying {self._model.name} from {first.name}")
+            store.check_space(self._partial, largest, f"Copying {self._model.name} from {names}")
             for source in self._sources:
                 self._receive(source, lambda item: True)
             self._finish()
@@ -111,10 +109,8 @@ class Taking:
     def _check_whole(self) -> None:
         """Raises NotWhole if something is offered by none of them. Headers and configuration are here."""
         layout = layout_of(self._partial)
-        needed = {header_key(file) for file, size in enumerate(layout.headers) if size}
-        needed |= {trunk_key(piece) for piece in range(len(layout.trunk))}
-        needed |= {expert_key(layer, expert) for layer, expert in layout.experts}
-        if not needed <= {item.key for source in self._sources for item in source.offered.items}:
+        offered = {item.key for source in self._sources for item in source.offered.items}
+        if not places_of_items(layout).keys() <= offered:
             raise NotWhole
 
     def _finish(self) -> None:
@@ -134,12 +130,20 @@ class Taking:
         flush_folder(self.folder.parent)
 
 
-def _is_small(item: Item) -> bool:
+def refuse_unfit(folder: Path) -> None:
+    """Raises ModelError if the model whose configuration is in ``folder`` cannot run here."""
+    config = read_config(folder)
+    check_supported(config)
+    # Of its size this machine may hold a part only.
+    refuse_download(config, 0)
+
+
+def is_small(item: Item) -> bool:
     """Configuration, tokenizer and headers: what tells how large the model is, and whether it can run."""
     return not item.runs or item.key.startswith("header/")
 
 
-def _check_settings(offered: Offer) -> None:
+def check_settings(offered: Offer) -> None:
     """Raises RingProtocolError for a file beside the weights that belongs to no model."""
     for item in offered.items:
         name = item.key.removeprefix("setting/")

@@ -50,6 +50,10 @@ _LARGEST_FILE = 1 << 46
 _LONGEST_WORD = 200
 
 
+Spans = tuple[tuple[int, int, int], ...]
+"""(file, start, stop) in a model's files."""
+
+
 class Item(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Something that is sent whole. ``runs`` are (file, start, stop) in the model's files; a setting has none: it is
     the file that its key names. ``checksum``: CRC-32 of the bytes."""
@@ -57,7 +61,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     key: str
     nbytes: int
     checksum: int
-    runs: Annotated[tuple[tuple[int, int, int], ...], msgspec.Meta(max_length=_MOST_RUNS)] = ()
+    runs: Annotated[Spans, msgspec.Meta(max_length=_MOST_RUNS)] = ()
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -183,6 +187,24 @@ def _offer(
         items=tuple(items),
         trunk_pieces=len(layout.trunk),
     )
+
+
+def part_of_offer(offered: Offer, held: Mapping[int, Sequence[int]], trunk: bool) -> Offer:
+    """What of ``offered`` a node needs that holds the experts ``held``; see :func:`offer`."""
+    experts = {expert_key(layer, expert) for layer, row in held.items() for expert in row}
+
+    def is_needed(item: Item) -> bool:
+        return item.key in experts if expert_of(item.key) else trunk or not item.key.startswith("trunk/")
+
+    return msgspec.structs.replace(offered, items=tuple(filter(is_needed, offered.items)))
+
+
+def places_of_items(layout: WeightLayout) -> dict[str, Spans]:
+    """By key, where in the files of ``layout`` everything lies that is offered of it, the settings left out."""
+    headers = [(file, size) for file, size in enumerate(layout.headers) if size]
+    places: dict[str, Spans] = {header_key(file): ((file, 0, size),) for file, size in headers}
+    places |= {trunk_key(piece): _spans(runs_of(tensors)) for piece, tensors in enumerate(layout.trunk)}
+    return places | {expert_key(*place): _spans(runs) for place, runs in layout.experts.items()}
 
 
 def stream(folder: Path, offered: Offer, wanted: Sequence[Wanted]) -> Iterator[bytes]:
@@ -347,8 +369,11 @@ def _setting_item(path: Path, checksums: ItemChecksums) -> Item:
 
 
 def _item(key: str, runs: Runs, checksum: int) -> Item:
-    spans = tuple((run.file, run.start, run.stop) for run in runs)
-    return Item(key, sum(run.nbytes for run in runs), checksum, spans)
+    return Item(key, sum(run.nbytes for run in runs), checksum, _spans(runs))
+
+
+def _spans(runs: Runs) -> Spans:
+    return tuple((run.file, run.start, run.stop) for run in runs)
 
 
 def _after(runs: Sequence[tuple[int, int, int]], start: int) -> list[Run]:

@@ -24,7 +24,7 @@ from engine.models.checkpoint import Checkpoint, PlainExperts
 from engine.models.durable_files import new_file
 from engine.models.locations import locate
 from engine.models.prepare import fill_slab
-from engine.models.share_files import ModelIdentity
+from engine.models.share_files import ModelIdentity, is_share, read_share
 from engine.models.store import PREPARED, installed, profile_key
 from engine.models.weight_layout import (
     Run,
@@ -64,14 +64,14 @@ class _UnreadError(Exception):
 
 
 def known_weights(folder: Path) -> str:
-    """The fingerprint of the weights in ``folder`` (see :class:`ModelIdentity`); empty if they would have to be read
-    for it, or the folder is no model."""
+    """The fingerprint of the weights in ``folder`` (see :class:`ModelIdentity`), of a share that of the whole model;
+    empty if they would have to be read for it, or the folder is no model."""
 
     def unread(stage: str, done: int, total: int, unit: str) -> None:
         raise _UnreadError
 
     try:
-        return identity_of(folder, unread).weights
+        return read_share(folder).identity.weights if is_share(folder) else identity_of(folder, unread).weights
     except (_UnreadError, ModelError):
         return ""
 

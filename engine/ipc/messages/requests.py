@@ -111,8 +111,6 @@ class Pull(Request, frozen=True, kw_only=True, tag="pull"):
     it, for the starter). Events: Progress*, then Done (``detail``: from which machine) or Failed."""
 
     model: str
-    only_copy: bool = False
-    """The Internet is not asked."""
 
 
 class Prepare(Request, frozen=True, kw_only=True, tag="prepare"):

@@ -1,0 +1,163 @@
+"""The part of a model that this machine keeps as the head of a ring, where it has no whole copy of it.
+
+It is a share as followers have them, which this machine is the head of itself. Beside it is kept what was offered of
+the whole model: so followers can be told what is theirs, and a plan be made, without the machines that offered it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from engine.cluster.transport.exchange import RingProtocolError
+from engine.cluster.weights.share_store import ShareStore, missing_in, receive_into
+from engine.cluster.weights.taking import NotWhole, Source, check_settings, is_small, refuse_unfit
+from engine.cluster.weights.transfer import (
+    OFFER_LIMIT,
+    Offer,
+    Wanted,
+    decode_offer,
+    encode_offer,
+    expert_of,
+    part_of_offer,
+    places_of_items,
+    stream,
+)
+from engine.errors import ModelError
+from engine.ipc.progress import ProgressCallback
+from engine.models import store
+from engine.models.durable_files import new_file
+from engine.models.locations import ensure, locate
+from engine.models.share_files import read_share
+from engine.models.weight_layout import config_fingerprint, layout_of
+
+KEPT = "whole.offer"
+"""The file of a share in which the offer of the whole model is kept."""
+_KEPT_LIMIT = OFFER_LIMIT + 1024 * 1024
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """``offered``: encoded. ``had``: names of the machines that offered it."""
+
+    offered: bytes
+    had: tuple[str, ...]
+
+
+class OwnShare:
+    """``offered`` is everything of the model; ``had``: names of the machines that had it; ``me``: this machine's node
+    id."""
+
+    def __init__(self, folder: Path, offered: Offer, had: Sequence[str], me: str) -> None:
+        self.folder = folder
+        self.offered = offered
+        self.had = tuple(had)
+        self._me = me
+
+    @classmethod
+    def find(cls, name: str, me: str) -> OwnShare | None:
+        """The one that this machine has of the model that it calls ``name``."""
+        for path in sorted(locate("models").glob(f"*{store.SHARE}")):
+            with contextlib.suppress(ModelError, OSError, msgspec.DecodeError):
+                manifest = read_share(path)
+                if manifest.head != me or manifest.identity.name != name:
+                    continue
+                if (path / KEPT).stat().st_size > _KEPT_LIMIT:
+                    continue
+                kept = msgspec.msgpack.decode((path / KEPT).read_bytes(), type=_Kept)
+                found = cls(path, decode_offer(kept.offered), kept.had, me)
+                of_it = (found.offered.layout, found.offered.identity) == (manifest.layout, manifest.identity)
+                if of_it and not any(is_small(found.offered.items[want.item]) for want in found._missing()):
+                    return found
+        return None
+
+    @classmethod
+    def begin(cls, sources: Sequence[Source], me: str, progress: ProgressCallback) -> OwnShare:
+        """A new one of the model that ``sources`` offer parts of: its configuration, tokenizer and headers.
+
+        Raises NotWhole if they have not everything together, ModelError (disk; model: one that cannot run here),
+        RingProtocolError for what is no model, and what ``sources`` raise."""
+        items = {item.key: item for source in reversed(sources) for item in source.offered.items}
+        for source in sources:
+            check_settings(source.offered)
+        first = sources[0]
+        ensure("models")
+        folder = ShareStore(locate("models"), me).folder(first.offered)
+        wanted = [want for want in missing_in(folder, first.offered, me) if is_small(first.offered.items[want.item])]
+        with contextlib.closing(first.chunks(wanted)) as chunks:
+            receive_into(folder, first.offered, me, wanted, chunks, progress)
+        try:
+            offered = _checked(folder, msgspec.structs.replace(first.offered, items=tuple(items.values())))
+        except (ModelError, NotWhole):
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        found = cls(folder, offered, [source.name for source in sources], me)
+        with new_file(folder / KEPT) as file:
+            file.write(msgspec.msgpack.encode(_Kept(encode_offer(offered), found.had)))
+        return found
+
+    def chunks(self, part: Offer, wanted: Sequence[Wanted]) -> Iterator[bytes]:
+        """See :func:`engine.cluster.weights.transfer.stream`."""
+        return stream(self.folder, part, wanted)
+
+    def as_source(self) -> Source:
+        """What is here, for a copy of the whole."""
+        here = self.here()
+        items = tuple(item for item in self.offered.items if item.key in here)
+        return _Here(self.folder, msgspec.structs.replace(self.offered, items=items))
+
+    def part(self, held: Mapping[int, Sequence[int]], trunk: bool) -> Offer:
+        """What a node needs that holds the experts ``held``, and with ``trunk`` the trunk."""
+        return part_of_offer(self.offered, held, trunk)
+
+    def here(self) -> frozenset[str]:
+        """The keys of what is here."""
+        gone = {self.offered.items[want.item].key for want in self._missing()}
+        return frozenset(item.key for item in self.offered.items if item.key not in gone)
+
+    def missing(self, part: Offer) -> tuple[Wanted, ...]:
+        """What of a :meth:`part` is not here."""
+        return missing_in(self.folder, part, self._me)
+
+    def receive(
+        self, part: Offer, wanted: Sequence[Wanted], chunks: Iterable[bytes], progress: ProgressCallback
+    ) -> None:
+        """See :meth:`engine.cluster.weights.share_store.ShareStore.receive`."""
+        receive_into(self.folder, part, self._me, wanted, chunks, progress, may_give_up=True)
+
+    def _missing(self) -> tuple[Wanted, ...]:
+        return missing_in(self.folder, self.offered, self._me)
+
+
+class _Here:
+    """See :class:`engine.cluster.weights.taking.Source`."""
+
+    name = "this machine's share"
+
+    def __init__(self, folder: Path, offered: Offer) -> None:
+        self.offered = offered
+        self._folder = folder
+
+    def chunks(self, wanted: Sequence[Wanted]) -> Generator[bytes]:
+        yield from stream(self._folder, self.offered, wanted)
+
+
+def _checked(folder: Path, offered: Offer) -> Offer:
+    """``offered``, in the order of the model, if it is everything of a model that runs here, whose headers are in
+    ``folder``. Raises ModelError, RingProtocolError, NotWhole."""
+    refuse_unfit(folder)
+    layout = layout_of(folder)
+    named = (layout.fingerprint, layout.files, layout.form, len(layout.trunk), config_fingerprint(layout.config))
+    if named != (offered.layout, offered.files, offered.form, offered.trunk_pieces, offered.identity.config):
+        raise RingProtocolError(f"another model arrived than {offered.identity.name}, which was offered")
+    places = places_of_items(layout)
+    if any(item.runs != places.get(item.key) for item in offered.items if item.runs):
+        raise RingProtocolError(f"{offered.identity.name} was offered with weights in places where it has none")
+    if not places.keys() <= {item.key for item in offered.items}:
+        raise NotWhole
+    order = {key: number for number, key in enumerate(places)}
+    items = sorted(offered.items, key=lambda item: (expert_of(item.key) or (-1, 0), order.get(item.key, -1)))
+    return msgspec.structs.replace(offered, items=tuple(items))
