@@ -54,16 +54,28 @@ class SettingsFile:
 
     def _read(self) -> None:
         try:
-            document = self._document()
+            content = self._content()
         except OSError as error:
             self.notices.append(
                 f"The settings in {self.path} cannot be read ({error.strerror or error}); defaults are used."
             )
             self.refused = {setting.key for setting in SCHEMA}
             return
-        self.settings, problems, refused = _settings_from(document.unwrap())
+        self.settings, problems, refused = _settings_from(content)
         self.refused |= refused
         self.notices += [f"{self.path.name}: {problem}" for problem in problems]
+
+    def _content(self) -> dict[str, Any]:
+        """What the file says, for who does not change it; raises OSError. What keeps comments takes longer to import
+        than all other reading of the settings."""
+        import tomllib
+
+        try:
+            return tomllib.loads(self.path.read_bytes().decode())
+        except FileNotFoundError:
+            return {}
+        except (ValueError, RecursionError):
+            return self._document().unwrap()
 
     def _document(self) -> TOMLDocument:
         """The file as parsed; an empty document if there is none, or if it had to be put aside."""

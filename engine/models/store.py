@@ -14,9 +14,7 @@ A folder gets its final name only when it is complete, so a name without ``.part
 from __future__ import annotations
 
 import contextlib
-import difflib
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -352,6 +350,8 @@ def gguf_fingerprint(path: Path) -> str:
 
     Raises ModelError if it cannot be read.
     """
+    import hashlib
+
     chunk = 1024 * 1024
     try:
         size = path.stat().st_size
@@ -401,6 +401,8 @@ def _resolve_path(path: Path) -> ResolvedModel:
         plain = path.with_name(path.name.removesuffix(PREPARED))
         name = _display_name(plain.name)
         return ResolvedModel(name, "folder", plain, plain, plain.with_name(plain.name + PREPARED))
+    import hashlib
+
     identity = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
     bank = models / f"local--{_safe(path.name)}--{identity}{PREPARED}"
     return ResolvedModel(path.name, "folder", path, path, bank)
@@ -457,6 +459,8 @@ def _display_name(key: str) -> str:
 
 
 def _suggestions(text: str) -> str:
+    import difflib
+
     names = [entry.name for entry in catalogue.catalogue()] + [entry.repo for entry in catalogue.catalogue()]
     names += [item.name for item in installed()]
     near = difflib.get_close_matches(text, sorted(set(filter(None, names))), n=3, cutoff=0.4)

@@ -21,7 +21,6 @@ from engine.models.bank import EXPERTS_FOLDER, JOURNAL, MANIFEST, Bank, BankExpe
 from engine.models.checkpoint import INDEX, Checkpoint, PlainExperts
 from engine.models.families import check_supported, expert_shape
 from engine.models.opening import open_model, read_config
-from engine.models.prepare import is_setting
 from engine.models.safetensors_files import TensorEntry, read_header
 from engine.models.share_files import Form
 from engine.models.store import SHARE_MANIFEST
@@ -85,6 +84,8 @@ class WeightLayout:
     @cached_property
     def settings(self) -> tuple[Path, ...]:
         """The small files beside the weights: configuration, tokenizer, chat template, licence."""
+        from engine.models.prepare import is_setting
+
         ours = {SHARE_MANIFEST, JOURNAL}
         wanted = (path for path in sorted(self.folder.iterdir()) if path.name not in ours)
         return tuple(path for path in wanted if is_setting(path) or path.name in (MANIFEST, INDEX))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import os
 from pathlib import Path
@@ -43,9 +42,12 @@ def gpu_present() -> bool:
     """Whether there is a GPU that torch might use; found without importing torch, which takes seconds."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return False
+    devices = Path("/dev")
+    if not (any(devices.glob("nvidia[0-9]*")) or (devices / "kfd").exists()):
+        return False
+    import importlib.metadata
+
     try:
-        built_for_cpu = "+cpu" in importlib.metadata.version("torch")
+        return "+cpu" not in importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return False
-    devices = Path("/dev")
-    return not built_for_cpu and (any(devices.glob("nvidia[0-9]*")) or (devices / "kfd").exists())

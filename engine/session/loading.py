@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +41,9 @@ def load_session(
     """
     from engine.models.store import refuse_share
     from engine.models.tokenizer import load_tokenizer
+    from engine.runtimes import runtime_named
+    from engine.runtimes.choosing import choose_runtime
+    from engine.session.session import Session
 
     started = time.perf_counter()
     check_request(request)
@@ -51,17 +53,10 @@ def load_session(
     else:
         name, folder = find_folder(request.model, progress, should_stop)
         refuse_share(folder)
-    with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
-        # A vocabulary takes as long to read as all that is imported meanwhile: that is half of a small model's load.
-        reading = beside.submit(load_tokenizer, folder)
-        from engine.runtimes import runtime_named
-        from engine.runtimes.choosing import choose_runtime
-        from engine.session.session import Session
-
-        choice = choose_runtime(request, folder, progress=progress)
-        runtime = runtime_named(choice.name)
-        progress("reading the tokenizer", 0, 0, "")
-        words = reading.result()
+    choice = choose_runtime(request, folder, progress=progress)
+    runtime = runtime_named(choice.name)
+    progress("reading the tokenizer", 0, 0, "")
+    words = load_tokenizer(folder)
     defaults = read_settings(folder / "generation_config.json")
     ends = stop_ids(defaults) or stop_ids(read_settings(folder / "config.json"))
     ends |= words.end_of_turn_ids if words is not None else frozenset()

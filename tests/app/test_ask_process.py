@@ -281,8 +281,17 @@ def test_commands_load_only_what_they_need(environment: dict[str, str]) -> None:
     assert set(result.stdout.split()) & {"click", "asyncio", "msgspec", "psutil", "sqlite3", "tomlkit"} == set()
 
 
-def test_reading_a_command_line_imports_nothing_that_takes_long(environment: dict[str, str]) -> None:
-    program = "import sys; from app.commands.root import run; run(['locate', 'data']); print(*sys.modules)"
+def test_a_question_is_read_without_importing_what_takes_long(environment: dict[str, str]) -> None:
+    settings = Path(environment["PRIVATELLM_HOME"]) / "config" / "settings.toml"
+    settings.parent.mkdir(parents=True)
+    settings.write_text("[model]\nmodel = 'starter'\n")
+    program = (
+        "import sys; from app.commands.root import run; run(['locate', 'data'])\n"
+        "from app.commands.asking import Flags, question_from\n"
+        "assert question_from(Flags(prompt='x', stdin=False)).load.model == 'starter'\n"
+        "print(*sys.modules)"
+    )
     command = [sys.executable, "-c", program]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert set(result.stdout.split()) & {"typer", "pydantic", "importlib.metadata", "email", "asyncio"} == set()
+    slow = {"typer", "pydantic", "importlib.metadata", "email", "tomlkit", "hashlib", "difflib", "psutil", "sqlite3"}
+    assert set(result.stdout.split()) & slow == set()

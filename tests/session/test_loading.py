@@ -60,7 +60,9 @@ session = load_session(load, lambda *report: None)
 question = Generate(id=2, messages=[Message("user", "a<|im_end|>b")], max_tokens=3)
 assert len(session.generate(question, lambda event: None, Nobody()).token_ids) > 0
 assert session.facts.has_chat_template
-print([name for name in ("torch", "transformers", "huggingface_hub", "jinja2", "sentencepiece") if name in sys.modules])
+slow = ("torch", "transformers", "huggingface_hub", "jinja2", "sentencepiece") + \\
+       ("engine.models.prepare", "concurrent.futures")
+print([name for name in slow if name in sys.modules])
 """
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", program, str(speaking)]
