@@ -1,4 +1,4 @@
-"""Which node of a ring holds which expert: the value that planner, transfer and executors share."""
+"""Which node of a ring holds which expert: the value that planner, transfer and backends share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Placement:
-    """``holders[i][e]``: the ranks that hold expert e of decoder layer ``layers[i]``, ascending, never none.
+    """``holders[i][e]``: the ranks that hold expert e of decoder layer ``layers[i]``, ascending, at least one.
 
     More than one rank may hold an expert (the overlapping placement of section 5.3 of the paper of private LLMs on
     Apple Silicon); which of them runs it is decided per step, from the routes alone, so that all nodes agree.

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from engine.planning.calibration import Curve
 from engine.planning.hybrid import workspace_bytes
-from engine.planning.placing import ExpertGrid
+from engine.planning.placement_planner import ExpertGrid
 from engine.planning.prediction import ModelSizes
 from engine.planning.ring_speed import NodeCosts, costs_of
 

@@ -15,7 +15,7 @@ from msgspec import structs
 from engine.ipc.messages.ring import NodeShare, RingChoice, RingFacts
 from engine.planning.cluster_load import load_outcomes
 from engine.planning.placement import Placement
-from engine.planning.placing import NodeRoom, Shortfall, place
+from engine.planning.placement_planner import NodeRoom, Shortfall, place
 from engine.planning.prediction import PREFILL_TOKENS
 from engine.planning.ring_nodes import (
     LinkFigures,

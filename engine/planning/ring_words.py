@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from engine.planning.placing import Shortfall
+from engine.planning.placement_planner import Shortfall
 
 
 def gigabytes(nbytes: float) -> str:

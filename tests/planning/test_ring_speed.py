@@ -13,7 +13,7 @@ from benchmarks.papers.cluster_model import DBRX, ClusterHardware, cluster_bound
 from engine.planning.calibration import Calibration, Curve, ExpertShape
 from engine.planning.cluster_load import expected_experts
 from engine.planning.placement import Placement
-from engine.planning.placing import ExpertGrid, NodeRoom, place
+from engine.planning.placement_planner import ExpertGrid, NodeRoom, place
 from engine.planning.prediction import ModelSizes, Shares, cpu_speed
 from engine.planning.ring_speed import (
     Mode,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.planning.cluster_load import expected_experts
 from engine.planning.placement import Placement
-from engine.planning.placing import ExpertGrid, NodeRoom, Shortfall, dealt, numbers, place
+from engine.planning.placement_planner import ExpertGrid, NodeRoom, Shortfall, dealt, numbers, place
 
 MB = 1_000_000
 
