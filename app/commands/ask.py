@@ -38,12 +38,15 @@ from engine.models.store import resolve
 class Question:
     """What was asked on the command line, checked. The requests' ids are set when they are sent."""
 
-    load: Load
     generate: Generate
     as_json: bool
     settings: Settings
-    """How a ring is formed, with partitioning ``ring``; ``peers`` are tried besides those of the settings."""
+    """What is loaded, and how a ring is formed for it; ``peers`` are tried besides those of the settings."""
     peers: tuple[str, ...] = ()
+
+    @property
+    def load(self) -> Load:
+        return self.settings.load
 
 
 def ask(question: Question) -> int:

@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
 
 from app.commands.ask import Question
-from app.commands.output import WorkFailed, say
+from app.commands.loading import settings_with
+from app.commands.output import WorkFailed
 from app.commands.reading import read_piped, read_prompt
 from app.commands.ringing import check_peers
-from app.settings.file import open_settings
+from app.settings.fields import Value
 from app.settings.schema import Settings
-from engine.ipc.messages import DtypeName, ExpertPolicy, Generate, Load, Message, Partitioning, RuntimeName, Sampling
+from engine.ipc.messages import Generate, Message, Sampling
 
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 _LARGEST_TOKEN_ID = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Flags:
-    """The command line as given; ``numbers`` holds those that were, by their setting's key."""
+    """The command line as given."""
 
     prompt: str | None = None
     stdin: bool | None = None
     """Whether stdin is read besides the prompt; None: if it is a file or gives something at once."""
     prompt_ids: str | None = None
-    model: str | None = None
     system: str | None = None
-    numbers: dict[str, float] = field(default_factory=dict)
+    settings: Mapping[str, Value] = field(default_factory=dict)
+    """What comes before the person's settings, by their keys."""
     stop: list[str] = field(default_factory=list)
-    runtime: RuntimeName | None = None
-    dtype: DtypeName | None = None
-    policy: ExpertPolicy | None = None
-    partitioning: Partitioning | None = None
     peers: list[str] = field(default_factory=list)
     as_json: bool = False
 
@@ -48,28 +45,14 @@ def question_from(flags: Flags) -> Question:
         raise WorkFailed("--system needs a text prompt; --prompt-ids are taken as they are", status=2)
     if "" in flags.stop:
         raise WorkFailed("--stop cannot be empty", status=2)
-    file = open_settings()
-    for notice in file.notices:
-        say(f"note: {notice}")
-    settings = file.settings
-    load = _load(flags, settings)
+    settings = settings_with(flags.settings)
     generate = _generate(flags, settings)
     if flags.prompt_ids is not None:
         generate = msgspec.structs.replace(generate, prompt_ids=parse_ids(flags.prompt_ids))
     else:
         generate = msgspec.structs.replace(generate, messages=_messages(flags, settings))
-    peers = check_peers(flags.peers, ring=load.partitioning == "ring")
-    return Question(load=load, generate=generate, as_json=flags.as_json, settings=settings, peers=peers)
-
-
-def _load(flags: Flags, settings: Settings) -> Load:
-    given: dict[str, Any] = {
-        key: flags.numbers[key] for key in ("cpu_threads", "gpu_expert_memory") if key in flags.numbers
-    }
-    words = {"model": flags.model, "runtime": flags.runtime, "dtype": flags.dtype, "policy": flags.policy,
-             "partitioning": flags.partitioning}  # fmt: skip
-    chosen: dict[str, Any] = {**given, **{key: word for key, word in words.items() if word is not None}}
-    return replace(settings, **chosen).load
+    peers = check_peers(flags.peers, ring=settings.partitioning == "ring")
+    return Question(generate=generate, as_json=flags.as_json, settings=settings, peers=peers)
 
 
 def parse_ids(text: str) -> list[int]:
@@ -84,19 +67,16 @@ def parse_ids(text: str) -> list[int]:
 
 
 def _generate(flags: Flags, settings: Settings) -> Generate:
-    chosen = {key: value for key, value in flags.numbers.items() if key in _SAMPLING}
     # Asking for sampling on the command line is asking for no beam search, unless that was asked for as well.
-    beams = int(flags.numbers.get("beams", 1 if chosen else settings.beams))
-    base = settings.sampling if beams == 1 else Sampling()
-    sampling = msgspec.structs.replace(base, **cast(dict[str, Any], chosen))
-    longest = flags.numbers.get("max_tokens", settings.max_tokens)
+    given = {key: flags.settings[key] for key in Sampling.__struct_fields__ if key in flags.settings}
+    beams = 1 if given and "beams" not in flags.settings else settings.beams
     return Generate(
         id=0,
-        sampling=sampling,
-        max_tokens=None if longest is None else int(longest),
+        sampling=settings.sampling if beams == 1 else Sampling(**cast(dict[str, Any], given)),
+        max_tokens=settings.max_tokens,
         stop=[_as_typed(text) for text in flags.stop],
         beams=beams,
-        length_penalty=float(flags.numbers.get("length_penalty", settings.length_penalty)),
+        length_penalty=settings.length_penalty,
         with_timing=flags.as_json,
     )
 

@@ -28,7 +28,7 @@ def bench(
 
     Raises WorkFailed.
     """
-    by_default = kind == "ring" and flags.model is None
+    by_default = kind == "ring" and "model" not in flags.settings
     wanted = load_from(flags, needs_model=kind not in _WITHOUT_MODEL and not by_default)
 
     async def work(engine: EngineClient, interruption: Interruption) -> int:

@@ -10,14 +10,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-import msgspec
-
 from app.commands.engine_work import Interruption, run_with_engine
 from app.commands.output import ReaderGoneError, WorkFailed, answer, say
 from app.engine_client import EngineClient
 from app.lending import Lender
 from app.network import NetworkProblem
-from app.settings.fields import GIB, SettingError
+from app.settings.fields import SettingError
 from app.settings.file import SettingsFile, open_settings
 from app.settings.ring import open_network
 from app.text_safety import one_line
@@ -69,15 +67,7 @@ def network_from(flags: JoinFlags) -> OpenNetwork:
     except SettingError as error:
         text = str(error)
         raise WorkFailed(text.replace(error.key, _FLAGS[error.key], 1) if error.key else text, status=2) from error
-    memory = None if settings.ring_memory is None else round(settings.ring_memory * GIB)
-    return msgspec.structs.replace(
-        open_network(settings, lend=True),
-        lend_memory=memory,
-        cpu_threads=settings.cpu_threads,
-        keep_resident=settings.keep_resident,
-        lock_memory=settings.lock_memory,
-        give_models=settings.ring_give_models,
-    )
+    return open_network(settings, lend=settings.terms)
 
 
 def _keep_name(file: SettingsFile, name: str | None) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import click
 
 from app.commands.output import ReaderGoneError, WorkFailed, answer, fail, forget_stdout
+from app.settings.fields import Value
 from app.settings.schema import SettingError, setting_named
 from engine.ipc.messages import BenchKind, DtypeName, ExpertPolicy, Partitioning, RuntimeName
-
-if TYPE_CHECKING:
-    from app.commands.loading import LoadFlags
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 _BENCHES = "decode, prefill, beams, experts, exchange, ring or residency."
@@ -52,14 +50,17 @@ _peer_option = click.option(
     multiple=True,
     help="A machine to try besides those that are found; may be repeated.",
 )
+# An option for a setting has the setting's key as its parameter's name: it reaches the engine with that setting.
 _load_options = _several(
     click.option("--runtime", type=_one_of(RuntimeName), help="What runs the model."),
     click.option("--dtype", type=_one_of(DtypeName), help="Numbers to compute with."),
     click.option("--partitioning", type=_one_of(Partitioning), help="Which machines and devices take part."),
     _peer_option,
     click.option("--policy", type=_one_of(ExpertPolicy), help="How GPU and CPU share the experts."),
-    click.option("--gpu-memory", metavar="GIB", type=float, help="GPU memory for experts, in GiB."),
-    click.option("--threads", metavar="N", type=int, help="CPU threads."),
+    click.option(
+        "--gpu-memory", "gpu_expert_memory", metavar="GIB", type=float, help="GPU memory for experts, in GiB."
+    ),
+    click.option("--threads", "cpu_threads", metavar="N", type=int, help="CPU threads."),
 )
 
 _FLAGS = {"gpu_expert_memory": "gpu-memory", "cpu_threads": "threads", "context_limit": "context"}
@@ -146,58 +147,24 @@ def ask(
     *,
     prompt: str | None,
     stdin: bool | None,
-    model: str | None,
     system: str | None,
-    beams: int | None,
-    length_penalty: float | None,
-    temperature: float | None,
-    top_p: float | None,
-    top_k: int | None,
-    min_p: float | None,
-    seed: int | None,
-    max_tokens: int | None,
     stop: tuple[str, ...],
-    runtime: RuntimeName | None,
-    dtype: DtypeName | None,
-    partitioning: Partitioning | None,
     peers: tuple[str, ...],
-    policy: ExpertPolicy | None,
-    gpu_memory: float | None,
-    threads: int | None,
     in_json: bool,
     prompt_ids: str | None,
+    **settings: Value,
 ) -> int:
     """Answer one question on stdout, about what is piped in: `cat notes | privatellm ask "summarise"` asks both, the
     prompt first. Flags come before the person's settings, those before the model's own."""
     from app.commands.asking import Flags, question_from
 
-    numbers = {
-        "beams": beams,
-        "length_penalty": length_penalty,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "seed": seed,
-        "max_tokens": max_tokens,
-        "gpu_expert_memory": gpu_memory,
-        "cpu_threads": threads,
-    }
-    for key, number in numbers.items():
-        _check_flag(key, number)
-    _check_flag("model", model)
     flags = Flags(
         prompt=prompt,
         stdin=stdin,
         prompt_ids=prompt_ids,
-        model=model,
         system=system,
-        numbers={key: number for key, number in numbers.items() if number is not None},
+        settings=_given(settings),
         stop=list(stop),
-        runtime=runtime,
-        dtype=dtype,
-        policy=policy,
-        partitioning=partitioning,
         peers=list(peers),
         as_json=in_json,
     )
@@ -260,28 +227,15 @@ def models_remove(model: str, yes: bool) -> int:
 
 @privatellm.command()
 @_model_argument
-@click.option("--context", metavar="N", type=int, help="Tokens the conversation may have.")
+@click.option("--context", "context_limit", metavar="N", type=int, help="Tokens the conversation may have.")
 @_load_options
 @_json_option
-def plan(
-    *,
-    model: str,
-    context: int | None,
-    runtime: RuntimeName | None,
-    dtype: DtypeName | None,
-    partitioning: Partitioning | None,
-    peers: tuple[str, ...],
-    policy: ExpertPolicy | None,
-    gpu_memory: float | None,
-    threads: int | None,
-    in_json: bool,
-) -> int:
+def plan(*, peers: tuple[str, ...], in_json: bool, **settings: Value) -> int:
     """Where a model would lie in memory, how fast it should be, and why. Nothing is loaded."""
+    from app.commands.loading import LoadFlags
     from app.commands.plan import plan as run_plan
 
-    numbers = {"context_limit": context, "gpu_expert_memory": gpu_memory, "cpu_threads": threads}
-    flags = _load_flags(model, runtime, dtype, partitioning, policy, numbers, peers)
-    return run_plan(flags, in_json=in_json)
+    return run_plan(LoadFlags(_given(settings), peers), in_json=in_json)
 
 
 @privatellm.command()
@@ -304,24 +258,18 @@ def plan(
 def bench(
     *,
     kind: BenchKind,
-    model: str | None,
     rounds: int,
     nodes: str,
-    runtime: RuntimeName | None,
-    dtype: DtypeName | None,
-    partitioning: Partitioning | None,
     peers: tuple[str, ...],
-    policy: ExpertPolicy | None,
-    gpu_memory: float | None,
-    threads: int | None,
     even_if_busy: bool,
     in_json: bool,
+    **settings: Value,
 ) -> int:
     """Measure a model on this machine; `experts` keeps what it finds, and plans and policies rest on it."""
     from app.commands.bench import bench as run_bench
+    from app.commands.loading import LoadFlags
 
-    numbers = {"gpu_expert_memory": gpu_memory, "cpu_threads": threads}
-    flags = _load_flags(model, runtime, dtype, partitioning, policy, numbers, peers)
+    flags = LoadFlags(_given(settings), peers)
     counts = _node_counts(nodes)
     return run_bench(kind, flags, rounds=rounds, nodes=counts, even_if_busy=even_if_busy, in_json=in_json)
 
@@ -422,22 +370,12 @@ def locate(what: LocationKind) -> None:
     answer(f"{folder_for(what)}\n")
 
 
-def _load_flags(
-    model: str | None,
-    runtime: RuntimeName | None,
-    dtype: DtypeName | None,
-    partitioning: Partitioning | None,
-    policy: ExpertPolicy | None,
-    numbers: dict[str, float | None],
-    peers: tuple[str, ...],
-) -> LoadFlags:
-    from app.commands.loading import LoadFlags
-
-    for key, number in numbers.items():
-        _check_flag(key, number)
-    _check_flag("model", model)
-    given = {key: number for key, number in numbers.items() if number is not None}
-    return LoadFlags(model, runtime, dtype, partitioning, policy, given, peers)
+def _given(settings: Mapping[str, Value]) -> dict[str, Value]:
+    """Those of ``settings``, by their keys, that were given on the command line. Raises click.BadParameter."""
+    given: dict[str, Value] = {key: value for key, value in settings.items() if value is not None}
+    for key, value in given.items():
+        _check_flag(key, value)
+    return given
 
 
 def _node_counts(text: str) -> tuple[int, ...]:
@@ -450,8 +388,6 @@ def _node_counts(text: str) -> tuple[int, ...]:
 
 def _check_flag(key: str, value: object) -> None:
     """The same limits as the setting of that name, which a flag cannot leave empty."""
-    if value is None:
-        return
     setting = replace(setting_named(key), optional=False)
     try:
         setting.check(value)

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+import msgspec
+
 from app.ring_words import SHOWN_OF_ID
 from app.settings.fields import GIB, SettingError, choices, setting
 from app.settings.items import share, split_items
 from engine.errors import ModelError
 from engine.ipc.messages import (
     ExchangeName,
+    LendTerms,
     LoadingName,
     NetworkState,
     OpenNetwork,
@@ -106,15 +109,19 @@ class RingSettings:
     )  # fmt: skip
 
 
-def open_network(settings: RingSettings, *, more_peers: Sequence[str] = (), lend: bool = False) -> OpenNetwork:
-    """What opens the network as ``settings`` say; its id is set when it is sent."""
+def open_network(
+    settings: RingSettings, *, more_peers: Sequence[str] = (), lend: LendTerms | None = None
+) -> OpenNetwork:
+    """What opens the network as ``settings`` say; its id is set when it is sent. ``lend``: on which terms this machine
+    is lent, if it is."""
     peers = [*split_items(settings.ring_peers), *more_peers]
     return OpenNetwork(
         id=0,
         name=settings.ring_name or "",
         listen=settings.ring_listen,
         peers=list(dict.fromkeys(peers)),
-        lend=lend,
+        lend=lend is not None,
+        **(msgspec.structs.asdict(lend) if lend is not None else {}),
     )
 
 

@@ -27,11 +27,21 @@ from app.settings.fields import (
 from app.settings.fields import setting as _setting
 from app.settings.items import DESCRIPTIONS, ItemError, ItemKind, check_items, split_items
 from app.settings.ring import RingSettings
-from engine.ipc.messages import DtypeName, ExpertPolicy, Load, Partitioning, RuntimeName, Sampling
+from engine.ipc.messages import (
+    DtypeName,
+    ExpertPolicy,
+    LendTerms,
+    Load,
+    LoadOptions,
+    MachineOptions,
+    Partitioning,
+    RuntimeName,
+    Sampling,
+)
 
 __all__ = [
-    "GIB", "GROUPS", "POLICIES", "SCHEMA", "THEMES", "Choice", "Group", "Kind", "Setting", "SettingError", "Settings",
-    "TakesEffect", "Value", "documentation", "gpu_expert_bytes", "setting_named",
+    "GIB", "GROUPS", "POLICIES", "RELOADING", "SCHEMA", "THEMES", "Choice", "Group", "Kind", "Setting",
+    "SettingError", "Settings", "TakesEffect", "Value", "documentation", "setting_named",
 ]  # fmt: skip
 
 THEMES = (
@@ -215,20 +225,29 @@ class Settings(RingSettings):
     @property
     def load(self) -> Load:
         """What the engine is asked to load; its id is set when it is sent, and what is asked of a ring when that is
-        known (:func:`app.settings.ring.ring_choice`)."""
-        return Load(
-            id=0,
-            model=self.model,
-            runtime=self.runtime,
-            dtype=self.dtype,
-            partitioning=self.partitioning,
-            cpu_threads=self.cpu_threads,
-            context_limit=self.context_limit,
-            policy=self.policy,
-            gpu_expert_bytes=gpu_expert_bytes(self.gpu_expert_memory),
-            keep_resident=self.keep_resident,
-            lock_memory=self.lock_memory,
-        )
+        known (:func:`app.settings.ring.ring_choice`). An option with a setting's name is that setting's value."""
+        same = {name: getattr(self, name) for name in LoadOptions.__struct_fields__ if name in _BY_KEY}
+        return Load(id=0, gpu_expert_bytes=_bytes(self.gpu_expert_memory), **same)
+
+    @property
+    def terms(self) -> LendTerms:
+        """On which terms this machine is lent."""
+        own = {name: getattr(self, name) for name in MachineOptions.__struct_fields__}
+        return LendTerms(lend_memory=_bytes(self.ring_memory), give_models=self.ring_give_models, **own)
+
+    def loads_like(self, other: Settings) -> bool:
+        """Whether the same model would be loaded in the same way."""
+        return all(getattr(self, key) == getattr(other, key) for key in self._loading)
+
+    def loading_as(self, other: Settings) -> Settings:
+        """These settings with the model of ``other``, loaded in its way."""
+        return dataclasses.replace(self, **{key: getattr(other, key) for key in other._loading})
+
+    @property
+    def _loading(self) -> tuple[str, ...]:
+        """The settings that make another model of it; those of the ring count in a ring only."""
+        groups = ("model", "ring") if self.partitioning == "ring" else ("model",)
+        return tuple(setting.key for setting in RELOADING if setting.group in groups)
 
     @property
     def sampling(self) -> Sampling:
@@ -245,6 +264,9 @@ SCHEMA: tuple[Setting, ...] = tuple(
 )
 """Every setting, in the order of the screen."""
 
+RELOADING = tuple(setting for setting in SCHEMA if setting.takes_effect == "reload")
+"""The settings with which the model, or the ring, is another one."""
+
 _BY_KEY = {setting.key: setting for setting in SCHEMA}
 
 
@@ -256,8 +278,7 @@ def setting_named(key: str) -> Setting:
         raise SettingError(f"there is no setting {key!r}; there are {', '.join(_BY_KEY)}") from None
 
 
-def gpu_expert_bytes(gibibytes: float | None) -> int | None:
-    """The setting ``gpu_expert_memory`` as a Load takes it: in bytes; None: what is left free."""
+def _bytes(gibibytes: float | None) -> int | None:
     return None if gibibytes is None else round(gibibytes * GIB)
 
 

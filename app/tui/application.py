@@ -19,35 +19,12 @@ from app.conversations.store import ConversationStore, open_store
 from app.engine_client import Engine, EngineClient
 from app.machine import Machine
 from app.settings.file import SettingsFile, open_settings
-from app.settings.schema import SCHEMA, THEMES, SettingError, Settings
+from app.settings.schema import RELOADING, THEMES, SettingError, Settings
 from app.tui.chat.chat_screen import ChatScreen
-from app.tui.chat.state import LOADING, RING, ChatOptions
 from app.tui.commands import COMMANDS
 from app.tui.render.highlighting import Highlighter
 from app.tui.shortcuts import readable
 from app.tui.terminal.application import TerminalApp
-
-
-def chat_options(settings: Settings) -> ChatOptions:
-    """What of the settings a conversation depends on."""
-    return ChatOptions(
-        model=settings.model,
-        runtime=settings.runtime,
-        dtype=settings.dtype,
-        partitioning=settings.partitioning,
-        policy=settings.policy,
-        gpu_expert_memory=settings.gpu_expert_memory,
-        cpu_threads=settings.cpu_threads,
-        context_limit=settings.context_limit,
-        keep_resident=settings.keep_resident,
-        lock_memory=settings.lock_memory,
-        system=settings.system_prompt,
-        sampling=settings.sampling,
-        max_tokens=settings.max_tokens,
-        beams=settings.beams,
-        length_penalty=settings.length_penalty,
-        **{name: getattr(settings, name) for name in RING},
-    )
 
 
 def starter_is_missing(model: str) -> bool:
@@ -97,7 +74,7 @@ class ChatApp(TerminalApp):
         if self.settings.theme in self.available_themes:
             self.theme = self.settings.theme
         self.theme_changed_signal.subscribe(self, self._theme_chosen)
-        self.chat = ChatScreen(self.engine, self.store, chat_options(self.settings), self._is_missing)
+        self.chat = ChatScreen(self.engine, self.store, self.settings, self._is_missing)
         self.push_screen(self.chat)
         notices = [*self.settings_file.notices, *self.store.notices]
         if notices:
@@ -124,15 +101,16 @@ class ChatApp(TerminalApp):
         if "theme" in changes and settings.theme in self.available_themes:
             self.theme = settings.theme
         if self.chat is not None:
-            self.chat.controller.apply(chat_options(settings))
+            self.chat.controller.apply(settings)
         return " ".join(problems)
 
-    def keep_options(self, options: ChatOptions) -> None:
+    def keep_options(self, options: Settings) -> None:
         """Put what is in use again into the settings, and onto the settings screen if that is open."""
-        for setting in SCHEMA:
-            if setting.key in (*LOADING, *RING) and self.settings.value(setting.key) != getattr(options, setting.key):
+        for setting in RELOADING:
+            value = options.value(setting.key)
+            if self.settings.value(setting.key) != value:
                 try:
-                    self.settings_file.change(setting.key, getattr(options, setting.key))
+                    self.settings_file.change(setting.key, value)
                 except SettingError as error:
                     self.notify(str(error), severity="error", markup=False)
         if self.screen.query(".settings"):

@@ -183,9 +183,10 @@ def announced(draw: random.Random) -> None:
 
 def pipe(draw: random.Random) -> None:
     """Frames between the screen and the engine."""
-    from engine.ipc.messages import Cancel, Generate, Load, ProtocolError, pack, request_reader
+    from engine.ipc.messages import AnyRequest, Cancel, Generate, Load, ProtocolError, pack, request_reader
 
-    data = b"".join(map(pack, (Load(id=1, model="m"), Generate(id=2, prompt_ids=[1, 2, 3]), Cancel(id=3, target=2))))
+    sent: list[AnyRequest] = [Load(id=1, model="m"), Generate(id=2, prompt_ids=[1, 2, 3]), Cancel(id=3, target=2)]
+    data = b"".join(map(pack, sent))
     reader = request_reader()
     changed = spoiled(data, draw)
     try:

@@ -19,7 +19,6 @@ from engine.cluster.head.forming import RingFormer
 from engine.cluster.head.lacked_model import LackedModel, find_lacked
 from engine.cluster.head.survey import Surveyor
 from engine.cluster.membership.node import Node, default_name, network_folder
-from engine.cluster.worker.follower_work import Terms
 from engine.cluster.worker.lending import Lender
 from engine.errors import ModelError
 from engine.ipc.messages import (
@@ -167,7 +166,7 @@ class Network:
             identity = self._load_identity(DIALOGUE_S if request.lend else None)
             node = Node(identity, self._peers, request, self._news.set)
             if request.lend:
-                self._lender = Lender(node, self._news.set, Terms.of(request))
+                self._lender = Lender(node, self._news.set, request)
                 self._lent.enter_context(AWAKE.held())
             self._node = node
             self._reporting = threading.Thread(target=self._report, args=(node,), name="network-state", daemon=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import pytest
@@ -14,6 +14,7 @@ from app.commands.ask import result_object
 from app.commands.asking import Flags, question_from
 from app.commands.root import run
 from app.settings.file import open_settings
+from app.settings.schema import setting_named
 from engine.ipc.messages import (
     DoctorFacts,
     ExpertMovement,
@@ -142,14 +143,9 @@ def test_what_a_model_without_a_home_would_run_on_is_not_known(home: Path) -> No
 )
 def test_flags_come_before_the_settings(home: Path, arguments: list[str], expected: dict[str, object]) -> None:
     open_settings().change("cpu_threads", 5)
-    numbers = {"--gpu-memory": "gpu_expert_memory", "--threads": "cpu_threads"}
-    pairs = dict(zip(arguments[::2], arguments[1::2], strict=True))
-    flags = Flags(
-        prompt="x",
-        runtime=cast(Any, pairs.get("--runtime")),
-        policy=cast(Any, pairs.get("--policy")),
-        numbers={numbers[flag]: float(value) for flag, value in pairs.items() if flag in numbers},
-    )
+    keys = {"--gpu-memory": "gpu_expert_memory", "--threads": "cpu_threads"}
+    given = {keys.get(flag, flag[2:]): value for flag, value in zip(arguments[::2], arguments[1::2], strict=True)}
+    flags = Flags(prompt="x", settings={key: setting_named(key).parse(value) for key, value in given.items()})
     load = question_from(flags).load
     assert {key: getattr(load, key) for key in expected} == expected
 

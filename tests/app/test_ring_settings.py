@@ -116,7 +116,7 @@ def test_the_settings_become_what_the_engine_is_asked() -> None:
         "shares": {"a1" * 32: 8 * GIB, "b3" * 32: GIB // 2}, "even_if_slower": True, "trusted": ["10.0.0.0/8"],
         "wait_s": None,
     }  # fmt: skip
-    asked = open_network(settings, more_peers=("b:2", "c:3"), lend=True)
+    asked = open_network(settings, more_peers=("b:2", "c:3"), lend=settings.terms)
     assert (asked.name, asked.listen, asked.peers, asked.lend) == ("attic", "127.0.0.1:9", ["a:1", "b:2", "c:3"], True)
 
 

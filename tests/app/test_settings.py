@@ -4,7 +4,7 @@ import dataclasses
 import math
 import tomllib
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,18 +13,19 @@ from hypothesis import strategies as st
 from app.machine import Machine, unavailable_reason
 from app.settings.file import SettingsFile, open_settings
 from app.settings.items import ItemKind
+from app.settings.ring import open_network
 from app.settings.schema import (
     GROUPS,
+    RELOADING,
     SCHEMA,
     THEMES,
     Setting,
     SettingError,
     Settings,
     documentation,
-    gpu_expert_bytes,
     setting_named,
 )
-from engine.ipc.messages import ExpertPolicy
+from engine.ipc.messages import ExpertPolicy, MachineOptions
 
 LINUX = Machine("linux", "x86_64", nvidia=False, torch=True, mlx=False)
 LINUX_GPU = dataclasses.replace(LINUX, nvidia=True)
@@ -257,8 +258,9 @@ def test_every_policy_has_a_label() -> None:
 
 
 def test_gpu_memory_is_typed_in_gib_and_loaded_in_bytes() -> None:
-    assert gpu_expert_bytes(None) is None
-    assert gpu_expert_bytes(cast(float, setting_named("gpu_expert_memory").parse("1.5"))) == 3 * 2**29
+    assert Settings().load.gpu_expert_bytes is None
+    chosen = Settings().with_value("gpu_expert_memory", setting_named("gpu_expert_memory").parse("1.5"))
+    assert chosen.load.gpu_expert_bytes == 3 * 2**29
 
 
 def test_themes_are_textuals_own() -> None:
@@ -272,3 +274,31 @@ def test_the_documentation_names_every_setting_and_its_limits() -> None:
     for setting in SCHEMA:
         assert f"| `{setting.key}` |" in table and setting.allowed in table and setting.help in table
     assert not math.isnan(Settings().length_penalty)
+
+
+def _other_value(setting: Setting) -> Any:
+    """A value of ``setting`` that is not its default."""
+    match setting.kind:
+        case "choice":
+            return next(choice.value for choice in setting.choices if choice.value != setting.default)
+        case "flag":
+            return not setting.default
+        case "integer" | "number":
+            return setting.check(setting.maximum)
+    return "other"
+
+
+@pytest.mark.parametrize("setting", [one for one in RELOADING if one.group == "model"], ids=lambda one: one.key)
+def test_what_loads_a_model_anew_reaches_the_engine(setting: Setting) -> None:
+    changed = Settings().with_value(setting.key, _other_value(setting))
+    assert changed.load != Settings().load
+    assert not changed.loads_like(Settings())
+    assert Settings(max_tokens=7).loading_as(changed) == dataclasses.replace(changed, max_tokens=7)
+
+
+@pytest.mark.parametrize("option", MachineOptions.__struct_fields__)
+def test_options_of_a_machine_hold_also_when_it_is_lent(option: str) -> None:
+    value = _other_value(setting_named(option))
+    lent = open_network(Settings(), lend=Settings().with_value(option, value).terms)
+    assert getattr(lent, option) == value and lent.lend
+    assert not open_network(Settings()).lend

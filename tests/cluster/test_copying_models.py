@@ -21,9 +21,9 @@ from engine.cluster.weights.share_store import ShareStore
 from engine.cluster.weights.taking import NotWhole, Taking
 from engine.cluster.weights.transfer import Item, Offer, Wanted, decode_chunk, encode_chunk, offer, offer_whole, stream
 from engine.cluster.worker import giving
-from engine.cluster.worker.follower_work import Terms
 from engine.cluster.worker.lending import Lender
 from engine.errors import Cancelled, ModelError
+from engine.ipc.messages import LendTerms
 from engine.models import store
 from engine.models.prepare import prepare
 from engine.models.share_files import read_share
@@ -305,7 +305,7 @@ def pair(tmp_path: Path) -> Iterator[Nodes]:
 @pytest.mark.parametrize("given", [True, False])
 def test_a_lender_gives_models_only_if_its_person_agrees(pair: Nodes, installed: Path, given: bool):
     client = pair.client(1, pair.identities[0])
-    lender = Lender(pair.nodes[1], terms=Terms(give_models=given))
+    lender = Lender(pair.nodes[1], terms=LendTerms(give_models=given))
     wanted = WantedModel(key=KEY, name=NAME)
     try:
         assert client.call("ModelHere", wanted, ModelHere, 30) == ModelHere(whole=given)

@@ -13,10 +13,10 @@ from engine.cluster.membership.control_messages import Connected, EpochMember, E
 from engine.cluster.transport.addresses import door_of
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.weights.share_store import Need
-from engine.cluster.worker.follower_work import Terms, load_of
+from engine.cluster.worker.follower_work import lent_threads, load_of
 from engine.cluster.worker.lending import Lender
 from engine.errors import ModelError
-from engine.ipc.messages import OpenNetwork
+from engine.ipc.messages import LendTerms, OpenNetwork
 from engine.models.weight_layout import layout_of
 from engine.planning.placement import Placement
 
@@ -60,23 +60,21 @@ def spec_of(pair: Nodes, placement: Placement, cpu_threads: int | None = None, m
     ("wanted", "lent", "used"), [(None, None, None), (4, None, 4), (None, 2, 2), (4, 2, 2), (1, 2, 1)]
 )
 def test_the_fewer_threads_are_used(wanted: int | None, lent: int | None, used: int | None) -> None:
-    assert Terms(cpu_threads=lent).threads(wanted) == used
+    assert lent_threads(LendTerms(cpu_threads=lent), wanted) == used
 
 
 def test_a_share_is_loaded_as_its_person_wants(pair: Nodes) -> None:
     spec = spec_of(pair, Placement((0,), 2, (((0,), (1,)),)), cpu_threads=64)
-    kept = load_of(spec, Terms.of(OpenNetwork(id=1)))
+    kept = load_of(spec, OpenNetwork(id=1))
     assert (kept.keep_resident, kept.lock_memory) == (True, False)
     options = OpenNetwork(id=1, cpu_threads=1, keep_resident=False, lock_memory=True, lend_memory=5)
-    terms = Terms.of(options)
-    assert terms.memory == 5
-    own = load_of(spec, terms)
+    own = load_of(spec, options)
     assert (own.keep_resident, own.lock_memory, own.cpu_threads) == (False, True, 1)
 
 
 def test_a_head_is_told_what_is_lent(pair: Nodes) -> None:
     client = pair.client(1, pair.identities[0])
-    lender = Lender(pair.nodes[1], terms=Terms(memory=3 << 30, cpu_threads=1))
+    lender = Lender(pair.nodes[1], terms=LendTerms(lend_memory=3 << 30, cpu_threads=1))
     try:
         found = client.call("Facts", WantedFacts(shape=None), NodeFacts, 30)
         assert (found.memory_lent, found.threads) == (3 << 30, 1)
@@ -108,7 +106,7 @@ def test_a_share_beyond_what_is_lent_is_refused(pair: Nodes, tiny_model: TinyMod
     rows = tuple(((1,),) + ((0,),) * (layout.count - 1) for _ in layout.layers)
     placement = Placement(layout.layers, 2, rows)
     held = layout.expert_bytes * len(layout.layers)
-    lender = Lender(pair.nodes[1], terms=Terms(memory=held + layout.trunk_bytes // 2))
+    lender = Lender(pair.nodes[1], terms=LendTerms(lend_memory=held + layout.trunk_bytes // 2))
     lender._need = Need(folder, (), 0, 0)
     client = pair.client(1, pair.identities[0])
     try:

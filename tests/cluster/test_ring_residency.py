@@ -20,9 +20,9 @@ from engine.cluster.head.head_model import RingModel
 from engine.cluster.membership.control_messages import EpochMember, EpochSpec
 from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.worker.follower import Follower
-from engine.cluster.worker.follower_work import CentralWork, FollowerTask, Terms
+from engine.cluster.worker.follower_work import CentralWork, FollowerTask
 from engine.errors import ModelError
-from engine.ipc.messages import AnyEvent, Finished, Load, Notice, WarmUp
+from engine.ipc.messages import AnyEvent, Finished, LendTerms, Load, Notice, WarmUp
 from engine.models.weight_layout import layout_of
 from engine.moe.rank_context import RankContext
 from engine.planning.placement import Placement
@@ -280,7 +280,13 @@ def test_a_follower_of_central_mode_keeps_its_experts_and_no_trunk(
     spec = central_spec(folder, placement)
     said: list[str] = []
     task = FollowerTask(
-        spec, folder, Terms(), lambda *_: None, ran.append, lambda done, total: told.append((done, total)), said.append
+        spec,
+        folder,
+        LendTerms(),
+        lambda *_: None,
+        ran.append,
+        lambda done, total: told.append((done, total)),
+        said.append,
     )
     work = CentralWork(task, memory.ends[1])
     keeping = work._ready.warmer
@@ -309,7 +315,7 @@ def test_a_follower_of_central_mode_keeps_its_experts_and_no_trunk(
     assert ran == [3, 1]  # tokens of each pass, also if no expert of its first layer was this machine's
     assert work.probe_s is not None and work.probe_s > 0
     assert said == [] and work.notices == []
-    unkept = CentralWork(replace(task, terms=Terms(keep_resident=False)), MemoryRing(2).ends[1])
+    unkept = CentralWork(replace(task, terms=LendTerms(keep_resident=False)), MemoryRing(2).ends[1])
     assert unkept._ready.warmer is None
     unkept.close()
 

@@ -10,16 +10,17 @@ from fake_engine import FakeEngine
 
 from app.conversations.records import MessageRecord
 from app.conversations.store import ConversationStore
+from app.settings.schema import Settings
 from app.tui.chat.controller import ChatController
-from app.tui.chat.state import ChatOptions, Entry, Said, Update
+from app.tui.chat.state import Entry, Said, Update
 
 
 class Chat:
-    def __init__(self, engine: FakeEngine, store: ConversationStore, options: ChatOptions | None = None) -> None:
+    def __init__(self, engine: FakeEngine, store: ConversationStore, options: Settings | None = None) -> None:
         self.updates: list[Update] = []
         self.missing = False
         self.controller = ChatController(
-            engine, store, options or ChatOptions(), self.updates.append, is_missing=lambda model: self.missing,
+            engine, store, options or Settings(), self.updates.append, is_missing=lambda model: self.missing,
             autosave_s=0.01, watch_engine_s=0.02,
         )  # fmt: skip
 

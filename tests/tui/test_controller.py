@@ -11,7 +11,8 @@ from fake_engine import FakeEngine
 
 from app.conversations.records import StoreError
 from app.conversations.store import ConversationStore, open_store
-from app.tui.chat.state import ChatOptions, Entry, FellBack, Phase, prompt_messages
+from app.settings.schema import Settings
+from app.tui.chat.state import Entry, FellBack, Phase, prompt_messages
 from engine.ipc.messages import Beam, BeamEstimates, Generate, Load, Message, Pull, Watch
 
 
@@ -173,13 +174,13 @@ async def test_the_old_model_stays_in_use_when_another_cannot_be_loaded(
     async with running(Chat(engine, store)) as chat:
         await chat.until(lambda: chat.controller.status.phase is Phase.READY)
         engine.load_errors = {"broken": "model.safetensors is truncated."}
-        chat.controller.apply(ChatOptions(model="broken", max_tokens=7))
+        chat.controller.apply(Settings(model="broken", max_tokens=7))
         await chat.until(lambda: any(isinstance(update, FellBack) for update in chat.updates))
         chat.controller.submit("hi")
         await chat.answered()
         assert chat.path[-1].content == "Paris is the capital."
         assert "broken cannot be used: model.safetensors is truncated. starter stays in use." in chat.said
-        assert chat.controller.options == ChatOptions(max_tokens=7)
+        assert chat.controller.options == Settings(max_tokens=7)
 
 
 async def test_the_starter_is_fetched_first(engine: FakeEngine, store: ConversationStore) -> None:
@@ -327,7 +328,7 @@ BEAMS = [Beam("first", [1], -0.1), Beam("second", [2], -0.2), Beam("third", [3],
 
 async def test_picking_another_candidate(engine: FakeEngine, store: ConversationStore) -> None:
     engine.beam_steps = [BEAMS]
-    async with running(Chat(engine, store, ChatOptions(beams=3))) as chat:
+    async with running(Chat(engine, store, Settings(beams=3))) as chat:
         chat.controller.submit("q")
         await chat.answered()
         assert chat.path[-1].content == "first"
@@ -341,7 +342,7 @@ async def test_picking_another_candidate(engine: FakeEngine, store: Conversation
 async def test_picking_a_candidate_while_the_search_runs_ends_it(engine: FakeEngine, store: ConversationStore) -> None:
     engine.beam_steps = [BEAMS, BEAMS[::-1]]
     engine.gate = asyncio.Event()
-    async with running(Chat(engine, store, ChatOptions(beams=3))) as chat:
+    async with running(Chat(engine, store, Settings(beams=3))) as chat:
         chat.controller.submit("q")
         await chat.until(lambda: chat.controller.beams)
         chat.controller.pick_beam(2)
@@ -354,7 +355,7 @@ async def test_beams_are_sent_without_sampling_settings(engine: FakeEngine, stor
     from engine.ipc.messages import Sampling
 
     engine.beam_steps = [BEAMS]
-    async with running(Chat(engine, store, ChatOptions(beams=3, sampling=Sampling(temperature=0.7)))) as chat:
+    async with running(Chat(engine, store, Settings(beams=3, temperature=0.7))) as chat:
         chat.controller.submit("q")
         await chat.answered()
         request = engine.sent(Generate)[-1]
@@ -377,11 +378,11 @@ async def test_other_settings_load_the_model_again_only_if_they_must(
 ) -> None:
     async with running(Chat(engine, store)) as chat:
         await chat.until(lambda: chat.controller.status.phase is Phase.READY)
-        chat.controller.apply(ChatOptions(max_tokens=5))
+        chat.controller.apply(Settings(max_tokens=5))
         chat.controller.submit("q")
         await chat.answered()
         assert len(engine.sent(Load)) == 1
-        chat.controller.apply(ChatOptions(model="other"))
+        chat.controller.apply(Settings(model="other"))
         await chat.until(lambda: len(engine.sent(Load)) == 2 and chat.controller.status.phase is Phase.READY)
         assert engine.sent(Load)[-1].model == "other"  # type: ignore[attr-defined]
 

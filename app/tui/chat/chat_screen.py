@@ -17,6 +17,7 @@ from textual.worker import Worker, WorkerCancelled, WorkerState
 
 from app.conversations.store import ConversationStore
 from app.engine_client import Engine
+from app.settings.schema import Settings
 from app.text_safety import one_line
 from app.tui.chat.controller import ChatController
 from app.tui.chat.message import MessageView
@@ -24,7 +25,6 @@ from app.tui.chat.opening import OpensScreens
 from app.tui.chat.prompt import Prompt
 from app.tui.chat.state import (
     BeamsChanged,
-    ChatOptions,
     Entry,
     EntryAdded,
     EntryChanged,
@@ -77,7 +77,7 @@ class ChatScreen(OpensScreens):
         self,
         engine: Engine,
         store: ConversationStore,
-        options: ChatOptions,
+        options: Settings,
         is_missing: Callable[[str], bool],
     ) -> None:
         super().__init__()

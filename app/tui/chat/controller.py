@@ -15,6 +15,7 @@ from contextlib import suppress
 from app.conversations.records import MessageRecord, State, StoreError
 from app.conversations.store import ConversationStore
 from app.engine_client import Engine, EngineDied
+from app.settings.schema import Settings
 from app.text_safety import sanitize
 from app.tui.chat.branches import alternative, answer_place, stored_alternative
 from app.tui.chat.engine_link import EngineLink
@@ -23,7 +24,6 @@ from app.tui.chat.saving import RETRY_SAVE_S, Saver, Thread, rename
 from app.tui.chat.state import (
     BUSY,
     BeamsChanged,
-    ChatOptions,
     Entry,
     EntryAdded,
     EntryChanged,
@@ -67,7 +67,7 @@ class ChatController:
         self,
         engine: Engine,
         store: ConversationStore,
-        options: ChatOptions,
+        options: Settings,
         listener: Callable[[Update], None],
         *,
         is_missing: Callable[[str], bool] = lambda model: False,
@@ -78,7 +78,7 @@ class ChatController:
         self.store = store
         self.options = options
         self.status = Status(model=options.model, beams=options.beams)
-        self.thread = Thread(system=options.system, model=options.model)
+        self.thread = Thread(system=options.system_prompt, model=options.model)
         self.beams: tuple[Beam, ...] = ()
         self.timing: Timing | None = None
         self.link = EngineLink(
@@ -153,7 +153,7 @@ class ChatController:
 
     def new_conversation(self) -> None:
         self.stop_soon()
-        self.thread = Thread(system=self.options.system, model=self.options.model)
+        self.thread = Thread(system=self.options.system_prompt, model=self.options.model)
         self._conversation_changed()
         self._tell(PathChanged())
 
@@ -189,13 +189,13 @@ class ChatController:
         self._status_changed()
         done()
 
-    def apply(self, options: ChatOptions) -> None:
+    def apply(self, options: Settings) -> None:
         """Other settings: the model is loaded again if it must be, the rest holds from the next answer on."""
         reload = not options.loads_like(self.options)
         self.options = options
         self.status.beams = options.beams
         if not self.thread.path:
-            self.thread.system, self.thread.model = options.system, options.model
+            self.thread.system, self.thread.model = options.system_prompt, options.model
         if reload:
             self.stop_soon()
             self._background(self.link.abandon_loading())
@@ -454,7 +454,7 @@ class ChatController:
         self._tell(BeamsChanged((), 0, False))
         self._status_changed()
 
-    def _fall_back(self, problem: str, worked: ChatOptions) -> None:
+    def _fall_back(self, problem: str, worked: Settings) -> None:
         self._say(f"{self.options.model} cannot be used: {problem} {worked.model} stays in use.", "error")
         self.options = self.options.loading_as(worked)
         self._tell(FellBack(self.options))

@@ -12,8 +12,8 @@ from app.engine_client import Engine, EngineDied
 from app.network import Network, NetworkProblem
 from app.ring_words import away, away_lines
 from app.settings.ring import open_network, ring_choice
-from app.settings.schema import SettingError, gpu_expert_bytes
-from app.tui.chat.state import ChatOptions, Phase, Status
+from app.settings.schema import SettingError, Settings
+from app.tui.chat.state import Phase, Status
 from engine.ipc.messages import (
     AnyEvent,
     BeamEstimates,
@@ -52,7 +52,7 @@ class EngineLink:
         status: Status,
         on_status: Callable[[], None],
         is_missing: Callable[[str], bool],
-        on_fallback: Callable[[str, ChatOptions], None] = lambda problem, worked: None,
+        on_fallback: Callable[[str, Settings], None] = lambda problem, worked: None,
         on_network: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine = engine
@@ -64,17 +64,17 @@ class EngineLink:
         self._on_status = on_status
         self._is_missing = is_missing
         self._on_fallback = on_fallback
-        self._loaded: ChatOptions | None = None
-        self._worked: ChatOptions | None = None
+        self._loaded: Settings | None = None
+        self._worked: Settings | None = None
         self._request: int | None = None
         engine.on_warm_up = self._warm_up
         engine.on_ring = self._ring_changed
 
-    def has(self, options: ChatOptions) -> bool:
+    def has(self, options: Settings) -> bool:
         """Is the engine running with the model that ``options`` ask for?"""
         return self.engine.running and self._loaded is not None and self._loaded.loads_like(options)
 
-    async def bring_up(self, options: Callable[[], ChatOptions]) -> bool:
+    async def bring_up(self, options: Callable[[], Settings]) -> bool:
         """Start the engine and load what ``options()`` asks for, which may change meanwhile.
 
         Whether it is ready; if not, ``status.problem`` says why.
@@ -132,13 +132,13 @@ class EngineLink:
             return str(died)
         return "The engine gave no estimate."
 
-    async def plan(self, options: ChatOptions) -> Planned | str | None:
+    async def plan(self, options: Settings) -> Planned | str | None:
         """What loading as ``options`` say would need and give, or why that is unknown; None: no engine is up yet."""
         if not self.engine.running:
             return None
         try:
             ring = await self._ring(options, only_ask=True)
-            request = Plan(id=self.engine.new_id(), load=_load(0, options, ring))
+            request = Plan(id=self.engine.new_id(), load=msgspec.structs.replace(options.load, ring=ring))
             async for event in self.engine.stream(request):
                 if isinstance(event, Planned):
                     return event
@@ -169,7 +169,7 @@ class EngineLink:
         self._on_status()
         return away_lines(before, self.status.away) if self.status.phase is Phase.READY else []
 
-    async def look_for_machines(self, options: ChatOptions) -> str:
+    async def look_for_machines(self, options: Settings) -> str:
         """Open the network, for as long as the chat is open; what went wrong."""
         try:
             await self._start()
@@ -180,12 +180,12 @@ class EngineLink:
             return _sentence(problem)
         return ""
 
-    async def stop_looking(self, options: ChatOptions) -> str:
+    async def stop_looking(self, options: Settings) -> str:
         """Close the network unless a ring is wanted; what went wrong."""
         self.looking = False
         return await self.close_unless_wanted(options)
 
-    async def close_unless_wanted(self, options: ChatOptions) -> str:
+    async def close_unless_wanted(self, options: Settings) -> str:
         """The network is open only while machines are looked for or the partitioning is ``ring``; what went wrong."""
         if self.looking or options.partitioning == "ring" or not self.network.is_open:
             return ""
@@ -195,7 +195,7 @@ class EngineLink:
             return _sentence(problem)
         return ""
 
-    async def _ring(self, options: ChatOptions, *, only_ask: bool = False) -> RingChoice:
+    async def _ring(self, options: Settings, *, only_ask: bool = False) -> RingChoice:
         """What is asked of the ring; the network is opened for it. With ``only_ask`` one that is open stays as it is,
         and the ring with it. Raises NetworkProblem, SettingError, EngineDied."""
         if options.partitioning != "ring":
@@ -236,7 +236,7 @@ class EngineLink:
         if self.watching:
             await self.engine.send(Watch(id=self.engine.new_id(), timing=True))
 
-    async def _fetch_and_load(self, wanted: ChatOptions) -> str:
+    async def _fetch_and_load(self, wanted: Settings) -> str:
         """What went wrong; empty if the model is loaded."""
         if self._differs_in_gpu_memory(wanted):
             return await self._resize(wanted)
@@ -258,21 +258,21 @@ class EngineLink:
             ring = await self._ring(wanted)
         except (NetworkProblem, SettingError) as error:
             return _sentence(error)
-        problem = await self._follow(_load(self.engine.new_id(), wanted, ring), wanted)
+        problem = await self._follow(msgspec.structs.replace(wanted.load, id=self.engine.new_id(), ring=ring), wanted)
         if not problem:
             await self.close_unless_wanted(wanted)
         return problem
 
-    def _differs_in_gpu_memory(self, wanted: ChatOptions) -> bool:
+    def _differs_in_gpu_memory(self, wanted: Settings) -> bool:
         """Is the model there, and nothing else asked for than other GPU memory for the experts that share it?"""
         there, facts = self._loaded, self.status.facts
         if there is None or facts is None or facts.policy is None:
             return False
         return replace(wanted, gpu_expert_memory=there.gpu_expert_memory).loads_like(there)
 
-    async def _resize(self, wanted: ChatOptions) -> str:
+    async def _resize(self, wanted: Settings) -> str:
         """Change that while the model stays loaded; what went wrong, and then it is as it was."""
-        request = Resize(id=self.engine.new_id(), gpu_expert_bytes=gpu_expert_bytes(wanted.gpu_expert_memory))
+        request = Resize(id=self.engine.new_id(), gpu_expert_bytes=wanted.load.gpu_expert_bytes)
         async for event in self.engine.stream(request):
             if isinstance(event, Failed):
                 return event.error
@@ -282,7 +282,7 @@ class EngineLink:
                 return ""
         return "The engine did not say whether it changed the GPU memory for experts."
 
-    async def _follow(self, request: Pull | Load, wanted: ChatOptions) -> str:
+    async def _follow(self, request: Pull | Load, wanted: Settings) -> str:
         self._request = request.id
         try:
             async for event in self.engine.stream(request):
@@ -294,7 +294,7 @@ class EngineLink:
             self.status.progress = None
         return "Loading was stopped."
 
-    def _take(self, event: AnyEvent, wanted: ChatOptions) -> str | None:
+    def _take(self, event: AnyEvent, wanted: Settings) -> str | None:
         """None: more is to come."""
         match event:
             case Progress():
@@ -337,21 +337,3 @@ class EngineLink:
 def _sentence(problem: Exception) -> str:
     text = str(problem)
     return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
-
-
-def _load(request: int, options: ChatOptions, ring: RingChoice | None = None) -> Load:
-    return Load(
-        id=request,
-        model=options.model,
-        runtime=options.runtime,
-        dtype=options.dtype,
-        partitioning=options.partitioning,
-        cpu_threads=options.cpu_threads,
-        context_limit=options.context_limit,
-        policy=options.policy,
-        gpu_expert_bytes=gpu_expert_bytes(options.gpu_expert_memory),
-        prefill_chunk=options.prefill_chunk,
-        ring=ring or RingChoice(),
-        keep_resident=options.keep_resident,
-        lock_memory=options.lock_memory,
-    )

@@ -7,7 +7,6 @@ from typing import Protocol
 
 from app.machine import Machine
 from app.settings.schema import Settings
-from app.tui.chat.state import ChatOptions
 from app.tui.render.highlighting import Highlighter
 
 
@@ -24,7 +23,7 @@ class ChatHost(Protocol):
 
     def change_settings(self, changes: Mapping[str, object]) -> str: ...
 
-    def keep_options(self, options: ChatOptions) -> None: ...
+    def keep_options(self, options: Settings) -> None: ...
 
     def copy_out(self, text: str, what: str) -> None: ...
 

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count, zip_longest
 from typing import Literal
 
 from app.conversations.records import MessageRecord, Role, State
-from app.settings.ring import RingSettings
+from app.settings.schema import Settings
 from engine.ipc.messages import (
     Beam,
-    DtypeName,
-    ExpertPolicy,
     Message,
     ModelFacts,
-    Partitioning,
     Prefill,
     Progress,
-    RuntimeName,
-    Sampling,
     Timing,
     WarmUp,
 )
@@ -68,51 +63,6 @@ class Entry:
             siblings=record.siblings,
             sibling_index=record.sibling_index,
         )
-
-
-@dataclass(frozen=True)
-class ChatOptions(RingSettings):
-    """The settings a conversation depends on; those of the ring count with partitioning ``ring``."""
-
-    model: str = "starter"
-    runtime: RuntimeName = "auto"
-    dtype: DtypeName = "auto"
-    partitioning: Partitioning = "auto"
-    policy: ExpertPolicy = "balanced"
-    gpu_expert_memory: float | None = None
-    """In GiB, as the setting of that name."""
-    cpu_threads: int | None = None
-    context_limit: int | None = None
-    keep_resident: bool = True
-    lock_memory: bool = False
-    prefill_chunk: int = 512
-    system: str = ""
-    sampling: Sampling = field(default_factory=Sampling)
-    max_tokens: int | None = None
-    beams: int = 1
-    length_penalty: float = 1.0
-
-    def loads_like(self, other: ChatOptions) -> bool:
-        """Would the same model be loaded in the same way?"""
-        return self._loading() == other._loading()
-
-    def loading_as(self, other: ChatOptions) -> ChatOptions:
-        """These options with the model of ``other``, loaded in its way."""
-        names = (*LOADING, *RING) if other.partitioning == "ring" else LOADING
-        return replace(self, **{name: getattr(other, name) for name in names})
-
-    def _loading(self) -> tuple[object, ...]:
-        names = (*LOADING, *RING) if self.partitioning == "ring" else LOADING
-        return tuple(getattr(self, name) for name in names)
-
-
-LOADING = (
-    "model", "runtime", "dtype", "partitioning", "policy", "gpu_expert_memory", "cpu_threads", "context_limit",
-    "keep_resident", "lock_memory", "prefill_chunk",
-)  # fmt: skip
-"""The options that make another model of it, or the same one loaded in another way."""
-RING = tuple(field.name for field in fields(RingSettings))
-"""The options that make another ring of it."""
 
 
 class Phase(Enum):
@@ -192,7 +142,7 @@ class StatusChanged:
 class FellBack:
     """What ``options`` asked for could not be loaded: these, which worked before, are in force again."""
 
-    options: ChatOptions
+    options: Settings
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from app.conversations.records import State, StoreError
 from app.conversations.store import ConversationStore
+from app.settings.schema import Settings
 from app.text_safety import Sanitizer, sanitize
 from app.tui.chat.saving import RETRY_SAVE_S, Saver, Thread
-from app.tui.chat.state import TOO_LONG, ChatOptions, Entry, prompt_messages
+from app.tui.chat.state import TOO_LONG, Entry, prompt_messages
 from engine.ipc.messages import Failed, Finished, Generate, Sampling
 
 
@@ -65,7 +66,7 @@ def failed(answer: Entry, event: Failed) -> tuple[State, str]:
     return "failed", event.error + (" /edit changes it; later questions skip it." if too_long else "")
 
 
-def generate_request(request_id: int, turn: Turn, options: ChatOptions) -> Generate:
+def generate_request(request_id: int, turn: Turn, options: Settings) -> Generate:
     """What the engine is asked. A beam search takes the likeliest continuations: sampling means nothing to it."""
     return Generate(
         id=request_id,

@@ -18,7 +18,7 @@ from engine.cluster.membership.measuring_node import runtimes
 from engine.cluster.transport.exchange import Buffer, Exchange, Link
 from engine.cluster.weights.transfer import outline
 from engine.cluster.worker.follower import BEAMS_LIMIT, Follower
-from engine.ipc.messages import Load, OpenNetwork
+from engine.ipc.messages import LendTerms, Load
 from engine.ipc.progress import ProgressCallback
 from engine.moe.kernels.cpu_threads import within_this_machine
 from engine.moe.rank_context import RankContext
@@ -36,42 +36,24 @@ def rank_context_of(spec: EpochSpec) -> RankContext:
     return RankContext(spec.epoch, spec.rank, spec.placement, spec.mode, spec.loading, tuple(spec.weights))
 
 
-@dataclass(frozen=True)
-class Terms:
-    """On which terms a person lends this machine. ``memory``: bytes that a share may take; None: what is free.
-    ``give_models``: heads may copy models that are here."""
-
-    memory: int | None = None
-    cpu_threads: int | None = None
-    keep_resident: bool = True
-    lock_memory: bool = False
-    give_models: bool = True
-
-    @classmethod
-    def of(cls, options: OpenNetwork) -> Terms:
-        return cls(
-            options.lend_memory, options.cpu_threads, options.keep_resident, options.lock_memory, options.give_models
-        )
-
-    def threads(self, wanted: int | None) -> int | None:
-        """The fewer of what a head wants and what is lent; None: one per physical core."""
-        return min((each for each in (wanted, self.cpu_threads) if each is not None), default=None)
+def lent_threads(terms: LendTerms, wanted: int | None) -> int | None:
+    """The fewer of what a head wants and what is lent; None: one per physical core."""
+    return min((each for each in (wanted, terms.cpu_threads) if each is not None), default=None)
 
 
-def load_of(spec: EpochSpec, terms: Terms) -> Load:
+def load_of(spec: EpochSpec, terms: LendTerms) -> Load:
     """How the share is loaded: as the head loads its own, on this machine's ``terms``. Ring nodes run their experts on
     the CPU or by mlx."""
+    own = terms.machine_options() | {"cpu_threads": lent_threads(terms, spec.cpu_threads)}
     wanted = Load(
         id=0,
         model=spec.model,
         runtime=spec.runtime,
         dtype=spec.dtype,
         partitioning="cpu",
-        cpu_threads=terms.threads(spec.cpu_threads),
         context_limit=spec.context_limit,
         prefill_chunk=spec.prefill_chunk,
-        keep_resident=terms.keep_resident,
-        lock_memory=terms.lock_memory,
+        **own,
     )
     return within_this_machine(wanted)[0]
 
@@ -115,7 +97,7 @@ class FollowerTask:
 
     spec: EpochSpec
     folder: Path
-    terms: Terms
+    terms: LendTerms
     progress: ProgressCallback
     ran: Callable[[int], None]
     warm: Callable[[int, int], None]
@@ -133,7 +115,7 @@ class ModelWork:
         runtime = runtime_named(spec.runtime)
         self._model: LoadedModel = load_model(runtime, spec.model, folder, load, task.progress, place)
         self._ready = ResidentModel(self._model, folder, load, held_in(context), task.warm, task.notice)
-        lent = task.terms.memory
+        lent = task.terms.lend_memory
         memory = None if lent is None else max(0, lent - share_bytes(folder, spec))
         self._follower = Follower(self._model, layers, task.ran, self._ready.passing, memory)
         self._link = link
@@ -170,7 +152,7 @@ class WholeWork:
         if isinstance(self._model, Interruptible):
             self._model.between_layers = self.answers.check
         self._ready = ResidentModel(self._model, folder, load, held_in(rank_context_of(spec)), task.warm, task.notice)
-        lent = task.terms.memory
+        lent = task.terms.lend_memory
         memory = None if lent is None else max(0, lent - share_bytes(folder, spec))
         self._follower = Follower(self._model, self.answers, task.ran, self._ready.passing, memory)
         self._link = link

@@ -17,14 +17,13 @@ from engine.cluster.worker.follower_work import (
     CentralWork,
     FollowerTask,
     ModelWork,
-    Terms,
     TimedExchange,
     TimedLink,
     WholeWork,
     Work,
 )
 from engine.errors import ModelError
-from engine.ipc.messages.ring import ExchangeName
+from engine.ipc.messages import ExchangeName, LendTerms
 from engine.ipc.progress import ProgressCallback
 from engine.moe.rank_context import HEAD
 
@@ -41,7 +40,7 @@ class Following:
         exchange: ExchangeName,
         folder: Path,
         progress: ProgressCallback,
-        terms: Terms,
+        terms: LendTerms,
         notice: Callable[[str], None],
     ) -> None:
         """``notice`` hears from any thread what the person here should know."""

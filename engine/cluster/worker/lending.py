@@ -46,12 +46,12 @@ from engine.cluster.transport.registry import available_exchanges
 from engine.cluster.weights.share_store import Need, ShareStore
 from engine.cluster.weights.transfer import OFFER_LIMIT, Offer, decode_offer, encode_wanted, outline
 from engine.cluster.weights.weight_fingerprint import why_unlike
-from engine.cluster.worker.follower_work import Terms, share_bytes
+from engine.cluster.worker.follower_work import lent_threads, share_bytes
 from engine.cluster.worker.following import Following
 from engine.cluster.worker.giving import Giving
 from engine.cluster.worker.local_weights import here_already, perhaps_here
 from engine.errors import Cancelled, ModelError
-from engine.ipc.messages.ring import LendingFacts
+from engine.ipc.messages import LendingFacts, LendTerms
 from engine.models.locations import locate
 from engine.planning.ring_words import gigabytes
 
@@ -67,10 +67,10 @@ REPORT_S = 0.25
 class Lender:
     """What this machine does for a head, on its person's ``terms``. ``changed`` is told when a screen has news."""
 
-    def __init__(self, node: Node, changed: Callable[[], None] = lambda: None, terms: Terms | None = None) -> None:
+    def __init__(self, node: Node, changed: Callable[[], None] = lambda: None, terms: LendTerms | None = None) -> None:
         self._node = node
         self._changed = changed
-        self._terms = terms or Terms()
+        self._terms = terms or LendTerms()
         self._lock = threading.RLock()
         self._head = ""
         self._heard = 0.0
@@ -275,12 +275,12 @@ class Lender:
 
     def _facts(self, caller: Caller, wanted: WantedFacts) -> NodeFacts:
         self._free_for(caller)
-        facts = measure_node(wanted, self._terms.threads(wanted.threads))
+        facts = measure_node(wanted, lent_threads(self._terms, wanted.threads))
         has, trunk = here_already(wanted.weights, caller.node_id)
         exchanges = [str(name) for name in available_exchanges()]
         disk = facts.disk_free + perhaps_here(wanted, caller.node_id)
         return msgspec.structs.replace(
-            facts, exchanges=exchanges, has=has, has_trunk=trunk, disk_free=disk, memory_lent=self._terms.memory
+            facts, exchanges=exchanges, has=has, has_trunk=trunk, disk_free=disk, memory_lent=self._terms.lend_memory
         )
 
     def _measure_links(self, caller: Caller, linked: Linked) -> LinkMeasured:
@@ -394,7 +394,7 @@ class Lender:
             following.close()
         self._go_on("connecting")
         try:
-            rehearsal = rehearsal_of(spec, self._terms.threads(spec.cpu_threads))
+            rehearsal = rehearsal_of(spec, lent_threads(self._terms, spec.cpu_threads))
             connect_epoch(self._node.links, links, spec.exchanges, spec.mode != "central", rehearsal)
         except BaseException:
             links.close()
@@ -478,12 +478,12 @@ class Lender:
 
     def _check_lent(self, spec: EpochSpec) -> None:
         """Raises ModelError if the share would take more memory than its person lends."""
-        if self._terms.memory is None or self._need is None:
+        if self._terms.lend_memory is None or self._need is None:
             return
         taken = share_bytes(self._need.folder, spec)
-        if taken > self._terms.memory:
+        if taken > self._terms.lend_memory:
             raise ModelError(
-                f"{self._node.name} lends {gigabytes(self._terms.memory)} of memory and its share would take "
+                f"{self._node.name} lends {gigabytes(self._terms.lend_memory)} of memory and its share would take "
                 f"{gigabytes(taken)}; form the ring again, or lend more there.",
                 kind="memory",
             )

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from engine.ipc.messages.events import AnyEvent, Event
-from engine.ipc.messages.requests import AnyRequest, Request
+from engine.ipc.messages.requests import AnyRequest
 
 FRAME_LIMIT = 64 * 1024 * 1024
 """Largest frame accepted, in bytes: a long conversation fits many times over, a corrupt length does not."""
@@ -32,7 +32,7 @@ _encoder = msgspec.msgpack.Encoder()
 _LENGTH = struct.Struct(">I")
 
 
-def pack(message: Request | Event) -> bytes:
+def pack(message: AnyRequest | Event) -> bytes:
     """One frame: 4-byte big-endian length and msgpack.
 
     Raises ProtocolError if the message is larger than FRAME_LIMIT, or holds what msgpack cannot: an integer of more

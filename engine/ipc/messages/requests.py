@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from engine.ipc.messages.parts import BenchKind, DtypeName, ExpertPolicy, Message, Partitioning, RuntimeName, Sampling
@@ -9,20 +11,38 @@ from engine.ipc.messages.ring import RingChoice
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Base of all requests. ``id`` is chosen by the app; every event answering it carries the same id."""
+    """Base of requests. ``id`` is chosen by the app; every event answering it carries the same id.
+
+    A request with options for machines derives from these options instead, and has an ``id`` of its own.
+    """
 
     id: int
 
 
-class Load(Request, frozen=True, kw_only=True, tag="load"):
-    """Make ``model`` the loaded model. Events: Progress*, then Loaded or Failed."""
+class MachineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a machine runs its part of a model: its own person decides, whoever asks for the model."""
+
+    cpu_threads: int | None = None
+    """Threads for computing; None: one per physical core."""
+    keep_resident: bool = True
+    """Bring the weights into memory in the background, and look after them between questions; on Apple Silicon: keep
+    them wired."""
+    lock_memory: bool = False
+    """Lock them in memory as well, as far as the system allows; where GPU and CPU share one memory they are wired."""
+
+    def machine_options(self) -> dict[str, Any]:
+        """These options alone by their names, for another struct that has them."""
+        return {name: getattr(self, name) for name in MachineOptions.__struct_fields__}
+
+
+class LoadOptions(MachineOptions, frozen=True, kw_only=True):
+    """Which model is loaded, and how. Settings and flags become it in :mod:`app.settings.schema`."""
 
     model: str
     """Catalogue name, Hugging Face repo id, local folder or GGUF file."""
     runtime: RuntimeName = "auto"
     dtype: DtypeName = "auto"
     partitioning: Partitioning = "auto"
-    cpu_threads: int | None = None
     context_limit: int | None = None
     policy: ExpertPolicy = "balanced"
     gpu_expert_bytes: int | None = None
@@ -31,11 +51,13 @@ class Load(Request, frozen=True, kw_only=True, tag="load"):
     """Tokens per prefill chunk: cancellation and progress happen between chunks."""
     ring: RingChoice = RingChoice()
     """Counts with partitioning ``ring`` only."""
-    keep_resident: bool = True
-    """Bring the weights into memory in the background, and look after them between questions; on Apple Silicon: keep
-    them wired."""
-    lock_memory: bool = False
-    """Lock them in memory as well, as far as the system allows; where GPU and CPU share one memory they are wired."""
+
+
+class Load(LoadOptions, frozen=True, kw_only=True, tag_field="type", tag="load"):
+    """Make ``model`` the loaded model. Events: Progress*, then Loaded or Failed."""
+
+    id: int
+    """As in :class:`Request`."""
 
 
 class Resize(Request, frozen=True, kw_only=True, tag="resize"):
@@ -43,7 +65,7 @@ class Resize(Request, frozen=True, kw_only=True, tag="resize"):
     runs is finished first. Events: Loaded, with the facts as they are now, or Failed."""
 
     gpu_expert_bytes: int | None = None
-    """As in :class:`Load`."""
+    """As in :class:`LoadOptions`."""
 
 
 class Plan(Request, frozen=True, kw_only=True, tag="plan"):
@@ -123,10 +145,21 @@ class Shutdown(Request, frozen=True, kw_only=True, tag="shutdown"):
     """End the process. No event."""
 
 
-class OpenNetwork(Request, frozen=True, kw_only=True, tag="open_network"):
+class LendTerms(MachineOptions, frozen=True, kw_only=True):
+    """On which terms a person lends this machine: so it runs its share of a model, whoever the head is."""
+
+    lend_memory: int | None = None
+    """Bytes of memory that a share of a model may take; None: what is free."""
+    give_models: bool = True
+    """Paired machines may copy a model from here that they name, while this one is lent."""
+
+
+class OpenNetwork(LendTerms, frozen=True, kw_only=True, tag_field="type", tag="open_network"):
     """Announce this machine and look for others; no socket is open before. Events: Done, then a NetworkState (id 0)
     whenever something changed; or Failed."""
 
+    id: int
+    """As in :class:`Request`."""
     name: str = ""
     """What paired machines see; empty: the host's name."""
     listen: str = ""
@@ -135,15 +168,6 @@ class OpenNetwork(Request, frozen=True, kw_only=True, tag="open_network"):
     """``HOST:PORT`` of machines to try where multicast does not reach."""
     lend: bool = False
     """``join``: take part in the rings of paired heads, and show a code to be paired by."""
-    lend_memory: int | None = None
-    """Bytes of memory that a share of a model may take; None: what is free."""
-    cpu_threads: int | None = None
-    """As in :class:`Load`, as are those that follow: on these terms this machine runs its share, whoever the head
-    is."""
-    keep_resident: bool = True
-    lock_memory: bool = False
-    give_models: bool = True
-    """Paired machines may copy a model from here that they name, while this one is lent."""
 
 
 class CloseNetwork(Request, frozen=True, kw_only=True, tag="close_network"):
