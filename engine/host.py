@@ -367,9 +367,8 @@ def popularity_writer_for(session: Session, model: str, notice: Callable[[str], 
     from engine.models.profiles import profile_paths
     from engine.models.store import profile_key, resolve
     from engine.moe.popularity_file import PopularityWriter, ProfileModel
-    from engine.runtimes.protocol import CountsRoutes
 
-    popularity = session.model.popularity if isinstance(session.model, CountsRoutes) else None
+    popularity = session.model.popularity
     if popularity is None:
         return None
     facts = session.facts

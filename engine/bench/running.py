@@ -19,10 +19,8 @@ from engine.models.opening import open_model
 from engine.models.sizes import Sizes
 from engine.models.tokenizer import load_tokenizer
 from engine.moe.kernels.pool import physical_cores
-from engine.moe.popularity import Popularity
 from engine.runtimes.choosing import on_one_machine
 from engine.runtimes.model_headers import read_headers
-from engine.runtimes.protocol import CountsRoutes, LoadedModel
 from engine.system.machine import processor
 
 if TYPE_CHECKING:
@@ -79,14 +77,9 @@ def run_bench(
         case "experts":
             words = load_tokenizer(folder)
             encode = None if words is None else lambda text: words.encode_chat([Message("user", text)])
-            result = bench_experts(subject, request.id, open_model(folder), popularity_of(session.model), encode)
+            result = bench_experts(subject, request.id, open_model(folder), session.model.popularity, encode)
     result = _with_movement(result, session.model.recorder.frame(request.id).movement)
     return _with_circumstances(result, request, session.facts, threads)
-
-
-def popularity_of(model: LoadedModel) -> Popularity | None:
-    """The counts of routes that the model keeps, if its runtime keeps any."""
-    return model.popularity if isinstance(model, CountsRoutes) else None
 
 
 def weight_bytes_per_token(facts: ModelFacts, sizes: Sizes) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import ModelFacts
 from engine.ipc.progress import ProgressCallback
-from engine.runtimes.protocol import Interrupted, Interruptible, LoadedModel, TokenRows
+from engine.runtimes.protocol import Interrupted, LoadedModel, TokenRows
 
 PROMPT_TOKENS = 64
 """Before decoding is measured, so that there is something to attend to."""
@@ -102,9 +102,6 @@ def _interruptible(subject: BenchSubject) -> Iterator[None]:
         if subject.cancelled():
             raise Interrupted
 
-    if not isinstance(model, Interruptible):
-        yield
-        return
     model.between_layers = check
     try:
         yield

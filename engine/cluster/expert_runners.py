@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from engine.cluster.all_gather import RingLayers
-from engine.cluster.central import CentralHead, ExpertRunner
+from engine.cluster.central import CentralHead
 from engine.cluster.formation import AbortableLayers
 from engine.cluster.transport.exchange import Exchange
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
 from engine.moe.kernels.bindings import choose
 from engine.moe.rank_context import RankContext
-
-
-class LoadedExperts(ExpertRunner, Protocol):
-    """Experts that were loaded."""
-
-    @property
-    def description(self) -> str: ...
-
-    @property
-    def notices(self) -> Sequence[str]:
-        """What the person should know of how they were loaded, a line each."""
-        ...
-
-    def close(self) -> None: ...
+from engine.runtimes.protocol import LoadedExperts
 
 
 def layers_for(context: RankContext, exchange: Exchange, one_by_one: bool = False) -> AbortableLayers:

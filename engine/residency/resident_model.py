@@ -15,7 +15,7 @@ from engine.moe.rank_context import RankContext
 from engine.planning.residency import lets_go
 from engine.residency.mapped import MappedWeights
 from engine.residency.page_warmer import IdleProbe, PageWarmer
-from engine.runtimes.protocol import HasRankContext, KeepsWeights, LoadedModel, MapsFiles, Weights
+from engine.runtimes.protocol import LoadedModel, LoadedWeights
 from engine.system.free_memory import available_bytes
 from engine.system.machine import on_battery
 
@@ -34,7 +34,7 @@ class ResidentModel:
 
     def __init__(
         self,
-        model: object,
+        model: LoadedWeights,
         folder: Path,
         request: Load,
         held: Held | None = None,
@@ -50,19 +50,17 @@ class ResidentModel:
         if not request.keep_resident:
             return
         try:
-            weights: Weights
-            if isinstance(model, KeepsWeights):
-                weights = model.kept_weights()
+            weights = model.kept_weights()
+            if weights is not None:
                 # The others of a ring wait for the slowest: a node of it is kept ready as long as it is one.
                 resting = None if held is not None else _lets_go
                 self.warmer = PageWarmer(
                     weights, on_progress, wired=model.weights_are_wired, lets_go=resting, hold=model.hold_weights
                 )
             else:
-                in_use = model.mapped_files if isinstance(model, MapsFiles) else ()
-                weights = mapped = MappedWeights(folder, held, trunk, in_use)
+                mapped = MappedWeights(folder, held, trunk, model.mapped_files)
                 lock = (lambda: _lock(mapped, notice)) if request.lock_memory else None
-                self.warmer = PageWarmer(weights, on_progress, after_warm_up=lock)
+                self.warmer = PageWarmer(mapped, on_progress, after_warm_up=lock)
         except (ModelError, OSError) as error:
             notice(f"The weights are not kept in memory: {error}")
             return
@@ -137,7 +135,7 @@ class Residency:
         """Keep ``model`` from now on; ``folder`` tells where its weights are, which a ring formed anew may change."""
         self.release()
         self._made = (model, folder, request)
-        self._context = rank_context_of(model)
+        self._context = model.context
         self._ready = ResidentModel(
             model,
             folder(),
@@ -154,13 +152,13 @@ class Residency:
             with self._ready.answering() if self._ready is not None else contextlib.nullcontext():
                 yield
         finally:
-            if self._made is not None and rank_context_of(self._made[0]) is not self._context:
+            if self._made is not None and self._made[0].context is not self._context:
                 self.loaded(*self._made)
 
     def probed(self, finished: Finished, first_pass_s: float | None) -> Finished:
         """See :meth:`ResidentModel.probed`. A ring that was formed anew meanwhile loaded its weights, which is no
         idling."""
-        if self._ready is None or self._made is None or rank_context_of(self._made[0]) is not self._context:
+        if self._ready is None or self._made is None or self._made[0].context is not self._context:
             return finished
         return self._ready.probed(finished, first_pass_s)
 
@@ -177,11 +175,6 @@ class Residency:
     def _on_progress(self, done: int, total: int) -> None:
         self._warming = total if done < total else 0
         self._send(WarmUp(done=done, total=total))
-
-
-def rank_context_of(model: LoadedModel) -> RankContext | None:
-    """Its place in a ring as it is now; None on one machine."""
-    return model.context if isinstance(model, HasRankContext) else None
 
 
 def held_in(context: RankContext) -> dict[int, Sequence[int]]:

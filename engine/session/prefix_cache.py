@@ -14,13 +14,10 @@ from collections.abc import Iterator, Sequence
 from engine.errors import Cancelled, ModelError, PeerLost
 from engine.ipc.messages import Notice, Prefill, RingChanged
 from engine.runtimes.protocol import (
-    ChoosesTokens,
     Draw,
     Interrupted,
-    Interruptible,
     LoadedModel,
     Logits,
-    Recoverable,
     TokenRows,
 )
 from engine.session.passes import PassSequence, RememberedPasses
@@ -70,8 +67,6 @@ class PrefixCache:
         Until :meth:`turn_over`, waiting for the ring's machines ends when ``turn`` is cancelled.
         """
         self._formed_again = 0
-        if not isinstance(self._model, Recoverable):
-            return
         self._model.turn(turn.cancelled)
         void = True
         try:
@@ -83,8 +78,7 @@ class PrefixCache:
                 self.forget()
 
     def turn_over(self) -> None:
-        if isinstance(self._model, Recoverable):
-            self._model.turn(lambda: False)
+        self._model.turn(lambda: False)
 
     def prefill(self, prompt: list[int], turn: Turn, repeatable: bool) -> Logits | None:
         """Bring ``prompt`` into the cache, again if a peer is lost; the logits after it, or None if cancelled.
@@ -120,18 +114,15 @@ class PrefixCache:
 
     def step_choosing(self, token: int, draw: Draw) -> int | None:
         """The token after one more ``token``, where the rows choose it themselves; None where they do not."""
-        rows: object = self.rows
-        if not isinstance(rows, ChoosesTokens):
-            return None
-        chosen = rows.step_choosing(token, draw)
-        self._append([token], self._passes.decoded())
+        chosen = None if self.rows is None else self.rows.step_choosing(token, draw)
+        if chosen is not None:
+            self._append([token], self._passes.decoded())
         return chosen
 
     def settle(self) -> None:
         """End of an answer: a step that the runtime began ahead is discarded."""
-        rows: object = self.rows
-        if isinstance(rows, ChoosesTokens):
-            rows.settle()
+        if self.rows is not None:
+            self.rows.settle()
 
     def rows_again(self, lost: PeerLost, turn: Turn) -> TokenRows:
         """Rows that hold what is in the cache, for a beam search whose ring was lost. Raises Interrupted if
@@ -241,7 +232,7 @@ class PrefixCache:
         if turn.cancelled():
             return False
         self._formed_again += 1
-        if not isinstance(self._model, Recoverable) or self._formed_again > MOST_FORMATIONS:
+        if self._formed_again > MOST_FORMATIONS:
             raise ModelError(f"A machine of the ring is gone: {lost}.", kind="network") from lost
         try:
             self._model.recover(lost, turn.report, lambda text: turn.emit(Notice(text=text)))
@@ -254,16 +245,11 @@ class PrefixCache:
     @contextlib.contextmanager
     def _interruptible(self, turn: Turn) -> Iterator[None]:
         """Within it, a forward pass ends early if the turn is cancelled and the runtime can do that."""
-
-        model = self._model
-        if not isinstance(model, Interruptible):
-            yield
-            return
-        model.between_layers = turn.check
+        self._model.between_layers = turn.check
         try:
             yield
         finally:
-            model.between_layers = None
+            self._model.between_layers = None
 
 
 def _shared(left: Sequence[int], right: Sequence[int]) -> int:

@@ -30,7 +30,6 @@ from engine.runtimes.protocol import (
     Interrupted,
     LoadedModel,
     Logits,
-    Resizable,
 )
 from engine.session.prefix_cache import PrefixCache
 from engine.session.token_history import ChatTokenizer, TokenHistory
@@ -81,7 +80,7 @@ class Session:
 
     def _free_memory(self) -> int:
         """Bytes that keys and values may take."""
-        shared = self._model.memory_for_rows() if isinstance(self._model, Resizable) else None
+        shared = self._model.memory_for_rows()
         return available_bytes(self.facts.device) if shared is None else shared
 
     @property
@@ -104,12 +103,6 @@ class Session:
 
         Raises ModelError if nothing is shared with a GPU (bad-input), or there is too little memory (memory).
         """
-        if not isinstance(self._model, Resizable):
-            raise ModelError(
-                f"{self.facts.name} runs on {self.facts.runtime}, which shares no experts with a GPU; load it with "
-                "partitioning hybrid.",
-                kind="bad-input",
-            )
         found = self._model.resize_experts(gpu_expert_bytes)
         self.facts = msgspec.structs.replace(
             self.facts, gpu_expert_bytes=found.gpu_expert_bytes, executor=found.executor

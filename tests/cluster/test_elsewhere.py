@@ -27,7 +27,7 @@ from engine.ipc.progress import ProgressCallback
 from engine.models.opening import open_model
 from engine.moe.kernels.bindings import choose
 from engine.moe.rank_context import RankContext
-from engine.runtimes.protocol import Interrupted, Interruptible
+from engine.runtimes.protocol import Interrupted
 
 PATIENCE_S = 60.0
 Hostile = Callable[[int], bytes]
@@ -73,7 +73,6 @@ class Formed:
         self._inner = mine
         self.command_links = {1: LimitedLink(mine)}
         self.answers = Answers(self.theirs)
-        assert isinstance(self.there, Interruptible)
         self.there.between_layers = self.answers.check
         self.layers = Passes(self.command_links[1], self.answers.stop)
         self.model = ElsewhereModel(self.there.facts, self.layers, self.there.start().can_truncate)
@@ -211,7 +210,6 @@ def test_a_prompt_is_given_up_between_two_layers(setting: Setting, monkeypatch: 
     setting.there()
     computing, stopped = threading.Event(), threading.Event()
     answers, stop = setting.studio.answers, setting.studio.answers.stop
-    assert isinstance(setting.studio.there, Interruptible)
     layers: list[int] = []
 
     def check() -> None:

@@ -26,7 +26,6 @@ from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
 from engine.runtimes.choosing import choose_runtime, why_not_native
 from engine.runtimes.native.runtime import NativeRuntime
-from engine.runtimes.protocol import CountsRoutes, Interruptible
 from engine.session.loading import load_session
 
 pytestmark = needs_kernels
@@ -160,7 +159,6 @@ def test_impossible_settings_are_named(setting: str, value: Any, tmp_path: Path)
 def test_facts(family: str, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model", family)
     model, files = load_native(folder, context_limit=100), open_model(folder)
-    assert isinstance(model, Interruptible) and isinstance(model, CountsRoutes)
     facts = model.facts
     assert (facts.runtime, facts.device, facts.dtype, facts.family) == ("native", "cpu", "float32", family)
     assert facts.context_limit == 100

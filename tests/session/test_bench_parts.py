@@ -13,7 +13,7 @@ from engine.calibration.spread import Spread, figure, milliseconds, per_second
 from engine.calibration.streaming import StreamingRead
 from engine.errors import Cancelled
 from engine.ipc.messages import Load
-from engine.runtimes.protocol import CountsRoutes, LoadedModel
+from engine.runtimes.protocol import LoadedModel
 from engine.runtimes.torch.runtime import TorchRuntime
 from engine.system.machine import Gpu, gpu, parse_gpus, processor
 
@@ -120,7 +120,7 @@ def subject_of(model: LoadedModel, clock: Clock, cancelled: Callable[[], bool] =
 
 
 def test_prompts_and_the_beginnings_of_their_answers_are_counted(model: LoadedModel) -> None:
-    assert isinstance(model, CountsRoutes) and model.popularity is not None
+    assert model.popularity is not None
     rows = model.start()
     rows.extend([5, 6, 7])  # somebody's conversation before: not counted
     prompts = ["abc", "", "defgh"]
@@ -135,13 +135,13 @@ def test_prompts_and_the_beginnings_of_their_answers_are_counted(model: LoadedMo
 
 
 def test_no_prompt_is_begun_after_the_time_is_up(model: LoadedModel) -> None:
-    assert isinstance(model, CountsRoutes) and model.popularity is not None
+    assert model.popularity is not None
     subject = subject_of(model, Clock(step=BUDGET_S * 0.6))
     _, done = count_routes(subject, model.popularity, letters, ["abc"] * 5)
     assert 0 < done < 5
 
 
 def test_counting_can_be_stopped(model: LoadedModel) -> None:
-    assert isinstance(model, CountsRoutes) and model.popularity is not None
+    assert model.popularity is not None
     with pytest.raises(Cancelled):
         count_routes(subject_of(model, Clock(), lambda: True), model.popularity, letters, ["abc"])

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 from engine.ipc.messages import ModelFacts
 from engine.moe.timing import Recorder
-from engine.runtimes.protocol import Interruptible, LoadedModel, Logits, TokenRows
+from engine.runtimes.protocol import LoadedModel, Logits, TokenRows
 
 
-class WatchedModel:
-    """See :class:`engine.runtimes.protocol.LoadedModel`. ``seen``: a digest of the logits of each pass that gave some;
+class WatchedModel(LoadedModel):
+    """``seen``: a digest of the logits of each pass that gave some;
     ``passes``: the tokens of every pass, below zero those that were decoded."""
 
     def __init__(self, model: LoadedModel) -> None:
@@ -29,12 +29,10 @@ class WatchedModel:
 
     @property
     def between_layers(self) -> Callable[[], None] | None:
-        assert isinstance(self.model, Interruptible)
         return self.model.between_layers
 
     @between_layers.setter
     def between_layers(self, check: Callable[[], None] | None) -> None:
-        assert isinstance(self.model, Interruptible)
         self.model.between_layers = check
 
     def start(self) -> TokenRows:
@@ -48,8 +46,8 @@ class WatchedModel:
             self.seen.append(hashlib.sha256(logits.tobytes()).hexdigest())
 
 
-class WatchedRows:
-    """See :class:`engine.runtimes.protocol.TokenRows`."""
+class WatchedRows(TokenRows):
+    """Rows of a watched model; tokens are always chosen on the host."""
 
     def __init__(self, model: WatchedModel, rows: TokenRows) -> None:
         self._model = model

@@ -19,7 +19,7 @@ from engine.ipc.progress import ProgressCallback
 from engine.moe.popularity import Popularity
 from engine.moe.rank_context import HEAD, RankContext
 from engine.moe.timing import Part, Phase, Recorder
-from engine.runtimes.protocol import CountsRoutes, Interrupted, Interruptible, Logits, TokenRows
+from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, TokenRows
 
 Done = TypeVar("Done")
 
@@ -188,8 +188,8 @@ class RingRecorder(Recorder):
             return {}
 
 
-class RingRows:
-    """See :class:`engine.runtimes.protocol.TokenRows`: the head's rows, and the same operations on every follower."""
+class RingRows(TokenRows):
+    """The head's rows, and the same operations on every follower."""
 
     def __init__(self, epoch: Epoch, rows: TokenRows, number: int, prefixes: Prefixes) -> None:
         self._epoch = epoch
@@ -247,8 +247,8 @@ class RingRows:
         return moved
 
 
-class RingModel:
-    """See :class:`engine.runtimes.protocol.LoadedModel` and :class:`engine.runtimes.protocol.Recoverable`.
+class RingModel(LoadedModel):
+    """A model that a ring runs, on its head.
 
     ``name`` is what the person calls the model. Forms the first epoch; raises ModelError if that cannot be done.
     """
@@ -275,29 +275,22 @@ class RingModel:
 
     @property
     def context(self) -> RankContext:
-        """See :class:`engine.runtimes.protocol.HasRankContext`."""
         return self._epoch.formation.context
 
     @property
     def popularity(self) -> Popularity | None:
-        """See :class:`engine.runtimes.protocol.CountsRoutes`: every node counts all routes, so the head's will do."""
-        model = self._epoch.formation.model
-        return model.popularity if isinstance(model, CountsRoutes) else None
+        """Every node counts all routes, so the head's will do."""
+        return self._epoch.formation.model.popularity
 
     @property
     def between_layers(self) -> Callable[[], None] | None:
-        """See :class:`engine.runtimes.protocol.Interruptible`."""
-        model = self._epoch.formation.model
-        return model.between_layers if isinstance(model, Interruptible) else None
+        return self._epoch.formation.model.between_layers
 
     @between_layers.setter
     def between_layers(self, check: Callable[[], None] | None) -> None:
-        model = self._epoch.formation.model
-        if isinstance(model, Interruptible):
-            model.between_layers = check
+        self._epoch.formation.model.between_layers = check
 
     def turn(self, cancelled: Callable[[], bool]) -> None:
-        """See :class:`engine.runtimes.protocol.Recoverable`."""
         self._cancelled = cancelled
         if self._epoch.watch is not None:
             self._epoch.watch.cancelled = cancelled
@@ -312,7 +305,6 @@ class RingModel:
         self._former.close()
 
     def recover(self, lost: PeerLost, progress: ProgressCallback, say: Callable[[str], None]) -> None:
-        """See :class:`engine.runtimes.protocol.Recoverable`."""
         before = self._epoch.formation.names
         why = self._epoch.formation.why_lost(lost)
         others = [name for rank, name in before.items() if rank != HEAD]
@@ -330,7 +322,6 @@ class RingModel:
         self._begin(progress, say)
 
     def between_turns(self, progress: ProgressCallback, say: Callable[[str], None]) -> bool:
-        """See :class:`engine.runtimes.protocol.Recoverable`."""
         if not self._epoch.ended:
             lost = self._epoch.formation.lost()
             stopped = self._epoch.watch is not None and self._epoch.watch.stopped

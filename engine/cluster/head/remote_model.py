@@ -13,7 +13,7 @@ from engine.errors import ModelError
 from engine.ipc.messages import ModelFacts
 from engine.moe.expert_parallel import Gathered
 from engine.moe.timing import Recorder
-from engine.runtimes.protocol import Logits
+from engine.runtimes.protocol import LoadedModel, Logits, TokenRows
 
 RANK = 1
 """Of the machine that computes."""
@@ -83,15 +83,23 @@ class Passes:
         raise ModelError("A model that runs elsewhere exchanges nothing.", kind="internal")
 
 
-class ElsewhereModel:
-    """See :class:`engine.runtimes.protocol.LoadedModel`. Whoever uses it sends the commands, and only then runs a pass
+class ElsewhereModel(LoadedModel):
+    """A model that another machine runs. Whoever uses it sends the commands, and only then runs a pass
     or changes rows here. ``can_truncate``: of the rows there."""
 
     def __init__(self, facts: ModelFacts, passes: Passes, can_truncate: bool) -> None:
-        self.facts = facts
-        self.recorder = Recorder(facts.layers, facts.moe_layers, facts.experts)
+        self._facts = facts
+        self._recorder = Recorder(facts.layers, facts.moe_layers, facts.experts)
         self._passes = passes
         self._can_truncate = can_truncate
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    @property
+    def recorder(self) -> Recorder:
+        return self._recorder
 
     def start(self) -> ElsewhereRows:
         return ElsewhereRows(self._passes, self.facts.vocabulary, self._can_truncate)
@@ -100,35 +108,47 @@ class ElsewhereModel:
         """Nothing is held here."""
 
 
-class ElsewhereRows:
-    """See :class:`engine.runtimes.protocol.TokenRows`: how many rows of which length the other machine has."""
+class ElsewhereRows(TokenRows):
+    """How many rows of which length the other machine has."""
 
     def __init__(self, passes: Passes, vocabulary: int, can_truncate: bool, rows: int = 1, length: int = 0) -> None:
-        self.rows = rows
-        self.length = length
-        self.can_truncate = can_truncate
+        self._rows = rows
+        self._length = length
+        self._can_truncate = can_truncate
         self._passes = passes
         self._vocabulary = vocabulary
 
+    @property
+    def rows(self) -> int:
+        return self._rows
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    @property
+    def can_truncate(self) -> bool:
+        return self._can_truncate
+
     def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
         found = self._passes.answer(int(want_logits), self._vocabulary, len(tokens))
-        self.length += len(tokens)
+        self._length += len(tokens)
         return found[0] if want_logits else None
 
     def step(self, tokens: Sequence[int]) -> Logits:
         found = self._passes.answer(self.rows, self._vocabulary, 1)
-        self.length += 1
+        self._length += 1
         return found
 
     def truncate(self, length: int) -> None:
         if self.rows != 1 or not self.can_truncate or not 0 <= length <= self.length:
             raise ValueError(f"{self.rows} rows of {self.length} tokens cannot be cut to {length}")
-        self.length = length
+        self._length = length
 
     def fan_out(self, rows: int) -> ElsewhereRows:
         return ElsewhereRows(self._passes, self._vocabulary, self.can_truncate, rows, self.length)
 
     def reorder(self, parents: Sequence[int]) -> int:
         """Nothing is moved here."""
-        self.rows = len(parents)
+        self._rows = len(parents)
         return 0

@@ -25,7 +25,7 @@ from engine.moe.rank_context import RankContext
 from engine.residency.resident_model import ResidentModel, held_in
 from engine.runtimes import runtime_named
 from engine.runtimes.loading import load_model
-from engine.runtimes.protocol import Interruptible, LoadedModel, RingPlace
+from engine.runtimes.protocol import LoadedModel, RingPlace
 
 WINDOW_S = 5.0
 """What :class:`Busy` looks back on."""
@@ -149,8 +149,7 @@ class WholeWork:
         self.answers = Answers(link)
         runtime = runtime_named(spec.runtime)
         self._model: LoadedModel = load_model(runtime, spec.model, folder, load, task.progress, whole_share=True)
-        if isinstance(self._model, Interruptible):
-            self._model.between_layers = self.answers.check
+        self._model.between_layers = self.answers.check
         self._ready = ResidentModel(self._model, folder, load, held_in(rank_context_of(spec)), task.warm, task.notice)
         lent = task.terms.lend_memory
         memory = None if lent is None else max(0, lent - share_bytes(folder, spec))

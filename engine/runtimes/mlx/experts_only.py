@@ -14,10 +14,11 @@ from engine.moe.expert_parallel import Indices
 from engine.runtimes.mlx import wired
 from engine.runtimes.mlx.model import memory_named
 from engine.runtimes.mlx.ring import RingExecutor
+from engine.runtimes.protocol import LoadedExperts
 
 
-class MlxExperts:
-    """See :class:`engine.cluster.central.ExpertRunner`. ``width``: numbers of a hidden state; ``notices``: what
+class MlxExperts(LoadedExperts):
+    """See :class:`engine.runtimes.protocol.LoadedExperts`. ``width``: numbers of a hidden state; ``notices``: what
     the person should know of how they were loaded; ``weights``: the experts' modules by layer."""
 
     def __init__(
@@ -26,11 +27,9 @@ class MlxExperts:
         self._executor = executor
         self._weights = dict(weights)
         self._wired = False
-        self.weights_are_wired = False
-        """See :class:`engine.runtimes.protocol.KeepsWeights`."""
         self.width = width
         self.description = executor.description
-        self.notices = list(notices)
+        self.notices: list[str] = list(notices)
 
     def wire(self) -> None:
         """Have the system keep the weights in the GPU's memory until they are closed. A line is added to the notices
@@ -41,12 +40,10 @@ class MlxExperts:
         self.notices += [said] if said else []
 
     def hold_weights(self, wanted: bool) -> None:
-        """See :class:`engine.runtimes.protocol.KeepsWeights`."""
         if self._wired:
             wired.LIMIT.hold(wanted)
 
     def kept_weights(self) -> wired.MlxWeights:
-        """See :class:`engine.runtimes.protocol.KeepsWeights`."""
         return wired.MlxWeights(wired.arrays_of(None, self._weights))
 
     def run_experts(
@@ -58,7 +55,7 @@ class MlxExperts:
         extra: Sequence[int],
         scale: bool,
     ) -> NDArray[np.float32]:
-        """See :class:`engine.cluster.central.ExpertRunner`. Raises ModelError if memory runs out."""
+        """See :class:`engine.runtimes.protocol.LoadedExperts`. Raises ModelError if memory runs out."""
         if scale:
             raise ModelError("mlx runs no family that scales its experts' inputs; choose the torch runtime.")
         with memory_named():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from engine.runtimes.mlx.cache import RowCache, evaluate, move_rows
 from engine.runtimes.mlx.drawing import are_scores, draw_token
 from engine.runtimes.mlx.ring import RingExecutor
 from engine.runtimes.mlx.spans import Spans
-from engine.runtimes.protocol import Draw, Logits
+from engine.runtimes.protocol import Draw, LoadedModel, Logits, TokenRows
 
 Array = Any
 
@@ -42,7 +42,7 @@ def memory_named() -> Iterator[None]:
         raise
 
 
-class MlxModel:
+class MlxModel(LoadedModel):
     """An mlx-lm model whose MoE blocks are ours. One step at a time.
 
     ``backbone`` is the attribute that holds the decoder without the head, ``attention`` a layer's attention,
@@ -73,11 +73,17 @@ class MlxModel:
         self._logits = logits
         self._wired = False
         self.weights_are_wired = False
-        """See :class:`engine.runtimes.protocol.KeepsWeights`."""
-        self.between_layers: Callable[[], None] | None = None
-        """See :class:`engine.runtimes.protocol.Interruptible`. Outside a ring nothing is computed before the graph of
-        all layers is built, and it is not asked."""
-        self.facts = facts
+        # Outside a ring nothing is computed before the graph of all layers is built, and it is not called.
+        self.between_layers = None
+        self._facts = facts
+
+    @property
+    def facts(self) -> ModelFacts:
+        return self._facts
+
+    @facts.setter
+    def facts(self, facts: ModelFacts) -> None:
+        self._facts = facts
 
     @property
     def recorder(self) -> Recorder:
@@ -85,7 +91,7 @@ class MlxModel:
 
     @property
     def popularity(self) -> Popularity | None:
-        """See :class:`engine.runtimes.protocol.CountsRoutes`: counted in a ring, where routes come to the host."""
+        """Counted in a ring, where routes come to the host."""
         return self._ring.popularity if self._ring is not None else None
 
     @contextmanager
@@ -108,12 +114,10 @@ class MlxModel:
         return said
 
     def hold_weights(self, wanted: bool) -> None:
-        """See :class:`engine.runtimes.protocol.KeepsWeights`."""
         if self._wired:
             wired.LIMIT.hold(wanted)
 
     def kept_weights(self) -> wired.MlxWeights:
-        """See :class:`engine.runtimes.protocol.KeepsWeights`."""
         return wired.MlxWeights(wired.arrays_of(self._model, self._experts))
 
     def start(self) -> MlxRows:
@@ -204,8 +208,8 @@ class _Begun:
     scores: Array
 
 
-class MlxRows:
-    """Rows of tokens in the caches of one model; see :class:`engine.runtimes.protocol.TokenRows`.
+class MlxRows(TokenRows):
+    """Rows of tokens in the caches of one model.
 
     ``shared`` positions at the beginning are the same in all rows.
     """
@@ -257,7 +261,6 @@ class MlxRows:
         return logits
 
     def step_choosing(self, token: int, draw: Draw) -> int:
-        """See :class:`engine.runtimes.protocol.ChoosesTokens`."""
         self._needs_one_row("step_choosing")
         ahead = self._ahead
         with self._model.step("decode", 1), self._all_or_nothing():
@@ -276,7 +279,7 @@ class MlxRows:
         return chosen
 
     def settle(self) -> None:
-        """See :class:`engine.runtimes.protocol.ChoosesTokens`. What is under way ends by itself."""
+        """What is under way ends by itself."""
         if self._ahead is not None:
             self._ahead = None
             self._set_offsets(self._length)

@@ -22,6 +22,7 @@ from engine.moe.kernels.pool import Pool, physical_cores, shared_pool
 from engine.moe.rank_context import RankContext
 from engine.runtimes.native.dtypes import compute_dtype
 from engine.runtimes.native.shape import ACTIVATIONS, Activation, why_not_shape
+from engine.runtimes.protocol import LoadedExperts
 
 Rows = NDArray[np.float32]
 
@@ -45,7 +46,7 @@ class HeldExperts:
         self._native = load()
         self._pool = pool
         self._choice = choice
-        self._width = width
+        self.width = width
         self._dtype = WEIGHT_DTYPES[experts.dtype]
         self.layers = tuple(experts.layers)
         self.count = experts.count
@@ -104,7 +105,7 @@ class HeldExperts:
             raise ModelError(f"This node has no experts of layer {layer}, but is asked to run some.")
         for address, rows in results:
             if address:
-                ctypes.memset(address, 0, rows * self._width * 4)
+                ctypes.memset(address, 0, rows * self.width * 4)
 
     def weighted_sum(self, outputs: int, weights: int, tokens: int, k: int, width: int, sum_to: int) -> None:
         """The sum [tokens, width] of results [tokens * k, width] and weights [tokens, k], to the bit what one machine
@@ -131,34 +132,20 @@ def check_placement(experts: Experts, context: RankContext) -> None:
             )
 
 
-class ExpertsOnly:
+class ExpertsOnly(LoadedExperts):
     """A node's experts without a trunk. One thread at a time."""
-
-    notices: Sequence[str] = ()
-    """See :class:`engine.cluster.expert_runners.LoadedExperts`."""
 
     def __init__(self, files: ModelFiles, held: HeldExperts, width: int, description: str) -> None:
         """``width`` numbers are a token's hidden state."""
         self._files: ModelFiles | None = files
         self._held: HeldExperts | None = held
         self._guard = FileGuard(files.mapped_files)
-        self._width = width
-        self._description = description
+        self.width = width
+        self.description = description
 
     @property
     def mapped_files(self) -> tuple[FileMapping, ...]:
-        """See :class:`engine.runtimes.protocol.MapsFiles`."""
         return () if self._files is None else self._files.mapped_files
-
-    @property
-    def description(self) -> str:
-        """What runs, as facts say it."""
-        return self._description
-
-    @property
-    def width(self) -> int:
-        """Numbers of a hidden state."""
-        return self._width
 
     @property
     def count(self) -> int:
@@ -184,10 +171,10 @@ class ExpertsOnly:
             raise ModelError("The experts are closed; load them again.", kind="internal")
         if hidden.ndim != 2 or indices.shape != weights.shape or indices.ndim != 2:
             raise ModelError(f"Hidden states {hidden.shape} and routes {indices.shape} do not fit together.")
-        if hidden.shape != (len(indices), self._width):
-            raise ModelError(f"Hidden states {hidden.shape} came for {len(indices)} tokens of {self._width} numbers.")
+        if hidden.shape != (len(indices), self.width):
+            raise ModelError(f"Hidden states {hidden.shape} came for {len(indices)} tokens of {self.width} numbers.")
         rows = np.ascontiguousarray(hidden, np.float32)
-        outputs = np.empty((indices.size, self._width), np.float32)
+        outputs = np.empty((indices.size, self.width), np.float32)
         shares = np.ascontiguousarray(weights, np.float32)
         if len(rows):
             address, to = rows.ctypes.data, outputs.ctypes.data

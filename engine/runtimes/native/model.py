@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from engine.runtimes.native.rotary import Rotary
 from engine.runtimes.native.rows import NativeTokenRows
 from engine.runtimes.native.shape import Shape
 from engine.runtimes.native.weights import TrunkWeights
-from engine.runtimes.protocol import Logits
+from engine.runtimes.protocol import LoadedModel, Logits
 
 PIECE = 512
 """A longer prefill is run in pieces of so many positions, so that its buffers stay small."""
@@ -57,8 +56,8 @@ class Angles:
         self.sine = np.concatenate([self.sine, np.sin(exact).astype(np.float32) * factor])
 
 
-class NativeModel:
-    """See :class:`engine.runtimes.protocol.LoadedModel`. One thread at a time."""
+class NativeModel(LoadedModel):
+    """A model whose trunk our own kernels run. One thread at a time."""
 
     def __init__(
         self,
@@ -87,7 +86,7 @@ class NativeModel:
         self._page_shape = PageShape(shape.layers, shape.key_value_heads, shape.width, cache_dtype)
         self._workspace: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._seconds = np.zeros((shape.layers, len(PARTS)))
-        self.between_layers: Callable[[], None] | None = None
+        self.between_layers = None
 
     @property
     def facts(self) -> ModelFacts:
@@ -99,12 +98,10 @@ class NativeModel:
 
     @property
     def popularity(self) -> Popularity | None:
-        """See :class:`engine.runtimes.protocol.CountsRoutes`."""
         return self._popularity
 
     @property
     def mapped_files(self) -> tuple[FileMapping, ...]:
-        """See :class:`engine.runtimes.protocol.MapsFiles`."""
         return () if self._files is None else self._files.mapped_files
 
     def start(self) -> NativeTokenRows:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, overload
+from typing import Protocol
 
 import numpy as np
 
 from engine.moe.timing import Phase
 from engine.runtimes.native.cache import Segments
-from engine.runtimes.protocol import Logits
+from engine.runtimes.protocol import Logits, TokenRows
 
 
 class ForwardPasses(Protocol):
@@ -18,8 +18,8 @@ class ForwardPasses(Protocol):
     def run(self, phase: Phase, tokens: list[list[int]], cache: Segments, want_logits: bool) -> Logits | None: ...
 
 
-class NativeTokenRows:
-    """See :class:`engine.runtimes.protocol.TokenRows`.
+class NativeTokenRows(TokenRows):
+    """Rows of tokens in pages of keys and values.
 
     ``shared`` is how many leading positions all rows have in common by reference: the prompt of a beam search.
     """
@@ -42,10 +42,6 @@ class NativeTokenRows:
     def can_truncate(self) -> bool:
         return True
 
-    @overload
-    def extend(self, tokens: Sequence[int], want_logits: Literal[True] = True) -> Logits: ...
-    @overload
-    def extend(self, tokens: Sequence[int], want_logits: bool) -> Logits | None: ...
     def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
         """Prefill ``tokens`` after what is there; the logits after the last one, [vocabulary], float32."""
         if self.rows != 1:

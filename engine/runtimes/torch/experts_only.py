@@ -19,17 +19,15 @@ from engine.moe.held import held_by
 from engine.moe.kernels.file_guard import FileGuard
 from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder
+from engine.runtimes.protocol import LoadedExperts
 from engine.runtimes.torch.experts_module import find_experts, gate_of
 from engine.runtimes.torch.loading import build_skeleton, read_config
 from engine.runtimes.torch.offload.local import LocalExecutor, make_local_executor
 from engine.runtimes.torch.runtime import pick_dtype
 
 
-class TorchExperts:
-    """See :class:`engine.cluster.central.ExpertRunner`. ``width``: numbers of a hidden state."""
-
-    notices: Sequence[str] = ()
-    """See :class:`engine.cluster.expert_runners.LoadedExperts`."""
+class TorchExperts(LoadedExperts):
+    """See :class:`engine.runtimes.protocol.LoadedExperts`. ``width``: numbers of a hidden state."""
 
     def __init__(self, local: LocalExecutor, experts: Experts, width: int, dtype: torch.dtype) -> None:
         self._local: LocalExecutor | None = local
@@ -41,7 +39,6 @@ class TorchExperts:
 
     @property
     def mapped_files(self) -> tuple[FileMapping, ...]:
-        """See :class:`engine.runtimes.protocol.MapsFiles`."""
         return getattr(self._experts, "mapped_files", ())
 
     def run_experts(

@@ -17,7 +17,7 @@ from engine.models.files import FileMapping, ModelFiles
 from engine.moe.kernels.file_guard import FileGuard
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Phase, Recorder
-from engine.runtimes.protocol import Logits
+from engine.runtimes.protocol import LoadedModel, Logits
 from engine.runtimes.torch.cache import AnyCache, empty_cache
 from engine.runtimes.torch.experts_module import RoutedExperts, ScaledInputBlock
 from engine.runtimes.torch.gpu_memory_plan import SharedRoom
@@ -31,8 +31,8 @@ from engine.runtimes.torch.rows import TorchTokenRows
 Done = TypeVar("Done")
 
 
-class TorchModel:
-    """See :class:`engine.runtimes.protocol.LoadedModel`. One thread at a time."""
+class TorchModel(LoadedModel):
+    """A model whose trunk transformers runs. One thread at a time."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class TorchModel:
         self.executor = executor
         self._shared = shared
         self._logits = logits
-        self.between_layers: Callable[[], None] | None = None
+        self.between_layers = None
         module.get_output_embeddings().register_forward_pre_hook(compact_input)
 
     @property
@@ -67,7 +67,7 @@ class TorchModel:
 
     @property
     def mapped_files(self) -> tuple[FileMapping, ...]:
-        """See :class:`engine.runtimes.protocol.MapsFiles`: those of the experts, the trunk is torch's."""
+        """Those of the experts, the trunk is torch's."""
         return () if self._files is None else getattr(self._files.experts, "mapped_files", ())
 
     @property
@@ -76,11 +76,9 @@ class TorchModel:
 
     @property
     def popularity(self) -> Popularity | None:
-        """See :class:`engine.runtimes.protocol.CountsRoutes`."""
         return None if self.executor is None else self.executor.popularity
 
     def resize_experts(self, nbytes: int | None) -> ModelFacts:
-        """See :class:`engine.runtimes.protocol.Resizable`."""
         if self._shared is None or self._module is None:
             raise ModelError(
                 f"The experts of {self._facts.name} are not shared with a GPU; load it with partitioning hybrid.",
@@ -92,7 +90,6 @@ class TorchModel:
         return self._facts
 
     def memory_for_rows(self) -> int | None:
-        """See :class:`engine.runtimes.protocol.Resizable`."""
         if self._shared is None:
             return None
         with suppress(DeviceLost):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, TypeVar, overload
+from typing import Protocol, TypeVar
 
 import torch
 
 from engine.errors import ModelError
 from engine.ipc.messages import ModelFacts
 from engine.moe.timing import Phase
-from engine.runtimes.protocol import Logits
+from engine.runtimes.protocol import Logits, TokenRows
 from engine.runtimes.torch.cache import AnyCache
 
 Done = TypeVar("Done")
@@ -31,8 +31,8 @@ class ForwardPasses(Protocol):
         ...
 
 
-class TorchTokenRows:
-    """See :class:`engine.runtimes.protocol.TokenRows`.
+class TorchTokenRows(TokenRows):
+    """Rows of tokens in a cache of transformers.
 
     ``shared`` is how many leading positions all rows have in common: the prompt, which reordering never touches.
     """
@@ -55,10 +55,6 @@ class TorchTokenRows:
     def can_truncate(self) -> bool:
         return self._cache.can_truncate
 
-    @overload
-    def extend(self, tokens: Sequence[int], want_logits: Literal[True] = True) -> Logits: ...
-    @overload
-    def extend(self, tokens: Sequence[int], want_logits: bool) -> Logits | None: ...
     def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
         """Prefill ``tokens`` after what is there; the logits after the last one, [vocabulary], float32."""
         if self._rows != 1:
