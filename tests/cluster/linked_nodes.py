@@ -14,7 +14,7 @@ from discovery.link_listener import Door
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.connecting import connect_mesh
 from engine.cluster.transport.epochs import Epoch, Member
-from engine.cluster.transport.link_speed import answer_measuring
+from engine.cluster.transport.link_probe import answer_measuring
 from engine.cluster.transport.mesh import Mesh
 
 LOOPBACK = ("127.0.0.0/8",)

@@ -13,7 +13,7 @@ from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.connecting import connect_mesh
 from engine.cluster.transport.epochs import Epoch
 from engine.cluster.transport.exchange import RingProtocolError
-from engine.cluster.transport.link_speed import ECHO_BYTES, answer_measuring, measure_bandwidth, measure_latency
+from engine.cluster.transport.link_probe import ECHO_BYTES, answer_measuring, measure_bandwidth, measure_latency
 from engine.cluster.transport.registry import available_exchanges, open_exchange
 from engine.cluster.transport.transports import (
     IN_PLAIN_TEXT,

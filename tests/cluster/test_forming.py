@@ -39,7 +39,7 @@ from engine.cluster.membership.control_messages import (
     NodeFacts,
     WantedFacts,
 )
-from engine.cluster.membership.measuring_links import measure_best, reachable
+from engine.cluster.membership.links import measure_best, reachable
 from engine.cluster.membership.measuring_node import measure_node
 from engine.cluster.transport.addresses import door_of, own_addresses, parse_address, plain_ip
 from engine.cluster.transport.exchange import PeerLost

@@ -38,7 +38,6 @@ from engine.cluster.head.survey import check_link
 from engine.cluster.membership import heartbeat as beats
 from engine.cluster.membership import measuring_node, server
 from engine.cluster.membership.client import Unreachable
-from engine.cluster.membership.connection_limit import MOST_EACH, too_many
 from engine.cluster.membership.control_messages import (
     Empty,
     EndEpoch,
@@ -58,7 +57,7 @@ from engine.cluster.membership.control_messages import (
 )
 from engine.cluster.membership.heartbeat import MOST_ADDRESSES, PeerWatch
 from engine.cluster.membership.node import Node
-from engine.cluster.membership.server import HANDSHAKE_S, MOST_CALLS_EACH, MOST_CONNECTIONS, Method
+from engine.cluster.membership.server import HANDSHAKE_S, MOST_CALLS_EACH, MOST_CONNECTIONS, MOST_EACH, Method, too_many
 from engine.cluster.transport.epochs import LINK_KIND, Epoch, LinkRequest
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.worker.follower import BEAMS_LIMIT, Follower

@@ -22,7 +22,7 @@ from engine.cluster.transport.connecting import connect_commands, connect_mesh, 
 from engine.cluster.transport.epochs import LINK_KIND, Epoch, LinkRequest, Member, Transport, in_networks, split_address
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
 from engine.cluster.transport.framed_socket import Wire
-from engine.cluster.transport.link_speed import measure_link
+from engine.cluster.transport.link_probe import measure_link
 from engine.cluster.transport.registry import open_exchange
 from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName

@@ -18,7 +18,7 @@ from engine.cluster.head.forming import RingFormer
 from engine.cluster.head.left_out import LeftOut
 from engine.cluster.head.survey import Surveyor, candidates
 from engine.cluster.membership.client import Calls
-from engine.cluster.membership.link_trials import LinkTrial, Tried, Way, all_ways
+from engine.cluster.membership.links import LinkTrial, Tried, Way, all_ways
 from engine.cluster.membership.rpc_fanout import NodeRefused
 from engine.cluster.transport import connecting
 from engine.cluster.transport.addresses import door_of

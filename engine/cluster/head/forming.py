@@ -27,7 +27,7 @@ from engine.cluster.head.waiting import Patience, TooFewError
 from engine.cluster.membership.client import Calls, Unreachable
 from engine.cluster.membership.control_messages import Connected, EpochSpec
 from engine.cluster.membership.heartbeat import FORMING, TOLD_S, patience
-from engine.cluster.membership.link_trials import Tried
+from engine.cluster.membership.links import Tried
 from engine.cluster.membership.node import Lent, Node
 from engine.cluster.membership.rpc_fanout import (
     Candidate,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from engine.cluster.membership.client import Calls
-from engine.cluster.membership.link_trials import LinkTrial, Way, all_ways
+from engine.cluster.membership.links import LinkTrial, Way, all_ways
 from engine.cluster.membership.node import Node
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused
 from engine.errors import ModelError

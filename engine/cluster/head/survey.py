@@ -27,8 +27,7 @@ from engine.cluster.membership.control_messages import (
     check_facts,
 )
 from engine.cluster.membership.heartbeat import PeerView
-from engine.cluster.membership.link_trials import LinkTrial, Tried, Way, all_ways
-from engine.cluster.membership.measuring_links import measure_best
+from engine.cluster.membership.links import LinkTrial, Tried, Way, all_ways, measure_best
 from engine.cluster.membership.measuring_node import measure_node
 from engine.cluster.membership.node import Node, door_addresses
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused, ask, until_done

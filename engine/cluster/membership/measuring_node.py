@@ -7,6 +7,7 @@ second or so, with weights of the same shape that mean nothing. No weight of the
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -18,6 +19,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,22 +29,29 @@ import numpy as np
 from engine.calibration.calibration_file import calibration_key, load_calibration
 from engine.calibration.measuring import never_falling
 from engine.calibration.speed_file import MLX_GPU, load_speed
+from engine.cluster.all_gather import RingLayers
+from engine.cluster.central import CentralHead, CentralNode, Floats
 from engine.cluster.membership.control_messages import NodeFacts, WantedFacts
-from engine.cluster.membership.measuring_layer import central_seconds, layer_seconds
+from engine.cluster.transport.exchange import Buffer
+from engine.cluster.transport.transports import between_exchanges
 from engine.cluster.weights.share_store import RESERVE_BYTES
 from engine.errors import ModelError
 from engine.models.files import ExpertWeights, StoredTensor
 from engine.models.locations import locate
+from engine.moe.expert_parallel import Indices, Words
 from engine.moe.kernels.bindings import choose
 from engine.moe.kernels.cpu_threads import usable_cpus
 from engine.moe.kernels.layers import Gate, LayerExperts
 from engine.moe.kernels.pool import Pool, physical_cores, shared_pool
+from engine.moe.rank_context import HEAD, RankContext
 from engine.planning.calibration import Curve, ExpertShape, Processor
+from engine.planning.placement import Placement
 from engine.system.free_memory import available_bytes, memory
 from engine.system.machine import processor
 
 if TYPE_CHECKING:
     from engine.runtimes.mlx.measuring import GpuFigures
+
 
 TOKENS = (1, 2, 4, 8, 16, 64)
 BUDGET_S = 1.0
@@ -316,3 +325,116 @@ def _like(shape: ExpertShape) -> ExpertWeights:
     return ExpertWeights(
         stored(shape.ffn, shape.hidden), stored(shape.ffn, shape.hidden), stored(shape.hidden, shape.ffn)
     )
+
+
+# --- layers of a ring ------------------------------------------------------------------------------------------------
+
+EXPERTS = 8
+PER_TOKEN = 2
+ROUNDS = 60
+_PLACEMENT = Placement((0,), 2, (tuple((expert % 2,) for expert in range(EXPERTS)),))
+
+
+class _Here:
+    """An exchange between two that are both here; see :class:`engine.cluster.transport.exchange.Exchange`. ``other``
+    makes what the other node contributes from what this one sent."""
+
+    name = "none"
+    size = 2
+    idle_s = 0.0
+
+    def __init__(self, rank: int, other: Callable[[bytes], bytes]) -> None:
+        self.rank = rank
+        self.sent = b""
+        self._other = other
+
+    def send(self, parts: Sequence[Buffer], capacity: int) -> None:
+        self.sent = b"".join(parts)
+
+    def receive(self) -> list[memoryview]:
+        found = [memoryview(self.sent), memoryview(self._other(self.sent))]
+        return found if self.rank == HEAD else found[::-1]
+
+    def missing(self) -> list[int]:
+        return []
+
+    def close(self) -> None:
+        return
+
+
+@functools.cache
+def layer_seconds(width: int) -> float:
+    """Median seconds of one MoE layer of a decoding step of hidden states of ``width`` numbers, without experts and
+    wire."""
+    layers = RingLayers(RankContext("measuring", HEAD, _PLACEMENT, "fast"), _Here(HEAD, lambda sent: sent))
+    row = np.ones((1, width), np.float32)
+    weights = np.full((1, PER_TOKEN), 0.5, np.float32)
+
+    def local(indices: Indices, weights: object, extra: tuple[int, ...]) -> Words:
+        return row
+
+    def layer(indices: Indices) -> None:
+        layers.begin_pass()
+        layers.run(0, indices, weights, local, width, row.dtype)
+
+    return _median(layer)
+
+
+class _NoExperts:
+    """Results without experts; see :class:`engine.cluster.central.ExpertRunner`."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self._rows = np.ones((PER_TOKEN, width), np.float32)
+
+    def run_experts(
+        self, layer: int, hidden: Floats, indices: Indices, weights: Floats, extra: Sequence[int], scale: bool
+    ) -> Floats:
+        return self._rows
+
+
+@functools.cache
+def central_seconds(width: int) -> float:
+    """The same for a layer of central mode, of the head and one other node together, who take turns."""
+    answers: list[bytes] = []
+    asked: list[bytes] = []
+    runner = _NoExperts(width)
+    others = _Here(1, lambda sent: asked[-1])
+    node = CentralNode(RankContext("measuring", 1, _PLACEMENT, "fast"), others, runner)
+
+    def answer(sent: bytes) -> bytes:
+        if answers:
+            return answers.pop()
+        asked[:] = [sent]
+        node.serve_layer()
+        answers.append(others.sent)
+        return b""
+
+    head = CentralHead(RankContext("measuring", HEAD, _PLACEMENT, "fast"), _Here(HEAD, answer))
+    row = np.ones((1, width), np.float32)
+    weights = np.full((1, PER_TOKEN), 0.5, np.float32)
+    rows = np.ones((PER_TOKEN, width), np.float32)
+
+    def local(indices: Indices, weights: object, extra: tuple[int, ...]) -> Words:
+        return rows
+
+    def layer(indices: Indices) -> None:
+        head.hidden(row, False)
+        head.run(0, indices, weights, local, width, row.dtype)
+
+    return _median(layer)
+
+
+def _median(layer: Callable[[Indices], None]) -> float:
+    """Seconds of ``layer`` with routes to one expert of each node, so that both contribute a row."""
+    random = np.random.default_rng(0)
+    between = between_exchanges()
+    samples = []
+    for _ in range(ROUNDS):
+        mine, other = 2 * random.integers(EXPERTS // 2), 2 * random.integers(EXPERTS // 2) + 1
+        indices = np.array([[mine, other]], np.int32)
+        between()
+        begun = time.perf_counter()
+        layer(indices)
+        samples.append(time.perf_counter() - begun)
+    return statistics.median(samples)

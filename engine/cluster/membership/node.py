@@ -30,7 +30,7 @@ from engine.cluster.membership.peer_table import Announced, PeerTable
 from engine.cluster.membership.server import Caller, ControlServer, Method
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.addresses import door_of, own_addresses, parse_address
-from engine.cluster.transport.link_speed import answer_measuring
+from engine.cluster.transport.link_probe import answer_measuring
 from engine.errors import ModelError
 from engine.ipc.messages import OpenNetwork
 from engine.ipc.messages.ring import NodeId

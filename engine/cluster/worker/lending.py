@@ -35,8 +35,7 @@ from engine.cluster.membership.control_messages import (
     check_spec,
 )
 from engine.cluster.membership.heartbeat import FORMING
-from engine.cluster.membership.link_trials import try_own
-from engine.cluster.membership.measuring_links import measure_best
+from engine.cluster.membership.links import measure_best, try_own
 from engine.cluster.membership.measuring_node import measure_node
 from engine.cluster.membership.node import Lent, Node
 from engine.cluster.membership.server import Caller, Method
