@@ -135,7 +135,7 @@ def calls(home: Path) -> Iterator[Attempt]:
         protocol=1, version="1", node_id="n", instance="i", process="p", name="m", port=4000, listening=["127.0.0.1:1"]
     )
     load = messages.NodeLoad(process="p", memory_total=1 << 34, memory_free=1 << 33)
-    bodies: list[messages.Control] = [greeting, load, messages.WantedFacts(shape=None), messages.Empty()]
+    bodies: list[messages.ControlBody] = [greeting, load, messages.WantedFacts(shape=None), messages.EmptyBody()]
     extend = commands.Extend(rows=0, before=0, tokens=[1, 2, 3], want_logits=True)
 
     def attempt(draw: random.Random) -> None:

@@ -85,7 +85,7 @@ class Formation(Protocol):
         ...
 
     def lost(self) -> PeerLost | None:
-        """Who is known to be gone, by beats or a closed link; the exchange is closed by then, so nobody waits. From
+        """The loss that heartbeats or a closed link have shown. The exchange is closed by then, so nobody waits. From
         any thread."""
         ...
 

@@ -218,7 +218,7 @@ class Network:
             code_seconds=round(code.seconds_left) if code is not None else 0,
             code_tries=code.tries_left if code is not None else 0,
             lending=lender.facts() if lender is not None else None,
-            problems=[*node.problems_now(), *([node.pairing_said] if node.pairing_said else [])],
+            problems=[*node.problems_now(), *([node.pairing_problem] if node.pairing_problem else [])],
         )
 
     def _paired_only(self) -> list[PeerFacts]:
@@ -269,6 +269,6 @@ class Network:
                 self._send(now)
                 before = now
             lender = self._lender
-            for text in lender.take_said() if lender is not None else []:
+            for text in lender.take_notices() if lender is not None else []:
                 self._send(Notice(text=text))
             time.sleep(STATE_S)

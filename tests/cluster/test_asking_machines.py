@@ -12,10 +12,10 @@ import pytest
 from paired_nodes import Nodes
 from tiny_models import write_tiny_model
 
-from engine.cluster.membership.client import Calls, Unreachable
-from engine.cluster.membership.control_messages import Empty, Piece, Received
+from engine.cluster.membership.client import CallGroup, Unreachable
+from engine.cluster.membership.control_messages import DataPiece, EmptyBody, Received
 from engine.cluster.membership.rpc_fanout import NodeRefused, stopped_by, until_done
-from engine.cluster.membership.server import Method
+from engine.cluster.membership.server import RpcMethod
 from engine.cluster.weights.weight_fingerprint import identity_of, known_weights
 from engine.errors import Cancelled, ModelError
 
@@ -87,11 +87,11 @@ def test_calls_are_ended_on_both_sides(two: Nodes) -> None:
         given_up.set()
         return Received(nbytes=0)
 
-    two.nodes[1].add_methods({"Receive": Method(Piece, receive, "up")})
-    client, calls, never = two.client(1, two.identities[0]), Calls(), threading.Event()
+    two.nodes[1].add_methods({"Receive": RpcMethod(DataPiece, receive, "up")})
+    client, calls, never = two.client(1, two.identities[0]), CallGroup(), threading.Event()
 
-    def pieces() -> Iterator[Piece]:
-        yield Piece(data=b"x")
+    def pieces() -> Iterator[DataPiece]:
+        yield DataPiece(data=b"x")
         never.wait(PATIENCE_S)
 
     try:
@@ -103,7 +103,7 @@ def test_calls_are_ended_on_both_sides(two: Nodes) -> None:
                 running.result(PATIENCE_S)
         assert given_up.wait(PATIENCE_S)
         with pytest.raises(Unreachable):
-            client.call("Beat", two.nodes[0].load(), Empty, calls=calls)
+            client.call("Beat", two.nodes[0].load(), EmptyBody, calls=calls)
     finally:
         never.set()
         client.close()
@@ -119,22 +119,24 @@ def test_what_an_upload_raises_is_raised_here(two: Nodes) -> None:
         next(pieces)
         raise ModelError("The disk is full.", kind="disk")
 
-    def failing() -> Iterator[Piece]:
-        yield Piece(data=b"x")
+    def failing() -> Iterator[DataPiece]:
+        yield DataPiece(data=b"x")
         raise ModelError("The file became shorter.")
 
-    def endless() -> Iterator[Piece]:
+    def endless() -> Iterator[DataPiece]:
         while True:
-            yield Piece(data=bytes(1 << 16))
+            yield DataPiece(data=bytes(1 << 16))
 
-    two.nodes[1].add_methods({"Receive": Method(Piece, receive, "up"), "Offer": Method(Piece, refuse, "up")})
+    two.nodes[1].add_methods(
+        {"Receive": RpcMethod(DataPiece, receive, "up"), "Offer": RpcMethod(DataPiece, refuse, "up")}
+    )
     client = two.client(1, two.identities[0])
     try:
         with pytest.raises(ModelError, match="became shorter"):
-            client.upload("Receive", failing(), Received, Calls())
+            client.upload("Receive", failing(), Received, CallGroup())
         # The other side's reason counts, although what is sent to it ends with it.
         with pytest.raises(ModelError, match="disk is full"):
-            client.upload("Offer", endless(), Received, Calls())
+            client.upload("Offer", endless(), Received, CallGroup())
     finally:
         client.close()
 

@@ -31,8 +31,8 @@ from engine.cluster.membership.control_messages import (
     NodeLoad,
 )
 from engine.cluster.membership.heartbeat import BUSY_S, LOST_S, REFUSED_S, silence_allowed, version_problem
-from engine.cluster.membership.node import Lent, Node
-from engine.cluster.membership.server import ControlServer, Credentials, Method
+from engine.cluster.membership.node import LentState, Node
+from engine.cluster.membership.server import ControlServer, Credentials, RpcMethod
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.worker.lending import Lender
 from engine.errors import ModelError
@@ -177,7 +177,7 @@ def test_machine_that_is_not_lent_refuses_in_a_sentence(pair: Nodes) -> None:
     client = pair.client(0, pair.identities[1])
     try:
         with pytest.raises(ModelError, match="Anna is not lent; run `privatellm join` there"):
-            client.call("End", EndEpoch(epoch="x"), messages.Empty)
+            client.call("End", EndEpoch(epoch="x"), messages.EmptyBody)
     finally:
         client.close()
 
@@ -207,12 +207,12 @@ def test_message_over_the_limit_is_refused(pair: Nodes) -> None:
         raw_call(pair.nodes[1].listening[0], credentials, "Beat", body, "one")
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     with pytest.raises(RingProtocolError):
-        messages.pack(messages.Piece(data=bytes(messages.MESSAGE_LIMIT)))
+        messages.pack(messages.DataPiece(data=bytes(messages.MESSAGE_LIMIT)))
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.binary(max_size=400), st.sampled_from([*messages.Control.__subclasses__()]))
-def test_random_bytes_are_a_message_or_a_protocol_error(data: bytes, kind: type[messages.Control]) -> None:
+@given(st.binary(max_size=400), st.sampled_from([*messages.ControlBody.__subclasses__()]))
+def test_random_bytes_are_a_message_or_a_protocol_error(data: bytes, kind: type[messages.ControlBody]) -> None:
     try:
         found = messages.unpack(data, kind)
     except RingProtocolError:
@@ -332,15 +332,15 @@ def test_telling_is_waited_for(pair: Nodes) -> None:
     stages = [f"stage {number}" for number in range(20)]
     heard = []
     for stage in stages:
-        first.lent = lambda said=stage: Lent(stage=said)  # type: ignore[misc]
-        first.table.beat_now(20.0)
+        first.lent = lambda said=stage: LentState(stage=said)  # type: ignore[misc]
+        first.table.send_heartbeats(20.0)
         view = second.table.view(first.identity.node_id)
         heard.append("" if view is None or view.load is None else view.load.stage)
-    # An answer to the other machine's own beat may be on its way from before.
+    # An answer to the other machine's own heartbeat may be on its way from before.
     assert sum(one == two for one, two in zip(heard, stages, strict=True)) >= 15
     second.close()
     eventually(lambda: all(one.client is None for one in first.table.views()))
-    first.table.beat_now(20.0)  # nobody is there to be waited for
+    first.table.send_heartbeats(20.0)  # nobody is there to be waited for
 
 
 def test_machine_that_closes_is_noticed_and_comes_back(tmp_path: Path, pair: Nodes) -> None:
@@ -365,7 +365,7 @@ def test_forgetting_ends_a_call_that_runs(pair: Nodes) -> None:
         finally:
             left.set()
 
-    pair.nodes[1].add_methods({"Form": Method(messages.LoadShare, slow, "down")})
+    pair.nodes[1].add_methods({"Form": RpcMethod(messages.LoadShare, slow, "down")})
     client = pair.client(1, pair.identities[0])
     try:
         answers = client.stream("Form", messages.LoadShare(epoch="x", exchange="tls"), messages.Forming)
@@ -384,14 +384,14 @@ def test_failure_of_this_program_tells_the_caller_nothing_of_it(tmp_path: Path) 
     here, _ = make_identity(tmp_path / "here")
     there, _ = make_identity(tmp_path / "there")
 
-    def broken(caller: Any, body: Any) -> messages.Empty:
+    def broken(caller: Any, body: Any) -> messages.EmptyBody:
         raise ZeroDivisionError("secret /home/me")
 
     server = ControlServer(
         "127.0.0.1:0",
         lambda: Credentials(there.key_pem, there.certificate_pem, here.certificate_pem),
         lambda node_id: node_id == here.node_id,
-        {"End": Method(EndEpoch, broken)},
+        {"End": RpcMethod(EndEpoch, broken)},
     )
     credentials = Credentials(here.key_pem, here.certificate_pem, there.certificate_pem)
     try:
@@ -452,7 +452,7 @@ def test_an_answer_that_nobody_expects_ends_no_watching(pair: Nodes, monkeypatch
         raise OverflowError("of one answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(watch, "_beat", fail)
+        patch.setattr(watch, "_send_heartbeat", fail)
         eventually(lambda: len(asked) > 1)
         answered = watch._answered
     eventually(lambda: watch._answered > answered)

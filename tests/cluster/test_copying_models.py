@@ -340,7 +340,7 @@ def test_a_model_is_copied_over_the_link_of_paired_machines(pair: Nodes, lent: L
     found = copier(pair, lambda stage, *figures: stages.append(stage)).run()
     assert found == (models / KEY, "Copied from Bob.")
     assert content(found[0]) == content(there)
-    assert lent.take_said() == ["Anna copies owner/tiny from this machine."]
+    assert lent.take_notices() == ["Anna copies owner/tiny from this machine."]
     assert stages[0] == "asking the machines"
 
 

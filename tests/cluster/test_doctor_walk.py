@@ -11,7 +11,7 @@ from paired_nodes import Nodes, eventually, make_identity
 
 from app.commands import doctor_network
 from app.commands.finding import Finding
-from engine.cluster.membership.node import Lent, Node
+from engine.cluster.membership.node import LentState, Node
 from engine.ipc.messages import OpenNetwork
 
 
@@ -43,10 +43,10 @@ def test_a_paired_machine_is_asked_what_it_does(pair: Nodes) -> None:
 
 def test_a_machine_that_is_lent_elsewhere_or_of_another_version_is_told_apart(pair: Nodes) -> None:
     vm = pair.nodes[1]
-    vm.lent = lambda: Lent(head="ab" * 32)
+    vm.lent = lambda: LentState(head="ab" * 32)
     busy = walked(vm.listening[0])["hello"]
     assert (busy.mark, busy.text) == ("note", f"vm answers, privatellm {vm.version}; lent to abababab")
-    vm.lent, vm.version = Lent, "0.0.1"
+    vm.lent, vm.version = LentState, "0.0.1"
     other = walked(vm.listening[0])["hello"]
     assert other.mark == "problem" and other.way_out == "install the same version on both"
     assert other.text.startswith("vm has privatellm 0.0.1 and this machine has ")

@@ -34,8 +34,8 @@ from engine.cluster.membership.control_messages import (
     EpochSpec,
     Forming,
     Linked,
-    LinkMeasured,
     LoadShare,
+    MeasuredLink,
     NodeFacts,
     WantedFacts,
 )
@@ -287,12 +287,12 @@ def test_link_to_a_machine_that_is_not_paired_needs_the_heads_word(three: Nodes)
             addresses=[door_of(three.nodes[2].listening[0])],
         )
         with pytest.raises(ModelError):
-            bob.call("MeasureLinks", wanted, LinkMeasured, 15)
+            bob.call("MeasureLinks", wanted, MeasuredLink, 15)
         vouched = Linked(
             epoch="e", node_id=three.identities[1].node_id, certificate=three.identities[1].certificate_pem
         )
-        assert carl.call("MeasureLinks", vouched, LinkMeasured).link is None
-        found = bob.call("MeasureLinks", wanted, LinkMeasured, 15).link
+        assert carl.call("MeasureLinks", vouched, MeasuredLink).link is None
+        found = bob.call("MeasureLinks", wanted, MeasuredLink, 15).link
         assert found is not None
         assert found.latency_s > 0
     finally:

@@ -35,19 +35,18 @@ from engine.cluster import commands
 from engine.cluster.contributions import HEADER, reason_in
 from engine.cluster.epoch_links import EpochLinks
 from engine.cluster.head.survey import check_link
-from engine.cluster.membership import heartbeat as beats
-from engine.cluster.membership import measuring_node, server
+from engine.cluster.membership import heartbeat, measuring_node, server
 from engine.cluster.membership.client import Unreachable
 from engine.cluster.membership.control_messages import (
-    Empty,
+    EmptyBody,
     EndEpoch,
     EpochMember,
     EpochSpec,
     Forming,
     Greeting,
     Linked,
-    LinkMeasured,
     LoadShare,
+    MeasuredLink,
     NodeFacts,
     NodeLoad,
     WantedFacts,
@@ -57,7 +56,14 @@ from engine.cluster.membership.control_messages import (
 )
 from engine.cluster.membership.heartbeat import MOST_ADDRESSES, PeerWatch
 from engine.cluster.membership.node import Node
-from engine.cluster.membership.server import HANDSHAKE_S, MOST_CALLS_EACH, MOST_CONNECTIONS, MOST_EACH, Method, too_many
+from engine.cluster.membership.server import (
+    HANDSHAKE_S,
+    MOST_CALLS_EACH,
+    MOST_CONNECTIONS,
+    MOST_EACH,
+    RpcMethod,
+    too_many,
+)
 from engine.cluster.transport.epochs import LINK_KIND, Epoch, LinkRequest
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.worker.follower import BEAMS_LIMIT, Follower
@@ -82,7 +88,7 @@ def patient_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     """Nobody is cut off or lost for being slow, as everybody is where the machine is busy."""
     options = dict(server.SERVER_OPTIONS) | {"grpc.server_handshake_timeout_ms": 60_000}
     monkeypatch.setattr(server, "SERVER_OPTIONS", tuple(options.items()))
-    monkeypatch.setattr(beats, "BEAT_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(heartbeat, "HEARTBEAT_TIMEOUT_S", 60.0)
     nodes = Nodes(tmp_path, "Anna", "Bob", lend=True)
     yield nodes
     nodes.close()
@@ -311,7 +317,7 @@ def test_one_machine_cannot_take_all_the_calls(pair: Nodes) -> None:
         while caller.active() and not enough.wait(0.05):
             yield Forming(stage="busy")
 
-    pair.nodes[1].add_methods({"Form": Method(LoadShare, slow, "down")})
+    pair.nodes[1].add_methods({"Form": RpcMethod(LoadShare, slow, "down")})
     client = pair.client(1, pair.identities[0])
     try:
         running = [client.stream("Form", LoadShare(epoch="x", exchange="tls"), Forming) for _ in range(40)]
@@ -542,13 +548,13 @@ def test_forgetting_another_member_ends_the_epoch_and_keeps_it_out(tmp_path: Pat
         assert links._closed
         again = msgspec.structs.replace(spec, version=follower.version)
         with pytest.raises(ModelError, match="has forgotten"):
-            client.call("Connect", again, Empty)
+            client.call("Connect", again, EmptyBody)
         vouched = Linked(epoch="e", node_id=third.node_id, certificate=third.certificate_pem)
         with pytest.raises(ModelError, match="has forgotten"):
-            client.call("MeasureLinks", vouched, LinkMeasured)
+            client.call("MeasureLinks", vouched, MeasuredLink)
         assert follower.certificate_of(third.node_id) is None
         peers.add(new_peer(third.certificate_der, "Carla"))
-        assert client.call("MeasureLinks", vouched, LinkMeasured).link is None
+        assert client.call("MeasureLinks", vouched, MeasuredLink).link is None
     finally:
         client.close()
         lender.close()

@@ -83,7 +83,7 @@ def test_a_head_is_told_what_is_lent(pair: Nodes) -> None:
         lender.close()
 
 
-def test_beats_show_no_more_than_what_is_lent(tmp_path: Path) -> None:
+def test_heartbeats_show_no_more_than_what_is_lent(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path / "nodes", "Anna", "Bob", lend=True)
     try:
         free = nodes.nodes[1].load().memory_free

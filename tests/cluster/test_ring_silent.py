@@ -26,7 +26,7 @@ DECODING = {"max_tokens": 10}
 
 
 class Mute(Setting):
-    """The last machine beats, and sends nothing any more from its contribution of that number on."""
+    """The last machine sends heartbeats, and sends nothing any more from its contribution of that number on."""
 
     muted = threading.Event()
 

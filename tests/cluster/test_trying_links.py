@@ -17,7 +17,7 @@ from engine.cluster.head.blame import what_broke
 from engine.cluster.head.forming import RingFormer
 from engine.cluster.head.left_out import LeftOut
 from engine.cluster.head.survey import Surveyor, candidates
-from engine.cluster.membership.client import Calls
+from engine.cluster.membership.client import CallGroup
 from engine.cluster.membership.links import LinkTrial, Tried, Way, all_ways
 from engine.cluster.membership.rpc_fanout import NodeRefused
 from engine.cluster.transport import connecting
@@ -55,7 +55,7 @@ class Three:
         there = candidates(self.head, [])
         trial = LinkTrial(self.head, there, all_ways(self.anna, there), "an epoch", best or {})
         with ThreadPoolExecutor(4) as pool:
-            return trial.result(trial.begin(pool, Calls()))
+            return trial.result(trial.begin(pool, CallGroup()))
 
     def pair(self, one: str, other: str) -> Pair:
         return frozenset((one, other))
@@ -115,7 +115,7 @@ def test_a_machine_that_does_not_answer_is_gone_and_no_link_is_blamed(three: Thr
     three.nodes.nodes[2].close()
     trial = LinkTrial(three.head, there, all_ways(three.anna, there), "an epoch", {})
     with ThreadPoolExecutor(4) as pool:
-        asked = trial.begin(pool, Calls())
+        asked = trial.begin(pool, CallGroup())
         with pytest.raises(NodeRefused) as refused:
             trial.result(asked)
     assert (refused.value.node_id, refused.value.gone) == (three.carl, True)

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CANCELLED_S = 0.5
 LONG_PROMPT = [3 + (7 * place + place // 11) % 150 for place in range(3800)]
 IDLE = 0.35
-"""Of a core, which a node may use that has nothing to do: the beats of all, and their answers."""
+"""Of a core, which a node may use that has nothing to do: the heartbeats of all, and their answers."""
 
 
 @pytest.fixture(scope="module")

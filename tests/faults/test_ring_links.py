@@ -71,7 +71,7 @@ def test_unplugged_in_an_answer_and_plugged_in_again(model: Path, alone: Oracle)
 
 
 def test_a_node_that_calls_and_cannot_be_called(model: Path, alone: Oracle) -> None:
-    """What the others send it is lost on its way; its own beats arrive. The others go on without it."""
+    """What the others send it is lost on its way; its own heartbeats arrive. The others go on without it."""
     with Ring(2, proxied=True) as ring:
         ring.load(model)
         gone, left = ring.followers

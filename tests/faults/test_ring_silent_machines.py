@@ -1,5 +1,5 @@
-"""A lent machine that answers every beat and contributes nothing: esc ends the answer, and without esc the ring goes on
-without it."""
+"""A lent machine that answers every heartbeat and contributes nothing: esc ends the answer, and without esc the ring
+goes on without it."""
 
 from __future__ import annotations
 

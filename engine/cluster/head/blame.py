@@ -17,7 +17,7 @@ def what_broke(table: PeerTable, nodes: Mapping[int, str], names: Mapping[int, s
     """``lost``, or more exactly who is gone or which link broke; ``nodes``: node ids by rank. Asks the followers how
     they are. A node whose link broke leaves the ring, and takes with it those that only hear of its leaving."""
     moment = time.monotonic()
-    table.beat_now(ASK_S)
+    table.send_heartbeats(ASK_S)
     ranks = {node_id: rank for rank, node_id in nodes.items()}
     gone = []
     broken = {frozenset((HEAD, rank)) for rank in lost.ranks if rank != HEAD}
@@ -25,7 +25,7 @@ def what_broke(table: PeerTable, nodes: Mapping[int, str], names: Mapping[int, s
         view, watch = table.view(node_id), table.watch(node_id)
         if rank == HEAD:
             continue
-        if view is None or watch is None or view.client is None or not watch.told_since(moment):
+        if view is None or watch is None or view.client is None or not watch.notified_since(moment):
             gone.append(rank)
         elif view.load is not None:
             broken |= {frozenset((rank, ranks[other])) for other in view.load.broken if other in ranks}

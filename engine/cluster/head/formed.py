@@ -12,7 +12,7 @@ from engine.cluster.epoch_links import EpochLinks
 from engine.cluster.formation import AbortableLayers
 from engine.cluster.head.blame import what_broke
 from engine.cluster.membership.client import PeerClient, Unreachable
-from engine.cluster.membership.control_messages import Empty, EndEpoch
+from engine.cluster.membership.control_messages import EmptyBody, EndEpoch
 from engine.cluster.membership.peer_table import PeerTable
 from engine.cluster.transport.exchange import Link, PeerLost
 from engine.cluster.waiting import Waits
@@ -189,7 +189,7 @@ def end_epoch(table: PeerTable, nodes: Iterable[str], epoch: str) -> None:
 
     def end(client: PeerClient) -> None:
         with contextlib.suppress(ModelError, PeerLost, Unreachable):
-            client.call("End", EndEpoch(epoch=epoch), Empty, END_S)
+            client.call("End", EndEpoch(epoch=epoch), EmptyBody, END_S)
 
     with ThreadPoolExecutor(len(clients), thread_name_prefix="ending") as pool:
         list(pool.map(end, clients))

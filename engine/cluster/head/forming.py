@@ -24,11 +24,11 @@ from engine.cluster.head.supply import Supply, WholeCopy
 from engine.cluster.head.survey import Survey, Surveyor, candidates
 from engine.cluster.head.upload import Sending
 from engine.cluster.head.waiting import Patience, TooFewError
-from engine.cluster.membership.client import Calls, Unreachable
+from engine.cluster.membership.client import CallGroup, Unreachable
 from engine.cluster.membership.control_messages import Connected, EpochSpec
-from engine.cluster.membership.heartbeat import FORMING, TOLD_S, patience
+from engine.cluster.membership.heartbeat import FORMING, NOTIFIED_S, patience
 from engine.cluster.membership.links import Tried
-from engine.cluster.membership.node import Lent, Node
+from engine.cluster.membership.node import LentState, Node
 from engine.cluster.membership.rpc_fanout import (
     Candidate,
     NodeRefused,
@@ -128,7 +128,7 @@ class RingFormer:
             self._regulars.put_off((node_id, self._considered.get(node_id, "")) for node_id in before.silent)
         members = set(self._regulars.members)
         self._left_out.close()
-        self._node.lent = lambda: Lent(stage=FORMING)
+        self._node.lent = lambda: LentState(stage=FORMING)
         try:
             formed = self._formed = (
                 self._form(progress)
@@ -146,8 +146,8 @@ class RingFormer:
             raise
         finally:
             # The others must not go on being patient with a head that is stopped from now on.
-            self._node.lent = Lent
-            self._node.table.beat_now(TOLD_S)
+            self._node.lent = LentState
+            self._node.table.send_heartbeats(NOTIFIED_S)
         return self._formed
 
     def changed(self, progress: ProgressCallback, say: Callable[[str], None]) -> bool:
@@ -463,7 +463,7 @@ class RingFormer:
     ) -> dict[ExchangeName, float]:
         """The median of each exchange that every node made, on the slowest one, in seconds."""
         names = ", ".join(one.name for one in ring.followers.values())
-        calls = Calls()
+        calls = CallGroup()
 
         def tell() -> None:
             progress(f"connecting to {names}, measuring the exchange", 0, 0, "")
@@ -540,7 +540,7 @@ class RingFormer:
         from engine.runtimes.loading import load_model
 
         layers = layers_for(rank_context_of(spec), links.keep(exchange), spec.one_by_one)
-        loading = LoadingNodes(ring.followers, ring.epoch, exchange, self._node.table.heard_from)
+        loading = LoadingNodes(ring.followers, ring.epoch, exchange, self._node.table.record_contact)
         watches = [
             watch for one in ring.followers.values() if (watch := self._node.table.watch(one.node_id)) is not None
         ]

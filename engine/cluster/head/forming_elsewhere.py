@@ -11,7 +11,7 @@ from engine.cluster.head.epoch_specs import Ring
 from engine.cluster.head.loading_nodes import LoadingNodes, told_by
 from engine.cluster.head.remote_model import RANK, ElsewhereModel, Passes
 from engine.cluster.membership.client import Unreachable
-from engine.cluster.membership.control_messages import MOST_TEXT, Empty, Forming, StopPass
+from engine.cluster.membership.control_messages import MOST_TEXT, EmptyBody, Forming, StopPass
 from engine.cluster.membership.heartbeat import patience
 from engine.cluster.membership.peer_table import PeerTable
 from engine.cluster.membership.rpc_fanout import Candidate
@@ -32,7 +32,7 @@ def load_elsewhere(
     """The machine loads the model ``name``; the head's side of it, and lines for the person. Raises NodeRefused,
     ModelError, PeerLost, and what ``progress`` raises."""
     one = ring.followers[RANK]
-    loading = LoadingNodes(ring.followers, ring.epoch, "tls", table.heard_from)
+    loading = LoadingNodes(ring.followers, ring.epoch, "tls", table.record_contact)
     watch = table.watch(one.node_id)
     with patience([watch] if watch is not None else []), ThreadPoolExecutor(1, "loading elsewhere") as pool:
         asked = {RANK: pool.submit(loading.follow, RANK)}
@@ -45,7 +45,7 @@ def load_elsewhere(
 
     def stop(number: int) -> None:
         with contextlib.suppress(ModelError, PeerLost, Unreachable):
-            one.client.call("StopPass", StopPass(epoch=ring.epoch, number=number), Empty, STOP_S)
+            one.client.call("StopPass", StopPass(epoch=ring.epoch, number=number), EmptyBody, STOP_S)
 
     passes = Passes(links.commands[RANK], stop)
     model = ElsewhereModel(_facts(ring, one, ready, name, sizes, load), passes, ready.can_truncate)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from engine.cluster.membership.client import Calls
+from engine.cluster.membership.client import CallGroup
 from engine.cluster.membership.links import LinkTrial, Way, all_ways
 from engine.cluster.membership.node import Node
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused
@@ -32,7 +32,7 @@ class LeftOut:
         self.apart = dict(apart)
         self._there = there
         self._closed = threading.Event()
-        self._calls = Calls()
+        self._calls = CallGroup()
         if self.apart:
             threading.Thread(target=self._watch, name="trying links again", daemon=True).start()
 

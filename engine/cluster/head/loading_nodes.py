@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
 from discovery.names import plain_text
-from engine.cluster.membership.client import Answers
+from engine.cluster.membership.client import AnswerStream
 from engine.cluster.membership.control_messages import Forming, LoadShare
 from engine.cluster.membership.rpc_fanout import Candidate, ask, check_all
 from engine.cluster.transport.exchange import PeerLost
@@ -34,7 +34,7 @@ class LoadingNodes:
         self._followers = followers
         self._heard = heard
         self._wanted = LoadShare(epoch=epoch, exchange=exchange)
-        self._calls: list[Answers[Forming]] = []
+        self._calls: list[AnswerStream[Forming]] = []
         self._lock = threading.Lock()
         self._stopped = False
         self._stages: dict[int, Forming] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from engine.cluster.head.survey import Surveyor
-from engine.cluster.membership.client import Calls
+from engine.cluster.membership.client import CallGroup
 from engine.cluster.membership.control_messages import NodeFacts, WantedFacts, check_facts
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused, ask, stopped_by
 from engine.cluster.weights.weight_fingerprint import known_weights
@@ -81,7 +81,7 @@ class Regulars:
         weights = known_weights(self._surveyor.folder)
         if profile is None or not weights:
             return False
-        calls = Calls()
+        calls = CallGroup()
         wanted = WantedFacts(shape=None, weights=weights)
 
         def look() -> NodeFacts:

@@ -15,12 +15,12 @@ import msgspec
 
 from discovery.names import plain_text
 from engine.cluster.head.known_links import KnownLinks
-from engine.cluster.membership.client import Calls, Unreachable
+from engine.cluster.membership.client import CallGroup, Unreachable
 from engine.cluster.membership.control_messages import (
     MOST_ADDRESSES,
     MOST_TEXT,
     Linked,
-    LinkMeasured,
+    MeasuredLink,
     NodeFacts,
     NodeLoad,
     WantedFacts,
@@ -222,10 +222,10 @@ class Surveyor:
 
 
 @contextlib.contextmanager
-def _helpers(threads: int) -> Iterator[tuple[ThreadPoolExecutor, Calls]]:
+def _helpers(threads: int) -> Iterator[tuple[ThreadPoolExecutor, CallGroup]]:
     """Threads, and calls that they make. If something goes wrong within it, the calls are ended, and nobody waits for
     the threads: a link to a machine that is gone takes seconds to fail."""
-    pool, calls = ThreadPoolExecutor(max(1, threads), thread_name_prefix="asking nodes"), Calls()
+    pool, calls = ThreadPoolExecutor(max(1, threads), thread_name_prefix="asking nodes"), CallGroup()
     try:
         yield pool, calls
     except BaseException:
@@ -254,7 +254,7 @@ def _failed(node: Node, ends: Sequence[Candidate], error: ModelError) -> Excepti
     return LinkFailedError(str(error).rstrip("."))
 
 
-def _facts_of(one: Candidate, wanted: WantedFacts, calls: Calls) -> NodeFacts:
+def _facts_of(one: Candidate, wanted: WantedFacts, calls: CallGroup) -> NodeFacts:
     facts = one.client.call("Facts", wanted, NodeFacts, FACTS_S, calls)
     check_facts(facts)
     return facts
@@ -269,16 +269,16 @@ def check_link(link: LinkFacts) -> None:
         raise RingProtocolError("A link is described in too many words.")
 
 
-def _between(node: Node, first: Candidate, second: Candidate, epoch: str, calls: Calls) -> LinkFacts:
+def _between(node: Node, first: Candidate, second: Candidate, epoch: str, calls: CallGroup) -> LinkFacts:
     """The two need not know each other: the head vouches for both, for these measurements."""
     certificates = {one.node_id: node.table.peer(one.node_id).certificate_pem.encode() for one in (first, second)}
     vouched = Linked(epoch=epoch, node_id=first.node_id, certificate=certificates[first.node_id])
-    ask(second, lambda: second.client.call("MeasureLinks", vouched, LinkMeasured, LINKS_S, calls))
+    ask(second, lambda: second.client.call("MeasureLinks", vouched, MeasuredLink, LINKS_S, calls))
     wanted = Linked(
         epoch=epoch, node_id=second.node_id, certificate=certificates[second.node_id], addresses=list(second.doors)
     )
     try:
-        answer = first.client.call("MeasureLinks", wanted, LinkMeasured, LINKS_S, calls)
+        answer = first.client.call("MeasureLinks", wanted, MeasuredLink, LINKS_S, calls)
         if answer.link is None:
             raise ModelError("nothing was measured", kind="network")
     except RingProtocolError as error:

@@ -1,4 +1,4 @@
-"""The control plane's client: a connection to one paired machine, whose certificate is the only one believed."""
+"""The control plane's client: a connection to one paired machine, whose certificate is the only trusted one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, TypeVar, cast, get_args
 import grpc
 
 from discovery.names import plain_text
-from engine.cluster.membership.control_messages import MESSAGE_LIMIT, SERVICE, Control, pack, unpack
+from engine.cluster.membership.control_messages import MESSAGE_LIMIT, SERVICE, ControlBody, pack, unpack
 from engine.cluster.membership.server import Credentials
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
 from engine.errors import ErrorKind, ModelError
 
 CALL_S = 10.0
-"""A call that measures and loads nothing is answered within so long."""
+"""Timeout in seconds of a call that neither measures nor loads anything."""
 
 CLIENT_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_LIMIT),
@@ -25,25 +25,25 @@ CLIENT_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 3_000),
-    # Each machine is a peer of its own: connections are not shared within the process, and no proxy is asked.
+    # Connections are not shared within the process, as each machine has its own certificate. No proxy is used.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
 )
 
-Body = TypeVar("Body", bound=Control)
+Body = TypeVar("Body", bound=ControlBody)
 
 
 class Unreachable(Exception):
-    """Nobody answers at the address, or it is not the machine that was paired."""
+    """Nobody answers at the address, or the machine there is not the paired one."""
 
 
 class NobodyListens(Unreachable):
-    """There is no connection to the address at all: the machine, or its process, is gone or not there yet."""
+    """No connection to the address can be made: the machine or its process is gone, or has not started yet."""
 
 
-class Calls:
-    """Calls that can be ended together, with those that would begin afterwards. From any thread."""
+class CallGroup:
+    """Calls that can be ended together. A call that begins afterwards is ended at once. From any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -51,7 +51,7 @@ class Calls:
         self.ended = threading.Event()
 
     def add(self, call: Any) -> None:
-        """``call`` has begun. Raises Unreachable if it is one too many."""
+        """Add ``call``, which has begun. Raises Unreachable if the group was ended."""
         with self._lock:
             self._running.add(call)
             ended = self.ended.is_set()
@@ -61,7 +61,7 @@ class Calls:
             raise Unreachable("the call was ended here")
 
     def end(self) -> None:
-        """They end with Unreachable, here and on the other machines."""
+        """End all calls, here and on the other machines. They raise Unreachable."""
         with self._lock:
             self.ended.set()
             running = list(self._running)
@@ -74,7 +74,7 @@ class Calls:
 
 
 class PeerClient:
-    """Calls of one paired machine, at one of its addresses (``HOST:PORT``). From any thread."""
+    """Calls methods of one paired machine at one of its addresses (``HOST:PORT``). From any thread."""
 
     def __init__(self, address: str, credentials: Credentials, server_name: str) -> None:
         self.address = address
@@ -84,12 +84,17 @@ class PeerClient:
         self._closed = threading.Event()
 
     def call(
-        self, method: str, body: Control, answer: type[Body], timeout: float = CALL_S, calls: Calls | None = None
+        self,
+        method: str,
+        body: ControlBody,
+        answer: type[Body],
+        timeout: float = CALL_S,
+        calls: CallGroup | None = None,
     ) -> Body:
         """One question, one answer. It can be ended with ``calls``.
 
-        Raises Unreachable, ModelError with the machine's own sentence if it refused, RingProtocolError if its answer is
-        none of this version.
+        Raises Unreachable. Raises ModelError with the machine's own sentence if it refused. Raises RingProtocolError if
+        its answer does not belong to this version.
         """
         invoke = self._channel.unary_unary(_path(method))
         try:
@@ -99,18 +104,25 @@ class PeerClient:
         except (grpc.RpcError, ValueError) as error:
             raise _translated(error) from error
 
-    def stream(self, method: str, body: Control, answer: type[Body], timeout: float | None = None) -> Answers[Body]:
-        """One question, many answers; raises as :meth:`call`, while they are taken."""
+    def stream(
+        self, method: str, body: ControlBody, answer: type[Body], timeout: float | None = None
+    ) -> AnswerStream[Body]:
+        """One question, many answers. Iteration raises as :meth:`call` does."""
         invoke = self._channel.unary_stream(_path(method))
         try:
-            return Answers(invoke(pack(body), timeout=timeout), answer)
+            return AnswerStream(invoke(pack(body), timeout=timeout), answer)
         except ValueError as error:
             raise _translated(error) from error
 
     def upload(
-        self, method: str, bodies: Iterable[Control], answer: type[Body], calls: Calls, timeout: float | None = None
+        self,
+        method: str,
+        bodies: Iterable[ControlBody],
+        answer: type[Body],
+        calls: CallGroup,
+        timeout: float | None = None,
     ) -> Body:
-        """Many messages, one answer; raises as :meth:`call`. What ``bodies`` raises is raised here."""
+        """Many messages, one answer. Raises as :meth:`call` does, and what ``bodies`` raises."""
         failed: list[BaseException] = []
 
         def packed() -> Iterator[bytes]:
@@ -132,13 +144,13 @@ class PeerClient:
             raise _translated(error) from error
 
     def close(self) -> None:
-        """Every call that runs ends with Unreachable."""
+        """Close the connection. Every running call raises Unreachable."""
         self._closed.set()
         self._channel.close()
 
 
-class Answers(Iterator[Body]):
-    """The answers of a call as they come. :meth:`cancel` from any thread."""
+class AnswerStream(Iterator[Body]):
+    """The answers of a call as they arrive. :meth:`cancel` from any thread."""
 
     def __init__(self, call: Any, answer: type[Body]) -> None:
         self._call = call
@@ -154,7 +166,7 @@ class Answers(Iterator[Body]):
         self._call.cancel()
 
 
-def _result(call: Any, calls: Calls) -> bytes:
+def _result(call: Any, calls: CallGroup) -> bytes:
     calls.add(call)
     try:
         return cast(bytes, call.result())
@@ -167,7 +179,7 @@ def _path(method: str) -> str:
 
 
 def _translated(error: Exception) -> Exception:
-    """What a failed call means. gRPC raises ValueError for a channel that was closed here."""
+    """The exception for a failed call. gRPC raises ValueError for a channel that was closed here."""
     if not isinstance(error, grpc.RpcError):
         return Unreachable("the connection was closed here")
     code = error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN

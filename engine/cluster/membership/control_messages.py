@@ -1,4 +1,4 @@
-"""What nodes say to each other over the control plane: msgpack bodies of gRPC calls, typed and with size caps."""
+"""The messages of the control plane: msgpack bodies of gRPC calls, typed and with size limits."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from engine.planning.calibration import Curve, ExpertShape
 from engine.planning.placement import Placement
 
 CONTROL_PROTOCOL = 1
-"""Raised when nodes that differ in it could not understand each other."""
+"""Version of the control protocol. It is increased when nodes of two versions could not understand each other."""
 
-SERVICE = "privatellm.Control"
+SERVICE = "privatellm.ControlBody"
 MESSAGE_LIMIT = 4 * 1024 * 1024
-"""Bytes of one message: an epoch's placement, or a chunk of weights of 1 MiB, fit several times over."""
+"""Maximum bytes of one message. An epoch's placement, or a chunk of weights of 1 MiB, fits several times over."""
 PIECE_BYTES = 1024 * 1024
-"""What is larger than a message may be travels in pieces of this size."""
+"""Bytes of one piece of what is larger than a message may be."""
 CallKind = Literal["one", "down", "up"]
-"""``one`` question and one answer; many answers ``down``; many messages ``up`` and one answer."""
+"""Shape of a call: ``one`` question and one answer, many answers ``down``, or many messages ``up`` and one answer."""
 MOST_NODES = 64
 MOST_ADDRESSES = 64
 MOST_TEXT = 4096
@@ -34,21 +34,24 @@ _LARGEST = 1 << 60
 _EPOCH = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
-"""Of another machine: never longer, whoever it is."""
+"""Text from another machine, with a limit on its length."""
 
 
-class Control(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
+class ControlBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """Base of all bodies."""
 
 
-class Empty(Control, frozen=True, kw_only=True):
-    """Nothing more to say."""
+class EmptyBody(ControlBody, frozen=True, kw_only=True):
+    """A body without content."""
 
 
-class Greeting(Control, frozen=True, kw_only=True):
-    """Both sides of ``Hello``. ``instance`` differs between machines: two instances of one ``node_id`` mean a copied
-    identity; ``process`` differs between processes. ``listening``: ``HOST:PORT`` of the control port on every
-    interface; ``port`` is the one at the address that the greeting comes from."""
+class Greeting(ControlBody, frozen=True, kw_only=True):
+    """Question and answer of ``Hello``.
+
+    ``instance`` differs between machines: two instances of one ``node_id`` mean a copied identity. ``process`` differs
+    between processes. ``listening``: ``HOST:PORT`` of the control port on every interface. ``port``: the control port
+    at the address that the greeting comes from.
+    """
 
     protocol: int
     version: Text
@@ -61,8 +64,8 @@ class Greeting(Control, frozen=True, kw_only=True):
     lends: bool = False
 
 
-class NodeLoad(Control, frozen=True, kw_only=True):
-    """Both sides of ``Beat``: what a node says of itself twice a second. Memory in bytes."""
+class NodeLoad(ControlBody, frozen=True, kw_only=True):
+    """Question and answer of ``Beat``, the heartbeat: a node's state, twice a second. Memory in bytes."""
 
     process: Text
     memory_total: int
@@ -77,9 +80,12 @@ class NodeLoad(Control, frozen=True, kw_only=True):
     """Node ids to which its links of the last epoch broke."""
 
 
-class WantedFacts(Control, frozen=True, kw_only=True):
-    """``Facts``: measure what a model's experts cost. ``shape`` None: a dense model, or nothing to be measured.
-    ``weights``: fingerprint of the model's weights, to say what of them is there already."""
+class WantedFacts(ControlBody, frozen=True, kw_only=True):
+    """``Facts``: measure what a model's experts cost.
+
+    ``shape`` None: a dense model, or nothing to measure. ``weights``: fingerprint of the model's weights, by which the
+    node looks for what it already has of them.
+    """
 
     shape: ExpertShape | None
     weights: str = ""
@@ -90,47 +96,49 @@ class WantedFacts(Control, frozen=True, kw_only=True):
     """None: as many as the node has cores."""
 
 
-class NodeFacts(Control, frozen=True, kw_only=True):
-    """A node as measured by itself. Bytes, bytes per second, seconds."""
+class NodeFacts(ControlBody, frozen=True, kw_only=True):
+    """A node's own measurements, in bytes, bytes per second and seconds."""
 
     memory_total: int
     memory_free: int
     memory_lent: int | None = None
-    """Its person lends so much of it; None: what is free."""
+    """Bytes of memory that its person lends; None: whatever is free."""
     memory_read: float
     disk_free: int
     disk: Text = ""
-    """The same for all processes whose models are on this disk."""
+    """Identifier of the disk with the models, the same for all processes that use it."""
     expert: Curve | None
     """Seconds of one expert over tokens; None if ``shape`` was."""
     instruction_set: str
     runtimes: list[str]
-    """Those that are installed and run here, best first."""
+    """The runtimes that are installed and run on the node, best first."""
     libraries: dict[Text, Text] = {}
-    """By runtime, the version of the library that computes for it; none for what privatellm brings itself."""
+    """Version of the computing library by runtime. privatellm's own kernels have none."""
     exchanges: list[str] = []
-    """Those that it can run."""
+    """The exchanges that the node can run."""
     has: dict[int, list[int]] = {}
-    """Layer to the experts of the model that are on its disk already."""
+    """Experts of the model that are already on the node's disk, by layer."""
     has_trunk: bool = False
     processor: str
     system: str
     threads: int
     layer_overhead_s: dict[str, float] = {}
     fence_s: float = 0.0
-    """What a ring costs it per MoE layer beside experts and wire."""
+    """Seconds that a ring costs the node per MoE layer beside experts and transfer."""
     central_s: float = 0.0
-    """The same in central mode, the head's part and a follower's together."""
+    """The same in central mode, for the head and one follower together."""
     machine: str = ""
-    """The same for all processes of one machine."""
+    """Identifier of the machine, the same for all its processes."""
     unified_memory: bool = False
-    """CPU and GPU share it, so that a reserve must be left to the system."""
+    """Whether CPU and GPU share the memory, so that the system needs a reserve."""
 
 
-class Linked(Control, frozen=True, kw_only=True):
-    """``MeasureLinks``: measure the links to ``node_id`` at ``addresses`` (of its door). Without addresses: believe
-    ``certificate`` from now on, as that machine will measure its link to this one. The head vouches for it, while it
-    forms a ring."""
+class Linked(ControlBody, frozen=True, kw_only=True):
+    """``MeasureLinks``: measure the links to ``node_id`` at the ``addresses`` of its link listener.
+
+    Without addresses: trust ``certificate`` from now on, because that machine will measure its link to this one. The
+    head vouches for it while it forms a ring.
+    """
 
     epoch: str
     node_id: str
@@ -138,71 +146,85 @@ class Linked(Control, frozen=True, kw_only=True):
     addresses: list[str] = []
 
 
-class LinkMeasured(Control, frozen=True, kw_only=True):
+class MeasuredLink(ControlBody, frozen=True, kw_only=True):
     link: LinkFacts | None
 
 
-class TryLinks(Control, frozen=True, kw_only=True):
-    """``TryLinks``: try all these links at once, and believe all these certificates from now on, as the other ends try
-    theirs. What comes without addresses is not tried from here."""
+class TryLinks(ControlBody, frozen=True, kw_only=True):
+    """``TryLinks``: try all these links at once, and trust their certificates from now on, as the other ends try
+    theirs.
+
+    A link without addresses is not tried from here.
+    """
 
     links: Annotated[list[Linked], msgspec.Meta(max_length=MOST_NODES)]
 
 
-class LinksTried(Control, frozen=True, kw_only=True):
-    """By node id: the address at which its door was ``reached``, or why the link ``failed``."""
+class LinksTried(ControlBody, frozen=True, kw_only=True):
+    """By node id: the address at which its link listener was ``reached``, or why the link ``failed``."""
 
     reached: dict[Text, Text] = {}
     failed: dict[Text, Text] = {}
 
 
-class Piece(Control, frozen=True, kw_only=True):
-    """``Offer`` and ``Receive`` are streams of these: the encoded offer cut into pieces; chunks of weights, each as
-    :mod:`engine.cluster.weights.transfer` encodes it."""
+class DataPiece(ControlBody, frozen=True, kw_only=True):
+    """One piece of the streams of ``Offer`` and ``Receive``.
+
+    These are the encoded offer cut into pieces, and chunks of weights as :mod:`engine.cluster.weights.transfer` encodes
+    them.
+    """
 
     data: bytes
 
 
-class Wants(Control, frozen=True, kw_only=True):
-    """``Offer``'s answer: what is lacking here, as :mod:`engine.cluster.weights.transfer` encodes it, and its bytes."""
+class Wants(ControlBody, frozen=True, kw_only=True):
+    """Answer of ``Offer``: what is missing on the node, as :mod:`engine.cluster.weights.transfer` encodes it.
+
+    ``nbytes``: bytes of it. ``has_bytes``: bytes that are there already.
+    """
 
     wanted: bytes
     nbytes: int
     has_bytes: int = 0
 
 
-class Received(Control, frozen=True, kw_only=True):
-    """``Receive``'s answer."""
+class Received(ControlBody, frozen=True, kw_only=True):
+    """Answer of ``Receive``."""
 
     nbytes: int
 
 
-class WantedModel(Control, frozen=True, kw_only=True):
-    """``ModelHere``, ``ModelOffer``: the model whose folder is called ``key``, and which the caller calls ``name``."""
+class WantedModel(ControlBody, frozen=True, kw_only=True):
+    """``ModelHere`` and ``ModelOffer``: the model in the folder named ``key``, which the caller calls ``name``."""
 
     key: Text
     name: Text
 
 
-class ModelHere(Control, frozen=True, kw_only=True):
-    """What of it may be copied: the whole, or a ``part`` that the caller once sent as a share."""
+class ModelHere(ControlBody, frozen=True, kw_only=True):
+    """What may be copied of the model: the whole, or a ``part`` that the caller once sent as a shard."""
 
     whole: bool = False
     part: bool = False
 
 
-class OfferPiece(Control, frozen=True, kw_only=True):
-    """``ModelOffer``'s stream: how many bytes of the model were read to know its checksums, of how many; then the
-    encoded offer in pieces. It ends without any if the model is not here."""
+class OfferPiece(ControlBody, frozen=True, kw_only=True):
+    """One piece of the stream of ``ModelOffer``.
+
+    At first ``done`` of ``total`` bytes of the model were read for its checksums; then follows the encoded offer in
+    pieces of ``data``. The stream ends without any if the model is not here.
+    """
 
     done: int = 0
     total: int = 0
     data: bytes = b""
 
 
-class WantedWeights(Control, frozen=True, kw_only=True):
-    """``ModelWeights``: of the model that was offered, with these fingerprints, the items ``wanted`` (encoded as
-    ``Wants`` has them). The answers are chunks of weights."""
+class WantedWeights(ControlBody, frozen=True, kw_only=True):
+    """``ModelWeights``: the items ``wanted`` of the offered model, which has these fingerprints.
+
+    They are encoded as in ``Wants``. The answers are chunks of weights.
+    """
 
     model: WantedModel
     layout: Text
@@ -210,9 +232,12 @@ class WantedWeights(Control, frozen=True, kw_only=True):
     wanted: bytes
 
 
-class EpochMember(Control, frozen=True, kw_only=True):
-    """A node of an epoch as the head tells the others. The head vouches for ``certificate``, for this epoch only: its
-    nodes need not be paired with one another. ``addresses``: of the door, the best first."""
+class EpochMember(ControlBody, frozen=True, kw_only=True):
+    """A node of an epoch, as the head describes it to the others.
+
+    The head vouches for ``certificate`` for this epoch only: its nodes need not be paired with one another.
+    ``addresses``: those of the link listener, the best first.
+    """
 
     rank: int
     node_id: str
@@ -220,59 +245,61 @@ class EpochMember(Control, frozen=True, kw_only=True):
     addresses: list[str] = []
 
 
-class EpochSpec(Control, frozen=True, kw_only=True):
-    """``Connect``: be ``rank`` of a new epoch, and connect to its other nodes."""
+class EpochSpec(ControlBody, frozen=True, kw_only=True):
+    """``Connect``: become ``rank`` of a new epoch, and connect to its other nodes."""
 
     epoch: str
     version: str
     rank: int
     members: list[EpochMember]
     key: bytes
-    """Of this epoch's links in plain text."""
+    """Key [32 bytes] of this epoch's links in plain text."""
     trusted: list[str] = []
-    """Networks on which the person at the head allows plain text."""
+    """Networks on which the head's person allows plain text."""
     placement: Placement
     mode: Mode
     loading: Loading
     weights: list[float]
     cpu_threads: int | None = None
-    """None: as many as the node has cores. For measuring, where nodes are processes of one machine."""
+    """Number of threads; None: one per core. For measurements whose nodes are processes of one machine."""
     link: LinkFacts | None = None
-    """The head's link to this node, as it measured it."""
+    """The head's measurement of its link to this node."""
     one_by_one: bool = False
-    """Central mode, for measuring: experts are called one after the other, the paper's naive version."""
+    """Whether central mode calls experts one after the other, the paper's naive version. For measurements."""
     exchanges: list[ExchangeName]
-    """Those to be connected, in order; all are measured, and one is kept."""
+    """The exchanges to connect, in order. All of them are measured, and one is kept."""
     model: str
-    """Name of the model, for the screen."""
+    """Name of the model on the screen."""
     runtime: RuntimeName
     dtype: DtypeName = "auto"
     context_limit: int | None = None
     prefill_chunk: int = 512
     width: int = 0
-    """Numbers of a hidden state; with ``experts_per_token``: layers of this size are rehearsed. 0: none are."""
+    """Width of a hidden state. Layers of this size and ``experts_per_token`` are rehearsed; 0: none are."""
     experts_per_token: int = 0
     whole: bool = False
-    """This node runs the whole model by itself and sends the head the logits; nothing is exchanged."""
+    """Whether this node runs the whole model by itself and sends the logits to the head. Nothing is exchanged."""
 
 
-class Connected(Control, frozen=True, kw_only=True):
-    """``medians``: seconds of an exchange, by its name; one that could not be connected is absent and in
-    ``problems``."""
+class Connected(ControlBody, frozen=True, kw_only=True):
+    """Answer of ``Connect``.
+
+    ``medians``: seconds of an exchange by its name. An exchange that could not be connected is in ``problems`` instead.
+    """
 
     medians: dict[str, float]
     problems: dict[str, str] = {}
 
 
-class LoadShare(Control, frozen=True, kw_only=True):
-    """``Form``: keep ``exchange``, load your share and answer as ``Forming`` until ``ready``."""
+class LoadShare(ControlBody, frozen=True, kw_only=True):
+    """``Form``: keep ``exchange``, load the shard and answer with ``Forming`` until ``ready``."""
 
     epoch: str
     exchange: ExchangeName
 
 
-class Forming(Control, frozen=True, kw_only=True):
-    """``Form``'s stream: where the node is; with ``ready`` the last one."""
+class Forming(ControlBody, frozen=True, kw_only=True):
+    """One message of the stream of ``Form``: the node's progress. The last one is ``ready``."""
 
     stage: Text
     done: int = 0
@@ -281,29 +308,29 @@ class Forming(Control, frozen=True, kw_only=True):
     ready: bool = False
     executor: Text = ""
     can_truncate: bool = True
-    """Rows of tokens can be cut: the head, which has none of its own, asks for it."""
+    """Whether rows of tokens can be truncated. A head without a model of its own needs to know."""
     notices: Annotated[list[Text], msgspec.Meta(max_length=MOST_NOTICES)] = []
 
 
-class StopPass(Control, frozen=True, kw_only=True):
-    """``StopPass``: the head, whose whole model runs here, gives up pass ``number`` of ``epoch``, counted from one."""
+class StopPass(ControlBody, frozen=True, kw_only=True):
+    """``StopPass``: the head, whose whole model runs here, gives up pass ``number`` (from one) of ``epoch``."""
 
     epoch: str
     number: int
 
 
-class EndEpoch(Control, frozen=True, kw_only=True):
-    """``End``: unload and close the links of ``epoch``. Not an error if it is over already."""
+class EndEpoch(ControlBody, frozen=True, kw_only=True):
+    """``End``: unload the shard and close the links of ``epoch``. Not an error if the epoch is over already."""
 
     epoch: str
 
 
-LENDING: dict[str, tuple[type[Control], CallKind]] = {
+LENDING: dict[str, tuple[type[ControlBody], CallKind]] = {
     "Facts": (WantedFacts, "one"),
     "MeasureLinks": (Linked, "one"),
     "TryLinks": (TryLinks, "one"),
-    "Offer": (Piece, "up"),
-    "Receive": (Piece, "up"),
+    "Offer": (DataPiece, "up"),
+    "Receive": (DataPiece, "up"),
     "Connect": (EpochSpec, "one"),
     "Form": (LoadShare, "down"),
     "StopPass": (StopPass, "one"),
@@ -312,15 +339,15 @@ LENDING: dict[str, tuple[type[Control], CallKind]] = {
     "ModelOffer": (WantedModel, "down"),
     "ModelWeights": (WantedWeights, "down"),
 }
-"""What only a lent machine does: method, request, and how it is called (see :class:`Method` of the server)."""
+"""Request and shape of the call by method, for the methods of a lent machine only."""
 
-Body = TypeVar("Body", bound=Control)
+Body = TypeVar("Body", bound=ControlBody)
 _encode = msgspec.msgpack.Encoder().encode
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 
 
-def pack(body: Control) -> bytes:
-    """Raises RingProtocolError if it is larger than a message may be."""
+def pack(body: ControlBody) -> bytes:
+    """The encoded ``body``. Raises RingProtocolError if it is larger than a message may be."""
     data = _encode(body)
     if len(data) > MESSAGE_LIMIT:
         raise RingProtocolError(f"A message of {len(data)} bytes is over the limit of {MESSAGE_LIMIT}.")
@@ -328,7 +355,7 @@ def pack(body: Control) -> bytes:
 
 
 def unpack(data: bytes, kind: type[Body]) -> Body:
-    """Raises RingProtocolError if ``data`` is no ``kind``, or holds more than one may."""
+    """The decoded body. Raises RingProtocolError if ``data`` is too large or is not a ``kind``."""
     if len(data) > MESSAGE_LIMIT:
         raise RingProtocolError(f"A message of {len(data)} bytes is over the limit of {MESSAGE_LIMIT}.")
     decoder = _decoders.get(kind)
@@ -364,7 +391,7 @@ def check_spec(spec: EpochSpec) -> None:
 
 
 def check_facts(facts: NodeFacts) -> None:
-    """Raises RingProtocolError for figures that no machine has: they would end up in the plan of everybody."""
+    """Raises RingProtocolError for figures that no machine has. They would otherwise end up in every node's plan."""
     sizes = (facts.memory_total, facts.memory_free, facts.disk_free, facts.memory_lent or 0)
     if not all(0 <= size < _LARGEST for size in sizes) or not facts.memory_total or not 0 < facts.threads < 1 << 20:
         raise RingProtocolError(f"A machine says that it has {facts.memory_total} bytes and {facts.threads} threads.")

@@ -1,6 +1,6 @@
-"""Whether the paired machines are there: each is greeted, then asked twice a second how it is.
+"""The heartbeat: each paired machine is greeted, and then asked for its state twice a second.
 
-Both sides ask, so that each notices the other's silence by its own clock; no clock is compared with another machine's.
+Both sides ask, so each notices the other's silence by its own clock. Clocks of two machines are never compared.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from engine.errors import ModelError
 
 _log = logging.getLogger(__name__)
 
-BEAT_S = 0.5
+HEARTBEAT_S = 0.5
 LOST_S = 2.5
-"""A machine that was not heard of for so long is gone. One that is killed is noticed earlier: its links end."""
+"""Seconds of silence after which a machine counts as gone. A killed one is noticed earlier, as its links end."""
 UNANSWERED_S = 2.5
-"""A follower that calls but cannot be called for so long is of no use to its head."""
+"""Seconds after which a follower that calls but cannot be called counts as unreachable."""
 REFUSED_S = 1.0
-"""One whose port nobody listens at any more is gone after so long."""
+"""Seconds after which a machine counts as gone if nobody listens at its port any more."""
 BUSY_S = 20.0
-"""While its process loads a model: importing libraries can keep it from answering."""
+"""Seconds of silence allowed while a process loads a model: importing libraries can keep it from answering."""
 FORMING = "forming"
-"""The stage of a head that forms: it may be silent for longer."""
-TOLD_S = 0.5
-"""The others hear within so long that it is formed, or else by a later beat."""
-BEAT_TIMEOUT_S = 1.5
+"""Stage of a head that forms a ring. It may be silent for longer."""
+NOTIFIED_S = 0.5
+"""Maximum seconds for notifying the others that the ring is formed. Later heartbeats report it otherwise."""
+HEARTBEAT_TIMEOUT_S = 1.5
 HELLO_TIMEOUT_S = 2.0
 RETRY_S = 1.0
-"""Between two rounds of looking for a machine that is not there; news of an address cut it short."""
+"""Seconds between two rounds of looking for an absent machine. A new address cuts the pause short."""
 ASK_AGAIN_S = 10.0
-"""Between two questions whether a machine that cannot be reached has forgotten this one."""
+"""Seconds between two questions to an unreachable machine whether it has forgotten this one."""
 MOST_ASKED = 2
-"""Addresses, the best first."""
+"""Maximum addresses at which that question is asked, the best first."""
 FORGOTTEN = "It has forgotten this machine; pair the two again, or forget it here, too."
 SOON_S = 0.01
 MOST_ADDRESSES = 16
@@ -63,22 +63,23 @@ class PeerView:
     addresses: tuple[str, ...]
     problem: str
     reachable: bool = True
-    """Alive, and it answers: one that cannot be called may be heard of by its own calls all the same."""
+    """Alive, and it answers. A machine that cannot be called may still call this one."""
 
 
 def silence_allowed(refused: bool, patient: bool) -> float:
-    """Seconds without a word after which a machine counts as lost."""
+    """Seconds of silence after which a machine counts as lost."""
     if refused:
         return REFUSED_S
     return BUSY_S if patient else LOST_S
 
 
 class PeerWatch:
-    """Keeps the connection to one paired machine; a thread of its own, ended by :meth:`close`.
+    """Keeps the connection to one paired machine in a thread of its own, which :meth:`close` ends.
 
-    ``greet`` and ``load`` make this machine's own words; ``changed`` is told when anything a screen shows is different,
-    ``worked`` at which address the machine was found, and how it greeted; ``met`` who greets besides at an address that
-    a person named; ``forgotten(address)`` says whether it is there and does not know this machine any more.
+    ``greet`` and ``load`` make this machine's own messages. ``changed`` is called when anything a screen shows is
+    different. ``worked`` gets the address at which the machine was found, and its greeting. ``met`` gets the greeting
+    of another machine at an address that a person named. ``forgotten(address)`` returns whether the machine is there
+    and does not know this one any more.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class PeerWatch:
     ) -> None:
         self.node_id = node_id
         self.patient = False
-        """More silence is allowed: it loads a model."""
+        """Whether more silence is allowed because the machine loads a model."""
         self._name = name
         self._connect = connect
         self._greet = greet
@@ -106,35 +107,35 @@ class PeerWatch:
         self._met = met
         self._forgotten = forgotten
         self._named: list[str] = []
-        """Addresses that are to be greeted once more, though the machine was found at another."""
+        """Addresses that are still to be greeted once, although the machine was found at another one."""
         self._clock = clock
         self._lock = threading.Lock()
         self._addresses: list[str] = []
         self._lasting: list[str] = []
-        """Addresses that no hint puts out: it was found there, or a person named them."""
+        """Addresses that hints never displace: the machine was found there, or a person named them."""
         self._client: PeerClient | None = None
         self._greeting: Greeting | None = None
         self._theirs: NodeLoad | None = None
-        self._heard = -1e9
+        self._last_contact = -1e9
         self._answered = -1e9
-        self._told = -1e9
-        """When it was last told how this machine was."""
+        self._last_sent = -1e9
+        """Time of the last heartbeat that the machine answered."""
         self._refused = False
         self._was_alive = False
         self._problem = ""
         self._ask_again = -1e9
         self._poke = threading.Event()
         self._closed = False
-        self._thread = threading.Thread(target=self._watch, name=f"beats-{node_id[:8]}", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name=f"heartbeat-{node_id[:8]}", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def try_addresses(self, addresses: list[str], keep: bool = False, sure: bool = False) -> None:
-        """Where it may be found; of hints the newest is tried first. ``keep``: these are no hints, and none puts them
-        out, however many come. ``sure``: the machine itself said so.
+        """Add addresses at which the machine may be found. The newest hint is tried first.
 
-        Other hints are dialled only when the machine is not where it was last: who forges one sees who comes.
+        ``keep``: these are not hints, and hints never displace them. ``sure``: the machine itself named them.
+        Other hints are dialled only if the machine is not at its last address, because a forged hint reveals who dials.
         """
         with self._lock:
             if keep:
@@ -146,36 +147,36 @@ class PeerWatch:
             kept += [address for address in fresh if address in self._lasting]
             hints = [address for address in fresh + self._addresses if address not in kept]
             hints = hints[: MOST_ADDRESSES - len(kept)]
-            # In turns: whoever floods the network with hints must not keep this one from where it found the machine,
-            # and addresses that are no longer right must not keep it from the right one for long.
+            # Hints and kept addresses alternate: a flood of hints must not displace the address that worked, and old
+            # addresses must not delay the right one for long.
             turns = zip_longest(hints, kept) if sure else zip_longest(kept, hints)
             self._addresses = [address for turn in turns for address in turn if address is not None]
         self._poke.set()
 
-    def heard_from(self, load: NodeLoad | None = None) -> None:
-        """It called us."""
+    def record_contact(self, load: NodeLoad | None = None) -> None:
+        """The machine called this one, or answered."""
         with self._lock:
-            self._heard = self._clock()
+            self._last_contact = self._clock()
             if load is not None:
                 self._theirs = load
             client = self._client
         if client is None:
             self._poke.set()
 
-    def beat_now(self) -> float:
-        """Tell it at once how this machine is. See :meth:`told_since` for what is returned."""
+    def send_heartbeats(self) -> float:
+        """Send a heartbeat at once. Returns the moment for :meth:`notified_since`."""
         now = self._clock()
         self._poke.set()
         return now
 
-    def told_since(self, moment: float) -> bool:
-        """Whether it was told how this machine is at ``moment`` or later, or cannot be told."""
+    def notified_since(self, moment: float) -> bool:
+        """Whether it answered a heartbeat sent at ``moment`` or later, or cannot be reached."""
         with self._lock:
-            return self._client is None or self._told >= moment
+            return self._client is None or self._last_sent >= moment
 
     def view(self) -> PeerView:
         with self._lock:
-            silent = self._clock() - self._heard
+            silent = self._clock() - self._last_contact
             alive = silent < silence_allowed(self._refused, self.patient) and not self._problem
             return PeerView(
                 self.node_id,
@@ -205,65 +206,67 @@ class PeerWatch:
         while not self._closed:
             try:
                 wait = self._look()
-            except Exception:  # whatever a machine answers, it is asked again, and its silence is noticed
+            except Exception:  # whatever a machine answers, the next heartbeat is sent, and its silence is noticed
                 _log.exception("a machine was not asked")
                 wait = RETRY_S
-            self._tell()
+            self._notify_if_changed()
             self._poke.wait(wait)
             self._poke.clear()
 
     def _look(self) -> float:
-        """Ask how the machine is, or look for it; the seconds until it is asked again."""
+        """Send a heartbeat, or look for the machine. Returns the seconds until the next one."""
         client = self._client
         if client is None:
-            return BEAT_S if self._find() else self._within(RETRY_S)
-        self._beat(client)
+            return HEARTBEAT_S if self._find() else self._within(RETRY_S)
+        self._send_heartbeat(client)
         self._look_for_a_copy()
-        return BEAT_S if self._client is not None else 0.0
+        return HEARTBEAT_S if self._client is not None else 0.0
 
-    def _tell(self) -> None:
+    def _notify_if_changed(self) -> None:
         alive = self.view().alive
         if alive != self._was_alive:
             self._was_alive = alive
             self._changed()
 
     def _within(self, seconds: float) -> float:
-        """``seconds``, or less if this machine counts as lost before: that must be told then."""
+        """``seconds``, or less if the machine counts as lost earlier, because that must be reported then."""
         with self._lock:
-            left = silence_allowed(self._refused, self.patient) - (self._clock() - self._heard)
+            left = silence_allowed(self._refused, self.patient) - (self._clock() - self._last_contact)
         return seconds if left <= 0 else min(seconds, left + SOON_S)
 
-    def _beat(self, client: PeerClient) -> None:
+    def _send_heartbeat(self, client: PeerClient) -> None:
         now = self._clock()
         try:
-            theirs = client.call("Beat", self._load(), NodeLoad, BEAT_TIMEOUT_S)
+            theirs = client.call("Beat", self._load(), NodeLoad, HEARTBEAT_TIMEOUT_S)
         except (Unreachable, ModelError, PeerLost) as error:
             self._drop(client, refused=isinstance(error, NobodyListens))
             return
         with self._lock:
             again = self._greeting is not None and theirs.process != self._greeting.process
             news = self._theirs is None or _shown(theirs) != _shown(self._theirs)
-            self._heard, self._theirs, self._refused = self._clock(), theirs, False
-            self._answered = self._heard
-            self._told = now
+            self._last_contact, self._theirs, self._refused = self._clock(), theirs, False
+            self._answered = self._last_contact
+            self._last_sent = now
         if again:
-            # Another process answers at the same place: it has to be greeted anew.
+            # Another process answers at the same address. It must be greeted anew.
             self._drop(client, refused=False)
         elif news:
             self._changed()
 
     def _look_for_a_copy(self) -> None:
-        """Where a person named several addresses, another machine may answer there with the same (copied) identity.
-        One address at a time, so that the beats go on."""
+        """Greet one more address that a person named: another machine may answer there with the same copied identity.
+
+        One address at a time, so that heartbeats go on.
+        """
         with self._lock:
             address = self._named.pop() if self._named and self._client is not None else None
         if address is None:
             return
         client = self._connect(address)
         try:
-            self._met(client.call("Hello", self._greet(), Greeting, BEAT_TIMEOUT_S))
+            self._met(client.call("Hello", self._greet(), Greeting, HEARTBEAT_TIMEOUT_S))
         except (Unreachable, ModelError, PeerLost):
-            return  # somebody else is there, or nobody
+            return  # another machine is there, or none
         finally:
             client.close()
 
@@ -275,7 +278,7 @@ class PeerWatch:
         client.close()
 
     def _find(self) -> bool:
-        """Greet it at one address after the other."""
+        """Greet the machine at one address after the other. Returns whether it was found."""
         with self._lock:
             addresses = list(self._addresses)
         problem = ""
@@ -289,7 +292,7 @@ class PeerWatch:
                 problem = self._unfit(greeting)
             except Unreachable:
                 client.close()
-                self._tell()
+                self._notify_if_changed()
                 unreached.append(address)
                 continue
             except (ModelError, PeerLost) as error:
@@ -309,7 +312,7 @@ class PeerWatch:
         return False
 
     def _is_forgotten(self, addresses: list[str]) -> bool:
-        """A machine that does not let this one in may have been told to forget it; now and then it is asked."""
+        """Whether the machine has forgotten this one, which is asked now and then while it cannot be reached."""
         now = self._clock()
         if self._problem != FORGOTTEN and now < self._ask_again:
             return False
@@ -326,7 +329,7 @@ class PeerWatch:
             if greeting is not None:
                 self._greeting = greeting
                 self._name = plain_text(greeting.name, 64) or self._name
-                self._heard = self._answered = self._clock()
+                self._last_contact = self._answered = self._clock()
                 self._refused = False
                 own = {address, *greeting.listening}
                 self._named = [other for other in self._lasting if other not in own]
@@ -339,7 +342,7 @@ class PeerWatch:
             self._changed()
 
     def _unfit(self, greeting: Greeting) -> str:
-        """Why this machine cannot be used, in a sentence; empty if it can."""
+        """A sentence on why the machine cannot be used; empty if it can."""
         if greeting.node_id != self.node_id:
             return "It calls itself by another node id than its certificate says; forget it and pair again."
         return version_problem(greeting, self._greet())
@@ -347,7 +350,7 @@ class PeerWatch:
 
 @contextlib.contextmanager
 def patience(watches: Sequence[PeerWatch]) -> Iterator[None]:
-    """Within it these machines may be silent for longer, as they load a model."""
+    """Allow these machines more silence inside, as they load a model."""
     for watch in watches:
         watch.patient = True
     try:
@@ -358,8 +361,10 @@ def patience(watches: Sequence[PeerWatch]) -> Iterator[None]:
 
 
 def version_problem(theirs: Greeting, ours: Greeting) -> str:
-    """A sentence with both values if the two cannot be in a ring together; else empty. Whoever says it names the
-    machine."""
+    """A sentence with both values if the two machines cannot be in a ring together; else empty.
+
+    The caller adds the machine's name.
+    """
     if theirs.version != ours.version:
         return (
             f"It has privatellm {plain_text(theirs.version, 32)} and this machine has {plain_text(ours.version, 32)}; "
@@ -374,6 +379,6 @@ def version_problem(theirs: Greeting, ours: Greeting) -> str:
 
 
 def _shown(load: NodeLoad) -> tuple[object, ...]:
-    """What of a load a screen shows, coarse enough not to change all the time. Memory in steps of 1 %."""
+    """The parts of a load that a screen shows, coarse enough not to change all the time. Memory in steps of 1 %."""
     step = max(1, load.memory_total // 100)
     return (load.memory_free // step, load.runtime, load.lends, load.head, load.epoch, load.stage)

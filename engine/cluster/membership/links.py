@@ -1,4 +1,7 @@
-"""Which way to another node is the fastest: every address of it is measured, one after the other."""
+"""The links that a ring needs: which of them can be made, and which address of a node is the fastest.
+
+Every node tries and measures its own links. The head asks all of them at once.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from discovery.names import plain_text
-from engine.cluster.membership.client import Calls
+from engine.cluster.membership.client import CallGroup
 from engine.cluster.membership.control_messages import Linked, LinksTried, TryLinks
 from engine.cluster.membership.node import Node
 from engine.cluster.membership.rpc_fanout import Candidate, ask
@@ -24,15 +27,15 @@ from engine.planning.reaching import Pair
 
 MOST_MEASURED = 8
 PROBE_S = 1.0
-"""For all addresses at once: a machine tells of networks that this one is not in."""
+"""Timeout in seconds for a first connection to all addresses: a machine may name networks that this one is not in."""
 ANSWER_S = 3.0
-"""For one address: one that does not answer by then is not used."""
+"""Timeout in seconds for measuring one address. An address that takes longer is not used."""
 
 
 def measure_best(
     links: Links, epoch: str, node_id: str, certificate: bytes, addresses: Sequence[str], name: str = ""
 ) -> LinkFacts:
-    """The fastest of the ``addresses`` (of its door) of the node ``node_id``; the others in words.
+    """The fastest of the ``addresses`` of the link listener of the node ``node_id``, and a line for each other one.
 
     Raises ModelError (network) if none can be reached.
     """
@@ -62,7 +65,10 @@ def measure_best(
 
 
 def reachable(addresses: Sequence[str]) -> list[str]:
-    """Those at which somebody listens, in their order; all of them if none does, so that it is said why."""
+    """The addresses at which somebody listens, in their order.
+
+    All of them if nobody listens at any: measuring them gives the reason.
+    """
     if len(addresses) < 2:
         return list(addresses)
 
@@ -85,30 +91,33 @@ def _interface(address: str) -> str:
 # --- which links can be made -----------------------------------------------------------------------------------------
 
 TRIED_S = 10.0
-"""A node has tried all its links by then."""
+"""Timeout in seconds for one node to try all its links."""
 MOST_AT_ONCE = 16
 LONGEST_REASON = 300
 
 Way = tuple[str, str]
-"""Node ids of who dials and who is dialled."""
+"""Node ids of the dialling and the dialled machine."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """``broken``: why, by the two ends. ``reached``: at which address of its door."""
+    """Which links can be made.
+
+    ``broken``: the reason by pair of node ids. ``reached``: the address of the link listener by way.
+    """
 
     broken: dict[Pair, str] = field(default_factory=dict)
     reached: dict[Way, str] = field(default_factory=dict)
 
 
 def all_ways(me: str, there: Sequence[Candidate]) -> list[Way]:
-    """Every link of a ring of these machines, as it will be dialled: by the lower rank."""
+    """Every link of a ring of these machines, as it will be dialled: the lower rank dials."""
     ids = [me, *(one.node_id for one in there)]
     return [(first, second) for index, first in enumerate(ids) for second in ids[index + 1 :]]
 
 
 def try_own(links: Links, wanted: Sequence[Linked], stop: threading.Event, names: Mapping[str, str]) -> LinksTried:
-    """Try the links from here to all of ``wanted`` that come with addresses; ``names`` by node id, where known."""
+    """Try the links from here to all of ``wanted`` that have addresses. ``names`` by node id, where known."""
     asked = [one for one in wanted if one.addresses]
 
     def attempt(one: Linked) -> tuple[str, str]:
@@ -127,8 +136,10 @@ def try_own(links: Links, wanted: Sequence[Linked], stop: threading.Event, names
 
 
 class LinkTrial:
-    """The links ``ways`` among this machine and ``there``; ``best``: the address to be tried first. Raises what the
-    node's table raises for a machine that is not paired any more."""
+    """A trial of the links ``ways`` among this machine and ``there``. ``best``: the address to try first, by way.
+
+    Raises ModelError for a machine that is no longer paired.
+    """
 
     def __init__(
         self, node: Node, there: Sequence[Candidate], ways: Collection[Way], epoch: str, best: Mapping[Way, str]
@@ -144,17 +155,19 @@ class LinkTrial:
             addresses = list(dict.fromkeys([*([best[first, second]] if (first, second) in best else []), *doors]))
             self._wanted.setdefault(first, []).append(self._linked(epoch, second, addresses))
             if first != self._me:
-                # Who is dialled learns who comes; this machine it knows.
+                # The dialled node must know who will come. It knows this machine already.
                 self._wanted.setdefault(second, []).append(self._linked(epoch, first, []))
             self._wanted.setdefault(second, [])
 
-    def begin(self, pool: ThreadPoolExecutor, calls: Calls) -> list[Future[tuple[str, LinksTried]]]:
-        """Have all of them tried, in ``pool``; every future is one node's links. They raise NodeRefused for a node that
-        does not answer, or that refuses to be in a ring with another one."""
+    def begin(self, pool: ThreadPoolExecutor, calls: CallGroup) -> list[Future[tuple[str, LinksTried]]]:
+        """Have all links tried in ``pool``. Each future is for the links of one node.
+
+        A future raises NodeRefused if its node does not answer or refuses to be in a ring with another one.
+        """
         return [pool.submit(self._of_node, node_id, wanted, calls) for node_id, wanted in self._wanted.items()]
 
     def result(self, tried: Sequence[Future[tuple[str, LinksTried]]]) -> Tried:
-        """What the nodes found, when all that :meth:`begin` returned are done."""
+        """What the nodes found. All futures that :meth:`begin` returned must be done."""
         found = Tried()
         for future in tried:
             node_id, links = future.result()
@@ -167,7 +180,7 @@ class LinkTrial:
                     found.broken[pair] = plain_text(why, LONGEST_REASON)
         return found
 
-    def _of_node(self, node_id: str, wanted: list[Linked], calls: Calls) -> tuple[str, LinksTried]:
+    def _of_node(self, node_id: str, wanted: list[Linked], calls: CallGroup) -> tuple[str, LinksTried]:
         if node_id == self._me:
             names = {one.node_id: one.name for one in self._by_id.values()}
             return node_id, try_own(self._node.links, wanted, calls.ended, names)

@@ -1,7 +1,7 @@
-"""A node's own figures for the planner: memory, how fast it reads it, and what one expert of the model costs here.
+"""A node's own figures for the planner: its memory, how fast it reads it, and the cost of one expert of the model.
 
-What benchmarks measured before on this machine is taken where it is of the same experts; else it is measured now, in a
-second or so, with weights of the same shape that mean nothing. No weight of the model is needed for it.
+Figures that a benchmark measured on this machine before are used if they are for the same experts. Otherwise they are
+measured now, in about a second, with made-up weights of the same shape. No weight of the model is needed.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ if TYPE_CHECKING:
 
 TOKENS = (1, 2, 4, 8, 16, 64)
 BUDGET_S = 1.0
-"""For the experts, beside the two rounds that are always measured."""
+"""Seconds for measuring experts, beside the two rounds that are always measured."""
 CYCLE_BYTES = 256 << 20
-"""The experts run in turn have so many bytes together: over the caches of most processors."""
+"""Bytes of the experts that are run in turn: more than the caches of most processors hold."""
 READ_BYTES = 256 << 20
 SETTINGS_BYTES = 32 << 20
-"""On the disk, for what a share has beside the weights: the tokenizer, headers."""
+"""Bytes on the disk for what a shard has beside the weights: the tokenizer and headers."""
 _OF_WHOLE_BLOCKS = 0.98
-"""Experts begin and end within blocks of the disk, which they take whole."""
+"""Usable part of the free disk. Experts begin and end within blocks, which they occupy entirely."""
 AT_ONCE_ROUNDS = 7
 AT_ONCE_S = 0.15
-"""For each of the rounds in which experts of several processes are measured."""
+"""Seconds of each round in which experts of several processes are measured."""
 _WIDTH = {"BF16": 2, "F16": 2, "F32": 4}
 _DTYPE = re.compile(r"[A-Za-z0-9_-]{1,16}")
 _OPERATIONS_PER_BYTE = 4.0
-"""A guess for a CPU whose kernels cannot be measured here: operations per byte of memory that is read meanwhile."""
+"""Operations per byte of memory read: a guess for a CPU whose kernels cannot be measured here."""
 
 _measuring = threading.Lock()
 _known: dict[tuple[ExpertShape, str, int | None], Curve] = {}
@@ -78,7 +78,10 @@ _gpus: dict[ExpertShape | None, GpuFigures] = {}
 
 
 def measure_node(wanted: WantedFacts, threads: int | None = None) -> NodeFacts:
-    """This node's figures; measured at most once per shape and process. One at a time, and not while it answers."""
+    """This node's figures, measured at most once per shape and process. One caller at a time, and not while it answers.
+
+    Raises ModelError for a shape that cannot be measured here.
+    """
     threads = None if threads is None else max(1, min(threads, usable_cpus()))
     if wanted.shape is not None:
         check_shape(wanted.shape)
@@ -118,7 +121,7 @@ def measure_node(wanted: WantedFacts, threads: int | None = None) -> NodeFacts:
 
 
 def gpu_figures(wanted: WantedFacts) -> GpuFigures | None:
-    """What mlx's GPU costs, if that is what will run; None where it is not, or cannot be asked."""
+    """The costs of mlx's GPU if mlx will run; None if it will not, or the GPU cannot be queried."""
     if wanted.runtime != "mlx" or importlib.util.find_spec("mlx_lm") is None:
         return None
     from engine.runtimes.mlx.eligible import working_set_bytes
@@ -137,7 +140,7 @@ def gpu_figures(wanted: WantedFacts) -> GpuFigures | None:
 
 
 def check_shape(shape: ExpertShape) -> None:
-    """Raises ModelError for an expert that cannot be measured here, whoever asks for it."""
+    """Raises ModelError for an expert that cannot be measured here."""
     sound = _DTYPE.fullmatch(shape.dtype) and 0 < shape.hidden < 1 << 24 and 0 < shape.ffn < 1 << 24
     if not sound or not 0 < shape.expert_bytes < 1 << 50:
         raise ModelError("Experts were to be measured that no model has; update the older of the two.", "bad-input")
@@ -151,17 +154,17 @@ def check_shape(shape: ExpertShape) -> None:
 
 
 def _measured_bytes(shape: ExpertShape) -> int:
-    """What one expert takes that is made up for measuring; 0 if none is."""
+    """Bytes of one made-up expert; 0 if none is made for this number format."""
     return 3 * shape.hidden * shape.ffn * _WIDTH[shape.dtype] if shape.dtype in ("BF16", "F32") else 0
 
 
 def this_machine() -> str:
-    """The same for all processes of this machine, and most likely no other's; tells nobody anything else."""
+    """Identifier of this machine, the same for all its processes. It reveals nothing else."""
     return hashlib.sha256(f"{uuid.getnode()} {platform.node()}".encode()).hexdigest()[:16]
 
 
 def runtimes() -> list[str]:
-    """The runtimes that are installed here, the default first; none is imported."""
+    """The runtimes installed here, the default first. None of them is imported."""
     found = ["torch"] if importlib.util.find_spec("torch") is not None else []
     apple = sys.platform == "darwin" and platform.machine() == "arm64"
     native = ["native"] if choose("bfloat16").native else []
@@ -171,7 +174,7 @@ def runtimes() -> list[str]:
 
 
 def libraries() -> dict[str, str]:
-    """The versions of those that the runtimes stand on; native needs none."""
+    """Versions of the libraries by runtime. The native runtime needs none."""
     found = {}
     for name in set(runtimes()) - {"native"}:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -180,7 +183,7 @@ def libraries() -> dict[str, str]:
 
 
 def disk_free() -> int:
-    """Bytes that a share of a model may take on the disk of the models."""
+    """Bytes that a shard may take on the disk of the models."""
     try:
         free = shutil.disk_usage(_on_disk(locate("models"))).free
     except OSError:
@@ -189,7 +192,7 @@ def disk_free() -> int:
 
 
 def this_disk() -> str:
-    """The same for all processes whose models are on this disk; tells nobody anything else."""
+    """Identifier of the disk of the models, the same for all processes that use it. It reveals nothing else."""
     with contextlib.suppress(OSError):
         device = _on_disk(locate("models")).stat().st_dev
         return hashlib.sha256(f"{this_machine()} {device}".encode()).hexdigest()[:16]
@@ -197,14 +200,14 @@ def this_disk() -> str:
 
 
 def _on_disk(folder: Path) -> Path:
-    """``folder``, or the nearest one above it that is there."""
+    """``folder``, or its nearest parent that exists."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder
 
 
 def memory_rate(threads: int) -> float:
-    """Bytes per second at which this machine reads its memory, over a quarter of a gigabyte."""
+    """Bytes per second at which this machine reads its memory, measured over a quarter of a gigabyte."""
     if threads not in _rates:
         words = np.ones(min(READ_BYTES, max(1 << 24, available_bytes() // 4)) // 4, dtype=np.int32)
         best = float("inf")
@@ -224,8 +227,11 @@ def memory_rate(threads: int) -> float:
 
 
 def expert_curve(shape: ExpertShape, dtype: str, threads: int | None, rate: float) -> Curve:
-    """Seconds of one expert of ``shape`` over its tokens: from this machine's calibration, measured, or (where no
-    kernels of ours run) what reading its weights takes at ``rate``."""
+    """Seconds of one expert of ``shape`` over its tokens.
+
+    From this machine's calibration, or measured now. Where none of our kernels runs: the time for reading its weights
+    at ``rate`` bytes per second.
+    """
     key = (shape, dtype, threads)
     if key not in _known:
         kept = load_calibration(shape, calibration_key(dtype, threads, None))
@@ -314,7 +320,7 @@ def _one(layer: LayerExperts, pool: Pool, tokens: int, expert: int) -> float:
 
 
 def _like(shape: ExpertShape) -> ExpertWeights:
-    """Weights of ``shape`` that are small ordinary numbers: subnormal ones would take longer."""
+    """Weights of ``shape`` made of small normal numbers. Subnormal ones would take longer."""
     word = np.float32(0.01).view(np.uint32)
 
     def stored(rows: int, columns: int) -> StoredTensor:
@@ -331,13 +337,15 @@ def _like(shape: ExpertShape) -> ExpertWeights:
 
 EXPERTS = 8
 PER_TOKEN = 2
-ROUNDS = 60
+LAYER_ROUNDS = 60
 _PLACEMENT = Placement((0,), 2, (tuple((expert % 2,) for expert in range(EXPERTS)),))
 
 
 class _Here:
-    """An exchange between two that are both here; see :class:`engine.cluster.transport.exchange.Exchange`. ``other``
-    makes what the other node contributes from what this one sent."""
+    """An exchange between two nodes within this process; see :class:`engine.cluster.transport.exchange.Exchange`.
+
+    ``other`` makes the other node's contribution from what this one sent.
+    """
 
     name = "none"
     size = 2
@@ -364,8 +372,10 @@ class _Here:
 
 @functools.cache
 def layer_seconds(width: int) -> float:
-    """Median seconds of one MoE layer of a decoding step of hidden states of ``width`` numbers, without experts and
-    wire."""
+    """Median seconds of one MoE layer of a decoding step without experts and transfer.
+
+    This is the cost of assigning routes, framing and parsing. ``width``: numbers of a hidden state.
+    """
     layers = RingLayers(RankContext("measuring", HEAD, _PLACEMENT, "fast"), _Here(HEAD, lambda sent: sent))
     row = np.ones((1, width), np.float32)
     weights = np.full((1, PER_TOKEN), 0.5, np.float32)
@@ -381,7 +391,7 @@ def layer_seconds(width: int) -> float:
 
 
 class _NoExperts:
-    """Results without experts; see :class:`engine.cluster.central.ExpertRunner`."""
+    """An :class:`engine.cluster.central.ExpertRunner` that computes nothing."""
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -395,7 +405,7 @@ class _NoExperts:
 
 @functools.cache
 def central_seconds(width: int) -> float:
-    """The same for a layer of central mode, of the head and one other node together, who take turns."""
+    """The same for a layer of central mode, for the head and one follower together, which take turns."""
     answers: list[bytes] = []
     asked: list[bytes] = []
     runner = _NoExperts(width)
@@ -426,11 +436,11 @@ def central_seconds(width: int) -> float:
 
 
 def _median(layer: Callable[[Indices], None]) -> float:
-    """Seconds of ``layer`` with routes to one expert of each node, so that both contribute a row."""
+    """Median seconds of ``layer`` with routes to one expert of each node, so that both contribute a row."""
     random = np.random.default_rng(0)
     between = between_exchanges()
     samples = []
-    for _ in range(ROUNDS):
+    for _ in range(LAYER_ROUNDS):
         mine, other = 2 * random.integers(EXPERTS // 2), 2 * random.integers(EXPERTS // 2) + 1
         indices = np.array([[mine, other]], np.int32)
         between()

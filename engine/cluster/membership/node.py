@@ -1,4 +1,4 @@
-"""This machine as a node: everything that listens, announces or connects, between OpenNetwork and CloseNetwork."""
+"""This machine as a node: everything that listens, announces or connects between OpenNetwork and CloseNetwork."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from discovery.pairing_service import KIND as PAIR_KIND
 from discovery.pairing_service import PairingService, pair_with
 from discovery.peers import Peer, PeersFile, PeersWatch
 from engine.cluster.membership.control_messages import CONTROL_PROTOCOL, LENDING, Greeting, NodeLoad
-from engine.cluster.membership.peer_table import Announced, PeerTable
-from engine.cluster.membership.server import Caller, ControlServer, Method
+from engine.cluster.membership.peer_table import AnnouncedPeer, PeerTable
+from engine.cluster.membership.server import Caller, ControlServer, RpcMethod
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.addresses import door_of, own_addresses, parse_address
 from engine.cluster.transport.link_probe import answer_measuring
@@ -38,14 +38,14 @@ from engine.models.locations import ensure, locate
 from engine.system.free_memory import available_bytes, memory
 
 LOOK_S = 5.0
-"""Between two looks at what keeps machines from being found."""
+"""Seconds between two checks of what keeps machines from being found."""
 _TRIES = 5
-"""Another program may take the control port between finding and using it."""
+"""Attempts to listen. Another program may take the control port between the search for a free one and its use."""
 
 
 @dataclass(frozen=True)
-class Lent:
-    """What a lent machine says of itself in every beat."""
+class LentState:
+    """What a lent machine reports of itself in every heartbeat."""
 
     head: str = ""
     epoch: str = ""
@@ -55,7 +55,7 @@ class Lent:
 
 
 def privatellm_version() -> str:
-    """Nodes of different versions are not in one ring."""
+    """The installed version. Only nodes of the same version form a ring."""
     try:
         return version("privatellm")
     except PackageNotFoundError:
@@ -63,8 +63,10 @@ def privatellm_version() -> str:
 
 
 class Node:
-    """Open from the moment it is made until :meth:`close`. ``changed`` is called whenever a screen has news, from any
-    thread."""
+    """Open from its construction until :meth:`close`.
+
+    ``changed`` is called from any thread whenever something that a screen shows is different.
+    """
 
     def __init__(
         self,
@@ -84,15 +86,15 @@ class Node:
         self._problems: list[str] = []
         self._look_again = 0.0
         self._changed = changed
-        self.lent: Callable[[], Lent] = Lent
-        """What this machine does for a head, or forms itself."""
+        self.lent: Callable[[], LentState] = LentState
+        """State of this machine in the ring of another head, or in its own."""
         self.vouched: Callable[[str], bytes | None] = lambda node_id: None
-        """Certificates that a head vouches for, while it forms a ring with this machine."""
+        """Certificates (PEM) by node id that a head vouches for while it forms a ring with this machine."""
         self._runtime = ""
-        self._methods: dict[str, Method] = {}
+        self._methods: dict[str, RpcMethod] = {}
         self._forgotten: list[Callable[[str], None]] = []
         self._closed = threading.Event()
-        self._said = ""
+        self._pairing_problem = ""
         with contextlib.ExitStack() as opened:
             self.table = PeerTable(identity, peers, self.greeting, self.load, changed, options.peers, self.name)
             opened.callback(self.table.close)
@@ -129,16 +131,19 @@ class Node:
         )
 
     def certificate_of(self, node_id: str) -> bytes | None:
-        """Of a machine that may measure its link to this one: a paired one, or one that a forming head vouches for."""
+        """The certificate (PEM) of a machine that may measure its link to this one, or None.
+
+        That is a paired machine, or one that a forming head vouches for.
+        """
         peer = self.peers.get(node_id)
         return peer.certificate_pem.encode() if peer is not None else self.vouched(node_id)
 
-    def add_methods(self, methods: Mapping[str, Method]) -> None:
-        """Methods that whoever is paired may call from now on, in place of a refusal."""
+    def add_methods(self, methods: Mapping[str, RpcMethod]) -> None:
+        """Answer these methods from now on. Every paired machine may call them."""
         self._methods.update(methods)
 
     def on_forgotten(self, call: Callable[[str], None]) -> None:
-        """``call(node_id)`` when a machine is no longer paired: its links are to be cut."""
+        """Call ``call(node_id)`` whenever a machine is no longer paired. Its links must be cut then."""
         self._forgotten.append(call)
 
     def off_forgotten(self, call: Callable[[str], None]) -> None:
@@ -157,7 +162,7 @@ class Node:
             try:
                 found = pair_with(host, port + 1, code, self.identity, self.peers, self.name, address)
             except DoorError as error:
-                failure = error  # it may be at the next address
+                failure = error  # the next address may be the right one
                 continue
             self.table.refresh()
             self._changed()
@@ -167,12 +172,12 @@ class Node:
         raise ModelError(f"{peer} announces no address; give its address as HOST:PORT.", kind="network")
 
     def close(self) -> None:
-        """Every socket and thread; may be called twice."""
+        """End every socket and thread. May be called twice."""
         if not self._closed.is_set():
             self._closed.set()
             self._opened.close()
 
-    # --- this machine's own words ---------------------------------------------------------------------------------
+    # --- what this machine reports --------------------------------------------------------------------------------
 
     def greeting(self) -> Greeting:
         return Greeting(
@@ -211,26 +216,26 @@ class Node:
         return self._runtime
 
     def _announce(self) -> Neighbourhood | None:
-        """None where only this machine itself could hear of it."""
+        """None if this node listens on a loopback address, which no other machine can reach."""
         with contextlib.suppress(ValueError):
             if ipaddress.ip_address(self._host).is_loopback:
                 return None
         me = self.identity
         return Neighbourhood(
-            me.node_id, me.instance, self.server.port, self._heard, self._host, paired=self._paired_ids
+            me.node_id, me.instance, self.server.port, self._on_announced, self._host, paired=self._paired_ids
         )
 
     def _paired_ids(self) -> set[str]:
         try:
             return {peer.node_id for peer in self.peers.all()}
-        except DiscoveryError:  # the file cannot be read at this moment; whoever acts on it says so
+        except DiscoveryError:  # the file cannot be read at this moment; whoever acts on it reports that
             return set()
 
-    def _heard(self, found: list[Found]) -> None:
+    def _on_announced(self, found: list[Found]) -> None:
         others = [one for one in found if one.node_id != self.identity.node_id]
         self._look_again = 0.0
         self.table.announced(
-            Announced(one.node_id, one.texts, tuple(address.text for address in one.addresses if address.interface))
+            AnnouncedPeer(one.node_id, one.texts, tuple(address.text for address in one.addresses if address.interface))
             for one in others
         )
 
@@ -255,25 +260,25 @@ class Node:
                 return host, ports, server
         raise AssertionError("the last try either listens or raises")
 
-    def _table_of_methods(self) -> dict[str, Method]:
-        own = {"Hello": Method(Greeting, self._hello), "Beat": Method(NodeLoad, self._beat)}
+    def _table_of_methods(self) -> dict[str, RpcMethod]:
+        own = {"Hello": RpcMethod(Greeting, self._on_hello), "Beat": RpcMethod(NodeLoad, self._on_heartbeat)}
         for name, (request, kind) in LENDING.items():
-            own[name] = Method(request, _later(self, name), kind)
+            own[name] = RpcMethod(request, _later(self, name), kind)
         return own
 
-    def method(self, name: str) -> Method:
-        """Raises ModelError for what only a lent machine does, if this one is not."""
+    def method(self, name: str) -> RpcMethod:
+        """The method ``name`` of a lent machine. Raises ModelError if this machine is not lent."""
         found = self._methods.get(name)
         if found is None:
             raise ModelError(f"{self.name} is not lent; run `privatellm join` there.", kind="network")
         return found
 
-    def _hello(self, caller: Caller, greeting: Greeting) -> Greeting:
-        self.table.greeted(caller, greeting)
+    def _on_hello(self, caller: Caller, greeting: Greeting) -> Greeting:
+        self.table.on_hello(caller, greeting)
         return self.greeting()
 
-    def _beat(self, caller: Caller, load: NodeLoad) -> NodeLoad:
-        self.table.beat(caller, load)
+    def _on_heartbeat(self, caller: Caller, load: NodeLoad) -> NodeLoad:
+        self.table.on_heartbeat(caller, load)
         return self.load()
 
     # --- trust ----------------------------------------------------------------------------------------------------
@@ -284,16 +289,16 @@ class Node:
         self._changed()
 
     def _not_paired(self, sentence: str, tries_left: int) -> None:
-        self._said = sentence
+        self._pairing_problem = sentence
         self._changed()
 
     @property
-    def pairing_said(self) -> str:
-        """What went wrong at the last attempt to pair with this machine; empty: nothing."""
-        return self._said
+    def pairing_problem(self) -> str:
+        """What went wrong at the last attempt to pair with this machine; empty if nothing did."""
+        return self._pairing_problem
 
     def problems_now(self) -> list[str]:
-        """What keeps machines from being found, each with what to do."""
+        """Sentences about what keeps machines from being found, each with a remedy."""
         now = time.monotonic()
         around = self._neighbourhood
         if around is not None and now >= self._look_again:
@@ -306,12 +311,12 @@ class Node:
         return [*copied_identities(self.identity, others), *self._problems]
 
     def show_code(self) -> None:
-        self._said = ""
+        self._pairing_problem = ""
         self.pairing.show()
         self._changed()
 
     def forget(self, node_id: str) -> None:
-        """It is not paired any more: end its calls and cut its links. May be called twice."""
+        """End the calls and cut the links of a machine that is no longer paired. May be called twice."""
         self.server.cut(node_id)
         self.table.forget(node_id)
         self.links.close_peer_measuring()
@@ -324,7 +329,7 @@ def _later(node: Node, name: str) -> Callable[[Caller, object], object]:
 
 
 def _any_host(door: socket.socket) -> str:
-    """All addresses, in the family that the door got."""
+    """The wildcard address in the family of ``door``."""
     return "::" if door.family == socket.AF_INET6 else "0.0.0.0"
 
 
@@ -334,13 +339,13 @@ def default_name() -> str:
 
 
 def network_folder() -> Path:
-    """Where this machine's identity and the machines it is paired with are kept."""
+    """The folder of this machine's identity and of its list of paired machines."""
     ensure("config")
     return locate("config") / "network"
 
 
 def door_addresses(addresses: list[str]) -> list[str]:
-    """Those of the doors beside control ports; what is no address is left out."""
+    """The addresses of the link listeners beside these control ports. What is not an address is left out."""
     found = []
     for address in addresses:
         with contextlib.suppress(ModelError):

@@ -1,4 +1,4 @@
-"""Everybody this node knows of: paired machines with their connections, and those that only announce themselves."""
+"""The machines this node knows of: paired ones with their connections, and others that only announce themselves."""
 
 from __future__ import annotations
 
@@ -25,32 +25,35 @@ from engine.errors import ModelError
 from engine.ipc.messages.ring import LinkFacts, PeerFacts, PeerState
 
 JOIN_S = 2.0
-TOLD_POLL_S = 0.005
+NOTIFIED_POLL_S = 0.005
 MOST_PROCESSES = 1024
 COPY_S = 600.0
-"""That an identity was copied is said for so long after it was noticed."""
+"""Seconds for which a copied identity is reported after it was last noticed."""
 
 
 @dataclass(frozen=True)
-class Announced:
-    """A machine that mDNS tells of: a hint, never trusted. ``addresses`` are of its control port."""
+class AnnouncedPeer:
+    """A machine announced by mDNS: a hint that is never trusted. ``addresses`` are those of its control port."""
 
     node_id: str
     addresses: tuple[str, ...]
     near: tuple[str, ...] = ()
-    """Those in a network of this machine: of themselves only these are dialled, as anybody can announce anything."""
+    """Addresses within a network of this machine. Only these are dialled unasked, as anybody can announce anything."""
 
 
 @dataclass(frozen=True)
-class Instance:
-    """One of the machines that have the identity ``node_id``; there should be no other."""
+class CopiedInstance:
+    """One of several machines that share the identity ``node_id``, which only one should have."""
 
     node_id: str
     instance: str
 
 
 class PeerTable:
-    """From any thread. ``greet`` and ``load`` are this machine's own words; ``changed`` is told of every change."""
+    """The paired machines, each with its heartbeat. From any thread.
+
+    ``greet`` and ``load`` make this machine's own messages. ``changed`` is called after every change.
+    """
 
     def __init__(
         self,
@@ -62,7 +65,7 @@ class PeerTable:
         tried: Iterable[str] = (),
         name: str = "",
     ) -> None:
-        """``tried``: addresses at which any of them may be found; ``name``: what this machine is called."""
+        """``tried``: addresses at which any paired machine may be found. ``name``: this machine's name."""
         self._identity = identity
         self._name = name
         self._peers = peers
@@ -72,15 +75,15 @@ class PeerTable:
         self._tried = list(tried)
         self._lock = threading.Lock()
         self._watches: dict[str, PeerWatch] = {}
-        self._announced: dict[str, Announced] = {}
+        self._announced: dict[str, AnnouncedPeer] = {}
         self._links: dict[str, LinkFacts] = {}
         self._refused: dict[str, str] = {}
         self._ring: set[str] = set()
         self._lost: set[str] = set()
-        self._heard: dict[str, dict[str, float]] = {}
-        """By node id the instances that said something, and when."""
+        self._heard_instances: dict[str, dict[str, float]] = {}
+        """Time of the last message by node id and instance."""
         self._instances: dict[str, str] = {}
-        """Of processes: beats name only those."""
+        """Instance by process. Heartbeats name the process only."""
         self._copies: dict[str, tuple[float, set[str]]] = {}
         self._closed = False
 
@@ -100,13 +103,13 @@ class PeerTable:
         return found
 
     def name_of(self, node_id: str) -> str:
-        """What it is called in sentences; no two machines have the same."""
+        """The machine's name in sentences. It is unique among the paired machines."""
         return self._peers.labels(self._name).get(node_id) or short(node_id)
 
     # --- who is there ---------------------------------------------------------------------------------------------
 
     def refresh(self) -> None:
-        """Watch everybody who is paired now, and nobody else."""
+        """Watch exactly the machines that are paired now."""
         paired = {peer.node_id: peer for peer in self._peers.all() if peer.node_id != self._identity.node_id}
         gone: list[PeerWatch] = []
         with self._lock:
@@ -123,8 +126,8 @@ class PeerTable:
                     self._greet,
                     self._load,
                     self._changed,
-                    partial(self._worked, node_id),
-                    partial(self._said_by, node_id),
+                    partial(self._found_at, node_id),
+                    partial(self._record_process, node_id),
                     partial(self._forgotten_at, peer),
                 )
                 announced = self._announced.get(node_id)
@@ -136,8 +139,8 @@ class PeerTable:
         if gone or fresh:
             self._changed()
 
-    def announced(self, found: Iterable[Announced]) -> None:
-        """What mDNS tells now."""
+    def announced(self, found: Iterable[AnnouncedPeer]) -> None:
+        """Take the machines that mDNS reports now."""
         with self._lock:
             self._announced = {one.node_id: one for one in found}
             watches = dict(self._watches)
@@ -147,8 +150,8 @@ class PeerTable:
                 watches[node_id].try_addresses(list(one.near))
         self._changed()
 
-    def greeted(self, caller: Caller, greeting: Greeting) -> None:
-        """A paired machine said Hello. Raises ModelError if it says to be another one."""
+    def on_hello(self, caller: Caller, greeting: Greeting) -> None:
+        """A paired machine called Hello. Raises ModelError if its greeting names another machine."""
         self.refresh()
         problem = version_problem(greeting, self._greet())
         if greeting.node_id != caller.node_id:
@@ -160,38 +163,38 @@ class PeerTable:
             self._changed()
             if greeting.node_id != caller.node_id:
                 raise ModelError(problem, kind="network")
-            return  # it is told this machine's version, and judges by itself
-        self._said_by(caller.node_id, greeting)
+            return  # the answer has this machine's version, and the caller judges by itself
+        self._record_process(caller.node_id, greeting)
         self._rename(caller.node_id, greeting.name)
         if watch is not None:
             here = shown_address(plain_ip(caller.address), greeting.port)
             said = literal_addresses([here, *greeting.listening[:MOST_ADDRESSES]])
             watch.try_addresses(said, sure=True)
-            watch.heard_from()
+            watch.record_contact()
 
-    def beat(self, caller: Caller, load: NodeLoad) -> None:
+    def on_heartbeat(self, caller: Caller, load: NodeLoad) -> None:
         with self._lock:
             watch = self._watches.get(caller.node_id)
             instance = self._instances.get(load.process, "")
         if instance:
-            self._heard_from(caller.node_id, instance)
+            self._record_instance(caller.node_id, instance)
         if watch is not None:
-            watch.heard_from(load)
+            watch.record_contact(load)
 
-    def heard_from(self, node_id: str) -> None:
-        """It answered a call that is no beat."""
+    def record_contact(self, node_id: str) -> None:
+        """The machine ``node_id`` answered a call other than a heartbeat."""
         watch = self.watch(node_id)
         if watch is not None:
-            watch.heard_from()
+            watch.record_contact()
 
-    def beat_now(self, within: float = 0.0) -> None:
-        """Tell everybody at once how this machine is; wait up to ``within`` seconds until they have heard it."""
+    def send_heartbeats(self, within: float = 0.0) -> None:
+        """Send a heartbeat to every machine at once; wait up to ``within`` seconds until all have answered."""
         with self._lock:
             watches = list(self._watches.values())
-        asked = [(watch, watch.beat_now()) for watch in watches]
+        asked = [(watch, watch.send_heartbeats()) for watch in watches]
         end = time.monotonic() + within
-        while time.monotonic() < end and not all(watch.told_since(moment) for watch, moment in asked):
-            time.sleep(TOLD_POLL_S)
+        while time.monotonic() < end and not all(watch.notified_since(moment) for watch, moment in asked):
+            time.sleep(NOTIFIED_POLL_S)
 
     def view(self, node_id: str) -> PeerView | None:
         with self._lock:
@@ -208,7 +211,7 @@ class PeerTable:
         with self._lock:
             return self._watches.get(node_id)
 
-    def find_announced(self, text: str) -> Announced:
+    def find_announced(self, text: str) -> AnnouncedPeer:
         """The one machine whose node id begins with ``text``. Raises ModelError: none, or several."""
         with self._lock:
             found = [one for one in self._announced.values() if text and one.node_id.startswith(text.lower())]
@@ -221,12 +224,12 @@ class PeerTable:
         return found[0]
 
     def forget(self, node_id: str) -> None:
-        """It is no longer paired: end its connection."""
+        """End the connection to a machine that is no longer paired."""
         with self._lock:
             watch = self._watches.pop(node_id, None)
             self._links.pop(node_id, None)
             self._refused.pop(node_id, None)
-            self._heard.pop(node_id, None)
+            self._heard_instances.pop(node_id, None)
             self._copies.pop(node_id, None)
         if watch is not None:
             watch.close()
@@ -242,8 +245,8 @@ class PeerTable:
         for watch in watches:
             watch.join(JOIN_S)
 
-    def _worked(self, node_id: str, address: str, greeting: Greeting) -> None:
-        self._said_by(node_id, greeting)
+    def _found_at(self, node_id: str, address: str, greeting: Greeting) -> None:
+        self._record_process(node_id, greeting)
         self._rename(node_id, greeting.name)
         # A file that cannot be written makes the machine harder to find the next time, no more.
         with contextlib.suppress(DiscoveryError):
@@ -258,41 +261,44 @@ class PeerTable:
         return is_known(self._identity, peer, host, port + 1) is False
 
     def _rename(self, node_id: str, name: str) -> None:
-        """It may have another name than when it was paired."""
+        """Keep the machine's name, which may have changed since it was paired."""
         with contextlib.suppress(DiscoveryError):
             if self._peers.rename(node_id, name):
                 self._changed()
 
     # --- copied identities ----------------------------------------------------------------------------------------
 
-    def _said_by(self, node_id: str, greeting: Greeting) -> None:
+    def _record_process(self, node_id: str, greeting: Greeting) -> None:
         with self._lock:
             if len(self._instances) >= MOST_PROCESSES:
                 self._instances.clear()
             self._instances[greeting.process] = greeting.instance
-        self._heard_from(node_id, greeting.instance)
+        self._record_instance(node_id, greeting.instance)
 
-    def _heard_from(self, node_id: str, instance: str) -> None:
-        """A machine that starts again has another instance, too, but says nothing while it does."""
+    def _record_instance(self, node_id: str, instance: str) -> None:
+        """Note a message of ``instance``. Two instances at the same time mean a copied identity.
+
+        A machine that restarts has a new instance as well, but is silent in between.
+        """
         view = self.view(node_id)
         now = time.monotonic()
         with self._lock:
-            heard = {one: at for one, at in self._heard.get(node_id, {}).items() if now - at < LOST_S}
+            heard = {one: at for one, at in self._heard_instances.get(node_id, {}).items() if now - at < LOST_S}
             if view is not None and view.client is not None and view.greeting is not None:
                 heard[view.greeting.instance] = now
-            self._heard[node_id] = {**heard, instance: now}
-            news = len(self._heard[node_id]) > 1
+            self._heard_instances[node_id] = {**heard, instance: now}
+            news = len(self._heard_instances[node_id]) > 1
             if news:
-                self._copies[node_id] = (now, set(self._heard[node_id]))
+                self._copies[node_id] = (now, set(self._heard_instances[node_id]))
         if news:
             self._changed()
 
-    def copies(self) -> list[Instance]:
-        """Machines that were heard of by themselves and have the identity of another one, which is named, too."""
+    def copies(self) -> list[CopiedInstance]:
+        """All machines that recently used an identity at the same time as another machine."""
         now = time.monotonic()
         with self._lock:
             return [
-                Instance(node_id, instance)
+                CopiedInstance(node_id, instance)
                 for node_id, (at, instances) in self._copies.items()
                 for instance in sorted(instances)
                 if now - at < COPY_S
@@ -305,7 +311,7 @@ class PeerTable:
     # --- what a screen shows --------------------------------------------------------------------------------------
 
     def set_ring(self, nodes: Iterable[str], lost: Iterable[str] = ()) -> None:
-        """These are in the ring now, and those were and are gone."""
+        """``nodes`` are in the ring now; ``lost`` were in it and are gone."""
         with self._lock:
             self._ring, self._lost = set(nodes), set(lost)
         self._changed()

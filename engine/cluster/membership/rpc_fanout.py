@@ -1,4 +1,4 @@
-"""Asking several machines at once: what goes wrong is told as the fault of one, and whoever waits can end it."""
+"""Calls to several machines at once. A failure is attributed to one machine, and whoever waits can end the calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.cluster.transport.exchange import PeerLost
 from engine.errors import Cancelled, ModelError
 
 POLL_S = 0.1
-"""Between two words to whoever waits: within so long it can end the waiting."""
+"""Seconds between two reports to whoever waits. The waiting can be ended at each of them."""
 
 Answer = TypeVar("Answer")
 
@@ -33,7 +33,7 @@ class Candidate:
 
 
 class NodeRefused(Exception):
-    """One node cannot be in the ring; the others perhaps can do without it. ``gone``: it does not answer."""
+    """One node cannot be in the ring. The others may be able to form one without it. ``gone``: it does not answer."""
 
     def __init__(self, node_id: str, text: str, gone: bool = False) -> None:
         super().__init__(text)
@@ -42,7 +42,7 @@ class NodeRefused(Exception):
 
 
 def ask(one: Candidate, call: Callable[[], Answer]) -> Answer:
-    """``call``, with whatever goes wrong as this node's. Raises NodeRefused, Cancelled."""
+    """The result of ``call``. Raises NodeRefused for every failure of the node, Cancelled."""
     try:
         return call()
     except Cancelled:
@@ -54,8 +54,10 @@ def ask(one: Candidate, call: Callable[[], Answer]) -> Answer:
 
 
 def most_likely(refused: Sequence[NodeRefused]) -> NodeRefused:
-    """Of several that failed at the same time: one that cannot be reached, because others fail for its sake; last of
-    all those whose work was ended."""
+    """The most likely cause among nodes that failed at the same time.
+
+    An unreachable node comes first, because it makes others fail. Nodes whose work was ended come last.
+    """
 
     def order(one: NodeRefused) -> int:
         return 0 if isinstance(one.__cause__, Unreachable) else 2 if isinstance(one.__cause__, PeerLost) else 1
@@ -64,7 +66,7 @@ def most_likely(refused: Sequence[NodeRefused]) -> NodeRefused:
 
 
 def check_all(asked: Iterable[Future[Any]]) -> None:
-    """Raises what one of ``asked`` that are done has raised, :func:`most_likely` the cause; waits for nothing."""
+    """Raises what one of the finished ``asked`` has raised: the :func:`most_likely` cause. Does not wait."""
     failed = [error for future in asked if future.done() and (error := future.exception()) is not None]
     refused = [error for error in failed if isinstance(error, NodeRefused)]
     if refused:
@@ -74,35 +76,40 @@ def check_all(asked: Iterable[Future[Any]]) -> None:
 
 
 def connected_or_refused(future: Future[Connected]) -> Connected | NodeRefused:
-    """How the node connected, or that the node refused; raises whatever else went wrong."""
+    """The node's answer, or its refusal. Raises everything else that went wrong."""
     try:
         return future.result()
     except NodeRefused as refused:
         return refused
 
 
-def until_done(asked: Collection[Future[Any]], tell: Callable[[], None]) -> None:
-    """Wait for all of ``asked``, calling ``tell`` meanwhile. Raises as :func:`check_all` as soon as one has failed, and
-    what ``tell`` raises."""
+def until_done(asked: Collection[Future[Any]], notify: Callable[[], None]) -> None:
+    """Wait for all of ``asked`` and call ``notify`` meanwhile.
+
+    Raises as :func:`check_all` as soon as one has failed, and what ``notify`` raises.
+    """
     while True:
         check_all(asked)
         if all(future.done() for future in asked):
             return
-        tell()
+        notify()
         wait(asked, POLL_S, FIRST_EXCEPTION)
 
 
 @contextlib.contextmanager
-def stopped_by(tell: Callable[[], None], stop: Callable[[], None]) -> Iterator[None]:
-    """Around work that cannot ask for itself: another thread calls ``tell`` meanwhile. If that raises, it calls
-    ``stop``, which must make the work fail; what was raised is raised in the place of that failure."""
+def stopped_by(notify: Callable[[], None], stop: Callable[[], None]) -> Iterator[None]:
+    """Let ``notify`` end the work inside, which cannot check for itself.
+
+    Another thread calls ``notify`` meanwhile. If that raises, the thread calls ``stop``, which must make the work fail.
+    The exception of ``notify`` is then raised instead of that failure.
+    """
     over = threading.Event()
     raised: list[BaseException] = []
 
     def watch() -> None:
         while not over.wait(POLL_S):
             try:
-                tell()
+                notify()
             except BaseException as error:
                 raised.append(error)
                 stop()

@@ -1,8 +1,8 @@
-"""The control plane's server: gRPC over mutual TLS, answering paired machines only, and on every call anew.
+"""The control plane's server: gRPC over mutual TLS. It answers paired machines only, which is checked on every call.
 
-Bodies are msgpack (:mod:`.control_messages`); a method is one entry in a table. gRPC in Python verifies a
-client's certificate against a list of roots only, so roots are exactly the paired certificates, and every handler looks
-at the certificate itself before it does anything.
+Bodies are msgpack (:mod:`.control_messages`). A method is one entry in a table. gRPC in Python verifies a client's
+certificate against a list of roots only. So the roots are exactly the paired certificates, and every handler checks the
+certificate itself before it does anything.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import grpc
 import psutil
 
 from discovery.tls import shown_to_grpc
-from engine.cluster.membership.control_messages import MESSAGE_LIMIT, SERVICE, CallKind, Control, pack, unpack
+from engine.cluster.membership.control_messages import MESSAGE_LIMIT, SERVICE, CallKind, ControlBody, pack, unpack
 from engine.cluster.transport.addresses import plain_ip
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
 from engine.errors import ModelError
@@ -30,25 +30,25 @@ from engine.errors import ModelError
 WORKERS = 24
 MOST_CALLS = 48
 MOST_CALLS_EACH = 12
-"""Of one machine at a time: the others must still be answered, whatever it does."""
+"""Maximum simultaneous calls of one machine. The other machines must be answered whatever it does."""
 MOST_CONNECTIONS = 64
 HANDSHAKE_S = 5
-"""Whoever has not proved by then who it is, is cut off. Whole seconds."""
+"""Whole seconds after which a connection without a proven identity is closed."""
 STOP_S = 0.5
-"""A closing server waits so long for its calls to end."""
+"""Seconds that a closing server waits for its calls to end."""
 
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MESSAGE_LIMIT),
     ("grpc.max_send_message_length", MESSAGE_LIMIT),
     ("grpc.max_metadata_size", 16 * 1024),
-    # Two nodes must never listen at the same port without knowing of each other.
+    # Two nodes must never share a port unknowingly.
     ("grpc.so_reuseport", 0),
     ("grpc.max_concurrent_streams", MOST_CALLS),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.max_connection_idle_ms", 60_000),
-    # A stranger can open connections; it must not be able to use up the files that this process may open.
+    # A stranger can open connections, but must not use up the file descriptors of this process.
     ("grpc.server_handshake_timeout_ms", HANDSHAKE_S * 1000),
     ("grpc.max_allowed_incoming_connections", MOST_CONNECTIONS),
 )
@@ -56,7 +56,7 @@ SERVER_OPTIONS = (
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a side shows and whom it believes, as PEM. Exactly these ``roots`` are trusted."""
+    """What one side presents and whom it trusts, as PEM. Exactly these ``roots`` are trusted."""
 
     key: bytes = field(repr=False)
     certificate: bytes
@@ -65,7 +65,7 @@ class Credentials:
 
 @dataclass(frozen=True)
 class Caller:
-    """Who calls: a machine that is paired at this moment. ``address`` is where its connection comes from."""
+    """The calling machine, which is paired at this moment. ``address`` is the source of its connection."""
 
     node_id: str
     address: str
@@ -74,23 +74,27 @@ class Caller:
 
 
 @dataclass(frozen=True)
-class Method:
-    """``answer(caller, body)`` for ``one``; for ``down`` it yields answers, for ``up`` it gets many bodies."""
+class RpcMethod:
+    """A method of the control plane.
 
-    request: type[Control]
+    ``answer(caller, body)`` returns one answer for the kind ``one`` and yields answers for ``down``. For ``up`` it gets
+    an iterator of bodies.
+    """
+
+    request: type[ControlBody]
     answer: Callable[[Caller, Any], Any]
     kind: CallKind = "one"
 
 
 class ControlServer:
-    """Listens at once. ``paired(node_id)`` says whether a machine may call, and is asked on every call."""
+    """Listens from its construction on. ``paired(node_id)`` decides on every call whether a machine may call."""
 
     def __init__(
         self,
         address: str,
         credentials: Callable[[], Credentials],
         paired: Callable[[str], bool],
-        methods: Mapping[str, Method],
+        methods: Mapping[str, RpcMethod],
     ) -> None:
         """Raises ModelError (network) if ``address`` cannot be listened at."""
         self._paired = paired
@@ -117,7 +121,7 @@ class ControlServer:
         self._server.start()
 
     def cut(self, node_id: str) -> None:
-        """End every call of ``node_id`` that runs."""
+        """End every running call of ``node_id``."""
         with self._lock:
             calls = list(self._calls.get(node_id, ()))
         for context in calls:
@@ -129,7 +133,7 @@ class ControlServer:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Asked by gRPC for every new connection: the machines that are paired now."""
+        """The certificates of the machines that are paired now. gRPC calls this for every new connection."""
         self._crowds.came(self.port)
         now = self._credentials()
         if now == self._shown:
@@ -137,7 +141,7 @@ class ControlServer:
         self._shown = now
         return _configuration(now)
 
-    def _handler(self, method: Method) -> grpc.RpcMethodHandler:
+    def _handler(self, method: RpcMethod) -> grpc.RpcMethodHandler:
         match method.kind:
             case "one":
                 return grpc.unary_unary_rpc_method_handler(
@@ -155,7 +159,7 @@ class ControlServer:
                     )
                 )
 
-    def _streaming(self, context: grpc.ServicerContext, method: Method, data: bytes) -> Iterator[bytes]:
+    def _streaming(self, context: grpc.ServicerContext, method: RpcMethod, data: bytes) -> Iterator[bytes]:
         caller = self._enter(context)
         try:
             for answer in method.answer(caller, unpack(data, method.request)):
@@ -209,8 +213,8 @@ class _Forgotten(Exception):
     """The caller was unpaired while it was answered."""
 
 
-def _once(method: Method, caller: Caller, data: bytes) -> Control:
-    answer: Control = method.answer(caller, unpack(data, method.request))
+def _once(method: RpcMethod, caller: Caller, data: bytes) -> ControlBody:
+    answer: ControlBody = method.answer(caller, unpack(data, method.request))
     return answer
 
 
@@ -219,7 +223,7 @@ def _configuration(shown: Credentials) -> grpc.ServerCertificateConfiguration:
 
 
 def _end_of(context: grpc.ServicerContext) -> tuple[str, int]:
-    """Where the connection comes from: the IP address (IPv6 without brackets) and the port."""
+    """The other end of the connection: its IP address (IPv6 without brackets) and port."""
     kind, _, rest = context.peer().partition(":")
     host, _, port = str(rest).rpartition(":")
     if kind == "ipv6":
@@ -228,7 +232,7 @@ def _end_of(context: grpc.ServicerContext) -> tuple[str, int]:
 
 
 def _refuse(context: grpc.ServicerContext, error: Exception) -> None:
-    """End the call with the sentence that ``error`` is; anything unexpected says nothing of this machine."""
+    """End the call with the sentence of ``error``. An unexpected error reveals nothing about this machine."""
     match error:
         case _Forgotten():
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "")
@@ -239,7 +243,7 @@ def _refuse(context: grpc.ServicerContext, error: Exception) -> None:
         case PeerLost():
             context.abort(grpc.StatusCode.ABORTED, str(error))
         case _ if context.is_active():
-            # What went wrong here is for this machine's log; the caller learns that something did.
+            # Details go to this machine's log. The caller learns only that something failed.
             traceback.print_exception(error)
             context.abort(grpc.StatusCode.INTERNAL, "")
         case _:
@@ -249,9 +253,14 @@ def _refuse(context: grpc.ServicerContext, error: Exception) -> None:
 # --- connections of strangers ----------------------------------------------------------------------------------------
 
 MOST_EACH = 16
-"""Connections of one address on which nothing was proved."""
+"""Maximum connections of one address without a proven identity.
+
+No single address may take all the connections that strangers have to the control port. gRPC accepts connections itself
+and limits only their sum. So shortly after a connection this process looks at its own sockets. If one address has too
+many connections without a proven identity, it ends the oldest of them.
+"""
 LOOK_S = 0.1
-"""After the first connection of a burst."""
+"""Seconds from the first connection of a burst to the check."""
 _MOST_PROVED = 1024
 
 End = tuple[str, int]
@@ -259,7 +268,7 @@ End = tuple[str, int]
 
 
 class CrowdLimit:
-    """Of the connections to the listening ``port``. From any thread."""
+    """Limits the connections of each address to the listening port. From any thread."""
 
     def __init__(self) -> None:
         self._proved: dict[End, None] = {}
@@ -268,7 +277,7 @@ class CrowdLimit:
         self._closed = False
 
     def came(self, port: int) -> None:
-        """Somebody connected to ``port``."""
+        """A connection to ``port`` was opened."""
         with self._lock:
             if self._looking is None and not self._closed:
                 self._looking = threading.Timer(LOOK_S, self._look, (port,))
@@ -276,7 +285,7 @@ class CrowdLimit:
                 self._looking.start()
 
     def proved(self, address: str, port: int) -> None:
-        """A paired machine called from there."""
+        """A paired machine called from this end."""
         with self._lock:
             self._proved[plain_ip(address), port] = None
             if len(self._proved) > _MOST_PROVED:
@@ -303,7 +312,10 @@ class CrowdLimit:
 
 
 def too_many(ends: Mapping[int, End], proved: Collection[End], most: int = MOST_EACH) -> Sequence[int]:
-    """The descriptors, of those whose other ``ends`` are given, that are to be ended. Pure."""
+    """The descriptors that must be ended: all but the newest ``most`` unproven ones of each address.
+
+    ``ends``: the other end by descriptor. Pure.
+    """
     strangers: defaultdict[str, list[int]] = defaultdict(list)
     for descriptor, end in sorted(ends.items()):
         if end not in proved:
@@ -312,7 +324,7 @@ def too_many(ends: Mapping[int, End], proved: Collection[End], most: int = MOST_
 
 
 def _end(descriptor: int, port: int, end: End) -> None:
-    """Shut the connection down, if the descriptor is still the one that was meant; its owner closes it."""
+    """Shut the connection down if the descriptor still belongs to it. Its owner closes it."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
         host, number = connection.getpeername()[:2]
         if (plain_ip(str(host)), number) == end and connection.getsockname()[1] == port:

@@ -19,7 +19,7 @@ from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
 
 SILENCE_S = 120.0
-"""Gloo gives a peer up that is silent for so long in an exchange; the beats notice earlier."""
+"""Gloo gives a peer up that is silent for so long in an exchange; the heartbeats notice earlier."""
 CONNECT_S = 10.0
 """It connects within milliseconds, as all nodes begin at once. What waits for a node that died is left behind until
 then; see :func:`engine.cluster.transport.collective.made_while_wanted`."""

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from discovery.names import plain_text
 from engine.cluster.membership.control_messages import (
     PIECE_BYTES,
+    DataPiece,
     ModelHere,
     OfferPiece,
-    Piece,
     WantedModel,
     WantedWeights,
 )
@@ -70,7 +70,7 @@ class Giving:
         threading.Thread(target=read, name="offering a model", daemon=True).start()
         yield from _told(said)
 
-    def _weights(self, caller: Caller, wanted: WantedWeights) -> Iterator[Piece]:
+    def _weights(self, caller: Caller, wanted: WantedWeights) -> Iterator[DataPiece]:
         found = self._find(caller, wanted.model)
         if found is None:
             raise ModelError(f"{self._node.name} has no such model any more.", kind="model")
@@ -81,7 +81,7 @@ class Giving:
 
         items = decode_wanted(wanted.wanted)
         for chunk in found.chunks(wanted.layout, wanted.weights, items, progress):
-            yield Piece(data=chunk)
+            yield DataPiece(data=chunk)
 
 
 def _told(said: queue.SimpleQueue[OfferPiece | Offer | BaseException]) -> Iterator[OfferPiece]:

@@ -17,16 +17,16 @@ from engine.cluster.epoch_links import EpochLinks, connect_epoch, epoch_of, rehe
 from engine.cluster.membership.control_messages import (
     LENDING,
     Connected,
-    Empty,
+    DataPiece,
+    EmptyBody,
     EndEpoch,
     EpochSpec,
     Forming,
     Linked,
-    LinkMeasured,
     LinksTried,
     LoadShare,
+    MeasuredLink,
     NodeFacts,
-    Piece,
     Received,
     StopPass,
     TryLinks,
@@ -37,8 +37,8 @@ from engine.cluster.membership.control_messages import (
 from engine.cluster.membership.heartbeat import FORMING
 from engine.cluster.membership.links import measure_best, try_own
 from engine.cluster.membership.measuring_node import measure_node
-from engine.cluster.membership.node import Lent, Node
-from engine.cluster.membership.server import Caller, Method
+from engine.cluster.membership.node import LentState, Node
+from engine.cluster.membership.server import Caller, RpcMethod
 from engine.cluster.transport.epochs import check_certificate
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.transport.registry import available_exchanges
@@ -103,7 +103,7 @@ class Lender:
             "End": self._end,
             **Giving(node, self._terms.give_models, self._say).answers,
         }
-        node.add_methods({name: Method(LENDING[name][0], answers[name], LENDING[name][1]) for name in LENDING})
+        node.add_methods({name: RpcMethod(LENDING[name][0], answers[name], LENDING[name][1]) for name in LENDING})
         node.on_forgotten(self._forgotten)
         node.vouched = self._vouched_for
         node.lent = self.lent
@@ -112,10 +112,10 @@ class Lender:
 
     # --- for the screen and the beats -----------------------------------------------------------------------------
 
-    def lent(self) -> Lent:
+    def lent(self) -> LentState:
         with self._lock:
             broken = self._following.broken if self._following is not None else self._broken
-            return Lent(self._head, self._spec.epoch if self._spec else "", self._stage, tuple(broken))
+            return LentState(self._head, self._spec.epoch if self._spec else "", self._stage, tuple(broken))
 
     def facts(self) -> LendingFacts | None:
         """None while it is lent to nobody."""
@@ -142,7 +142,7 @@ class Lender:
                 link=spec.link if spec else None,
             )
 
-    def take_said(self) -> list[str]:
+    def take_notices(self) -> list[str]:
         """What a person should know since this was last asked, a line each."""
         with self._lock:
             said, self._said = self._said, []
@@ -282,15 +282,15 @@ class Lender:
             facts, exchanges=exchanges, has=has, has_trunk=trunk, disk_free=disk, memory_lent=self._terms.lend_memory
         )
 
-    def _measure_links(self, caller: Caller, linked: Linked) -> LinkMeasured:
+    def _measure_links(self, caller: Caller, linked: Linked) -> MeasuredLink:
         self._free_for(caller)
         self._check_wanted([linked.node_id])
         check_certificate(linked.node_id, linked.certificate)
         if not linked.addresses:
             self._vouch([linked])
-            return LinkMeasured(link=None)
+            return MeasuredLink(link=None)
         found = measure_best(self._node.links, linked.epoch, linked.node_id, linked.certificate, linked.addresses)
-        return LinkMeasured(link=found)
+        return MeasuredLink(link=found)
 
     def _try_links(self, caller: Caller, wanted: TryLinks) -> LinksTried:
         self._free_for(caller)
@@ -312,7 +312,7 @@ class Lender:
         with self._lock:
             self._vouched = {one.node_id: (one.certificate, time.monotonic() + VOUCHED_S) for one in links}
 
-    def _offer(self, caller: Caller, pieces: Iterator[Piece]) -> Wants:
+    def _offer(self, caller: Caller, pieces: Iterator[DataPiece]) -> Wants:
         self._take(caller)
         self._leave_epoch_before()
         data = bytearray()
@@ -341,7 +341,7 @@ class Lender:
         if following is not None:
             following.close()
 
-    def _receive(self, caller: Caller, pieces: Iterator[Piece]) -> Received:
+    def _receive(self, caller: Caller, pieces: Iterator[DataPiece]) -> Received:
         self._take(caller)
         with self._lock:
             offered, need = self._offered, self._need
@@ -460,20 +460,20 @@ class Lender:
         finally:
             stop.set()
 
-    def _end(self, caller: Caller, end: EndEpoch) -> Empty:
+    def _end(self, caller: Caller, end: EndEpoch) -> EmptyBody:
         with self._lock:
             mine = self._head == caller.node_id and (self._spec is None or self._spec.epoch == end.epoch)
         if mine:
             self.release()
-        return Empty()
+        return EmptyBody()
 
-    def _stop_pass(self, caller: Caller, stop: StopPass) -> Empty:
+    def _stop_pass(self, caller: Caller, stop: StopPass) -> EmptyBody:
         with self._lock:
             mine = self._head == caller.node_id and self._spec is not None and self._spec.epoch == stop.epoch
             following = self._following
         if mine and following is not None:
             following.stop_pass(stop.number)
-        return Empty()
+        return EmptyBody()
 
     def _check_lent(self, spec: EpochSpec) -> None:
         """Raises ModelError if the share would take more memory than its person lends."""
