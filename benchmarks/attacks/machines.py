@@ -85,7 +85,7 @@ def certificates(home: Path) -> Iterator[Attempt]:
 def links(home: Path) -> Iterator[Attempt]:
     """Bytes on a plain link of an epoch, which are frames with a code of authenticity and spoiled ones."""
     from engine.cluster.transport.exchange import PeerLost, RingProtocolError
-    from engine.cluster.transport.framed_socket import PlainWire
+    from engine.cluster.transport.plain_socket import PlainSocket
 
     there, here = b"a" * 32, b"b" * 32
     words = [b"", b"x", b"frame" * 100, bytes(70_000)]
@@ -94,8 +94,8 @@ def links(home: Path) -> Iterator[Attempt]:
         left, right = socket.socketpair()
         sender_end, attacker_out = socket.socketpair()
         with attacker_out:
-            sender = PlainWire(sender_end, "victim", 0, there, here)
-            victim = PlainWire(left, "right", 1, here, there)
+            sender = PlainSocket(sender_end, "victim", 0, there, here)
+            victim = PlainSocket(left, "right", 1, here, there)
             sent = [draw.choice(words[:3]) for _ in range(draw.randint(1, 3))]
             for word in sent:
                 sender.push((word,))

@@ -25,8 +25,8 @@ from discovery.link_listener import Door
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.epochs import Epoch, Member
 from engine.cluster.transport.exchange import Exchange, PeerLost
+from engine.cluster.transport.exchange_timing import time_exchanges
 from engine.cluster.transport.registry import open_exchange
-from engine.cluster.transport.transports import time_exchanges
 from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
 

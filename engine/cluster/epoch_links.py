@@ -12,8 +12,8 @@ from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.connecting import connect_commands
 from engine.cluster.transport.epochs import Epoch, Member
 from engine.cluster.transport.exchange import Exchange, Link, PeerLost
+from engine.cluster.transport.exchange_timing import DECODE_BYTES, measure_exchange
 from engine.cluster.transport.registry import open_exchange
-from engine.cluster.transport.transports import DECODE_BYTES, measure_exchange
 from engine.cluster.worker.follower_work import rank_context_of
 from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName

@@ -21,8 +21,8 @@ from linked_nodes import LinkedNodes, make_identity
 
 from discovery.identity import Identity
 from discovery.tls import TLS_NAME
-from engine.cluster.transport.envoy_exchange import EnvoyExchange, connect_envoy
-from engine.cluster.transport.envoy_messages import (
+from engine.cluster.transport.envoy import EnvoyExchange, connect_envoy
+from engine.cluster.transport.envoy_process import (
     BYE,
     CONTROL,
     FRAME,
@@ -50,7 +50,7 @@ class LoneEnvoy:
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "engine.cluster.transport.envoy", str(theirs.fileno())],
+                [sys.executable, "-m", "engine.cluster.transport.envoy_process", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
             )
         members = tuple(
@@ -213,7 +213,7 @@ def test_an_envoy_that_is_told_nonsense_ends() -> None:
         ours, theirs = socket.socketpair()
         with ours, theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "engine.cluster.transport.envoy", str(theirs.fileno())],
+                [sys.executable, "-m", "engine.cluster.transport.envoy_process", str(theirs.fileno())],
                 pass_fds=(theirs.fileno(),),
             )
             theirs.close()
@@ -228,7 +228,8 @@ def test_nobody_to_connect_to_is_said_in_time() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", "engine.cluster.transport.envoy", str(theirs.fileno())], pass_fds=(theirs.fileno(),)
+            [sys.executable, "-m", "engine.cluster.transport.envoy_process", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
         )
     exchange = EnvoyExchange(Epoch(EPOCH, 1, (), bytes(32)), ours, process)
     peer = EnvoyPeer(rank=0, node_id="0" * 64, certificate=lone.mine.certificate_pem, name="the laptop")

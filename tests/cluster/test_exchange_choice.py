@@ -13,20 +13,21 @@ from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.connecting import connect_mesh
 from engine.cluster.transport.epochs import Epoch
 from engine.cluster.transport.exchange import RingProtocolError
+from engine.cluster.transport.exchange_timing import measure_exchange
 from engine.cluster.transport.link_probe import ECHO_BYTES, answer_measuring, measure_bandwidth, measure_latency
-from engine.cluster.transport.registry import available_exchanges, open_exchange
-from engine.cluster.transport.transports import (
-    IN_PLAIN_TEXT,
-    PREFERENCE,
+from engine.cluster.transport.registry import (
     TIE,
+    TRANSPORTS,
     allowed_exchanges,
+    available_exchanges,
     choose_exchange,
-    measure_exchange,
+    open_exchange,
 )
 from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
 
-ALL: list[ExchangeName] = list(PREFERENCE)
+ALL: list[ExchangeName] = list(TRANSPORTS)
+PLAIN = sorted(name for name, transport in TRANSPORTS.items() if transport.plain_text)
 HOME = ["192.168.7.0/24"]
 
 
@@ -36,7 +37,7 @@ def test_plain_text_is_allowed_only_where_all_addresses_are_trusted() -> None:
     assert allowed_exchanges("auto", ["192.168.7.1"], [], ALL) == ["tls", "envoy"]
 
 
-@pytest.mark.parametrize("wanted", sorted(IN_PLAIN_TEXT))
+@pytest.mark.parametrize("wanted", PLAIN)
 def test_plain_text_on_another_network_is_refused_with_the_address(wanted: ExchangeName) -> None:
     with pytest.raises(ModelError, match=r"10\.9\.9\.9 is on no network that was called trusted"):
         allowed_exchanges(wanted, ["192.168.7.1", "10.9.9.9"], HOME, ALL)
@@ -67,7 +68,7 @@ def test_the_choice_is_the_fastest_or_equal_to_it(medians: dict[ExchangeName, fl
     chosen = choose_exchange(medians)
     fastest = min(medians.values())
     assert medians[chosen] <= fastest * (1 + TIE)
-    earlier = PREFERENCE[: PREFERENCE.index(chosen)]
+    earlier = ALL[: ALL.index(chosen)]
     assert all(medians[name] > fastest * (1 + TIE) for name in earlier if name in medians)
 
 
@@ -97,7 +98,7 @@ def test_an_exchange_that_gives_something_else_is_not_measured(linked_nodes: Cal
         mesh.close()
 
 
-@pytest.mark.parametrize("name", sorted(IN_PLAIN_TEXT))
+@pytest.mark.parametrize("name", PLAIN)
 def test_plain_text_is_not_even_begun_on_another_network(
     linked_nodes: Callable[..., LinkedNodes], name: ExchangeName
 ) -> None:
@@ -116,11 +117,11 @@ def test_unknown_exchanges_are_refused_by_name() -> None:
 def test_a_measured_link_answers_nothing_but_measurements(linked_nodes: Callable[..., LinkedNodes]) -> None:
     from threading import Thread
 
-    from wire_pairs import plain_pair
+    from socket_pairs import plain_pair
 
-    from engine.cluster.transport.links import WireLink
+    from engine.cluster.transport.framed_socket import FramedLink
 
-    left, right = (WireLink(wire) for wire in plain_pair())
+    left, right = (FramedLink(framed) for framed in plain_pair())
     errors: list[BaseException] = []
 
     def answer() -> None:

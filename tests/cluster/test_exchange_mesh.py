@@ -232,7 +232,7 @@ def test_a_mesh_waits_without_computing(linked_nodes: Make, size: int) -> None:
 
 
 def test_a_mesh_needs_a_wire_to_every_other_rank() -> None:
-    with pytest.raises(ValueError, match="needs a wire to every other rank"):
+    with pytest.raises(ValueError, match="needs a framed socket to every other rank"):
         Mesh(0, 2, {})
 
 

@@ -23,7 +23,7 @@ from discovery import certificates
 from discovery.link_listener import Door
 from engine.bench.exchange_node import NeighbourNode, NodeConnected, NodePlan, NodePort, NodeRound, NodeSetup
 from engine.cluster.transport.accepting import Links
-from engine.cluster.transport.envoy_exchange import EnvoyExchange
+from engine.cluster.transport.envoy import EnvoyExchange
 from engine.cluster.transport.epochs import Epoch, Member
 from engine.cluster.transport.exchange import Exchange, PeerLost
 from engine.cluster.transport.framed_socket import SILENT_S

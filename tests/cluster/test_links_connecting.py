@@ -21,7 +21,7 @@ from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.connecting import connect_commands, connect_mesh, dial_link
 from engine.cluster.transport.epochs import LINK_KIND, Epoch, LinkRequest, Member, Transport, in_networks, split_address
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
-from engine.cluster.transport.framed_socket import Wire
+from engine.cluster.transport.framed_socket import FramedSocket
 from engine.cluster.transport.link_probe import measure_link
 from engine.cluster.transport.registry import open_exchange
 from engine.errors import ModelError
@@ -144,7 +144,7 @@ class Fuzzed:
     """Two nodes of which the second expects the first, made when they are needed."""
 
     def __init__(self) -> None:
-        self.expected: list[Future[Wire]] = []
+        self.expected: list[Future[FramedSocket]] = []
         self._nodes: LinkedNodes | None = None
 
     def get(self) -> LinkedNodes:
@@ -208,11 +208,11 @@ def test_a_stranger_with_the_right_words_is_not_let_in(linked_nodes: Make) -> No
         dial_link(Links(pretending), nodes.nodes[0].epoch, nodes.members[1], "exchange", "tls", address(nodes, 1), by())
     assert not expected.done()
     # The right one is still let in afterwards.
-    wire = dial_link(
+    framed = dial_link(
         nodes.nodes[0].links, nodes.nodes[0].epoch, nodes.members[1], "exchange", "tls", address(nodes, 1), by()
     )
     expected.result(SOON).close()
-    wire.close()
+    framed.close()
 
 
 def address(nodes: LinkedNodes, rank: int) -> str:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linked_nodes import make_identity
-from wire_pairs import close_all, plain_pair, plain_victim, recorded_frames, tls_pair
+from socket_pairs import close_all, plain_pair, plain_victim, recorded_frames, tls_pair
 
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
 from engine.cluster.transport.framed_socket import (
@@ -20,22 +20,21 @@ from engine.cluster.transport.framed_socket import (
     HEADER,
     LARGEST_FRAME,
     SILENT_S,
-    TAG_BYTES,
-    PlainWire,
-    Wire,
+    FramedLink,
+    FramedSocket,
     _silence_options,
 )
-from engine.cluster.transport.links import WireLink
+from engine.cluster.transport.plain_socket import TAG_BYTES, PlainSocket
 
 IDENTITIES = (make_identity(), make_identity())
 SIZES = (0, 1, 11, 12, 13, 16_383, 16_384, 65_507, 65_508, 65_509, 65_536, 70_000, 262_144, 262_145, 2_000_000)
 
 
-def pair(kind: str) -> tuple[Wire, Wire]:
+def pair(kind: str) -> tuple[FramedSocket, FramedSocket]:
     return plain_pair() if kind == "socket" else tls_pair(IDENTITIES)
 
 
-def carry(sender: Wire, receiver: Wire, payload: bytes, cuts: tuple[int, ...] = ()) -> bytes:
+def carry(sender: FramedSocket, receiver: FramedSocket, payload: bytes, cuts: tuple[int, ...] = ()) -> bytes:
     """Send in one thread and receive in this one."""
     edges = (0, *cuts, len(payload))
     parts = [payload[start:end] for start, end in pairwise(edges)]
@@ -218,8 +217,8 @@ def test_a_frame_sent_back_to_its_sender_is_refused() -> None:
 
 def test_a_node_with_another_key_is_refused() -> None:
     left, right = socket.socketpair()
-    mine = PlainWire(left, "right", 1, b"k" * 32, b"l" * 32)
-    other = PlainWire(right, "left", 0, b"x" * 32, b"k" * 32)
+    mine = PlainSocket(left, "right", 1, b"k" * 32, b"l" * 32)
+    other = PlainSocket(right, "left", 0, b"x" * 32, b"k" * 32)
     other.push((b"hello",))
     with pytest.raises(RingProtocolError, match="changed on its way"):
         mine.pull(100, wait=True)
@@ -254,7 +253,7 @@ def test_an_orderly_end_blames_nobody_and_a_sudden_one_names_the_rank(kind: str)
 @pytest.mark.parametrize("kind", ["socket", "tls"])
 def test_closing_from_another_thread_wakes_a_receiver(kind: str) -> None:
     left, right = pair(kind)
-    link = WireLink(left)
+    link = FramedLink(left)
     caught: list[BaseException] = []
 
     def wait() -> None:
@@ -281,7 +280,7 @@ def test_closing_from_another_thread_wakes_a_receiver(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["socket", "tls"])
 def test_closing_from_another_thread_wakes_a_sender_nobody_reads(kind: str) -> None:
     left, right = pair(kind)
-    link = WireLink(left)
+    link = FramedLink(left)
     caught: list[BaseException] = []
 
     def send() -> None:

@@ -17,18 +17,18 @@ import pytest
 from linked_nodes import LinkedNodes, make_identity
 from memory_exchange import MemoryRing, must_succeed, on_all_ranks
 from ring_chat import Chat, session_of
+from socket_pairs import close_all, plain_pair, plain_victim, tls_pair
 from test_envoy_attacks import bare_exchange
 from thread_ring import ThreadFormer
-from wire_pairs import close_all, plain_pair, plain_victim, tls_pair
 
 from engine.cluster import commands
 from engine.cluster.central import SHAPE, CentralHead, CentralNode
 from engine.cluster.contributions import HEADER
 from engine.cluster.head.head_model import RingModel
-from engine.cluster.transport.envoy_messages import FRAME, LAST, MORE, PIECE_BYTES
+from engine.cluster.transport.envoy_process import FRAME, LAST, MORE, PIECE_BYTES
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
 from engine.cluster.transport.framed_socket import GROWN_BYTES, LARGEST_FRAME
-from engine.cluster.transport.framed_socket import HEADER as WIRE_HEADER
+from engine.cluster.transport.framed_socket import HEADER as FRAME_HEADER
 from engine.cluster.weights import transfer
 from engine.cluster.worker.follower import Follower
 from engine.errors import ModelError
@@ -54,12 +54,12 @@ def at_most(megabytes: int) -> Iterator[None]:
 
 
 def test_a_header_takes_no_memory_by_itself() -> None:
-    wire, attacker = plain_victim()
-    attacker.sendall(WIRE_HEADER.pack(LARGEST_FRAME, 0) + bytes(100))
+    framed, attacker = plain_victim()
+    attacker.sendall(FRAME_HEADER.pack(LARGEST_FRAME, 0) + bytes(100))
     with at_most(8):
-        assert wire.pull(LARGEST_FRAME) is None
+        assert framed.pull(LARGEST_FRAME) is None
     attacker.close()
-    close_all(wire)
+    close_all(framed)
 
 
 @pytest.mark.parametrize("kind", ["plain", "tls"])

@@ -40,8 +40,7 @@ from engine.cluster.membership.rpc_fanout import (
 from engine.cluster.rehearsal import ranks_together
 from engine.cluster.transport.addresses import parse_address, plain_ip
 from engine.cluster.transport.exchange import PeerLost
-from engine.cluster.transport.registry import available_exchanges
-from engine.cluster.transport.transports import IN_STEP_ONLY, allowed_exchanges, choose_exchange
+from engine.cluster.transport.registry import TRANSPORTS, allowed_exchanges, available_exchanges, choose_exchange
 from engine.cluster.worker.follower_work import rank_context_of
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load
@@ -437,7 +436,7 @@ class RingFormer:
             if all(name in ring.survey.facts[one.node_id].exchanges for one in ring.followers.values())
         ]
         if ring.decision.mode == "central":
-            available = [name for name in available if name not in IN_STEP_ONLY]
+            available = [name for name in available if not TRANSPORTS[name].in_step_only]
         machines = [ring.survey.facts[node_id].machine for node_id in ring.decision.ranks]
         allowed = allowed_exchanges(
             self._choice.exchange,

@@ -33,7 +33,7 @@ from engine.cluster.all_gather import RingLayers
 from engine.cluster.central import CentralHead, CentralNode, Floats
 from engine.cluster.membership.control_messages import NodeFacts, WantedFacts
 from engine.cluster.transport.exchange import Buffer
-from engine.cluster.transport.transports import between_exchanges
+from engine.cluster.transport.exchange_timing import between_exchanges
 from engine.cluster.weights.share_store import RESERVE_BYTES
 from engine.errors import ModelError
 from engine.models.files import ExpertWeights, StoredTensor

@@ -33,9 +33,9 @@ from engine.cluster.transport.epochs import (
     in_networks,
 )
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
-from engine.cluster.transport.framed_socket import Wire
-from engine.cluster.transport.handshakes import plain_wire, pull_by, tls_wire
-from engine.cluster.transport.links import WireLink
+from engine.cluster.transport.framed_socket import FramedLink, FramedSocket, pull_by
+from engine.cluster.transport.plain_socket import open_plain_socket
+from engine.cluster.transport.tls_socket import open_tls_socket
 
 _FIRST_FRAME = 1024
 _MOST_MEASURING = 8
@@ -48,7 +48,7 @@ class _Expected:
         self.member = member
         self.epoch = epoch
         self.transport = transport
-        self.wire: Future[Wire] = Future()
+        self.framed: Future[FramedSocket] = Future()
 
 
 _Key = tuple[str, Purpose, Transport, int]
@@ -65,13 +65,13 @@ class Links:
         self,
         identity: Identity,
         certificate_of: Callable[[str], bytes | None] = lambda _: None,
-        serve_measuring: Callable[[WireLink], None] | None = None,
+        serve_measuring: Callable[[FramedLink], None] | None = None,
     ) -> None:
         self.identity = identity
         self._certificate_of = certificate_of
         self._serve_measuring = serve_measuring
         self._expected: dict[_Key, _Expected] = {}
-        self._measuring: set[WireLink] = set()
+        self._measuring: set[FramedLink] = set()
         self._mutex = threading.Lock()
         self._closed = False
 
@@ -111,17 +111,17 @@ class Links:
             return False
         if request.transport == "socket" and not in_networks(address[0], expected.epoch.trusted):
             return False
-        wire = self._prove(connection, body, request, expected.member, expected.epoch.key, by)
+        framed = self._prove(connection, body, request, expected.member, expected.epoch.key, by)
         with self._mutex:
             taken = self._expected.get(key) is expected and not self._closed
             if taken:
                 del self._expected[key]
         if not taken:  # somebody else with the same right was faster, or nobody waits any more
-            wire.close()
+            framed.close()
             return False
-        wire.push((WELCOME,))
-        wire.flush(wait=True)
-        expected.wire.set_result(wire)
+        framed.push((WELCOME,))
+        framed.flush(wait=True)
+        expected.framed.set_result(framed)
         return True
 
     def _accept_measuring(self, connection: socket.socket, body: bytes, request: LinkRequest, by: float) -> bool:
@@ -134,12 +134,14 @@ class Links:
         certificate = pem_of(request.certificate)
         if not hmac.compare_digest(fingerprint(request.certificate), request.node_id):
             return False
-        wire = self._prove(connection, body, request, Member(request.from_rank, request.node_id, certificate), b"", by)
+        framed = self._prove(
+            connection, body, request, Member(request.from_rank, request.node_id, certificate), b"", by
+        )
         if self._certificate_of(request.node_id) is None:
             return False
-        wire.push((WELCOME,))
-        wire.flush(wait=True)
-        link = WireLink(wire)
+        framed.push((WELCOME,))
+        framed.flush(wait=True)
+        link = FramedLink(framed)
         with self._mutex:
             if self._closed or len(self._measuring) >= _MOST_MEASURING:
                 link.close()
@@ -148,7 +150,7 @@ class Links:
         threading.Thread(target=self._measured, args=(link,), name="measuring a link", daemon=True).start()
         return True
 
-    def _measured(self, link: WireLink) -> None:
+    def _measured(self, link: FramedLink) -> None:
         assert self._serve_measuring is not None
         try:
             with contextlib.suppress(PeerLost, RingProtocolError):
@@ -160,19 +162,19 @@ class Links:
 
     def _prove(
         self, connection: socket.socket, body: bytes, request: LinkRequest, member: Member, key: bytes, by: float
-    ) -> Wire:
-        wire: Wire
+    ) -> FramedSocket:
+        framed: FramedSocket
         if request.transport == "tls":
             context = server_context(self.identity, [as_peer(member)])
-            wire = tls_wire(connection, context, True, member.node_id, member.called, member.rank, by)
+            framed = open_tls_socket(connection, context, True, member.node_id, member.called, member.rank, by)
         else:
-            wire = plain_wire(connection, key, body, True, member.called, member.rank, by)
+            framed = open_plain_socket(connection, key, body, True, member.called, member.rank, by)
         # The preamble came unprotected: said again inside, it binds this link to what it was asked for.
-        if pull_by(wire, _FIRST_FRAME, by) != body:
+        if pull_by(framed, _FIRST_FRAME, by) != body:
             raise RingProtocolError(f"{member.called} asked for one link and opened another.", kind="network")
-        return wire
+        return framed
 
-    def expect(self, epoch: Epoch, purpose: Purpose, transport: Transport, member: Member) -> Future[Wire]:
+    def expect(self, epoch: Epoch, purpose: Purpose, transport: Transport, member: Member) -> Future[FramedSocket]:
         """Take the link that ``member`` will dial; the future has it, or is cancelled by :meth:`forget`.
 
         Raises PeerLost if these links are closed, RingProtocolError if the link is waited for already.
@@ -185,7 +187,7 @@ class Links:
             if key in self._expected:
                 raise RingProtocolError(f"The {purpose} link of {member.called} is waited for already.")
             self._expected[key] = expected
-        return expected.wire
+        return expected.framed
 
     def forget(self, epoch: str, purpose: Purpose | None = None, transport: Transport | None = None) -> None:
         """Expect nothing more of ``epoch`` (of that purpose and transport)."""
@@ -197,7 +199,7 @@ class Links:
             ]
             gone = [self._expected.pop(key) for key in keys]
         for expected in gone:
-            expected.wire.cancel()
+            expected.framed.cancel()
 
     def close_peer_measuring(self) -> None:
         """Cut every measurement that runs (a peer was forgotten)."""
@@ -213,5 +215,5 @@ class Links:
             gone = list(self._expected.values())
             self._expected.clear()
         for expected in gone:
-            expected.wire.cancel()
+            expected.framed.cancel()
         self.close_peer_measuring()

@@ -30,10 +30,10 @@ from engine.cluster.transport.epochs import (
     split_address,
 )
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
-from engine.cluster.transport.framed_socket import Wire
-from engine.cluster.transport.handshakes import plain_wire, pull_by, tls_wire
-from engine.cluster.transport.links import WireLink
+from engine.cluster.transport.framed_socket import FramedLink, FramedSocket, pull_by
 from engine.cluster.transport.mesh import Mesh
+from engine.cluster.transport.plain_socket import open_plain_socket
+from engine.cluster.transport.tls_socket import open_tls_socket
 from engine.errors import ModelError
 
 _RETRY_S = (0.02, 0.05, 0.1, 0.25)
@@ -52,27 +52,27 @@ def connect_mesh(links: Links, epoch: Epoch, transport: Transport = "tls", secon
 
     Raises ModelError (network) naming who could not be reached.
     """
-    wires = connect_wires(links, epoch, "exchange", transport, seconds)
-    return Mesh(epoch.rank, len(epoch.members), wires)
+    sockets = connect_sockets(links, epoch, "exchange", transport, seconds)
+    return Mesh(epoch.rank, len(epoch.members), sockets)
 
 
-def connect_commands(links: Links, epoch: Epoch, seconds: float = CONNECT_S) -> dict[int, WireLink]:
+def connect_commands(links: Links, epoch: Epoch, seconds: float = CONNECT_S) -> dict[int, FramedLink]:
     """The head's links to every follower, by rank; a follower's to the head, under 0. Raises ModelError (network)."""
-    wires = connect_wires(links, epoch, "command", "tls", seconds)
-    return {rank: WireLink(wire) for rank, wire in wires.items()}
+    sockets = connect_sockets(links, epoch, "command", "tls", seconds)
+    return {rank: FramedLink(framed) for rank, framed in sockets.items()}
 
 
-def connect_wires(
+def connect_sockets(
     links: Links, epoch: Epoch, purpose: Purpose, transport: Transport, seconds: float = CONNECT_S
-) -> dict[int, Wire]:
-    """A wire to every other member (commands: between the head and each follower only), made in parallel."""
+) -> dict[int, FramedSocket]:
+    """A framed socket to every other member (commands: between the head and each follower only), made in parallel."""
     me = epoch.rank
     others = [member for member in epoch.members if member.rank != me]
     if purpose == "command" and me != 0:
         others = [member for member in others if member.rank == 0]
     by = time.monotonic() + seconds
     stop = threading.Event()
-    coming: dict[int, Future[Wire]] = {}
+    coming: dict[int, Future[FramedSocket]] = {}
     dialling = [member for member in others if member.rank > me]
     pool = ThreadPoolExecutor(max_workers=max(1, len(dialling)), thread_name_prefix="dialling")
     try:
@@ -86,13 +86,13 @@ def connect_wires(
         stop.set()
         links.forget(epoch.epoch, purpose, transport)
         for future in coming.values():
-            future.add_done_callback(_close_wire)
+            future.add_done_callback(_close_socket)
         raise
     finally:
         pool.shutdown(wait=False)
 
 
-def _arrived(epoch: Epoch, future: Future[Wire], member: Member, seconds: float, by: float) -> Wire:
+def _arrived(epoch: Epoch, future: Future[FramedSocket], member: Member, seconds: float, by: float) -> FramedSocket:
     end = by + _GRACE_S
     try:
         while not wait([future], timeout=min(_POLL_S, max(0.0, end - time.monotonic()))).done:
@@ -109,14 +109,14 @@ def _arrived(epoch: Epoch, future: Future[Wire], member: Member, seconds: float,
         ) from None
 
 
-def _close_wire(future: Future[Wire]) -> None:
+def _close_socket(future: Future[FramedSocket]) -> None:
     if not future.cancelled() and future.exception() is None:
         future.result().close()
 
 
 def dial_link(
     links: Links, epoch: Epoch, member: Member, purpose: Purpose, transport: Transport, address: str, by: float
-) -> Wire:
+) -> FramedSocket:
     """One attempt at one address. Raises PeerLost, RingProtocolError, DiscoveryError."""
     host, port = split_address(address)
     request = LinkRequest(
@@ -131,10 +131,10 @@ def dial_link(
     body = msgspec.msgpack.encode(request)
     connection = dial((host, port), LINK_KIND, body, seconds=max(0.1, min(by - time.monotonic(), HANDSHAKE_S)))
     try:
-        wire: Wire
+        framed: FramedSocket
         if transport == "tls":
             context = client_context(links.identity, as_peer(member))
-            wire = tls_wire(connection, context, False, member.node_id, member.called, member.rank, by)
+            framed = open_tls_socket(connection, context, False, member.node_id, member.called, member.rank, by)
         else:
             if not in_networks(connection.getpeername()[0], epoch.trusted):
                 raise RingProtocolError(
@@ -142,12 +142,12 @@ def dial_link(
                     "not sent there.",
                     kind="network",
                 )
-            wire = plain_wire(connection, epoch.key, body, False, member.called, member.rank, by)
-        wire.push((body,))
-        wire.flush(wait=True)
-        if pull_by(wire, len(WELCOME), by) != WELCOME:
+            framed = open_plain_socket(connection, epoch.key, body, False, member.called, member.rank, by)
+        framed.push((body,))
+        framed.flush(wait=True)
+        if pull_by(framed, len(WELCOME), by) != WELCOME:
             raise RingProtocolError(f"{member.called} answered a link with something else.", kind="network")
-        return wire
+        return framed
     except BaseException:
         connection.close()
         raise
@@ -161,7 +161,7 @@ def _dial_until(
     transport: Transport,
     by: float,
     stop: threading.Event,
-) -> Wire:
+) -> FramedSocket:
     """Try all addresses until one works: the other node may not expect this link yet."""
     reason = "it has no address"
     attempt = 0
@@ -172,7 +172,7 @@ def _dial_until(
                 break
             try:
                 patience = _PATIENCE_S[min(attempt, len(_PATIENCE_S) - 1)]
-                wire = dial_link(
+                framed = dial_link(
                     links, epoch, member, purpose, transport, address, min(by, time.monotonic() + patience)
                 )
             except (PeerLost, RingProtocolError, DiscoveryError, OSError) as error:
@@ -181,9 +181,9 @@ def _dial_until(
                     reached = time.monotonic()
                 continue
             if stop.is_set():
-                wire.close()
+                framed.close()
                 break
-            return wire
+            return framed
         pause = _RETRY_S[min(attempt, len(_RETRY_S) - 1)]
         attempt += 1
         end = min(by, reached + UNREACHED_S)

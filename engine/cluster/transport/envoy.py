@@ -1,383 +1,375 @@
-"""The envoy: ``python -m engine.cluster.transport.envoy FD`` sends and receives for one engine, in a process of its
-own.
-
-The paper's section 4.3: so that the engine's interpreter never runs the network's event loop, a second process holds
-asynchronous gRPC streams to the other nodes' envoys. Here they are in mutual TLS with pinned certificates, one
-bidirectional stream per pair of nodes. The engine is at the other end of the pair of Unix sockets whose descriptor is
-the one argument; the process ends with it.
-"""
+"""The engine's side of the envoy: an exchange whose network is in another process
+(:mod:`engine.cluster.transport.envoy_process`)."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import hmac
-import signal
+import os
+import select
 import socket
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, cast
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
-import grpc
-import grpc.aio
 import msgspec
 
 from discovery.addresses import shown_address
-from discovery.tls import TLS_NAME, shown_to_grpc
-from engine.cluster.transport.envoy_messages import (
+from discovery.names import plain_text
+from engine.cluster.transport.accepting import Links
+from engine.cluster.transport.collective import made_while_wanted
+from engine.cluster.transport.connecting import connect_sockets
+from engine.cluster.transport.envoy_process import (
     BYE,
     CONTROL,
+    CONTROL_LIMIT,
     FRAME,
     KNOWN_KINDS,
     LAST,
     LOST,
     MESSAGE_LIMIT,
     MORE,
-    SERVICE,
+    PIECE_BYTES,
     EnvoyPeer,
     EnvoyPorts,
     EnvoyReady,
     EnvoySetup,
     EnvoyTargets,
 )
-from engine.cluster.transport.framed_socket import SILENT_S
+from engine.cluster.transport.epochs import CONNECT_S, Epoch
+from engine.cluster.transport.exchange import Buffer, PeerLost, RingProtocolError
+from engine.cluster.transport.framed_socket import CLOSE_WAIT_S, LARGEST_FRAME, FramedSocket, pull_by
+from engine.cluster.transport.grpc_environment import ONLY_TLS_1_3
+from engine.errors import ModelError
 
-_READ_BYTES = MESSAGE_LIMIT + FRAME.size
-_MOST_WAITING = 64
-"""Pieces for one peer that wait to be sent; the engine's socket is not read on while there are so many."""
-_GOODBYE_S = 0.25
-_GREETING = b"privatellm envoy"
-OPTIONS = (
-    ("grpc.max_receive_message_length", MESSAGE_LIMIT),
-    ("grpc.max_send_message_length", MESSAGE_LIMIT),
-    ("grpc.max_metadata_size", 8 * 1024),
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_concurrent_streams", 8),
-    # Strangers may knock: they are cut off soon, and are few at a time.
-    ("grpc.server_handshake_timeout_ms", 5_000),
-    ("grpc.max_allowed_incoming_connections", 64),
-    # A link that carries nothing any more is noticed: at once where data waits for an acknowledgement, else by pings.
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", SILENT_S * 1000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.enable_retries", 0),
-    ("grpc.optimization_target", "latency"),
-)
-
-Write = Callable[[bytes], Awaitable[Any]]
+END_S = 1.0
+"""An envoy that was closed has so long to end before it is killed."""
+_READ_BYTES = 1 << 18
+_Message = TypeVar("_Message")
 
 
-class EngineGone(Exception):
-    """The engine closed its end, or died, or sent what no engine sends."""
+class EnvoyExchange:
+    """:class:`engine.cluster.transport.exchange.Exchange` through an envoy. Made by :func:`connect_envoy`."""
 
+    def __init__(self, epoch: Epoch, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
+        self._epoch = epoch
+        self._process = process
+        self._socket = connection
+        self._names = {member.rank: member.called for member in epoch.members}
+        self._others = [member.rank for member in epoch.members if member.rank != epoch.rank]
+        self._unsent: deque[memoryview] = deque()
+        self._raw = memoryview(bytearray(_READ_BYTES))
+        self._input = bytearray()
+        self._pieces: dict[int, list[bytes]] = {rank: [] for rank in self._others}
+        self._complete: dict[int, deque[bytes]] = {rank: deque() for rank in self._others}
+        self._ended: dict[int, PeerLost] = {}
+        self._capacity = 0
+        self._own = memoryview(b"")
+        self._in_use = threading.Lock()
+        self._closed = False
+        self.idle_s = 0.0
 
-class EngineSocket(asyncio.BufferedProtocol):
-    """Frames to and from the engine. What comes is parsed in the event loop's callback, without a task in between.
+    @property
+    def name(self) -> str:
+        return "envoy"
 
-    Control frames are waited for with :meth:`control`; when :meth:`dispatch` was called, all others go to its function.
-    """
+    @property
+    def rank(self) -> int:
+        return self._epoch.rank
 
-    def __init__(self) -> None:
-        self.gone: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._controls: asyncio.Queue[bytes] = asyncio.Queue()
-        self._dispatch: Callable[[int, bytes], None] | None = None
-        self._transport: asyncio.Transport | None = None
-        self._buffer = memoryview(bytearray(_READ_BYTES))
-        self._end = 0
-        self._writable = asyncio.Event()
-        self._writable.set()
+    @property
+    def size(self) -> int:
+        return len(self._epoch.members)
 
-    # asyncio's callbacks
+    def send(self, parts: Sequence[Buffer], capacity: int) -> None:
+        """See :class:`Exchange`."""
+        with self._in_use:
+            self._usable()
+            self._capacity = capacity
+            own = b"".join(parts)
+            self._own = memoryview(own)
+            if self._others:
+                self._queue(own)
+                self._write_out()
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+    def _queue(self, own: bytes) -> None:
+        if len(own) > LARGEST_FRAME:
+            raise RingProtocolError(f"{len(own)} bytes are more than an envoy carries.", kind="network")
+        whole = memoryview(own)
+        for start in range(0, max(1, len(own)), PIECE_BYTES):
+            piece = whole[start : start + PIECE_BYTES]
+            kind = LAST if start + PIECE_BYTES >= len(own) else MORE
+            self._unsent.append(memoryview(FRAME.pack(len(piece), kind, self._epoch.rank)))
+            if piece:
+                self._unsent.append(piece)
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer[self._end :]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self._end += nbytes
-        start = 0
-        while self._end - start >= FRAME.size:
-            length, kind, _ = FRAME.unpack_from(self._buffer, start)
-            if length > MESSAGE_LIMIT or kind not in KNOWN_KINDS:
-                self._fail("something else than was expected")
+    def _write_out(self) -> None:
+        while self._unsent:
+            some = [self._unsent[index] for index in range(min(16, len(self._unsent)))]
+            try:
+                count = self._socket.sendmsg(some, (), socket.MSG_DONTWAIT)
+            except BlockingIOError:
                 return
-            stop = start + FRAME.size + length
-            if stop > self._end:
-                break
-            self._take(kind, bytes(self._buffer[start + FRAME.size : stop]))
-            start = stop
-        if start:
-            rest = bytes(self._buffer[start : self._end])
-            self._buffer[: len(rest)] = rest
-            self._end = len(rest)
+            except OSError:
+                raise self._envoy_lost() from None
+            while self._unsent and count >= len(self._unsent[0]):
+                count -= len(self._unsent.popleft())
+            if count:
+                self._unsent[0] = self._unsent[0][count:]
 
-    def eof_received(self) -> bool:
-        self._fail("closed")
-        return False
+    def receive(self) -> list[memoryview]:
+        """See :class:`Exchange`."""
+        with self._in_use:
+            self._usable()
+            try:
+                while self._unsent or not all(self._complete.values()):
+                    self._check_ended()
+                    self._step()
+                frames = [memoryview(self._complete[rank].popleft()) for rank in self._others]
+                for rank, frame in zip(self._others, frames, strict=True):
+                    if len(frame) > self._capacity:
+                        raise RingProtocolError(
+                            f"{self._names[rank]} sent {len(frame)} bytes where {self._capacity} are allowed.",
+                            kind="network",
+                        )
+            except (PeerLost, RingProtocolError):
+                self._end()
+                raise
+        frames.insert(self._epoch.rank, self._own)
+        return frames
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._fail(str(exc or "closed"))
-        self._writable.set()
+    def missing(self) -> list[int]:
+        """See :class:`Exchange`."""
+        return [rank for rank in self._others if not self._complete[rank]]
 
-    def pause_writing(self) -> None:
-        self._writable.clear()
+    def _check_ended(self) -> None:
+        """A node that went after its contribution came is nobody's trouble before the next exchange."""
+        for rank, end in self._ended.items():
+            if not self._complete[rank]:
+                raise end
 
-    def resume_writing(self) -> None:
-        self._writable.set()
-
-    def _take(self, kind: int, payload: bytes) -> None:
-        if kind == CONTROL and self._controls.qsize() < 2:
-            self._controls.put_nowait(payload)
-        elif kind != CONTROL and self._dispatch is not None:
-            self._dispatch(kind, payload)
-        else:
-            self._fail("something else than was expected")
-
-    def _fail(self, reason: str) -> None:
-        if not self.gone.done():
-            self.gone.set_result(reason)
-
-    # For the envoy
-
-    def dispatch(self, take: Callable[[int, bytes], None]) -> None:
-        """From now on, frames of the exchange go to ``take(kind, payload)``."""
-        self._dispatch = take
-
-    def hold(self, stop: bool) -> None:
-        """Read no further while a peer takes nothing; the engine's kernel buffer fills, and the engine waits."""
-        if self._transport is not None and not self._transport.is_closing():
-            (self._transport.pause_reading if stop else self._transport.resume_reading)()
-
-    async def control(self, kind: type[Any]) -> Any:
-        """The next control message. Raises EngineGone."""
-        message = asyncio.ensure_future(self._controls.get())
-        await asyncio.wait((message, self.gone), return_when=asyncio.FIRST_COMPLETED)
-        if not message.done():
-            message.cancel()
-            raise EngineGone(self.gone.result())
+    def _step(self) -> None:
+        """Wait until the envoy takes or gives something."""
+        wait = True
+        began = time.perf_counter()
+        if self._unsent:
+            poller = select.poll()
+            poller.register(self._socket, select.POLLIN | select.POLLOUT)
+            events = poller.poll()[0][1]
+            if events & select.POLLOUT:
+                self._write_out()
+            if not events & ~select.POLLOUT:
+                return
+            wait = False
         try:
-            return msgspec.msgpack.decode(message.result(), type=kind)
-        except msgspec.DecodeError as error:
-            raise EngineGone(str(error)) from None
+            count = self._socket.recv_into(self._raw, 0, 0 if wait else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        except OSError:
+            raise self._envoy_lost() from None
+        self.idle_s += time.perf_counter() - began
+        if not count or self._closed:
+            raise self._envoy_lost()
+        self._input += self._raw[:count]
+        self._take_frames()
 
-    async def write(self, kind: int, rank: int, payload: bytes | memoryview = b"") -> None:
-        """Waits while the engine does not read: the peer whose message this is then waits too. Raises EngineGone."""
-        if self.gone.done() or self._transport is None:
-            raise EngineGone("closed")
-        self._transport.write(b"".join((FRAME.pack(len(payload), kind, rank), payload)))
-        if not self._writable.is_set():
-            await self._writable.wait()
-
-
-class NodeStream:
-    """One other node: its stream, and what waits to be sent on it."""
-
-    def __init__(self, facts: EnvoyPeer, go: asyncio.Event) -> None:
-        self.facts = facts
-        self.waiting: asyncio.Queue[bytes] = asyncio.Queue()
-        self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ended = asyncio.Event()
-        self.taken = False
-        self._go = go
-        self._left = False
-
-    async def serve(self, write: Write, messages: AsyncIterator[bytes], engine: EngineSocket) -> None:
-        """Carry both directions until one of them ends, then tell the engine."""
-        await self._go.wait()  # not before the engine knows that the exchange begins
-        writer = asyncio.create_task(self._send(write, engine), name=f"to {self.facts.rank}")
-        reason = "its stream ended"
-        try:
-            async for message in messages:
-                if not await self._received(message, engine):
+    def _take_frames(self) -> None:
+        start = 0
+        with memoryview(self._input) as view:
+            while len(view) - start >= FRAME.size:
+                length, kind, rank = FRAME.unpack_from(view, start)
+                if length > MESSAGE_LIMIT or kind not in KNOWN_KINDS:
+                    raise RingProtocolError("The envoy of this machine sent something else.", kind="network")
+                end = start + FRAME.size + length
+                if end > len(view):
                     break
-        except (grpc.RpcError, asyncio.CancelledError, EngineGone) as error:
-            reason = _reason(error)
-        finally:
-            writer.cancel()
-            with contextlib.suppress(asyncio.CancelledError, grpc.RpcError, asyncio.InvalidStateError):
-                await writer
-            self.ended.set()
-            with contextlib.suppress(EngineGone):
-                if self._left:
-                    await engine.write(BYE, self.facts.rank)
-                else:
-                    await engine.write(LOST, self.facts.rank, reason.encode()[:500])
+                self._take(kind, rank, bytes(view[start + FRAME.size : end]))
+                start = end
+        del self._input[:start]
 
-    async def _received(self, message: bytes, engine: EngineSocket) -> bool:
-        """Whether more may come."""
-        kind = message[0] if message else -1
-        if kind in (MORE, LAST):
-            await engine.write(kind, self.facts.rank, memoryview(message)[1:])
-            return True
-        self._left = kind == BYE
-        return False
-
-    async def _send(self, write: Write, engine: EngineSocket) -> None:
-        while True:
-            message = await self.waiting.get()
-            await write(message)
-            if self.waiting.qsize() == _MOST_WAITING // 2:
-                engine.hold(False)
-
-
-class Envoy:
-    """The streams of one epoch. ``run`` returns when the engine is gone or said goodbye."""
-
-    def __init__(self, engine: EngineSocket, setup: EnvoySetup) -> None:
-        self._engine = engine
-        self._setup = setup
-        self._go = asyncio.Event()
-        self._peers = {peer.rank: NodeStream(peer, self._go) for peer in setup.peers}
-        self._server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=16)
-        self._channels: list[grpc.aio.Channel] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._said_goodbye = False
-
-    async def run(self) -> None:
-        """Listen, connect, and dispatch. Raises EngineGone."""
-        try:
-            await self._engine.write(CONTROL, self._setup.rank, msgspec.msgpack.encode(await self._listen()))
-            targets = cast(EnvoyTargets, await self._engine.control(EnvoyTargets))
-            problem = await self._connect(targets.targets)
-            self._engine.dispatch(self._dispatch)
-            await self._engine.write(CONTROL, self._setup.rank, msgspec.msgpack.encode(EnvoyReady(problem=problem)))
-            if not problem:
-                self._go.set()
-                await self._engine.gone
-        finally:
-            await self._close()
-
-    async def _listen(self) -> EnvoyPorts:
-        handler = grpc.stream_stream_rpc_method_handler(self._accept)
-        service, _, method = SERVICE.strip("/").partition("/")
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
-        roots = b"".join(peer.certificate for peer in self._setup.peers) or self._setup.certificate
-        credentials = grpc.ssl_server_credentials(
-            [(self._setup.private_key, self._setup.certificate)], roots, require_client_auth=True
-        )
-        ports = {}
-        for address in self._setup.addresses:
-            ports[address] = self._server.add_secure_port(shown_address(address, 0), credentials)
-        await self._server.start()
-        return EnvoyPorts(ports=ports)
-
-    async def _accept(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        """The server's side of a stream: only the node that its certificate says, once, in this epoch."""
-        said = dict(context.invocation_metadata() or ())
-        peer = self._peers.get(int(said["rank"])) if str(said.get("rank", "")).isdigit() else None
-        right = (
-            peer is not None
-            and said.get("epoch") == self._setup.epoch
-            and not peer.taken
-            and hmac.compare_digest(shown_to_grpc(context.auth_context()), peer.facts.node_id)
-        )
-        if peer is None or not right:
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, "")
+    def _take(self, kind: int, rank: int, payload: bytes) -> None:
+        name = self._names.get(rank, f"node {rank + 1}")
+        if kind == CONTROL or rank not in self._pieces:
+            raise RingProtocolError("The envoy of this machine sent something else.", kind="network")
+        if kind == LOST:
+            why = plain_text(payload.decode("utf-8", "replace"))
+            self._ended.setdefault(rank, PeerLost(f"{name} is gone: its stream ended ({why}).", (rank,)))
             return
-        peer.taken = True
-        await context.write(_GREETING)
-        _settle(peer.connected)
-        await peer.serve(context.write, requests, self._engine)
-
-    async def _connect(self, targets: dict[int, str]) -> str:
-        """A sentence if it did not work."""
-        for rank, target in targets.items():
-            peer = self._peers.get(rank)
-            if peer is None:
-                return f"There is no node {rank} in this epoch."
-            task = asyncio.create_task(self._dial(peer, target), name=f"stream to {rank}")
-            self._tasks.add(task)
-        everybody = asyncio.gather(*(peer.connected for peer in self._peers.values()))
-        await asyncio.wait(
-            (everybody, self._engine.gone), timeout=self._setup.seconds, return_when=asyncio.FIRST_COMPLETED
-        )
-        if everybody.done():
-            failure = everybody.exception()
-        else:
-            everybody.cancel()
-            failure = TimeoutError()
-        if self._engine.gone.done():
-            raise EngineGone(self._engine.gone.result())
-        missing = [peer.facts.name for peer in self._peers.values() if not _settled(peer.connected)]
-        if failure is None:
-            return ""
-        return f"The envoy of {', '.join(missing) or 'a node'} cannot be reached ({_reason(failure)})."
-
-    async def _dial(self, peer: NodeStream, target: str) -> None:
-        credentials = grpc.ssl_channel_credentials(
-            peer.facts.certificate, self._setup.private_key, self._setup.certificate
-        )
-        options = (*OPTIONS, ("grpc.ssl_target_name_override", TLS_NAME))
-        channel = grpc.aio.secure_channel(target, credentials, options)
-        self._channels.append(channel)
-        metadata = (("epoch", self._setup.epoch), ("rank", str(self._setup.rank)))
-        call = channel.stream_stream(SERVICE)(metadata=metadata, wait_for_ready=True, timeout=None)
-        messages = aiter(call)
-        try:
-            if await anext(messages) != _GREETING:
-                raise ConnectionError("it is no envoy of this version")
-        except (grpc.RpcError, StopAsyncIteration, ConnectionError) as error:
-            if not peer.connected.done():
-                peer.connected.set_exception(error if isinstance(error, grpc.RpcError) else TimeoutError(str(error)))
+        if kind == BYE:
+            self._ended.setdefault(rank, PeerLost(f"{name} left the ring."))
             return
-        _settle(peer.connected)
-        await peer.serve(call.write, messages, self._engine)
-        call.cancel()
+        pieces, complete = self._pieces[rank], self._complete[rank]
+        # Another node can be one exchange ahead of this one: one contribution is looked at, one may wait.
+        pieces_fit = (len(pieces) + 1) * PIECE_BYTES <= LARGEST_FRAME and (len(payload) == PIECE_BYTES or kind == LAST)
+        if len(complete) > 1 or not pieces_fit or len(payload) > PIECE_BYTES:
+            raise RingProtocolError(f"{name} sends more than the exchange asks for, or less.", kind="network")
+        pieces.append(payload)
+        if kind == LAST:
+            complete.append(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+            pieces.clear()
 
-    def _dispatch(self, kind: int, payload: bytes) -> None:
-        """From the engine to all peers. A goodbye is told to them; the engine's end of the pair ends then too."""
-        self._said_goodbye = kind == BYE
-        message = b"".join((bytes((kind,)), payload))
-        for peer in self._peers.values():
-            peer.waiting.put_nowait(message)
-            if peer.waiting.qsize() >= _MOST_WAITING:
-                self._engine.hold(True)
+    def close(self) -> None:
+        """See :class:`Exchange`. The envoy has ended when this returns."""
+        self._closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+        free = self._in_use.acquire(timeout=CLOSE_WAIT_S)
+        if not free:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+            free = self._in_use.acquire(timeout=CLOSE_WAIT_S)
+        try:
+            self._end()
+        finally:
+            if free:
+                self._in_use.release()
 
-    async def _close(self) -> None:
-        streams = [
-            asyncio.ensure_future(peer.ended.wait()) for peer in self._peers.values() if _settled(peer.connected)
-        ]
-        if streams and self._said_goodbye:
-            await asyncio.wait(streams, timeout=_GOODBYE_S)  # the others end them when they have heard it
-        for task in (*streams, *self._tasks):
-            task.cancel()
-        for channel in self._channels:
-            await channel.close(0)
-        await self._server.stop(0)
+    def _usable(self) -> None:
+        if self._closed:
+            raise PeerLost("The ring's envoy was closed.")
+
+    def _envoy_lost(self) -> PeerLost:
+        if self._closed:
+            return PeerLost("The ring's envoy was closed.")
+        return PeerLost("This machine's envoy ended.", (self._epoch.rank,))
+
+    def _end(self) -> None:
+        """Say goodbye where that is possible, and see the process out."""
+        self._closed = True
+        if self._socket.fileno() >= 0:
+            if not self._unsent:
+                with contextlib.suppress(OSError):
+                    self._socket.send(FRAME.pack(0, BYE, self._epoch.rank), socket.MSG_DONTWAIT)
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_WR)
+            try:
+                self._process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._socket.close()
+
+    # Setting up
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """One control message to the envoy. Raises PeerLost."""
+        payload = msgspec.msgpack.encode(message)
+        try:
+            self._socket.sendall(FRAME.pack(len(payload), CONTROL, self._epoch.rank) + payload)
+        except OSError:
+            raise self._envoy_lost() from None
+
+    def hear(self, kind: type[_Message], by: float) -> _Message:
+        """The envoy's control message, before ``by`` (time.monotonic()). Raises PeerLost, RingProtocolError."""
+        data = b""
+        try:
+            while len(data) < FRAME.size or len(data) < FRAME.size + FRAME.unpack_from(data)[0]:
+                self._socket.settimeout(max(0.001, by - time.monotonic()))
+                # Never more than the message: what follows it belongs to the exchange.
+                want = FRAME.size if len(data) < FRAME.size else FRAME.size + FRAME.unpack_from(data)[0]
+                piece = self._socket.recv(min(CONTROL_LIMIT, want - len(data)))
+                if not piece:
+                    raise self._envoy_lost()
+                data += piece
+            self._socket.settimeout(None)
+            return msgspec.msgpack.decode(data[FRAME.size :], type=kind)
+        except OSError:
+            raise PeerLost("This machine's envoy does not answer.", (self._epoch.rank,)) from None
+        except msgspec.DecodeError as error:
+            raise RingProtocolError(f"The envoy of this machine sent something else ({error}).") from None
 
 
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
+def connect_envoy(links: Links, epoch: Epoch, seconds: float = CONNECT_S) -> EnvoyExchange:
+    """Start this node's envoy and connect it to the others'; every node of ``epoch`` calls this at about the same time.
+
+    Where the envoys listen is told over links in TLS of our own, so no further port has to be known or open before.
+    Raises ModelError (network).
+    """
+    by = time.monotonic() + seconds
+    sockets = connect_sockets(links, epoch, "envoy", "tls", seconds)
+
+    def wake() -> None:
+        for framed in sockets.values():
+            framed.cut()
+
+    return made_while_wanted(epoch, lambda: _connected(links, epoch, sockets, by), EnvoyExchange.close, wake)
 
 
-def _settled(future: asyncio.Future[None]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return str(error.details() or error.code())
-    return str(error) or "no answer in time"
-
-
-async def main(descriptor: int) -> None:
-    """Serve the engine at ``descriptor`` until it is gone."""
-    connection = socket.socket(fileno=descriptor)
-    connection.setblocking(False)
-    transport, engine = await asyncio.get_running_loop().create_connection(EngineSocket, sock=connection)
+def _connected(links: Links, epoch: Epoch, sockets: Mapping[int, FramedSocket], by: float) -> EnvoyExchange:
+    exchange: EnvoyExchange | None = None
     try:
-        with contextlib.suppress(EngineGone):
-            setup = cast(EnvoySetup, await engine.control(EnvoySetup))
-            await Envoy(engine, setup).run()
+        exchange = _started(links, epoch, sockets, by)
+        targets = _exchange_ports(exchange, epoch, sockets, by)
+        exchange.tell(EnvoyTargets(targets=targets))
+        ready = exchange.hear(EnvoyReady, by + END_S)
+        if ready.problem:
+            raise ModelError(ready.problem, kind="network")
+        return exchange
+    except (PeerLost, RingProtocolError) as error:
+        if exchange is not None:
+            exchange.close()
+        raise ModelError(f"The envoys cannot be connected: {error}", kind="network") from None
+    except BaseException:
+        if exchange is not None:
+            exchange.close()
+        raise
     finally:
-        transport.close()
+        for framed in sockets.values():
+            framed.close()
 
 
-if __name__ == "__main__":
-    # Ctrl-C reaches all processes of a terminal; what it means is the engine's decision, and this one ends with it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    asyncio.run(main(int(sys.argv[1])))
+def _started(links: Links, epoch: Epoch, sockets: Mapping[int, FramedSocket], by: float) -> EnvoyExchange:
+    mine, theirs = socket.socketpair()
+    with theirs:
+        process: subprocess.Popen[bytes] = subprocess.Popen(
+            # -P: somebody's folder named ``engine``, in which this was started, is not our engine.
+            [sys.executable, "-P", "-m", "engine.cluster.transport.envoy_process", str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=_environment(),
+        )
+    exchange = EnvoyExchange(epoch, mine, process)
+    peers = [
+        EnvoyPeer(rank=other.rank, node_id=other.node_id, certificate=other.certificate, name=other.called)
+        for other in epoch.members
+        if other.rank != epoch.rank
+    ]
+    setup = EnvoySetup(
+        epoch=epoch.epoch,
+        rank=epoch.rank,
+        certificate=links.identity.certificate_pem,
+        private_key=links.identity.key_pem,
+        peers=peers,
+        addresses=sorted({framed.local_address for framed in sockets.values()}),
+        seconds=max(0.1, by - time.monotonic()),
+    )
+    exchange.tell(setup)
+    return exchange
+
+
+def _environment() -> dict[str, str]:
+    """This process's, and where the packages are: the envoy need not be started in the same folder."""
+    paths = [path for path in sys.path if path]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "GRPC_VERBOSITY": "NONE", **ONLY_TLS_1_3}
+
+
+def _exchange_ports(
+    exchange: EnvoyExchange, epoch: Epoch, sockets: Mapping[int, FramedSocket], by: float
+) -> dict[int, str]:
+    """Tell every peer at which port my envoy listens on the address of our link; hear theirs.
+
+    Returns ``HOST:PORT`` by rank of those that this node's envoy dials: the higher ranks."""
+    ports = exchange.hear(EnvoyPorts, by).ports
+    for framed in sockets.values():
+        framed.push((ports[framed.local_address].to_bytes(2, "big"),))
+        framed.flush(wait=True)
+    targets = {}
+    for rank, framed in sockets.items():
+        port = int.from_bytes(pull_by(framed, 2, by), "big")
+        if rank > epoch.rank:
+            targets[rank] = shown_address(framed.remote_address, port)
+    return targets

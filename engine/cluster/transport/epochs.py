@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,6 +14,8 @@ import msgspec
 from discovery.certificates import CertificateError, der_of, fingerprint
 from discovery.peers import Peer
 from engine.cluster.transport.exchange import RingProtocolError
+from engine.errors import ModelError
+from engine.ipc.messages.ring import ExchangeName
 
 Purpose = Literal["exchange", "command", "measure", "envoy"]
 Transport = Literal["tls", "socket"]
@@ -82,6 +84,18 @@ def in_networks(address: str, networks: Sequence[str]) -> bool:
             if ip in ipaddress.ip_network(network, strict=False):
                 return True
     return False
+
+
+def check_trusted(exchange: ExchangeName, addresses: Iterable[str], trusted: Sequence[str]) -> None:
+    """Raises ModelError (network) if one of the IP ``addresses`` is on no ``trusted`` network: ``exchange`` is plain
+    text."""
+    for address in addresses:
+        if not in_networks(address, trusted):
+            raise ModelError(
+                f"The exchange “{exchange}” is plain text, and {address} is on no network that was called trusted: "
+                "choose tls, or name the network in the ring's settings.",
+                kind="network",
+            )
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -35,7 +35,7 @@ class Exchange(Protocol):
 
     @property
     def idle_s(self) -> float:
-        """Seconds spent waiting for the others since the exchange began: the slowest node, and the wire."""
+        """Seconds spent waiting for the others since the exchange began: the slowest node, and the socket."""
         ...
 
     def send(self, parts: Sequence[Buffer], capacity: int) -> None:

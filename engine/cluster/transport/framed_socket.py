@@ -4,34 +4,33 @@ A frame is a header (length of the payload, number of the frame in its direction
 first 16 bytes of HMAC-SHA256 over header and payload under a key of this connection and this direction. So nothing can
 be changed, replayed, reordered, or sent back to where it came from. In TLS the records are protected by TLS itself.
 
-A wire never waits unless it is asked to; who has several of them polls (:mod:`engine.cluster.transport.mesh`). One
-thread at a time.
+A framed socket never waits unless it is asked to; who has several of them polls (:mod:`engine.cluster.transport.mesh`).
+One thread at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
+import select
 import socket
-import ssl
 import struct
 import sys
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 from engine.cluster.transport.exchange import Buffer, PeerLost, RingProtocolError
 
 HEADER = struct.Struct(">IQ")
 """Length of the payload in bytes; number of the frame in this direction, from 0."""
-TAG_BYTES = 16
 LARGEST_FRAME = 1 << 30
 """No payload is larger, whatever a caller allows (bytes)."""
 GOODBYE = 0xFFFF_FFFF
-"""In the place of a length: the sender closes this wire in an orderly way; nothing follows."""
+"""In the place of a length: the sender closes this socket in an orderly way; nothing follows."""
 READ_BYTES = 1 << 16
-TLS_READ_BYTES = 1 << 18
 TURN_BYTES = 1 << 19
 """Sent or received at most before it is the other direction's turn, so that both directions of a link are in use."""
 GROWN_BYTES = 1 << 20
@@ -43,12 +42,15 @@ SILENT_S = 4
 have to be lost for a mistake."""
 _DARWIN_CONNDROPTIME = 0x80
 """``TCP_RXT_CONNDROPTIME``, in seconds; the socket module does not name it."""
-_MOST_PARTS = 64
 _LAST_FRAMES = 3
 
 
-class Wire(ABC):
-    """What plain and TLS wires share: framing, buffers, and what the end of a connection means."""
+CLOSE_WAIT_S = 0.25
+"""Seconds that closing waits for a thread that was woken to leave the socket before the connection is cut hard."""
+
+
+class FramedSocket(ABC):
+    """What plain and TLS sockets share: framing, buffers, and what the end of a connection means."""
 
     encrypted = False
 
@@ -250,7 +252,7 @@ class Wire(ABC):
         return _ip(self._socket.getpeername)
 
     def interrupt(self) -> None:
-        """From any thread: whoever waits in this wire wakes up and raises PeerLost."""
+        """From any thread: whoever waits in this socket wakes up and raises PeerLost."""
         self.closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
@@ -262,7 +264,7 @@ class Wire(ABC):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Say goodbye if that is possible at once, and close the socket. Not while another thread uses the wire."""
+        """Say goodbye if that is possible at once, and close the socket. Not while another thread uses the socket."""
         if self._socket.fileno() < 0:
             return
         if not self.unsent:
@@ -333,150 +335,88 @@ def _ip(of: Callable[[], Any]) -> str:
     return f"{host}%{name[3]}" if len(name) == 4 and name[3] and "%" not in host else host
 
 
-class PlainWire(Wire):
-    """Plain text. ``send_key`` and ``receive_key`` [32 bytes each] belong to this connection alone and differ."""
+class FramedLink:
+    """:class:`engine.cluster.transport.exchange.Link` over a :class:`FramedSocket`. One thread sends and receives, any
+    may close."""
 
-    _tag_bytes = TAG_BYTES
-
-    def __init__(self, connection: socket.socket, peer: str, rank: int, send_key: bytes, receive_key: bytes) -> None:
-        super().__init__(connection, peer, rank)
-        # Copying a keyed state is cheaper than keying anew for every frame.
-        self._send_code = hmac.new(send_key, digestmod="sha256")
-        self._receive_code = hmac.new(receive_key, digestmod="sha256")
-
-    def push(self, parts: Sequence[Buffer]) -> None:
-        if len(parts) > _MOST_PARTS:
-            parts = (b"".join(parts),)
-        header, length = self._number_frame(parts)
-        self._start_frame(header, parts, HEADER.size + length + TAG_BYTES)
-
-    def _start_frame(self, header: bytes, parts: Sequence[Buffer], total: int) -> None:
-        code = self._send_code.copy()
-        code.update(header)
-        for part in parts:
-            code.update(part)
-        pieces = [header, *parts, code.digest()[:TAG_BYTES]]
-        count = 0
-        if not self._outgoing:
-            try:
-                count = self._socket.sendmsg(pieces, (), socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                count = 0
-            except OSError as error:
-                raise self._lost_sending(error) from None
-        if count < total:
-            self._keep(pieces, count)
-
-    def _keep(self, pieces: Sequence[Buffer], sent: int) -> None:
-        for piece in pieces:
-            view = memoryview(piece).cast("B") if memoryview(piece).nbytes else memoryview(b"")
-            if sent >= len(view):
-                sent -= len(view)
-                continue
-            self._outgoing.append(view[sent:])
-            sent = 0
-
-    def _read_into(self, space: memoryview, wait: bool) -> int:
-        return self._recv_into(space, wait)
-
-    def _check(self, content: memoryview, tag: memoryview) -> None:
-        code = self._receive_code.copy()
-        code.update(content)
-        if not hmac.compare_digest(code.digest()[:TAG_BYTES], tag):
-            raise RingProtocolError(
-                f"A frame on the link to {self.peer} was changed on its way, or is not from it.", kind="network"
-            )
-
-    def _push_goodbye(self) -> None:
-        self._start_frame(HEADER.pack(GOODBYE, self._sent), (), HEADER.size + TAG_BYTES)
-        self._sent += 1
-
-
-class TlsWire(Wire):
-    """TLS over memory: the socket is read and written in large pieces, and never falls back to plain text."""
-
-    encrypted = True
-
-    def __init__(
-        self,
-        connection: socket.socket,
-        peer: str,
-        rank: int,
-        session: ssl.SSLObject,
-        incoming: ssl.MemoryBIO,
-        outgoing: ssl.MemoryBIO,
-    ) -> None:
-        super().__init__(connection, peer, rank)
-        self._session = session
-        self._incoming = incoming
-        self._outgoing_records = outgoing
-        self._unencrypted: deque[memoryview] = deque()
-        self._raw = memoryview(bytearray(TLS_READ_BYTES))
+    def __init__(self, framed: FramedSocket) -> None:
+        self._framed = framed
+        self._in_use = threading.Lock()
+        self._closed = False
 
     @property
-    def unsent(self) -> bool:
-        return bool(self._outgoing or self._unencrypted)
+    def peer(self) -> str:
+        return self._framed.peer
 
     @property
-    def buffered(self) -> bool:
-        return self._end > self._start or self._incoming.pending > 0 or self._session.pending() > 0
+    def encrypted(self) -> bool:
+        return self._framed.encrypted
 
-    def push(self, parts: Sequence[Buffer]) -> None:
-        header, length = self._number_frame(parts)
-        if length <= TLS_READ_BYTES and not self._unencrypted:
-            self._encrypt(b"".join((header, *parts)))
-        else:
-            self._unencrypted.append(memoryview(header))
-            self._unencrypted.extend(memoryview(part).cast("B") for part in parts if memoryview(part).nbytes)
-        self.flush()
-
-    def flush(self, wait: bool = False) -> None:
-        turn = 0
-        while True:
-            self._write_out(wait)
-            if self._outgoing or not self._unencrypted or (turn >= TURN_BYTES and not wait):
-                return
-            turn += self._encrypt_more()
-
-    def _encrypt_more(self) -> int:
-        """Encrypt a piece of what waits: a frame of many megabytes is never in memory twice."""
-        head = self._unencrypted.popleft()
-        piece, rest = head[:TLS_READ_BYTES], head[TLS_READ_BYTES:]
-        if rest:
-            self._unencrypted.appendleft(rest)
-        self._encrypt(piece)
-        return len(piece)
-
-    def _encrypt(self, content: bytes | memoryview) -> None:
-        try:
-            self._session.write(content)
-        except ssl.SSLError as error:
-            raise RingProtocolError(
-                f"The link to {self.peer} encrypts nothing any more ({error.reason}).", kind="network"
-            ) from None
-        self._outgoing.append(memoryview(self._outgoing_records.read()))
-
-    def _read_into(self, space: memoryview, wait: bool) -> int:
-        while True:
+    def send(self, *parts: Buffer) -> None:
+        """See :class:`Link`. Waits until the frame is in the kernel's hands."""
+        with self._in_use:
+            self._usable()
             try:
-                # With a buffer, read() gives the number of bytes; the annotations know a bytearray only.
-                return cast(int, self._session.read(len(space), cast(bytearray, space)))
-            except ssl.SSLWantReadError:
-                count = self._recv_into(self._raw, wait)
-                if not count:
-                    return 0
-                self._incoming.write(self._raw[:count])
-            except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
-                raise self._lost(None) from None
-            except ssl.SSLError as error:
-                raise RingProtocolError(
-                    f"What came on the link to {self.peer} is no TLS of this connection ({error.reason}).",
-                    kind="network",
-                ) from None
+                self._framed.push(parts)
+                self._framed.flush(wait=True)
+            except (PeerLost, RingProtocolError):
+                self._end()
+                raise
 
-    def _check(self, content: memoryview, tag: memoryview) -> None:
-        """TLS has done so."""
+    def receive(self, limit: int) -> memoryview:
+        """See :class:`Link`."""
+        with self._in_use:
+            self._usable()
+            try:
+                frame = self._framed.pull(limit, wait=True)
+            except (PeerLost, RingProtocolError):
+                self._end()
+                raise
+        assert frame is not None
+        return frame
 
-    def _push_goodbye(self) -> None:
-        self._encrypt(HEADER.pack(GOODBYE, self._sent))
-        self._sent += 1
+    def close(self) -> None:
+        """See :class:`Link`."""
+        self._closed = True
+        self._framed.interrupt()
+        free = self._in_use.acquire(timeout=CLOSE_WAIT_S)
+        if not free:
+            self._framed.cut()
+            free = self._in_use.acquire(timeout=CLOSE_WAIT_S)
+        if free:
+            try:
+                self._framed.close()
+            finally:
+                self._in_use.release()
+
+    def _usable(self) -> None:
+        if self._closed:
+            raise PeerLost(f"The link to {self._framed.peer} was closed.")
+
+    def _end(self) -> None:
+        self._closed = True
+        self._framed.close()
+
+
+def pull_by(framed: FramedSocket, limit: int, by: float) -> bytes:
+    """The next frame, which must come before ``by`` (time.monotonic()). Raises PeerLost, RingProtocolError."""
+    poller = select.poll()
+    poller.register(framed.fileno(), select.POLLIN)
+    while True:
+        frame = framed.pull(limit)
+        if frame is not None:
+            return bytes(frame)
+        left = by - time.monotonic()
+        if left <= 0 or not poller.poll(max(1, left * 1000)):
+            raise PeerLost(f"{framed.peer} does not answer on its link.")
+
+
+def seconds_left(by: float) -> float:
+    left = by - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("timed out")
+    return left
+
+
+def reason_of(error: OSError) -> str:
+    return error.strerror or str(error) or type(error).__name__

@@ -10,11 +10,10 @@ from torch import distributed
 
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.collective import CollectiveExchange, Gathering, made_while_wanted
-from engine.cluster.transport.connecting import connect_wires
-from engine.cluster.transport.epochs import Epoch
+from engine.cluster.transport.connecting import connect_sockets
+from engine.cluster.transport.epochs import Epoch, check_trusted
 from engine.cluster.transport.exchange import Exchange, PeerLost
 from engine.cluster.transport.mesh import Mesh
-from engine.cluster.transport.transports import allowed_exchanges
 from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
 
@@ -124,12 +123,12 @@ def connect_gloo(links: Links, epoch: Epoch) -> Exchange:
 
     Raises ModelError (network) if it cannot be connected, PeerLost.
     """
-    wires = connect_wires(links, epoch, "exchange", "tls")
-    mesh = Mesh(epoch.rank, len(epoch.members), wires)
+    sockets = connect_sockets(links, epoch, "exchange", "tls")
+    mesh = Mesh(epoch.rank, len(epoch.members), sockets)
     try:
-        ends = [end for wire in wires.values() for end in (wire.local_address, wire.remote_address)]
-        allowed_exchanges("gloo", ends, epoch.trusted, ["gloo"])
-        own_address = next((wire.local_address for wire in wires.values()), "127.0.0.1")
+        ends = [end for framed in sockets.values() for end in (framed.local_address, framed.remote_address)]
+        check_trusted("gloo", ends, epoch.trusted)
+        own_address = next((framed.local_address for framed in sockets.values()), "127.0.0.1")
         found = made_while_wanted(epoch, lambda: _gathering(mesh, own_address), GlooGathering.end)
     except (RuntimeError, msgspec.DecodeError) as error:
         raise ModelError(f"gloo could not connect the nodes: {_first_line(error)}.", kind="network") from error

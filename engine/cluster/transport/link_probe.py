@@ -19,7 +19,7 @@ from engine.cluster.transport.addresses import parse_address
 from engine.cluster.transport.connecting import dial_link
 from engine.cluster.transport.epochs import CONNECT_S, HANDSHAKE_S, Epoch, Member
 from engine.cluster.transport.exchange import Link, PeerLost, RingProtocolError
-from engine.cluster.transport.links import WireLink
+from engine.cluster.transport.framed_socket import FramedLink
 from engine.errors import ModelError
 
 ECHO_BYTES = 12 * 1024
@@ -52,8 +52,8 @@ def measure_link(links: Links, epoch: Epoch, member: Member, address: str, secon
     ``epoch`` need not exist on the other side; the other side must know this node's certificate. Raises ModelError
     (network)."""
     try:
-        wire = dial_link(links, epoch, member, "measure", "tls", address, time.monotonic() + seconds)
-        link = WireLink(wire)
+        framed = dial_link(links, epoch, member, "measure", "tls", address, time.monotonic() + seconds)
+        link = FramedLink(framed)
         try:
             return LinkSpeed(measure_latency(link), measure_bandwidth(link), address)
         finally:

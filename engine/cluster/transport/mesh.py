@@ -1,4 +1,7 @@
-"""The exchange over one wire to every other node: all send to all, and the kernel waits."""
+"""The exchange over one framed socket to every other node: all send to all, and the kernel waits.
+
+The transports ``tls`` and ``socket`` differ only in the kind of their sockets.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,27 @@ import time
 from collections.abc import Mapping, Sequence
 
 from engine.cluster.transport.exchange import Buffer, PeerLost, RingProtocolError
-from engine.cluster.transport.framed_socket import Wire
-from engine.cluster.transport.links import CLOSE_WAIT_S
+from engine.cluster.transport.framed_socket import CLOSE_WAIT_S, FramedSocket
 
 
 class Mesh:
-    """:class:`engine.cluster.transport.exchange.Exchange` over wires. ``wires`` are those to every other rank, by rank.
+    """:class:`engine.cluster.transport.exchange.Exchange` over sockets. ``sockets`` are those to every other rank, by
+    rank.
 
-    A ring of one needs no wire. Contributions of many megabytes are sent and received in turns, so that nodes that all
-    send at once neither wait for each other for ever nor use only one direction of their links.
+    A ring of one needs no socket. Contributions of many megabytes are sent and received in turns, so that nodes that
+    all send at once neither wait for each other for ever nor use only one direction of their links.
     """
 
-    def __init__(self, rank: int, size: int, wires: Mapping[int, Wire]) -> None:
-        if sorted(wires) != [other for other in range(size) if other != rank]:
-            raise ValueError(f"rank {rank} of {size} needs a wire to every other rank, not to {sorted(wires)}")
+    def __init__(self, rank: int, size: int, sockets: Mapping[int, FramedSocket]) -> None:
+        if sorted(sockets) != [other for other in range(size) if other != rank]:
+            raise ValueError(
+                f"rank {rank} of {size} needs a framed socket to every other rank, not to {sorted(sockets)}"
+            )
         self._rank = rank
         self._size = size
-        self._wires = [wires[other] for other in sorted(wires)]
-        self._by_descriptor = {wire.fileno(): wire for wire in self._wires}
-        self._name = "tls" if all(wire.encrypted for wire in self._wires) else "socket"
+        self._sockets = [sockets[other] for other in sorted(sockets)]
+        self._by_descriptor = {framed.fileno(): framed for framed in self._sockets}
+        self._name = "tls" if all(framed.encrypted for framed in self._sockets) else "socket"
         self._in_use = threading.Lock()
         self._closed = False
         self._capacity = 0
@@ -53,8 +58,8 @@ class Mesh:
             self._usable()
             self._capacity = capacity
             try:
-                for wire in self._wires:
-                    wire.push(parts)
+                for framed in self._sockets:
+                    framed.push(parts)
             except (PeerLost, RingProtocolError):
                 self._end()
                 raise
@@ -74,11 +79,11 @@ class Mesh:
         return frames
 
     def _gather(self) -> list[memoryview]:
-        wires = self._wires
+        sockets = self._sockets
         self._frames = {}
-        if len(wires) == 1 and not wires[0].unsent:
+        if len(sockets) == 1 and not sockets[0].unsent:
             began = time.perf_counter()
-            frame = wires[0].pull(self._capacity, wait=True)
+            frame = sockets[0].pull(self._capacity, wait=True)
             self.idle_s += time.perf_counter() - began
             assert frame is not None
             return [frame]
@@ -88,47 +93,47 @@ class Mesh:
         frames = self._frames
         poller = select.poll()
         outstanding = 0
-        for wire in self._wires:
-            frame = wire.pull(self._capacity) if wire.buffered else None
+        for framed in self._sockets:
+            frame = framed.pull(self._capacity) if framed.buffered else None
             if frame is not None:
-                frames[wire.rank] = frame
-            if frame is None or wire.unsent:
-                poller.register(wire.fileno(), _interest(frame is None, wire.unsent))
+                frames[framed.rank] = frame
+            if frame is None or framed.unsent:
+                poller.register(framed.fileno(), _interest(frame is None, framed.unsent))
                 outstanding += 1
         while outstanding:
             began = time.perf_counter()
             ready = poller.poll()
             self.idle_s += time.perf_counter() - began
             for descriptor, events in ready:
-                wire = self._by_descriptor[descriptor]
-                had, unsent = wire.rank in frames, wire.unsent
+                framed = self._by_descriptor[descriptor]
+                had, unsent = framed.rank in frames, framed.unsent
                 if unsent and events & ~select.POLLIN:
-                    wire.flush()
+                    framed.flush()
                 if not had and events & ~select.POLLOUT:
-                    frame = wire.pull(self._capacity)
+                    frame = framed.pull(self._capacity)
                     if frame is not None:
-                        frames[wire.rank] = frame
-                has, still = wire.rank in frames, wire.unsent
+                        frames[framed.rank] = frame
+                has, still = framed.rank in frames, framed.unsent
                 if has and not still:
                     poller.unregister(descriptor)
                     outstanding -= 1
                 elif has != had or still != unsent:
                     poller.modify(descriptor, _interest(not has, still))
-        return [frames[wire.rank] for wire in self._wires]
+        return [frames[framed.rank] for framed in self._sockets]
 
     def missing(self) -> list[int]:
         """See :class:`Exchange`."""
-        return [wire.rank for wire in self._wires if wire.rank not in self._frames]
+        return [framed.rank for framed in self._sockets if framed.rank not in self._frames]
 
     def close(self) -> None:
         """See :class:`Exchange`."""
         self._closed = True
-        for wire in self._wires:
-            wire.interrupt()
+        for framed in self._sockets:
+            framed.interrupt()
         free = self._in_use.acquire(timeout=CLOSE_WAIT_S)
         if not free:
-            for wire in self._wires:
-                wire.cut()
+            for framed in self._sockets:
+                framed.cut()
             free = self._in_use.acquire(timeout=CLOSE_WAIT_S)
         if free:
             try:
@@ -142,8 +147,8 @@ class Mesh:
 
     def _end(self) -> None:
         self._closed = True
-        for wire in self._wires:
-            wire.close()
+        for framed in self._sockets:
+            framed.close()
 
 
 def _interest(reading: bool, writing: bool) -> int:

@@ -30,11 +30,10 @@ import psutil
 
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.collective import CollectiveExchange, Gathering, made_while_wanted
-from engine.cluster.transport.connecting import connect_wires
-from engine.cluster.transport.epochs import Epoch
+from engine.cluster.transport.connecting import connect_sockets
+from engine.cluster.transport.epochs import Epoch, check_trusted
 from engine.cluster.transport.exchange import Exchange, PeerLost
 from engine.cluster.transport.mesh import Mesh
-from engine.cluster.transport.transports import allowed_exchanges
 from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
 from engine.system.temporary_folders import temporary_folder
@@ -125,16 +124,18 @@ def connect_mlx(links: Links, epoch: Epoch) -> Exchange:
 
     Raises ModelError (network) if a node of them cannot, PeerLost.
     """
-    wires = connect_wires(links, epoch, "exchange", "tls")
-    mesh = Mesh(epoch.rank, len(epoch.members), wires)
+    sockets = connect_sockets(links, epoch, "exchange", "tls")
+    mesh = Mesh(epoch.rank, len(epoch.members), sockets)
     members = tuple(member.node_id for member in sorted(epoch.members, key=lambda member: member.rank))
     kept = _Life.made_in if _Life.in_step and members == _Life.members else ""
     try:
         # Whoever comes first may connect to what mlx opens: on trusted networks only, whatever addresses were told.
-        ends = [end for wire in wires.values() for end in (wire.local_address, wire.remote_address)]
-        allowed_exchanges("mlx", ends, epoch.trusted, ["mlx"])
-        row = _devices({rank: wire.local_address for rank, wire in wires.items()}, epoch.rank, len(members))
-        told = Told(_free_address(wire.local_address for wire in wires.values()) if available() else "", kept, row)
+        ends = [end for framed in sockets.values() for end in (framed.local_address, framed.remote_address)]
+        check_trusted("mlx", ends, epoch.trusted)
+        row = _devices({rank: framed.local_address for rank, framed in sockets.items()}, epoch.rank, len(members))
+        told = Told(
+            _free_address(framed.local_address for framed in sockets.values()) if available() else "", kept, row
+        )
         group = made_while_wanted(epoch, lambda: _agreed(mesh, told), lambda late: None)
         if group.size() != len(members):
             raise ModelError(f"mx.distributed connected {group.size()} of {len(members)} nodes.", kind="network")
