@@ -58,7 +58,7 @@ class LoneEnvoy:
         )
         self.exchange = EnvoyExchange(Epoch(EPOCH, 1, members, bytes(32)), ours, self.process)
         peer = EnvoyPeer(rank=0, node_id=self.mine.node_id, certificate=self.mine.certificate_pem, name="zero")
-        self.exchange.tell(
+        self.exchange.send_control(
             EnvoySetup(
                 epoch=EPOCH,
                 rank=1,
@@ -69,8 +69,8 @@ class LoneEnvoy:
                 seconds=20.0,
             )
         )
-        self.port = self.exchange.hear(EnvoyPorts, time.monotonic() + 20).ports["127.0.0.1"]
-        self.exchange.tell(EnvoyTargets(targets={}))
+        self.port = self.exchange.receive_control(EnvoyPorts, time.monotonic() + 20).ports["127.0.0.1"]
+        self.exchange.send_control(EnvoyTargets(targets={}))
 
     def call(
         self,
@@ -145,7 +145,7 @@ def test_a_second_stream_of_the_same_node_is_refused(envoy: LoneEnvoy) -> None:
     hold = threading.Event()
     first = threading.Thread(target=envoy.call, args=(envoy.mine, [bytes((BYE,))]), kwargs={"wait": hold})
     first.start()
-    assert not envoy.exchange.hear(EnvoyReady, time.monotonic() + 20).problem
+    assert not envoy.exchange.receive_control(EnvoyReady, time.monotonic() + 20).problem
     with pytest.raises(grpc.RpcError) as refused:
         envoy.call(envoy.mine)
     assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
@@ -168,7 +168,7 @@ def test_a_message_that_no_envoy_sends_ends_the_stream(envoy: LoneEnvoy, message
 
     thread = threading.Thread(target=call)
     thread.start()
-    assert not envoy.exchange.hear(EnvoyReady, time.monotonic() + 20).problem
+    assert not envoy.exchange.receive_control(EnvoyReady, time.monotonic() + 20).problem
     envoy.exchange.send((b"mine",), 100)
     with pytest.raises(PeerLost) as lost:
         envoy.exchange.receive()
@@ -186,7 +186,7 @@ def test_a_peer_that_sends_ahead_without_end_is_refused(envoy: LoneEnvoy) -> Non
 
     thread = threading.Thread(target=call)
     thread.start()
-    assert not envoy.exchange.hear(EnvoyReady, time.monotonic() + 20).problem
+    assert not envoy.exchange.receive_control(EnvoyReady, time.monotonic() + 20).problem
     with pytest.raises(RingProtocolError, match="more than the exchange asks for"):
         for _ in range(10):
             envoy.exchange.send((b"mine",), 100)
@@ -203,7 +203,7 @@ def test_random_bytes_on_its_port_do_not_end_it(envoy: LoneEnvoy) -> None:
     hold = threading.Event()
     hold.set()
     threading.Thread(target=envoy.call, args=(envoy.mine, [bytes((LAST,)) + b"hello"]), kwargs={"wait": hold}).start()
-    assert not envoy.exchange.hear(EnvoyReady, time.monotonic() + 20).problem
+    assert not envoy.exchange.receive_control(EnvoyReady, time.monotonic() + 20).problem
     envoy.exchange.send((b"mine",), 100)
     assert [bytes(part) for part in envoy.exchange.receive()] == [b"hello", b"mine"]
 
@@ -233,7 +233,7 @@ def test_nobody_to_connect_to_is_said_in_time() -> None:
         )
     exchange = EnvoyExchange(Epoch(EPOCH, 1, (), bytes(32)), ours, process)
     peer = EnvoyPeer(rank=0, node_id="0" * 64, certificate=lone.mine.certificate_pem, name="the laptop")
-    exchange.tell(
+    exchange.send_control(
         EnvoySetup(
             epoch=EPOCH,
             rank=1,
@@ -244,9 +244,9 @@ def test_nobody_to_connect_to_is_said_in_time() -> None:
             seconds=0.3,
         )
     )
-    exchange.hear(EnvoyPorts, time.monotonic() + 20)
-    exchange.tell(EnvoyTargets(targets={}))
-    assert "the laptop" in exchange.hear(EnvoyReady, time.monotonic() + 20).problem
+    exchange.receive_control(EnvoyPorts, time.monotonic() + 20)
+    exchange.send_control(EnvoyTargets(targets={}))
+    assert "the laptop" in exchange.receive_control(EnvoyReady, time.monotonic() + 20).problem
     exchange.close()
     assert process.poll() is not None
 
@@ -288,12 +288,12 @@ def test_control_messages_are_read_one_by_one() -> None:
     exchange, other = bare_exchange()
     payload = msgspec.msgpack.encode(EnvoyReady())
     other.sendall(FRAME.pack(len(payload), CONTROL, 0) + payload + FRAME.pack(3, LAST, 1) + b"abc")
-    assert exchange.hear(EnvoyReady, time.monotonic() + 5).problem == ""
+    assert exchange.receive_control(EnvoyReady, time.monotonic() + 5).problem == ""
     exchange.send((b"",), 10)
     assert [bytes(part) for part in exchange.receive()] == [b"", b"abc"]
     other.sendall(struct.pack(">I", 3))
     with pytest.raises(PeerLost, match="does not answer"):
-        exchange.hear(EnvoyReady, time.monotonic() + 0.2)
+        exchange.receive_control(EnvoyReady, time.monotonic() + 0.2)
     exchange.close()
     other.close()
 

@@ -285,7 +285,7 @@ def test_an_announcement_is_followed_into_networks_of_this_machine_only(
         1,
     )
     monkeypatch.setattr(PeerWatch, "try_addresses", lambda watch, addresses, **_: tried.extend(addresses))
-    pair.nodes[0]._heard([bait])
+    pair.nodes[0]._on_announced([bait])
     assert tried == ["127.0.0.9:9"]
     # A person who pairs by it has all of them.
     assert pair.nodes[0].table.find_announced(bait.node_id).addresses == ("127.0.0.9:9", "203.0.113.9:9")

@@ -1,6 +1,6 @@
-"""The accepting side of links: this node takes only what it expects: this epoch, this purpose, this rank, once.
+"""The accepting side of links. This node accepts only what it expects: an epoch, a purpose and a rank, once.
 
-Everybody else is closed without a word. A link is asked for by the door's preamble of the kind ``link``.
+All other connections are closed without an answer. A link is requested in the listener's preamble of the kind ``link``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MOST_MEASURING = 8
 
 
 class _Expected:
-    """One link that this node waits for."""
+    """A link that this node waits for."""
 
     def __init__(self, member: Member, epoch: Epoch, transport: Transport) -> None:
         self.member = member
@@ -55,10 +55,11 @@ _Key = tuple[str, Purpose, Transport, int]
 
 
 class Links:
-    """This node's side of the door for links: takes what is expected, and answers measurements of known machines.
+    """Accepts the links that are expected, and answers measurements of known machines.
 
-    ``certificate_of`` gives the certificate (PEM) of a machine that may measure its link to this one now: paired, or
-    vouched for by the head of a ring that is being formed; None for all others. ``serve_measuring`` runs such a link.
+    ``certificate_of`` returns the certificate (PEM) of a machine that may measure its link to this one now: a paired
+    one, or one that the head of a forming ring vouches for; None for all others. ``serve_measuring`` answers on such a
+    link.
     """
 
     def __init__(
@@ -76,11 +77,11 @@ class Links:
         self._closed = False
 
     def attach(self, door: Door) -> None:
-        """Take the door's connections of the kind ``link``."""
+        """Take the listener's connections of the kind ``link``."""
         door.register(LINK_KIND, self.accept)
 
     def accept(self, connection: socket.socket, body: bytes, address: tuple[str, int]) -> None:
-        """The door's handler. The connection becomes an expected link, or is closed without a word."""
+        """Handle a connection: it becomes an expected link, or is closed without an answer."""
         try:
             request = msgspec.msgpack.decode(body, type=LinkRequest)
             by = time.monotonic() + HANDSHAKE_S
@@ -116,7 +117,7 @@ class Links:
             taken = self._expected.get(key) is expected and not self._closed
             if taken:
                 del self._expected[key]
-        if not taken:  # somebody else with the same right was faster, or nobody waits any more
+        if not taken:  # another connection with the same right was faster, or nobody waits any more
             framed.close()
             return False
         framed.push((WELCOME,))
@@ -128,9 +129,9 @@ class Links:
         own = request.node_id == self.identity.node_id
         if own or self._serve_measuring is None or request.transport != "tls":
             return False
-        # Everybody gets the same handshake, in which the certificate that the preamble has is to be proved. Whether
-        # that machine is known is looked at afterwards: else anybody could find out who is paired with whom, by what
-        # is said of a certificate without its key, or by how long that takes.
+        # Every caller goes through the same handshake, in which it must prove the certificate of its preamble. Only
+        # then is checked whether that machine is known. Otherwise the answer to a certificate without its key, or the
+        # time it takes, would reveal who is paired with whom.
         certificate = pem_of(request.certificate)
         if not hmac.compare_digest(fingerprint(request.certificate), request.node_id):
             return False
@@ -169,15 +170,15 @@ class Links:
             framed = open_tls_socket(connection, context, True, member.node_id, member.called, member.rank, by)
         else:
             framed = open_plain_socket(connection, key, body, True, member.called, member.rank, by)
-        # The preamble came unprotected: said again inside, it binds this link to what it was asked for.
+        # The preamble came unprotected. Its repetition inside binds this link to the request.
         if pull_by(framed, _FIRST_FRAME, by) != body:
             raise RingProtocolError(f"{member.called} asked for one link and opened another.", kind="network")
         return framed
 
     def expect(self, epoch: Epoch, purpose: Purpose, transport: Transport, member: Member) -> Future[FramedSocket]:
-        """Take the link that ``member`` will dial; the future has it, or is cancelled by :meth:`forget`.
+        """Expect the link that ``member`` will dial. The future gets it, or is cancelled by :meth:`forget`.
 
-        Raises PeerLost if these links are closed, RingProtocolError if the link is waited for already.
+        Raises PeerLost if these links are closed, RingProtocolError if the link is expected already.
         """
         key: _Key = (epoch.epoch, purpose, transport, member.rank)
         expected = _Expected(member, epoch, transport)
@@ -190,7 +191,7 @@ class Links:
         return expected.framed
 
     def forget(self, epoch: str, purpose: Purpose | None = None, transport: Transport | None = None) -> None:
-        """Expect nothing more of ``epoch`` (of that purpose and transport)."""
+        """Stop expecting links of ``epoch`` (with that purpose and transport)."""
         with self._mutex:
             keys = [
                 key
@@ -202,14 +203,14 @@ class Links:
             expected.framed.cancel()
 
     def close_peer_measuring(self) -> None:
-        """Cut every measurement that runs (a peer was forgotten)."""
+        """Cut every running measurement, as a peer was forgotten."""
         with self._mutex:
             links = list(self._measuring)
         for link in links:
             link.close()
 
     def close(self) -> None:
-        """Turn everybody away from now on. May be called twice."""
+        """Refuse every connection from now on. May be called twice."""
         with self._mutex:
             self._closed = True
             gone = list(self._expected.values())

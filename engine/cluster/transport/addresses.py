@@ -1,4 +1,4 @@
-"""Addresses of nodes as ``HOST:PORT``: read, found for this machine, and the door beside the port."""
+"""Addresses of nodes as ``HOST:PORT``: parsing, this machine's own, and the link listener's beside the control port."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def literal_addresses(texts: Iterable[str]) -> list[str]:
-    """Those of ``texts``, which another machine said, that are an IP address with a port, each in its one form. What
-    else a library might take (names to look up, sockets of this machine) is left out."""
+    """The IP addresses with a port among ``texts`` of another machine, each in its canonical form.
+
+    Whatever else a library might accept (names to look up, sockets of this machine) is left out.
+    """
     found = []
     for text in texts:
         try:
@@ -40,13 +42,13 @@ def literal_addresses(texts: Iterable[str]) -> list[str]:
 
 
 def door_of(address: str) -> str:
-    """The address of the door of the node whose control port is ``address``."""
+    """The address of the link listener of the node whose control port is ``address``."""
     host, port = parse_address(address)
     return shown_address(host, port + 1)
 
 
 def plain_ip(host: str) -> str:
-    """An IPv4 address that came in an IPv6 socket, as IPv4."""
+    """``host``, with an IPv4 address mapped into IPv6 as plain IPv4."""
     try:
         ip = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -57,7 +59,7 @@ def plain_ip(host: str) -> str:
 
 
 def own_addresses(host: str, port: int) -> list[str]:
-    """Where this node can be reached, best first: ``host``, or the addresses of this machine if it listens on all.
+    """Addresses at which this node can be reached, best first: ``host``, or all of this machine's if it listens on all.
 
     Link-local IPv6 addresses are left out: they mean nothing without the other machine's name of the interface.
     """
@@ -68,8 +70,7 @@ def own_addresses(host: str, port: int) -> list[str]:
 
 
 def own_ip_towards(address: str) -> str:
-    """This machine's IP from which packets to ``address`` (``HOST:PORT``) go; empty if it cannot be told. Sends
-    nothing."""
+    """This machine's IP address for packets to ``address`` (``HOST:PORT``); empty if unknown. Sends nothing."""
     host, port = parse_address(address)
     try:
         family, kind, _, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -81,7 +82,7 @@ def own_ip_towards(address: str) -> str:
 
 
 def interface_towards(address: str) -> str:
-    """The name of the interface that packets to ``address`` (``HOST:PORT``) leave by; empty if it cannot be told."""
+    """The interface that packets to ``address`` (``HOST:PORT``) leave by; empty if unknown."""
     own = own_ip_towards(address)
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == own.partition("%")[0] for one in addresses if own):

@@ -1,7 +1,7 @@
-"""Exchanges over an engine's own all-gather: gloo's, or mx.distributed's. These want blocks of one size from all ranks.
+"""Exchanges over a library's own all-gather (gloo, mx.distributed), which needs blocks of the same size from all ranks.
 
-Every exchange is one all-gather of a block that begins with the length; what does not fit in it follows in a second. A
-thread of its own runs them, so that whoever waits can be woken although the engine cannot.
+Every exchange is one all-gather of a block that begins with the length. What does not fit follows in a second one. They
+run in a thread of their own, so that a waiting caller can be woken although the library cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from engine.ipc.messages.ring import ExchangeName
 
 LENGTH = struct.Struct("<Q")
 BLOCK = 16 * 1024
-"""Bytes of the first all-gather: a decoding step of most models fits."""
+"""Bytes of the first all-gather, enough for a decoding step of most models."""
 ROOM = BLOCK - LENGTH.size
 CLOSE_WAIT_S = 0.5
 POLL_S = 0.05
-"""Between two looks at whether the epoch was given up."""
+"""Seconds between two checks whether the epoch was given up."""
 
 Made = TypeVar("Made")
 
@@ -34,11 +34,11 @@ Made = TypeVar("Made")
 def made_while_wanted(
     epoch: Epoch, make: Callable[[], Made], unmake: Callable[[Made], None], wake: Callable[[], None] = lambda: None
 ) -> Made:
-    """What ``make`` makes, in a thread of its own: others' libraries and processes wait long for a node that died
-    meanwhile, or for ever. Such a thread is left behind, ``wake`` called, and what it makes after all given to
-    ``unmake``.
+    """The result of ``make``, which runs in a thread of its own, as libraries and processes wait long or for ever for a
+    dead node.
 
-    Raises PeerLost as soon as ``epoch`` is given up, and what ``make`` raises.
+    If ``epoch`` is given up, the thread is left behind and ``wake`` is called. A late result is passed to ``unmake``.
+    Raises PeerLost in that case, and whatever ``make`` raises.
     """
     found: Future[Made] = Future()
 
@@ -60,7 +60,7 @@ def made_while_wanted(
 
 
 class Gathering(ABC):
-    """An all-gather of an engine. One thread at a time."""
+    """An all-gather of a library. One thread at a time."""
 
     @property
     @abstractmethod
@@ -76,11 +76,11 @@ class Gathering(ABC):
 
     @abstractmethod
     def gather(self, block: bytearray) -> list[memoryview]:
-        """``block``, as long on all ranks, of every rank, in their order. Raises PeerLost."""
+        """The blocks of all ranks, in their order. ``block`` has the same length on all ranks. Raises PeerLost."""
 
     @abstractmethod
     def end(self) -> None:
-        """Give back what can be given back, at once."""
+        """Release what can be released, at once."""
 
 
 class CollectiveExchange:
@@ -126,12 +126,12 @@ class CollectiveExchange:
         return found
 
     def missing(self) -> list[int]:
-        """See :class:`engine.cluster.transport.exchange.Exchange`. An all-gather does not say for whom it waits, but
+        """See :class:`engine.cluster.transport.exchange.Exchange`. An all-gather does not reveal for whom it waits, but
         one of two nodes waits for the other."""
         return [1 - self.rank] if self.size == 2 else []
 
     def close(self) -> None:
-        """See :class:`engine.cluster.transport.exchange.Exchange`. An all-gather that hangs is left to its thread."""
+        """See :class:`engine.cluster.transport.exchange.Exchange`. A hanging all-gather is left to its thread."""
         if self._closed:
             return
         self._closed = True

@@ -1,6 +1,6 @@
-"""The dialling side of links, and the exchange and command links of an epoch as a whole.
+"""The dialling side of links, and all exchange and command links of an epoch.
 
-Of two nodes the one of lower rank dials; the other takes what it expects (:mod:`engine.cluster.transport.accepting`).
+Of two nodes the one of lower rank dials. The other accepts what it expects (:mod:`engine.cluster.transport.accepting`).
 """
 
 from __future__ import annotations
@@ -38,26 +38,28 @@ from engine.errors import ModelError
 
 _RETRY_S = (0.02, 0.05, 0.1, 0.25)
 _PATIENCE_S = (0.5, 1.0, 2.0, HANDSHAKE_S)
-"""With one address, in the first rounds: one that leads nowhere must not keep the others from being tried."""
+"""Seconds for one address in the first rounds. An address that leads nowhere must not keep the others from being
+tried."""
 UNREACHED_S = 3.0
-"""A link is given up if nobody took a connection at any of the addresses for so long: a machine that is there and busy
-takes it at once, and answers later."""
+"""Seconds without an accepted connection at any address after which a link is given up. A busy machine accepts at once
+and answers later."""
 _POLL_S = 0.1
-"""Between two looks at whether the epoch was given up."""
+"""Seconds between two checks whether the epoch was given up."""
 _GRACE_S = 0.5
 
 
 def connect_mesh(links: Links, epoch: Epoch, transport: Transport = "tls", seconds: float = CONNECT_S) -> Mesh:
-    """This node's exchange with all others of ``epoch``; every one of them calls this at about the same time.
+    """This node's exchange with all others of ``epoch``. Every node calls this at about the same time.
 
-    Raises ModelError (network) naming who could not be reached.
+    Raises ModelError (network) naming the node that could not be reached.
     """
     sockets = connect_sockets(links, epoch, "exchange", transport, seconds)
     return Mesh(epoch.rank, len(epoch.members), sockets)
 
 
 def connect_commands(links: Links, epoch: Epoch, seconds: float = CONNECT_S) -> dict[int, FramedLink]:
-    """The head's links to every follower, by rank; a follower's to the head, under 0. Raises ModelError (network)."""
+    """The head's links to every follower, by rank; for a follower its link to the head, under 0. Raises ModelError
+    (network)."""
     sockets = connect_sockets(links, epoch, "command", "tls", seconds)
     return {rank: FramedLink(framed) for rank, framed in sockets.items()}
 
@@ -65,7 +67,7 @@ def connect_commands(links: Links, epoch: Epoch, seconds: float = CONNECT_S) -> 
 def connect_sockets(
     links: Links, epoch: Epoch, purpose: Purpose, transport: Transport, seconds: float = CONNECT_S
 ) -> dict[int, FramedSocket]:
-    """A framed socket to every other member (commands: between the head and each follower only), made in parallel."""
+    """A framed socket to every other member, made in parallel. Commands go between the head and each follower only."""
     me = epoch.rank
     others = [member for member in epoch.members if member.rank != me]
     if purpose == "command" and me != 0:
@@ -117,7 +119,7 @@ def _close_socket(future: Future[FramedSocket]) -> None:
 def dial_link(
     links: Links, epoch: Epoch, member: Member, purpose: Purpose, transport: Transport, address: str, by: float
 ) -> FramedSocket:
-    """One attempt at one address. Raises PeerLost, RingProtocolError, DiscoveryError."""
+    """One attempt to dial ``address``. Raises PeerLost, RingProtocolError, DiscoveryError."""
     host, port = split_address(address)
     request = LinkRequest(
         purpose=purpose,
@@ -162,7 +164,7 @@ def _dial_until(
     by: float,
     stop: threading.Event,
 ) -> FramedSocket:
-    """Try all addresses until one works: the other node may not expect this link yet."""
+    """Try all addresses until one works, as the other node may not expect this link yet."""
     reason = "it has no address"
     attempt = 0
     reached = time.monotonic()

@@ -1,4 +1,4 @@
-"""The engine's side of the envoy: an exchange whose network is in another process
+"""The envoy's exchange: the engine's side, whose network is in another process
 (:mod:`engine.cluster.transport.envoy_process`)."""
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from engine.cluster.transport.grpc_environment import ONLY_TLS_1_3
 from engine.errors import ModelError
 
 END_S = 1.0
-"""An envoy that was closed has so long to end before it is killed."""
+"""Seconds that a closed envoy has to end before it is killed."""
 _READ_BYTES = 1 << 18
 _Message = TypeVar("_Message")
 
 
 class EnvoyExchange:
-    """:class:`engine.cluster.transport.exchange.Exchange` through an envoy. Made by :func:`connect_envoy`."""
+    """An :class:`engine.cluster.transport.exchange.Exchange` through an envoy. Made by :func:`connect_envoy`."""
 
     def __init__(self, epoch: Epoch, connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
         self._epoch = epoch
@@ -146,13 +146,14 @@ class EnvoyExchange:
         return [rank for rank in self._others if not self._complete[rank]]
 
     def _check_ended(self) -> None:
-        """A node that went after its contribution came is nobody's trouble before the next exchange."""
+        """Raise the loss of a node whose contribution is missing. A node that left after its contribution matters only
+        in the next exchange."""
         for rank, end in self._ended.items():
             if not self._complete[rank]:
                 raise end
 
     def _step(self) -> None:
-        """Wait until the envoy takes or gives something."""
+        """Wait until the envoy accepts or delivers something."""
         wait = True
         began = time.perf_counter()
         if self._unsent:
@@ -237,7 +238,7 @@ class EnvoyExchange:
         return PeerLost("This machine's envoy ended.", (self._epoch.rank,))
 
     def _end(self) -> None:
-        """Say goodbye where that is possible, and see the process out."""
+        """Send a goodbye if possible, and wait for the end of the process."""
         self._closed = True
         if self._socket.fileno() >= 0:
             if not self._unsent:
@@ -254,16 +255,17 @@ class EnvoyExchange:
 
     # Setting up
 
-    def tell(self, message: msgspec.Struct) -> None:
-        """One control message to the envoy. Raises PeerLost."""
+    def send_control(self, message: msgspec.Struct) -> None:
+        """Send one control message to the envoy. Raises PeerLost."""
         payload = msgspec.msgpack.encode(message)
         try:
             self._socket.sendall(FRAME.pack(len(payload), CONTROL, self._epoch.rank) + payload)
         except OSError:
             raise self._envoy_lost() from None
 
-    def hear(self, kind: type[_Message], by: float) -> _Message:
-        """The envoy's control message, before ``by`` (time.monotonic()). Raises PeerLost, RingProtocolError."""
+    def receive_control(self, kind: type[_Message], by: float) -> _Message:
+        """The envoy's next control message, which must arrive before ``by`` (time.monotonic()). Raises PeerLost,
+        RingProtocolError."""
         data = b""
         try:
             while len(data) < FRAME.size or len(data) < FRAME.size + FRAME.unpack_from(data)[0]:
@@ -283,10 +285,10 @@ class EnvoyExchange:
 
 
 def connect_envoy(links: Links, epoch: Epoch, seconds: float = CONNECT_S) -> EnvoyExchange:
-    """Start this node's envoy and connect it to the others'; every node of ``epoch`` calls this at about the same time.
+    """Start this node's envoy and connect it to the others'. Every node of ``epoch`` calls this at about the same time.
 
-    Where the envoys listen is told over links in TLS of our own, so no further port has to be known or open before.
-    Raises ModelError (network).
+    The envoys' ports are exchanged over TLS links of our own, so no further port has to be known or open before. Raises
+    ModelError (network).
     """
     by = time.monotonic() + seconds
     sockets = connect_sockets(links, epoch, "envoy", "tls", seconds)
@@ -303,8 +305,8 @@ def _connected(links: Links, epoch: Epoch, sockets: Mapping[int, FramedSocket], 
     try:
         exchange = _started(links, epoch, sockets, by)
         targets = _exchange_ports(exchange, epoch, sockets, by)
-        exchange.tell(EnvoyTargets(targets=targets))
-        ready = exchange.hear(EnvoyReady, by + END_S)
+        exchange.send_control(EnvoyTargets(targets=targets))
+        ready = exchange.receive_control(EnvoyReady, by + END_S)
         if ready.problem:
             raise ModelError(ready.problem, kind="network")
         return exchange
@@ -347,12 +349,12 @@ def _started(links: Links, epoch: Epoch, sockets: Mapping[int, FramedSocket], by
         addresses=sorted({framed.local_address for framed in sockets.values()}),
         seconds=max(0.1, by - time.monotonic()),
     )
-    exchange.tell(setup)
+    exchange.send_control(setup)
     return exchange
 
 
 def _environment() -> dict[str, str]:
-    """This process's, and where the packages are: the envoy need not be started in the same folder."""
+    """This process's environment with the path of the packages, as the envoy may start in another folder."""
     paths = [path for path in sys.path if path]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "GRPC_VERBOSITY": "NONE", **ONLY_TLS_1_3}
 
@@ -360,10 +362,11 @@ def _environment() -> dict[str, str]:
 def _exchange_ports(
     exchange: EnvoyExchange, epoch: Epoch, sockets: Mapping[int, FramedSocket], by: float
 ) -> dict[int, str]:
-    """Tell every peer at which port my envoy listens on the address of our link; hear theirs.
+    """Exchange the ports at which the envoys listen with every peer.
 
-    Returns ``HOST:PORT`` by rank of those that this node's envoy dials: the higher ranks."""
-    ports = exchange.hear(EnvoyPorts, by).ports
+    Returns ``HOST:PORT`` by rank of the envoys that this one dials: those of higher ranks.
+    """
+    ports = exchange.receive_control(EnvoyPorts, by).ports
     for framed in sockets.values():
         framed.push((ports[framed.local_address].to_bytes(2, "big"),))
         framed.flush(wait=True)

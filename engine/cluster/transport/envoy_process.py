@@ -1,10 +1,10 @@
-"""The envoy: ``python -m engine.cluster.transport.envoy_process FD`` sends and receives for one engine, in a process of
-its own.
+"""The envoy: ``python -m engine.cluster.transport.envoy_process FD`` sends and receives for one engine, in its own
+process.
 
-The paper's section 4.3: so that the engine's interpreter never runs the network's event loop, a second process holds
-asynchronous gRPC streams to the other nodes' envoys. Here they are in mutual TLS with pinned certificates, one
-bidirectional stream per pair of nodes. The engine is at the other end of the pair of Unix sockets whose descriptor is
-the one argument; the process ends with it.
+This is section 4.3 of the paper. The engine's interpreter never runs the network's event loop: a second process holds
+asynchronous gRPC streams to the other nodes' envoys. Here they use mutual TLS with pinned certificates, with one
+bidirectional stream per pair of nodes. The engine holds the other end of the pair of Unix sockets whose descriptor is
+the only argument. The process ends with the engine.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from engine.cluster.transport.framed_socket import SILENT_S
 
 SERVICE = "/privatellm.Envoy/Exchange"
 PIECE_BYTES = 1 << 20
-"""A contribution travels in pieces of at most so many bytes: each is one gRPC message and one frame to the engine."""
+"""Maximum bytes of a piece of a contribution. Each piece is one gRPC message and one frame to the engine."""
 MESSAGE_LIMIT = PIECE_BYTES + 1024
 CONTROL_LIMIT = 1 << 16
-"""Bytes of a frame before the exchange begins: certificates and addresses."""
+"""Maximum bytes of a frame before the exchange begins: certificates and addresses."""
 
 FRAME = struct.Struct(">IBB")
-"""Between engine and envoy: bytes of the payload, what it is, rank of the node it is from."""
+"""Header between engine and envoy: bytes of the payload, its kind, rank of the node it is from."""
 MORE, LAST, BYE, LOST, CONTROL = range(5)
-"""What a frame or message is: a piece with more to come, the last piece of a contribution, an orderly end, a node that
-is gone (with the reason as text), or a message of :class:`EnvoySetup` and the like."""
+"""Kinds of a frame or message: a piece with more to come, the last piece of a contribution, an orderly end, a lost node
+(with the reason as text), or a control message such as :class:`EnvoySetup`."""
 KNOWN_KINDS = frozenset((MORE, LAST, BYE, LOST, CONTROL))
 
 
@@ -52,7 +52,7 @@ class EnvoyPeer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class EnvoySetup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The first thing an envoy is told; it listens on ``addresses`` (IP) and answers with :class:`EnvoyPorts`."""
+    """First message to an envoy. It listens on ``addresses`` (IP) and answers with :class:`EnvoyPorts`."""
 
     epoch: str
     rank: int
@@ -64,26 +64,26 @@ class EnvoySetup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class EnvoyPorts(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where it listens, by IP address."""
+    """Ports of the envoy by IP address."""
 
     ports: dict[str, int]
 
 
 class EnvoyTargets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The other envoys that this one dials, ``HOST:PORT`` by rank; it answers with :class:`EnvoyReady`."""
+    """The envoys that this one dials, ``HOST:PORT`` by rank. It answers with :class:`EnvoyReady`."""
 
     targets: dict[int, str]
 
 
 class EnvoyReady(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Connected to every peer; or not, and why."""
+    """The envoy is connected to every peer, or has a ``problem``."""
 
     problem: str = ""
 
 
 _READ_BYTES = MESSAGE_LIMIT + FRAME.size
 _MOST_WAITING = 64
-"""Pieces for one peer that wait to be sent; the engine's socket is not read on while there are so many."""
+"""Maximum pieces that wait to be sent to one peer. Reading from the engine's socket pauses at this number."""
 _GOODBYE_S = 0.25
 _GREETING = b"privatellm envoy"
 OPTIONS = (
@@ -108,13 +108,13 @@ Write = Callable[[bytes], Awaitable[Any]]
 
 
 class EngineGone(Exception):
-    """The engine closed its end, or died, or sent what no engine sends."""
+    """The engine closed its end, died, or sent something invalid."""
 
 
 class EngineSocket(asyncio.BufferedProtocol):
-    """Frames to and from the engine. What comes is parsed in the event loop's callback, without a task in between.
+    """Frames to and from the engine. Incoming bytes are parsed in the event loop's callback, without a task in between.
 
-    Control frames are waited for with :meth:`control`; when :meth:`dispatch` was called, all others go to its function.
+    Control frames are awaited with :meth:`control`. After :meth:`dispatch` was called, all others go to its function.
     """
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class EngineSocket(asyncio.BufferedProtocol):
         self._dispatch = take
 
     def hold(self, stop: bool) -> None:
-        """Read no further while a peer takes nothing; the engine's kernel buffer fills, and the engine waits."""
+        """Pause reading while a peer accepts nothing. The engine's kernel buffer fills then, and the engine waits."""
         if self._transport is not None and not self._transport.is_closing():
             (self._transport.pause_reading if stop else self._transport.resume_reading)()
 
@@ -203,7 +203,8 @@ class EngineSocket(asyncio.BufferedProtocol):
             raise EngineGone(str(error)) from None
 
     async def write(self, kind: int, rank: int, payload: bytes | memoryview = b"") -> None:
-        """Waits while the engine does not read: the peer whose message this is then waits too. Raises EngineGone."""
+        """Send a frame to the engine. While the engine does not read, the peer whose message this is waits as well.
+        Raises EngineGone."""
         if self.gone.done() or self._transport is None:
             raise EngineGone("closed")
         self._transport.write(b"".join((FRAME.pack(len(payload), kind, rank), payload)))
@@ -212,7 +213,7 @@ class EngineSocket(asyncio.BufferedProtocol):
 
 
 class NodeStream:
-    """One other node: its stream, and what waits to be sent on it."""
+    """The stream to one other node, and the messages that wait to be sent on it."""
 
     def __init__(self, facts: EnvoyPeer, go: asyncio.Event) -> None:
         self.facts = facts
@@ -224,7 +225,7 @@ class NodeStream:
         self._left = False
 
     async def serve(self, write: Write, messages: AsyncIterator[bytes], engine: EngineSocket) -> None:
-        """Carry both directions until one of them ends, then tell the engine."""
+        """Carry both directions until one of them ends, then notify the engine."""
         await self._go.wait()  # not before the engine knows that the exchange begins
         writer = asyncio.create_task(self._send(write, engine), name=f"to {self.facts.rank}")
         reason = "its stream ended"
@@ -246,7 +247,7 @@ class NodeStream:
                     await engine.write(LOST, self.facts.rank, reason.encode()[:500])
 
     async def _received(self, message: bytes, engine: EngineSocket) -> bool:
-        """Whether more may come."""
+        """Pass a message on to the engine. Returns whether more may come."""
         kind = message[0] if message else -1
         if kind in (MORE, LAST):
             await engine.write(kind, self.facts.rank, memoryview(message)[1:])
@@ -263,7 +264,7 @@ class NodeStream:
 
 
 class Envoy:
-    """The streams of one epoch. ``run`` returns when the engine is gone or said goodbye."""
+    """The streams of one epoch. ``run`` returns when the engine is gone or has said goodbye."""
 
     def __init__(self, engine: EngineSocket, setup: EnvoySetup) -> None:
         self._engine = engine
@@ -304,7 +305,7 @@ class Envoy:
         return EnvoyPorts(ports=ports)
 
     async def _accept(self, requests: AsyncIterator[bytes], context: Any) -> None:
-        """The server's side of a stream: only the node that its certificate says, once, in this epoch."""
+        """Serve a stream. Only the node of the presented certificate is accepted, once and in this epoch."""
         said = dict(context.invocation_metadata() or ())
         peer = self._peers.get(int(said["rank"])) if str(said.get("rank", "")).isdigit() else None
         right = (
@@ -322,7 +323,7 @@ class Envoy:
         await peer.serve(context.write, requests, self._engine)
 
     async def _connect(self, targets: dict[int, str]) -> str:
-        """A sentence if it did not work."""
+        """Connect to all peers. Returns a sentence if that failed."""
         for rank, target in targets.items():
             peer = self._peers.get(rank)
             if peer is None:
@@ -367,7 +368,7 @@ class Envoy:
         call.cancel()
 
     def _dispatch(self, kind: int, payload: bytes) -> None:
-        """From the engine to all peers. A goodbye is told to them; the engine's end of the pair ends then too."""
+        """Send a frame of the engine to all peers. After a goodbye the engine closes its end of the socket pair."""
         self._said_goodbye = kind == BYE
         message = b"".join((bytes((kind,)), payload))
         for peer in self._peers.values():

@@ -1,4 +1,4 @@
-"""What a node must know of an epoch to make its links, and what it says when it asks for one."""
+"""What a node must know of an epoch to make its links, and the request for a link."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from engine.ipc.messages.ring import ExchangeName
 Purpose = Literal["exchange", "command", "measure", "envoy"]
 Transport = Literal["tls", "socket"]
 LINK_KIND = "link"
-"""The door's kind."""
+"""Kind of these connections at the link listener."""
 CONNECT_S = 10.0
 HANDSHAKE_S = 5.0
 WELCOME = b"privatellm: welcome"
-"""The acceptor's first frame: the link is taken."""
+"""First frame of the acceptor: the link is accepted."""
 
 
 class LinkRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The preamble's body: what the dialler wants. Believed only when the other end proved who it is."""
+    """Body of the preamble: the dialler's request. It is trusted only after the other end proved its identity."""
 
     purpose: Purpose
     transport: Transport
@@ -36,14 +36,14 @@ class LinkRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     from_rank: int
     to_rank: int
     node_id: str
-    """The dialler's."""
+    """Node id of the dialler."""
     certificate: bytes = b""
-    """The dialler's, DER; of links that are measured only, which nobody waits for."""
+    """Certificate of the dialler (DER). Only for links that are measured, which nobody expects."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A node of an epoch. ``certificate`` is PEM; ``addresses`` are of its door, ``HOST:PORT``, the best first."""
+    """A node of an epoch. ``certificate`` is PEM. ``addresses``: ``HOST:PORT`` of its link listener, the best first."""
 
     rank: int
     node_id: str
@@ -58,17 +58,17 @@ class Member:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What a node must know to connect: the members by rank, this node's too, and the key of plain links."""
+    """What a node must know to connect: the members by rank, this node included, and the key of plain links."""
 
     epoch: str
     rank: int
     members: tuple[Member, ...]
     key: bytes = field(repr=False)
-    """32 bytes."""
+    """Key [32 bytes] of plain links."""
     trusted: tuple[str, ...] = ()
     """Networks on which the person allows plain text."""
     given_up: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
-    """Set when its links are not wanted any more: whoever makes them ends soon."""
+    """Set when the links are not wanted any more. Whoever makes them then ends soon."""
 
 
 def in_networks(address: str, networks: Sequence[str]) -> bool:
@@ -87,8 +87,8 @@ def in_networks(address: str, networks: Sequence[str]) -> bool:
 
 
 def check_trusted(exchange: ExchangeName, addresses: Iterable[str], trusted: Sequence[str]) -> None:
-    """Raises ModelError (network) if one of the IP ``addresses`` is on no ``trusted`` network: ``exchange`` is plain
-    text."""
+    """Raises ModelError (network) if one of the IP ``addresses`` is on no ``trusted`` network, for an ``exchange`` in
+    plain text."""
     for address in addresses:
         if not in_networks(address, trusted):
             raise ModelError(
@@ -99,7 +99,7 @@ def check_trusted(exchange: ExchangeName, addresses: Iterable[str], trusted: Seq
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """``HOST:PORT`` (an IPv6 host in brackets or not). Raises RingProtocolError."""
+    """Host and port of ``HOST:PORT`` (an IPv6 host in brackets or not). Raises RingProtocolError."""
     host, _, port = address.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise RingProtocolError(f"“{address[:80]}” is no HOST:PORT.", kind="network")
@@ -107,7 +107,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def check_certificate(node_id: str, certificate: bytes) -> None:
-    """Raises RingProtocolError if ``certificate`` (PEM) is not that of ``node_id``: TLS libraries get no other."""
+    """Raises RingProtocolError if ``certificate`` (PEM) is not that of ``node_id``. TLS libraries get no other."""
     try:
         shown = fingerprint(der_of(certificate))
     except CertificateError as error:
@@ -117,7 +117,7 @@ def check_certificate(node_id: str, certificate: bytes) -> None:
 
 
 def as_peer(member: Member) -> Peer:
-    """What :mod:`discovery.tls` pins: this certificate and no other."""
+    """The peer whose certificate :mod:`discovery.tls` pins."""
     return Peer(
         node_id=member.node_id, certificate_pem=member.certificate.decode("ascii"), name=member.called, paired_at=0.0
     )

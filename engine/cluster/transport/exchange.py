@@ -1,4 +1,4 @@
-"""The exchange: every node hands its contribution to all others, once per MoE layer, in the same order everywhere."""
+"""The exchange: every node sends its contribution to all others, once per MoE layer, in the same order everywhere."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Buffer = bytes | bytearray | memoryview
 
 
 class RingProtocolError(ModelError):
-    """A peer sent what no node of this version sends: too large, out of order, or with a wrong key."""
+    """A peer sent what no node of this version sends: too large, out of order, or under a wrong key."""
 
 
 class Exchange(Protocol):
-    """All-gather among the ranks of an epoch. One thread at a time; no call spins.
+    """All-gather among the ranks of an epoch. One thread at a time.
 
-    An exchange is one :meth:`send` and one :meth:`receive` on every node; between them a node may compute.
+    An exchange is one :meth:`send` and one :meth:`receive` on every node. A node may compute in between.
     """
 
     @property
@@ -35,24 +35,29 @@ class Exchange(Protocol):
 
     @property
     def idle_s(self) -> float:
-        """Seconds spent waiting for the others since the exchange began: the slowest node, and the socket."""
+        """Seconds spent waiting for the others since the exchange was opened: for the slowest node, and for the
+        transfer."""
         ...
 
     def send(self, parts: Sequence[Buffer], capacity: int) -> None:
-        """Begin: ``parts``, one after the other, are this node's contribution (it may be empty). They may be reused
-        when :meth:`receive` has returned. ``capacity`` is the largest contribution that any other node may make in this
-        exchange, in bytes. Raises PeerLost."""
+        """Begin an exchange. ``parts``, one after the other, are this node's contribution, which may be empty.
+
+        They may be reused when :meth:`receive` has returned. ``capacity``: bytes of the largest contribution that any
+        other node may make in this exchange. Raises PeerLost.
+        """
         ...
 
     def receive(self) -> list[memoryview]:
-        """End: all contributions in rank order, this node's own too. They are valid until the next :meth:`send`.
+        """End the exchange: all contributions in rank order, this node's own included, valid until the next
+        :meth:`send`.
 
-        Waits as long as the others live. Raises PeerLost if one is gone, RingProtocolError if one sent more than
-        ``capacity`` or anything that is not the expected exchange."""
+        Waits as long as the others live. Raises PeerLost if one is gone. Raises RingProtocolError if one sent more than
+        ``capacity`` or anything that is not the expected exchange.
+        """
         ...
 
     def missing(self) -> Sequence[int]:
-        """From any thread: the ranks whose contribution :meth:`receive` waits for, as far as this exchange knows."""
+        """The ranks whose contributions :meth:`receive` waits for, as far as this exchange knows. From any thread."""
         ...
 
     def close(self) -> None:
@@ -61,17 +66,19 @@ class Exchange(Protocol):
 
 
 class Link(Protocol):
-    """A connection to one peer that carries frames of bytes, authenticated and (but for ``socket``) encrypted."""
+    """A connection to one peer that carries frames, authenticated and (except ``socket``) encrypted."""
 
     def send(self, *parts: Buffer) -> None:
-        """One frame. Raises PeerLost."""
+        """Send one frame. Raises PeerLost."""
         ...
 
     def receive(self, limit: int) -> memoryview:
-        """The next frame, of at most ``limit`` bytes; valid until the next call. Waits. Raises PeerLost if the peer
-        is gone or the link was closed here, RingProtocolError."""
+        """The next frame of at most ``limit`` bytes, valid until the next call. Waits.
+
+        Raises PeerLost if the peer is gone or the link was closed here, RingProtocolError.
+        """
         ...
 
     def close(self) -> None:
-        """May be called from any thread, and twice."""
+        """Close the link. From any thread. May be called twice."""
         ...

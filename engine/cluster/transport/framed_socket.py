@@ -1,11 +1,11 @@
-"""Frames on one connected socket: in TLS, or in plain text with a code of authenticity on each.
+"""Framed sockets: a connected socket that carries frames, and what all kinds of it share.
 
-A frame is a header (length of the payload, number of the frame in its direction), the payload and, in plain text, the
-first 16 bytes of HMAC-SHA256 over header and payload under a key of this connection and this direction. So nothing can
-be changed, replayed, reordered, or sent back to where it came from. In TLS the records are protected by TLS itself.
+A frame is a header (length of the payload, number of the frame in its direction) and the payload. A frame in plain text
+also ends in a message authentication code (:mod:`engine.cluster.transport.plain_socket`). In TLS the records are
+protected by TLS itself (:mod:`engine.cluster.transport.tls_socket`).
 
-A framed socket never waits unless it is asked to; who has several of them polls (:mod:`engine.cluster.transport.mesh`).
-One thread at a time.
+A framed socket never waits unless it is asked to. Whoever has several of them polls
+(:mod:`engine.cluster.transport.mesh`). One thread at a time.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from typing import Any
 from engine.cluster.transport.exchange import Buffer, PeerLost, RingProtocolError
 
 HEADER = struct.Struct(">IQ")
-"""Length of the payload in bytes; number of the frame in this direction, from 0."""
+"""Length of the payload in bytes, and number of the frame in this direction, from 0."""
 LARGEST_FRAME = 1 << 30
-"""No payload is larger, whatever a caller allows (bytes)."""
+"""Maximum bytes of a payload, whatever a caller allows."""
 GOODBYE = 0xFFFF_FFFF
-"""In the place of a length: the sender closes this socket in an orderly way; nothing follows."""
+"""Value in place of a length: the sender closes this socket in an orderly way, and nothing follows."""
 READ_BYTES = 1 << 16
 TURN_BYTES = 1 << 19
-"""Sent or received at most before it is the other direction's turn, so that both directions of a link are in use."""
+"""Maximum bytes sent or received before it is the other direction's turn, so that both directions of a link are in
+use."""
 GROWN_BYTES = 1 << 20
-"""A buffer for a large frame begins with so many and is doubled as bytes arrive: what a header says costs nothing."""
+"""Initial bytes of a buffer for a large frame. It is doubled as bytes arrive, so a header alone takes no memory."""
 KEPT_BYTES = 1 << 22
-"""A buffer for large frames that is larger than this is given back when frames become small again."""
+"""Maximum bytes of a buffer for large frames that is kept when frames become small again."""
 SILENT_S = 4
-"""A link on which the peer's kernel acknowledges nothing for so long is gone. Whole seconds; three packets in a row
-have to be lost for a mistake."""
+"""Whole seconds after which a link counts as gone if the peer's kernel acknowledges nothing. Three packets in a row
+would have to be lost for a false alarm."""
 _DARWIN_CONNDROPTIME = 0x80
-"""``TCP_RXT_CONNDROPTIME``, in seconds; the socket module does not name it."""
+"""``TCP_RXT_CONNDROPTIME``, an option in seconds that the socket module does not name."""
 _LAST_FRAMES = 3
 
 
@@ -50,7 +51,7 @@ CLOSE_WAIT_S = 0.25
 
 
 class FramedSocket(ABC):
-    """What plain and TLS sockets share: framing, buffers, and what the end of a connection means."""
+    """Framing, buffers, and the meaning of the end of a connection, for plain and TLS sockets alike."""
 
     encrypted = False
 
@@ -76,14 +77,15 @@ class FramedSocket(ABC):
 
     @property
     def unsent(self) -> bool:
-        """Whether something of the frames pushed so far is not in the kernel's hands."""
+        """Whether the kernel has not taken all of the pushed frames yet."""
         return bool(self._outgoing)
 
     @abstractmethod
     def push(self, parts: Sequence[Buffer]) -> None:
-        """Begin to send one frame made of ``parts``; they must stay as they are until nothing is unsent.
+        """Begin to send one frame made of ``parts``, which must not change until nothing is unsent.
 
-        Raises PeerLost, RingProtocolError (a frame too large)."""
+        Raises PeerLost, RingProtocolError (a frame too large).
+        """
 
     def flush(self, wait: bool = False) -> None:
         """Send on, at most :data:`TURN_BYTES` unless ``wait``. Raises PeerLost."""
@@ -110,7 +112,7 @@ class FramedSocket(ABC):
 
     @property
     def buffered(self) -> bool:
-        """Whether bytes that were read already wait to be looked at."""
+        """Whether bytes that were read already wait to be parsed."""
         return self._end > self._start
 
     def pull(self, limit: int, wait: bool = False) -> memoryview | None:
@@ -136,13 +138,14 @@ class FramedSocket(ABC):
             else:
                 self._filled += count
                 turn += count
-                # Never with bytes left that were read from the socket already: nobody would be woken for them.
+                # Bytes that were already read must be parsed first: no poll would wake anybody for them.
                 if turn >= TURN_BYTES and not wait and not self.buffered and self._filled < self._total:
                     return None
         return self._finish_frame(frame, small)
 
     def _begin_frame(self, limit: int, wait: bool) -> bool:
-        """Read up to the next frame's header and choose where the frame goes; False if the header is not here yet."""
+        """Read up to the next frame's header and choose the buffer for the frame; False if the header has not arrived
+        yet."""
         rest = self._end - self._start
         if self._start:
             if rest:
@@ -172,16 +175,16 @@ class FramedSocket(ABC):
         return True
 
     def _large_buffer(self, total: int) -> memoryview:
-        """For a frame of ``total`` bytes: the one that is here, or the beginning of one."""
+        """The existing buffer for a frame of ``total`` bytes, or the beginning of a new one."""
         have = 0 if self._large is None else len(self._large)
         if not have or have > max(KEPT_BYTES, 8 * total):
-            self._large = None  # the old one goes first: both need not exist at once
+            self._large = None  # freed first, so that both buffers need not exist at once
             self._large = memoryview(bytearray(min(total, GROWN_BYTES)))
         assert self._large is not None
         return self._large
 
     def _grown(self, full: memoryview) -> memoryview:
-        """What is in ``full``, with room for as much again."""
+        """A copy of ``full`` with twice the room."""
         larger = memoryview(bytearray(min(self._total, 2 * len(full))))
         larger[: len(full)] = full
         self._large = larger
@@ -252,19 +255,19 @@ class FramedSocket(ABC):
         return _ip(self._socket.getpeername)
 
     def interrupt(self) -> None:
-        """From any thread: whoever waits in this socket wakes up and raises PeerLost."""
+        """Wake whoever waits in this socket, which raises PeerLost. From any thread."""
         self.closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
 
     def cut(self) -> None:
-        """From any thread, when :meth:`interrupt` was not enough: a sender that waits wakes up too."""
+        """Wake a waiting sender as well, if :meth:`interrupt` was not enough. From any thread."""
         self.closing = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Say goodbye if that is possible at once, and close the socket. Not while another thread uses the socket."""
+        """Send a goodbye if that is possible at once, and close the socket. Not while another thread uses it."""
         if self._socket.fileno() < 0:
             return
         if not self.unsent:
@@ -279,7 +282,7 @@ class FramedSocket(ABC):
     def _push_goodbye(self) -> None: ...
 
     def _lost_sending(self, error: OSError) -> PeerLost:
-        """The peer takes nothing any more; what it sent last may say that it left in an orderly way."""
+        """The reason why the peer takes nothing any more. Its last frame may be an orderly goodbye."""
         try:
             for _ in range(_LAST_FRAMES):
                 if self.pull(READ_BYTES) is None:
@@ -298,15 +301,17 @@ class FramedSocket(ABC):
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Send at once, and notice a link that carries nothing any more although both machines are still there (a cable
-    that was pulled while the control plane goes another way): the kernel asks, so that nobody has to wake up for it.
-    A peer that is only stopped or slow still answers."""
+    """Send without delay, and notice a link that carries nothing any more although both machines are still there.
+
+    That happens when a cable is pulled while the control plane goes another way. The kernel checks, so no thread has to
+    wake up for it. A peer that is only stopped or slow still answers.
+    """
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _silence_options(sys.platform):
-        with contextlib.suppress(OSError):  # one that this system's kernel does not know
+        with contextlib.suppress(OSError):  # this system's kernel may not know the option
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
@@ -319,7 +324,7 @@ def _silence_options(system: str) -> list[tuple[int, int]]:
         "TCP_USER_TIMEOUT": SILENT_S * 1000,
     }
     found = [(int(getattr(socket, name)), value) for name, value in options.items() if hasattr(socket, name)]
-    # Of what was sent and is not acknowledged; Darwin has no TCP_USER_TIMEOUT.
+    # Limits the time of unacknowledged data. Darwin has no TCP_USER_TIMEOUT.
     return [*found, (_DARWIN_CONNDROPTIME, SILENT_S)] if system == "darwin" else found
 
 
@@ -336,8 +341,10 @@ def _ip(of: Callable[[], Any]) -> str:
 
 
 class FramedLink:
-    """:class:`engine.cluster.transport.exchange.Link` over a :class:`FramedSocket`. One thread sends and receives, any
-    may close."""
+    """A :class:`engine.cluster.transport.exchange.Link` over a framed socket.
+
+    One thread sends and receives. Any thread may close.
+    """
 
     def __init__(self, framed: FramedSocket) -> None:
         self._framed = framed
@@ -399,7 +406,7 @@ class FramedLink:
 
 
 def pull_by(framed: FramedSocket, limit: int, by: float) -> bytes:
-    """The next frame, which must come before ``by`` (time.monotonic()). Raises PeerLost, RingProtocolError."""
+    """The next frame, which must arrive before ``by`` (time.monotonic()). Raises PeerLost, RingProtocolError."""
     poller = select.poll()
     poller.register(framed.fileno(), select.POLLIN)
     while True:

@@ -1,4 +1,4 @@
-"""The exchange over torch's gloo: for networks that the person calls trusted, because gloo sends in plain text."""
+"""The exchange over torch's gloo, for trusted networks only, because gloo sends plain text."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
 
 SILENCE_S = 120.0
-"""Gloo gives a peer up that is silent for so long in an exchange; the heartbeats notice earlier."""
+"""Seconds of silence in an exchange after which gloo gives up a peer. Heartbeats notice a loss earlier."""
 CONNECT_S = 10.0
-"""It connects within milliseconds, as all nodes begin at once. What waits for a node that died is left behind until
-then; see :func:`engine.cluster.transport.collective.made_while_wanted`."""
+"""Timeout in seconds for connecting, which takes milliseconds as all nodes begin at once. A thread that waits for a
+dead node is left behind until then; see :func:`engine.cluster.transport.collective.made_while_wanted`."""
 STORE_BYTES = 1 << 20
-"""What a node tells the others of where it listens is far less."""
+"""Maximum bytes that a node exchanges about its addresses, far more than it needs."""
 _words = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
 class GlooGathering(Gathering):
-    """An all-gather over a process group of its own. ``store`` is where its nodes find each other, ``own_address`` the
-    IP address that others reach this node at."""
+    """An all-gather over a process group of its own. ``store``: where its nodes find each other. ``own_address``: the
+    IP address at which others reach this node."""
 
     def __init__(self, rank: int, size: int, store: distributed.Store, own_address: str) -> None:
         self._rank = rank
@@ -76,17 +76,17 @@ class GlooGathering(Gathering):
             group.abort()
 
 
-class ToldStore(distributed.Store):  # type: ignore[misc]  # typed as Any
-    """Where gloo's nodes find each other: what each tells the others, over links that are authenticated.
+class ExchangedStore(distributed.Store):  # type: ignore[misc]  # typed as Any
+    """The store in which gloo's nodes find each other, exchanged over authenticated links.
 
-    torch's own store is a server that listens on all addresses and answers whoever comes.
+    torch's own store is a server that listens on all addresses and answers everybody.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         super().__init__()
         self._mesh = mesh
         self._own: dict[str, bytes] = {}
-        self._told: dict[str, bytes] | None = None
+        self._exchanged: dict[str, bytes] | None = None
 
     def set(self, key: str, value: bytes | str) -> None:
         self._own[key] = value.encode() if isinstance(value, str) else bytes(value)
@@ -102,26 +102,27 @@ class ToldStore(distributed.Store):  # type: ignore[misc]  # typed as Any
         self._all(keys)
 
     def _all(self, keys: list[str]) -> dict[str, bytes]:
-        """What all nodes have set; asked for the first time when each has set what it has to."""
-        if self._told is None:
-            told: dict[str, bytes] = {}
+        """The values that all nodes have set. They are exchanged at the first request, when each node has set its
+        own."""
+        if self._exchanged is None:
+            found: dict[str, bytes] = {}
             self._mesh.send([msgspec.msgpack.encode(self._own)], STORE_BYTES)
             for rank, part in enumerate(self._mesh.receive()):
                 # gloo's keys end in the rank that sets them: nobody speaks for another.
                 own = f"/{rank}"
-                told |= {key: value for key, value in _words.decode(part).items() if key.endswith(own)}
-            self._told = told
-        missing = [key for key in keys if key not in self._told]
+                found |= {key: value for key, value in _words.decode(part).items() if key.endswith(own)}
+            self._exchanged = found
+        missing = [key for key in keys if key not in self._exchanged]
         if missing:
             raise RuntimeError(f"no node has told {missing[0][:80]}")
-        return self._told
+        return self._exchanged
 
 
 def connect_gloo(links: Links, epoch: Epoch) -> Exchange:
-    """Gloo among all nodes of ``epoch``; each of them calls this. They tell each other where they listen over
-    authenticated links first: on trusted networks only, whatever addresses were told before.
+    """The exchange over gloo among all nodes of ``epoch``. Each of them calls this.
 
-    Raises ModelError (network) if it cannot be connected, PeerLost.
+    They exchange their addresses over authenticated links first, and only on trusted networks, whatever addresses were
+    named before. Raises ModelError (network) if it cannot be connected, PeerLost.
     """
     sockets = connect_sockets(links, epoch, "exchange", "tls")
     mesh = Mesh(epoch.rank, len(epoch.members), sockets)
@@ -138,8 +139,8 @@ def connect_gloo(links: Links, epoch: Epoch) -> Exchange:
 
 
 def _gathering(mesh: Mesh, own_address: str) -> GlooGathering:
-    """Together with all others, so that none goes on before every node has connected."""
-    found = GlooGathering(mesh.rank, mesh.size, ToldStore(mesh), own_address)
+    """The group, once all nodes have connected: no node goes on before the last one has."""
+    found = GlooGathering(mesh.rank, mesh.size, ExchangedStore(mesh), own_address)
     try:
         mesh.send([], 0)
         mesh.receive()

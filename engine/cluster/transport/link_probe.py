@@ -1,6 +1,6 @@
-"""What a link between two machines can do: measured while a ring is formed, over a link of its own.
+"""Trying and measuring a link between two machines, over a connection of its own.
 
-The dialler asks, the acceptor answers: frames come back as they are, or are counted until the last one.
+The dialler asks, and the acceptor answers: it returns frames as they are, or counts their bytes up to the last one.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from engine.cluster.transport.framed_socket import FramedLink
 from engine.errors import ModelError
 
 ECHO_BYTES = 12 * 1024
-"""One exchange of a decoding step of the paper's model and size."""
+"""Bytes of one exchange of a decoding step of the paper's model and size."""
 ROUNDS = 30
 WARM_ROUNDS = 5
 PAUSE_S = 0.0005
-"""Before each round: between the exchanges of a step both ends wait for a layer's experts, and waking costs more than
-an answer to who is still awake."""
+"""Seconds of pause before each round. Between the exchanges of a step both ends wait for a layer's experts, and an end
+that must wake up answers later than one that is still awake."""
 PIECE_BYTES = 1 << 18
 MOST_BYTES = 32 << 20
 MOST_SECONDS = 0.3
@@ -39,7 +39,8 @@ _ECHO, _COUNT, _TOTAL = b"e", b"c", b"t"
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """``latency_s``: half a round trip of 12 KiB, median. ``bytes_per_s``: one direction, of the dialler's payload."""
+    """A measured link. ``latency_s``: half the median round trip of 12 KiB. ``bytes_per_s``: rate of the dialler's
+    payload in one direction."""
 
     latency_s: float
     bytes_per_s: float
@@ -47,10 +48,11 @@ class LinkSpeed:
 
 
 def measure_link(links: Links, epoch: Epoch, member: Member, address: str, seconds: float = CONNECT_S) -> LinkSpeed:
-    """Measure the link to ``member`` through its door at ``address`` (``HOST:PORT``).
+    """Measure the link to ``member`` through its link listener at ``address`` (``HOST:PORT``).
 
-    ``epoch`` need not exist on the other side; the other side must know this node's certificate. Raises ModelError
-    (network)."""
+    ``epoch`` need not exist on the other side, but that side must know this node's certificate. Raises ModelError
+    (network).
+    """
     try:
         framed = dial_link(links, epoch, member, "measure", "tls", address, time.monotonic() + seconds)
         link = FramedLink(framed)
@@ -63,7 +65,7 @@ def measure_link(links: Links, epoch: Epoch, member: Member, address: str, secon
 
 
 def measure_latency(link: Link, nbytes: int = ECHO_BYTES, rounds: int = ROUNDS) -> float:
-    """Half the median round trip of ``nbytes``, seconds. Raises PeerLost, RingProtocolError."""
+    """Half the median round trip of ``nbytes`` in seconds. Raises PeerLost, RingProtocolError."""
     payload = bytes(nbytes)
     times = []
     for _ in range(WARM_ROUNDS + rounds):
@@ -77,7 +79,7 @@ def measure_latency(link: Link, nbytes: int = ECHO_BYTES, rounds: int = ROUNDS) 
 
 
 def measure_bandwidth(link: Link, most_bytes: int = MOST_BYTES, most_seconds: float = MOST_SECONDS) -> float:
-    """Bytes per second to the other side, from at most that many bytes or seconds. Raises PeerLost,
+    """Bytes per second to the other side, measured with at most that many bytes or seconds. Raises PeerLost,
     RingProtocolError."""
     piece = bytes(PIECE_BYTES)
     sent = 0
@@ -93,7 +95,7 @@ def measure_bandwidth(link: Link, most_bytes: int = MOST_BYTES, most_seconds: fl
 
 
 def answer_measuring(link: Link) -> None:
-    """The other side, until the link ends. Raises PeerLost (its usual end), RingProtocolError."""
+    """Answer measurements until the link ends. Raises PeerLost (the usual end), RingProtocolError."""
     counted = echoes = 0
     while counted <= MOST_BYTES and echoes <= _MOST_ECHOES:
         frame = link.receive(_LARGEST)
@@ -113,19 +115,20 @@ def answer_measuring(link: Link) -> None:
 # --- links that are only tried ---------------------------------------------------------------------------------------
 
 TAKEN_S = 2.0
-"""A connection is taken within so long, or not at all: the kernel takes it, however busy the program is, and after a
-lost packet asks once more within a second."""
+"""Timeout in seconds of a connection. The kernel accepts it however busy the program is, and repeats after a lost
+packet within a second."""
 LATER_S = 0.15
-"""By which each further address is tried later, so that of those that work the first is taken."""
+"""Seconds by which each further address is tried later, so that the first working one is used."""
 AGAIN_S = 0.1
 REFUSED_S = 2.0
-"""A link that is closed again is asked for again, for so long: the other node may not know yet who will come."""
+"""Seconds for which a link that is closed again is asked for again: the other node may not know yet who will come."""
 MOST_TRIED = 8
-"""Addresses."""
+"""Maximum addresses that are tried."""
 
 
 def try_link(links: Links, epoch: str, member: Member, addresses: Sequence[str], stop: threading.Event) -> str:
-    """The first of ``addresses`` (of its door, the best first) at which ``member`` takes a link for a measurement.
+    """The first of ``addresses`` of its link listener, the best first, at which ``member`` accepts a link for a
+    measurement.
 
     Ends when ``stop`` is set. Raises ModelError (network) with the reason alone, without the member's name.
     """
@@ -152,7 +155,7 @@ def try_link(links: Links, epoch: str, member: Member, addresses: Sequence[str],
 
 
 class _Attempt:
-    """Tries one link at several addresses, each from a thread of its own. ``over``: one of them has it."""
+    """Tries one link at several addresses, each in a thread of its own. ``over`` is set when one of them works."""
 
     def __init__(self, links: Links, epoch: Epoch, member: Member, stop: threading.Event) -> None:
         self.over = threading.Event()
@@ -162,7 +165,7 @@ class _Attempt:
         self._stop = stop
 
     def at(self, address: str, later: float) -> tuple[str, str]:
-        """``address``, and why it does not work there; empty: it does."""
+        """``address``, and why it does not work there; empty if it works."""
         if self.over.wait(later):
             return address, "not tried"
         try:

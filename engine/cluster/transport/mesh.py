@@ -15,11 +15,10 @@ from engine.cluster.transport.framed_socket import CLOSE_WAIT_S, FramedSocket
 
 
 class Mesh:
-    """:class:`engine.cluster.transport.exchange.Exchange` over sockets. ``sockets`` are those to every other rank, by
-    rank.
+    """An :class:`engine.cluster.transport.exchange.Exchange` over ``sockets``, one to every other rank, by rank.
 
-    A ring of one needs no socket. Contributions of many megabytes are sent and received in turns, so that nodes that
-    all send at once neither wait for each other for ever nor use only one direction of their links.
+    A ring of one needs no socket. Contributions of many megabytes are sent and received in turns. So nodes that all
+    send at once neither wait for each other for ever nor use only one direction of their links.
     """
 
     def __init__(self, rank: int, size: int, sockets: Mapping[int, FramedSocket]) -> None:
@@ -37,7 +36,7 @@ class Mesh:
         self._capacity = 0
         self._own = memoryview(b"")
         self._frames: dict[int, memoryview] = {}
-        """The contributions that are here, by rank."""
+        """Contributions that have arrived, by rank."""
         self.idle_s = 0.0
 
     @property
@@ -53,7 +52,7 @@ class Mesh:
         return self._size
 
     def send(self, parts: Sequence[Buffer], capacity: int) -> None:
-        """See :class:`Exchange`. Never waits: what a link does not take at once goes out in :meth:`receive`."""
+        """See :class:`Exchange`. Never waits: what a link does not take at once is sent in :meth:`receive`."""
         with self._in_use:
             self._usable()
             self._capacity = capacity
@@ -63,7 +62,7 @@ class Mesh:
             except (PeerLost, RingProtocolError):
                 self._end()
                 raise
-            # A copy: the parts may be used for something else while the contributions are still looked at.
+            # A copy, because the caller may reuse the parts while the contributions are still in use.
             self._own = memoryview(b"".join(parts))
 
     def receive(self) -> list[memoryview]:

@@ -1,14 +1,14 @@
-"""The exchange over mx.distributed, for networks that the person calls trusted: it sends in plain text, and in its TCP
-ring whoever comes first connects.
+"""The exchange over mx.distributed, for trusted networks only: it sends plain text, and its TCP ring accepts whoever
+connects first.
 
-A process can have one such group in its life: a dead one cannot be made again, and a stopped peer hangs it for ever. So
-the group outlives its epoch, and the next one of the very same processes goes on with it; after a loss the all-gather
-that hangs is left behind in its thread, and this process uses other links until it ends.
+A process can have only one such group in its life. A dead one cannot be made again, and a stopped peer hangs it for
+ever. So the group outlives its epoch, and the next epoch of the same processes reuses it. After a loss the hanging
+all-gather is left behind in its thread, and this process uses other transports until it ends.
 
-Where mlx has JACCL (RDMA over Thunderbolt 5, on Macs on which the person has allowed it with ``rdma_ctl enable``) and
-every node reaches each other one over an interface of its own, that is used, else the TCP ring. JACCL follows its
-documentation of mlx 0.32: it never ran where this was written, which has no such hardware. Only what leads up to it is
-tested. If it fails once, this process uses the TCP ring from then on.
+JACCL is RDMA over Thunderbolt 5, on Macs on which the person has allowed it with ``rdma_ctl enable``. It is used if mlx
+has it and every node reaches each other one over a separate interface; otherwise the TCP ring is used. The code follows
+the documentation of mlx 0.32. JACCL itself never ran where this was written, which has no such hardware; only what
+leads up to it is tested. If it fails once, this process uses the TCP ring from then on.
 """
 
 from __future__ import annotations
@@ -38,27 +38,29 @@ from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
 from engine.system.temporary_folders import temporary_folder
 
-MOST_TOLD = 4096
+GROUP_STATE_LIMIT = 4096
 MOST_BOOTSTRAP = 1 << 20
-"""What JACCL's nodes tell each other of their connections is far less."""
+"""Maximum bytes that JACCL's nodes exchange about their connections, far more than they need."""
 PORTS_S = 3.0
-"""That the system may take to name its ports."""
+"""Timeout in seconds for listing the system's ports."""
 STUCK_S = 6.0
-"""All nodes connect at the same time, which takes milliseconds, or a second if one was not listening yet."""
+"""Seconds after which a group that is not made yet counts as stuck. It takes milliseconds, or a second if a node was
+not listening yet."""
 
 
-class Told(msgspec.Struct, frozen=True):
-    """What a node tells the others before they make a group, or go on with the one they have."""
+class GroupState(msgspec.Struct, frozen=True):
+    """What a node reports to the others before they make a group or reuse the existing one."""
 
     address: str = ""
-    """``IP:PORT`` for the TCP ring; empty: this process had its group, or has no address on a trusted network."""
+    """``IP:PORT`` for the TCP ring. Empty if this process already had its group, or has no address on a trusted
+    network."""
     group: str = ""
-    """The epoch in which these nodes made a group that still works; empty if there is none."""
+    """Epoch in which these nodes made a group that still works; empty if there is none."""
     devices: list[str] = []
-    """By rank, the RDMA device towards that node, none for itself; empty: no JACCL here."""
+    """RDMA device towards each node by rank, empty for itself. No entries without JACCL."""
 
 
-_told = msgspec.msgpack.Decoder(Told)
+_group_states = msgspec.msgpack.Decoder(GroupState)
 
 
 class _Life:
@@ -66,15 +68,15 @@ class _Life:
 
     group: Any = None
     made_in = ""
-    """The epoch."""
+    """Epoch in which the group was made."""
     members: tuple[str, ...] = ()
     """Node ids by rank."""
     in_step = False
-    """No all-gather of it is under way or was given up."""
+    """Whether no all-gather of the group is running or was given up."""
     used = False
     """Whether this process has, or had, a group."""
     no_jaccl = False
-    """It failed before."""
+    """Whether JACCL has failed before."""
 
 
 def available() -> bool:
@@ -119,24 +121,25 @@ class MlxGathering(Gathering):
 
 
 def connect_mlx(links: Links, epoch: Epoch) -> Exchange:
-    """mx.distributed among all nodes of ``epoch``; each of them calls this. They tell each other over authenticated
-    links first what each has.
+    """The exchange over mx.distributed among all nodes of ``epoch``. Each of them calls this.
 
-    Raises ModelError (network) if a node of them cannot, PeerLost.
+    They exchange their states over authenticated links first. Raises ModelError (network) if one of the nodes cannot
+    take part, PeerLost.
     """
     sockets = connect_sockets(links, epoch, "exchange", "tls")
     mesh = Mesh(epoch.rank, len(epoch.members), sockets)
     members = tuple(member.node_id for member in sorted(epoch.members, key=lambda member: member.rank))
     kept = _Life.made_in if _Life.in_step and members == _Life.members else ""
     try:
-        # Whoever comes first may connect to what mlx opens: on trusted networks only, whatever addresses were told.
+        # Whoever comes first may connect to what mlx opens: on trusted networks only, whatever addresses were named
+        # before.
         ends = [end for framed in sockets.values() for end in (framed.local_address, framed.remote_address)]
         check_trusted("mlx", ends, epoch.trusted)
         row = _devices({rank: framed.local_address for rank, framed in sockets.items()}, epoch.rank, len(members))
-        told = Told(
+        mine = GroupState(
             _free_address(framed.local_address for framed in sockets.values()) if available() else "", kept, row
         )
-        group = made_while_wanted(epoch, lambda: _agreed(mesh, told), lambda late: None)
+        group = made_while_wanted(epoch, lambda: _agreed(mesh, mine), lambda late: None)
         if group.size() != len(members):
             raise ModelError(f"mx.distributed connected {group.size()} of {len(members)} nodes.", kind="network")
     except (RuntimeError, ValueError, msgspec.DecodeError) as error:
@@ -148,25 +151,25 @@ def connect_mlx(links: Links, epoch: Epoch) -> Exchange:
     return CollectiveExchange(MlxGathering(group))
 
 
-def _agreed(mesh: Mesh, told: Told) -> Any:
-    """The group that all have, or a new one. Raises what :func:`_made` raises, PeerLost."""
-    mesh.send([msgspec.msgpack.encode(told)], MOST_TOLD)
-    all_told = [_told.decode(each) for each in mesh.receive()]
-    if told.group and {each.group for each in all_told} == {told.group}:
+def _agreed(mesh: Mesh, mine: GroupState) -> Any:
+    """The group that all nodes have, or a new one. Raises what :func:`_made` raises, PeerLost."""
+    mesh.send([msgspec.msgpack.encode(mine)], GROUP_STATE_LIMIT)
+    states = [_group_states.decode(each) for each in mesh.receive()]
+    if mine.group and {each.group for each in states} == {mine.group}:
         return _Life.group
-    return _made(mesh, mesh.rank, all_told)
+    return _made(mesh, mesh.rank, states)
 
 
-def _made(mesh: Mesh, rank: int, told: Sequence[Told]) -> Any:
+def _made(mesh: Mesh, rank: int, states: Sequence[GroupState]) -> Any:
     """A new group. Raises ModelError (network) if a node has had one, RuntimeError."""
-    addresses = [each.address for each in told]
+    addresses = [each.address for each in states]
     if not all(addresses):
         raise ModelError(
             f"mx.distributed cannot be used: node {addresses.index('')} has no group left, as a process can have one "
             "only; the ring uses other links until privatellm is started again there.",
             kind="network",
         )
-    matrix = device_matrix([each.devices for each in told])
+    matrix = device_matrix([each.devices for each in states])
     if matrix is None:
         _Life.used = True
         with _described(rank, MLX_HOSTFILE=[[address] for address in addresses]):
@@ -189,9 +192,12 @@ def _made(mesh: Mesh, rank: int, told: Sequence[Told]) -> Any:
 
 @contextmanager
 def _ended_if_stuck() -> Iterator[None]:
-    """End this process if the group is not made soon. mlx keeps the interpreter to itself while it connects, which it
-    does for ever if a node has died meanwhile: nothing here could notice, and no other machine would get an answer. An
-    engine process that died is started again by whoever started it."""
+    """End this process if the group is not made soon.
+
+    mlx holds the interpreter lock while it connects, for ever if a node has died meanwhile. Nothing in this process
+    could notice, and no other machine would get an answer. A dead engine process is started again by whoever started
+    it.
+    """
     faulthandler.dump_traceback_later(STUCK_S, exit=True)
     try:
         yield
@@ -203,7 +209,8 @@ def _ended_if_stuck() -> Iterator[None]:
 
 
 def _devices(own_addresses: Mapping[int, str], rank: int, size: int) -> list[str]:
-    """See :attr:`Told.devices`. ``own_addresses``: this node's, by the rank of the node that is reached from there."""
+    """The devices of :class:`GroupState`. ``own_addresses``: this node's address by the rank of the node reached from
+    it."""
     if _Life.no_jaccl or not mx.distributed.is_available("jaccl"):
         return []
     interfaces = {
@@ -213,7 +220,7 @@ def _devices(own_addresses: Mapping[int, str], rank: int, size: int) -> list[str
 
 
 def _thunderbolt() -> list[str]:
-    """The Thunderbolt ports of this Mac; none if they cannot be told."""
+    """The Thunderbolt ports of this Mac; none if they cannot be listed."""
     try:
         tool = ["/usr/sbin/networksetup", "-listallhardwareports"]
         said = subprocess.run(tool, capture_output=True, text=True, timeout=PORTS_S, check=False).stdout
@@ -223,7 +230,7 @@ def _thunderbolt() -> list[str]:
 
 
 def thunderbolt_ports(said: str) -> list[str]:
-    """The interfaces that ``networksetup -listallhardwareports`` calls Thunderbolt ports; their bridge is none."""
+    """The interfaces that ``networksetup -listallhardwareports`` calls Thunderbolt ports. Their bridge is not one."""
     found = re.findall(r"^Hardware Port: Thunderbolt (?!Bridge).*\nDevice: (en\d+)$", said, re.MULTILINE)
     return [str(name) for name in found]
 
@@ -231,10 +238,11 @@ def thunderbolt_ports(said: str) -> list[str]:
 def device_row(
     own_addresses: Mapping[int, str], interfaces: Mapping[str, str], ports: Collection[str], rank: int, size: int
 ) -> list[str]:
-    """The RDMA device of node ``rank`` towards each of ``size`` nodes, as macOS names them after the interface of the
-    Thunderbolt port; empty if an address belongs to none of these ``ports``: macOS gives Wi-Fi no such device.
+    """The RDMA device of node ``rank`` towards each of ``size`` nodes, named after the interface of the Thunderbolt
+    port.
 
-    ``interfaces``: the names by address.
+    Empty if an address belongs to none of these ``ports``, as macOS gives Wi-Fi no such device. ``interfaces``: the
+    names by address.
     """
     row = []
     for other in range(size):
@@ -246,8 +254,10 @@ def device_row(
 
 
 def device_matrix(rows: Sequence[Sequence[str]]) -> list[list[str | None]] | None:
-    """MLX_IBV_DEVICES for nodes that told ``rows``: per rank and other rank its device, null for itself. None unless
-    all have one for every other node, and no node needs one device for two of them."""
+    """The value of MLX_IBV_DEVICES for nodes with these ``rows``: the device by rank and other rank, null for itself.
+
+    None unless every node has a device for each other node, and none needs one device for two of them.
+    """
     for rank, row in enumerate(rows):
         others = [device for other, device in enumerate(row) if other != rank]
         if len(row) != len(rows) or not all(others) or len(set(others)) != len(others):
@@ -256,24 +266,24 @@ def device_matrix(rows: Sequence[Sequence[str]]) -> list[list[str | None]] | Non
 
 
 def side_channel(mesh: Mesh) -> Callable[[bytes, int], bytes]:
-    """The all-gather by which JACCL's nodes tell each other of their connections: over links that are authenticated.
+    """The all-gather in which JACCL's nodes exchange their connections, over authenticated links.
 
-    Raises RuntimeError if another node contributes something else than was agreed.
+    Raises RuntimeError if another node contributes something else than agreed.
     """
 
     def gather(own: bytes, nbytes: int) -> bytes:
         mesh.send([bytes(own[:nbytes])], MOST_BOOTSTRAP)
         found = [bytes(part) for part in mesh.receive()]
         if any(len(part) != nbytes for part in found):
-            raise RuntimeError(f"a node told {max(map(len, found))} bytes of its connections instead of {nbytes}")
+            raise RuntimeError(f"a node described its connections in {max(map(len, found))} bytes instead of {nbytes}")
         return b"".join(found)
 
     return gather
 
 
 def _free_address(hosts: Iterable[str]) -> str:
-    """``IP:PORT`` at the first of this node's ``hosts`` that is IPv4, as mlx knows no other, with a port that is free
-    now; empty if there is none."""
+    """``IP:PORT`` at the first IPv4 address of ``hosts`` (mlx knows no other), with a port that is free now; empty if
+    there is none."""
     for host in hosts:
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.bind((host, 0))
@@ -283,7 +293,7 @@ def _free_address(hosts: Iterable[str]) -> str:
 
 @contextmanager
 def _described(rank: int, **files: object) -> Iterator[None]:
-    """The environment from which mlx takes who is who: variables that name a file, with what is in it."""
+    """Sets the environment from which mlx reads the ranks: variables that name a file with the given content."""
     with temporary_folder("privatellm-mlx-") as folder:
         wanted = {"MLX_RANK": str(rank)}
         for name, content in files.items():

@@ -27,13 +27,14 @@ _TO_DIALLER = b"privatellm link 1: frames to the dialler"
 
 
 class PlainSocket(FramedSocket):
-    """Plain text. ``send_key`` and ``receive_key`` [32 bytes each] belong to this connection alone and differ."""
+    """A framed socket in plain text. ``send_key`` and ``receive_key`` [32 bytes each] belong to this connection alone
+    and differ."""
 
     _tag_bytes = TAG_BYTES
 
     def __init__(self, connection: socket.socket, peer: str, rank: int, send_key: bytes, receive_key: bytes) -> None:
         super().__init__(connection, peer, rank)
-        # Copying a keyed state is cheaper than keying anew for every frame.
+        # Copying a keyed state is cheaper than a new one for every frame.
         self._send_code = hmac.new(send_key, digestmod="sha256")
         self._receive_code = hmac.new(receive_key, digestmod="sha256")
 
@@ -90,8 +91,8 @@ def open_plain_socket(
 ) -> PlainSocket:
     """Prove on both sides that the epoch's ``key`` is known, and derive this connection's own keys.
 
-    ``about`` is what the link was asked to be; both ends must have the same. Whoever does not know the key gets a
-    random number and nothing else. Raises PeerLost, RingProtocolError.
+    ``about`` is the request for the link, and both ends must have the same. Whoever does not know the key gets a random
+    number and nothing else. Raises PeerLost, RingProtocolError.
     """
     if len(key) != KEY_BYTES:
         raise ValueError(f"an epoch's key has {KEY_BYTES} bytes, not {len(key)}")

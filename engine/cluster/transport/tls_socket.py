@@ -17,7 +17,8 @@ TLS_READ_BYTES = 1 << 18
 
 
 class TlsSocket(FramedSocket):
-    """TLS over memory: the socket is read and written in large pieces, and never falls back to plain text."""
+    """A framed socket in TLS over memory. It is read and written in large pieces, and never falls back to plain
+    text."""
 
     encrypted = True
 
@@ -63,7 +64,8 @@ class TlsSocket(FramedSocket):
             turn += self._encrypt_more()
 
     def _encrypt_more(self) -> int:
-        """Encrypt a piece of what waits: a frame of many megabytes is never in memory twice."""
+        """Encrypt one piece of what waits, so that a frame of many megabytes is never in memory twice. Returns its
+        bytes."""
         head = self._unencrypted.popleft()
         piece, rest = head[:TLS_READ_BYTES], head[TLS_READ_BYTES:]
         if rest:
@@ -99,7 +101,7 @@ class TlsSocket(FramedSocket):
                 ) from None
 
     def _check(self, content: memoryview, tag: memoryview) -> None:
-        """TLS has done so."""
+        """TLS has authenticated the frame already."""
 
     def _push_goodbye(self) -> None:
         self._encrypt(HEADER.pack(GOODBYE, self._sent))
@@ -109,9 +111,9 @@ class TlsSocket(FramedSocket):
 def open_tls_socket(
     connection: socket.socket, context: ssl.SSLContext, accepting: bool, node_id: str, peer: str, rank: int, by: float
 ) -> TlsSocket:
-    """Shake hands in TLS; the other end must own the certificate whose fingerprint is ``node_id``.
+    """Shake hands in TLS. The other end must own the certificate whose fingerprint is ``node_id``.
 
-    ``by``: time.monotonic() at which it is too late. Raises PeerLost, RingProtocolError.
+    ``by``: deadline (time.monotonic()). Raises PeerLost, RingProtocolError.
     """
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     session = context.wrap_bio(incoming, outgoing, server_side=accepting)
@@ -139,7 +141,7 @@ def _shake_hands(
             done = True
         except ssl.SSLWantReadError:
             done = False
-        # After an error nothing is sent: an alert would tell a stranger how far it came.
+        # After an error nothing is sent: an alert would reveal to a stranger how far it came.
         if outgoing.pending:
             connection.settimeout(seconds_left(by))
             connection.sendall(outgoing.read())
