@@ -73,3 +73,170 @@ class NodeConnected(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeRound(msgspec.Struct, frozen=True, kw_only=True):
+    """Measure ``exchanges`` in turn, each with all ``sizes``; it answers with :class:`ExchangeTimes`."""
+
+    exchanges: list[ExchangeName]
+    sizes: list[int]
+    repeats: list[int]
+    warm: int
+    what: Literal["times", "waiting", "digests"] = "times"
+    """Or what waiting for the last rank costs the processor; or what arrives of bytes that differ by rank and size."""
+
+
+class ExchangeTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of every exchange, by its name and size; share of one core while waiting, by name."""
+
+    seconds: dict[str, dict[str, list[float]]] = {}
+    busy: dict[str, float] = {}
+    digests: dict[str, str] = {}
+    """SHA-256 of all that arrived, in the order of ranks and sizes, by name."""
+
+
+class BenchNode:
+    """What the process has between two messages."""
+
+    def __init__(self, setup: NodeSetup) -> None:
+        self._rank = setup.rank
+        identity = Identity(
+            node_id=fingerprint(der_of(setup.certificate)),
+            certificate_pem=setup.certificate,
+            key_pem=setup.private_key,
+            storage="memory",
+            instance="0" * 16,
+        )
+        self._links = Links(identity)
+        self._door = Door.open(setup.host)
+        self._links.attach(self._door)
+        self._exchanges: dict[ExchangeName, Exchange] = {}
+
+    @property
+    def port(self) -> int:
+        return self._door.port
+
+    def connect(self, plan: NodePlan) -> NodeConnected:
+        members = tuple(
+            Member(rank, fingerprint(der_of(one.certificate)), one.certificate, (f"{one.host}:{one.port}",))
+            for rank, one in enumerate(plan.neighbours)
+        )
+        problems: dict[str, str] = {}
+        for name in plan.exchanges:
+            epoch = Epoch(f"{plan.epoch} {name}", self._rank, members, plan.key, LOOPBACK)
+            try:
+                self._exchanges[name] = open_exchange(name, self._links, epoch)
+            except (ModelError, PeerLost, OSError) as error:
+                problems[name] = str(error)
+        return NodeConnected(exchanges=list(self._exchanges), problems=problems)
+
+    def measure(self, wanted: NodeRound) -> ExchangeTimes:
+        """Raises PeerLost, RingProtocolError."""
+        if wanted.what == "digests":
+            return ExchangeTimes(
+                digests={name: digest(self._exchanges[name], wanted.sizes) for name in wanted.exchanges}
+            )
+        if wanted.what == "waiting":
+            return ExchangeTimes(
+                busy={name: self._busy_while_waiting(self._exchanges[name]) for name in wanted.exchanges}
+            )
+        seconds: dict[str, dict[str, list[float]]] = defaultdict(dict)
+        for name in wanted.exchanges:
+            for size, repeats in zip(wanted.sizes, wanted.repeats, strict=True):
+                times = time_exchanges(self._exchanges[name], size, wanted.warm + repeats)
+                seconds[name][str(size)] = times[wanted.warm :]
+        return ExchangeTimes(seconds=seconds)
+
+    def _busy_while_waiting(self, exchange: Exchange) -> float:
+        exchange.send((b"x",), 1)
+        exchange.receive()
+        late = exchange.rank == exchange.size - 1
+        if late:
+            time.sleep(WAIT_S)
+        exchange.send((b"x",), 1)
+        began, busy = time.perf_counter(), _processor_seconds()
+        exchange.receive()
+        share = (_processor_seconds() - busy) / max(1e-9, time.perf_counter() - began)
+        return 0.0 if late else share
+
+    def close(self) -> None:
+        for exchange in self._exchanges.values():
+            exchange.close()
+        self._links.close()
+        self._door.close()
+
+
+def contribution(rank: int, size: int) -> bytes:
+    """What a node contributes where digests are compared: ``rank`` bytes less than ``size``, of its own."""
+    return random.Random(f"{rank} of {size}").randbytes(max(0, size - rank))
+
+
+def digest(exchange: Exchange, sizes: Sequence[int]) -> str:
+    """SHA-256 of what all nodes contributed. Raises PeerLost, RingProtocolError."""
+    found = hashlib.sha256()
+    for size in sizes:
+        exchange.send((contribution(exchange.rank, size),), size)
+        for part in exchange.receive():
+            found.update(len(part).to_bytes(8, "big"))
+            found.update(part)
+    return found.hexdigest()
+
+
+def _processor_seconds() -> float:
+    """Of this process and its children: an envoy is one."""
+    total = 0.0
+    me = psutil.Process()
+    for process in (me, *me.children()):
+        times = process.cpu_times()
+        total += times.user + times.system
+    return total
+
+
+class _Told:
+    """What the bench says, read by a thread of its own: that it is gone must be noticed also while this node waits for
+    other nodes, or connects."""
+
+    def __init__(self) -> None:
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="reading the bench", daemon=True).start()
+
+    def hear(self, kind: type[Any]) -> Any:
+        """The next message; None once the bench is gone."""
+        line = self._lines.get()
+        return msgspec.json.decode(line, type=kind) if line else None
+
+    def _read(self) -> None:
+        while line := sys.stdin.buffer.readline(MOST_LINE):
+            self._lines.put(line)
+        # Whatever this node does may wait for nodes that were ended already: it ends all the same.
+        ending = threading.Timer(END_S, os._exit, (0,))
+        ending.daemon = True
+        ending.start()
+        self._lines.put(b"")
+
+
+def _say(message: msgspec.Struct) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def main() -> None:
+    """Serve the bench until it closes this process's stdin."""
+    told = _Told()
+    setup = told.hear(NodeSetup)
+    if setup is None:
+        return
+    node = BenchNode(setup)
+    try:
+        _say(NodePort(port=node.port))
+        plan = told.hear(NodePlan)
+        if plan is not None:
+            _say(node.connect(plan))
+            while (wanted := told.hear(NodeRound)) is not None:
+                _say(node.measure(wanted))
+    finally:
+        # An exchange of another library may hang: see above.
+        threading.Timer(END_S, os._exit, (0,)).start()
+        node.close()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from discovery.names import plain_text
 from engine.cluster.head.survey import candidates
-from engine.cluster.membership.client import Calls, Unreachable
-from engine.cluster.membership.control_messages import ModelHere, OfferPiece, Piece, WantedModel, WantedWeights
+from engine.cluster.membership.client import CallGroup, Unreachable
+from engine.cluster.membership.control_messages import DataPiece, ModelHere, OfferPiece, WantedModel, WantedWeights
 from engine.cluster.membership.node import Node
 from engine.cluster.membership.rpc_fanout import Candidate, ask, stopped_by, until_done
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
@@ -64,7 +64,7 @@ class ModelSources:
 
     def _ask_all(self, there: Sequence[Candidate], tell: Callable[[], None]) -> dict[str, ModelHere]:
         """What each of them has, by node id; those that do not answer, or not so, are left out."""
-        calls, found = Calls(), dict[str, ModelHere]()
+        calls, found = CallGroup(), dict[str, ModelHere]()
 
         def ask_one(one: Candidate) -> None:
             try:
@@ -104,7 +104,7 @@ class PeerSource:
             weights=self.offered.identity.weights,
             wanted=encode_wanted(wanted),
         )
-        call = self._one.client.stream("ModelWeights", asked, Piece)
+        call = self._one.client.stream("ModelWeights", asked, DataPiece)
         try:
             with stopped_by(tell or self._tell, call.cancel):
                 while (piece := ask(self._one, lambda: next(call, None))) is not None:

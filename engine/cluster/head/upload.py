@@ -7,3 +7,105 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+from engine.cluster.head.supply import SourceFailed, Supply
+from engine.cluster.membership.client import CallGroup
+from engine.cluster.membership.control_messages import PIECE_BYTES, DataPiece, Received, Wants
+from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused, ask, until_done
+from engine.cluster.transport.exchange import RingProtocolError
+from engine.cluster.weights.transfer import Offer, decode_wanted, encode_offer
+from engine.errors import Cancelled, ModelError
+from engine.ipc.progress import ProgressCallback
+from engine.planning.ring_plan import RingDecision
+
+OFFER_S = 600.0
+"""A node that has a whole copy of the model reads it once to compare."""
+SURE_S = 3.0
+"""Sending must have gone on for so long before it is said how long the rest takes."""
+
+
+class Sending:
+    """Sends to ``followers`` (by rank) what ``decision`` gives them of the model that ``supply`` has."""
+
+    def __init__(self, supply: Supply, decision: RingDecision, followers: Mapping[int, Candidate]) -> None:
+        assert decision.placement is not None
+        self._supply = supply
+        self._placement = decision.placement
+        self._trunk = decision.mode != "central"
+        self._followers = followers
+        self._calls = CallGroup()
+        self._lock = threading.Lock()
+        self._sent = self._to_send = 0
+        self._began = 0.0
+
+    def send(self, progress: ProgressCallback) -> dict[int, int]:
+        """Per rank, the bytes that were there already. Raises NodeRefused, ModelError, Cancelled from ``progress``;
+        what was sent until then is kept by the node and not sent again."""
+        offers = {rank: self._offer(rank, progress) for rank in self._followers}
+        with ThreadPoolExecutor(len(self._followers), thread_name_prefix="sending weights") as pool:
+            try:
+                wants = {rank: pool.submit(self._compare, rank, offers[rank]) for rank in self._followers}
+                until_done(wants.values(), lambda: progress("comparing weights", 0, 0, ""))
+                found = {rank: future.result() for rank, future in wants.items()}
+                self._to_send = sum(want.nbytes for want in found.values())
+                sending = [pool.submit(self._deliver, rank, offers[rank], found[rank]) for rank in self._followers]
+                until_done(sending, lambda: progress(self._doing(found), self._sent, self._to_send, "bytes"))
+            except BaseException:
+                self._calls.end()
+                raise
+        return {rank: want.has_bytes for rank, want in found.items()}
+
+    def _doing(self, wants: Mapping[int, Wants]) -> str:
+        """``sending weights to studio, attic · 40 s left``"""
+        names = [one.name for rank, one in self._followers.items() if wants[rank].nbytes]
+        text = f"sending weights to {', '.join(names)}" if names else "sending weights"
+        if not self._sent:
+            self._began = time.monotonic()
+            return text
+        took = time.monotonic() - self._began
+        left = took * (self._to_send - self._sent) / self._sent
+        if took < SURE_S or left < 1:
+            return text
+        return f"{text} · {round(left)} s left" if left < 90 else f"{text} · {round(left / 60)} min left"
+
+    def _offer(self, rank: int, progress: ProgressCallback) -> Offer:
+        held = {layer: self._placement.held(rank, layer) for layer in self._placement.layers}
+        return self._supply.offer(held, self._trunk, progress)
+
+    def _compare(self, rank: int, offered: Offer) -> Wants:
+        one = self._followers[rank]
+        data = encode_offer(offered)
+        pieces = [DataPiece(data=data[start : start + PIECE_BYTES]) for start in range(0, len(data), PIECE_BYTES)]
+        return ask(one, lambda: one.client.upload("Offer", pieces, Wants, self._calls, OFFER_S))
+
+    def _deliver(self, rank: int, offered: Offer, wants: Wants) -> None:
+        """Raises NodeRefused, and ModelError if what it wants cannot be had."""
+        one = self._followers[rank]
+        failed: list[ModelError | SourceFailed] = []
+
+        def pieces() -> Iterator[DataPiece]:
+            try:
+                for chunk in self._supply.chunks(offered, decode_wanted(wants.wanted), self._check):
+                    yield DataPiece(data=chunk)
+                    with self._lock:
+                        self._sent += len(chunk)
+            except (ModelError, SourceFailed) as error:
+                failed.append(error)
+                raise
+
+        while wants.nbytes:
+            try:
+                ask(one, lambda: one.client.upload("Receive", pieces(), Received, self._calls))
+                return
+            except SourceFailed:
+                # It kept what came; the rest comes from somewhere else.
+                wants = self._compare(rank, offered)
+            except NodeRefused:
+                if failed and not isinstance(failed[0], RingProtocolError):
+                    # It is none of that machine's doing.
+                    raise failed[0] from None
+                raise
+
+    def _check(self) -> None:
+        """Raises Cancelled when nothing is to be sent any more."""
+        if self._calls.ended.is_set():
+            raise Cancelled("Sending weights was stopped.")
