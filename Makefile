@@ -1,7 +1,10 @@
-# make chat    set everything up on a fresh machine (the first time) and open the chat
-# make test    install what the tests need and run them
-# make check   linters, type checker, import contracts
-# make bench   the starter and two synthetic models against transformers and llama.cpp (wants a quiet machine, 28 GB of disk)
+# make chat           set everything up on a fresh machine (the first time) and open the chat
+# make test           install what the tests need and run them
+# make test-fast      the tests that start no engine and load no large model: for while something is being changed
+# make test-papers    the tests of what the papers' comparisons alone need (benchmarks/papers)
+# make check          linters, type checker, import contracts
+# make bench          the starter and two synthetic models against transformers and llama.cpp (wants a quiet machine,
+#                     28 GB of disk)
 #
 # PYTHON=/path/to/python3   another interpreter than the first one found (3.11 to 3.14)
 # TORCH_INDEX=URL           a package index to take torch from, e.g. the CPU-only builds of pytorch.org
@@ -14,10 +17,10 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?= --markdown
 export PYTHON TORCH_INDEX
 
-.PHONY: help chat install test check format bench clean
+.PHONY: help chat install test test-fast test-papers check format bench clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | sed -n 1,9p
+	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
 
 # An environment whose interpreter is gone (an upgraded Python) is set up again.
 BROKEN := $(shell test -x $(BIN)/python || rm -f $(VENV)/.installed*)
@@ -45,8 +48,17 @@ chat: $(VENV)/.installed
 	@exec $(BIN)/privatellm
 
 # Two workers with one torch thread each: on two cores that is faster than one worker with two, and never oversubscribed.
+# A file's tests stay on one worker, in the order of tests/conftest.py: the files that take longest first.
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(VENV)/.installed-test
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	@$(TESTS) --ignore tests/papers $(PYTEST_ARGS)
+
+test-fast: $(VENV)/.installed-test
+	@$(TESTS) -m fast $(PYTEST_ARGS)
+
+test-papers: $(VENV)/.installed-test
+	@$(TESTS) tests/papers $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-test
 	@$(BIN)/ruff check .

@@ -21,6 +21,23 @@ settings.load_profile("untimed")
 os.environ["PYTHON_KEYRING_BACKEND"] = "keyring.backends.fail.Keyring"
 
 
+LONGEST = ("faults", "cluster", "packaging", "app", "session")
+"""Folders whose files take longest."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take longest come first, so that at the end no worker waits for another one; within a file the order
+    stays."""
+    folders = [*LONGEST, ""]
+    tests = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        folder = item.path.relative_to(tests).parts[0]
+        return folders.index(folder if folder in LONGEST else "")
+
+    items.sort(key=place)
+
+
 def _silent(stage: str, done: int, total: int, unit: str) -> None:
     """A progress callback for tests that do not look at progress."""
 

@@ -22,9 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import fork_server
+import pytest
+
+from engine.calibration.calibration_file import calibration_key
+from engine.calibration.speed_file import save_speed
 
 FORKS = sys.platform == "linux"
 START_S = 120.0
+MEMORY_READ = 10e9
+"""Bytes per second that every node believes to read; nothing that is tested depends on it."""
+LAYER_S = 1e-5
 
 
 class ForkedProcess:
@@ -159,3 +166,11 @@ def forked(
 def with_torch(arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedProcess | subprocess.Popen[bytes]:
     """An engine that has imported torch already."""
     return forked(arguments, environment, "torch")
+
+
+def measured_before(home: Path) -> None:
+    """Put down how fast this machine reads its memory, as its benchmark does, so that no node measures it anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PRIVATELLM_HOME", str(home))
+        for dtype in ("float32", "bfloat16"):
+            save_speed(calibration_key(dtype, None, None), MEMORY_READ, "native", LAYER_S)

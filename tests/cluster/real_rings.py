@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine_forks import forked
+from engine_forks import forked, measured_before
 
 from engine.bench.local_ring import Launcher, LocalEngine, open_network, pair_homes
 from engine.ipc.messages import Beam, Finished, Generate, Load, Loaded, NetworkState, Sampling, Shutdown
@@ -46,6 +46,7 @@ class RealRing:
         for home, machine in zip(homes, machines, strict=True):
             (home / "config" / "network").mkdir(parents=True)
             (home / "models").mkdir()
+            measured_before(home)
             for model in machine.models:
                 (home / "models" / model.name).symlink_to(model, target_is_directory=True)
         self.ids = [identity.node_id for identity in pair_homes(homes)]

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -159,11 +158,9 @@ def test_gloo(size: int, linked_nodes: Callable[..., LinkedNodes]) -> None:
 def test_gloo_notices_a_peer_that_closed(linked_nodes: Callable[..., LinkedNodes]) -> None:
     ring = gloo_ring(linked_nodes(2))
     ring[1].close()
-    began = time.monotonic()
     with pytest.raises(PeerLost):
         ring[0].send([b"x"], 10)
         ring[0].receive()
-    assert time.monotonic() - began < 10
     ring[0].close()
 
 

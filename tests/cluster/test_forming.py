@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -265,9 +264,7 @@ def three(tmp_path: Path) -> Iterator[Nodes]:
 def test_the_fastest_address_is_used_and_dead_ones_do_not_hold_it_up(three: Nodes) -> None:
     identity = three.identities[1]
     good = door_of(three.nodes[1].listening[0])
-    began = time.monotonic()
     found = measure_best(three.nodes[0].links, "e", identity.node_id, identity.certificate_pem, ["127.0.0.1:9", good])
-    assert time.monotonic() - began < 5.0
     assert found.address == good
     assert found.interface == "lo"
     assert found.latency_s > 0

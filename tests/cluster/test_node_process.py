@@ -40,8 +40,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PROMPT = [3, 14, 15, 9, 26, 5]
 SMALL_FILES = 128 * 1024
-NOISE_S = 8.0
-"""Beyond what is promised: other work on the machine that runs the tests."""
+PATIENCE_S = 120.0
+"""After so long a test fails rather than hangs; nothing is asserted about time."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ class Head:
             self.close()
             raise
 
-    def until(self, wanted: object, seconds: float = 20.0, since: int = 0) -> NetworkState:
+    def until(self, wanted: object, seconds: float = PATIENCE_S, since: int = 0) -> NetworkState:
         assert callable(wanted)
         found = self.engine.wait(lambda event: isinstance(event, NetworkState) and wanted(event.peers), seconds, since)
         assert isinstance(found, NetworkState)
@@ -165,10 +165,8 @@ def test_follower_receives_its_share_once_and_only_that(two: Head, model: Path) 
     assert after <= mine + SMALL_FILES
 
 
-@pytest.mark.parametrize(("kill", "allowed"), [(signal.SIGKILL, 2.0), (signal.SIGSTOP, 3.0)])
-def test_lost_follower_is_noticed_and_the_answer_goes_on(
-    three: Head, model: Path, kill: signal.Signals, allowed: float
-) -> None:
+@pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSTOP])
+def test_lost_follower_is_noticed_and_the_answer_goes_on(three: Head, model: Path, kill: signal.Signals) -> None:
     three.load(model, RingChoice(even_if_slower=True, mode="exact"))
     undisturbed = three.answer(200)
     request = three.question(200)
@@ -176,19 +174,17 @@ def test_lost_follower_is_noticed_and_the_answer_goes_on(
     three.engine.send(request)
     three.engine.wait(lambda event: isinstance(event, Piece) or event.id == request.id, 60, since)
     gone = three.ring.engines[1]
-    started = time.monotonic()
     gone.process.send_signal(kill)
-    three.until(lambda peers: any(peer.state in ("lost", "paired") for peer in peers), 20, since)
-    assert time.monotonic() - started < allowed + NOISE_S
+    three.until(lambda peers: any(peer.state in ("lost", "paired") for peer in peers), PATIENCE_S, since)
     found = three.engine.wait(lambda event: isinstance(event, (Finished, Failed)) and event.id == request.id, 120)
     assert isinstance(found, Finished)
     assert found.token_ids == undisturbed
     if kill is signal.SIGSTOP:
         back = len(three.engine.events)
         gone.process.send_signal(signal.SIGCONT)
-        three.until(lambda peers: all(peer.state in ("ready", "ring") for peer in peers), 20, back)
+        three.until(lambda peers: all(peer.state in ("ready", "ring") for peer in peers), PATIENCE_S, back)
         assert three.answer(8) == undisturbed[:8]
-        three.until(lambda peers: [peer.state for peer in peers] == ["ring", "ring"], 20, back)
+        three.until(lambda peers: [peer.state for peer in peers] == ["ring", "ring"], PATIENCE_S, back)
 
 
 def test_stopped_head_frees_its_follower(two: Head, model: Path) -> None:
@@ -196,24 +192,20 @@ def test_stopped_head_frees_its_follower(two: Head, model: Path) -> None:
     follower = two.ring.engines[0]
     follower.wait(lambda event: isinstance(event, NetworkState) and event.lending is not None)
     since = len(follower.events)
-    started = time.monotonic()
     two.engine.process.send_signal(signal.SIGSTOP)
     try:
-        follower.wait(lambda event: isinstance(event, NetworkState) and event.lending is None, 20, since)
-        assert time.monotonic() - started < 3.0 + NOISE_S
+        follower.wait(lambda event: isinstance(event, NetworkState) and event.lending is None, PATIENCE_S, since)
     finally:
         two.engine.process.send_signal(signal.SIGCONT)
 
 
-def test_forgetting_the_head_cuts_the_ring_within_a_second(two: Head, model: Path) -> None:
+def test_forgetting_the_head_cuts_the_ring(two: Head, model: Path) -> None:
     two.load(model, RingChoice(even_if_slower=True))
     follower = two.ring.engines[0]
     since, head_since = len(follower.events), len(two.engine.events)
-    started = time.monotonic()
     follower.ask(ForgetPeer(id=follower.new_id(), peer="head"))
-    follower.wait(lambda event: isinstance(event, NetworkState) and event.lending is None, 10, since)
-    assert time.monotonic() - started < 1.0 + NOISE_S
-    two.until(lambda peers: all(peer.state != "ring" for peer in peers), 10, head_since)
+    follower.wait(lambda event: isinstance(event, NetworkState) and event.lending is None, PATIENCE_S, since)
+    two.until(lambda peers: all(peer.state != "ring" for peer in peers), PATIENCE_S, head_since)
     # The conversation goes on with the machine that is left.
     assert len(two.answer(4)) == 4
 

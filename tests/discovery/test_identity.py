@@ -8,7 +8,6 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -236,11 +235,9 @@ def test_a_hanging_read_is_given_up_too(memory_keyring: MemoryKeyring, monkeypat
     release = threading.Event()
     hang: Callable[[str, str], None] = lambda service, username: release.wait(60)  # type: ignore[assignment]  # noqa: E731
     monkeypatch.setattr(memory_keyring, "get_password", hang)
-    began = time.monotonic()
     try:
         with pytest.raises(system_keyring.KeyringUnavailable, match="did not answer"):
             system_keyring.read_secret("service", "account", seconds=0.1)
-        assert time.monotonic() - began < 30
     finally:
         release.set()
 

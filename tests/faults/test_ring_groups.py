@@ -7,13 +7,12 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from ring_faults import EXACT, NOISE_S, OTHER_PROMPT, Oracle, Ring, eventually
+from ring_faults import EXACT, OTHER_PROMPT, PATIENCE_S, Oracle, Ring, eventually
 
 from engine.ipc.messages import Failed, Load, Loaded, Progress
 from engine.ipc.messages.ring import ExchangeName
@@ -42,10 +41,8 @@ group._made = dies
 
 
 @pytest.mark.parametrize("exchange", ["gloo", "mlx"])
-@pytest.mark.parametrize(("number", "allowed"), [("SIGKILL", 2.0), ("SIGSTOP", 3.0)], ids=["killed", "stopped"])
-def test_lost_while_a_group_is_made(
-    model: Path, alone: Oracle, exchange: ExchangeName, number: str, allowed: float
-) -> None:
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"], ids=["killed", "stopped"])
+def test_lost_while_a_group_is_made(model: Path, alone: Oracle, exchange: ExchangeName, number: str) -> None:
     if find_spec({"gloo": "torch", "mlx": "mlx"}[exchange]) is None:
         pytest.skip(f"{exchange} cannot run here")
     with Ring(2, codes={1: DIES[exchange].format(number=number)}) as ring:
@@ -57,24 +54,21 @@ def test_lost_while_a_group_is_made(
             eventually(lambda: gone.engine.process.poll() is not None)
         else:
             ring.engine.wait(lambda event: isinstance(event, Progress) and event.stage.startswith("connecting"), 60)
-        began = time.monotonic()
         # Measuring begins anew as soon as it is noticed that this one is gone.
         since = ring.mark()
         ring.engine.wait(
             lambda event: (
                 isinstance(event, (Loaded, Failed)) or (isinstance(event, Progress) and "measuring" in event.stage)
             ),
-            30,
+            PATIENCE_S,
             since,
         )
-        took = time.monotonic() - began
         loaded = ring.engine.wait(lambda event: isinstance(event, (Loaded, Failed)) and event.id == request.id, 60)
         assert isinstance(loaded, Loaded), loaded
         assert loaded.facts.ring is not None
         assert gone.identity.node_id not in [node.node_id for node in loaded.facts.ring.nodes]
         assert len(loaded.facts.ring.nodes) == 2
         assert ring.answer(24, OTHER_PROMPT).token_ids == alone(24, OTHER_PROMPT).token_ids
-        assert took < allowed + 2 * NOISE_S
 
 
 STUCK = """

@@ -11,19 +11,17 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ring_faults import ENTER, NOISE_S, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring, eventually
+from ring_faults import ENTER, OTHER_PROMPT, PATIENCE_S, PROMPT, Machine, Oracle, Ring, eventually
 
 from engine.ipc.messages import Failed, Notice
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LONG = 400
-NOTICED_S = 3.0
 
 
 def unplug(*machines: Machine) -> None:
@@ -56,12 +54,9 @@ def test_unplugged_in_an_answer_and_plugged_in_again(model: Path, alone: Oracle)
         since = ring.mark()
         asked = ring.ask(LONG)
         ring.until_tokens(asked, 20)
-        began = time.monotonic()
         unplug(ring.head, follower)
-        ring.engine.wait(lambda event: isinstance(event, Notice) and "Lost node 1" in event.text, 30, since)
-        assert time.monotonic() - began < NOTICED_S + NOISE_S
+        ring.engine.wait(lambda event: isinstance(event, Notice) and "Lost node 1" in event.text, PATIENCE_S, since)
         eventually(lambda: follower.lending() is None)
-        assert time.monotonic() - began < NOTICED_S + NOISE_S + 1
         assert ring.finished(asked).token_ids == alone(LONG).token_ids
         since = ring.mark()
         plug_in(ring.head, follower)
@@ -78,10 +73,8 @@ def test_a_node_that_calls_and_cannot_be_called(model: Path, alone: Oracle) -> N
         since = ring.mark()
         asked = ring.ask(LONG)
         ring.until_tokens(asked, 20)
-        began = time.monotonic()
         unplug(gone)
-        ring.engine.wait(lambda event: isinstance(event, Notice) and "Lost node 1" in event.text, 30, since)
-        assert time.monotonic() - began < NOTICED_S + NOISE_S
+        ring.engine.wait(lambda event: isinstance(event, Notice) and "Lost node 1" in event.text, PATIENCE_S, since)
         assert ring.finished(asked).token_ids == alone(LONG).token_ids
         eventually(lambda: (found := left.lending()) is not None and found.nodes == 2)
         eventually(lambda: ring.state_of(gone) in ("lost", "paired"))
@@ -238,12 +231,9 @@ def test_a_pulled_cable(cable: Cable, model: Path, alone: Oracle) -> None:
         since = ring.mark()
         asked = ring.ask(LONG)
         ring.until_tokens(asked, 20)
-        began = time.monotonic()
         cable.pull()
-        ring.engine.wait(lambda event: isinstance(event, Notice) and "Lost node 1" in event.text, 30, since)
-        assert time.monotonic() - began < NOTICED_S + NOISE_S
+        ring.engine.wait(lambda event: isinstance(event, Notice) and "Lost node 1" in event.text, PATIENCE_S, since)
         eventually(lambda: follower.lending() is None)
-        assert time.monotonic() - began < NOTICED_S + NOISE_S + 1
         assert ring.finished(asked).token_ids == alone(LONG).token_ids
         since = ring.mark()
         cable.put_in()

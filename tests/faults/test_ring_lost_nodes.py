@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ring_faults import EXACT, NOISE_S, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring, eventually
+from ring_faults import EXACT, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring, eventually
 
 from engine.ipc.messages import BeamProgress, Cancel, Failed, Finished, Load, Loaded, Notice, Piece, Prefill, Progress
 from engine.ipc.messages.ring import RingChoice
@@ -32,29 +31,26 @@ def two() -> Iterator[Ring]:
         yield ring
 
 
-def noticed(ring: Ring, gone: Machine, since: int, began: float, allowed: float) -> None:
-    """The head's screen shows the machine as lost in time."""
+def noticed(ring: Ring, gone: Machine, since: int) -> None:
+    """The head's screen shows the machine as lost, and the loss was not found out by waiting for its contribution: that
+    takes half a minute, where an ended link and silence are noticed in seconds."""
     ring.until(
         lambda peers: any(one.node_id == gone.identity.node_id and one.state in ("lost", "paired") for one in peers),
-        30,
-        since,
+        since=since,
     )
-    assert time.monotonic() - began < allowed + NOISE_S
+    assert not [text for text in ring.notices(since) if "contributed nothing" in text]
 
 
-@pytest.mark.parametrize(
-    ("number", "allowed"), [(signal.SIGKILL, 2.0), (signal.SIGSTOP, 3.0)], ids=["killed", "stopped"]
-)
-def test_lost_in_an_answer(three: Ring, model: Path, alone: Oracle, number: signal.Signals, allowed: float) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_lost_in_an_answer(three: Ring, model: Path, alone: Oracle, number: signal.Signals) -> None:
     first = three.load(model).facts.ring
     assert first is not None
     since = three.mark()
     asked = three.ask(LONG)
     piece = three.until_tokens(asked, 20)
     gone, left = three.followers
-    began = time.monotonic()
     gone.signal(number)
-    noticed(three, gone, since, began, allowed)
+    noticed(three, gone, since)
     found = three.finished(asked)
     assert found.token_ids == alone(LONG).token_ids
     assert piece.tokens < LONG
@@ -83,9 +79,8 @@ def test_killed_in_a_prompt(three: Ring, model: Path, alone: Oracle) -> None:
     asked = three.ask(40, LONG_PROMPT)
     three.engine.wait(lambda event: isinstance(event, Prefill) and event.id == asked and event.done >= 160, 60)
     gone = three.followers[1]
-    began = time.monotonic()
     gone.kill()
-    noticed(three, gone, since, began, 2.0)
+    noticed(three, gone, since)
     assert three.finished(asked).token_ids == alone(40, LONG_PROMPT).token_ids
     assert any(f"Lost {gone.name}" in text for text in three.notices(since))
 
@@ -96,9 +91,8 @@ def test_killed_in_a_beam_search(three: Ring, model: Path, alone: Oracle) -> Non
     asked = three.ask(80, beams=4)
     three.engine.wait(lambda event: isinstance(event, BeamProgress) and event.step >= 5, 60, since)
     gone = three.followers[0]
-    began = time.monotonic()
     gone.kill()
-    noticed(three, gone, since, began, 2.0)
+    noticed(three, gone, since)
     found, expected = three.finished(asked), alone(80, beams=4)
     assert [(beam.token_ids, beam.score) for beam in found.beams] == [(b.token_ids, b.score) for b in expected.beams]
     assert any(f"Lost {gone.name}" in text for text in three.notices(since))
@@ -121,9 +115,8 @@ def test_killed_between_two_questions(three: Ring, model: Path, alone: Oracle) -
     first = three.answer(16)
     since = three.mark()
     gone = three.followers[0]
-    began = time.monotonic()
     gone.kill()
-    noticed(three, gone, since, began, 2.0)
+    noticed(three, gone, since)
     longer = [*PROMPT, *first.token_ids, 11, 12]
     assert three.answer(24, longer).token_ids == alone(24, longer).token_ids
     assert len([text for text in three.notices(since) if f"Lost {gone.name}" in text]) == 1
@@ -140,19 +133,21 @@ def test_killed_and_asked_at_once(three: Ring, model: Path, alone: Oracle) -> No
 
 
 @pytest.mark.parametrize("stage", ["measuring the machines", "comparing weights", "connecting", "opening the model"])
-def test_killed_while_the_ring_is_formed(three: Ring, model: Path, alone: Oracle, stage: str) -> None:
-    request = Load(id=three.engine.new_id(), model=str(model), partitioning="ring", ring=EXACT)
-    three.engine.send(request)
-    reached = three.engine.wait(
-        lambda event: isinstance(event, Loaded) or (isinstance(event, Progress) and event.stage.startswith(stage)), 60
-    )
-    assert isinstance(reached, Progress)
-    gone = three.followers[0]
-    gone.kill()
-    loaded = three.engine.wait(lambda event: isinstance(event, (Loaded, Failed)) and event.id == request.id, 60)
-    assert isinstance(loaded, Loaded), loaded
-    assert three.answer(24).token_ids == alone(24).token_ids
-    eventually(lambda: (found := three.followers[1].lending()) is not None and found.nodes == 2)
+def test_killed_while_the_ring_is_formed(model: Path, alone: Oracle, stage: str) -> None:
+    with Ring(2, measured=False) as ring:
+        request = Load(id=ring.engine.new_id(), model=str(model), partitioning="ring", ring=EXACT)
+        ring.engine.send(request)
+        reached = ring.engine.wait(
+            lambda event: isinstance(event, Loaded) or (isinstance(event, Progress) and event.stage.startswith(stage)),
+            60,
+        )
+        assert isinstance(reached, Progress)
+        gone, left = ring.followers
+        gone.kill()
+        loaded = ring.engine.wait(lambda event: isinstance(event, (Loaded, Failed)) and event.id == request.id, 60)
+        assert isinstance(loaded, Loaded), loaded
+        assert ring.answer(24).token_ids == alone(24).token_ids
+        eventually(lambda: (found := left.lending()) is not None and found.nodes == 2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
@@ -231,10 +226,8 @@ def test_stopped_head_frees_its_follower_for_another(two: Ring, model: Path, tmp
     assert two.answer(8).token_ids == alone(8).token_ids
     follower = two.followers[0]
     eventually(lambda: follower.lending() is not None)
-    began = time.monotonic()
     two.head.signal(signal.SIGSTOP)
     eventually(lambda: follower.lending() is None)
-    assert time.monotonic() - began < 3.0 + NOISE_S
     other = Machine(tmp_path / "other", "other head")
     try:
         other.trust(follower)
