@@ -150,7 +150,8 @@ _node.Node.greeting = lambda self: __import__("msgspec").structs.replace(
 class Ring:
     """``head`` and ``followers``, paired.
 
-    ``proxied``: every connection between them goes by way of a proxy. ``measured``: their memory was measured before.
+    ``proxied``: every connection between them goes by way of a proxy. ``measured``: their
+    memory was measured before. ``launch``: ``with_torch`` where one imports torch, during which it answers nobody.
     """
 
     def __init__(
@@ -162,6 +163,7 @@ class Ring:
         hosts: Sequence[str] = (),
         terms: Mapping[int, Mapping[str, Any]] | None = None,
         measured: bool = True,
+        launch: Launcher = forked,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ring-faults-"))
         self.machines: list[Machine] = []
@@ -170,6 +172,7 @@ class Ring:
                 machine = Machine(self.folder / f"node-{rank}", f"node {rank}" if rank else "head", measured)
                 machine.host = hosts[rank] if hosts else machine.host
                 machine.code = (codes or {}).get(rank, "")
+                machine.launch = launch
                 machine.environment = dict((environments or {}).get(rank, {}))
                 machine.terms = dict((terms or {}).get(rank, {}))
                 if proxied:
