@@ -54,8 +54,11 @@ TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loa
 test: $(VENV)/.installed-test
 	@$(TESTS) --ignore tests/papers $(PYTEST_ARGS)
 
+# The folders whose tests need no ring of processes, no screen and none of the three runtimes.
+FAST := $(addprefix tests/,planning generation models moe discovery test_import_contracts.py)
+
 test-fast: $(VENV)/.installed-test
-	@$(TESTS) -m fast $(PYTEST_ARGS)
+	@$(TESTS) -m "not slow" $(FAST) $(PYTEST_ARGS)
 
 test-papers: $(VENV)/.installed-test
 	@$(TESTS) tests/papers $(PYTEST_ARGS)
