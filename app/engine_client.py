@@ -12,29 +12,21 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-import msgspec
-
 from app import engine_process
-from app.event_safety import made_safe
-from app.text_safety import one_line
+from app.text_safety import made_safe, one_line
 from engine.ipc.messages import (
     PROTOCOL_VERSION,
     TERMINAL_EVENTS,
     AnyEvent,
     AnyRequest,
-    BeamProgress,
     Cancel,
     Failed,
     Hello,
     NetworkState,
     Notice,
-    Piece,
-    Prefill,
-    Progress,
     ProtocolError,
     RingChanged,
     Shutdown,
-    Timing,
     WarmUp,
     event_reader,
     pack,
@@ -43,25 +35,25 @@ from engine.models.locations import locate
 
 
 class EngineDied(Exception):
-    """The engine process ended while it was asked something. The text says how in one sentence."""
+    """The engine process ended during a request. The text says how, in one sentence."""
 
 
 class Engine(Protocol):
-    """What the screen and ``ask`` need of an engine; tests give them another one."""
+    """What the screen and the commands need of an engine. The tests have a second implementation."""
 
     def new_id(self) -> int:
         """A fresh request id, never 0."""
         ...
 
     async def start(self) -> None:
-        """Start the process and wait for its Hello. Starting a running engine does nothing; a dead one starts anew."""
+        """Start the process and wait for its Hello. Does nothing if it is running; starts a new one if it died."""
         ...
 
     @property
     def running(self) -> bool: ...
 
     async def send(self, request: AnyRequest) -> None:
-        """Send a request that has no answer (Cancel, Watch, Shutdown). Raises EngineDied."""
+        """Send a request that has no events (Cancel, Watch, Shutdown). Raises EngineDied."""
         ...
 
     def stream(self, request: AnyRequest) -> AsyncIterator[AnyEvent]:
@@ -76,7 +68,7 @@ class Engine(Protocol):
         ...
 
     on_notice: Callable[[Notice], None] | None
-    """Called with notices that belong to no request."""
+    """Called with each notice that belongs to no request."""
     on_network: Callable[[NetworkState], None] | None
     """Called whenever something about the network changed."""
     on_warm_up: Callable[[WarmUp], None] | None
@@ -86,18 +78,17 @@ class Engine(Protocol):
 
 
 def ends(event: AnyEvent) -> bool:
-    """Does nothing more come for the request that ``event`` answers? A NetworkState that answers one is all of it."""
+    """Is ``event`` the last one of its request? A NetworkState that answers a request is its only event."""
     return isinstance(event, (*TERMINAL_EVENTS, NetworkState))
 
 
 Unasked = Notice | NetworkState | WarmUp | RingChanged
-"""What the engine says without being asked."""
+"""Events that belong to no request."""
 
 _READ_BYTES = 256 * 1024
 _HELLO_WAIT_S = 120.0
 _END_WAIT_S = 2.0
 _LOOK_S = 0.5
-_QUEUED_BEFORE_MERGING = 256
 
 
 class EngineClient:
@@ -196,11 +187,7 @@ class EngineClient:
 
 
 class _Inbox:
-    """Events of one request, waiting to be taken.
-
-    A reader that falls far behind is given fewer, larger events rather than stopping the engine or filling the memory:
-    neighbouring pieces of text are joined, and of progress only the latest is kept. No text is lost.
-    """
+    """Events of one request, waiting to be taken. The engine limits how many there are a second."""
 
     def __init__(self) -> None:
         self._events: deque[AnyEvent] = deque()
@@ -208,11 +195,6 @@ class _Inbox:
         self._death: str | None = None
 
     def put(self, event: AnyEvent) -> None:
-        if len(self._events) >= _QUEUED_BEFORE_MERGING:
-            merged = merge(self._events[-1], event)
-            if merged is not None:
-                self._events[-1] = merged
-                return
         self._events.append(event)
         self._arrived.set()
 
@@ -221,22 +203,13 @@ class _Inbox:
         self._arrived.set()
 
     async def get(self) -> AnyEvent:
-        """The next event; raises EngineDied once all that came before the death are taken."""
+        """The next event. Raises EngineDied after the last event of an engine that died."""
         while not self._events:
             if self._death is not None:
                 raise EngineDied(self._death)
             self._arrived.clear()
             await self._arrived.wait()
         return self._events.popleft()
-
-
-def merge(earlier: AnyEvent, later: AnyEvent) -> AnyEvent | None:
-    """One event that says what both said; None if there is no such event."""
-    if isinstance(earlier, Piece) and isinstance(later, Piece):
-        return msgspec.structs.replace(later, text=earlier.text + later.text)
-    if isinstance(later, Prefill | Progress | BeamProgress | Timing) and type(earlier) is type(later):
-        return later
-    return None
 
 
 class _Child:
@@ -308,7 +281,7 @@ class _Child:
             raise EngineDied(self.reason) from error
 
     def write_soon(self, request: AnyRequest) -> None:
-        """Hand a small request to the pipe without waiting; it does not matter if it never arrives."""
+        """Hand a small request to the pipe without waiting. It may never arrive."""
         with suppress(ConnectionError, RuntimeError):
             self._requests.write(pack(request))
 
@@ -328,7 +301,7 @@ class _Child:
             await self._exit(math.inf)
             await self._stop_reading()
         finally:
-            # Also when these waits are cancelled: nobody will ask a second time.
+            # Also when these waits are cancelled: close() is not called a second time.
             engine_process.reap(self.process)
             self._watcher.cancel()
             if self._requests.transport.get_write_buffer_size():
@@ -348,7 +321,7 @@ class _Child:
         await self._stop_reading()
 
     async def _stop_reading(self) -> None:
-        """The pipe may outlive the engine, if something it started holds it: nothing more will come then either."""
+        """End the reading of events. A process that the engine started may hold the pipe open after its end."""
         await asyncio.wait({self._reader}, timeout=_END_WAIT_S)
         if not self._reader.done():
             self._events.feed_eof()
@@ -368,7 +341,7 @@ class _Child:
         except ConnectionError as error:
             problem = one_line(str(error))
         except Exception as error:
-            # Whatever it is: those who wait must hear of an end.
+            # Whatever went wrong, the requests that wait must end.
             problem = f"{type(error).__name__}: {error}"
         # A process that has closed its pipe cannot be talked to any more, whatever else it still does.
         if not problem:
@@ -411,9 +384,10 @@ async def _streams(
 
 
 def how_it_ended(code: int, problem: str = "") -> str:
-    """One sentence for the exit status ``code`` as Python gives it: negative for a signal.
+    """One sentence about the end of the engine.
 
-    ``problem`` says why this program stopped it, if it did: then its exit status says nothing.
+    ``code``: the exit status as Python gives it, negative for a signal. ``problem``: why this program stopped the
+    engine, if it did; the exit status means nothing then.
     """
     if problem:
         return f"The engine could not be understood any more ({problem}) and was stopped{_see_log()}."

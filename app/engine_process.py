@@ -29,7 +29,7 @@ def host_command() -> tuple[str, ...]:
 
 
 def start(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """A process in a session of its own, joined to this one by its stdin and stdout. Raises OSError."""
+    """A process in a session of its own, connected to this one by its stdin and stdout. Raises OSError."""
     log = _open_log()
     try:
         return subprocess.Popen(
@@ -55,7 +55,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def reap(process: subprocess.Popen[bytes]) -> None:
-    """Kill ``process``, and wait until it is gone, which is at once but for one that hangs in the kernel."""
+    """Kill ``process`` and wait for its end, at most :data:`_REAP_WAIT_S` seconds for one that hangs in the kernel."""
     kill(process)
     with suppress(subprocess.TimeoutExpired):
         process.wait(_REAP_WAIT_S)
@@ -75,7 +75,7 @@ _begun: list[tuple[tuple[str, ...], subprocess.Popen[bytes]]] = []
 
 
 def begin() -> None:
-    """Start an engine for whoever calls :func:`take` first. What goes wrong is said by the one who needs it."""
+    """Start an engine for the first caller of :func:`take`. Errors are left to that caller's own attempt."""
     command = host_command()
     with suppress(OSError):
         _begun.append((command, start(command)))

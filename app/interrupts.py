@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 INTERRUPTED = 130
-"""The exit status: 128 and the number of the signal, as a shell says it."""
+"""Exit status after ctrl-c: 128 plus the number of the signal, as in a shell."""
 
 
 def leave_on_interrupt() -> None:
@@ -24,15 +24,15 @@ def leave_on_interrupt() -> None:
 
 
 def raise_on_interrupt() -> None:
-    """Python's own way (KeyboardInterrupt), for a program that must give the terminal back."""
+    """From now on ctrl-c raises KeyboardInterrupt, for a program that must restore the terminal."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
 def handled(first: Callable[[], None], last: Callable[[], None]) -> Iterator[None]:
-    """Within, the first ctrl-c calls ``first``; a further one calls ``last`` and ends the process.
+    """Inside, the first ctrl-c calls ``first``; a second one calls ``last`` and ends the process.
 
-    Both are called in the middle of anything: ``first`` should only schedule (``loop.call_soon_threadsafe``).
+    Both run in the signal handler, so ``first`` should only schedule work (``loop.call_soon_threadsafe``).
     """
     seen = False
 

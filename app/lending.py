@@ -1,5 +1,5 @@
-"""This machine lent to the rings of others (``privatellm join``): the engine kept up with the network open, and what
-happens, in lines. No Textual."""
+"""Lending this machine to the rings of others (``privatellm join``): the engine is kept running with the network open,
+and each event becomes a line of text. No Textual."""
 
 from __future__ import annotations
 
@@ -7,45 +7,46 @@ import asyncio
 from collections.abc import Callable
 
 from app.engine_client import Engine, EngineDied
-from app.network import Network, NetworkProblem, close_quietly
+from app.network import NetworkClient, NetworkProblem, close_quietly
 from app.ring_words import fingerprint, link_words, machine_name, place_words, short_id, size, state_words
 from app.text_safety import one_line
 from engine.ipc.messages import LendingFacts, NetworkState, Notice, OpenNetwork, PeerFacts
 from engine.planning.absent_machines import as_clause
 
 WATCH_S = 0.5
-"""Between two looks whether the engine is still there."""
+"""Seconds between two checks whether the engine is still running."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
-"""Before an engine that died is started again: the first time, and at most; it doubles each time."""
+"""Seconds before an engine that died is started again: the first wait and the longest. Each wait is twice the one
+before."""
 STEADY_S = 120.0
-"""An engine that lived so long died of something new: the wait begins at the first again."""
+"""Seconds an engine must have run for the wait to begin at the shortest again."""
 CODE_OVER = "The code is over; `privatellm peers code` shows another."
 _STEPS = 4
-"""Progress is said so many times."""
+"""Number of lines about the progress of one stage."""
 
 
-class Lender:
+class LendingService:
     """Keeps an engine running with the network open for lending, until :meth:`leave`.
 
-    ``say`` is given one line for each thing that happened; ``changed`` is called when :attr:`state` is another. The
-    engine must have been started once: that it cannot be at all is the caller's to say.
+    ``emit_line`` is called with one line for each event; ``changed`` is called when :attr:`state` changed. An engine
+    that cannot be started the first time is the caller's to report.
     """
 
     def __init__(
         self,
         engine: Engine,
         wanted: OpenNetwork,
-        say: Callable[[str], None],
+        emit_line: Callable[[str], None],
         changed: Callable[[], None] = lambda: None,
         *,
         first_wait_s: float = FIRST_WAIT_S,
     ) -> None:
-        self.network = Network(engine, self._network_changed)
+        self.network = NetworkClient(engine, self._network_changed)
         self.restarting = False
-        """The engine died and is not up again yet."""
+        """True from the death of the engine until it runs again."""
         self._engine = engine
         self._wanted = wanted
-        self._say = say
+        self._emit_line = emit_line
         self._changed = changed
         self._first_wait_s = first_wait_s
         self._before: NetworkState | None = None
@@ -56,8 +57,10 @@ class Lender:
         return self.network.state
 
     async def run(self) -> None:
-        """Lend this machine, for ever. Raises NetworkProblem if the network cannot be opened the first time, and
-        EngineDied if the engine dies before that."""
+        """Lend this machine until cancelled.
+
+        Raises NetworkProblem if the network cannot be opened the first time, EngineDied if the engine dies before that.
+        """
         await self._open()
         loop = asyncio.get_running_loop()
         wait, since = self._first_wait_s, loop.time()
@@ -86,12 +89,12 @@ class Lender:
             self._changed()
 
     async def _come_back(self, wait: float) -> float:
-        """Start the engine again, as often as it takes; how long to wait the next time."""
+        """Start the engine again, however many attempts that takes. Returns the next wait in seconds."""
         self.restarting = True
         self.network.lost()
         problem = "The engine ended."
         while True:
-            self._say(f"{problem} It is started again in {wait:g} s.")
+            self._emit_line(f"{problem} It is started again in {wait:g} s.")
             await asyncio.sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT_S)
             try:
@@ -99,22 +102,22 @@ class Lender:
             except (EngineDied, NetworkProblem) as error:
                 problem = str(error)
                 continue
-            self._say("The engine is back, and this machine can be used again.")
+            self._emit_line("The engine is back, and this machine can be used again.")
             return wait
 
     def _network_changed(self) -> None:
         before, self._before = self._before, self.network.state
         if self._before is not None:
-            for line in told(before, self._before):
-                self._say(line)
+            for line in event_lines(before, self._before):
+                self._emit_line(line)
         self._changed()
 
     def _notice(self, notice: Notice) -> None:
-        self._say(one_line(notice.text))
+        self._emit_line(one_line(notice.text))
 
 
-def told(before: NetworkState | None, after: NetworkState) -> list[str]:
-    """What happened between two states, a line each."""
+def event_lines(before: NetworkState | None, after: NetworkState) -> list[str]:
+    """A line for each event between two states."""
     lines = _about_me(before, after)
     known = {peer.node_id: peer for peer in before.peers} if before is not None else {}
     paired = False
@@ -130,8 +133,8 @@ def told(before: NetworkState | None, after: NetworkState) -> list[str]:
         lines.append(CODE_OVER)
     lines += [f"{machine_name(peer)} is gone." for peer in known.values() if peer.node_id not in there and peer.name]
     lines += _about_lending(before.lending if before is not None else None, after.lending)
-    said = before.problems if before is not None else []
-    return lines + [one_line(problem) for problem in after.problems if problem not in said]
+    known_problems = before.problems if before is not None else []
+    return lines + [one_line(problem) for problem in after.problems if problem not in known_problems]
 
 
 def _about_me(before: NetworkState | None, after: NetworkState) -> list[str]:
@@ -155,7 +158,7 @@ def _about_peer(before: PeerFacts | None, after: PeerFacts) -> list[str]:
     if before is not None and (before.state, before.problem) == (after.state, after.problem):
         return []
     if before is None and after.state in ("paired", "found"):
-        # Of what is only announced nothing is known; that a paired machine is not there yet is no news.
+        # Nothing is known of a machine that only announced itself, and an absent paired machine is no event.
         return []
     name = machine_name(after)
     link = f" ({link_words(after.link)})" if after.link is not None and after.state in ("ready", "ring") else ""
@@ -165,7 +168,7 @@ def _about_peer(before: PeerFacts | None, after: PeerFacts) -> list[str]:
 
 def _about_lending(before: LendingFacts | None, after: LendingFacts | None) -> list[str]:
     if after is None:
-        # Of a ring that was formed the engine says how it ended.
+        # How a ring that was formed ended is a notice of the engine's.
         return [f"{one_line(before.head)} formed no ring with this machine."] if before and not before.nodes else []
     lines = [] if before is not None else [f"{one_line(after.head)} forms a ring with this machine."]
     if after.nodes and (before is None or _place(before) != _place(after)):
@@ -190,7 +193,7 @@ def _place(facts: LendingFacts) -> tuple[str, str, int, int]:
 
 
 def _went_idle(before: LendingFacts | None, after: LendingFacts) -> bool:
-    """From an answer back to waiting for the next: nobody need be told."""
+    """Did an answer end? The next stage, ``ready``, needs no line then."""
     return before is not None and before.stage == "answering" and after.stage == "ready"
 
 

@@ -1,4 +1,4 @@
-"""What this machine is, found without importing torch or mlx: the processor, the graphics, the libraries installed."""
+"""Facts about this machine that are found without importing torch or mlx: processor, GPU, installed libraries."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from engine.planning.runtime_choice import candidates
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts that decide what can be chosen here."""
+    """The facts that decide which settings can be chosen here."""
 
     system: str
     """``linux``, ``darwin``, ..., as in ``sys.platform``."""
     architecture: str
     """As in ``platform.machine()``: ``x86_64``, ``arm64``, ..."""
     nvidia: bool
-    """An NVIDIA driver is present, so torch may find a GPU."""
+    """True if there is an NVIDIA driver, so that torch may find a GPU."""
     torch: bool
     mlx: bool
-    """Whether the libraries are installed (not whether they work)."""
+    """True if the library is installed, whether or not it works."""
 
     @property
     def apple_silicon(self) -> bool:
@@ -34,7 +34,7 @@ class Machine:
 
 @functools.cache
 def this_machine() -> Machine:
-    """Looked at once per process; costs well under a millisecond."""
+    """The facts of this machine, found once per process in well under a millisecond."""
     return Machine(
         system=sys.platform,
         architecture=platform.machine(),
@@ -45,10 +45,10 @@ def this_machine() -> Machine:
 
 
 def unavailable_reason(key: str, choice: object, machine: Machine | None = None) -> str | None:
-    """Why ``choice`` of the setting ``key`` cannot be had on ``machine`` (default: this one); None if it can.
-    ``choice`` None asks whether the setting means anything here at all.
+    """Why ``choice`` of the setting ``key`` is unavailable on ``machine`` (default: this one); None if it is available.
 
-    The screen shows such a choice greyed, with this reason.
+    ``choice`` None asks about the setting as a whole: has it any effect here? The screen greys what is unavailable and
+    shows the reason.
     """
     machine = machine or this_machine()
     if key == "runtime":

@@ -1,4 +1,4 @@
-"""The network as the engine tells of it: opening and closing it, pairing and forgetting machines. No Textual."""
+"""The engine's network as the app uses it: opening and closing it, pairing and forgetting machines. No Textual."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from engine.ipc.messages import (
 )
 
 ARRIVAL_S = 4.0
-"""How long paired machines are waited for after the network was opened: they are found within three seconds."""
+"""Seconds to wait for paired machines after the network was opened. They are usually found within three."""
 
 
 class NetworkProblem(Exception):
-    """What was asked of the network could not be done; the text is one sentence for the person."""
+    """A request to the network failed. The text is one sentence for the person."""
 
 
-class Network:
-    """Follows what the engine says of the network; ``on_change`` is called when it said something new.
+class NetworkClient:
+    """The state of the network and requests to it. ``on_change`` is called when the state changed.
 
-    No socket is open before :meth:`ensure_open`. It may be called again with other wishes: then the network is opened
-    anew. When the engine died it must be told (:meth:`lost`); nothing opens by itself.
+    No socket is open before :meth:`ensure_open`; calling it with other values opens the network again. Call
+    :meth:`lost` when the engine died: the network is not opened again by itself.
     """
 
     def __init__(self, engine: Engine, on_change: Callable[[], None] = lambda: None) -> None:
@@ -46,7 +46,7 @@ class Network:
         self._opened: OpenNetwork | None = None
         self._turn = asyncio.Lock()
         self._news = asyncio.Event()
-        engine.on_network = self._heard
+        engine.on_network = self._set_state
 
     @property
     def is_open(self) -> bool:
@@ -54,12 +54,13 @@ class Network:
 
     @property
     def paired(self) -> list[PeerFacts]:
-        """The machines that are trusted, whether or not they are there."""
+        """The paired machines, whether or not they are reachable."""
         return [peer for peer in self.state.peers if peer.state != "found"] if self.state is not None else []
 
     async def ensure_open(self, wanted: OpenNetwork, *, wait: bool = True) -> None:
-        """Have the network open as ``wanted`` says (its id does not count). With ``wait``, paired machines are waited
-        for a little.
+        """Open the network as ``wanted`` says, whatever its id, unless it is open that way already.
+
+        ``wait``: wait at most :data:`ARRIVAL_S` for the paired machines.
 
         Raises NetworkProblem, EngineDied.
         """
@@ -83,25 +84,25 @@ class Network:
         await self.refresh()
 
     async def pair(self, peer: str, code: str) -> str:
-        """Pair with the machine that shows ``code``; its name. Raises NetworkProblem, EngineDied."""
+        """Pair with the machine that shows ``code`` and return its name. Raises NetworkProblem, EngineDied."""
         done = await self._do(Pair(id=self._engine.new_id(), peer=peer, code=code))
         await self.refresh()
         return done.detail
 
     async def forget(self, peer: str) -> None:
-        """Trust the machine no longer. Raises NetworkProblem, EngineDied."""
+        """Stop trusting a machine. Raises NetworkProblem, EngineDied."""
         await self._do(ForgetPeer(id=self._engine.new_id(), peer=peer))
         await self.refresh()
 
     async def show_code(self) -> None:
-        """Make a new code, which comes with the next state. Raises NetworkProblem, EngineDied."""
+        """Make a new pairing code, which is part of the next state. Raises NetworkProblem, EngineDied."""
         await self._do(ShowCode(id=self._engine.new_id()))
 
     async def refresh(self) -> NetworkState:
-        """What is there now; needs no open network. Raises NetworkProblem, EngineDied."""
+        """Ask the engine for the state, which needs no open network. Raises NetworkProblem, EngineDied."""
         async for event in self._engine.stream(ListPeers(id=self._engine.new_id())):
             if isinstance(event, NetworkState):
-                self._heard(event)
+                self._set_state(event)
                 return event
             if isinstance(event, Failed):
                 raise NetworkProblem(one_line(event.error))
@@ -119,7 +120,7 @@ class Network:
         await self._do(CloseNetwork(id=self._engine.new_id()))
 
     async def wait_for(self, holds: Callable[[NetworkState], bool], wait_s: float = ARRIVAL_S) -> None:
-        """Until ``holds`` of the state, at most ``wait_s`` seconds."""
+        """Wait until ``holds`` is true of the state, at most ``wait_s`` seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 while self.state is None or not holds(self.state):
@@ -134,7 +135,7 @@ class Network:
                 raise NetworkProblem(one_line(event.error))
         raise NetworkProblem("The engine ended the request without a result.")
 
-    def _heard(self, state: NetworkState) -> None:
+    def _set_state(self, state: NetworkState) -> None:
         state = msgspec.structs.replace(state, id=0)
         if state != self.state:
             self.state = state
@@ -142,7 +143,7 @@ class Network:
             self.on_change()
 
 
-async def close_quietly(network: Network) -> None:
-    """Close it if it can still be closed: the engine, which is about to end, would do so too."""
+async def close_quietly(network: NetworkClient) -> None:
+    """Close the network and ignore failures: the engine is about to end, and closes it then."""
     with suppress(NetworkProblem, EngineDied):
         await network.close()

@@ -19,7 +19,7 @@ STATES: dict[PeerState, str] = {
 }
 SHOWN_OF_ID = 8
 _SCOPE = re.compile(r"%\w+(?=\]?(:\d|$))")
-"""The number of the interface in a link-local address: means something to this machine's system only."""
+"""The zone of a link-local address: the number of an interface, which has a meaning on this machine only."""
 _EXCHANGES = {"mlx": "mx.distributed"}
 
 
@@ -46,12 +46,12 @@ def link_words(link: LinkFacts) -> str:
 
 
 def other_link(text: str) -> str:
-    """A slower link as the engine describes it (``en0 192.168.1.7:47821: 450 µs``), to be shown."""
+    """A slower link as the engine describes it (``en0 192.168.1.7:47821: 450 µs``), safe to show."""
     return one_line(_SCOPE.sub("", text))
 
 
 def state_words(peer: PeerFacts, *, of_head: bool = False) -> str:
-    """What ``peer`` is to this machine. ``of_head``: this machine is lent, and ``peer`` may be the head of a ring."""
+    """The state of ``peer`` in words. ``of_head``: this machine is lent, and ``peer`` may be the head of a ring."""
     if peer.state == "ready" and not peer.lends:
         return "there" if of_head else "there, not lent"
     if peer.state == "busy" and peer.lent_to:
@@ -60,7 +60,7 @@ def state_words(peer: PeerFacts, *, of_head: bool = False) -> str:
 
 
 def peer_address(peer: PeerFacts) -> str:
-    """Where ``peer`` is, so that a person can type it: rather not link-local, which holds on one cable only."""
+    """An address of ``peer`` that a person can type. A link-local one, valid on one cable only, is the last choice."""
     wide = [address for address in peer.addresses if not address.lower().startswith("[fe80:")]
     return one_line(_SCOPE.sub("", next(iter(wide or peer.addresses), "")))
 
@@ -71,7 +71,7 @@ def fingerprint(words: Sequence[str]) -> str:
 
 
 def to_send(node: NodeShare) -> str:
-    """``482 MB to send``; what a machine has is asked only when the ring is formed: until then it is the most."""
+    """``482 MB to send``; ``up to`` in a plan, as a node is asked what it has only when the ring is formed."""
     held = node.trunk_bytes + node.expert_bytes
     if not node.rank or held <= node.has_bytes:
         return ""
@@ -79,12 +79,12 @@ def to_send(node: NodeShare) -> str:
 
 
 def short_id(node_id: str) -> str:
-    """Enough of a node id to tell machines apart, and to type."""
+    """The beginning of a node id: enough to tell machines apart, and short enough to type."""
     return one_line(node_id[:SHOWN_OF_ID])
 
 
 def machine_name(peer: PeerFacts | NodeShare) -> str:
-    """Its name; of one that is not paired only the beginning of its id is known."""
+    """The machine's name; the beginning of its id if it is not paired, as its name is not known then."""
     return one_line(peer.name) or short_id(peer.node_id)
 
 
@@ -94,8 +94,11 @@ def place_words(facts: LendingFacts) -> str:
 
 
 def ring_name(ring: RingFacts, gone: Sequence[str] = ()) -> str:
-    """``ring of 3 · tls, encrypted``; with machines that are ``gone``: ``ring of 3, studio is gone``; ``computed by
-    studio`` where one other machine does everything"""
+    """``ring of 3 · tls, encrypted``.
+
+    With machines that are ``gone``: ``ring of 3, studio is gone``. With one other machine that computes everything:
+    ``computed by studio``.
+    """
     if len(ring.nodes) < 2:
         return "no ring: this machine alone"
     if ring.elsewhere:
@@ -120,13 +123,13 @@ def away(ring: RingFacts | None, state: NetworkState | None) -> tuple[str, ...]:
 
 
 def away_lines(before: Sequence[str], now: Sequence[str]) -> list[str]:
-    """What became of a ring's machines between two looks, a line each; ``before`` and ``now`` are those away."""
+    """A line for each machine of a ring that went away or came back. ``before`` and ``now``: names of those away."""
     gone = [f"{name} is gone; the next answer is given by a ring without it." for name in now if name not in before]
     return [*gone, *[f"{name} is there again." for name in before if name not in now]]
 
 
 def exchange_words(ring: RingFacts) -> str:
-    """``tls, encrypted``, ``gloo, plain text``; of a ring that is only planned nothing is measured yet"""
+    """``tls, encrypted`` or ``gloo, plain text``; of a planned ring, ``the fastest exchange``."""
     if ring.exchange == "auto":
         return "the fastest exchange"
     name = _EXCHANGES.get(ring.exchange, ring.exchange)
@@ -134,7 +137,7 @@ def exchange_words(ring: RingFacts) -> str:
 
 
 def how_it_runs(ring: RingFacts) -> list[str]:
-    """Mode, exchange with what one takes, and the idle experts, in words."""
+    """The mode, the exchange with its time, and the idle experts, in words."""
     if ring.elsewhere:
         return ["tokens there, logits back", "encrypted"]
     took = f" ({latency(ring.exchange_s)} each)" if ring.exchange_s is not None else ""
@@ -144,7 +147,7 @@ def how_it_runs(ring: RingFacts) -> list[str]:
 
 
 def speed_words(ring: RingFacts, figure: str, alone: str) -> str:
-    """The prediction beside that of one machine; ``figure`` and ``alone`` are the two as shown."""
+    """The predicted speed beside that of one machine. ``figure`` and ``alone``: the two speeds as text."""
     if ring.tokens_per_s is None:
         return "no speed is predicted for the ring"
     about = roughly(ring)
@@ -156,7 +159,7 @@ def speed_words(ring: RingFacts, figure: str, alone: str) -> str:
 
 
 def roughly(ring: RingFacts) -> str:
-    """``about``; ``up to`` where something is not known that takes time."""
+    """``about``; ``up to`` where the prediction lacks a time that is not known."""
     return "up to" if ring.at_best else "about"
 
 

@@ -1,18 +1,29 @@
-"""Makes text of a model safe for a terminal: it may be read, it may not act.
+"""Text that is safe to write to a terminal: it can be read but does not act.
 
-Removed are control characters except newline and tab, escape sequences as a whole (also when a stream cuts them in
-two), and the characters that reorder text on the screen. What is safe stays as it is.
+Removed are control characters except newline and tab, whole escape sequences (also those that a stream cuts in two),
+and the characters that reorder text on the screen. Everything else stays as it is.
+
+Model files, peers and libraries put their words into the engine's events. :func:`made_safe` removes the same from every
+text of an event, whatever its field, including fields that are added later. The only exception is the text that a model
+streams: a piece may end within an escape sequence, so whoever shows it uses a :class:`Sanitizer`.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import re
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+
+from engine.ipc.messages import AnyEvent, Beam, Finished, Piece
 
 # C0 except tab and newline, DEL, C1; line and paragraph separators; overrides and isolates of the writing direction;
 # half surrogate pairs, which no terminal's encoding can carry.
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""A character that acts on a terminal; a newline and a tab do not."""
+"""Pattern of a character that acts on a terminal. A newline and a tab do not."""
 _REPLACED = {"\u2028": "\n", "\u2029": "\n"}
 
 _STRING_INTRODUCERS = "]PX^_"
@@ -33,7 +44,7 @@ class _State(enum.Enum):
 
 
 class Sanitizer:
-    """Sanitises a stream; however it is cut into pieces, the result is the same. Nothing safe is held back."""
+    """Sanitises a stream of text. The result does not depend on how the stream is cut; no safe text is delayed."""
 
     def __init__(self) -> None:
         self._state = _State.TEXT
@@ -44,7 +55,7 @@ class Sanitizer:
         return "".join(self._take(character) for character in text)
 
     def _take(self, character: str) -> str:
-        """What ``character`` leaves of itself."""
+        """The text that remains of ``character``."""
         if character == "\x1b":
             # Starts a new sequence wherever it comes; after a string, ESC \ is its terminator and ends it all the same.
             self._state = _State.ESCAPE
@@ -103,3 +114,46 @@ def sanitize(text: str) -> str:
 def one_line(text: str) -> str:
     """``text`` as one safe line, for names and messages."""
     return " ".join(sanitize(text).split())
+
+
+STREAMED = frozenset({(Piece, "text"), (Finished, "text"), (Beam, "text")})
+"""The fields with text that a model streams."""
+
+
+def made_safe(event: AnyEvent) -> AnyEvent:
+    """``event`` without what acts on a terminal; the same object if there is nothing to remove."""
+    safe: AnyEvent = _safe(event)
+    return safe
+
+
+def _safe(value: Any) -> Any:
+    match value:
+        case str():
+            return sanitize(value)
+        case list() | tuple():
+            return type(value)(_safe(item) for item in value)
+        case dict():
+            return {_safe(key): _safe(item) for key, item in value.items()}
+        case msgspec.Struct():
+            before = {name: getattr(value, name) for name in _fields_with_text(type(value))}
+            after = {name: _safe(item) for name, item in before.items()}
+            return value if after == before else msgspec.structs.replace(value, **after)
+        case _:
+            return value
+
+
+@functools.cache
+def _fields_with_text(kind: type[msgspec.Struct]) -> tuple[str, ...]:
+    """The fields that may hold text. Others are skipped: timing events are frequent and full of numbers."""
+    return tuple(
+        field.name
+        for field in msgspec.structs.fields(kind)
+        if (kind, field.name) not in STREAMED and _may_hold_text(field.type)
+    )
+
+
+def _may_hold_text(annotation: Any) -> bool:
+    if annotation in (int, float, bool, NoneType) or get_origin(annotation) is Literal:
+        return False
+    arguments = [argument for argument in get_args(annotation) if argument is not Ellipsis]
+    return any(map(_may_hold_text, arguments)) if arguments else True

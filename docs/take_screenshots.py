@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from textual.pilot import Pilot
 
-from app.conversations.store import open_store
+from app.conversations.opening import open_store
 from app.engine_client import EngineClient
 from app.settings.file import SettingsFile, open_settings
 from app.tui.application import ChatApp

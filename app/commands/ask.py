@@ -36,12 +36,12 @@ from engine.models.store import resolve
 
 @dataclass(frozen=True)
 class Question:
-    """What was asked on the command line, checked. The requests' ids are set when they are sent."""
+    """A checked question from the command line. The ids of its requests are set when they are sent."""
 
     generate: Generate
     as_json: bool
     settings: Settings
-    """What is loaded, and how a ring is formed for it; ``peers`` are tried besides those of the settings."""
+    """The settings that the model is loaded and a ring is formed by. ``peers`` are tried besides theirs."""
     peers: tuple[str, ...] = ()
 
     @property
@@ -50,7 +50,7 @@ class Question:
 
 
 def ask(question: Question) -> int:
-    """Answer on stdout; the exit status. Raises WorkFailed."""
+    """Print the answer on stdout and return the exit status. Raises WorkFailed."""
     if sys.stdout is None or sys.stdout.closed:
         raise WorkFailed("the answer has nowhere to go: stdout is closed")
     try:
@@ -119,7 +119,7 @@ async def _cancel(engine: EngineClient, target: int) -> None:
 
 
 class _Shown:
-    """The answer on stdout: sanitised, as it comes, and with a line end after it."""
+    """The answer on stdout: sanitised, written as it arrives, ended by a newline."""
 
     def __init__(self, *, stream: bool) -> None:
         self._stream = stream
@@ -133,7 +133,7 @@ class _Shown:
             self._write(self._sanitizer.feed(text))
 
     def finish(self, text: str) -> None:
-        """What was not streamed (a beam search streams nothing) and the line end."""
+        """Write what was not streamed, such as the result of a beam search, and the newline."""
         if not self._received:
             self._write(sanitize(text))
         elif text.startswith(self._received):
@@ -181,13 +181,13 @@ def result_object(finished: Finished, facts: ModelFacts) -> dict[str, Any]:
 
 
 def _movement_object(finished: Finished) -> dict[str, Any] | None:
-    """What sharing experts between GPU and CPU moved and took; None where they are not shared."""
+    """Bytes moved and times of the experts that GPU and CPU share; None where they are not shared."""
     movement = finished.timing.movement if finished.timing else None
     return None if movement is None else cast(dict[str, Any], msgspec.to_builtins(movement))
 
 
 def _timing_object(finished: Finished) -> dict[str, Any]:
-    """Decode at the top; both phases and the use of the experts beside it. Milliseconds per token."""
+    """Times in milliseconds per token: decode at the top level, then prefill, the use of experts and the nodes."""
     timing = finished.timing
     decode = timing.decode if timing else PhaseTimes()
     prefill = timing.prefill if timing else PhaseTimes()

@@ -23,10 +23,10 @@ _WITHOUT_MODEL: tuple[BenchKind, ...] = ("exchange", "residency")
 def bench(
     kind: BenchKind, flags: LoadFlags, *, rounds: int, nodes: tuple[int, ...], even_if_busy: bool, in_json: bool
 ) -> int:
-    """Measure, and print the table on stdout; the exit status. ``nodes``: numbers of processes for ``ring``.
-    ``even_if_busy``: keep for plans what was measured beside other programs, too.
+    """Measure and print the table on stdout; the exit status.
 
-    Raises WorkFailed.
+    ``nodes``: numbers of processes that ``ring`` runs with. ``even_if_busy``: save the figures for plans although other
+    programs were running. Raises WorkFailed.
     """
     by_default = kind == "ring" and "model" not in flags.settings
     wanted = load_from(flags, needs_model=kind not in _WITHOUT_MODEL and not by_default)
@@ -34,7 +34,7 @@ def bench(
     async def work(engine: EngineClient, interruption: Interruption) -> int:
         load = await with_ring(engine, wanted.load, wanted.settings, wanted.peers)
         if by_default:
-            # The starter and a model made up on the spot, not whatever the person talks to.
+            # The starter and a made-up model, not the one of the settings.
             load = msgspec.structs.replace(load, model="")
         request = Bench(
             id=engine.new_id(), kind=kind, load=load, rounds=rounds, even_if_busy=even_if_busy, nodes=list(nodes)
@@ -48,7 +48,7 @@ def bench(
 
 
 def as_object(result: BenchResult) -> dict[str, Any]:
-    """What ``--json`` prints: the table as it is shown, and every single figure."""
+    """What ``--json`` prints: the table as shown, and every figure it was made from."""
     table = {"title": result.title, "columns": result.columns, "rows": result.rows, "notes": result.notes}
     return {**table, **result.data}
 

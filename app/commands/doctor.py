@@ -39,8 +39,10 @@ _ENGINE_WAIT_S = 60.0
 
 
 def doctor(*, in_json: bool, probe: bool = False, peer: str = "") -> int:
-    """Print the findings; 1 if one of them is a problem. ``probe``: look at the network although no ring was set up;
-    ``peer``: the address of a machine to walk to."""
+    """Print the findings; the exit status is 1 if one of them is a problem.
+
+    ``probe``: examine the network although no ring was set up. ``peer``: the address of a machine to be reached.
+    """
     findings = examine(probe=probe, peer=peer)
     if in_json:
         answer(as_json([asdict(finding) for finding in findings]))
@@ -90,7 +92,7 @@ def _processor() -> list[Finding]:
 
 
 def cpu_features() -> frozenset[str]:
-    """What the processor says it can do, in Linux's words; empty if the system does not tell."""
+    """The processor's features by Linux's names; empty if the system does not report them."""
     if sys.platform == "darwin":
         return _darwin_features()
     try:
@@ -105,7 +107,7 @@ def cpu_features() -> frozenset[str]:
 
 
 def _darwin_features() -> frozenset[str]:
-    """From sysctl, whose ``hw.optional.arm.FEAT_BF16: 1`` is Linux's ``bf16``."""
+    """The features that sysctl reports: ``hw.optional.arm.FEAT_BF16: 1`` is Linux's ``bf16``."""
     query = ["/usr/sbin/sysctl", "hw.optional"]
     try:
         result = subprocess.run(query, capture_output=True, text=True, timeout=_TOOL_WAIT_S, check=True)
@@ -118,7 +120,7 @@ def _darwin_features() -> frozenset[str]:
 
 
 def _memory(facts: DoctorFacts | str) -> list[Finding]:
-    """What this program may use of it, as loading and planning see it."""
+    """The memory that this program may use, as loading and planning see it."""
     if isinstance(facts, str):
         return []
     available = f"{size(facts.memory_free)} available of {size(facts.memory_total)}"
@@ -139,7 +141,7 @@ def _graphics(machine: Machine) -> list[Finding]:
 
 
 def nvidia_gpus() -> list[str]:
-    """Name and memory of each GPU, as the driver's own tool tells; empty if it cannot."""
+    """Name and memory of each GPU, as nvidia-smi reports them; empty if it fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -175,14 +177,14 @@ def _runtime(machine: Machine) -> list[Finding]:
 
 
 def _kernels_and_model(facts: DoctorFacts | str, model: str) -> list[Finding]:
-    """What the engine's side says of its kernels, and of ``model``, the one of the settings."""
+    """The engine's kernels, and what runs ``model``, the one of the settings."""
     if isinstance(facts, str):
         return [Finding("kernels", facts, "problem", f"the end of {locate('logs') / 'engine.log'} may say why")]
     return [_kernels(facts), *([] if facts.kernels_problem else _model(facts, model))]
 
 
 def engine_facts(load: Load) -> DoctorFacts | str:
-    """From a process of its own, because this one imports nothing of the engine; or what went wrong."""
+    """The engine's facts, from a process of its own as this one does not import the engine; or what went wrong."""
     command = [sys.executable, "-P", "-m", "engine.doctor_facts"]
     try:
         done = subprocess.run(
@@ -221,7 +223,7 @@ def _kernels(facts: DoctorFacts) -> Finding:
 
 def _model(facts: DoctorFacts, model: str) -> list[Finding]:
     if facts.model_problem:
-        # That there is no model yet is said elsewhere, with the way to get one; a damaged one is a problem.
+        # A model that is not here yet is reported by _models, with the way to get one; a damaged one is a problem.
         text = f"not known for {model}: {facts.model_problem}"
         return [Finding("trunk", text, "problem" if _is_here(model) else "note")]
     trunk = Finding("trunk", f"{facts.runtime} for {model} ({facts.runtime_reason})")
@@ -240,7 +242,7 @@ def _is_here(model: str) -> bool:
 
 
 def _engine() -> list[Finding]:
-    """Whether the engine process comes up."""
+    """Does the engine process start and answer?"""
 
     async def start() -> None:
         engine = EngineClient()
@@ -258,7 +260,7 @@ def _engine() -> list[Finding]:
 
 
 def _settings() -> list[Finding]:
-    """Looks only: a damaged file is put aside when the settings are next used, not here."""
+    """Changes nothing: a damaged file is kept aside when the settings are next used."""
     path = locate("config") / "settings.toml"
     if not path.exists():
         return [Finding("settings", "none changed")]
@@ -306,7 +308,7 @@ def _places() -> list[Finding]:
 
 
 def _place(kind: Kind) -> Finding:
-    """The folder, which need not be there yet if it can be made."""
+    """The folder of ``kind``. It need not exist yet if it can be made."""
     folder = locate(kind)
     there = _existing(folder)
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):

@@ -1,6 +1,6 @@
 """The part of ``privatellm doctor`` about other machines: identity, paired machines, ports, multicast.
 
-What sends something is done only where a ring was set up already, or when the person asks with ``--network``.
+Nothing is sent unless a ring was set up before or the person asks for it with ``--network``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 from app.commands.finding import Finding, Mark
 from app.engine_client import EngineClient, EngineDied
-from app.network import Network, NetworkProblem, close_quietly
+from app.network import NetworkClient, NetworkProblem, close_quietly
 from app.ring_words import state_words
 from app.settings.file import open_settings
 from app.settings.ring import open_network
@@ -30,13 +30,14 @@ _CERTIFICATE = "certificate.pem"
 _KEY = "private-key.pem"
 _SHOWN = 8
 _UNREACHABLE = "127.0.0.1:0"
-"""Where the process listens that greets another machine: it is not announced, and nobody else can connect."""
+"""Listening address of the process that greets another machine. It is not announced, and no other machine can
+connect to it."""
 _MARKS: dict[str, Mark] = {"neighbours": "note"}
-"""That nobody else is heard is no fault where nobody else is."""
+"""Marks of network problems that may be none: hearing no other machine is right where there is no other."""
 
 
 def network(*, probe: bool, peer: str = "") -> list[Finding]:
-    """The findings. ``probe``: look at the network although no ring was set up; ``peer``: HOST:PORT to walk to."""
+    """The findings. ``probe``: examine the network although no ring was set up. ``peer``: HOST:PORT to be reached."""
     folder = locate("config") / "network"
     set_up = (folder / _CERTIFICATE).exists()
     if not set_up and not probe and not peer:
@@ -47,7 +48,7 @@ def network(*, probe: bool, peer: str = "") -> list[Finding]:
 
 
 def _identity(folder: Path) -> list[Finding]:
-    """Who this machine is, and where its key should be; nothing is made anew here."""
+    """This machine's identity, and where its key is stored. Creates neither."""
     from discovery.certificates import CertificateError, der_of, fingerprint
     from discovery.identity import IN_KEYRING, fingerprint_words, short
 
@@ -76,7 +77,7 @@ def _peers(folder: Path) -> list[Finding]:
 
 
 def _ports() -> list[Finding]:
-    """Whether the usual pair of ports could be listened at now; they are let go again."""
+    """Are the usual two ports free? They are opened and closed again."""
     from discovery.errors import DiscoveryError
     from discovery.link_listener import USUAL_PORT, bind_pair
 
@@ -109,8 +110,8 @@ def _interfaces(facts: NetworkFacts) -> Finding:
 
 
 def _walk(folder: Path, address: str) -> list[Finding]:
-    """From the name to the greeting, as far as it goes."""
-    from app.settings.items import host_and_port
+    """The steps of reaching a machine, from its name to its greeting, up to the first that fails."""
+    from app.settings.fields import host_and_port
     from discovery.checks import probe_peer
 
     host, port = host_and_port(address)
@@ -130,7 +131,7 @@ def _step(step: PeerStep) -> Finding:
 
 
 def _trust(folder: Path, host: str, port: int) -> tuple[Peer | None, Finding]:
-    """Whether the certificate that is shown there is one that was pinned here."""
+    """Is the certificate that the machine shows one that was paired here?"""
     from discovery.certificates import fingerprint
     from discovery.errors import DiscoveryError
     from discovery.identity import fingerprint_words, short
@@ -161,7 +162,7 @@ def _trust(folder: Path, host: str, port: int) -> tuple[Peer | None, Finding]:
 
 
 def _greeted(peer: Peer, address: str) -> Finding:
-    """What the machine says to this one, which greets it from a process that nobody can reach."""
+    """How the machine answers a greeting. It is sent from an engine process that no other machine can reach."""
     about, name = "peer: hello", one_line(peer.label)
     try:
         facts = asyncio.run(_facts_of(peer.node_id, address))
@@ -185,7 +186,7 @@ def _greeted(peer: Peer, address: str) -> Finding:
 async def _facts_of(node_id: str, address: str) -> PeerFacts | None:
     """Raises NetworkProblem, EngineDied."""
     engine = EngineClient()
-    network = Network(engine)
+    network = NetworkClient(engine)
     wanted = open_network(open_settings(look_only=True).settings)
     try:
         await engine.start()

@@ -1,4 +1,4 @@
-"""Runs one piece of work on an engine of its own, whatever the person or the engine does meanwhile."""
+"""One piece of work of a command, on an engine process that is started for it and always ended."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ _ORDERLY_END_WAIT_S = 2.0
 
 
 class Interruption:
-    """What ctrl-c does. At first it gives the work up; :meth:`ask_first` makes it ask for an orderly end; after
-    :meth:`work_ended` it only lets the tidying up go on."""
+    """What ctrl-c does: it cancels the work.
+
+    After :meth:`ask_first` it asks for an orderly end first. After :meth:`work_ended` it cancels nothing.
+    """
 
     def __init__(self, task: asyncio.Task[int]) -> None:
         self.happened = False
@@ -29,11 +31,11 @@ class Interruption:
         self._ask = ask
 
     def work_ended(self) -> None:
-        """From now on nothing is cancelled: what comes is the end of the engine, which must not be left half done."""
+        """From now on nothing is cancelled: the engine is being ended, and that must be completed."""
         self._work_ended = True
 
     def happen(self) -> None:
-        """From the signal handler."""
+        """Called by the signal handler."""
         self.happened = True
         self._loop.call_soon_threadsafe(self._act)
 
@@ -54,7 +56,7 @@ Work = Callable[[EngineClient, Interruption], Awaitable[int]]
 
 
 def run_with_engine(work: Work) -> int:
-    """Start an engine, do ``work``, leave no engine behind; the exit status. Raises WorkFailed."""
+    """Start an engine, do ``work``, end the engine; the exit status. Raises WorkFailed."""
     return asyncio.run(_run(work))
 
 
@@ -84,7 +86,7 @@ async def _run(work: Work) -> int:
 
 
 async def do(engine: EngineClient, request: AnyRequest, progress: ProgressLine) -> Result:
-    """Send a Load, Pull, Prepare, Plan or Bench and wait for its end. Raises WorkFailed, EngineDied."""
+    """Send a Load, Pull, Prepare, Plan or Bench and return its result. Raises WorkFailed, EngineDied."""
     try:
         async with aclosing(engine.stream(request)) as events:
             async for event in events:
@@ -97,7 +99,7 @@ async def do(engine: EngineClient, request: AnyRequest, progress: ProgressLine) 
                     case Failed():
                         raise WorkFailed(event.error)
                     case Loaded() | Done() | Planned() | BenchResult():
-                        # A ctrl-c that came with the events before is heard first: then there is no result.
+                        # A ctrl-c that arrived together with earlier events is handled first: then there is no result.
                         await asyncio.sleep(0)
                         return event
                     case _:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from app.commands.engine_work import Interruption, run_with_engine
 from app.commands.output import ReaderGoneError, WorkFailed, answer, say
 from app.engine_client import EngineClient
-from app.lending import Lender
+from app.lending import LendingService
 from app.network import NetworkProblem
 from app.settings.fields import SettingError
 from app.settings.file import SettingsFile, open_settings
@@ -38,12 +38,12 @@ class JoinFlags:
 
 
 def join(flags: JoinFlags) -> int:
-    """Lend this machine until it is asked back; the exit status. Raises WorkFailed."""
+    """Lend this machine until the person ends it; the exit status. Raises WorkFailed."""
     wanted = network_from(flags)
     if flags.plain or not _has_screen():
         return _in_lines(wanted)
     from app.interrupts import leave_on_interrupt, raise_on_interrupt
-    from app.tui.lending_app import run_lending
+    from app.tui.screens.lending import run_lending
 
     raise_on_interrupt()
     try:
@@ -53,7 +53,10 @@ def join(flags: JoinFlags) -> int:
 
 
 def network_from(flags: JoinFlags) -> OpenNetwork:
-    """Flags come before the settings. Raises WorkFailed (status 2) for a flag that is not allowed."""
+    """The request that opens the network. A flag overrides the setting of its name.
+
+    Raises WorkFailed (status 2) for a value that is not allowed.
+    """
     file = open_settings()
     for notice in file.notices:
         say(f"note: {notice}")
@@ -71,7 +74,7 @@ def network_from(flags: JoinFlags) -> OpenNetwork:
 
 
 def _keep_name(file: SettingsFile, name: str | None) -> None:
-    """What else runs of privatellm here greets other machines by the same name, or they would see it change."""
+    """Save the name: every privatellm process of this machine must use the same one towards other machines."""
     if name == file.settings.ring_name:
         return
     try:
@@ -86,8 +89,10 @@ def _has_screen() -> bool:
 
 
 def _in_lines(wanted: OpenNetwork) -> int:
-    """What happens, in lines with the time on stdout, until SIGTERM (an orderly end, status 0), ctrl-c, the terminal is
-    closed (129), or nobody reads them any more."""
+    """Print each event as a line with its time on stdout; the exit status.
+
+    Ends on SIGTERM (status 0), on ctrl-c, when the terminal is closed (status 129), or when stdout has no reader.
+    """
 
     async def work(engine: EngineClient, interruption: Interruption) -> int:
         leaving = asyncio.Event()
@@ -101,7 +106,7 @@ def _in_lines(wanted: OpenNetwork) -> int:
                 gone.append(error)
                 leaving.set()
 
-        lender = Lender(engine, wanted, tell)
+        lender = LendingService(engine, wanted, tell)
         interruption.ask_first(leaving.set)
         with _on_signals(leaving.set, hung_up.set):
             lending = asyncio.create_task(lender.run(), name="lending")
@@ -129,7 +134,7 @@ def _in_lines(wanted: OpenNetwork) -> int:
 
 @contextmanager
 def _on_signals(leave: Callable[[], None], hang_up: Callable[[], None]) -> Iterator[None]:
-    """Within, SIGTERM (how a service is ended) calls ``leave`` in the event loop; SIGHUP ``hang_up`` and ``leave``,
+    """Inside, SIGTERM (which ends a service) calls ``leave`` in the event loop. SIGHUP calls ``hang_up`` and ``leave``,
     unless it was ignored (nohup)."""
     loop = asyncio.get_running_loop()
 

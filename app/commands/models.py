@@ -20,8 +20,8 @@ from engine.models.locations import locate
 
 
 @dataclass(frozen=True)
-class Row:
-    """One model as ``models list`` shows it. ``nbytes``: on disk, or what the download takes."""
+class ModelRow:
+    """One model as ``models list`` shows it. ``nbytes``: size on disk, or of the download."""
 
     name: str
     state: str
@@ -31,11 +31,11 @@ class Row:
     path: str = ""
 
 
-def rows() -> list[Row]:
-    """What is here first, then what is only known. Raises ModelError."""
+def rows() -> list[ModelRow]:
+    """The models of this machine first, then the others of the catalogue. Raises ModelError."""
     known = {entry.name: entry for entry in catalogue()}
     here = [
-        Row(
+        ModelRow(
             model.name,
             "ready, prepared" if model.prepared else "ready",
             model.nbytes,
@@ -46,11 +46,13 @@ def rows() -> list[Row]:
         for model in store.installed()
     ]
     names = {row.name for row in here}
-    begun = [Row(name, "unfinished", nbytes, "", "") for name, nbytes in store.partial_downloads() if name not in names]
+    begun = [
+        ModelRow(name, "unfinished", nbytes, "", "") for name, nbytes in store.partial_downloads() if name not in names
+    ]
     names |= {row.name for row in begun}
-    begun += [Row(name, "share of a ring", nbytes, "", "") for name, nbytes in store.shares()]
+    begun += [ModelRow(name, "share of a ring", nbytes, "", "") for name, nbytes in store.shares()]
     begun += [
-        Row(
+        ModelRow(
             name,
             "bank",
             nbytes,
@@ -61,11 +63,16 @@ def rows() -> list[Row]:
         for name, nbytes in store.banks_of_elsewhere()
     ]
     absent = [
-        Row(entry.name, "can be made" if entry.origin == "starter" else "can be pulled", int(entry.gigabytes * 1e9),
-            entry.family, entry.description)
+        ModelRow(
+            entry.name,
+            "can be made" if entry.origin == "starter" else "can be pulled",
+            int(entry.gigabytes * 1e9),
+            entry.family,
+            entry.description,
+        )
         for entry in known.values()
         if entry.name not in names
-    ]  # fmt: skip
+    ]
     return here + begun + absent
 
 
@@ -78,11 +85,11 @@ def show_models(*, in_json: bool) -> int:
     return 0
 
 
-def _json(found: list[Row]) -> str:
+def _json(found: list[ModelRow]) -> str:
     return as_json([asdict(row) for row in found])
 
 
-def _table(found: list[Row]) -> str:
+def _table(found: list[ModelRow]) -> str:
     safe = [replace(row, name=one_line(row.name), family=one_line(row.family)) for row in found]
     width = max(len(row.name) for row in safe)
     lines = [
@@ -93,18 +100,18 @@ def _table(found: list[Row]) -> str:
 
 
 def pull(model: str, *, machines: bool = False) -> int:
-    """Download or make a model, or copy it from a paired machine that is lent (``machines``) if one has it; prints its
-    folder."""
+    """Download or make a model and print its folder. ``machines``: copy it from a paired machine that is lent, if one
+    has it."""
     return _work(model, lambda engine: Pull(id=engine.new_id(), model=model), machines=machines)
 
 
 def prepare(model: str) -> int:
-    """Write a model's bank; prints its folder."""
+    """Write a model's bank and print its folder."""
     return _work(model, lambda engine: Prepare(id=engine.new_id(), model=model))
 
 
 def remove(model: str, *, ask_first: bool) -> int:
-    """Delete a model. A person at a terminal is asked; a script is taken at its word."""
+    """Delete a model. ``ask_first``: a person at a terminal is asked to confirm; a script is not."""
     try:
         if ask_first and sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty():
             name = store.resolve(model).name

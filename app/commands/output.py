@@ -19,13 +19,13 @@ _STEPS = 4
 
 
 class ReaderGoneError(Exception):
-    """Whoever read our output has seen enough (``| head``): not a failure, but no reason to go on either."""
+    """The reader of our output has closed it (``| head``). That is no failure, but the work can stop."""
 
 
 def answer(text: str) -> None:
-    """A piece of the answer, at once, without what acts on a terminal.
+    """Write a piece of the answer to stdout at once, without what acts on a terminal.
 
-    Raises ReaderGoneError when nobody reads any more, WorkFailed if it is lost.
+    Raises ReaderGoneError if the reader closed it, WorkFailed if it cannot be written.
     """
     if not text:
         return
@@ -47,7 +47,7 @@ def answer(text: str) -> None:
 
 
 def forget_stdout() -> None:
-    """What is still buffered cannot be written; at exit Python would try again and complain."""
+    """Send what is still buffered to nowhere: at its end Python would try to write it again and print an error."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):
@@ -55,8 +55,10 @@ def forget_stdout() -> None:
 
 
 class WorkFailed(Exception):
-    """A command cannot do its work; the text is one sentence, ``status`` the exit status. ``answered``: stdout has an
-    object already that says so."""
+    """A command cannot do its work. The text is one sentence; ``status`` is the exit status.
+
+    ``answered``: the JSON object on stdout reports the failure already.
+    """
 
     def __init__(self, text: str, status: int = 1, *, answered: bool = False) -> None:
         super().__init__(text)
@@ -75,7 +77,7 @@ def complain(text: str) -> None:
 
 
 def fail(text: str, status: int, *, in_json: bool) -> int:
-    """Say why a command ends with ``status``; ``in_json``: for a program as well, which reads stdout."""
+    """Print why a command fails and return ``status``. ``in_json``: as an object on stdout as well."""
     complain(text)
     if in_json:
         with suppress(ReaderGoneError, WorkFailed):
@@ -84,13 +86,13 @@ def fail(text: str, status: int, *, in_json: bool) -> int:
 
 
 def as_json(value: object) -> str:
-    """``value`` as one line of JSON that is exact and yet safe on a terminal: what could act is escaped."""
+    """``value`` as one line of JSON. Characters that would act on a terminal are escaped."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return _UNSAFE_IN_JSON.sub(lambda match: f"\\u{ord(match.group()):04x}", text) + "\n"
 
 
 def size(nbytes: float) -> str:
-    """Decimal units, as disks and downloads are labelled."""
+    """Bytes in decimal units, as disks and downloads are labelled: ``637 MB``."""
     for unit in ("B", "kB", "MB"):
         if abs(nbytes) < 999.5:
             return f"{nbytes:.0f} {unit}"
@@ -99,14 +101,14 @@ def size(nbytes: float) -> str:
 
 
 def figure(value: float) -> str:
-    """Three digits of ``value``, or all of those before the point: ``0.0123``, ``1.23``, ``1,234``."""
+    """Three significant digits of ``value``, or all of its whole part: ``0.0123``, ``1.23``, ``1,234``."""
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
 
 
 class ProgressLine:
-    """Progress on stderr: one line that changes on a terminal, a line per stage and quarter elsewhere.
+    """Progress on stderr: one changing line on a terminal, elsewhere a line per stage and quarter.
 
-    ``quiet_elsewhere`` says nothing at all where stderr is not a terminal.
+    ``quiet_elsewhere``: nothing is printed where stderr is not a terminal.
     """
 
     def __init__(self, *, quiet_elsewhere: bool = False) -> None:
@@ -130,7 +132,7 @@ class ProgressLine:
             say(line)
 
     def clear(self) -> None:
-        """Take the changing line away before anything else is written."""
+        """Erase the changing line before something else is written."""
         if self._shown:
             _to_stderr("\r\x1b[K")
             self._shown = ""

@@ -10,7 +10,7 @@ import msgspec
 from app.commands.engine_work import Interruption, run_with_engine
 from app.commands.output import WorkFailed, answer, as_json, say, size
 from app.engine_client import EngineClient
-from app.network import Network, NetworkProblem, close_quietly
+from app.network import NetworkClient, NetworkProblem, close_quietly
 from app.ring_words import fingerprint, link_words, peer_address, short_id, state_words
 from app.settings.file import open_settings
 from app.settings.ring import open_network
@@ -22,10 +22,10 @@ _NOTHING = "–"
 
 
 def show_peers(*, in_json: bool, look: bool) -> int:
-    """Print the paired machines; with ``look`` the network is opened for a moment, to see which are there."""
+    """Print the paired machines. ``look``: open the network for a moment to find out which are there."""
 
     async def work(engine: EngineClient, interruption: Interruption) -> int:
-        network = Network(engine)
+        network = NetworkClient(engine)
         try:
             if look:
                 await network.ensure_open(open_network(open_settings().settings))
@@ -47,7 +47,7 @@ def pair(peer: str, code: str | None) -> int:
     typed = code if code is not None else _ask_for_code(peer)
 
     async def work(engine: EngineClient, interruption: Interruption) -> int:
-        network = Network(engine)
+        network = NetworkClient(engine)
         try:
             await network.ensure_open(open_network(open_settings().settings), wait=False)
             if ":" not in peer:
@@ -86,11 +86,11 @@ def show_code() -> int:
 
 
 def forget(peer: str) -> int:
-    """Trust the machine no longer; needs no network."""
+    """Stop trusting a machine. Needs no network."""
 
     async def work(engine: EngineClient, interruption: Interruption) -> int:
         try:
-            await Network(engine).forget(peer)
+            await NetworkClient(engine).forget(peer)
         except NetworkProblem as problem:
             raise WorkFailed(str(problem)) from problem
         say(f"{peer} is forgotten: it is trusted no longer.")
@@ -100,7 +100,7 @@ def forget(peer: str) -> int:
 
 
 def renew_identity(*, ask_first: bool) -> int:
-    """Another key and certificate for this machine. A person at a terminal is asked; a script is taken at its word.
+    """Give this machine another key and certificate. ``ask_first``: a person at a terminal is asked to confirm.
 
     Raises WorkFailed.
     """
@@ -159,7 +159,7 @@ def as_text(state: NetworkState) -> str:
 
 
 def _row(peer: PeerFacts, looked: bool) -> list[str]:
-    """``looked``: whether the network was open, so that it is known who is there."""
+    """``looked``: the network was open, so the states of the machines are known."""
     return [
         one_line(peer.name) or _NOTHING,
         short_id(peer.node_id),

@@ -34,13 +34,13 @@ def plan(flags: LoadFlags, *, in_json: bool) -> int:
 
 
 def as_object(planned: Planned) -> dict[str, Any]:
-    """What ``--json`` prints: the event without what belongs to the pipe."""
+    """What ``--json`` prints: the event without its id and type."""
     found = cast(dict[str, Any], msgspec.to_builtins(planned))
     return {key: value for key, value in found.items() if key not in ("id", "type")}
 
 
 def as_text(planned: Planned) -> str:
-    """Memory per device, the prediction and what it rests on, and the reason for each choice."""
+    """Memory per device, the prediction with its basis, and the reason for each choice."""
     width = max((len(one_line(choice.what)) for choice in planned.choices), default=0)
     parts = [
         [one_line(f"{planned.model} ({planned.family})")],
@@ -66,7 +66,7 @@ def memory_line(device: DeviceMemory) -> str:
 
 
 def ring_lines(ring: RingFacts) -> list[str]:
-    """The ring in a line, then what each node holds."""
+    """The ring in a line, then each node with what it holds."""
     fast, alone = figure(ring.tokens_per_s or 0), figure(ring.alone_tokens_per_s or 0)
     who = f"{machine_name(ring.nodes[1])} alone" if ring.elsewhere else f"Ring of {len(ring.nodes)}"
     head = f"{who}: {speed_words(ring, f'{fast} tokens/s', f'{alone} tokens/s')}"
@@ -82,7 +82,7 @@ def ring_lines(ring: RingFacts) -> list[str]:
 
 
 def shortfall(planned: Planned) -> str:
-    """The sentence for a plan that cannot fit."""
+    """The error message for a model that does not fit in memory."""
     return (
         f"{planned.model} does not fit: {size(planned.shortfall)} of memory are missing; choose a shorter context, "
         "less GPU memory for experts, or a smaller model"

@@ -6,18 +6,17 @@ import msgspec
 
 from app.commands.output import WorkFailed, say
 from app.engine_client import EngineClient
-from app.network import Network, NetworkProblem
-from app.settings.fields import SettingError
-from app.settings.items import ItemError, check_item
+from app.network import NetworkClient, NetworkProblem
+from app.settings.fields import ItemError, SettingError, check_item
 from app.settings.ring import RingSettings, open_network, ring_choice
 from engine.ipc.messages import Load
 
 WAIT_S = 300.0
-"""An answer that nobody looks at waits so long for a machine that is away."""
+"""Seconds that a command's answer waits for a machine that is away."""
 
 
 def check_peers(peers: list[str], *, ring: bool) -> tuple[str, ...]:
-    """The addresses given with ``--peer``. Raises WorkFailed (status 2) for one that is none or does not count."""
+    """The addresses given with ``--peer``. Raises WorkFailed (status 2) for a bad one, or without a ring."""
     if peers and not ring:
         raise WorkFailed("--peer counts with --partitioning ring only", status=2)
     try:
@@ -27,7 +26,7 @@ def check_peers(peers: list[str], *, ring: bool) -> tuple[str, ...]:
 
 
 async def with_ring(engine: EngineClient, load: Load, settings: RingSettings, peers: tuple[str, ...]) -> Load:
-    """``load``, and if its partitioning is ``ring`` what is asked of it: the network is opened first.
+    """``load``; with partitioning ``ring`` the network is opened and the ring's choices are added.
 
     Raises WorkFailed, EngineDied.
     """
@@ -43,12 +42,12 @@ async def with_ring(engine: EngineClient, load: Load, settings: RingSettings, pe
     return msgspec.structs.replace(load, ring=msgspec.structs.replace(ring, wait_s=WAIT_S))
 
 
-async def open_for(engine: EngineClient, settings: RingSettings, peers: tuple[str, ...] = ()) -> Network:
-    """The network, open for as long as ``engine`` runs; paired machines are waited for a little.
+async def open_for(engine: EngineClient, settings: RingSettings, peers: tuple[str, ...] = ()) -> NetworkClient:
+    """The network, open for as long as ``engine`` runs. Waits a few seconds for paired machines to appear.
 
     Raises WorkFailed, EngineDied.
     """
-    network = Network(engine)
+    network = NetworkClient(engine)
     try:
         await network.ensure_open(open_network(settings, more_peers=peers))
     except NetworkProblem as problem:

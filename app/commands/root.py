@@ -64,7 +64,7 @@ _load_options = _several(
 )
 
 _FLAGS = {"gpu_expert_memory": "gpu-memory", "cpu_threads": "threads", "context_limit": "context"}
-"""Flags with another name than their setting."""
+"""Names of flags that differ from those of their settings."""
 
 
 def run(arguments: list[str]) -> int:
@@ -352,7 +352,7 @@ def peers_forget(peer: str) -> int:
 def doctor(in_json: bool, network: bool, peer: str | None) -> int:
     """What was found on this machine, what will run and why, and the way out of what does not."""
     from app.commands.doctor import doctor as examine
-    from app.settings.items import ItemError, check_item
+    from app.settings.fields import ItemError, check_item
 
     try:
         address = check_item("address", peer) if peer is not None else ""
@@ -387,7 +387,7 @@ def _node_counts(text: str) -> tuple[int, ...]:
 
 
 def _check_flag(key: str, value: object) -> None:
-    """The same limits as the setting of that name, which a flag cannot leave empty."""
+    """Check ``value`` by the limits of the setting ``key``, which a flag cannot leave empty."""
     setting = replace(setting_named(key), optional=False)
     try:
         setting.check(value)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
 import sqlite3
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from app.conversations.exporting import as_json, as_markdown
-from app.conversations.failures import explain, explained
-from app.conversations.records import Conversation, MessageRecord, Role, SearchHit, State, StoreError
 from app.conversations.searching import HIT_END, HIT_START, SearchIndex, contains_folded, snippet_around
-from app.conversations.writers import Writer, is_alive
+from app.conversations.store import Conversation, MessageRecord, Role, SearchHit, State, StoreError, explain, explained
 
 _CONVERSATION = "id, title, system, model, created, updated, leaf, archived"
 _SIBLING = "s.conversation = m.conversation AND s.parent IS m.parent AND s.role = m.role"
@@ -28,9 +30,9 @@ _TITLE_LENGTH = 60
 
 
 class SqliteStore:
-    """The :class:`app.conversations.store.ConversationStore` that ``open_store`` gives.
+    """The :class:`app.conversations.store.ConversationStore` that ``open_store`` returns.
 
-    Calls may come from any thread; they take turns. Each change is one transaction, on disk when the call returns.
+    Calls may come from any thread; a lock orders them. Each change is one transaction, on disk when the call returns.
     """
 
     def __init__(
@@ -253,7 +255,7 @@ class SqliteStore:
     # --- inside ---
 
     def _stop_abandoned(self) -> None:
-        """Answers whose writer died are partial answers that stopped."""
+        """Mark answers whose writer died as stopped."""
         with self._reading():
             writing = self._connection.execute("SELECT id, writer FROM message WHERE state = 'writing'").fetchall()
         dead = [(message, writer) for message, writer in writing if not is_alive(writer)]
@@ -274,7 +276,7 @@ class SqliteStore:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """One transaction: all of it is on disk afterwards, or nothing."""
+        """One transaction: afterwards all of it is on disk, or none of it."""
         with self._turn:
             try:
                 # Immediate: two programs that read first and write later would lock each other out.
@@ -292,7 +294,7 @@ class SqliteStore:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
         except sqlite3.Error:
-            # The first error is the one to tell; SQLite has rolled back by itself (disk full, I/O error).
+            # The first error is the one to report; SQLite has rolled back by itself (disk full, I/O error).
             return
 
     def _conversation(self, conversation: int) -> Conversation:
@@ -328,7 +330,7 @@ class SqliteStore:
 
 
 def title_from(question: str) -> str:
-    """The first line that says something, cut at a word."""
+    """The first line that is not blank, cut at a word."""
     line = next((" ".join(line.split()) for line in question.splitlines() if line.strip()), "")
     line = "".join(character for character in line if character.isprintable()).strip("# *`>")
     if len(line) <= _TITLE_LENGTH:
@@ -339,7 +341,7 @@ def title_from(question: str) -> str:
 
 
 def _storable(text: str) -> str:
-    """SQLite keeps UTF-8: half a surrogate pair cannot be written and becomes U+FFFD."""
+    """``text`` as SQLite can store it, which is UTF-8: half a surrogate pair becomes U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if _has_surrogates(text) else text
 
 
@@ -361,3 +363,56 @@ def _record(row: tuple[Any, ...]) -> MessageRecord:
 
 
 __all__ = ["HIT_END", "HIT_START", "SqliteStore", "title_from"]
+
+
+_CLOCK_SLACK_S = 10.0
+_numbers = itertools.count(1)
+_live: weakref.WeakValueDictionary[str, Writer]
+
+
+class Writer:
+    """One open store of one process. ``token`` names it in the database as ``pid:start:number``.
+
+    It tells a program that died from one that still writes. A process id alone would not: the system uses it again.
+    """
+
+    def __init__(self) -> None:
+        self.token = f"{os.getpid()}:{_started(os.getpid())}:{next(_numbers)}"
+        _live[self.token] = self
+
+    def close(self) -> None:
+        _live.pop(self.token, None)
+
+
+_live = weakref.WeakValueDictionary()
+
+
+def is_alive(token: str) -> bool:
+    """May the writer with this token still write?"""
+    pid, _, rest = token.partition(":")
+    start = rest.partition(":")[0]
+    if not pid.isdecimal() or not start.replace(".", "", 1).isdecimal():
+        return False
+    if int(pid) == os.getpid():
+        return token in _live
+    now = _start_time(int(pid))
+    # The start time that the system reports changes a little when its clock is set.
+    return bool(now) and abs(float(now) - float(start)) < _CLOCK_SLACK_S
+
+
+@cache
+def _started(pid: int) -> str:
+    return _start_time(pid)
+
+
+def _start_time(pid: int) -> str:
+    """The start time of process ``pid`` in seconds since the epoch, as text; empty if there is no such process."""
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return ""
+        return f"{process.create_time():.2f}"
+    except (psutil.Error, OverflowError, ValueError):
+        return ""

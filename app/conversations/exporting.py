@@ -1,20 +1,22 @@
-"""A conversation as Markdown or JSON."""
+"""A conversation as Markdown or JSON, and as a file that the person names."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from pathlib import Path
 
-from app.conversations.records import Conversation, MessageRecord
+from app.conversations.store import Conversation, MessageRecord
 
 _HEADINGS = {"user": "You", "assistant": "Model"}
 _ENDINGS = {"stopped": "stopped", "failed": "failed", "writing": "still being written"}
 
 
 def as_markdown(conversation: Conversation, shown: Sequence[MessageRecord]) -> str:
-    """The branch that is shown, as a person reads it. Message texts are kept as they are."""
+    """The shown branch as Markdown. The texts of messages are not changed."""
     title = " ".join(conversation.title.split()) or "Conversation"
     parts = [f"# {title}"]
     facts = [f"- started {_moment(conversation.created)}"]
@@ -34,7 +36,7 @@ def as_markdown(conversation: Conversation, shown: Sequence[MessageRecord]) -> s
 
 
 def as_json(conversation: Conversation, messages: Iterable[MessageRecord]) -> str:
-    """Everything, with all branches: ``{"format": 1, "conversation": {...}, "messages": [...]}``."""
+    """All branches as JSON: ``{"format": 1, "conversation": {...}, "messages": [...]}``."""
     records = [
         {key: value for key, value in dataclasses.asdict(message).items() if key not in ("siblings", "sibling_index")}
         for message in messages
@@ -45,3 +47,38 @@ def as_json(conversation: Conversation, messages: Iterable[MessageRecord]) -> st
 
 def _moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M %z")
+
+
+def suggested_path(title: str) -> Path:
+    """A file name in the current folder that does not exist yet."""
+    stem = re.sub(r"[^\w-]+", "-", title.lower()).strip("-")[:50] or "conversation"
+    path = Path.cwd() / f"{stem}.md"
+    number = 1
+    while path.exists():
+        number += 1
+        path = path.with_name(f"{stem}-{number}.md")
+    return path
+
+
+def export_form(path: Path) -> str:
+    """``json`` for a file of that name, else ``markdown``."""
+    return "json" if path.suffix.lower() == ".json" else "markdown"
+
+
+def write_export(path: Path, text: str) -> Path:
+    """Write ``text`` to ``path``, which is returned. An existing file is never overwritten. Raises OSError."""
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+    return path
+
+
+def export_problem(path: Path, error: Exception) -> str:
+    """One sentence for what :func:`write_export` or the store raised."""
+    folder = path.expanduser().absolute().parent
+    if isinstance(error, FileNotFoundError) and not folder.exists():
+        shown = str(path.parent) if path.parent != Path() else str(folder)
+        return f"Export failed: the folder {shown} does not exist."
+    if isinstance(error, FileExistsError):
+        return f"Export failed: {path} is there already; choose another name."
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
+    return f"Export to {path} failed: {reason}."

@@ -1,30 +1,39 @@
-"""Opens the database, whatever state it is in."""
+"""Opening the database in whatever state it is: migrations, recovery of a damaged file."""
 
 from __future__ import annotations
 
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 from app.conversations.database import SqliteStore
-from app.conversations.failures import explain, is_damage
-from app.conversations.migrating import Migration, known_migrations, migrate
-from app.conversations.records import StoreError
 from app.conversations.recovering import put_aside, recover_into
+from app.conversations.store import StoreError, explain, is_damage
 
 _LOCK_WAIT_S = 2.0
-"""How long opening waits for another program's write."""
+"""Seconds that opening waits for another program's write."""
 _CALL_WAIT_S = 0.1
-"""How long a call waits, once the database is open: it may come from where a person types. Callers try again."""
+"""Seconds that a call on the open database waits for another program's write. The call may block the screen, so its
+caller tries again instead."""
 _ALWAYS_CHECKED_BYTES = 32 * 1024 * 1024
+"""Largest size in bytes of a database that is checked at each start; a larger one is checked if it was not closed."""
 
 
-def open_database(
+def open_store(
     path: Path, *, clock: Callable[[], float] = time.time, migrations: Sequence[Migration] | None = None
 ) -> SqliteStore:
-    """See :func:`app.conversations.store.open_store`."""
+    """Open or make the database at ``path`` and apply the migrations that are missing.
+
+    Messages that a program which died was still writing become ``stopped``. A damaged file is kept aside as
+    ``conversations.damaged-<time>.sqlite``, and what can be read of it is copied into a new one; ``notices`` of the
+    store say so. ``clock`` gives seconds since the epoch; ``migrations`` defaults to those of this program.
+
+    Raises StoreError: another program has locked the file, the disk is full, or a later version has written it.
+    """
     steps = known_migrations() if migrations is None else tuple(migrations)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -43,18 +52,14 @@ def open_database(
 
 
 def _opened(connection: sqlite3.Connection, path: Path, notices: list[str], clock: Callable[[], float]) -> SqliteStore:
-    store = SqliteStore(connection, path, notices, clock)
-    connection.execute(f"PRAGMA busy_timeout = {1000 * min(_CALL_WAIT_S, _LOCK_WAIT_S):.0f}")
-    return store
-
-
-def _store(connection: sqlite3.Connection, path: Path, notices: list[str], clock: Callable[[], float]) -> SqliteStore:
-    """The store on ``connection``, which is closed if there can be none: a file that is put aside is not held open."""
+    """The store on ``connection``. The connection is closed if there can be no store: the file may be renamed next."""
     try:
-        return SqliteStore(connection, path, notices, clock)
+        store = SqliteStore(connection, path, notices, clock)
     except BaseException:
         connection.close()
         raise
+    connection.execute(f"PRAGMA busy_timeout = {1000 * min(_CALL_WAIT_S, _LOCK_WAIT_S):.0f}")
+    return store
 
 
 def _connect(path: Path, migrations: Sequence[Migration]) -> sqlite3.Connection:
@@ -64,15 +69,15 @@ def _connect(path: Path, migrations: Sequence[Migration]) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=_LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
     try:
         connection.execute("PRAGMA journal_mode = WAL").fetchone()
-        # FULL: a question is on disk when add() returns, also if the power fails; that is one fsync per commit, and
-        # there are one or two commits a second at most.
+        # FULL: a question survives a power failure once add() returned. It costs one fsync per commit, and there are
+        # one or two commits a second at most.
         connection.execute("PRAGMA synchronous = FULL")
         # macOS: a plain fsync leaves what was written in the disk's own cache.
         connection.execute("PRAGMA fullfsync = ON")
         connection.execute("PRAGMA foreign_keys = ON")
-        # What a person deletes is overwritten, not only unlinked.
+        # What a person deletes is overwritten, not only marked as free.
         connection.execute("PRAGMA secure_delete = ON")
-        # A check reads the whole file: always for a small one, for a large one when it was not closed in order.
+        # A check reads the whole file.
         if unclean or path.stat().st_size <= _ALWAYS_CHECKED_BYTES:
             verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             if verdict != "ok":
@@ -85,11 +90,11 @@ def _connect(path: Path, migrations: Sequence[Migration]) -> sqlite3.Connection:
 
 
 def _make_private(path: Path) -> None:
-    """Conversations are for their owner's eyes; SQLite gives its side files the database's permissions."""
+    """Let only the owner read the database. SQLite gives its side files the same permissions."""
     try:
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     except OSError:
-        return  # SQLite says what is wrong, in its own terms
+        return  # SQLite reports what is wrong
 
 
 def _start_again(path: Path, migrations: Sequence[Migration], clock: Callable[[], float], reason: str) -> SqliteStore:
@@ -114,3 +119,70 @@ def _start_again(path: Path, migrations: Sequence[Migration], clock: Callable[[]
         f"{recovered.messages} messages could be recovered; the damaged file is kept as {aside.name}."
     )
     return _opened(connection, path, [notice], clock)
+
+
+@dataclass(frozen=True)
+class Migration:
+    version: int
+    name: str
+    script: str
+
+
+def known_migrations() -> tuple[Migration, ...]:
+    """The migrations of this program, in order; their versions are 1, 2, 3, ..."""
+    folder = resources.files("app.conversations") / "migrations"
+    found = [
+        Migration(int(entry.name[:4]), entry.name, entry.read_text("utf-8"))
+        for entry in folder.iterdir()
+        if entry.name.endswith(".sql")
+    ]
+    return tuple(sorted(found, key=lambda migration: migration.version))
+
+
+def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration], where: str) -> None:
+    """Apply what is missing, each migration in its own transaction.
+
+    Raises StoreError if the database is of a later version than the last migration; sqlite3.Error if one fails (it is
+    then rolled back).
+    """
+    latest = migrations[-1].version
+    version = schema_version(connection)
+    if version > latest:
+        raise StoreError(
+            f"The conversations in {where} were written by a later privatellm (schema {version}, this one knows "
+            f"{latest}): update privatellm, or move that file away to start a new one."
+        )
+    for migration in migrations:
+        if migration.version > schema_version(connection):
+            _apply(connection, migration)
+
+
+def schema_version(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+def _apply(connection: sqlite3.Connection, migration: Migration) -> None:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        # Another program may have migrated between our reading of the version and our lock.
+        if schema_version(connection) < migration.version:
+            for statement in _statements(migration.script):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {migration.version:d}")
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _statements(script: str) -> Iterator[str]:
+    """The statements of a script one by one: ``executescript`` would commit the transaction."""
+    statement = ""
+    for line in script.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""
+    if statement.strip():
+        raise ValueError(f"a migration ends in the middle of a statement: {statement.strip()[:60]!r}")

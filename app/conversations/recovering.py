@@ -1,4 +1,4 @@
-"""What can still be read of a damaged database."""
+"""Recovery of what can still be read of a damaged database."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from app.damaged import name_aside
+from app.files import name_aside
 
 _CONVERSATION = ("id", "title", "system", "model", "created", "updated", "archived", "leaf")
 _MESSAGE = (
@@ -37,7 +37,7 @@ def put_aside(path: Path) -> Path:
 
 
 def recover_into(connection: sqlite3.Connection, damaged: Path) -> Recovered:
-    """Copy every row that can still be read; a message whose parent is lost hangs on the one before it."""
+    """Copy every row that can still be read. A message whose parent is lost follows the one before it."""
     conversations, messages = _read(damaged)
     _mend(conversations, messages)
     connection.execute("BEGIN IMMEDIATE")
@@ -67,7 +67,7 @@ def _read(damaged: Path) -> tuple[list[Row], list[Row]]:
 
 
 def _rows(source: sqlite3.Connection, table: str, columns: tuple[str, ...]) -> Iterator[Row]:
-    """Row by row by number: a page that cannot be read costs only what is on it."""
+    """The rows, read one at a time by their ids, so that a damaged page costs only its own rows."""
     try:
         there = {name for (name,) in source.execute("SELECT name FROM pragma_table_info(?)", (table,))}
     except sqlite3.Error:
@@ -89,8 +89,8 @@ def _rows(source: sqlite3.Connection, table: str, columns: tuple[str, ...]) -> I
 
 
 def _rows_from_indexes(source: sqlite3.Connection) -> Iterator[Row]:
-    """Messages put together from what lies outside their table: the index of siblings has their place in the
-    conversation, the search index a copy of their text."""
+    """Messages rebuilt without their table: the index of siblings has their place in the conversation, and the search
+    index has a copy of their text."""
     for row in _scan(source, "SELECT id, conversation, parent, role FROM message INDEXED BY message_siblings"):
         try:
             text = source.execute("SELECT c0 FROM message_words_content WHERE id = ?", (row[0],)).fetchone()
@@ -101,7 +101,7 @@ def _rows_from_indexes(source: sqlite3.Connection) -> Iterator[Row]:
 
 
 def _scan(source: sqlite3.Connection, query: str) -> Iterator[tuple[Any, ...]]:
-    """Rows up to the first that cannot be read."""
+    """The rows before the first that cannot be read."""
     try:
         yield from source.execute(query)
     except sqlite3.Error:
@@ -109,24 +109,24 @@ def _scan(source: sqlite3.Connection, query: str) -> Iterator[tuple[Any, ...]]:
 
 
 def _last_id(source: sqlite3.Connection, table: str) -> int | None:
-    """The highest number ever given; None if that cannot be read."""
+    """The highest id ever given; None if that cannot be read."""
     try:
         row = source.execute("SELECT seq FROM sqlite_sequence WHERE name = ?", (table,)).fetchone()
     except sqlite3.Error:
         return None
-    # A number beyond all reason is damage too.
+    # An impossible number is damage too.
     return int(row[0]) if row and isinstance(row[0], int) and 0 <= row[0] < 10_000_000 else None
 
 
 def _mend(conversations: list[Row], messages: list[Row]) -> None:
-    """Make the rows fit each other and the schema's constraints, losing no text."""
+    """Make the rows consistent and fit for the schema's constraints. No text is lost."""
     known = {row["id"]: row for row in conversations}
     messages[:] = [row for row in messages if isinstance(row.get("content"), str)]
     last_of: dict[int, int] = {}
     seen: set[int] = set()
     for row in messages:
-        said = row.get("conversation")
-        owner = said if isinstance(said, int) and said > 0 else max(known, default=0) + 1
+        named = row.get("conversation")
+        owner = named if isinstance(named, int) and named > 0 else max(known, default=0) + 1
         if owner not in known:
             known[owner] = {"id": owner, "title": "Recovered", "created": row.get("created")}
             conversations.append(known[owner])

@@ -1,4 +1,4 @@
-"""The full-text index over messages: derived data, made again whenever it is missing or behind."""
+"""The full-text index over messages: derived data, made again whenever it is missing, damaged or incomplete."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import re
 import sqlite3
 from collections.abc import Callable
 
-from app.conversations.failures import primary_code
-from app.conversations.records import StoreError
+from app.conversations.store import StoreError, primary_code
 
 HIT_START, HIT_END = "\ue000", "\ue001"
 _MARKS = str.maketrans("", "", HIT_START + HIT_END)
 _LEFT_OUT = "indexed = 0 AND state <> 'writing'"
 _INDEX_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_CONSTRAINT, sqlite3.SQLITE_ERROR}
-"""How FTS5 fails on an index that is not as it left it; a full disk or a lock are something else."""
+"""SQLite's result codes for a damaged FTS5 index. A full disk or a lock has others."""
 _SNIPPET_WORDS = 16
 _AROUND = 60
 
@@ -21,9 +20,9 @@ _AROUND = 60
 class SearchIndex:
     """Finds messages by words.
 
-    An answer is indexed when it is complete: indexing it at every writing would cost several times the writing itself.
-    ``available`` is false where Python's SQLite was built without FTS5; then messages are read through one by one,
-    which finds the same text more slowly.
+    An answer is indexed when it is complete: indexing each partial text would cost several times the writing itself.
+    ``available`` is false where Python's SQLite was built without FTS5. Then all messages are read, which finds the
+    same text more slowly.
     """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
@@ -37,7 +36,7 @@ class SearchIndex:
         self._write(lambda: self._put(message, content))
 
     def forget(self, conversation: int) -> None:
-        """Take a conversation's messages out, before they are deleted."""
+        """Remove a conversation's messages from the index, before they are deleted."""
         self._write(
             lambda: self._connection.execute(
                 "DELETE FROM message_words WHERE rowid IN (SELECT id FROM message WHERE conversation = ?)",
@@ -46,13 +45,13 @@ class SearchIndex:
         )
 
     def catch_up(self) -> None:
-        """Index what was left out: answers whose writer died, and what a program without FTS5 has written; and drop
-        what such a program has deleted."""
+        """Index what was left out: answers whose writer died, and messages that a program without FTS5 has written.
+        Remove what such a program has deleted."""
         self._write(self._catch_up)
 
     @property
     def behind(self) -> bool:
-        """Whether :meth:`catch_up` has anything to do."""
+        """Has :meth:`catch_up` anything to do?"""
         if not self.available:
             return False
         (behind,) = self._connection.execute(
@@ -62,7 +61,7 @@ class SearchIndex:
         return bool(behind)
 
     def find(self, text: str, limit: int) -> list[tuple[int, str]]:
-        """``(message, snippet)``, best first. Whatever is in ``text``, it is taken as text to look for."""
+        """``(message, snippet)`` pairs, best first. ``text`` is searched for literally: it has no operators."""
         try:
             found = self._find_words(text, limit) if self.available else []
         except sqlite3.Error as error:
@@ -87,7 +86,7 @@ class SearchIndex:
         return True
 
     def _write(self, change: Callable[[], object]) -> None:
-        """Do ``change``. A damaged index is made anew: derived data never keeps a message from being saved."""
+        """Do ``change``. A damaged index is made again, so that it never keeps a message from being saved."""
         if not self.available:
             return
         self._connection.execute("SAVEPOINT indexing")
@@ -95,7 +94,7 @@ class SearchIndex:
             if self._damaged:
                 self._make_anew()
             change()
-            # At a savepoint FTS5 writes what it holds back, and may find the damage: while there is a way back.
+            # At a savepoint FTS5 writes what it has buffered. Damage is found here, where it can be rolled back.
             self._connection.execute("SAVEPOINT indexed")
         except sqlite3.Error as error:
             if not self._is_damage(error) or not self._connection.in_transaction:
@@ -144,7 +143,7 @@ class SearchIndex:
         return [(int(message), str(snippet)) for message, snippet in rows]
 
     def _read_through(self, text: str, limit: int) -> list[tuple[int, str]]:
-        """Any part of a word, any sign: what an index of words cannot find."""
+        """Search all messages for any part of a word and any character, which an index of words cannot find."""
         if not text.strip():
             return []
         rows = self._connection.execute(
@@ -155,7 +154,7 @@ class SearchIndex:
 
 
 def contains_folded(content: str, wanted: str) -> bool:
-    """Whether ``wanted`` is in ``content``, whatever the case."""
+    """Is ``wanted`` in ``content``, ignoring case?"""
     return wanted.casefold() in content.casefold()
 
 

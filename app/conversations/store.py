@@ -1,12 +1,71 @@
-"""Conversations in SQLite: the question is on disk before generation starts."""
+"""What the conversation store keeps and can do, and the errors it raises."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import shutil
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
-from app.conversations.records import Conversation, MessageRecord, Role, SearchHit, State
+Role = Literal["user", "assistant"]
+State = Literal["complete", "writing", "stopped", "failed"]
+"""A message's state. ``writing`` found at start-up means that its program died: the message becomes ``stopped``."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One conversation. ``leaf``: the message whose path from the root is shown; other leaves are branches."""
+
+    id: int
+    title: str
+    system: str
+    model: str
+    created: float
+    updated: float
+    leaf: int | None
+    archived: bool = False
+
+
+@dataclass(frozen=True)
+class MessageRecord:
+    """One message of the tree. ``parent`` None: a first message. Times are seconds since the epoch."""
+
+    id: int
+    conversation: int
+    parent: int | None
+    role: Role
+    content: str
+    state: State
+    created: float
+    model: str = ""
+    tokens: int = 0
+    tokens_per_s: float = 0.0
+    finish_reason: str = ""
+    siblings: int = 1
+    """Number of messages, this one included, with its parent and role: alternatives to choose from."""
+    sibling_index: int = 0
+
+
+@dataclass(frozen=True)
+class SearchHit:
+    conversation: Conversation
+    message: int
+    snippet: str
+    """Plain text around the hit, with U+E000 before and U+E001 after each matched word."""
+
+
+class StoreError(Exception):
+    """A call to the store failed. The text is one sentence for the person.
+
+    ``reason`` is ``locked``, ``damaged``, ``full`` or ``other``.
+    """
+
+    def __init__(self, text: str, reason: Literal["locked", "damaged", "full", "other"] = "other") -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class ConversationStore(Protocol):
@@ -14,7 +73,7 @@ class ConversationStore(Protocol):
 
     path: Path
     notices: list[str]
-    """What opening had to say (a damaged database put aside, partial answers recovered)."""
+    """Notices of opening: a damaged database was kept aside, partial answers were recovered."""
 
     def create(self, *, model: str, system: str = "", title: str = "") -> Conversation: ...
 
@@ -35,7 +94,7 @@ class ConversationStore(Protocol):
         self, conversation: int, role: Role, content: str, *, parent: int | None, state: State = "complete",
         model: str = "",
     ) -> MessageRecord:  # fmt: skip
-        """Add a message, make it the conversation's leaf, commit. The first question names an untitled conversation."""
+        """Add a message, make it the conversation's leaf, commit. The first question becomes a missing title."""
         ...
 
     def update(
@@ -44,7 +103,7 @@ class ConversationStore(Protocol):
     ) -> None: ...  # fmt: skip
 
     def path_to(self, message: int) -> list[MessageRecord]:
-        """From the first message to ``message``."""
+        """The messages from the first one to ``message``."""
         ...
 
     def shown(self, conversation: int) -> list[MessageRecord]:
@@ -56,11 +115,11 @@ class ConversationStore(Protocol):
         ...
 
     def select(self, message: int) -> list[MessageRecord]:
-        """Show the branch that holds ``message`` (its newest descendant becomes the leaf); the new path."""
+        """Show the branch of ``message``: its newest descendant becomes the leaf. Returns the new path."""
         ...
 
     def search(self, text: str, limit: int = 50) -> list[SearchHit]:
-        """Full-text search over messages and titles; any text is safe to give."""
+        """Full-text search over messages and titles. Any ``text`` is safe."""
         ...
 
     def export(self, conversation: int, form: str) -> str:
@@ -74,12 +133,52 @@ class ConversationStore(Protocol):
     def close(self) -> None: ...
 
 
-def open_store(path: Path) -> ConversationStore:
-    """Open or make the database: WAL, migrations, ``writing`` messages of programs that died become ``stopped``.
+_NO_SPACE_BYTES = 256 * 1024
+_LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 
-    A damaged file is put aside (``conversations.damaged-<time>.sqlite``) after what can be read is recovered, and said
-    in ``notices``. Raises StoreError (locked by another writer, disk full, written by a later version).
-    """
-    from app.conversations.opening import open_database
 
-    return open_database(path)
+def primary_code(error: sqlite3.Error) -> int:
+    """SQLite's primary result code, e.g. SQLITE_BUSY; 0 if the error came from Python."""
+    return int(getattr(error, "sqlite_errorcode", 0) or 0) & 0xFF
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    return primary_code(error) in _DAMAGED
+
+
+def explain(error: sqlite3.Error, path: Path) -> StoreError:
+    code = primary_code(error)
+    if code in _LOCKED:
+        return StoreError(
+            f"The conversations in {path} are locked by another program; close it or try again.", "locked"
+        )
+    if code in _DAMAGED:
+        return StoreError(
+            f"The conversations in {path} are damaged ({error}); start privatellm again to recover what is readable.",
+            "damaged",
+        )
+    if code == sqlite3.SQLITE_FULL or (code == sqlite3.SQLITE_IOERR and _is_full(path)):
+        return StoreError(f"There is no space left to save to {path}; free some and the text is saved then.", "full")
+    if code == sqlite3.SQLITE_READONLY:
+        return StoreError(f"The conversations in {path} cannot be written: the file or its folder is read-only.")
+    if code == sqlite3.SQLITE_CANTOPEN:
+        return StoreError(f"The conversations in {path} cannot be opened; check that the folder may be read.")
+    return StoreError(f"The conversations in {path} cannot be used: {error}.")
+
+
+def _is_full(path: Path) -> bool:
+    """Is the disk full? Some failed writes, such as growing a mapped file, do not give that as their reason."""
+    try:
+        return shutil.disk_usage(path.parent).free < _NO_SPACE_BYTES
+    except OSError:
+        return False
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Inside, sqlite3.Error becomes StoreError."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        raise explain(error, path) from error

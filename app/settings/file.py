@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from app.damaged import name_aside
+from app.files import name_aside, write_whole
 from app.settings.schema import GROUPS, SCHEMA, SettingError, Settings, Value, setting_named
 from engine.models.locations import locate
 
@@ -17,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class SettingsFile:
-    """The settings as the file has them, and the way to change them.
+    """The settings in the file, and changes to them.
 
-    Opening never fails: a damaged file is kept aside and the defaults are used, a value that is not allowed is left in
-    the file and its default used, unknown keys are kept; ``notices`` says each in one line.
+    Opening never fails. A damaged file is kept aside and the defaults are used. A value that is not allowed stays in
+    the file and its default is used. Unknown keys are kept. ``notices`` has a line for each of these.
     """
 
     def __init__(self, path: Path, *, look_only: bool = False) -> None:
@@ -28,15 +25,15 @@ class SettingsFile:
         self._look_only = look_only
         self.notices: list[str] = []
         self.refused: set[str] = set()
-        """The settings that the person may have given a value which is not used."""
+        """Keys of settings that may have a value in the file which is not used."""
         self.settings = Settings()
         self._read()
 
     def change(self, key: str, value: object) -> Settings:
-        """Set one setting and write the file, keeping what another process changed meanwhile.
+        """Set one setting and write the file. What another process changed in the file meanwhile is kept.
 
-        Raises SettingError: the value is not allowed, or the file cannot be written (the new value is then in effect
-        all the same, until the program ends).
+        Raises SettingError if the value is not allowed, or if the file cannot be written; then the new value is in
+        effect until the program ends.
         """
         changed = self.settings.with_value(key, value)
         self.settings = changed
@@ -45,7 +42,7 @@ class SettingsFile:
         try:
             document = self._document()
             _put(document, key, changed.value(key))
-            _write_atomically(self.path, document.as_string())
+            write_whole(self.path, document.as_string())
         except OSError as error:
             raise SettingError(
                 f"the setting {key} is in effect but could not be saved to {self.path}: {error.strerror or error}"
@@ -78,7 +75,7 @@ class SettingsFile:
             return self._document().unwrap()
 
     def _document(self) -> TOMLDocument:
-        """The file as parsed; an empty document if there is none, or if it had to be put aside."""
+        """The parsed file; an empty document if there is none or it is damaged."""
         import tomlkit
         from tomlkit.exceptions import TOMLKitError
 
@@ -105,7 +102,7 @@ def open_settings(path: Path | None = None, *, look_only: bool = False) -> Setti
 
 
 def _settings_from(content: dict[str, Any]) -> tuple[Settings, list[str], set[str]]:
-    """Settings out of a parsed file, one line for each thing in it that is not used, and the settings it was for."""
+    """The settings of a parsed file, a line for each entry that is not used, and the keys of those entries."""
     settings, problems, refused = Settings(), [], set()
     for group, table in content.items():
         if group not in GROUPS or not isinstance(table, dict):
@@ -127,7 +124,7 @@ def _settings_from(content: dict[str, Any]) -> tuple[Settings, list[str], set[st
 
 
 def _put(document: TOMLDocument, key: str, value: Value) -> None:
-    """Set ``key`` in its table; None takes it out."""
+    """Set ``key`` in its table. None removes it."""
     import tomlkit
 
     group = setting_named(key).group
@@ -143,20 +140,3 @@ def _put(document: TOMLDocument, key: str, value: Value) -> None:
         table[key] = tomlkit.string(value, multiline=True)
     else:
         table[key] = value
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """The file is the old one or the new one, whatever happens; a link keeps pointing where it pointed."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    target = path.resolve()
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=target.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text.encode("utf-8"))
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(target)
-    except BaseException:
-        with suppress(OSError):
-            Path(name).unlink()
-        raise

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from app.ring_words import SHOWN_OF_ID
-from app.settings.fields import GIB, SettingError, choices, setting
-from app.settings.items import share, split_items
+from app.settings.fields import GIB, SettingError, choices, setting, share, split_items
 from engine.errors import ModelError
 from engine.ipc.messages import (
     ExchangeName,
@@ -27,7 +26,7 @@ from engine.ipc.messages import (
 from engine.models.store import resolve
 
 HEAD_NAMES = ("here", "this")
-"""What this machine may be called where machines are named, besides its own name."""
+"""Names of this machine in the settings of a ring, besides its own name."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +111,10 @@ class RingSettings:
 def open_network(
     settings: RingSettings, *, more_peers: Sequence[str] = (), lend: LendTerms | None = None
 ) -> OpenNetwork:
-    """What opens the network as ``settings`` say; its id is set when it is sent. ``lend``: on which terms this machine
-    is lent, if it is."""
+    """The request that opens the network as ``settings`` say. Its id is set when it is sent.
+
+    ``lend``: the terms on which this machine is lent; None: it is not lent.
+    """
     peers = [*split_items(settings.ring_peers), *more_peers]
     return OpenNetwork(
         id=0,
@@ -126,7 +127,7 @@ def open_network(
 
 
 def may_be_copied(model: str, partitioning: Partitioning) -> bool:
-    """Whether ``model`` is one of the hub that is not here, and that a machine of the ring may have."""
+    """Is ``model`` a hub model that is not on this machine, but may be on a machine of the ring?"""
     with suppress(ModelError):
         found = resolve(model)
         return partitioning == "ring" and found.kind == "hub" and found.folder is None
@@ -134,7 +135,7 @@ def may_be_copied(model: str, partitioning: Partitioning) -> bool:
 
 
 def ring_choice(settings: RingSettings, network: NetworkState | None) -> RingChoice:
-    """What ``settings`` ask of a ring, names made node ids with what ``network`` knows.
+    """What ``settings`` ask of a ring. Names of machines become node ids, by the state of the network.
 
     Raises SettingError for a machine that is not known.
     """
@@ -187,6 +188,6 @@ def node_id(name: str, network: NetworkState | None) -> str:
 
 
 def _alone(peer: PeerFacts) -> str:
-    """Its name without the beginning of its id, which stands there where two have one name."""
+    """The machine's name without the beginning of its id, which is added where two machines have one name."""
     name, bracket, start = peer.name.removesuffix(")").rpartition(" (")
     return name if bracket and len(start) >= SHOWN_OF_ID and peer.node_id.startswith(start) else peer.name

@@ -1,8 +1,8 @@
 # ruff: noqa: RUF009 (each field is made by dataclasses.field, through _setting)
-"""The settings: one schema, from which come the file, its validation, the settings screen and the documentation.
+"""The settings: one schema, from which the file, its validation, the settings screen and the documentation are made.
 
-A setting is a field of :class:`Settings`; its :class:`Setting` says what it may be. ``None`` as a value means that the
-model's own default is used. No Textual here.
+A setting is a field of :class:`Settings`; its :class:`Setting` says which values are allowed. The value None means the
+model's own default. No Textual here.
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ from typing import Any, cast
 
 from app.machine import Machine, unavailable_reason
 from app.settings.fields import (
+    DESCRIPTIONS,
     GIB,
     GROUPS,
     Choice,
     Group,
+    ItemError,
+    ItemKind,
     Kind,
     SettingError,
     TakesEffect,
     Value,
+    check_items,
     choices,
+    split_items,
 )
 from app.settings.fields import setting as _setting
-from app.settings.items import DESCRIPTIONS, ItemError, ItemKind, check_items, split_items
 from app.settings.ring import RingSettings
 from engine.ipc.messages import (
     DtypeName,
@@ -60,12 +64,12 @@ POLICIES: dict[ExpertPolicy, str] = {
     "lru-offload": "Recent ones kept (Mixtral-offloading)",
     "stream": "All copied when needed (ZeRO-Infinity)",
 }
-"""How GPU and CPU share the experts, in plain words, with the paper or program it comes from."""
+"""Labels of the policies by which GPU and CPU share the experts, with the paper or program each comes from."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What one setting may be, and how it is shown. ``minimum`` and ``maximum`` are inclusive."""
+    """The allowed values of one setting, and how it is shown. ``minimum`` and ``maximum`` are inclusive."""
 
     key: str
     group: Group
@@ -77,33 +81,33 @@ class Setting:
     minimum: float | None = None
     maximum: float | None = None
     optional: bool = False
-    """None is allowed, and means the model's own default (or no limit)."""
+    """True if None is allowed, which means the model's own default or no limit."""
     takes_effect: TakesEffect = "now"
     """``now``: from the next answer on; ``reload``: the model is loaded again."""
     item: ItemKind | None = None
-    """What one of several items may be (kind ``items``)."""
+    """Kind of one item, for the kind ``items``."""
     most: int | None = None
-    """How many items there may be."""
+    """Maximum number of items."""
 
     def check(self, value: object) -> Value:
-        """``value`` as this setting keeps it. Raises SettingError."""
+        """``value`` in its usual form. Raises SettingError if it is not allowed."""
         return _check(self, value)
 
     def parse(self, text: str) -> Value:
-        """What a person typed, as a value. An empty text is None for an optional setting. Raises SettingError."""
+        """The value of a typed ``text``. An empty one is None for an optional setting. Raises SettingError."""
         return _parse(self, text)
 
     def unavailable(self, choice: str, machine: Machine | None = None) -> str | None:
-        """Why ``choice`` cannot be had on this machine; None if it can."""
+        """Why ``choice`` is unavailable on this machine; None if it is available."""
         return unavailable_reason(self.key, choice, machine)
 
     def without_effect(self, machine: Machine | None = None) -> str | None:
-        """Why the whole setting means nothing on this machine, whatever its value; None if it means something."""
+        """Why the setting has no effect on this machine, whatever its value; None if it has one."""
         return unavailable_reason(self.key, None, machine)
 
     @property
     def allowed(self) -> str:
-        """What is allowed, in words: ``1 to 16``, ``one of auto, torch, mlx``."""
+        """The allowed values in words: ``1 to 16``, ``one of auto, torch, mlx``."""
         return _allowed(self)
 
 
@@ -262,7 +266,7 @@ SCHEMA: tuple[Setting, ...] = tuple(
     for field in dataclasses.fields(Settings)
     if field.metadata["setting"]["group"] == group
 )
-"""Every setting, in the order of the screen."""
+"""All settings in the order of the screen."""
 
 RELOADING = tuple(setting for setting in SCHEMA if setting.takes_effect == "reload")
 """The settings with which the model, or the ring, is another one."""

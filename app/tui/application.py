@@ -15,20 +15,20 @@ from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.theme import Theme
 
-from app.conversations.store import ConversationStore, open_store
+from app.conversations.opening import open_store
+from app.conversations.store import ConversationStore
 from app.engine_client import Engine, EngineClient
 from app.machine import Machine
 from app.settings.file import SettingsFile, open_settings
 from app.settings.schema import RELOADING, THEMES, SettingError, Settings
 from app.tui.chat.chat_screen import ChatScreen
-from app.tui.commands import COMMANDS
+from app.tui.commands import COMMANDS, readable
 from app.tui.render.highlighting import Highlighter
-from app.tui.shortcuts import readable
 from app.tui.terminal.application import TerminalApp
 
 
 def starter_is_missing(model: str) -> bool:
-    """Is ``model`` the starter, and not on this machine yet? Then it is built without asking."""
+    """Is ``model`` the starter, and not yet on this machine? It is built without asking then."""
     from engine.models.catalogue import STARTER
     from engine.models.store import resolve
 
@@ -36,7 +36,7 @@ def starter_is_missing(model: str) -> bool:
 
 
 class ChatApp(TerminalApp):
-    """The screen side of privatellm. ``machine`` decides what the settings grey out (default: this one)."""
+    """The chat application. ``machine`` decides which settings are greyed (default: this machine)."""
 
     TITLE = "privatellm"
     CSS_PATH: ClassVar[str] = str(files("assets") / "styles" / "privatellm.tcss")
@@ -62,7 +62,7 @@ class ChatApp(TerminalApp):
         self.settings_file = settings
         self.machine = machine
         self.highlighter = Highlighter()
-        # A model that the person wanted and that could not be used is no reason to fetch another one unasked.
+        # If the model of the settings file cannot be used, the default model must not be fetched in its place.
         self._is_missing = lambda model: "model" not in settings.refused and is_missing(model)
         self.chat: ChatScreen | None = None
 
@@ -79,18 +79,18 @@ class ChatApp(TerminalApp):
         notices = [*self.settings_file.notices, *self.store.notices]
         if notices:
             self.chat.say(" ".join(notices), "warning")
-        # What was allocated by importing stays for good: the collector need not look at it again and again.
+        # What imports allocated stays until the end, so the collector need not examine it again and again.
         gc.freeze()
 
     async def on_unmount(self) -> None:
         await self.highlighter.close()
 
     def change_setting(self, key: str, value: object) -> str:
-        """Set and save one setting, and let it take effect; what went wrong, in a sentence, or an empty text."""
+        """Set, save and apply one setting. Returns what went wrong in a sentence, or an empty text."""
         return self.change_settings({key: value})
 
     def change_settings(self, changes: Mapping[str, object]) -> str:
-        """As :meth:`change_setting` for several at once: the model is loaded again once for all of them."""
+        """As :meth:`change_setting` for several settings. The model is loaded again once for all of them."""
         problems = []
         for key, value in changes.items():
             try:
@@ -105,7 +105,7 @@ class ChatApp(TerminalApp):
         return " ".join(problems)
 
     def keep_options(self, options: Settings) -> None:
-        """Put what is in use again into the settings, and onto the settings screen if that is open."""
+        """Save ``options``, which are in effect again, and show them on the settings screen if that is open."""
         for setting in RELOADING:
             value = options.value(setting.key)
             if self.settings.value(setting.key) != value:
@@ -117,7 +117,7 @@ class ChatApp(TerminalApp):
             self.screen.refresh(recompose=True)
 
     def _theme_chosen(self, theme: Theme) -> None:
-        """Also from the palette: what was chosen is there at the next start."""
+        """Save a theme that was chosen in the palette."""
         if theme.name != self.settings.theme and theme.name in THEMES:
             problem = self.change_setting("theme", theme.name)
             if problem:
@@ -136,7 +136,7 @@ class ChatApp(TerminalApp):
         return readable(super().get_key_display(binding))
 
     async def action_quit_chat(self) -> None:
-        """Leave, unless something would be lost: then ask first."""
+        """Leave. If messages are not saved, warn the first time and stay."""
         chat = self.chat
         if chat is None:
             self.exit(0)
@@ -160,20 +160,20 @@ class ChatApp(TerminalApp):
         return False
 
     def action_interrupt(self) -> None:
-        """ctrl+c: stop the answer; with nothing to stop, say how to leave."""
+        """ctrl+c: stop the answer. If there is nothing to stop, show how to leave."""
         if self.chat is None or not self.chat.controller.stop_soon():
             self.notify("ctrl+q leaves privatellm.", markup=False)
 
     def action_help(self) -> None:
-        """Help about what has the focus."""
-        from app.tui.screens.help import HelpScreen
+        """Show help about the focused widget."""
+        from app.tui.screens.dialogues import HelpScreen
 
         if not isinstance(self.screen, HelpScreen):
             self.push_screen(HelpScreen(self.screen.focused))
 
     def on_resize(self, event: events.Resize) -> None:
         if self.chat is not None:
-            self.chat.place_panel(event.size.width)
+            self.chat.panels.fit(event.size.width)
 
 
 def database_path() -> Path:
@@ -184,8 +184,8 @@ def database_path() -> Path:
 
 def run_chat() -> int:
     """Open the chat on this terminal until the person leaves; the exit status."""
-    from app.conversations.records import StoreError
-    from app.tui.output_guard import guarded_output
+    from app.conversations.store import StoreError
+    from app.tui.terminal.output import guarded_output
 
     try:
         store = open_store(database_path())

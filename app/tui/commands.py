@@ -1,16 +1,77 @@
-"""The commands of the chat: one table for slash commands, the command palette and the help. No Textual."""
+"""The keys of functions that have more than one, and the table of commands. No Textual.
+
+Slash commands, the command palette and the help are made from the one table. Each function has a key that every
+terminal sends.
+"""
 
 from __future__ import annotations
 
+import string
+import sys
 from dataclasses import dataclass
 
-from app.tui.shortcuts import key
+TERMINAL_APP = frozenset(
+    [
+        *string.ascii_letters,
+        *string.digits,
+        *(f"ctrl+{letter}" for letter in string.ascii_lowercase if letter not in "him"),
+        *("enter", "escape", "tab", "shift+tab", "backspace", "space", "up", "down", "left", "right"),
+        *("ctrl+underscore", "question_mark", "left_square_bracket", "right_square_bracket"),
+    ]
+)  # fmt: skip
+"""Keys that Terminal.app of macOS sends in its default configuration without ``fn``, by Textual's names.
+
+Left out is what it does not send: ctrl with an arrow belongs to the system, shift is removed from arrows, and page up,
+page down, home and end scroll its own window. ctrl+h, ctrl+i and ctrl+m are the same as backspace, tab and enter."""
+
+_KEYS: dict[str, tuple[str, ...]] = {
+    "help": ("f1", "ctrl+underscore"),
+    "chats": ("f2", "ctrl+o"),
+    "model": ("f3", "ctrl+g"),
+    "beams": ("f4", "ctrl+b"),
+    "timing": ("f5", "ctrl+t"),
+    "machines": ("f8", "ctrl+l"),
+    "undo": ("f6", "ctrl+r"),
+    "group": ("f7", "ctrl+n"),
+    "newest": ("ctrl+end", "ctrl+f"),
+    "messages": ("shift+up", "shift+tab", "ctrl+up"),
+    "newline": ("ctrl+j", "shift+enter", "alt+enter", "ctrl+enter"),
+    "page_up": ("pageup", "u"),
+    "page_down": ("pagedown", "d"),
+}
+
+
+def keys(function: str, system: str = sys.platform) -> tuple[str, ...]:
+    """The keys of ``function`` by Textual's names. On a Mac those that need no ``fn`` come first."""
+    return tuple(sorted(_KEYS[function], key=lambda key: system == "darwin" and key not in TERMINAL_APP))
+
+
+def bound(*functions: str) -> str:
+    """The keys of all ``functions``, in the form that a Binding takes."""
+    return ",".join(key for function in functions for key in keys(function))
+
+
+def key(function: str, system: str = sys.platform) -> str:
+    """The first key of ``function``, for a hint."""
+    return readable(keys(function, system)[0])
+
+
+def either(function: str, system: str = sys.platform) -> str:
+    """The first two keys of ``function``: ``f2 or ctrl+o``."""
+    return " or ".join(map(readable, keys(function, system)[:2]))
+
+
+def readable(name: str) -> str:
+    """A key's name as printed on the keyboard."""
+    return name.replace("underscore", "_").replace("question_mark", "?")
 
 
 @dataclass(frozen=True)
-class Command:
-    """``action`` is the chat screen's action; with ``argument`` (its name in the help) it is given the rest of the
-    line."""
+class ChatCommand:
+    """A command of the chat. ``action`` is the action of the chat screen.
+
+    ``argument`` is the argument's name in the help; a command without one takes no argument.
+    """
 
     name: str
     title: str
@@ -20,23 +81,25 @@ class Command:
     argument: str = ""
 
 
-COMMANDS: tuple[Command, ...] = (
-    Command("help", "Help", "Keys and commands", "help", key("help")),
-    Command("new", "New chat", "Start an empty one", "new", "ctrl+n"),
-    Command("chats", "Chats", "Resume, search, rename, export, delete", "chats", key("chats")),
-    Command("model", "Model", "Choose, fetch or load a model", "model", key("model"), "[name]"),
-    Command("beams", "Beams", "Beam width, candidates and their scores", "beams", key("beams"), "[width]"),
-    Command("timing", "Timing", "Where each token's time goes, and which experts it used", "timing", key("timing")),
-    Command("machines", "Machines", "Find, pair and forget machines; form a ring of them", "machines", key("machines")),
-    Command("settings", "Settings", "Model, sampling, partitioning, colours", "settings", "ctrl+s"),
-    Command("again", "Answer again", "Another answer to the last question; the old one stays", "again", "ctrl+r"),
-    Command("edit", "Edit the last question", "Its old wording stays, as a branch", "edit_last"),
-    Command("copy", "Copy the last answer", "To the clipboard, as Markdown", "copy_last"),
-    Command("code", "Copy the last block of code", "To the clipboard", "copy_code"),
-    Command("rename", "Rename the chat", "Give it a title", "rename", "", "[title]"),
-    Command("export", "Export the chat", "To a Markdown or JSON file", "export", "", "[file]"),
-    Command("stop", "Stop the answer", "The text so far stays", "stop", "escape"),
-    Command("quit", "Quit", "Everything is kept", "quit_chat", "ctrl+q"),
+COMMANDS: tuple[ChatCommand, ...] = (
+    ChatCommand("help", "Help", "Keys and commands", "help", key("help")),
+    ChatCommand("new", "New chat", "Start an empty one", "new", "ctrl+n"),
+    ChatCommand("chats", "Chats", "Resume, search, rename, export, delete", "chats", key("chats")),
+    ChatCommand("model", "Model", "Choose, fetch or load a model", "model", key("model"), "[name]"),
+    ChatCommand("beams", "Beams", "Beam width, candidates and their scores", "beams", key("beams"), "[width]"),
+    ChatCommand("timing", "Timing", "Where each token's time goes, and which experts it used", "timing", key("timing")),
+    ChatCommand(
+        "machines", "Machines", "Find, pair and forget machines; form a ring of them", "machines", key("machines")
+    ),
+    ChatCommand("settings", "Settings", "Model, sampling, partitioning, colours", "settings", "ctrl+s"),
+    ChatCommand("again", "Answer again", "Another answer to the last question; the old one stays", "again", "ctrl+r"),
+    ChatCommand("edit", "Edit the last question", "Its old wording stays, as a branch", "edit_last"),
+    ChatCommand("copy", "Copy the last answer", "To the clipboard, as Markdown", "copy_last"),
+    ChatCommand("code", "Copy the last block of code", "To the clipboard", "copy_code"),
+    ChatCommand("rename", "Rename the chat", "Give it a title", "rename", "", "[title]"),
+    ChatCommand("export", "Export the chat", "To a Markdown or JSON file", "export", "", "[file]"),
+    ChatCommand("stop", "Stop the answer", "The text so far stays", "stop", "escape"),
+    ChatCommand("quit", "Quit", "Everything is kept", "quit_chat", "ctrl+q"),
 )
 
 _ALIASES = {
@@ -50,9 +113,9 @@ _BY_NAME = {command.name: command for command in COMMANDS} | {
 
 @dataclass(frozen=True)
 class Call:
-    """A command with what was typed behind it."""
+    """A command and the argument that was typed after it."""
 
-    command: Command
+    command: ChatCommand
     argument: str = ""
 
 
@@ -61,9 +124,9 @@ class UnknownCommand(ValueError):
 
 
 def parse(text: str) -> Call | None:
-    """The command ``text`` calls; None if it is a question. Raises UnknownCommand.
+    """The command that ``text`` calls; None if it is a question. Raises UnknownCommand.
 
-    A question may begin with a slash if it looks like no command: a path, several lines, ``//`` (taken literally).
+    A question may begin with a slash if it does not look like a command: a path, several lines, or ``//``.
     """
     if not text.startswith("/") or "\n" in text:
         return None

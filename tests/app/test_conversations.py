@@ -10,10 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.conversations.database import SqliteStore, title_from
-from app.conversations.opening import open_database
-from app.conversations.records import MessageRecord, StoreError
+from app.conversations.opening import open_store
 from app.conversations.searching import HIT_END, HIT_START
-from app.conversations.store import ConversationStore, open_store
+from app.conversations.store import ConversationStore, MessageRecord, StoreError
 
 
 class Clock:
@@ -29,7 +28,7 @@ class Clock:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[SqliteStore]:
-    store = open_database(tmp_path / "data" / "conversations.sqlite", clock=Clock())
+    store = open_store(tmp_path / "data" / "conversations.sqlite", clock=Clock())
     yield store
     store.close()
 
@@ -195,7 +194,7 @@ def test_any_text_may_be_searched_for_and_kept(store: SqliteStore, text: str) ->
 
 def test_without_fts5_search_still_works_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "c.sqlite"
-    with_index = open_database(path)
+    with_index = open_store(path)
     conversation = with_index.create(model="m").id
     with_index.add(conversation, "user", "written with an index", parent=None)
     with_index.close()
@@ -203,7 +202,7 @@ def test_without_fts5_search_still_works_and_says_so(tmp_path: Path, monkeypatch
     from app.conversations import searching
 
     monkeypatch.setattr(searching.SearchIndex, "_make", lambda self: False)
-    without = open_database(path)
+    without = open_store(path)
     assert "FTS5" in " ".join(without.notices)
     late = without.add(conversation, "user", "Written without one", parent=None)
     assert len(without.search("WRITTEN")) == 2
@@ -211,14 +210,14 @@ def test_without_fts5_search_still_works_and_says_so(tmp_path: Path, monkeypatch
     without.close()
     monkeypatch.undo()
 
-    again = open_database(path)
+    again = open_store(path)
     assert [hit.message for hit in again.search("without")] == [late.id]
     assert again._connection.execute("SELECT count(*) FROM message WHERE indexed = 0").fetchone() == (0,)
     deleted_without_index = "DELETE FROM message WHERE id = ?"
     again._connection.execute("UPDATE conversation SET leaf = NULL")
     again._connection.execute(deleted_without_index, (late.id,))
     again.close()
-    last = open_database(path)
+    last = open_store(path)
     assert last.search("without") == []
     assert last._connection.execute("SELECT count(*) FROM message_words").fetchone() == (1,)
     last.close()

@@ -11,15 +11,15 @@ import threading
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from app.conversations import opening
-from app.conversations.failures import explain
-from app.conversations.migrating import Migration, known_migrations
-from app.conversations.opening import open_database
-from app.conversations.records import StoreError
-from app.conversations.writers import is_alive
+from app.conversations.database import is_alive
+from app.conversations.opening import Migration, known_migrations, open_store
+from app.conversations.searching import SearchIndex
+from app.conversations.store import StoreError, explain
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def _filled(path: Path, conversations: int = 3, turns: int = 10, size: int = 40) -> None:
-    store = open_database(path)
+    store = open_store(path)
     for number in range(conversations):
         conversation = store.create(model="m", title=f"talk {number}").id
         parent = None
@@ -43,7 +43,7 @@ def _filled(path: Path, conversations: int = 3, turns: int = 10, size: int = 40)
 _WRITER = """
 import sys, time
 from pathlib import Path
-from app.conversations.store import open_store
+from app.conversations.opening import open_store
 store = open_store(Path(sys.argv[1]))
 conversation = store.create(model="m")
 question = store.add(conversation.id, "user", "q", parent=None)
@@ -63,13 +63,13 @@ def test_kill_9_of_a_writer_keeps_what_was_written(path: Path) -> None:
         said = 0
         while said < 20:
             said = int(writer.stdout.readline())
-        beside = open_database(path)
+        beside = open_store(path)
         (conversation,) = beside.conversations()
         assert beside.shown(conversation.id)[-1].state == "writing" and beside.notices == []
         beside.close()
         writer.send_signal(signal.SIGKILL)
         said = int((writer.stdout.read().splitlines() or [said])[-1])
-    store = open_database(path)
+    store = open_store(path)
     answer = store.shown(conversation.id)[-1]
     assert answer.state == "stopped"
     assert len(answer.content.split()) > said
@@ -77,17 +77,17 @@ def test_kill_9_of_a_writer_keeps_what_was_written(path: Path) -> None:
     assert store.conversation(conversation.id).leaf == answer.id
     assert [hit.message for hit in store.search("17")] == [answer.id]
     store.close()
-    assert open_database(path).notices == []
+    assert open_store(path).notices == []
 
 
 def test_a_closed_store_of_this_process_is_no_writer(path: Path) -> None:
-    first = open_database(path)
+    first = open_store(path)
     conversation = first.create(model="m").id
     message = first.add(conversation, "assistant", "part", parent=None, state="writing").id
-    beside = open_database(path)
+    beside = open_store(path)
     assert beside.path_to(message)[0].state == "writing"
     first.close()
-    assert open_database(path).path_to(message)[0].state == "stopped"
+    assert open_store(path).path_to(message)[0].state == "stopped"
 
 
 @pytest.mark.parametrize("token", ["", "x", "1", "1:", "1:2:3", "999999999:1.0:1", "-1:0:0", f"{10**30}:1:1"])
@@ -96,7 +96,7 @@ def test_tokens_of_nobody(token: str) -> None:
 
 
 def test_threads_take_turns(path: Path) -> None:
-    store = open_database(path)
+    store = open_store(path)
     conversation = store.create(model="m").id
 
     def write() -> None:
@@ -117,7 +117,7 @@ def test_threads_take_turns(path: Path) -> None:
 
 def test_locked_is_said_and_passes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "_LOCK_WAIT_S", 0.01)
-    store = open_database(path)
+    store = open_store(path)
     conversation = store.create(model="m").id
     other = sqlite3.connect(path, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
@@ -136,11 +136,11 @@ def test_locked_is_said_and_passes(path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def _open_with_a_migration_to_apply(path: Path) -> None:
     more = Migration(2, "0002_more.sql", "CREATE TABLE more (id INTEGER);")
-    open_database(path, migrations=[*known_migrations(), more])
+    open_store(path, migrations=[*known_migrations(), more])
 
 
 def test_disk_full_is_said_and_nothing_is_half_written(path: Path) -> None:
-    store = open_database(path)
+    store = open_store(path)
     conversation = store.create(model="m").id
     message = store.add(conversation, "assistant", "begun", parent=None, state="writing").id
     (pages,) = store._connection.execute("PRAGMA page_count").fetchone()
@@ -166,10 +166,10 @@ def test_an_unexplained_failure_on_a_full_disk_is_a_full_disk(path: Path, monkey
 def test_a_folder_that_cannot_be_made_or_a_path_that_is_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be made"):
-        open_database(tmp_path / "file" / "c.sqlite")
+        open_store(tmp_path / "file" / "c.sqlite")
     (tmp_path / "folder").mkdir()
     with pytest.raises(StoreError, match="cannot be opened"):
-        open_database(tmp_path / "folder")
+        open_store(tmp_path / "folder")
 
 
 # --- damage -------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_a_folder_that_cannot_be_made_or_a_path_that_is_a_folder(tmp_path: Path)
 
 def test_a_file_that_is_no_database_is_put_aside(path: Path) -> None:
     path.write_bytes(b"this is not a database, " * 100)
-    store = open_database(path)
+    store = open_store(path)
     (aside,) = path.parent.glob("conversations.damaged-*.sqlite")
     assert aside.read_bytes().startswith(b"this is not")
     assert len(store.notices) == 1 and aside.name in store.notices[0] and "0 conversations" in store.notices[0]
@@ -192,7 +192,7 @@ def test_what_is_readable_of_a_damaged_database_is_recovered(path: Path, page: i
     data = bytearray(path.read_bytes())
     data[(page - 1) * 4096 : page * 4096] = b"\xde\xad\xbe\xef" * 1024
     path.write_bytes(data)
-    store = open_database(path)
+    store = open_store(path)
     (aside,) = path.parent.glob("conversations.damaged-*.sqlite")
     assert aside.name in store.notices[0]
     texts = {message.content.split()[1] for item in store.conversations() for message in store.messages(item.id)}
@@ -204,7 +204,7 @@ def test_what_is_readable_of_a_damaged_database_is_recovered(path: Path, page: i
         assert [message.id for message in shown] == sorted(message.id for message in shown)
     store.create(model="m")
     store.close()
-    assert open_database(path).notices == []
+    assert open_store(path).notices == []
 
 
 def test_a_lost_page_of_messages_is_filled_from_the_indexes(path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_lost_page_of_messages_is_filled_from_the_indexes(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[(pages[4] - 1) * 4096 : pages[4] * 4096] = bytes(4096)
     path.write_bytes(data)
-    store = open_database(path)
+    store = open_store(path)
     texts = {message.content.split()[1] for item in store.conversations() for message in store.messages(item.id)}
     assert len(texts) == 120
     assert sum(len(store.shown(item.id)) for item in store.conversations()) == len(texts)
@@ -227,7 +227,7 @@ def test_a_lost_page_of_messages_is_filled_from_the_indexes(path: Path) -> None:
 
 def test_damage_found_while_running_is_said(path: Path) -> None:
     _filled(path, conversations=2, turns=30, size=700)
-    store = open_database(path)
+    store = open_store(path)
     conversation = store.conversations()[0].id
     with path.open("r+b") as file:
         for page in range(2, 30):
@@ -256,17 +256,42 @@ def test_a_damaged_search_index_costs_no_message(path: Path, harm: str) -> None:
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(harm)
         connection.commit()
-    store = open_database(path)
+    store = open_store(path)
     kept, other = store.conversations()
     shown = store.shown(kept.id)
     assert len(shown) == 20 and len(store.search(shown[0].content.split()[1])) >= 1
     store.add(kept.id, "user", "asked in spite of it", parent=shown[-1].id)
     store.delete(other.id)
     store.close()
-    store = open_database(path)
+    store = open_store(path)
     assert store.notices == []
     assert [item.id for item in store.conversations()] == [kept.id]
     assert [hit.conversation.id for hit in store.search("in spite of it")] == [kept.id]
+    store.close()
+
+
+def test_a_file_that_is_kept_aside_is_not_held_open(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _filled(path)
+    opened: list[sqlite3.Connection] = []
+    connect = sqlite3.connect
+
+    def recorded(*given: Any, **more: Any) -> sqlite3.Connection:
+        opened.append(connect(*given, **more))
+        return opened[-1]
+
+    refusals = [StoreError("the search index is damaged", "damaged")]
+
+    def index(connection: sqlite3.Connection) -> SearchIndex:
+        if refusals:
+            raise refusals.pop()
+        return SearchIndex(connection)
+
+    monkeypatch.setattr(sqlite3, "connect", recorded)
+    monkeypatch.setattr("app.conversations.database.SearchIndex", index)
+    store = open_store(path)
+    assert "could be recovered" in store.notices[0]
+    with pytest.raises(sqlite3.ProgrammingError, match="closed"):
+        opened[0].execute("SELECT 1")
     store.close()
 
 
@@ -279,7 +304,7 @@ def test_a_later_version_is_refused_and_left_alone(path: Path) -> None:
         connection.execute("PRAGMA user_version = 7")
     before = path.read_bytes()
     with pytest.raises(StoreError, match=r"later privatellm \(schema 7, this one knows 1\)"):
-        open_database(path)
+        open_store(path)
     assert path.read_bytes() == before and not list(path.parent.glob("*damaged*"))
 
 
@@ -292,7 +317,7 @@ def test_each_migration_is_applied_once_and_text_is_kept(path: Path) -> None:
     more = Migration(2, "0002_stars.sql", "-- stars;\nALTER TABLE message ADD COLUMN star INTEGER DEFAULT 5;\n")
     steps = [*known_migrations(), more]
     for _ in range(2):
-        store = open_database(path, migrations=steps)
+        store = open_store(path, migrations=steps)
         assert store._connection.execute("PRAGMA user_version").fetchone() == (2,)
         assert store._connection.execute("SELECT count(*), min(star) FROM message").fetchone() == (30, 5)
         store.close()
@@ -302,18 +327,18 @@ def test_a_migration_that_fails_is_rolled_back(path: Path) -> None:
     _filled(path)
     bad = Migration(2, "0002_bad.sql", "ALTER TABLE message ADD COLUMN star INTEGER;\nSELECT no_such_column;\n")
     with pytest.raises(StoreError, match="no such column"):
-        open_database(path, migrations=[*known_migrations(), bad])
-    store = open_database(path)
+        open_store(path, migrations=[*known_migrations(), bad])
+    store = open_store(path)
     assert store._connection.execute("PRAGMA user_version").fetchone() == (1,)
     assert len(store.conversations()) == 3
     store.close()
 
 
 def test_two_programs_may_make_the_database_at_once(path: Path) -> None:
-    script = "import sys; from pathlib import Path; from app.conversations.store import open_store;" \
+    script = "import sys; from pathlib import Path; from app.conversations.opening import open_store;" \
         "s = open_store(Path(sys.argv[1])); s.create(model='m'); s.close()"  # fmt: skip
     programs = [subprocess.Popen([sys.executable, "-c", script, str(path)]) for _ in range(4)]
     assert [program.wait() for program in programs] == [0, 0, 0, 0]
-    store = open_database(path)
+    store = open_store(path)
     assert len(store.conversations()) == 4 and store.notices == []
     store.close()

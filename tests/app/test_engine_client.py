@@ -15,8 +15,8 @@ import pytest
 from scripted import SCRIPT
 
 from app import engine_client
-from app.engine_client import Engine, EngineClient, EngineDied, how_it_ended, merge
-from engine.ipc.messages import Cancel, Done, Failed, Finished, Generate, Message, Notice, Piece, Prefill, Pull
+from app.engine_client import Engine, EngineClient, EngineDied, how_it_ended
+from engine.ipc.messages import Cancel, Done, Failed, Finished, Generate, Message, Notice, Piece, Pull
 
 
 def command(script: str = "") -> list[str]:
@@ -124,13 +124,6 @@ async def test_a_reader_far_behind_loses_no_text(client: EngineClient) -> None:
     text = "".join(event.text for event in [first, *rest] if isinstance(event, Piece))
     assert text == "".join(f"{number} " for number in range(5000))
     assert len(rest) < 1000 and isinstance(rest[-1], Finished)
-
-
-def test_merge() -> None:
-    one, two = Piece(id=3, text="a", tokens=1), Piece(id=3, text="b", tokens=2, tokens_per_s=5.0)
-    assert merge(one, two) == Piece(id=3, text="ab", tokens=2, tokens_per_s=5.0)
-    assert merge(Prefill(id=3, done=1, total=9), Prefill(id=3, done=2, total=9)) == Prefill(id=3, done=2, total=9)
-    assert merge(Prefill(id=3, done=1, total=9), one) is None and merge(one, Failed(id=3, error="x")) is None
 
 
 # --- death --------------------------------------------------------------------------------------------------------

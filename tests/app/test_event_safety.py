@@ -14,8 +14,7 @@ from scripted import make_home
 from terminals import Terminal
 
 from app.commands.models import show_models
-from app.event_safety import STREAMED, made_safe
-from app.text_safety import UNSAFE
+from app.text_safety import STREAMED, UNSAFE, made_safe
 from engine.ipc.messages import AnyEvent, Beam, Finished, Notice, Piece, Timing
 
 ACTS = [b"\x1b]0;", b"\x1b[777m", b"PWNED", b"\xc2\x9b", b"\xe2\x80\xae", b"\x1bPq"]

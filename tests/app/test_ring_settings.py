@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.settings.items import ItemError, ItemKind, check_items, host_and_port
+from app.settings.fields import ItemError, ItemKind, check_items, host_and_port
 from app.settings.ring import node_id, open_network, ring_choice
 from app.settings.schema import GIB, SettingError, Settings, setting_named
 from engine.ipc.messages import NetworkState, NodeId, PeerFacts

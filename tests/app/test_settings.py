@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.machine import Machine, unavailable_reason
+from app.settings.fields import ItemKind
 from app.settings.file import SettingsFile, open_settings
-from app.settings.items import ItemKind
 from app.settings.ring import open_network
 from app.settings.schema import (
     GROUPS,

@@ -14,8 +14,8 @@ import pytest
 from scripted import install
 from terminals import ROOT, WAIT_S, Terminal
 
-from app.conversations.records import MessageRecord
-from app.conversations.store import open_store
+from app.conversations.opening import open_store
+from app.conversations.store import MessageRecord
 
 GIVEN_BACK = [b"\x1b[?1049l", b"\x1b[?1000l", b"\x1b[?1003l", b"\x1b[?2004l", b"\x1b[?25h"]
 Open = Callable[..., Terminal]
@@ -135,7 +135,7 @@ def test_a_terminal_that_takes_nothing_more_does_not_keep_the_process(opened: Op
 def test_what_blocks_for_ever_is_ended_all_the_same() -> None:
     program = """
 import threading, time
-from app.tui.terminal.ending import end_at_last
+from app.tui.terminal.driver import end_at_last
 end_at_last(143, threading.Event().wait, patience_s=0.1)
 while True:
     time.sleep(60)

@@ -8,11 +8,10 @@ from contextlib import asynccontextmanager, suppress
 
 from fake_engine import FakeEngine
 
-from app.conversations.records import MessageRecord
-from app.conversations.store import ConversationStore
+from app.conversations.store import ConversationStore, MessageRecord
 from app.settings.schema import Settings
 from app.tui.chat.controller import ChatController
-from app.tui.chat.state import Entry, Said, Update
+from app.tui.chat.state import Entry, Update, UserNotice
 
 
 class Chat:
@@ -30,7 +29,7 @@ class Chat:
 
     @property
     def said(self) -> list[str]:
-        return [update.text for update in self.updates if isinstance(update, Said)]
+        return [update.text for update in self.updates if isinstance(update, UserNotice)]
 
     async def until(self, predicate: Callable[[], object]) -> None:
         for _ in range(1000):

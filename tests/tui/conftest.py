@@ -10,7 +10,8 @@ from fake_engine import FakeEngine
 from screen_helpers import MACHINE, MakeApp
 from textual.widgets import Input, TextArea
 
-from app.conversations.store import ConversationStore, open_store
+from app.conversations.opening import open_store
+from app.conversations.store import ConversationStore
 from app.settings.file import open_settings
 from app.tui.application import ChatApp
 

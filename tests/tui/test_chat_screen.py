@@ -305,7 +305,7 @@ def test_stray_output_does_not_reach_the_terminal(tmp_path: Path) -> None:
     script = (
         "import os, shutil, sys\n"
         "from pathlib import Path\n"
-        "from app.tui.output_guard import guarded_output\n"
+        "from app.tui.terminal.output import guarded_output\n"
         f"with guarded_output(Path({str(tmp_path / 'log')!r})):\n"
         "    os.write(1, b'stray one'); os.write(2, b'stray two')\n"
         "    print('the screen', *shutil.get_terminal_size(), file=sys.__stderr__, flush=True)\n"

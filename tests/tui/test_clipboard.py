@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from app.tui import clipboard
+from app.tui.terminal import application
 
 
 def test_the_tools_fit_the_machine() -> None:
-    assert clipboard.tools({}, "darwin") == [["pbcopy"]]
-    assert clipboard.tools({}, "linux") == []
-    both = clipboard.tools({"WAYLAND_DISPLAY": "w", "DISPLAY": ":0"}, "linux")
+    assert application.clipboard_tools({}, "darwin") == [["pbcopy"]]
+    assert application.clipboard_tools({}, "linux") == []
+    both = application.clipboard_tools({"WAYLAND_DISPLAY": "w", "DISPLAY": ":0"}, "linux")
     assert [command[0] for command in both] == ["wl-copy", "xclip", "xsel"]
 
 
@@ -22,16 +22,16 @@ async def test_the_tool_gets_the_text(tmp_path: Path, monkeypatch: pytest.Monkey
     tool.write_text(f"#!/bin/sh\ncat > '{target}'\n")
     tool.chmod(0o755)
     monkeypatch.delenv("SSH_CONNECTION", raising=False)
-    monkeypatch.setattr(clipboard, "tools", lambda: [[str(tmp_path / "missing")], [str(tool)]])
+    monkeypatch.setattr(application, "clipboard_tools", lambda: [[str(tmp_path / "missing")], [str(tool)]])
     handed: list[str] = []
-    assert await clipboard.copy("übrigens", "The answer", handed.append) == "The answer is copied."
+    assert await application.copy_text("übrigens", "The answer", handed.append) == "The answer is copied."
     assert target.read_text(encoding="utf-8") == "übrigens"
     assert handed == []
 
 
 async def test_without_a_tool_the_terminal_is_asked_and_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clipboard, "tools", lambda: [["/nonexistent/tool"]])
+    monkeypatch.setattr(application, "clipboard_tools", lambda: [["/nonexistent/tool"]])
     handed: list[str] = []
-    said = await clipboard.copy("x", "The answer", handed.append)
+    said = await application.copy_text("x", "The answer", handed.append)
     assert handed == ["x"]
     assert "Shift-drag to select" in said

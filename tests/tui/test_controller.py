@@ -9,10 +9,11 @@ import pytest
 from chat_helpers import Chat, on_disk, running
 from fake_engine import FakeEngine
 
-from app.conversations.records import StoreError
-from app.conversations.store import ConversationStore, open_store
+from app.conversations.opening import open_store
+from app.conversations.store import ConversationStore, StoreError
 from app.settings.schema import Settings
-from app.tui.chat.state import Entry, FellBack, Phase, prompt_messages
+from app.tui.chat.state import Entry, FellBack, Phase
+from app.tui.chat.thread import prompt_messages
 from engine.ipc.messages import Beam, BeamEstimates, Generate, Load, Message, Pull, Watch
 
 

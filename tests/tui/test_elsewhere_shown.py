@@ -9,7 +9,7 @@ import pytest
 from app.commands.plan import ring_lines as plan_lines
 from app.ring_words import is_slower, ring_name
 from app.tui.panels.timing_panel import TimingView
-from app.tui.screens.ring_view import ring_lines
+from app.tui.render.ring_view import ring_lines
 from engine.ipc.messages import LayerTimes, NodeShare, NodeTimes, PhaseTimes, RingFacts, Timing
 
 GB = 10**9

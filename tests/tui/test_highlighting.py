@@ -22,7 +22,7 @@ from app.tui.render.highlighting import (
     Highlighter,
     worth_colouring,
 )
-from app.tui.render.rendering import MARKDOWN_LIMIT, render_markdown
+from app.tui.render.markdown import MARKDOWN_LIMIT, render_markdown
 
 BACKSLASHES = '```scala\n"' + "\\" * 60 + "\n```"
 """An answer of 74 characters. The lexer of Scala takes a time for it that doubles with every second backslash."""

@@ -12,10 +12,9 @@ from fake_engine import ME, STRANGER, STUDIO, FakeEngine
 from screen_helpers import wait_until
 from textual.pilot import Pilot
 
-from app.lending import Lender, told
-from app.tui.lending_app import Events, LendingApp, Lent
-from app.tui.screens.asking import Confirm
-from app.tui.screens.lending_view import large, lending_view
+from app.lending import LendingService, event_lines
+from app.tui.screens.dialogues import Confirm
+from app.tui.screens.lending import Events, LendingApp, LendingDetails, large, lending_view
 from engine.ipc.messages import LendingFacts, LinkFacts, NetworkState, OpenNetwork
 
 LINK = LinkFacts(
@@ -35,34 +34,34 @@ JOIN = OpenNetwork(id=0, lend=True)
 
 
 def test_opening_tells_who_this_is_and_the_code() -> None:
-    lines = told(CLOSED, OPEN)
+    lines = event_lines(CLOSED, OPEN)
     assert lines[0] == "laptop, a1a1a1a1 (amber canyon lemon orbit), listens at 10.0.0.1:47820."
     assert any(line.startswith("Code: 1234 5678 (valid for 120 s, 3 tries)") for line in lines)
-    assert told(OPEN, msgspec.structs.replace(OPEN, code_seconds=119)) == []
-    assert told(OPEN, CLOSED) == ["The network is closed."]
+    assert event_lines(OPEN, msgspec.structs.replace(OPEN, code_seconds=119)) == []
+    assert event_lines(OPEN, CLOSED) == ["The network is closed."]
 
 
 def test_a_code_that_nobody_used_is_over_with_the_way_to_another() -> None:
     over = msgspec.structs.replace(OPEN, code="", code_seconds=0, code_tries=0)
-    assert told(OPEN, over) == ["The code is over; `privatellm peers code` shows another."]
+    assert event_lines(OPEN, over) == ["The code is over; `privatellm peers code` shows another."]
     paired = msgspec.structs.replace(over, peers=[msgspec.structs.replace(STUDIO, state="ready")])
-    assert told(OPEN, paired) == ["Paired with studio."]
+    assert event_lines(OPEN, paired) == ["Paired with studio."]
 
 
 def test_machines_come_and_go() -> None:
     before = msgspec.structs.replace(OPEN, peers=[STRANGER])
-    assert told(OPEN, before) == []  # what is only announced is a hint
+    assert event_lines(OPEN, before) == []  # what is only announced is a hint
     paired = msgspec.structs.replace(OPEN, peers=[msgspec.structs.replace(STRANGER, name="mini", state="ready")])
-    assert told(before, paired) == told(OPEN, paired) == ["Paired with mini."]
+    assert event_lines(before, paired) == event_lines(OPEN, paired) == ["Paired with mini."]
     refused = msgspec.structs.replace(
         OPEN,
         peers=[msgspec.structs.replace(STRANGER, name="mini", state="refused", problem="version 0.1 there\x1b[2J")],
     )
-    assert told(paired, refused) == ["mini: cannot be used: version 0.1 there."]
+    assert event_lines(paired, refused) == ["mini: cannot be used: version 0.1 there."]
     sentence = "It has privatellm 2 and this machine has 1; install the same version on both."
     other = msgspec.structs.replace(refused, peers=[msgspec.structs.replace(refused.peers[0], problem=sentence)])
-    assert told(paired, other) == [f"mini: cannot be used: i{sentence[1:]}"]
-    assert told(paired, OPEN) == ["mini is gone."]
+    assert event_lines(paired, other) == [f"mini: cannot be used: i{sentence[1:]}"]
+    assert event_lines(paired, OPEN) == ["mini is gone."]
 
 
 def test_a_share_is_told_by_quarters_and_an_answer_not_at_all() -> None:
@@ -76,7 +75,7 @@ def test_a_share_is_told_by_quarters_and_an_answer_not_at_all() -> None:
             msgspec.structs.replace(ANSWERING, stage="ready"), None,
         )
     ]  # fmt: skip
-    lines = [line for before, after in itertools.pairwise(states) for line in told(before, after)]
+    lines = [line for before, after in itertools.pairwise(states) for line in event_lines(before, after)]
     assert lines == [
         "desk forms a ring with this machine.",
         "In the ring of desk: mixtral-8x7b, node 2 of 2, 132 experts, 43.1 GB.",
@@ -84,12 +83,12 @@ def test_a_share_is_told_by_quarters_and_an_answer_not_at_all() -> None:
         "Receiving weights: 51 %.",
         "Ready.",
     ]
-    assert told(states[1], states[0]) == ["desk formed no ring with this machine."]
+    assert event_lines(states[1], states[0]) == ["desk formed no ring with this machine."]
 
 
 async def test_an_engine_that_dies_is_started_again_with_its_network(engine: FakeEngine) -> None:
     lines: list[str] = []
-    lender = Lender(engine, JOIN, lines.append, first_wait_s=0.01)
+    lender = LendingService(engine, JOIN, lines.append, first_wait_s=0.01)
     running = asyncio.create_task(lender.run())
     await _until(lambda: engine.network.opened)
     engine.die()
@@ -153,13 +152,13 @@ async def test_a_new_code_and_a_restart_are_shown(engine: FakeEngine) -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await wait_until(pilot, lambda: engine.network.opened)
         await pilot.press("c")
-        await wait_until(pilot, lambda: "1234-5678" in app.query_one(Lent).render().plain)
+        await wait_until(pilot, lambda: "1234-5678" in app.query_one(LendingDetails).render().plain)
         engine.start_gate = asyncio.Event()
         engine.die()
-        await wait_until(pilot, lambda: "is started again" in app.query_one(Lent).render().plain)
+        await wait_until(pilot, lambda: "is started again" in app.query_one(LendingDetails).render().plain)
         engine.start_gate.set()
         await wait_until(pilot, lambda: "can be used again" in app.query_one(Events).render().plain)
-        assert "is started again." not in app.query_one(Lent).render().plain
+        assert "is started again." not in app.query_one(LendingDetails).render().plain
 
 
 async def test_a_machine_that_cannot_be_lent_says_why(engine: FakeEngine) -> None:
@@ -176,7 +175,7 @@ def test_how_it_looks(
     snap_compare: Callable[..., bool], engine: FakeEngine, size: tuple[int, int], stage: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("app.tui.lending_app.time.strftime", lambda form: "12:00:00")
+    monkeypatch.setattr("app.tui.screens.lending.time.strftime", lambda form: "12:00:00")
     engine.network.code = "1234 5678" if stage == "waiting" else ""
     engine.network.lending = ANSWERING if stage == "answering" else None
     app = LendingApp(engine, JOIN)

@@ -12,8 +12,7 @@ import pytest
 from chat_helpers import Chat, on_disk, running
 from fake_engine import FakeEngine
 
-from app.conversations.records import StoreError
-from app.conversations.store import ConversationStore
+from app.conversations.store import ConversationStore, StoreError
 from app.tui.chat.saving import unlocked
 from engine.ipc.messages import Generate
 

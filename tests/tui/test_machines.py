@@ -14,15 +14,14 @@ from textual.widgets import Input, OptionList, RadioSet, Static
 
 from app.ring_words import to_send
 from app.tui.application import ChatApp
-from app.tui.chat.predicting import prediction
 from app.tui.chat.state import Phase, Status
-from app.tui.panels.node_charts import node_line, overview, slowest_by_layer
+from app.tui.panels.charts import node_line, overview, slowest_by_layer
 from app.tui.panels.timing_panel import TimingPanel, TimingView
 from app.tui.render.formatting import status_line
-from app.tui.screens.asking import AskText, Confirm
+from app.tui.render.ring_view import peer_lines, ring_lines
+from app.tui.screens.dialogues import AskText, Confirm
 from app.tui.screens.machines import Here, MachinesScreen
-from app.tui.screens.ring_view import peer_lines, ring_lines
-from app.tui.screens.settings import Prediction, SettingRow, SettingsScreen
+from app.tui.screens.settings import Prediction, SettingRow, SettingsScreen, prediction
 from engine.ipc.messages import (
     ForgetPeer,
     LayerTimes,

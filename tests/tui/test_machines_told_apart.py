@@ -15,10 +15,10 @@ from app.ring_words import other_link, peer_address, speed_words, state_words
 from app.tui.application import ChatApp
 from app.tui.chat.state import Phase, Status
 from app.tui.render.formatting import status_line
-from app.tui.screens.asking import AskText
-from app.tui.screens.lending_view import lending_view
+from app.tui.render.ring_view import peer_lines, ring_lines
+from app.tui.screens.dialogues import AskText
+from app.tui.screens.lending import lending_view
 from app.tui.screens.machines import MachinesScreen
-from app.tui.screens.ring_view import peer_lines, ring_lines
 from app.tui.screens.settings import SettingRow, SettingsScreen
 from engine.ipc.messages import LendingFacts, NetworkState, NodeShare, Pair, Progress, RingFacts
 

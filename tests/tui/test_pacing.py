@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.tui.render.pacing import SHARE, Pace
+from app.tui.render.streaming import SHARE, Pace
 
 
 class Clocks:

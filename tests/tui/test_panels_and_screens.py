@@ -15,15 +15,15 @@ from screen_helpers import MACHINE, MakeApp, ask, controller, notice, ready, sho
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, RadioButton, RadioSet, Static
 
+from app.conversations.exporting import export_problem
 from app.conversations.store import ConversationStore
 from app.settings.file import open_settings
 from app.settings.schema import THEMES
 from app.tui.application import ChatApp
-from app.tui.chat.exporting import why_not_exported
 from app.tui.panels.beam_panel import Candidates, Widths
+from app.tui.panels.panel import PanelScreen
 from app.tui.screens.conversations import ConversationsScreen
 from app.tui.screens.models import ModelsScreen
-from app.tui.screens.panel import PanelScreen
 from app.tui.screens.settings import Prediction, SettingRow, SettingsScreen
 from engine.ipc.messages import Beam, ExpertMovement, Failed, Generate, LayerTimes, Load, PhaseTimes, Plan, Timing
 
@@ -103,6 +103,19 @@ async def test_the_panel_follows_a_width_that_is_set_elsewhere(make_app: MakeApp
         await wait_until(pilot, lambda: isinstance(app.focused, Widths))
         app.change_setting("beams", 5)
         await wait_until(pilot, lambda: "now 5" in str(app.screen.query_one(Widths).render()))
+
+
+async def test_the_costs_are_asked_when_a_model_is_loaded_while_the_panel_is_open(
+    make_app: MakeApp, engine: FakeEngine
+) -> None:
+    engine.load_gate = asyncio.Event()
+    app = make_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await pilot.press("f4")
+        await wait_until(pilot, lambda: isinstance(app.focused, Widths))
+        await wait_until(pilot, lambda: "once the model is loaded" in str(app.screen.query_one(Widths).render()))
+        engine.load_gate.set()
+        await wait_until(pilot, lambda: "single-beam speed" in str(app.screen.query_one(Widths).render()))
 
 
 async def test_a_width_that_does_not_fit_is_refused(make_app: MakeApp) -> None:
@@ -446,9 +459,9 @@ def test_an_export_that_fails_says_why(tmp_path: Path) -> None:
     path = tmp_path / "nope" / "x.md"
     with pytest.raises(OSError) as failed:
         path.open("x")
-    assert why_not_exported(path, failed.value) == f"Export failed: the folder {path.parent} does not exist."
+    assert export_problem(path, failed.value) == f"Export failed: the folder {path.parent} does not exist."
     there = tmp_path / "x.md"
     there.touch()
     with pytest.raises(OSError) as failed:
         there.open("x")
-    assert why_not_exported(there, failed.value) == f"Export failed: {there} is there already; choose another name."
+    assert export_problem(there, failed.value) == f"Export failed: {there} is there already; choose another name."

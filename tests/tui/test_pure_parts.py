@@ -10,15 +10,14 @@ from hypothesis import strategies as st
 from textual.content import Content
 
 from app.tui import commands
-from app.tui.chat import windowing
-from app.tui.chat.predicting import prediction
 from app.tui.chat.state import Phase, Status
-from app.tui.chat.streaming import LONGEST_TAIL, GrowingText
+from app.tui.chat.transcript import MOST_MESSAGES, Window
 from app.tui.panels import charts
 from app.tui.panels.beam_panel import common_beginning
 from app.tui.render.formatting import engine_name, progress_text, size, status_line
-from app.tui.render.rendering import code_blocks, render_markdown
-from app.tui.render.tables import column_widths
+from app.tui.render.markdown import code_blocks, column_widths, render_markdown
+from app.tui.render.streaming import LONGEST_TAIL, GrowingText
+from app.tui.screens.settings import prediction
 from engine.ipc.messages import DeviceMemory, ExpertMovement, LayerTimes, PhaseTimes, Prefill, Progress, Timing
 
 # --- windows ---
@@ -26,40 +25,40 @@ from engine.ipc.messages import DeviceMemory, ExpertMovement, LayerTimes, PhaseT
 
 @given(st.integers(0, 400), st.lists(st.sampled_from(["older", "newer", "appended"]), max_size=40))
 def test_a_window_never_leaves_the_conversation(total: int, moves: list[str]) -> None:
-    window = windowing.tail(total)
+    window = Window.newest(total)
     for move in moves:
         step = {
-            "older": windowing.show_older,
-            "newer": windowing.show_newer,
-            "appended": windowing.appended,
+            "older": Window.with_older,
+            "newer": Window.with_newer,
+            "appended": Window.appended,
         }[move]
         window = step(window)
         assert 0 <= window.start <= window.end <= window.total
-        assert window.end - window.start <= windowing.MOST
+        assert window.end - window.start <= MOST_MESSAGES
 
 
 @given(st.integers(1, 400))
 def test_all_messages_can_be_reached(total: int) -> None:
-    window = windowing.tail(total)
+    window = Window.newest(total)
     seen = set(range(window.start, window.end))
     while window.older:
-        window = windowing.show_older(window)
+        window = window.with_older()
         seen |= set(range(window.start, window.end))
     while window.newer:
-        window = windowing.show_newer(window)
+        window = window.with_newer()
         seen |= set(range(window.start, window.end))
     assert seen == set(range(total))
 
 
 def test_a_new_message_stays_out_while_the_reader_is_elsewhere() -> None:
-    window = windowing.Window(0, 30, 100)
-    assert windowing.appended(window) == windowing.Window(0, 30, 101)
+    window = Window(0, 30, 100)
+    assert window.appended() == Window(0, 30, 101)
 
 
 @given(st.integers(1, 300), st.data())
 def test_a_window_around_a_message_holds_it(total: int, data: st.DataObject) -> None:
     index = data.draw(st.integers(0, total - 1))
-    window = windowing.around(index, total)
+    window = Window.around(index, total)
     assert index in window
     assert window.end <= total
 

@@ -16,11 +16,12 @@ from textual.dom import DOMNode
 from textual.events import Key
 
 import app.tui
-from app.tui import clipboard, shortcuts
+from app.tui import commands
 from app.tui.chat.message import MessageView
-from app.tui.screens.help import HelpScreen
+from app.tui.commands import TERMINAL_APP, either, key, keys
+from app.tui.screens.dialogues import HelpScreen
 from app.tui.screens.settings import SettingsScreen
-from app.tui.shortcuts import TERMINAL_APP, either, key, keys
+from app.tui.terminal import application
 from app.tui.terminal.keys import KeyParser
 
 
@@ -64,11 +65,11 @@ def test_its_keys_arrive_under_the_names_they_are_bound_by(name: str) -> None:
     assert [event.key for event in events if isinstance(event, Key)] == [name]
 
 
-@pytest.mark.parametrize("function", sorted(shortcuts._KEYS))
+@pytest.mark.parametrize("function", sorted(commands._KEYS))
 def test_a_mac_is_told_of_those_first(function: str) -> None:
     assert keys(function, "darwin")[0] in TERMINAL_APP
-    assert set(keys(function, "darwin")) == set(keys(function, "linux")) == set(shortcuts._KEYS[function])
-    assert keys(function, "linux") == shortcuts._KEYS[function]
+    assert set(keys(function, "darwin")) == set(keys(function, "linux")) == set(commands._KEYS[function])
+    assert keys(function, "linux") == commands._KEYS[function]
 
 
 def test_hints_name_the_key_of_the_system() -> None:
@@ -114,7 +115,7 @@ async def test_what_is_selected_goes_to_the_machine_s_clipboard_too(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("LC_ALL", "C")
     monkeypatch.delenv("SSH_CONNECTION", raising=False)
-    monkeypatch.setattr(clipboard, "tools", lambda: [["pbcopy"]])
+    monkeypatch.setattr(application, "clipboard_tools", lambda: [["pbcopy"]])
     app = make_app()
     async with app.run_test() as pilot:
         await ready(pilot, app)

@@ -307,9 +307,13 @@ def test_models(
     from app.tui.screens import models
 
     rows = [
-        models.Row("starter", "754 MB · mixtral · prepared", "Small, for trying things out.", True),
-        models.Row("some-moe", "2.7 GB · 1.3 B parameters, 0.4 B active · Apache-2.0", "Fits any laptop.", False),
-        models.Row("large-moe", "93.4 GB · 46.7 B parameters, 12.9 B active · Apache-2.0", "Eight large ones.", False),
+        models.ModelOption("starter", "754 MB · mixtral · prepared", "Small, for trying things out.", True),
+        models.ModelOption(
+            "some-moe", "2.7 GB · 1.3 B parameters, 0.4 B active · Apache-2.0", "Fits any laptop.", False
+        ),
+        models.ModelOption(
+            "large-moe", "93.4 GB · 46.7 B parameters, 12.9 B active · Apache-2.0", "Eight large ones.", False
+        ),
     ]
     monkeypatch.setattr(models, "rows", lambda: rows)
     engine.pull_gate = asyncio.Event()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from textual import on
 from textual.app import ComposeResult
@@ -12,16 +13,16 @@ from textual.binding import Binding, BindingType
 from textual.containers import Container, Horizontal, Vertical
 from textual.content import Content
 from textual.message import Message
+from textual.screen import Screen
 from textual.widgets import Footer, Static
 from textual.worker import Worker, WorkerCancelled, WorkerState
 
-from app.conversations.store import ConversationStore
+from app.conversations.store import ConversationStore, StoreError
 from app.engine_client import Engine
 from app.settings.schema import Settings
 from app.text_safety import one_line
 from app.tui.chat.controller import ChatController
 from app.tui.chat.message import MessageView
-from app.tui.chat.opening import OpensScreens
 from app.tui.chat.prompt import Prompt
 from app.tui.chat.state import (
     BeamsChanged,
@@ -31,17 +32,20 @@ from app.tui.chat.state import (
     FellBack,
     NetworkChanged,
     PathChanged,
-    Said,
     Severity,
     StatusChanged,
     TimingArrived,
     Update,
+    UserNotice,
 )
-from app.tui.chat.status import StatusLine
+from app.tui.chat.status import StatusLine, Welcome
 from app.tui.chat.transcript import Transcript
-from app.tui.chat.welcome import Welcome
-from app.tui.commands import Command, UnknownCommand, parse
-from app.tui.shortcuts import bound, key
+from app.tui.commands import ChatCommand, UnknownCommand, bound, key, parse
+from app.tui.panels.panel import Panel, PanelSlot
+
+if TYPE_CHECKING:
+    from app.tui.application import ChatApp
+    from app.tui.screens.machines import MachinesScreen
 
 _NOTICES = 3
 """Lines above the field at most."""
@@ -57,7 +61,9 @@ class Updated(Message):
         self.update = update
 
 
-class ChatScreen(OpensScreens):
+class ChatScreen(Screen[None]):
+    """The conversation and the prompt. Other screens are imported when they are first opened."""
+
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(bound("help"), "app.help", "Help", id="chat.help", priority=True),
         Binding("ctrl+p", "app.command_palette", "Menu", id="chat.menu", priority=True),
@@ -81,16 +87,16 @@ class ChatScreen(OpensScreens):
         is_missing: Callable[[str], bool],
     ) -> None:
         super().__init__()
-        self.controller = ChatController(engine, store, options, self._hear, is_missing=is_missing)
+        self.controller = ChatController(engine, store, options, self._post_update, is_missing=is_missing)
+        self.panels = PanelSlot(self, self._make_panel, self.focus_prompt)
         self.warned_unsaved = False
+        self._machines: MachinesScreen | None = None
         self._notice_of_unsaved = False
         self._said: list[str] = []
         self._runner: Worker[None] | None = None
         self._editing: Entry | None = None
         self._code_copied: dict[int, int] = {}
         self._title = ""
-        self._on_the_way: set[int] = set()
-        """Updates that were sent and not shown yet: 0 the status, else the key of an entry that grows."""
 
     # --- layout ---------------------------------------------------------------------------------------------------
 
@@ -116,6 +122,10 @@ class ChatScreen(OpensScreens):
         if self.chat_app.settings.show_timing:
             self.call_after_refresh(self.action_timing)
 
+    @property
+    def chat_app(self) -> ChatApp:
+        return cast("ChatApp", self.app)
+
     def focus_prompt(self) -> None:
         self.prompt.focus()
 
@@ -136,43 +146,30 @@ class ChatScreen(OpensScreens):
 
     # --- what the controller says ---------------------------------------------------------------------------------
 
-    def _hear(self, update: Update) -> None:
-        """While an answer is written this comes many times a second: what is on its way already is not sent again."""
-        match update:
-            case StatusChanged():
-                sort = 0
-            case EntryChanged(entry, True):
-                sort = entry.key
-            case _:
-                # Whatever else happened, what was said before it is heard before it, and what is said after it after.
-                self._on_the_way.clear()
-                self.post_message(Updated(update))
-                return
-        if sort not in self._on_the_way:
-            self._on_the_way.add(sort)
-            self.post_message(Updated(update))
+    def _post_update(self, update: Update) -> None:
+        self.post_message(Updated(update))
 
     @on(Updated)
     async def _show(self, event: Updated) -> None:
         match event.update:
             case StatusChanged():
-                self._on_the_way.discard(0)
-                # Blinking is drawing, and what drawing takes the answer lacks.
+                # A blinking cursor is drawn twice a second, and the engine's threads wait for what drawing takes.
                 self.prompt.cursor_blink = not self.controller.busy
                 self.query_one(StatusLine).update()
                 self.query_one(Welcome).show(self.controller.status)
                 if self._notice_of_unsaved and not self.controller.status.unsaved:
                     self._hush()
                 self._say_title()
-                if self._panel is not None:
-                    self._panel.hear(event.update)
+                if self.panels.panel is not None:
+                    self.panels.panel.handle_update(event.update)
                 self._network_changed()
             case NetworkChanged():
                 self._network_changed()
             case EntryChanged(entry, live):
-                self._on_the_way.discard(entry.key)
                 self.transcript.change(entry, live=live)
-                if not live:
+                if live:
+                    self.query_one(StatusLine).grow()
+                else:
                     self.set_timer(SETTLED_S, self._draw_again)
             case EntryAdded(entry):
                 self._reveal(True)
@@ -186,11 +183,11 @@ class ChatScreen(OpensScreens):
                 self._say_title()
             case FellBack(options):
                 self.chat_app.keep_options(options)
-            case Said(text, severity, beside):
+            case UserNotice(text, severity, beside):
                 self.say(text, severity, beside=beside)
             case BeamsChanged() | TimingArrived():
-                if self._panel is not None:
-                    self._panel.hear(event.update)
+                if self.panels.panel is not None:
+                    self.panels.panel.handle_update(event.update)
 
     def _draw_again(self) -> None:
         """Repaint what stays on the screen now, without a layout.
@@ -199,8 +196,9 @@ class ChatScreen(OpensScreens):
         an answer the tail goes, and a panel went on showing its last step but one.
         """
         self.refresh()
-        if self._panel is not None and self._panel.is_mounted:
-            for widget in self._panel.children:
+        panel = self.panels.panel
+        if panel is not None and panel.is_mounted:
+            for widget in panel.children:
                 widget.refresh()
 
     def say(self, text: str, severity: Severity = "information", *, beside: bool = False) -> None:
@@ -294,7 +292,7 @@ class ChatScreen(OpensScreens):
 
     # --- commands -------------------------------------------------------------------------------------------------
 
-    def run_command(self, command: Command, argument: str = "") -> None:
+    def run_command(self, command: ChatCommand, argument: str = "") -> None:
         """Do what ``command`` says; it is the same by key, palette and slash."""
         if command.action == "quit_chat":
             self.app.run_worker(self.chat_app.action_quit_chat(), exit_on_error=True)
@@ -340,7 +338,7 @@ class ChatScreen(OpensScreens):
             self.say("There is no answer to copy yet.", "warning")
 
     def action_copy_code(self) -> None:
-        from app.tui.render.rendering import code_blocks
+        from app.tui.render.markdown import code_blocks
 
         for entry in reversed(self.controller.thread.path):
             blocks = code_blocks(entry.content)
@@ -390,7 +388,7 @@ class ChatScreen(OpensScreens):
         self._say_placeholder()
 
     def _copy_next_code(self, entry: Entry) -> None:
-        from app.tui.render.rendering import code_blocks
+        from app.tui.render.markdown import code_blocks
 
         blocks = code_blocks(entry.content)
         if not blocks:
@@ -403,3 +401,140 @@ class ChatScreen(OpensScreens):
 
     def _copy(self, text: str, what: str) -> None:
         self.chat_app.copy_out(text, what)
+
+    # --- panels ---------------------------------------------------------------------------------------------------
+
+    def action_timing(self) -> None:
+        self.panels.toggle("timing")
+
+    def action_beams(self, width: str = "") -> None:
+        if not width:
+            self.panels.toggle("beams")
+            return
+        number = int(width) if width.isdecimal() else 0
+        if not 1 <= number <= 16:
+            self.say(f"The beam width is a number from 1 to 16, not {one_line(width)}.", "warning")
+            return
+        problem = self._apply_beams(number)
+        if problem:
+            self.say(problem, "error")
+
+    def action_close_panel(self) -> None:
+        self.panels.close()
+
+    def _make_panel(self, kind: str) -> Panel:
+        if kind == "timing":
+            from app.tui.panels.timing_panel import TimingPanel
+
+            return TimingPanel(self.controller)
+        from app.tui.panels.beam_panel import BeamPanel
+
+        return BeamPanel(self.controller, self._apply_beams)
+
+    def _apply_beams(self, width: int) -> str:
+        """Use ``width`` and go on typing; what went wrong, or an empty text."""
+        problem = self.chat_app.change_setting("beams", width)
+        if self.panels.covers:
+            self.panels.close()
+        else:
+            self.focus_prompt()
+        if not problem:
+            self.say(f"{width} beam{'' if width == 1 else 's'} from the next question on.")
+        return problem
+
+    # --- screens --------------------------------------------------------------------------------------------------
+
+    def action_chats(self) -> None:
+        from app.tui.screens.conversations import ConversationChosen, ConversationsScreen
+
+        def chosen(result: ConversationChosen | None) -> None:
+            if result is not None:
+                self.controller.open_conversation(result.conversation, result.message)
+            self.focus_prompt()
+
+        self.app.push_screen(ConversationsScreen(self.controller), chosen)
+
+    def action_model(self, name: str = "") -> None:
+        def chosen(model: str | None) -> None:
+            if model is not None:
+                self._use_model(model)
+            self.focus_prompt()
+
+        if name:
+            chosen(name)
+            return
+        from app.tui.screens.models import ModelsScreen
+
+        self.app.push_screen(ModelsScreen(self.controller), chosen)
+
+    def _use_model(self, model: str) -> None:
+        if model == self.controller.options.model:
+            self.controller.load_again()
+            return
+        problem = self.chat_app.change_setting("model", model)
+        if problem:
+            self.say(problem, "error")
+
+    def action_settings(self) -> None:
+        from app.tui.screens.settings import SettingsScreen
+
+        def left(problem: str | None) -> None:
+            if problem:
+                self.say(problem, "error")
+            self.focus_prompt()
+
+        self.app.push_screen(SettingsScreen(self.controller), left)
+
+    def action_machines(self) -> None:
+        from app.tui.screens.machines import MachinesScreen
+
+        def left(result: None) -> None:
+            self._machines = None
+            self.focus_prompt()
+
+        self._machines = MachinesScreen(self.controller)
+        self.app.push_screen(self._machines, left)
+
+    def _network_changed(self) -> None:
+        if self._machines is not None and self._machines.is_mounted:
+            self._machines.network_changed()
+
+    def action_help(self) -> None:
+        self.chat_app.action_help()
+
+    def action_rename(self, title: str = "") -> None:
+        if title:
+            self.controller.rename(title)
+            return
+        from app.tui.screens.dialogues import AskText
+
+        self.app.push_screen(
+            AskText("Title of the chat", self.controller.thread.title),
+            lambda text: self.controller.rename(text) if text else None,
+        )
+
+    def action_export(self, path: str = "") -> None:
+        if self.controller.thread.conversation is None and not self.controller.thread.path:
+            self.say("There is nothing to export yet.", "warning")
+            return
+        if path:
+            self._export(path)
+            return
+        from app.conversations.exporting import suggested_path
+        from app.tui.screens.dialogues import AskText
+
+        self.app.push_screen(
+            AskText("Export to (.md or .json)", str(suggested_path(self.controller.thread.title))),
+            lambda text: self._export(text) if text else None,
+        )
+
+    def _export(self, path: str) -> None:
+        from app.conversations.exporting import export_problem
+        from app.tui.chat.thread import export_thread
+
+        try:
+            written = export_thread(self.controller.store, self.controller.thread, Path(path).expanduser())
+        except (OSError, StoreError) as error:
+            self.say(export_problem(Path(path), error), "error")
+        else:
+            self.say(f"Exported to {written}.")

@@ -7,20 +7,16 @@ Its calls come from one event loop, in which :meth:`ChatController.run` must be 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 
-from app.conversations.records import MessageRecord, State, StoreError
-from app.conversations.store import ConversationStore
+from app.conversations.store import ConversationStore, MessageRecord, State, StoreError
 from app.engine_client import Engine, EngineDied
 from app.settings.schema import Settings
 from app.text_safety import sanitize
-from app.tui.chat.branches import alternative, answer_place, stored_alternative
-from app.tui.chat.engine_link import EngineLink
-from app.tui.chat.pulling import Pulling
-from app.tui.chat.saving import RETRY_SAVE_S, Saver, Thread, rename
+from app.tui.chat.engine_link import EngineLink, Pulling
+from app.tui.chat.saving import RETRY_SAVE_S, Saver, rename
 from app.tui.chat.state import (
     BUSY,
     BeamsChanged,
@@ -31,15 +27,16 @@ from app.tui.chat.state import (
     NetworkChanged,
     PathChanged,
     Phase,
-    Said,
     Severity,
     Status,
     StatusChanged,
     TimingArrived,
     Update,
+    UserNotice,
     context_to_come,
 )
-from app.tui.chat.turn import Turn, autosave, completed, failed, generate_request
+from app.tui.chat.thread import Thread, alternative, answer_place, stored_alternative
+from app.tui.chat.turn import ChatTurn, autosave, completed, failed, generate_request
 from engine.ipc.messages import (
     AnyEvent,
     Beam,
@@ -58,8 +55,6 @@ from engine.ipc.messages import (
 AUTOSAVE_S = 0.5
 """Half of the second of text that a crash may cost; the other half is for a slow disk."""
 WATCH_ENGINE_S = 1.0
-FIGURES_S = 1.0
-"""Between two changes of the figures that grow with an answer: nobody reads them faster."""
 
 
 class ChatController:
@@ -89,12 +84,11 @@ class ChatController:
         self._saver = Saver(store, self._store_problem, self._saved_late)
         self._autosave_s = autosave_s
         self._watch_engine_s = watch_engine_s
-        self._turns: deque[Turn] = deque()
-        self._current: Turn | None = None
-        self._beam_turn: Turn | None = None
+        self._turns: deque[ChatTurn] = deque()
+        self._current: ChatTurn | None = None
+        self._beam_turn: ChatTurn | None = None
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._figures_told = 0.0
         engine.on_notice = self._engine_notice
 
     # --- what the screen asks -------------------------------------------------------------------------------------
@@ -287,7 +281,7 @@ class ChatController:
                 waited = 0.0
                 self._saver.retry()
 
-    def _save(self, turn: Turn | None = None) -> None:
+    def _save(self, turn: ChatTurn | None = None) -> None:
         """Bring ``turn`` (default: what is shown) to disk, now or, if the database is locked, as soon as it can be."""
         thread, path = (turn.thread, turn.whole) if turn is not None else (self.thread, self.thread.path)
         if not self._saver.save(thread, path):
@@ -297,7 +291,7 @@ class ChatController:
 
     def _ask(self, path: list[Entry], update: Update) -> None:
         answer = Entry("assistant", "", state="writing", model=self.options.model)
-        turn = Turn(self.thread, path, answer, self.options.beams)
+        turn = ChatTurn(self.thread, path, answer, self.options.beams)
         self.thread.path = [*path, answer]
         self._save()
         self._turns.append(turn)
@@ -311,7 +305,7 @@ class ChatController:
             self._tell(EntryAdded(answer))
         self._wake.set()
 
-    async def _answer(self, turn: Turn) -> None:
+    async def _answer(self, turn: ChatTurn) -> None:
         saving = asyncio.create_task(autosave(turn, self._saver, self._autosave_s), name="autosave")
         try:
             ready = await self.link.bring_up(lambda: self.options)
@@ -332,7 +326,7 @@ class ChatController:
                 self.status.phase = Phase.READY
                 self._status_changed()
 
-    async def _generate(self, turn: Turn) -> None:
+    async def _generate(self, turn: ChatTurn) -> None:
         request = generate_request(self._engine.new_id(), turn, self.options)
         turn.request = request.id
         turn.answer.note = ""
@@ -349,7 +343,7 @@ class ChatController:
         if not turn.ended:
             self._end(turn, "failed", "The engine gave no answer.")
 
-    def _take(self, turn: Turn, event: AnyEvent) -> None:
+    def _take(self, turn: ChatTurn, event: AnyEvent) -> None:
         self.status.progress = event if isinstance(event, Progress) else None
         match event:
             case Progress():
@@ -373,7 +367,7 @@ class ChatController:
             case Failed():
                 self._end(turn, *failed(turn.answer, event))
 
-    def _grow(self, turn: Turn, text: str, tokens: int, tokens_per_s: float) -> None:
+    def _grow(self, turn: ChatTurn, text: str, tokens: int, tokens_per_s: float) -> None:
         turn.answer.content, turn.answer.dirty = text, True
         turn.answer.tokens, turn.answer.tokens_per_s = tokens, tokens_per_s
         status = self.status
@@ -383,12 +377,10 @@ class ChatController:
         status.prefill, status.tokens_per_s = None, tokens_per_s
         status.context_used = turn.prompt_tokens + tokens
         self._tell(EntryChanged(turn.answer, live=True))
-        now = time.monotonic()
-        if status.phase is not before or now - self._figures_told >= FIGURES_S:
-            self._figures_told = now
+        if status.phase is not before:
             self._status_changed()
 
-    def _finished(self, turn: Turn, event: Finished) -> None:
+    def _finished(self, turn: ChatTurn, event: Finished) -> None:
         self.status.tokens_per_s = event.tokens_per_s
         self.status.context_used = event.prompt_tokens + event.completion_tokens
         self._end(turn, *completed(turn.answer, event))
@@ -403,7 +395,7 @@ class ChatController:
             if turn.picked is not None:
                 self._take_candidate(turn, turn.picked)
 
-    def _end(self, turn: Turn, state: State, note: str) -> None:
+    def _end(self, turn: ChatTurn, state: State, note: str) -> None:
         if not turn.end():
             return
         answer = turn.answer
@@ -414,7 +406,7 @@ class ChatController:
             self._tell(BeamsChanged(self.beams, answer.tokens, False, answer.tokens_per_s))
         self._tell(EntryChanged(answer))
 
-    def _take_candidate(self, turn: Turn, text: str) -> None:
+    def _take_candidate(self, turn: ChatTurn, text: str) -> None:
         """``text`` is the answer of ``turn`` from now on, beside the others."""
         path = self.thread.path if turn.thread is self.thread else []
         index = answer_place(path, turn.path[-1])
@@ -480,11 +472,11 @@ class ChatController:
 
     def _engine_notice(self, notice: Notice) -> None:
         # A machine that is lost and what becomes of the ring are two lines, and both matter.
-        self._tell(Said(sanitize(notice.text), "warning", beside=True))
+        self._tell(UserNotice(sanitize(notice.text), "warning", beside=True))
 
     def _network_changed(self) -> None:
         for line in self.link.machines_away():
-            self._tell(Said(line, "warning", beside=True))
+            self._tell(UserNotice(line, "warning", beside=True))
         self._tell(NetworkChanged())
 
     def _count_waiting(self) -> None:
@@ -495,7 +487,7 @@ class ChatController:
         self._tell(StatusChanged())
 
     def _say(self, text: str, severity: Severity = "information") -> None:
-        self._tell(Said(text, severity))
+        self._tell(UserNotice(text, severity))
 
     def _background(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, cast
+from typing import ClassVar
 
 from textual.binding import Binding, BindingType
-from textual.content import Content, Span
+from textual.content import Content
 from textual.message import Message
 
-from app.tui.chat.hosting import ChatHost
-from app.tui.chat.rendered import Rendered
 from app.tui.chat.state import Entry
-from app.tui.chat.streaming import GrowingText
+from app.tui.commands import bound
 from app.tui.render.formatting import footing, heading
-from app.tui.render.rendering import render_markdown, render_plain
-from app.tui.shortcuts import bound
+from app.tui.render.markdown import render_plain
+from app.tui.render.rendered import Written
+from app.tui.render.streaming import GrowingText
 
 _CURSOR = "▍"
 FAST = 25.0
 """Tokens a second from which on the tail grows by :data:`STEP` lines at a time, some of them empty: each time it grows,
 the whole screen is laid out and drawn."""
 STEP = 6
-
-
-class Written(Rendered):
-    """Markdown of a model. Its code is drawn again when its colours arrive."""
-
-    def make(self, width: int) -> Content:
-        cast(ChatHost, self.app).highlighter.begin(self)
-        return self.written(width)
-
-    def written(self, width: int) -> Content:
-        """The content for ``width`` cells."""
-        raise NotImplementedError
-
-    def markdown(self, source: str, width: int) -> Content:
-        return render_markdown(source, width, self._colours)
-
-    def on_unmount(self) -> None:
-        cast(ChatHost, self.app).highlighter.begin(self)
-
-    def _colours(self, code: str, language: str) -> Sequence[Span]:
-        return cast(ChatHost, self.app).highlighter.spans(code, language, self)
 
 
 class MessageView(Written, can_focus=True):

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TypeVar
 
-from app.conversations.records import StoreError
-from app.conversations.store import ConversationStore
+from app.conversations.store import ConversationStore, StoreError
 from app.tui.chat.state import Entry
-
-
-@dataclass(eq=False)
-class Thread:
-    """A conversation as the screen has it. ``conversation`` is None until its first question is on disk."""
-
-    conversation: int | None = None
-    title: str = ""
-    system: str = ""
-    model: str = ""
-    path: list[Entry] = field(default_factory=list)
-
+from app.tui.chat.thread import Thread
 
 RETRY_SAVE_S = 5.0
 """Between tries while there is a problem."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import count, zip_longest
+from itertools import count
 from typing import Literal
 
-from app.conversations.records import MessageRecord, Role, State
+from app.conversations.store import MessageRecord, Role, State
 from app.settings.schema import Settings
 from engine.ipc.messages import (
     Beam,
-    Message,
     ModelFacts,
     Prefill,
     Progress,
@@ -166,7 +165,7 @@ class NetworkChanged:
 
 
 @dataclass(frozen=True)
-class Said:
+class UserNotice:
     """One line for the person. ``beside``: it stands beside what was said before, not in its place."""
 
     text: str
@@ -176,26 +175,8 @@ class Said:
 
 Update = (
     PathChanged | EntryAdded | EntryChanged | StatusChanged | FellBack | BeamsChanged | TimingArrived
-    | NetworkChanged | Said
+    | NetworkChanged | UserNotice
 )  # fmt: skip
-
-
-def prompt_messages(system: str, path: list[Entry]) -> list[Message]:
-    """What the model is given: the system prompt if there is one, then the path in turns.
-
-    Answers that never came are left out, and questions that follow one another are joined, because chat templates
-    insist on alternating roles. A question that did not fit is left out: with it, no later one would fit either.
-    """
-    messages: list[Message] = [Message("system", system)] if system.strip() else []
-    for entry, answer in zip_longest(path, path[1:]):
-        if not entry.content.strip() or (answer is not None and answer.finish_reason == TOO_LONG):
-            continue
-        last = messages[-1] if messages else None
-        if last is not None and last.role == entry.role:
-            messages[-1] = Message(entry.role, f"{last.content}\n\n{entry.content}")
-        else:
-            messages.append(Message(entry.role, entry.content))
-    return messages
 
 
 USUAL_ANSWER = 500

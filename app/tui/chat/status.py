@@ -1,24 +1,110 @@
-"""The status line."""
+"""What the chat says about the model and the engine: the status line, and what an empty conversation shows."""
 
 from __future__ import annotations
 
 from textual.content import Content
+from textual.timer import Timer
 from textual.widget import Widget
+from textual.widgets import Static
 
-from app.tui.chat.state import Status
-from app.tui.render.formatting import status_line
+from app.tui.chat.state import Phase, Status
+from app.tui.commands import key
+from app.tui.render.formatting import engine_name, progress_text, status_line
+from app.tui.render.streaming import Pace
+
+FIGURES_S, SLOWEST_FIGURES_S = 1.0, 2.0
+"""Seconds between two drawings of the figures that grow with an answer, at least and at most."""
+_NAME = ("private", "bold"), ("llm", "bold $text-primary")
+
+
+class Welcome(Static):
+    """The program's name, what the model is, and the few keys one needs."""
+
+    def __init__(self, id: str) -> None:
+        super().__init__(_welcome(Status()), id=id)
+        self._shown = ""
+
+    def show(self, status: Status) -> None:
+        if not self.display:
+            return
+        content = _welcome(status)
+        if content.markup != self._shown:
+            self._shown = content.markup
+            self.update(content)
+
+
+def _welcome(status: Status) -> Content:
+    lines = [
+        Content.assemble(*_NAME),
+        Content.styled("What you type stays on your machines.", "$foreground-muted"),
+        Content(),
+        *_about_model(status),
+        Content(),
+        *[
+            Content.assemble((f"{keys:>9}", "bold"), (f"  {text}", "$foreground-muted"))
+            for keys, text in (
+                ("enter", "sends    "),
+                ("ctrl+j", "new line "),
+                ("esc", "stops    "),
+                (key("help"), "help     "),
+                ("ctrl+q", "quits    "),
+            )
+        ],
+    ]
+    return Content("\n").join(lines)
+
+
+def _about_model(status: Status) -> list[Content]:
+    facts = status.facts
+    if status.phase is Phase.UNAVAILABLE:
+        return [
+            Content.styled(f"There is no model: {status.problem}", "$text-error"),
+            Content.styled(f"{key('model')} chooses another one.", "$foreground-muted"),
+        ]
+    if facts is not None:
+        experts = f"{facts.experts} experts, {facts.experts_per_token} active per token" if facts.experts else "dense"
+        lines = [
+            Content.assemble((facts.name, "bold"), (f" · {_parameters(facts.parameters)} · {experts}", "")),
+            Content.styled(engine_name(facts), "$foreground-muted"),
+        ]
+        if facts.name == "starter":
+            lines.append(Content.styled("Small, for trying things out: expect mistakes.", "$text-warning"))
+        return [*lines, *[Content.styled(notice, "$text-warning") for notice in facts.notices]]
+    what = progress_text(status.progress) if status.progress is not None else status.phase.value
+    return [
+        Content.assemble((status.model, "bold"), (f" · {what}", "$foreground-muted")),
+        Content.styled("You can type already: the question waits for the model.", "$foreground-muted"),
+    ]
+
+
+def _parameters(count: int) -> str:
+    return f"{count / 1e9:.1f} B parameters" if count >= 1e9 else f"{count / 1e6:.0f} M parameters"
 
 
 class StatusLine(Widget):
-    """One line about model, engine, context and speed. It never changes its size, so showing it moves nothing."""
+    """One line about model, engine, context and speed. It never changes its size, so drawing it moves nothing."""
 
     def __init__(self, status: Status, id: str) -> None:
         super().__init__(id=id)
         self._status = status
         self._shown = ""
+        self._pace = Pace(FIGURES_S, SLOWEST_FIGURES_S)
+        self._timer: Timer | None = None
+
+    def grow(self) -> None:
+        """The figures of an answer in progress changed: draw them when the pace allows it."""
+        wait = self._pace.wait()
+        if wait <= 0:
+            self.update()
+        elif self._timer is None:
+            self._timer = self.set_timer(wait, self.update)
 
     def update(self) -> None:
-        """Draw again if there is something new to say."""
+        """Draw the line now if it would read differently."""
+        if self._timer is not None:
+            self._timer.stop()
+            self._timer = None
+        self._pace.drawn()
         line = status_line(self._status, self.size.width).markup
         if line != self._shown:
             self._shown = line

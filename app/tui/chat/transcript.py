@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from textual import events, on
@@ -15,13 +16,71 @@ from textual.widgets import Static
 
 from app.tui.chat.message import LiveTail, MessageView
 from app.tui.chat.state import Entry
-from app.tui.chat.windowing import Window, appended, around, show_newer, show_older, tail
-from app.tui.render.pacing import Pace
+from app.tui.render.streaming import Pace
 
 UPDATE_S = 0.08
 """Least time between two drawings of the tail: a dozen a second look alive and leave the loop free."""
 SLOWEST_S = 0.25
 """And at least so often, however much drawing costs."""
+
+
+FIRST_MESSAGES = 30
+"""Messages mounted when a conversation is opened."""
+MORE_MESSAGES = 20
+"""Messages mounted by one request for older or newer ones."""
+MOST_MESSAGES = 90
+"""Maximum messages mounted at once; beyond it those at the far end are unmounted."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """The part of a long conversation that is mounted: the messages ``start <= index < end`` of ``total``. Pure."""
+
+    start: int
+    end: int
+    total: int
+
+    @classmethod
+    def newest(cls, total: int) -> Window:
+        """The window that a conversation of ``total`` messages is opened with."""
+        return cls(max(0, total - FIRST_MESSAGES), total, total)
+
+    @classmethod
+    def around(cls, index: int, total: int) -> Window:
+        """A window that holds message ``index`` and some of what follows it."""
+        end = min(total, max(index + 1 + FIRST_MESSAGES // 2, min(FIRST_MESSAGES, total)))
+        return cls(max(0, min(index, end - FIRST_MESSAGES)), end, total)
+
+    @property
+    def older(self) -> int:
+        """Number of messages before the window."""
+        return self.start
+
+    @property
+    def newer(self) -> int:
+        """Number of messages after the window."""
+        return self.total - self.end
+
+    def __contains__(self, index: int) -> bool:
+        return self.start <= index < self.end
+
+    def with_older(self) -> Window:
+        """Older messages are added; the newest leave if there would be too many."""
+        start = max(0, self.start - MORE_MESSAGES)
+        return Window(start, min(self.end, start + MOST_MESSAGES), self.total)
+
+    def with_newer(self) -> Window:
+        """Newer messages are added; the oldest leave if there would be too many."""
+        end = min(self.total, self.end + MORE_MESSAGES)
+        return Window(max(self.start, end - MOST_MESSAGES), end, self.total)
+
+    def appended(self) -> Window:
+        """The conversation got one more message. It is mounted if the window was at the end, and stays out while the
+        reader is further up."""
+        total = self.total + 1
+        if self.newer:
+            return Window(self.start, self.end, total)
+        return Window(max(self.start, total - MOST_MESSAGES), total, total)
 
 
 class Elsewhere(Static, can_focus=True):
@@ -104,9 +163,9 @@ class Transcript(VerticalScroll, can_focus=False):
         self._forget_live()
         total = len(self.path)
         index = self.path.index(focus) if focus in self.path else None
-        self.window = tail(total)
+        self.window = Window.newest(total)
         if index is not None and index not in self.window:
-            self.window = around(index, total)
+            self.window = Window.around(index, total)
         await self._mount_window()
         live = next((entry for entry in self.path if entry.state == "writing" and entry.content), None)
         waiting = next((entry for entry in self.path if entry.state == "writing"), None)
@@ -123,7 +182,7 @@ class Transcript(VerticalScroll, can_focus=False):
     async def add(self, entry: Entry) -> None:
         """A new message at the end."""
         self.path.append(entry)
-        self.window = appended(self.window)
+        self.window = self.window.appended()
         if len(self.path) - 1 in self.window:
             view = MessageView(entry)
             await self.mount(view, before=self._newer)
@@ -228,7 +287,7 @@ class Transcript(VerticalScroll, can_focus=False):
     async def show_more(self, older: bool) -> None:
         """Mount more messages at one end, and keep what the reader looks at where it is."""
         before = self.window
-        self.window = show_older(before) if older else show_newer(before)
+        self.window = before.with_older() if older else before.with_newer()
         if self.window == before:
             return
         self.anchor(False)

@@ -6,17 +6,17 @@ import asyncio
 import threading
 from dataclasses import dataclass, field
 
-from app.conversations.records import State, StoreError
-from app.conversations.store import ConversationStore
+from app.conversations.store import ConversationStore, State, StoreError
 from app.settings.schema import Settings
 from app.text_safety import Sanitizer, sanitize
-from app.tui.chat.saving import RETRY_SAVE_S, Saver, Thread
-from app.tui.chat.state import TOO_LONG, Entry, prompt_messages
+from app.tui.chat.saving import RETRY_SAVE_S, Saver
+from app.tui.chat.state import TOO_LONG, Entry
+from app.tui.chat.thread import Thread, prompt_messages
 from engine.ipc.messages import Failed, Finished, Generate, Sampling
 
 
 @dataclass(eq=False)
-class Turn:
+class ChatTurn:
     """One question that waits for its answer, or is being answered. ``path`` ends with the question."""
 
     thread: Thread
@@ -66,7 +66,7 @@ def failed(answer: Entry, event: Failed) -> tuple[State, str]:
     return "failed", event.error + (" /edit changes it; later questions skip it." if too_long else "")
 
 
-def generate_request(request_id: int, turn: Turn, options: Settings) -> Generate:
+def generate_request(request_id: int, turn: ChatTurn, options: Settings) -> Generate:
     """What the engine is asked. A beam search takes the likeliest continuations: sampling means nothing to it."""
     return Generate(
         id=request_id,
@@ -78,7 +78,7 @@ def generate_request(request_id: int, turn: Turn, options: Settings) -> Generate
     )
 
 
-async def autosave(turn: Turn, saver: Saver, interval_s: float) -> None:
+async def autosave(turn: ChatTurn, saver: Saver, interval_s: float) -> None:
     """Keep the growing answer on disk, every ``interval_s``. A thread writes it: the screen goes on meanwhile."""
     answer = turn.answer
     while not turn.ended:

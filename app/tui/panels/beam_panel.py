@@ -1,4 +1,4 @@
-"""The beam panel: how many candidates, what that would cost, and the candidates themselves."""
+"""The beam panel: the number of candidates, its cost, and the candidates themselves."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from textual.widgets import Static
 
 from app.text_safety import one_line
 from app.tui.chat.controller import ChatController
-from app.tui.chat.rendered import Rendered
 from app.tui.chat.state import BeamsChanged, StatusChanged, Update
+from app.tui.commands import key
 from app.tui.panels.panel import Panel
 from app.tui.render.formatting import rate, size
-from app.tui.shortcuts import key
+from app.tui.render.rendered import Rendered
 from engine.ipc.messages import Beam, BeamEstimate, BeamEstimates
 
 WIDEST = 16
@@ -38,6 +38,7 @@ class BeamPanel(Panel):
         super().__init__()
         self.can_focus = False
         self._controller = controller
+        self._facts = controller.status.facts
         self._widths = Widths(controller.options.beams, apply)
         self._candidates = Candidates(controller.pick_beam)
 
@@ -52,17 +53,17 @@ class BeamPanel(Panel):
         self._candidates.show(self._controller.beams, 0, self._controller.beam_search_runs, 0.0)
         self._ask_for_costs()
 
-    def hear(self, update: Update) -> None:
+    def handle_update(self, update: Update) -> None:
         if isinstance(update, StatusChanged):
             self._widths.use(self._controller.options.beams)
+            if self._controller.status.facts is not self._facts:
+                # Another model: its costs are different.
+                self._facts = self._controller.status.facts
+                self._ask_for_costs()
         elif isinstance(update, BeamsChanged):
             self._candidates.show(update.beams, update.step, update.running, update.tokens_per_s)
             if not update.running:
                 self._ask_for_costs()
-
-    def loaded(self) -> None:
-        """A model was loaded: its costs are others."""
-        self._ask_for_costs()
 
     @work(group="costs", exclusive=True, exit_on_error=False)
     async def _ask_for_costs(self) -> None:
@@ -71,7 +72,7 @@ class BeamPanel(Panel):
 
 
 class Widths(Rendered, can_focus=True):
-    """The widths 1 to 16, one marked, and what it would cost."""
+    """The widths 1 to 16, one of them marked, with its memory and speed."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left", "move(-1)", "Fewer", id="beams.fewer", key_display="←"),
@@ -88,7 +89,7 @@ class Widths(Rendered, can_focus=True):
         self._tokens = 0
 
     def use(self, width: int) -> None:
-        """``width`` is what the next question gets, wherever that was set."""
+        """``width`` was set, here or elsewhere, for the next question."""
         if width != self.applied:
             self.applied = self.marked = width
             self.remake()
@@ -241,7 +242,8 @@ class Candidates(Rendered, can_focus=True):
 
 
 def common_beginning(texts: Sequence[str], least: int = 40) -> int:
-    """How many characters all ``texts`` share at their beginning, up to a word; 0 if that is fewer than ``least``."""
+    """Number of characters at the beginning of all ``texts`` that are the same, cut at a word; 0 if fewer than
+    ``least``."""
     if len(texts) < 2:
         return 0
     low, high = min(texts), max(texts)

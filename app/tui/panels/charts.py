@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from textual.content import Content
 
-from app.tui.render.formatting import rate, size
-from engine.ipc.messages import ExpertMovement, LayerTimes, PhaseTimes, Timing
+from app.text_safety import one_line
+from app.tui.render.formatting import flowing, rate, size
+from engine.ipc.messages import ExpertMovement, LayerTimes, NodeTimes, PhaseTimes, Timing
 
 PARTS: tuple[tuple[str, str, str], ...] = (
     ("attention", "█", "$primary"),
@@ -23,8 +25,13 @@ PARTS: tuple[tuple[str, str, str], ...] = (
 _MUTED = "$foreground-muted"
 _SHADES = " ·░▒▓█"
 _RESIDENT = "▪"
-"""Stands behind the figure of an expert that is in GPU memory; where there is no room for figures, a digit stands for
-its use in place of a shade."""
+"""Mark after the figure of an expert that is in GPU memory. Where there is no room for figures, such an expert shows a
+digit instead of a shade."""
+
+_WAITING = ("exchange", "wait")
+_LONGEST_NAME = 12
+_NARROW = 48
+"""Width in cells below which a layer shows its slowest node's number without the name."""
 
 
 def parts_of(times: LayerTimes) -> list[float]:
@@ -37,7 +44,7 @@ def total(times: LayerTimes) -> float:
 
 
 def cells(values: Sequence[float], width: int) -> list[int]:
-    """``width`` cells shared out in proportion to ``values``; they add up to ``width`` exactly (0 if all are 0)."""
+    """``width`` cells divided in proportion to ``values``. They add up to ``width``, or to 0 if all values are 0."""
     whole = sum(values)
     if whole <= 0 or width <= 0:
         return [0] * len(values)
@@ -50,7 +57,7 @@ def cells(values: Sequence[float], width: int) -> list[int]:
 
 
 def slowest(layers: Sequence[LayerTimes], count: int = 3) -> list[tuple[int, float, str]]:
-    """The ``count`` slowest layers: index, milliseconds per token, and the part that took most of it."""
+    """The ``count`` slowest layers: index, milliseconds per token, and the part that took longest."""
     order = sorted(range(len(layers)), key=lambda index: total(layers[index]), reverse=True)
     return [
         (index, total(layers[index]), max(PARTS, key=lambda part: float(getattr(layers[index], part[0])))[0])
@@ -60,7 +67,7 @@ def slowest(layers: Sequence[LayerTimes], count: int = 3) -> list[tuple[int, flo
 
 
 def phase_summary(name: str, phase: PhaseTimes, width: int) -> Content:
-    """A phase in a few lines: its time per token, and what that went to over all layers."""
+    """A phase in a few lines: its time per token, and the share of each part over all layers."""
     if not phase.tokens:
         return Content.assemble((name, "bold"), ("  not measured yet", _MUTED))
     speed = rate(1000 / phase.per_token) if phase.per_token > 0 else ""
@@ -69,17 +76,6 @@ def phase_summary(name: str, phase: PhaseTimes, width: int) -> Content:
     sums = [sum(values) for values in zip(*(parts_of(layer) for layer in phase.layers), strict=True)] or [0.0] * 6
     sums[-1] += phase.outside_layers
     return Content("\n").join([flowing(head, width), stacked(sums, width), flowing(shares(sums), width)])
-
-
-def flowing(items: Sequence[Content], width: int) -> Content:
-    """``items`` side by side, on as many lines as they need; none is broken in two."""
-    lines: list[Content] = []
-    for item in items:
-        if lines and lines[-1].cell_length + 2 + item.cell_length <= width:
-            lines[-1] = Content.assemble(lines[-1], "  ", item)
-        else:
-            lines.append(item)
-    return Content("\n").join(lines)
 
 
 def stacked(values: Sequence[float], width: int) -> Content:
@@ -91,7 +87,7 @@ def stacked(values: Sequence[float], width: int) -> Content:
 
 
 def shares(values: Sequence[float]) -> list[Content]:
-    """The legend with the share of each part; parts that took no time are left out."""
+    """The legend with the share of each part. Parts that took no time are left out."""
     whole = sum(values) or 1.0
     return [
         Content.assemble((fill, colour), f" {name} {100 * value / whole:.0f}%")
@@ -101,7 +97,7 @@ def shares(values: Sequence[float]) -> list[Content]:
 
 
 def layer_bars(layers: Sequence[LayerTimes], width: int) -> Content:
-    """One bar for each layer, all on one scale, with its milliseconds per token."""
+    """One bar for each layer with its milliseconds per token. All bars have the same scale."""
     longest = max((total(layer) for layer in layers), default=0.0)
     if longest <= 0:
         return Content.styled("Nothing was measured yet.", _MUTED)
@@ -130,7 +126,7 @@ def slowest_line(layers: Sequence[LayerTimes]) -> Content:
 
 
 def movement(moved: ExpertMovement, width: int) -> Content:
-    """What was moved for a token, how often experts were where they were needed, and who worked when."""
+    """Bytes moved per token, the hit rate of the GPU's experts, and the times in which GPU and CPU worked."""
     tokens = max(1, moved.tokens)
     active = moved.hits + moved.misses
     first = [
@@ -155,7 +151,7 @@ def movement(moved: ExpertMovement, width: int) -> Content:
 
 @dataclass(frozen=True)
 class Cell:
-    """One place of the heat map: how often its expert was used, and whether that is in GPU memory."""
+    """One cell of the heat map: how often its expert was used, and whether it is in GPU memory."""
 
     count: int
     resident: bool = False
@@ -164,7 +160,7 @@ class Cell:
 def group_columns(rows: Sequence[Sequence[Cell]], most: int) -> tuple[list[list[Cell]], int]:
     """At most ``most`` columns: neighbours are joined, each column showing the busiest of its group.
 
-    Returns the table and how many experts stand in a column.
+    Returns the table and the number of experts in a column.
     """
     count = max((len(row) for row in rows), default=0)
     group = max(1, -(-count // max(1, most)))
@@ -176,7 +172,7 @@ def group_columns(rows: Sequence[Sequence[Cell]], most: int) -> tuple[list[list[
 
 
 def heat_map(timing: Timing, width: int) -> Content:
-    """Rows are layers, columns experts; the busiest expert of the model is 1, as in the papers."""
+    """The use of experts: rows are layers, columns experts. The busiest expert of the model is 1, as in the papers."""
     rows = _cells_of(timing)
     busiest = max((cell.count for row in rows for cell in row), default=0)
     if not busiest and not timing.resident:
@@ -196,7 +192,7 @@ def heat_map(timing: Timing, width: int) -> Content:
 
 
 def _joined(pieces: Sequence[Content]) -> list[Content]:
-    """The same text in fewer pieces: neighbours of one style are one."""
+    """The same text in fewer pieces: neighbours of the same style are joined."""
     joined: list[tuple[str, str]] = []
     for piece in pieces:
         style = str(piece.spans[0].style) if piece.spans else ""
@@ -220,7 +216,7 @@ def _cells_of(timing: Timing) -> list[list[Cell]]:
 
 
 def heat_cell(share: float, width: int, resident: bool = False) -> Content:
-    """One cell: a figure where it fits, else a shade; the colour says the same. See :data:`_RESIDENT`."""
+    """One cell: a figure if it fits, otherwise a shade, with the colour to match. See :data:`_RESIDENT`."""
     if width >= 4:
         figure = ("1.0" if resident else "1.00") if share >= 0.995 else f"{share:.2f}"[1:]
         text = f"{figure}{_RESIDENT}" if resident else figure
@@ -249,3 +245,113 @@ def heat_legend(timing: Timing, width: int) -> Content:
 def _map_header(columns: int, group: int, cell: int, digits: int) -> Content:
     names = "".join(f"{index * group:^{cell}}" for index in range(columns))
     return Content.styled(" " * (digits + 1) + names, _MUTED)
+
+
+# --- the nodes of a ring ------------------------------------------------------------------------------------------
+
+
+def work_of(times: LayerTimes) -> float:
+    """Milliseconds in which the node itself worked. The other nodes wait for the longest."""
+    return sum(float(getattr(times, name)) for name, _, _ in PARTS if name not in _WAITING)
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The slowest node of one layer, its times, and how much longer than the fastest it worked."""
+
+    node: int
+    times: LayerTimes
+    gap: float
+    """Milliseconds a token."""
+
+
+def slowest_by_layer(nodes: Sequence[Sequence[LayerTimes]]) -> list[Slowest]:
+    """The slowest node of each layer that all nodes measured; of equals the first. ``nodes``: each node's layers."""
+    if not nodes:
+        return []
+    found = []
+    for layer in range(min(map(len, nodes))):
+        work = [work_of(node[layer]) for node in nodes]
+        slowest = max(range(len(work)), key=work.__getitem__)
+        found.append(Slowest(slowest, nodes[slowest][layer], work[slowest] - min(work)))
+    return found
+
+
+def node_line(nodes: Sequence[NodeTimes], shown: int | None, width: int) -> Content:
+    """All nodes, the shown one marked. ``shown`` None: the overview."""
+    items = [Content.assemble(("n ", "bold"), ("node", _MUTED))]
+    names = ["all", *map(_label, nodes)]
+    chosen = 0 if shown is None else shown + 1
+    items += [
+        Content.styled(f"[{name}]" if index == chosen else f" {name} ", "bold $text-accent" if index == chosen else "")
+        for index, name in enumerate(names)
+    ]
+    return flowing(items, width)
+
+
+def overview(nodes: Sequence[NodeTimes], phase: str, width: int) -> Content:
+    """Each node's time in a line, then for each layer the node that the others waited for. ``phase``: ``decode`` or
+    ``prefill``."""
+    times = [node.decode if phase == "decode" else node.prefill for node in nodes]
+    lines = [*_summaries(nodes, [time.layers for time in times], width), _legend(width), Content()]
+    slowest = slowest_by_layer([time.layers for time in times])
+    if not any(work_of(layer.times) for layer in slowest):
+        return Content("\n").join([*lines, Content.styled("Nothing was measured yet.", _MUTED)])
+    counts = Counter(layer.node for layer in slowest)
+    words = [f"{_name(nodes[node])} in {count} of {len(slowest)} layers" for node, count in counts.most_common()]
+    lines.append(flowing([Content.styled("Slowest:", "bold"), *map(Content, words)], width))
+    return Content("\n").join([*lines, _bars(nodes, slowest, width)])
+
+
+def _summaries(nodes: Sequence[NodeTimes], times: Sequence[Sequence[LayerTimes]], width: int) -> list[Content]:
+    """A bar for each node with its milliseconds per token in the layers. All bars have the same scale."""
+    sums = [[sum(values) for values in zip(*map(parts_of, layers), strict=True)] or [0.0] * len(PARTS)
+            for layers in times]  # fmt: skip
+    longest = max(map(sum, sums), default=0.0)
+    names = max(len(_label(node)) for node in nodes)
+    room = max(4, width - names - 10)
+    lines = []
+    for node, values in zip(nodes, sums, strict=True):
+        length = round(room * sum(values) / longest) if longest else 0
+        label = Content.styled(f"{_label(node):{names}}  ", "bold")
+        lines.append(Content.assemble(label, stacked(values, length), " " * (room - length), f" {sum(values):7.2f}"))
+    return lines
+
+
+def _legend(width: int) -> Content:
+    return flowing([Content.assemble((fill, colour), f" {name}") for name, fill, colour in PARTS], width)
+
+
+def _bars(nodes: Sequence[NodeTimes], slowest: Sequence[Slowest], width: int) -> Content:
+    """One bar for each layer: the work of its slowest node, with the node's name."""
+    longest = max(work_of(layer.times) for layer in slowest)
+    digits = len(str(len(slowest) - 1))
+    labels = [_label(nodes[layer.node]) if width >= _NARROW else _number(nodes[layer.node]) for layer in slowest]
+    names = max(map(len, labels))
+    room = max(4, width - digits - names - 18)
+    lines = [Content.styled(f"{'':{digits + names + room + 3}} {'ms':>7} {'gap':>6}", _MUTED)]
+    for index, (layer, label) in enumerate(zip(slowest, labels, strict=True)):
+        work = work_of(layer.times)
+        values = [0.0 if name in _WAITING else float(getattr(layer.times, name)) for name, _, _ in PARTS]
+        length = round(room * work / longest) if longest else 0
+        lines.append(
+            Content.assemble(
+                (f"{index:>{digits}} ", _MUTED), (f"{label:{names}}  ", "bold"), stacked(values, length),
+                " " * (room - length), f" {work:7.2f}", (f" {layer.gap:+6.2f}", _MUTED),
+            )
+        )  # fmt: skip
+    return Content("\n").join(lines)
+
+
+def _label(node: NodeTimes) -> str:
+    return f"{_number(node)} {_name(node)}"
+
+
+def _number(node: NodeTimes) -> str:
+    """The node's number for people: ranks count from 0, this from 1."""
+    return str(node.rank + 1)
+
+
+def _name(node: NodeTimes) -> str:
+    name = one_line(node.name) or f"node {_number(node)}"
+    return name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…"

@@ -1,31 +1,39 @@
-"""What the panels have in common: they stand at the side of the chat, or fill a screen where that is too narrow."""
+"""The panels beside the chat: what they have in common, and where the open one is shown."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
+from textual.screen import Screen
+from textual.widgets import Footer, Static
 
 from app.tui.chat.state import Update
+from app.tui.commands import bound
+
+WIDE = 104
+"""Columns of a terminal from which on a panel fits beside the conversation."""
 
 
 class Panel(VerticalScroll):
+    """A part of the chat screen that is opened and closed by a key."""
+
     PANEL: ClassVar[str] = ""
-    """Which one it is."""
+    """Name of the panel."""
     TITLE: ClassVar[str] = ""
     HINT: ClassVar[str] = ""
-    """How to come here from the field, said below a panel at the side."""
+    """Line below a panel at the side: the keys that lead here from the prompt."""
 
     def __init__(self) -> None:
         super().__init__(classes="panel")
         self.covers = False
-        """It has the screen for itself: there is no place to ask."""
+        """True if the panel fills the screen, so that there is no prompt to ask from."""
 
-    def hear(self, update: Update) -> None:
+    def handle_update(self, update: Update) -> None:
         """The controller changed something."""
-
-    def loaded(self) -> None:
-        """A model was loaded."""
 
     def focus_first(self) -> None:
         self.focus()
@@ -35,3 +43,107 @@ class Panel(VerticalScroll):
 
     def closed(self) -> None:
         """The panel is gone."""
+
+
+class PanelScreen(Screen[None]):
+    """A panel that fills the screen, where it would not fit beside the conversation."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape," + bound("beams", "timing"), "close_panel", "Close", show=False, id="panel.back"),
+        Binding(bound("help"), "app.help", "Help", id="panel.help"),
+    ]
+
+    def __init__(self, panel: Panel) -> None:
+        super().__init__()
+        self._panel = panel
+        panel.covers = True
+
+    def compose(self) -> ComposeResult:
+        yield Static(self._panel.TITLE, classes="screen-title", markup=False)
+        yield self._panel
+        yield Footer(compact=True, show_command_palette=False)
+
+    def on_mount(self) -> None:
+        self._panel.focus_first()
+        self._panel.opened()
+
+    def action_close_panel(self) -> None:
+        self._panel.closed()
+        self.dismiss(None)
+
+
+class PanelSlot:
+    """The place of the open panel: the side of a wide terminal, a screen of its own on a narrow one.
+
+    ``make`` builds the panel of a name. ``on_left`` is called when no panel is open any more.
+    """
+
+    def __init__(self, screen: Screen[Any], make: Callable[[str], Panel], on_left: Callable[[], None]) -> None:
+        self.panel: Panel | None = None
+        self._screen = screen
+        self._make = make
+        self._on_left = on_left
+        self._cover: PanelScreen | None = None
+
+    @property
+    def covers(self) -> bool:
+        """Does the panel fill the screen?"""
+        return self._cover is not None
+
+    def toggle(self, kind: str) -> None:
+        """Open the panel. An open one gets the focus; with the focus it is closed."""
+        panel = self.panel
+        if panel is not None:
+            focused = self._screen.focused
+            has_focus = focused is not None and panel in focused.ancestors_with_self
+            if kind == panel.PANEL and not has_focus and not self.covers:
+                panel.focus_first()
+                return
+            self.close()
+            if kind == panel.PANEL:
+                return
+        self._place(self._make(kind), self._screen.app.size.width)
+
+    def close(self) -> None:
+        panel, self.panel = self.panel, None
+        if panel is None:
+            return
+        if self._cover is not None:
+            self._cover.action_close_panel()
+            return
+        panel.closed()
+        side = self._screen.query_one("#side")
+        side.remove_children()
+        side.display = False
+        self._on_left()
+
+    def fit(self, columns: int) -> None:
+        """Move an open panel to where it fits, now that the terminal is ``columns`` wide."""
+        panel = self.panel
+        if panel is None or (columns >= WIDE) != self.covers:
+            return
+        kind = panel.PANEL
+        self.close()
+        self.panel = self._cover = None
+        self._screen.call_after_refresh(lambda: self._place(self._make(kind), columns))
+
+    def _place(self, panel: Panel, columns: int) -> None:
+        self.panel = panel
+        if columns >= WIDE:
+            side = self._screen.query_one("#side")
+            side.display = True
+            side.mount(panel, Static(panel.HINT, classes="panel-hint", markup=False))
+            self._screen.call_after_refresh(self._opened, panel)
+            return
+        self._cover = PanelScreen(panel)
+        self._screen.app.push_screen(self._cover, self._left)
+
+    def _opened(self, panel: Panel) -> None:
+        if panel is self.panel:
+            panel.opened()
+            if panel.PANEL == "beams":
+                panel.focus_first()
+
+    def _left(self, result: None) -> None:
+        self.panel = self._cover = None
+        self._on_left()

@@ -11,18 +11,26 @@ from textual.timer import Timer
 
 from app.text_safety import one_line
 from app.tui.chat.controller import ChatController
-from app.tui.chat.rendered import Rendered
 from app.tui.chat.state import TimingArrived, Update
-from app.tui.panels.charts import heat_legend, heat_map, layer_bars, movement, phase_summary, slowest_line
-from app.tui.panels.node_charts import node_line, overview
+from app.tui.commands import key
+from app.tui.panels.charts import (
+    heat_legend,
+    heat_map,
+    layer_bars,
+    movement,
+    node_line,
+    overview,
+    phase_summary,
+    slowest_line,
+)
 from app.tui.panels.panel import Panel
-from app.tui.render.pacing import Pace
-from app.tui.shortcuts import key
+from app.tui.render.rendered import Rendered
+from app.tui.render.streaming import Pace
 from engine.ipc.messages import ExpertMovement, PhaseTimes, Timing
 
 UPDATE_S = 0.2
 SLOWEST_S = 1.0
-"""Between two drawings, the least and the most: they grow with what drawing costs."""
+"""Seconds between two drawings, at least and at most."""
 
 
 class TimingPanel(Panel):
@@ -63,10 +71,10 @@ class TimingPanel(Panel):
 
     def closed(self) -> None:
         if self.covers:
-            return  # Nobody can ask while it is open: what is asked next is measured all the same.
+            return  # There is no prompt while it is open: the measuring goes on for the next question.
         self.app.run_worker(self._controller.link.watch(False), group="watch", exit_on_error=False)
 
-    def hear(self, update: Update) -> None:
+    def handle_update(self, update: Update) -> None:
         if isinstance(update, TimingArrived):
             self._latest = update.timing
             wait = self._pace.wait()
@@ -107,7 +115,7 @@ class TimingView(Rendered):
         self._panel = panel
         self._phase: Literal["decode", "prefill"] = "decode"
         self._node: int | None = None
-        """Of a ring: the rank that is shown; None: the overview."""
+        """Rank of the shown node of a ring; None: the overview."""
 
     @property
     def has_nodes(self) -> bool:
@@ -124,7 +132,7 @@ class TimingView(Rendered):
         self.remake()
 
     def change_node(self, offset: int) -> None:
-        """From the overview through the nodes and back."""
+        """Go from the overview through the nodes and back to it."""
         if self._timing is None or not self.has_nodes:
             return
         places = len(self._timing.nodes) + 1
@@ -136,8 +144,8 @@ class TimingView(Rendered):
         found = self._measured(width)
         if self._timing is None or not self._timing.sampled:
             return found
-        said = "A few steps a second are measured: on a GPU each of them is slower for it."
-        return Content("\n").join([found, Content(), Content.styled(said, "$foreground-muted")])
+        note = "A few steps a second are measured: on a GPU each of them is slower for it."
+        return Content("\n").join([found, Content(), Content.styled(note, "$foreground-muted")])
 
     def _measured(self, width: int) -> Content:
         timing = self._timing
@@ -184,7 +192,7 @@ class TimingView(Rendered):
 
 
 class ExpertsView(Rendered):
-    """The heat map. It is large and lies below what is looked at first: where nobody sees it, it is not drawn."""
+    """The heat map. It is large and below the fold, so it is drawn only while it is visible."""
 
     def __init__(self, timing: Timing | None) -> None:
         super().__init__(classes="experts")
@@ -200,7 +208,7 @@ class ExpertsView(Rendered):
             self.remake()
 
     def seen(self) -> None:
-        """The reader scrolled: draw what was left out."""
+        """The reader scrolled: draw the map if it is visible now and out of date."""
         if self._stale and self.is_on_screen:
             self._stale = False
             self.remake()
@@ -214,6 +222,6 @@ class ExpertsView(Rendered):
 
 
 def _shape(timing: Timing | None) -> tuple[int, int, bool]:
-    """What the height of the heat map depends on."""
+    """The values that the height of the heat map depends on."""
     use = timing.expert_use if timing is not None else []
     return len(use), max(map(len, use), default=0), any(map(any, use))

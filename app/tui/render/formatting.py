@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from textual.content import Content
 
 from app.ring_words import latency, ring_name
@@ -19,7 +21,7 @@ _MUTED = "$foreground-muted"
 
 
 def size(nbytes: float) -> str:
-    """Bytes in decimal units, as disks and vendors count: ``1.5 GB``."""
+    """Bytes in decimal units, as disks and vendors use them: ``1.5 GB``."""
     if abs(nbytes) < 1000:
         return f"{nbytes:.0f} B"
     for unit in ("kB", "MB", "GB"):
@@ -42,6 +44,17 @@ def bar(done: float, total: float, width: int) -> Content:
     return Content.assemble(("━" * full, "$primary"), ("─" * (width - full), _MUTED))
 
 
+def flowing(items: Sequence[Content], width: int) -> Content:
+    """``items`` side by side on as many lines of ``width`` cells as they need. No item is split."""
+    lines: list[Content] = []
+    for item in items:
+        if lines and lines[-1].cell_length + 2 + item.cell_length <= width:
+            lines[-1] = Content.assemble(lines[-1], "  ", item)
+        else:
+            lines.append(item)
+    return Content("\n").join(lines)
+
+
 def progress_text(progress: Progress) -> str:
     """``weights 12 of 30 layers``, ``model.safetensors 1.2 of 3.4 GB``."""
     stage = progress.stage
@@ -53,7 +66,7 @@ def progress_text(progress: Progress) -> str:
 
 
 def engine_name(facts: ModelFacts) -> str:
-    """Trunk and executor, without saying one thing twice: ``native (avx2, 2 threads)``, ``transformers (torch, cpu) ·
+    """Trunk and executor: ``native (avx2, 2 threads)`` if both are the same, otherwise ``transformers (torch, cpu) ·
     local (torch, cpu)``."""
     trunk, executor = facts.trunk or facts.runtime, facts.executor
     name = trunk.partition(" ")[0]
@@ -63,9 +76,9 @@ def engine_name(facts: ModelFacts) -> str:
 
 
 def status_line(status: Status, width: int) -> Content:
-    """One line of at most ``width`` cells: what goes on at the left, the figures at the right.
+    """One line of at most ``width`` cells: the activity at the left, the figures at the right.
 
-    What matters least is left out first when it does not fit.
+    If it does not fit, the least important parts are left out first.
     """
     left = _activity(status)
     details = _details(status)
@@ -84,14 +97,14 @@ def status_line(status: Status, width: int) -> Content:
             gap = width - line.cell_length - right.cell_length
             if gap >= 2 or (gap >= 0 and not right.plain):
                 return Content.assemble(line, " " * gap, right)
-            # What a ring is, and who of it is gone, matters more than figures in full.
+            # The ring and its lost machines are more important than long forms of the figures.
             if chosen and (shown is fewer or not on_a_ring):
                 break
     return left.truncate(max(width, 0), ellipsis=True)
 
 
 class _Figure:
-    """``spare``: to be left out before what a ring is."""
+    """A figure of the status line in two lengths. ``spare``: it is left out before the ring's description."""
 
     def __init__(self, long: str, short: str, style: str = "", spare: bool = False) -> None:
         self.long = Content.styled(long, style)
@@ -104,7 +117,7 @@ def _activity(status: Status) -> Content:
     text = Content.assemble((f"{dot} ", colour), status.phase.value)
     progress, prefill = status.progress, status.prefill
     if progress is not None and status.phase in (Phase.READING, Phase.ANSWERING, Phase.FETCHING):
-        # Also a ring that is formed again in the middle of a turn: that is what one waits for.
+        # Also while a ring is formed again during an answer.
         text = Content.assemble((f"{dot} ", colour), one_line(progress.stage))
         return Content.assemble(text, _done(progress))
     if progress is not None and status.phase is Phase.LOADING:
@@ -120,7 +133,7 @@ def _activity(status: Status) -> Content:
 
 
 def _done(progress: Progress) -> Content:
-    """How much of it is done, after a space; empty if that cannot be said."""
+    """A space and the part that is done; empty if the total is not known."""
     if not progress.total:
         return Content()
     share = f" {100 * progress.done // progress.total}%"
@@ -174,7 +187,7 @@ def _thousands(count: int) -> str:
 
 
 def heading(entry: Entry) -> Content:
-    """Who speaks, and which of the alternatives this is."""
+    """The speaker, and which of the alternatives is shown."""
     name = ("You", "bold $text-primary") if entry.role == "user" else (entry.model or "Model", "bold $text-secondary")
     parts: list[Content | tuple[str, str]] = [name]
     if entry.siblings > 1:
@@ -188,7 +201,7 @@ def heading(entry: Entry) -> Content:
 
 
 def footing(entry: Entry) -> Content | None:
-    """What there is to say below a message; None if nothing."""
+    """The line below a message; None if there is none."""
     parts: list[Content] = []
     if entry.note:
         style = "$text-error" if entry.state == "failed" else "$text-warning" if entry.state == "stopped" else _MUTED

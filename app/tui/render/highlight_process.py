@@ -1,8 +1,8 @@
-"""The process that colours code: Pygments over what stdin asks for, one line of JSON for each request and reply.
+"""The process that colours code with Pygments. Each request on stdin and each reply on stdout is one line of JSON.
 
 A lexer is a set of regular expressions, and some texts keep one busy for ever. Nothing in the same process can stop it,
-because a match holds the interpreter's lock. So it runs here, where the kernel ends the process (SIGPROF) once a block
-has taken :data:`DEADLINE_S` of the processor.
+because a match holds the interpreter's lock. Here the kernel ends the process (SIGPROF) when a block has taken
+:data:`DEADLINE_S` of processor time.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pygments.lexers import get_lexer_by_name
 from pygments.token import _TokenType
 
 DEADLINE_S = 2.0
-"""Seconds of processor time for one block; an honest one takes some hundredths. Nobody waits for it."""
+"""Maximum seconds of processor time for one block. An ordinary block takes some hundredths."""
 _MEMORY_BYTES = 1 << 30
-"""Most address space of this process."""
+"""Maximum address space of this process, in bytes."""
 
 
 def runs_of(lexer: Lexer, code: str) -> list[tuple[str, int]]:
-    """``code`` as (kind, characters) one behind the other; a kind is a token type as ``Name.Function``."""
+    """``code`` as consecutive (kind, number of characters); a kind is a token type such as ``Name.Function``."""
     runs: list[tuple[str, int]] = []
     kind: _TokenType
     for start, kind, text in lexer.get_tokens_unprocessed(code + "\n"):

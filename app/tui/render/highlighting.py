@@ -1,8 +1,7 @@
-"""Colours for code, made by another process; until they arrive, and where they do not, code is plain.
+"""Colours for code, made by another process. Code is plain until they arrive.
 
-What is coloured is a model's text, and so anybody's whose text the model repeats:
-:mod:`app.tui.render.highlight_process` says why that is not done here. Only lexers that hostile texts were tried on are
-used, on blocks and lines of bounded size.
+A model may repeat hostile text, which can keep a lexer busy for ever; see :mod:`app.tui.render.highlight_process`. Only
+lexers that were tested with hostile texts are used, on blocks and lines of limited size.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from textual.content import Span
 from app.engine_process import child_environment
 
 BLOCK_LIMIT = 8_000
-"""Characters of a block that is still worth colouring."""
+"""Maximum characters of a block that is coloured."""
 SHORTER_BLOCKS = {"groovy": 3_000, "java": 3_000, "terraform": 3_000}
-"""The same for lexers that take the square of some blocks."""
+"""Maximum characters of a block for lexers whose time grows with the square of some blocks."""
 LINE_LIMIT = 500
-"""Characters of its longest line: some expressions take the square of them."""
+"""Maximum characters of a line: the time of some expressions grows with their square."""
 SPACE_LIMIT = 250
-"""Characters of its longest white space, over any number of lines; as above."""
+"""Maximum characters of white space in a row, over any number of lines, for the same reason."""
 LANGUAGES = {
     alias: lexer
     for lexer, aliases in {
@@ -93,15 +92,15 @@ LANGUAGES = {
     }.items()
     for alias in (lexer, *aliases.split())
 }
-"""What may stand behind a fence, and the lexer it gets. None is here that the fuzz of the tests did not pass."""
+"""Lexer for each name after a fence. Each of them has passed the fuzz tests."""
 _KEPT_CHARACTERS = 400_000
-"""Characters of the blocks whose colours are remembered."""
+"""Maximum characters of all blocks whose colours are kept."""
 _RECENT = 8
-"""Blocks that one which has grown is compared with."""
+"""Number of recent blocks that a growing block is compared with."""
 _IDLE_S = 30.0
 """Seconds without work after which the process is ended."""
 _LONGEST_REPLY = 1 << 23
-"""Bytes."""
+"""Maximum bytes of a reply."""
 
 _Key = tuple[str, str]
 """A lexer and a block of code."""
@@ -116,7 +115,7 @@ class Waiter(Protocol):
 
 
 class Highlighter:
-    """Gives the colours that are known and asks for the others. For one event loop."""
+    """Returns the colours that are known and asks the process for the others. Belongs to one event loop."""
 
     def __init__(
         self, command: Sequence[str] = (sys.executable, "-P", "-m", "app.tui.render.highlight_process")
@@ -131,20 +130,20 @@ class Highlighter:
 
     @property
     def busy(self) -> bool:
-        """Are there colours to come?"""
+        """Are colours still being made?"""
         return bool(self._wanted)
 
     @property
     def failed(self) -> frozenset[str]:
-        """The lexers that failed or ran out of time; they are not asked again."""
+        """The lexers that failed or ran out of time. They are not used again."""
         return frozenset(self._failed)
 
     def begin(self, waiter: Waiter) -> None:
-        """``waiter`` is about to ask for all that it shows now: what it asked for before does not matter any more."""
+        """Forget what ``waiter`` asked for: it is about to ask for everything that it shows now."""
         self._wanted.pop(waiter, None)
 
     def spans(self, code: str, language: str, waiter: Waiter) -> list[Span]:
-        """The colours of ``code`` as far as they are known. If there are more to come, ``waiter`` is told."""
+        """The colours of ``code`` as far as they are known. ``waiter.remake`` is called when the rest has arrived."""
         lexer = LANGUAGES.get(language.casefold())
         if lexer is None or lexer in self._failed or not worth_colouring(code, lexer):
             return []
@@ -156,13 +155,13 @@ class Highlighter:
         self._more.set()
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._work(), name="colours of code")
-        # A block that is being written keeps the colours that its beginning had.
+        # A block that is being written keeps the colours of its beginning.
         recent = islice(reversed(self._known), _RECENT)
         begun = next((known for known in recent if known[0] == lexer and code.startswith(known[1])), None)
         return self._known[begun] if begun is not None else []
 
     async def close(self) -> None:
-        """Afterwards no process is left, and nobody is told anything."""
+        """End the process. No waiter is called any more."""
         self._wanted.clear()
         if self._task is not None:
             self._task.cancel()
@@ -186,7 +185,7 @@ class Highlighter:
             await self._end_process()
 
     async def _colours(self, key: _Key) -> list[Span]:
-        """The colours of ``key``: none if the process ended over it, or cannot be started."""
+        """The colours of ``key``; none if the process was ended by it or cannot be started."""
         lexer, _ = key
         if lexer in self._failed:
             return []
@@ -238,7 +237,7 @@ class Highlighter:
 
 
 def worth_colouring(code: str, lexer: str) -> bool:
-    """Is ``code`` within the limits?"""
+    """Is ``code`` within the limits for being coloured?"""
     if len(code) > SHORTER_BLOCKS.get(lexer, BLOCK_LIMIT) or any(len(line) > LINE_LIMIT for line in code.split("\n")):
         return False
     return all(len(space.group()) <= SPACE_LIMIT for space in re.finditer(r"\s+", code))
@@ -259,7 +258,7 @@ def _spans(runs: list[tuple[str, int]]) -> list[Span]:
 
 @functools.cache
 def _style(kind: str) -> str:
-    """The style of a token type as ``Name.Function``: its own, or that of the nearest type above it."""
+    """The style of a token type such as ``Name.Function``: its own, or that of its nearest parent type."""
     from textual.highlight import HighlightTheme
 
     parts = tuple(kind.split("."))

@@ -16,11 +16,11 @@ from textual.screen import Screen
 from textual.widgets import Footer, Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from app.conversations.records import Conversation, StoreError
+from app.conversations.store import Conversation, StoreError
 from app.text_safety import one_line
 from app.tui.chat.controller import ChatController
 from app.tui.chat.saving import unlocked
-from app.tui.shortcuts import bound
+from app.tui.commands import bound
 
 _MUTED = "$foreground-muted"
 _HIT_START, _HIT_END = "\ue000", "\ue001"
@@ -28,7 +28,7 @@ _DAY_S = 86_400
 
 
 @dataclass(frozen=True)
-class Opened:
+class ConversationChosen:
     """The conversation to show, and the message in it that was found, if one was."""
 
     conversation: int
@@ -70,7 +70,7 @@ _MARGINS = 8
 """Columns beside the text of the list: its margins, its padding and the scroll bar."""
 
 
-class ConversationsScreen(Screen[Opened | None]):
+class ConversationsScreen(Screen[ConversationChosen | None]):
     HELP = (
         "Type to search in titles and messages. `enter` opens a chat. In the list, `r` renames, `a` archives "
         "(or brings back), `d` deletes after asking, `e` exports, and `v` shows what is archived."
@@ -169,7 +169,7 @@ class ConversationsScreen(Screen[Opened | None]):
 
     def _open(self, index: int) -> None:
         row = self._rows[index]
-        self.dismiss(Opened(row.conversation.id, row.message))
+        self.dismiss(ConversationChosen(row.conversation.id, row.message))
 
     @property
     def _marked(self) -> Conversation | None:
@@ -201,7 +201,7 @@ class ConversationsScreen(Screen[Opened | None]):
             self._try(lambda: self._store.change(found.id, archived=not found.archived))
 
     def action_rename(self) -> None:
-        from app.tui.screens.asking import AskText
+        from app.tui.screens.dialogues import AskText
 
         found = self._marked
         if found is None:
@@ -218,7 +218,7 @@ class ConversationsScreen(Screen[Opened | None]):
         self.app.push_screen(AskText("Title of the chat", found.title), renamed)
 
     def action_delete(self) -> None:
-        from app.tui.screens.asking import Confirm
+        from app.tui.screens.dialogues import Confirm
 
         found = self._marked
         if found is None:
@@ -234,8 +234,8 @@ class ConversationsScreen(Screen[Opened | None]):
         self.app.push_screen(Confirm(f"Delete “{title}”?", detail), answered)
 
     def action_export(self) -> None:
-        from app.tui.chat.exporting import export_conversation, suggested_path, why_not_exported
-        from app.tui.screens.asking import AskText
+        from app.conversations.exporting import export_form, export_problem, suggested_path, write_export
+        from app.tui.screens.dialogues import AskText
 
         found = self._marked
         if found is None:
@@ -244,10 +244,11 @@ class ConversationsScreen(Screen[Opened | None]):
         def named(path: str | None) -> None:
             if not path:
                 return
+            target = Path(path).expanduser()
             try:
-                written = export_conversation(self._store, found.id, Path(path).expanduser())
+                written = write_export(target, self._store.export(found.id, export_form(target)))
             except (OSError, StoreError) as error:
-                self._say(why_not_exported(Path(path), error))
+                self._say(export_problem(Path(path), error))
             else:
                 self.notify(f"Exported to {written}.", markup=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from textual import on, work
 from textual.app import ComposeResult
@@ -17,17 +17,19 @@ from textual.widgets.option_list import Option
 from app.engine_client import EngineDied
 from app.network import NetworkProblem
 from app.ring_words import fingerprint, machine_name, short_id
-from app.settings.items import ItemError, check_item
+from app.settings.fields import ItemError, check_item
 from app.text_safety import one_line
 from app.tui.chat.controller import ChatController
-from app.tui.chat.hosting import ChatHost
-from app.tui.chat.rendered import Rendered
-from app.tui.panels.charts import flowing
-from app.tui.screens.asking import AskText, Confirm
-from app.tui.screens.ring_view import peer_lines, ring_lines
-from app.tui.shortcuts import bound
+from app.tui.commands import bound
+from app.tui.render.formatting import flowing
+from app.tui.render.rendered import Rendered
+from app.tui.render.ring_view import peer_lines, ring_lines
+from app.tui.screens.dialogues import AskText, Confirm
 from engine.ipc.messages import NetworkState, PeerFacts
 from engine.planning.absent_machines import absent_lines
+
+if TYPE_CHECKING:
+    from app.tui.application import ChatApp
 
 _MUTED = "$foreground-muted"
 _CLOSED = "Look for machines first (l): until then no socket is open."
@@ -203,7 +205,7 @@ class MachinesScreen(Screen[None]):
         self._load_with("auto")
 
     def _load_with(self, partitioning: str) -> None:
-        problem = cast(ChatHost, self.app).change_setting("partitioning", partitioning)
+        problem = cast("ChatApp", self.app).change_setting("partitioning", partitioning)
         if problem:
             self._say(problem)
         else:

@@ -15,15 +15,15 @@ from textual.widgets.option_list import Option
 
 from app.text_safety import one_line
 from app.tui.chat.controller import ChatController
+from app.tui.commands import bound
 from app.tui.render.formatting import bar, progress_text, size
-from app.tui.shortcuts import bound
 from engine.errors import ModelError
 
 _MUTED = "$foreground-muted"
 
 
 @dataclass(frozen=True)
-class Row:
+class ModelOption:
     """A model to choose: ``here`` if it is on this machine."""
 
     name: str
@@ -32,14 +32,14 @@ class Row:
     here: bool
 
 
-def rows() -> list[Row]:
+def rows() -> list[ModelOption]:
     """What is on this machine first, then what the catalogue knows besides. Reads the disk."""
     from engine.models.catalogue import catalogue
     from engine.models.store import installed
 
     entries = {entry.name: entry for entry in catalogue()}
     found = [
-        Row(
+        ModelOption(
             model.name,
             " · ".join(
                 filter(None, [size(model.nbytes), one_line(model.family), "prepared" if model.prepared else ""])
@@ -51,7 +51,7 @@ def rows() -> list[Row]:
     ]
     names = {row.name for row in found}
     known = [
-        Row(
+        ModelOption(
             entry.name,
             f"{entry.gigabytes:g} GB · {entry.parameters_billion:g} B parameters, {entry.active_billion:g} B active "
             f"· {entry.licence}",
@@ -81,7 +81,7 @@ class ModelsScreen(Screen[str | None]):
     def __init__(self, controller: ChatController) -> None:
         super().__init__()
         self._controller = controller
-        self._rows: list[Row] = []
+        self._rows: list[ModelOption] = []
 
     def compose(self) -> ComposeResult:
         yield Static("Model", classes="screen-title", markup=False)
@@ -107,7 +107,7 @@ class ModelsScreen(Screen[str | None]):
             found, problem = [], str(error)
         self.app.call_from_thread(self._found, found, problem)
 
-    def _found(self, found: list[Row], problem: str) -> None:
+    def _found(self, found: list[ModelOption], problem: str) -> None:
         self._rows = found
         self.query_one("#model-problem", Static).update(Content(one_line(problem)))
         self._draw()
@@ -128,7 +128,7 @@ class ModelsScreen(Screen[str | None]):
         if self._rows:
             models.highlighted = min(marked, len(self._rows) - 1)
 
-    def _prompt(self, row: Row, current: str) -> Content:
+    def _prompt(self, row: ModelOption, current: str) -> Content:
         dot = ("● ", "$text-success") if row.name == current else ("  ", "") if row.here else ("↓ ", "$text-warning")
         title = Content.assemble(dot, (row.name, "bold"), (f"  {row.figures}", _MUTED))
         lines = [title]
@@ -162,7 +162,7 @@ class ModelsScreen(Screen[str | None]):
             self.query_one("#model-problem", Static).update(Content(one_line(str(error))))
             return
         if model.kind == "hub" and model.folder is None:
-            self._rows = [*self._rows, Row(name, "", "", False)]
+            self._rows = [*self._rows, ModelOption(name, "", "", False)]
             self._controller.pulling.start(name)
             self._draw()
             self.query_one(OptionList).focus()

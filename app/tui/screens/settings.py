@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from textual import events, on, work
 from textual.app import ComposeResult
@@ -16,12 +16,16 @@ from textual.widget import Widget
 from textual.widgets import Footer, Input, RadioButton, RadioSet, Select, Static, Switch, TextArea
 
 from app.settings.schema import GROUPS, SCHEMA, Setting, SettingError, Value
+from app.text_safety import one_line
 from app.tui.chat.controller import ChatController
-from app.tui.chat.hosting import ChatHost
-from app.tui.chat.predicting import prediction
-from app.tui.chat.rendered import Rendered
-from app.tui.shortcuts import bound, either, key
-from engine.ipc.messages import Planned
+from app.tui.commands import bound, either, key
+from app.tui.render.formatting import bar, flowing, rate, size
+from app.tui.render.rendered import Rendered
+from app.tui.render.ring_view import ring_lines
+from engine.ipc.messages import DeviceMemory, Planned
+
+if TYPE_CHECKING:
+    from app.tui.application import ChatApp
 
 _MOST_BUTTONS = 6
 """Choices that are all shown; more go into a list that opens."""
@@ -42,7 +46,7 @@ class SettingRow(Vertical):
     A value that has the model loaded again goes into ``draft``; others take effect at once.
     """
 
-    def __init__(self, setting: Setting, app: ChatHost, draft: Draft) -> None:
+    def __init__(self, setting: Setting, app: ChatApp, draft: Draft) -> None:
         super().__init__(classes=f"setting {setting.kind}")
         self.setting = setting
         self._chat_app = app
@@ -201,7 +205,7 @@ class SettingsScreen(Screen[str]):
         self._warned = False
 
     def compose(self) -> ComposeResult:
-        app = cast(ChatHost, self.app)
+        app = cast("ChatApp", self.app)
         yield Static("Settings · ↻ reloads the model or the ring", classes="screen-title", markup=False)
         with VerticalScroll(classes="settings", can_focus=False):
             for group, title in GROUPS.items():
@@ -321,7 +325,7 @@ class SettingsScreen(Screen[str]):
             refused[0].focus_control()
             self.notify("Invalid value. Esc again discards it.", severity="warning")
             return
-        problem = cast(ChatHost, self.app).change_settings(self._draft) if self._draft else ""
+        problem = cast("ChatApp", self.app).change_settings(self._draft) if self._draft else ""
         self._close_network()
         self.dismiss(problem)
 
@@ -339,3 +343,68 @@ def _shown(value: Value) -> str:
 
 def _placeholder(setting: Setting) -> str:
     return "not set" if setting.optional else setting.allowed
+
+
+_MUTED = "$foreground-muted"
+_BAR = 12
+
+
+def prediction(planned: Planned | str, width: int) -> Content:
+    """``planned`` in a few lines: the shortfall if there is one, speed, memory of each device, reasons."""
+    if isinstance(planned, str):
+        return Content.assemble(("Not predicted: ", "bold"), (one_line(planned), "$text-error"))
+    lines = [_speed(planned, width), *[_memory(device, width) for device in planned.memory]]
+    if planned.ring is not None:
+        # What the ring gives and each machine holds; the speed of the plan is the ring's, so it is said once.
+        lines = [*ring_lines(planned.ring, width), *lines[1:]]
+        if planned.basis:
+            lines.append(Content.styled(one_line(planned.basis), _MUTED))
+    if not planned.fits:
+        lines.insert(0, _shortfall(planned))
+    lines += [
+        Content.assemble(
+            (f"{one_line(choice.what)}: ", _MUTED), one_line(choice.choice), (_reason(choice.reason), _MUTED)
+        )
+        for choice in planned.choices
+    ]
+    return Content("\n").join(lines)
+
+
+def _shortfall(planned: Planned) -> Content:
+    missing = f"{size(planned.shortfall)} short" if planned.shortfall else "see below why"
+    return Content.styled(f"{one_line(planned.model)} does not fit in memory: {missing}.", "$text-error bold")
+
+
+def _speed(planned: Planned, width: int) -> Content:
+    basis = Content.styled(one_line(planned.basis), _MUTED)
+    if planned.tokens_per_s is None:
+        items = [Content.styled("Speed not predicted", "bold"), basis]
+    else:
+        items = [
+            Content.assemble(("Predicted ", "bold"), (f"about {rate(planned.tokens_per_s)}", "bold $text-success"))
+        ]
+        if planned.prefill_tokens_per_s:
+            items.append(Content(f"prompts {rate(planned.prefill_tokens_per_s)}"))
+        items.append(basis)
+    return flowing([item for item in items if item.plain], width)
+
+
+def _memory(device: DeviceMemory, width: int) -> Content:
+    parts = {
+        "trunk": device.trunk,
+        "experts": device.experts,
+        "keys and values": device.key_values,
+        "workspace": device.workspace,
+    }
+    used = sum(parts.values())
+    amount = f" {size(used)} of {size(device.total)}" if device.total else f" {size(used)}"
+    head = [Content.assemble((one_line(device.device), "bold"), (amount, "$text-error" if used > device.free else ""))]
+    if device.total:
+        head.append(bar(used, device.total, _BAR))
+        head.append(Content(f"{size(device.free)} free"))
+    share = [f"{name} {size(nbytes)}" for name, nbytes in parts.items() if nbytes]
+    return flowing([*head, Content.styled(" · ".join(share), _MUTED)] if share else head, width)
+
+
+def _reason(reason: str) -> str:
+    return f" – {one_line(reason)}" if reason else ""

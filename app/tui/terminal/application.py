@@ -1,9 +1,12 @@
-"""What both screens share: they end with their terminal, and copy to the clipboard of the machine."""
+"""The base class of both applications: it ends with its terminal, and copies to the machine's clipboard."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
 
 from textual import work
 from textual.app import App
@@ -11,10 +14,8 @@ from textual.driver import Driver
 from textual.filter import LineFilter
 
 from app.engine_client import Engine
-from app.tui.clipboard import copy
-from app.tui.terminal.driver import TerminalDriver
-from app.tui.terminal.ending import end_at_last, ended_by_signals
-from app.tui.terminal.safe_lines import with_safe_lines
+from app.tui.terminal.driver import TerminalDriver, end_at_last, ended_by_signals
+from app.tui.terminal.output import with_safe_lines
 
 
 class TerminalApp(App[int]):
@@ -32,18 +33,17 @@ class TerminalApp(App[int]):
         return with_safe_lines(super().get_line_filters())
 
     async def keep(self) -> None:
-        """Bring to disk and close what must be, before the end."""
+        """Save and close before the end what would be lost otherwise."""
         raise NotImplementedError
 
     def end_soon(self, status: int) -> None:
-        """End with ``status`` and without a question, from outside the application: its terminal is gone, or somebody
-        sent a signal."""
+        """End with ``status`` without asking: the terminal is gone, or a signal was received."""
         self.end_in_time(status)
         if self._ending is None:
             self._ending = asyncio.create_task(self._end(status), name="end")
 
     async def run_to_end(self, engine: Engine) -> int:
-        """Run on this terminal until the person leaves or it ends, and close ``engine``; the exit status."""
+        """Run until the person leaves or the terminal ends, then close ``engine``; the exit status."""
         with ended_by_signals(self.end_soon, self.end_in_time):
             try:
                 result = await self.run_async()
@@ -52,7 +52,7 @@ class TerminalApp(App[int]):
         return result if result is not None else self.return_code or 0
 
     def end_in_time(self, status: int) -> None:
-        """However it goes on, the process ends some time from now. For any moment: from a signal handler too."""
+        """End the process some seconds from now if it has not ended by then. May be called in a signal handler."""
         if not self._limited:
             self._limited = True
             driver = self._driver
@@ -65,14 +65,74 @@ class TerminalApp(App[int]):
             self.exit(status)
 
     def copy_to_clipboard(self, text: str) -> None:
-        """Also what was selected with the mouse: terminals that pass text on to the clipboard are not all."""
+        """Copy what was selected with the mouse. Not all terminals pass text on to the clipboard by themselves."""
         self.copy_out(text, "The selection")
 
     def copy_out(self, text: str, what: str) -> None:
-        """Copy ``text`` and say that ``what`` was copied, or how to get at it."""
+        """Copy ``text`` and notify that ``what`` was copied, or how to copy it by hand."""
         self._clipboard = text
         self._copy(text, what)
 
     @work(group="copy", exclusive=True)
     async def _copy(self, text: str, what: str) -> None:
-        self.notify(await copy(text, what, super().copy_to_clipboard), markup=False, timeout=4)
+        self.notify(await copy_text(text, what, super().copy_to_clipboard), markup=False, timeout=4)
+
+
+_WAIT_S = 3.0
+
+
+def clipboard_tools(environment: Mapping[str, str] = os.environ, system: str = sys.platform) -> list[list[str]]:
+    """Commands that take the text on their standard input, best first, whether installed or not."""
+    if system == "darwin":
+        return [["pbcopy"]]
+    found: list[list[str]] = []
+    if environment.get("WAYLAND_DISPLAY"):
+        found.append(["wl-copy"])
+    if environment.get("DISPLAY"):
+        found += [["xclip", "-selection", "clipboard"], ["xsel", "--clipboard", "--input"]]
+    if environment.get("WSL_DISTRO_NAME"):
+        found.append(["clip.exe"])
+    return found
+
+
+async def copy_text(text: str, what: str, through_terminal: Callable[[str], None]) -> str:
+    """Copy ``text``; returns the sentence to show.
+
+    The machine's own tool is tried first. Over SSH only the terminal can reach the person's clipboard.
+    """
+    remote = bool(os.environ.get("SSH_CONNECTION"))
+    if not remote:
+        for command in clipboard_tools():
+            if shutil.which(command[0]) and await _run(command, text):
+                return f"{what} is copied."
+    through_terminal(text)
+    return "Sent to the terminal's clipboard. Nothing to paste? Shift-drag to select."
+
+
+def tool_environment(tool: str, environment: Mapping[str, str] = os.environ) -> dict[str, str] | None:
+    """The environment of ``tool``; None: that of this program. pbcopy decodes its input by the locale."""
+    if tool != "pbcopy":
+        return None
+    return {key: value for key, value in environment.items() if key != "LC_ALL"} | {"LC_CTYPE": "UTF-8"}
+
+
+async def _run(command: list[str], text: str) -> bool:
+    """Did ``command`` take the text? A tool that keeps running to serve the clipboard does not block this."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            env=tool_environment(command[0]),
+            start_new_session=True,
+        )
+    except OSError:
+        return False
+    try:
+        await asyncio.wait_for(process.communicate(text.encode("utf-8", "replace")), _WAIT_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return False
+    return process.returncode == 0

@@ -1,4 +1,4 @@
-"""Reads from and draws on the terminal, and notices when it is gone."""
+"""Reading from and drawing on the terminal, and its end: a signal, or a terminal that is closed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import IO, TYPE_CHECKING, Any, cast
 
 from textual.drivers.linux_driver import LinuxDriver
 
-from app.tui.terminal.ending import HUNG_UP
 from app.tui.terminal.keys import KeyParser
 
 if TYPE_CHECKING:
@@ -21,15 +20,24 @@ if TYPE_CHECKING:
 
     from app.tui.terminal.application import TerminalApp
 
+
+import asyncio
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
 _LOOK_S = 0.1
-"""How often the reading thread looks whether it is to end."""
+"""Seconds between two checks of the reading thread whether it is to end."""
 _READ_BYTES = 4096
 _GIVEN_BACK = "\x1b[?2004l\x1b[?7h\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[<u\x1b[?1049l\x1b[?25h\x1b[?1004l"
-"""No pastes in brackets, lines that wrap, no mouse, plain keys, the first screen, a cursor, no word of the focus."""
+"""Sequences that restore the terminal: no bracketed paste, wrapping lines, no mouse reports, plain keys, the main
+screen, a visible cursor, no focus reports."""
 
 
 class TerminalDriver(LinuxDriver):
-    """Textual's driver for Linux and macOS, which would read for ever from a terminal that was closed."""
+    """Textual's driver for Linux and macOS, made to end when the terminal is closed. Textual's would read for ever."""
 
     def __init__(
         self, app: App[object], *, debug: bool = False, mouse: bool = True, size: tuple[int, int] | None = None
@@ -47,7 +55,7 @@ class TerminalDriver(LinuxDriver):
             while not self.exit_event.is_set():
                 wait = _LOOK_S if parser.due is None else max(0.0, min(_LOOK_S, parser.due - time.monotonic()))
                 if not selector.select(wait):
-                    # Only when there is nothing to read is a key over; that this thread had to wait means nothing.
+                    # A key is complete only when there is nothing left to read, however long this thread waited.
                     for event in parser.tick():
                         self.process_message(event)
                     continue
@@ -65,7 +73,7 @@ class TerminalDriver(LinuxDriver):
                         self.process_message(event)
 
     def restore_now(self) -> None:
-        """Give the terminal back although nothing else works any more. May block if the terminal takes nothing."""
+        """Restore the terminal from a process that is about to be ended. Blocks if the terminal accepts nothing."""
         with contextlib.suppress(termios.error, OSError):
             if self.attrs_before is not None:
                 termios.tcsetattr(self.fileno, termios.TCSANOW, self.attrs_before)
@@ -77,8 +85,10 @@ class TerminalDriver(LinuxDriver):
 
 
 class _Output:
-    """The terminal as a file that takes everything, also when it is gone: the thread that writes to it must not die,
-    for the application would wait for it for ever."""
+    """The terminal as a file whose writes never fail, even when the terminal is gone.
+
+    The thread that writes must not die: the application would wait for it for ever.
+    """
 
     def __init__(self, file: IO[str], on_gone: Callable[[], None]) -> None:
         self._file = file
@@ -105,3 +115,50 @@ class _Output:
         except OSError:
             self._is_gone = True
             self._on_gone()
+
+
+HUNG_UP = 128 + signal.SIGHUP
+"""Exit status when the terminal was closed: 128 plus the number of the signal, as in a shell."""
+
+_SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT)
+PATIENCE_S = 10.0
+"""Seconds for an orderly end: saving through another program's lock, leaving a ring, ending the engine."""
+
+
+def end_at_last(status: int, before: Callable[[], None], patience_s: float = PATIENCE_S) -> None:
+    """End the process with ``status`` after ``patience_s`` if it still runs then.
+
+    ``before`` is called first, and not waited for if it blocks.
+    """
+
+    def end() -> None:
+        last = threading.Thread(target=before, daemon=True)
+        last.start()
+        last.join(patience_s / 10)
+        os._exit(status)
+
+    timer = threading.Timer(patience_s, end)
+    timer.daemon = True
+    timer.start()
+
+
+@contextmanager
+def ended_by_signals(end_soon: Callable[[int], None], in_time: Callable[[int], None]) -> Iterator[None]:
+    """Inside, SIGHUP, SIGTERM and SIGINT call ``in_time`` at once and ``end_soon`` in the running event loop.
+
+    Both are given the exit status. SIGHUP counts even if it was ignored before (nohup): a screen is of no use without
+    its terminal.
+    """
+    loop = asyncio.get_running_loop()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        in_time(128 + number)
+        loop.call_soon_threadsafe(end_soon, 128 + number)
+
+    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            # The program is ending: from here on a signal may do what it did before.
+            signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""From what a terminal sends to events: Textual's parser, and what that leaves out."""
+"""What a terminal sends, as events: Textual's parser with some keys and pastes added."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ from textual.message import Message
 from app.text_safety import sanitize
 
 ESCAPE_S = 0.02
-"""Seconds after which a lone ESC was the escape key, and not the beginning of another key: what a terminal sends for
-one key, it sends at once. ESCDELAY, in milliseconds, says otherwise."""
+"""Seconds after which a lone ESC is the escape key and not the beginning of another key. A terminal sends all of one
+key at once. The environment variable ESCDELAY, in milliseconds, overrides this."""
 
 _BREAKS = ("\x1b\r", "\x1b\n")
 _KEPT = len(BRACKETED_PASTE_START) - 1
-"""Characters of a marker that may have come with what was read before."""
+"""Number of characters of a paste marker that may be at the end of the data read before."""
 
 
 class KeyParser(XTermParser):
-    """As Textual's, and: the escape key is known after :data:`ESCAPE_S`; ESC and enter are one key, ``alt+enter``;
-    characters that Python does not call printable, such as joiners, wide spaces and new emoji, arrive (as a paste,
-    because widgets do not take them as keys); a paste is one text, in which no escape
-    sequence acts as a key or is left.
+    """Textual's parser with these differences:
+
+    - The escape key is recognised after :data:`ESCAPE_S`.
+    - ESC followed by enter is one key, ``alt+enter``.
+    - Characters that Python does not call printable (joiners, wide spaces, new emoji) arrive as a paste, because
+      widgets ignore them as keys.
+    - A paste is one text. Escape sequences in it are removed and never act as keys.
     """
 
     def __init__(self, debug: bool = False) -> None:
@@ -57,7 +60,7 @@ class KeyParser(XTermParser):
                 continue
             pasted, data = self._up_to_end_of_paste(data)
             if pasted is not None:
-                # The parser has seen the beginning of a paste and must see its end; it makes an empty paste of them.
+                # The parser has seen the beginning of a paste and must see its end. It makes an empty paste of both.
                 for _ in super().feed(BRACKETED_PASTE_END):
                     pass
                 yield events.Paste(as_text(pasted))
@@ -66,7 +69,7 @@ class KeyParser(XTermParser):
         return map(_as_widgets_take_it, super().tick())
 
     def _up_to_paste(self, data: str) -> tuple[str, str]:
-        """``data`` up to the beginning of a paste, that included, and the rest."""
+        """``data`` up to and including the marker of a paste's beginning, and the rest."""
         known = self._before + data
         start = known.find(BRACKETED_PASTE_START)
         if start < 0:
@@ -77,7 +80,7 @@ class KeyParser(XTermParser):
         return data[:end], data[end:]
 
     def _up_to_end_of_paste(self, data: str) -> tuple[str | None, str]:
-        """The whole paste if it ends in ``data``, else None; and the rest."""
+        """The whole paste if it ends in ``data``, otherwise None; and the rest of ``data``."""
         assert self._paste is not None
         known = self._before + data
         end = known.find(BRACKETED_PASTE_END)
@@ -97,7 +100,7 @@ class KeyParser(XTermParser):
 
 
 def as_text(pasted: str) -> str:
-    """What was pasted without what acts on a terminal. Most terminals send a carriage return for the end of a line."""
+    """The pasted text without what acts on a terminal. Most terminals send a carriage return at the end of a line."""
     return sanitize(pasted.replace("\r\n", "\n").replace("\r", "\n"))
 
 

@@ -1,16 +1,18 @@
-"""Cuts a growing answer into what is finished and what is still being written. Pure.
+"""Drawing an answer while it is written: how much of it, and how often. Pure but for the clocks that are passed in.
 
-The finished part is rendered once, as Markdown; only the rest is drawn again as text arrives. A cut is made where the
-Markdown of both sides means the same as that of the whole: after a blank line outside a fence at no indent, and, when
-the rest grows too long for being drawn many times a second, at the end of a line of a fence or list.
+A growing answer is cut into a finished part, which is rendered once as Markdown, and a tail that is drawn again as text
+arrives. A cut is made where both sides mean the same as the whole: after a blank line outside a fence and without an
+indent; and at the end of a line within a fence or list if the tail is too long to be drawn several times a second.
 """
 
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Callable
 
 LONGEST_TAIL = 2_000
-"""Characters drawn again with every piece; beyond that the tail is cut at a line."""
+"""Maximum characters of the tail, which is drawn again with every piece. A longer one is cut at a line."""
 
 _FENCE = re.compile(r"^ {0,3}(`{3,}|~{3,})(.*)$")
 
@@ -27,7 +29,7 @@ class GrowingText:
         self._text = ""
         self._frozen_length = 0
         self._reopen = ""
-        """What the tail must begin with because a fence was cut: its opening line."""
+        """Opening line of a fence that was cut: the tail begins with it."""
 
     def clear(self) -> None:
         self.frozen, self.tail, self._text, self._frozen_length, self._reopen = [], "", "", 0, ""
@@ -61,7 +63,7 @@ def find_cut(text: str, longest: int = LONGEST_TAIL) -> tuple[int, tuple[str, st
     fence_start = 0
     for line in text.splitlines(keepends=True):
         if not line.endswith("\n"):
-            # Of a line that is still growing only this is certain: begun with a letter, it is a paragraph.
+            # A line that is still growing is certain to be a paragraph only if it begins with a letter.
             if fence is None and previous_blank and line[0].isalpha():
                 safe = position
             break
@@ -73,7 +75,7 @@ def find_cut(text: str, longest: int = LONGEST_TAIL) -> tuple[int, tuple[str, st
                 fence, fence_start = (opening[1], line), position
         elif _closes(opening, fence[0]):
             fence = None
-            # An indented fence may stand in a list, which it does not end.
+            # An indented fence may be part of a list, and then does not end it.
             if not text[fence_start].isspace():
                 safe = position + len(line)
         position += len(line)
@@ -95,3 +97,50 @@ def _closes(match: re.Match[str] | None, fence: str) -> bool:
 
 def _is_item(line: str) -> bool:
     return re.match(r"([-*+]|\d{1,9}[.)])[ \t]", line) is not None
+
+
+SHARE = 0.03
+"""Fraction of one core that the screen may use while an answer is written. The engine's threads wait for one another in
+every layer, so time that the screen takes from one of them delays the answer."""
+
+
+class Pace:
+    """The time between two drawings, chosen so that this process uses about :data:`SHARE` of a core.
+
+    It is ``least`` seconds while drawing is cheap and grows up to ``most`` seconds as drawing costs more. The text is
+    shown a little later then; no text is lost.
+
+    This is one of the two limits of an answer's stream. The other is the rate at which the engine emits events
+    (:mod:`engine.session.turn`); between them events are passed on as they come.
+    """
+
+    def __init__(
+        self,
+        least: float,
+        most: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        used: Callable[[], float] = time.process_time,
+    ) -> None:
+        self.interval = least
+        self._least, self._most = least, most
+        self._clock, self._used = clock, used
+        self._drawn_at = clock() - least
+        self._used_then = used()
+
+    def wait(self) -> float:
+        """Seconds until the next drawing may be made. 0 or less means now."""
+        return self._drawn_at + self.interval - self._clock()
+
+    def drawn(self) -> None:
+        """A drawing is made now. The processor time used since the last one determines the next interval."""
+        now, used = self._clock(), self._used()
+        wanted = (used - self._used_then) / SHARE
+        # Half of the way at a time, so that one costly drawing causes no long pause.
+        self.interval = min(self._most, max(self._least, (self.interval + wanted) / 2))
+        self._drawn_at, self._used_then = now, used
+
+    def begin(self) -> None:
+        """Start over: the next drawing may be made at once, and processor time used before does not count."""
+        self.interval = self._least
+        self._drawn_at, self._used_then = self._clock() - self._least, self._used()

@@ -1,4 +1,4 @@
-"""A ring and its machines as ``Content``: in the prediction, on the screen of machines, for a lent machine. Pure."""
+"""A ring and its machines as ``Content``, for the prediction, the screen of machines and a lent machine. Pure."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from app.ring_words import (
     to_send,
 )
 from app.text_safety import one_line
-from app.tui.panels.charts import flowing
-from app.tui.render.formatting import bar, rate, size
+from app.tui.render.formatting import bar, flowing, rate, size
 from engine.ipc.messages import NodeShare, PeerFacts, PeerState, RingFacts
 
 _MUTED = "$foreground-muted"
 _BAR = 10
 _BESIDE = 30
-"""Cells from which on what a node holds stands beside its name."""
+"""Minimum cells for what a node holds to be shown beside its name instead of below it."""
 _DOTS: dict[PeerState, tuple[str, str]] = {
     "found": ("○", "$text-accent"),
     "paired": ("○", _MUTED),
@@ -38,7 +37,8 @@ _DOTS: dict[PeerState, tuple[str, str]] = {
 
 
 def ring_lines(ring: RingFacts, width: int, *, me: str = "") -> list[Content]:
-    """The ring in lines: its speed beside one machine's, how it runs, what each node holds. ``me``: this node's id."""
+    """The ring in lines: its speed beside that of one machine, how it runs, what each node holds. ``me``: this
+    machine's node id."""
     formed = bool(ring.epoch)
     if len(ring.nodes) < 2:
         return _one_machine(ring, "this machine alone", width)
@@ -67,7 +67,7 @@ def _elsewhere(ring: RingFacts, width: int) -> list[Content]:
 
 
 def _one_machine(ring: RingFacts, who: str, width: int) -> list[Content]:
-    """A ring was asked for, and one machine is used instead."""
+    """The lines where a ring was asked for and one machine is used instead."""
     lines = [flowing([Content.styled(f"No ring: {who}", "bold"), *_speed(ring)], width)]
     if ring.reason:
         lines.append(Content.styled(one_line(ring.reason), "$text-warning"))
@@ -77,12 +77,12 @@ def _one_machine(ring: RingFacts, who: str, width: int) -> list[Content]:
 
 
 def _settled(node: NodeShare) -> NodeShare:
-    """A node of a ring that is formed: everything was sent, and what memory is left is said of the machine."""
+    """``node`` of a formed ring: it has its whole shard, and its free memory is shown with the machine instead."""
     return msgspec.structs.replace(node, memory_free=0, has_bytes=node.trunk_bytes + node.expert_bytes)
 
 
 def _trunk(ring: RingFacts) -> list[str]:
-    """The trunk, if it is the same on all nodes; else each says its own."""
+    """The size of the trunk if it is the same on all nodes. Otherwise each node shows its own."""
     (first, *others) = {node.trunk_bytes for node in ring.nodes} or {0}
     return [] if others or not first else [f"trunk {size(first)} on each"]
 
@@ -106,7 +106,7 @@ def _name(node: NodeShare, me: str) -> str:
 
 
 def _node(node: NodeShare, name: str, most: int, width: int, own_trunk: bool) -> Content:
-    """One node on a line, or on as many as it needs."""
+    """One node, on as many lines as it needs."""
     held = node.trunk_bytes + node.expert_bytes
     title = Content.assemble((f"{node.rank + 1} ", _MUTED), (name, "bold"), "  ", bar(node.expert_bytes, most, _BAR))
     parts = [Content(f"{node.experts:,} experts {size(node.expert_bytes)}")]
@@ -132,8 +132,8 @@ def _node(node: NodeShare, name: str, most: int, width: int, own_trunk: bool) ->
 
 
 def peer_lines(peer: PeerFacts, width: int, *, of_head: bool = False) -> Content:
-    """A machine: its name and state, then its link and memory, then what is wrong with it. ``of_head``: this machine
-    is lent, and ``peer`` may be the head of its ring."""
+    """A machine: its name and state, its link and memory, its problem. ``of_head``: this machine is lent, and ``peer``
+    may be the head of its ring."""
     usable = peer.lends or of_head or peer.state != "ready"
     dot, colour = _DOTS[peer.state if usable else "paired"]
     state = state_words(peer, of_head=of_head)
@@ -151,7 +151,7 @@ def peer_lines(peer: PeerFacts, width: int, *, of_head: bool = False) -> Content
         facts.append(one_line(peer.runtime))
     lines = [flowing(title, width)]
     if not peer.name and peer.words:
-        # All that can be compared before it is paired: its own screen shows the same words.
+        # Before pairing these words are all that can be compared: the machine's own screen shows the same.
         lines.append(_indented(Content.styled(fingerprint(peer.words), "$text-accent"), width))
     if facts:
         body = flowing([Content.styled(fact, _MUTED) for fact in facts], max(8, width - 2))

@@ -1,20 +1,28 @@
-"""Keeps stray output of this process away from the screen: native code that prints would corrupt it."""
+"""What reaches the terminal: stray output of this process goes to a log, and every drawn line is made safe."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
+from rich.cells import cell_len
+from rich.segment import Segment
+from textual.color import Color
+from textual.filter import LineFilter
+
+from app.text_safety import UNSAFE
+
 _LOG_LIMIT = 1_000_000
-"""Bytes after which the log is begun anew."""
+"""Size in bytes from which on the log is begun again."""
 
 
 def open_log(path: Path) -> IO[bytes] | None:
-    """The log for appending; None if there is no such place."""
+    """The log, opened for appending; None if it cannot be opened."""
     try:
         too_long = path.exists() and path.stat().st_size > _LOG_LIMIT
         return path.open("wb" if too_long else "ab")
@@ -24,10 +32,10 @@ def open_log(path: Path) -> IO[bytes] | None:
 
 @contextlib.contextmanager
 def guarded_output(log_path: Path | None = None) -> Iterator[None]:
-    """Inside, descriptors 1 and 2 lead to the log, and only what the screen draws on to the terminal.
+    """Inside, descriptors 1 and 2 are the log, so that native code that prints does not corrupt the screen.
 
-    The screen draws on ``sys.__stderr__`` (and ``sys.__stdout__``, which is the same then). Afterwards everything is as
-    before. Does nothing where there is no terminal.
+    The screen draws on ``sys.__stderr__`` and ``sys.__stdout__``, which are the terminal inside. Afterwards everything
+    is as before. Does nothing if there is no terminal.
     """
     terminal = next((fd for fd in (1, 2) if _is_terminal(fd)), None)
     if terminal is None:
@@ -41,8 +49,8 @@ def guarded_output(log_path: Path | None = None) -> Iterator[None]:
     _flush(sys.stdout, sys.stderr)
     for fd in (1, 2):
         os.dup2(target, fd)
-    # Textual draws on sys.__stderr__, and reports a crash on sys.stderr once the terminal is a terminal again.
-    # It asks sys.__stdout__ how large the terminal is.
+    # Textual draws on sys.__stderr__, asks sys.__stdout__ for the size of the terminal, and reports a crash on
+    # sys.stderr after it has restored the terminal.
     sys.stderr = sys.__stderr__ = sys.__stdout__ = screen  # type: ignore[misc]
     try:
         yield
@@ -81,3 +89,27 @@ def _flush(*streams: IO[str] | None) -> None:
         if stream is not None:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
+
+
+class SafeLines(LineFilter):
+    """Replaces in each drawn line the characters that act on a terminal, which Textual passes through.
+
+    It is the last check of all text. Replacements have the same width, so the layout stays.
+    """
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        if not any(UNSAFE.search(segment.text) for segment in segments):
+            return segments
+        return [Segment(UNSAFE.sub(_blank, segment.text), segment.style) for segment in segments]
+
+
+def _blank(unsafe: re.Match[str]) -> str:
+    return " " * cell_len(unsafe.group())
+
+
+_SAFE_LINES = SafeLines()
+
+
+def with_safe_lines(filters: Sequence[LineFilter]) -> list[LineFilter]:
+    """``filters`` and :class:`SafeLines`, for ``App.get_line_filters``."""
+    return [_SAFE_LINES, *filters]

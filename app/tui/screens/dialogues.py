@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import VerticalScroll
+from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widget import Widget
-from textual.widgets import Footer
+from textual.widgets import Footer, Input, Static
 
-from app.tui.chat.rendered import Rendered
-from app.tui.commands import COMMANDS
-from app.tui.render.rendering import render_markdown
-from app.tui.shortcuts import bound, either, keys
+from app.tui.commands import COMMANDS, bound, either, keys
+from app.tui.render.markdown import render_markdown
+from app.tui.render.rendered import Rendered
 
 KEYS = f"""
 | Key | Action |
@@ -75,4 +75,47 @@ class HelpScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         with VerticalScroll(classes="help"):
             yield _HelpText(self._text)
+        yield Footer(compact=True, show_command_palette=False)
+
+
+class AskText(ModalScreen[str | None]):
+    """Gives the text, or None if the person left."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel", id="asking.leave")]
+
+    def __init__(self, label: str, text: str = "") -> None:
+        super().__init__()
+        self._label = label
+        self._text = text
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialogue"):
+            yield Static(self._label, markup=False, classes="dialogue-title")
+            yield Input(self._text, select_on_focus=True)
+        yield Footer(compact=True, show_command_palette=False)
+
+    @on(Input.Submitted)
+    def _done(self, event: Input.Submitted) -> None:
+        event.stop()
+        self.dismiss(event.value.strip() or None)
+
+
+class Confirm(ModalScreen[bool]):
+    """Asks before something that cannot be undone."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("y", "dismiss(True)", "Yes", id="confirm.yes"),
+        Binding("n,escape", "dismiss(False)", "No", id="confirm.no"),
+    ]
+
+    def __init__(self, question: str, detail: str = "") -> None:
+        super().__init__()
+        self._question = question
+        self._detail = detail
+
+    def compose(self) -> ComposeResult:
+        with Vertical(classes="dialogue"):
+            yield Static(self._question, markup=False, classes="dialogue-title")
+            if self._detail:
+                yield Static(self._detail, markup=False)
         yield Footer(compact=True, show_command_palette=False)

@@ -1,8 +1,8 @@
-"""Markdown of a model to one Textual ``Content``: rendered once, then cheap to show.
+"""A model's Markdown as one Textual ``Content``, which is rendered once and then cheap to show.
 
-Nothing of the text acts: it is sanitised, never read as Textual markup, HTML stays text and links cannot be clicked.
-Colours are theme variables, so the result follows the theme. Text that needs an indent on every line (lists, quotes,
-code, tables) is wrapped here and depends on ``width``; plain paragraphs are left for the widget to wrap.
+The text cannot act: it is sanitised and never read as Textual markup, HTML stays text and links cannot be clicked.
+Colours are theme variables, so the result follows the theme. Text with an indent on every line (lists, quotes, code,
+tables) is wrapped here and depends on ``width``. Plain paragraphs are wrapped by the widget.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING
 from textual.content import Content, Span
 
 from app.text_safety import sanitize
-from app.tui.render.tables import Alignment, render_table
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
     from markdown_it.tree import SyntaxTreeNode
+
+
+from itertools import zip_longest
+from typing import Literal
 
 HEADINGS = ("bold $text-primary underline", "bold $text-primary", "bold $text-secondary")
 CODE_BACKGROUND = "on $surface-lighten-1"
@@ -27,13 +30,13 @@ MUTED = "$foreground-muted"
 LINK = "underline $text-accent"
 _BULLETS = ("•", "◦", "▪")
 MARKDOWN_LIMIT = 30_000
-"""Characters of one text that are read as Markdown. What comes behind them is shown as it is: hostile Markdown of this
-length takes some tenths of a second, in which the screen stands still."""
+"""Maximum characters of a text that are read as Markdown; the rest is shown as it is. Hostile Markdown of this length
+blocks the screen for some tenths of a second."""
 _LONGEST_FORMULA = 2_000
 _NARROWEST = 8
 
 Colours = Callable[[str, str], Sequence[Span]]
-"""The colours of some code in a language, as far as they are known."""
+"""Function from code and its language to the colours that are known."""
 
 
 def no_colours(code: str, language: str) -> Sequence[Span]:
@@ -50,7 +53,7 @@ def render_markdown(source: str, width: int, colours: Colours = no_colours) -> C
     try:
         lines = _Blocks(colours).of(_parse(text), max(width, _NARROWEST), nested=False)
     except RecursionError:
-        # Emphasis within emphasis, some hundred times, as nobody writes it who means it.
+        # Hundreds of levels of nested emphasis, which no honest text has.
         lines = [Content(text)]
     return Content("\n").join([*lines, Content(rest)] if rest else lines)
 
@@ -75,7 +78,7 @@ def _parser() -> MarkdownIt:
     from markdown_it.rules_inline import StateInline
 
     def formula(state: StateInline, silent: bool) -> bool:
-        r"""``\(…\)`` and ``\[…\]`` stay as they are: their backslashes are no escapes of Markdown."""
+        r"""Keep ``\(…\)`` and ``\[…\]`` as they are: their backslashes are not Markdown's escapes."""
         closing = {"\\(": "\\)", "\\[": "\\]"}.get(state.src[state.pos : state.pos + 2])
         if closing is None:
             return False
@@ -88,7 +91,7 @@ def _parser() -> MarkdownIt:
         return True
 
     def reference_but_no_footnote(state: StateBlock, start: int, end: int, silent: bool) -> bool:
-        """``[^1]: a note`` is text, and not where a link of that name leads."""
+        """Keep ``[^1]: a note`` as text: it is a footnote and not the target of a link."""
         first = state.bMarks[start] + state.tShift[start]
         return not state.src.startswith("[^", first) and reference(state, start, end, silent)
 
@@ -108,7 +111,7 @@ def _parse(text: str) -> SyntaxTreeNode:
 
 
 class _Blocks:
-    """Blocks as lines, with these colours for their code."""
+    """Renders blocks to lines. ``colours`` are those of their code."""
 
     def __init__(self, colours: Colours) -> None:
         self._colours = colours
@@ -165,7 +168,7 @@ class _Blocks:
         return lines
 
     def _code(self, code: str, language: str, width: int) -> list[Content]:
-        """A label if the language is known, and the lines on a background of their own."""
+        """The language if it is given, and the lines on a background of their own."""
         inner = max(width - 2, _NARROWEST)
         code = code.rstrip("\n").expandtabs(4)
         lines: list[Content] = []
@@ -264,3 +267,84 @@ def _put_inline(
 
 def _text_of(nodes: Sequence[SyntaxTreeNode]) -> str:
     return "".join(node.content or _text_of(node.children) for node in nodes)
+
+
+Alignment = Literal["left", "right", "center"]
+
+_GAP = "  "
+_NARROWEST_COLUMN = 5
+_RULE = "$foreground-muted"
+
+
+def render_table(
+    header: Sequence[Content], rows: Sequence[Sequence[Content]], alignments: Sequence[Alignment], width: int
+) -> list[Content]:
+    """Lines at most ``width`` cells wide: columns side by side, or, where they do not fit, one field to a line."""
+    count = max([len(header), *(len(row) for row in rows)], default=0)
+    if not count:
+        return []
+    wanted = [max([cell.cell_length for cell in _column(header, rows, index)], default=0) for index in range(count)]
+    widths = column_widths(wanted, width - len(_GAP) * (count - 1))
+    if widths is None:
+        return _as_fields(header, rows, width)
+    lines: list[Content] = []
+    if any(cell.plain for cell in header):
+        lines += _row([cell.stylize_before("bold") for cell in header], widths, alignments)
+        lines.append(Content.styled(_GAP.join("─" * column for column in widths), _RULE))
+    for row in rows:
+        lines += _row(row, widths, alignments)
+    return lines
+
+
+def column_widths(wanted: Sequence[int], available: int) -> list[int] | None:
+    """The width of each column, ``available`` cells in all; None if that is too narrow to read."""
+    widths = [max(1, column) for column in wanted]
+    floor = [min(column, _NARROWEST_COLUMN) for column in widths]
+    if sum(floor) > available:
+        return None
+    while sum(widths) > available:
+        widest = max(range(len(widths)), key=lambda index: widths[index] - floor[index])
+        # One cell at a time: tables of a chat are small.
+        widths[widest] -= 1
+    return widths
+
+
+def _column(header: Sequence[Content], rows: Sequence[Sequence[Content]], index: int) -> list[Content]:
+    return [row[index] for row in (header, *rows) if index < len(row)]
+
+
+def _row(cells: Sequence[Content], widths: Sequence[int], alignments: Sequence[Alignment]) -> list[Content]:
+    wrapped = [
+        [_aligned(line.rstrip(), width, alignment) for line in cell.wrap(width)] or [Content(" " * width)]
+        for cell, width, alignment in zip_longest(cells, widths, alignments[: len(widths)], fillvalue=None)
+        if cell is not None and width is not None
+        for alignment in [alignment or "left"]
+    ]
+    height = max((len(lines) for lines in wrapped), default=0)
+    blank = [Content(" " * width) for width in widths]
+    return [
+        Content(_GAP).join(
+            lines[index] if index < len(lines) else empty for lines, empty in zip(wrapped, blank, strict=False)
+        )
+        for index in range(height)
+    ]
+
+
+def _aligned(line: Content, width: int, alignment: Alignment) -> Content:
+    gap = max(0, width - line.cell_length)
+    if alignment == "right":
+        return line.pad_left(gap)
+    if alignment == "center":
+        return line.pad_left(gap // 2).pad_right(gap - gap // 2)
+    return line.pad_right(gap)
+
+
+def _as_fields(header: Sequence[Content], rows: Sequence[Sequence[Content]], width: int) -> list[Content]:
+    lines: list[Content] = []
+    for row in rows:
+        if lines:
+            lines.append(Content.styled("─" * width, _RULE))
+        for name, cell in zip_longest(header, row, fillvalue=Content()):
+            label = name.stylize_before("bold") + ": " if name.plain else Content()
+            lines += [line.rstrip() for line in (label + cell).wrap(width)]
+    return lines

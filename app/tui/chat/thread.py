@@ -1,0 +1,92 @@
+"""A conversation as the screen has it: its path, the alternatives to a message, the prompt, a file. No Textual."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+
+from app.conversations.exporting import export_form, write_export
+from app.conversations.store import ConversationStore, MessageRecord
+from app.tui.chat.state import TOO_LONG, Entry
+from engine.ipc.messages import Message
+
+
+@dataclass(eq=False)
+class Thread:
+    """A conversation as the screen has it. ``conversation`` is None until its first question is on disk."""
+
+    conversation: int | None = None
+    title: str = ""
+    system: str = ""
+    model: str = ""
+    path: list[Entry] = field(default_factory=list)
+
+
+def prompt_messages(system: str, path: list[Entry]) -> list[Message]:
+    """What the model is given: the system prompt if there is one, then the path in turns.
+
+    Answers that never came are left out, and questions that follow one another are joined, because chat templates
+    insist on alternating roles. A question that did not fit is left out: with it, no later one would fit either.
+    """
+    messages: list[Message] = [Message("system", system)] if system.strip() else []
+    for entry, answer in zip_longest(path, path[1:]):
+        if not entry.content.strip() or (answer is not None and answer.finish_reason == TOO_LONG):
+            continue
+        last = messages[-1] if messages else None
+        if last is not None and last.role == entry.role:
+            messages[-1] = Message(entry.role, f"{last.content}\n\n{entry.content}")
+        else:
+            messages.append(Message(entry.role, entry.content))
+    return messages
+
+
+def alternative(store: ConversationStore, record: int, offset: int) -> int:
+    """The row of the alternative ``offset`` after ``record``, around the end. Raises StoreError."""
+    alternatives = store.siblings(record)
+    position = next(index for index, found in enumerate(alternatives) if found.id == record)
+    return alternatives[(position + offset) % len(alternatives)].id
+
+
+def answer_place(path: Sequence[Entry], question: Entry) -> int | None:
+    """Where in ``path`` the answer to ``question`` is, or belongs; None: the question is not there.
+
+    After a change of branches the same question may be another object: its row in the store is the same.
+    """
+    found = (i for i, entry in enumerate(path) if entry is question or (entry.record or 0) == question.record)
+    place = next(found, None)
+    return None if place is None else place + 1
+
+
+def stored_alternative(store: ConversationStore, shown: Entry | None, text: str) -> MessageRecord | None:
+    """The alternative of ``shown`` that says ``text``, if there is one on disk. Raises StoreError."""
+    if shown is None or shown.record is None:
+        return None
+    return next((record for record in store.siblings(shown.record) if record.content == text), None)
+
+
+def export_thread(store: ConversationStore, thread: Thread, path: Path) -> Path:
+    """Write ``thread`` to ``path``: JSON if it ends in ``.json``, else Markdown.
+
+    What the store has comes from there, with all branches in JSON; a conversation that could not be saved is written
+    from the screen. An existing file is never overwritten. Raises OSError, StoreError.
+    """
+    form = export_form(path)
+    saved = thread.conversation is not None and all(entry.record and not entry.dirty for entry in thread.path)
+    if saved and thread.conversation is not None:
+        text = store.export(thread.conversation, form)
+    else:
+        text = _from_screen(thread, form)
+    return write_export(path, text)
+
+
+def _from_screen(thread: Thread, form: str) -> str:
+    if form == "json":
+        messages = [{"role": entry.role, "content": entry.content} for entry in thread.path]
+        return json.dumps({"title": thread.title, "system": thread.system, "messages": messages}, indent=2) + "\n"
+    parts = [f"# {thread.title or 'Conversation'}"]
+    parts += [f"## {'You' if entry.role == 'user' else entry.model or 'Model'}\n\n{entry.content}"
+              for entry in thread.path]  # fmt: skip
+    return "\n\n".join(parts) + "\n"
