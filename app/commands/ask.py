@@ -5,25 +5,21 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
 from typing import Any, cast
 
 import msgspec
 
-from app.commands.engine_work import Interruption, do, run_with_engine
+from app.commands.engine_work import Interruption, do, run_with_engine, with_ring
 from app.commands.output import ProgressLine, ReaderGoneError, WorkFailed, answer, as_json, say
-from app.commands.ringing import with_ring
+from app.commands.question import Question
 from app.engine_client import EngineClient, EngineDied
 from app.settings.ring import may_be_copied
-from app.settings.schema import Settings
 from app.text_safety import Sanitizer, sanitize
 from engine.errors import ModelError
 from engine.ipc.messages import (
     Cancel,
     Failed,
     Finished,
-    Generate,
-    Load,
     Loaded,
     ModelFacts,
     Notice,
@@ -32,21 +28,6 @@ from engine.ipc.messages import (
     Pull,
 )
 from engine.models.store import resolve
-
-
-@dataclass(frozen=True)
-class Question:
-    """A checked question from the command line. The ids of its requests are set when they are sent."""
-
-    generate: Generate
-    as_json: bool
-    settings: Settings
-    """The settings that the model is loaded and a ring is formed by. ``peers`` are tried besides theirs."""
-    peers: tuple[str, ...] = ()
-
-    @property
-    def load(self) -> Load:
-        return self.settings.load
 
 
 def ask(question: Question) -> int:

@@ -6,10 +6,9 @@ from typing import Any
 
 import msgspec
 
-from app.commands.engine_work import Interruption, do, run_with_engine
-from app.commands.loading import LoadFlags, load_from
+from app.commands.engine_work import Interruption, do, run_with_engine, with_ring
+from app.commands.options import LoadFlags, load_from
 from app.commands.output import ProgressLine, answer, as_json, figure
-from app.commands.ringing import with_ring
 from app.engine_client import EngineClient
 from app.text_safety import one_line
 from engine.ipc.messages import Bench, BenchKind, BenchResult

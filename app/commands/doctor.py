@@ -18,8 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from app.commands.doctor_network import network
-from app.commands.finding import Finding, Mark
+from app.commands.doctor_network import Finding, Mark, network
 from app.commands.output import answer, as_json, size
 from app.engine_client import EngineClient, EngineDied
 from app.engine_process import child_environment

@@ -6,12 +6,12 @@ Nothing is sent unless a ring was set up before or the person asks for it with `
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from app.commands.finding import Finding, Mark
 from app.engine_client import EngineClient, EngineDied
 from app.network import NetworkClient, NetworkProblem, close_quietly
 from app.ring_words import state_words
@@ -25,6 +25,20 @@ from engine.planning.absent_machines import as_clause
 if TYPE_CHECKING:
     from discovery.checks import NetworkFacts, PeerStep
     from discovery.peers import Peer
+
+
+Mark = Literal["ok", "note", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the examination; ``way_out`` is what to do about it."""
+
+    about: str
+    text: str
+    mark: Mark = "ok"
+    way_out: str = ""
+
 
 _CERTIFICATE = "certificate.pem"
 _KEY = "private-key.pem"

@@ -1,4 +1,4 @@
-"""One piece of work of a command, on an engine process that is started for it and always ended."""
+"""The work of a command on an engine process of its own, which is always ended; for a ring the network is opened."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 
+import msgspec
+
 from app.commands.output import ProgressLine, WorkFailed, say
 from app.engine_client import EngineClient, EngineDied
 from app.interrupts import INTERRUPTED, handled
-from engine.ipc.messages import AnyRequest, BenchResult, Done, Failed, Loaded, Notice, Planned, Progress
+from app.network import NetworkClient, NetworkProblem
+from app.settings.fields import SettingError
+from app.settings.ring import RingSettings, open_network, ring_choice
+from engine.ipc.messages import AnyRequest, BenchResult, Done, Failed, Load, Loaded, Notice, Planned, Progress
 
 _ORDERLY_END_WAIT_S = 2.0
 
@@ -107,3 +112,37 @@ async def do(engine: EngineClient, request: AnyRequest, progress: ProgressLine) 
     finally:
         progress.clear()
     raise WorkFailed("the engine ended the request without a result")
+
+
+WAIT_S = 300.0
+"""Seconds that a command's answer waits for a machine that is away."""
+
+
+async def with_ring(engine: EngineClient, load: Load, settings: RingSettings, peers: tuple[str, ...]) -> Load:
+    """``load``; with partitioning ``ring`` the network is opened and the ring's choices are added.
+
+    Raises WorkFailed, EngineDied.
+    """
+    if load.partitioning != "ring":
+        return load
+    network = await open_for(engine, settings, peers)
+    try:
+        ring = ring_choice(settings, network.state)
+    except SettingError as problem:
+        raise WorkFailed(str(problem)) from problem
+    for found in network.state.problems if network.state is not None else []:
+        say(f"note: {found}")
+    return msgspec.structs.replace(load, ring=msgspec.structs.replace(ring, wait_s=WAIT_S))
+
+
+async def open_for(engine: EngineClient, settings: RingSettings, peers: tuple[str, ...] = ()) -> NetworkClient:
+    """The network, open for as long as ``engine`` runs. Waits a few seconds for paired machines to appear.
+
+    Raises WorkFailed, EngineDied.
+    """
+    network = NetworkClient(engine)
+    try:
+        await network.ensure_open(open_network(settings, more_peers=peers))
+    except NetworkProblem as problem:
+        raise WorkFailed(str(problem)) from problem
+    return network

@@ -6,9 +6,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
-from app.commands.engine_work import Interruption, do, run_with_engine
+from app.commands.engine_work import Interruption, do, open_for, run_with_engine
 from app.commands.output import ProgressLine, WorkFailed, answer, as_json, say, size
-from app.commands.ringing import open_for
 from app.engine_client import EngineClient
 from app.settings.file import open_settings
 from app.text_safety import one_line

@@ -6,10 +6,9 @@ from typing import Any, cast
 
 import msgspec
 
-from app.commands.engine_work import Interruption, do, run_with_engine
-from app.commands.loading import LoadFlags, load_from
+from app.commands.engine_work import Interruption, do, run_with_engine, with_ring
+from app.commands.options import LoadFlags, load_from
 from app.commands.output import ProgressLine, WorkFailed, answer, as_json, figure, size
-from app.commands.ringing import with_ring
 from app.engine_client import EngineClient
 from app.ring_words import how_it_runs, machine_name, speed_words, to_send
 from app.text_safety import one_line

@@ -156,7 +156,7 @@ def ask(
 ) -> int:
     """Answer one question on stdout, about what is piped in: `cat notes | privatellm ask "summarise"` asks both, the
     prompt first. Flags come before the person's settings, those before the model's own."""
-    from app.commands.asking import Flags, question_from
+    from app.commands.question import Flags, question_from
 
     flags = Flags(
         prompt=prompt,
@@ -232,7 +232,7 @@ def models_remove(model: str, yes: bool) -> int:
 @_json_option
 def plan(*, peers: tuple[str, ...], in_json: bool, **settings: Value) -> int:
     """Where a model would lie in memory, how fast it should be, and why. Nothing is loaded."""
-    from app.commands.loading import LoadFlags
+    from app.commands.options import LoadFlags
     from app.commands.plan import plan as run_plan
 
     return run_plan(LoadFlags(_given(settings), peers), in_json=in_json)
@@ -267,7 +267,7 @@ def bench(
 ) -> int:
     """Measure a model on this machine; `experts` keeps what it finds, and plans and policies rest on it."""
     from app.commands.bench import bench as run_bench
-    from app.commands.loading import LoadFlags
+    from app.commands.options import LoadFlags
 
     flags = LoadFlags(_given(settings), peers)
     counts = _node_counts(nodes)

@@ -270,7 +270,7 @@ def test_without_a_terminal_there_is_no_chat(environment: dict[str, str]) -> Non
 
 
 def test_commands_load_only_what_they_need(environment: dict[str, str]) -> None:
-    program = "import sys, app.commands.ask, app.commands.asking, app.commands.models, app.commands.doctor, " \
+    program = "import sys, app.commands.ask, app.commands.question, app.commands.models, app.commands.doctor, " \
         "app.commands.root, app.conversations.database, app.settings.file; print(*sys.modules)"  # fmt: skip
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     loaded = set(result.stdout.split())
@@ -287,7 +287,7 @@ def test_a_question_is_read_without_importing_what_takes_long(environment: dict[
     settings.write_text("[model]\nmodel = 'starter'\n")
     program = (
         "import sys; from app.commands.root import run; run(['locate', 'data'])\n"
-        "from app.commands.asking import Flags, question_from\n"
+        "from app.commands.question import Flags, question_from\n"
         "assert question_from(Flags(prompt='x', stdin=False)).load.model == 'starter'\n"
         "print(*sys.modules)"
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from scripted import install, make_home
 
-from app.commands import reading
+from app.commands import question as question_module
 from app.commands.root import run
 
 Give = Callable[[int], None]
@@ -74,7 +74,7 @@ def test_a_file_is_read_from_where_it_is(home: Path, give: Give, capsys: pytest.
 def test_a_pipe_that_is_slow_after_its_beginning_is_read_to_its_end(
     home: Path, give: Give, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "FIRST_BYTE_S", 0.01)
+    monkeypatch.setattr(question_module, "FIRST_BYTE_S", 0.01)
     read, write = os.pipe()
     os.write(write, b"a")
     give(read)
@@ -93,7 +93,7 @@ def test_a_pipe_that_is_slow_after_its_beginning_is_read_to_its_end(
 def test_an_inherited_pipe_that_nobody_writes_to_is_left_alone(
     home: Path, give: Give, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(reading, "FIRST_BYTE_S", 0.01)
+    monkeypatch.setattr(question_module, "FIRST_BYTE_S", 0.01)
     if kind == "pipe":
         read, write = os.pipe()
     else:
@@ -113,7 +113,7 @@ def test_an_inherited_pipe_that_nobody_writes_to_is_left_alone(
 def test_stdin_waits_for_a_slow_command(
     home: Path, give: Give, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "FIRST_BYTE_S", 0.01)
+    monkeypatch.setattr(question_module, "FIRST_BYTE_S", 0.01)
     read, write = os.pipe()
     give(read)
     later = threading.Timer(0.1, lambda: (os.write(write, b"late"), os.close(write)))

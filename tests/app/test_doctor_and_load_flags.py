@@ -11,7 +11,7 @@ import pytest
 
 from app.commands import doctor
 from app.commands.ask import result_object
-from app.commands.asking import Flags, question_from
+from app.commands.question import Flags, question_from
 from app.commands.root import run
 from app.settings.file import open_settings
 from app.settings.schema import setting_named

@@ -10,7 +10,7 @@ import pytest
 from paired_nodes import Nodes, eventually, make_identity
 
 from app.commands import doctor_network
-from app.commands.finding import Finding
+from app.commands.doctor_network import Finding
 from engine.cluster.membership.node import LentState, Node
 from engine.ipc.messages import OpenNetwork
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Literal
 
 from textual.content import Content, Span
 
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from markdown_it import MarkdownIt
     from markdown_it.tree import SyntaxTreeNode
 
-
-from itertools import zip_longest
-from typing import Literal
 
 HEADINGS = ("bold $text-primary underline", "bold $text-primary", "bold $text-secondary")
 CODE_BACKGROUND = "on $surface-lighten-1"

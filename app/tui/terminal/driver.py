@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import selectors
+import signal
 import termios
+import threading
 import time
 from codecs import getincrementaldecoder
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from textual.drivers.linux_driver import LinuxDriver
@@ -20,13 +25,6 @@ if TYPE_CHECKING:
 
     from app.tui.terminal.application import TerminalApp
 
-
-import asyncio
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 
 _LOOK_S = 0.1
 """Seconds between two checks of the reading thread whether it is to end."""

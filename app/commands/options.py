@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from app.commands.output import WorkFailed, say
-from app.commands.ringing import check_peers
-from app.settings.fields import Value
+from app.settings.fields import ItemError, Value, check_item
 from app.settings.file import open_settings
 from app.settings.schema import Settings
 from engine.errors import ModelError
@@ -58,3 +57,13 @@ def load_from(flags: LoadFlags, *, needs_model: bool = True) -> Loading:
     except ModelError as error:
         raise WorkFailed(str(error)) from error
     return Loading(settings, peers)
+
+
+def check_peers(peers: list[str], *, ring: bool) -> tuple[str, ...]:
+    """The addresses given with ``--peer``. Raises WorkFailed (status 2) for a bad one, or without a ring."""
+    if peers and not ring:
+        raise WorkFailed("--peer counts with --partitioning ring only", status=2)
+    try:
+        return tuple(check_item("address", peer) for peer in peers)
+    except ItemError as error:
+        raise WorkFailed(f"--peer takes HOST:PORT; {str(error)!r} is none", status=2) from error
