@@ -123,7 +123,7 @@ async def test_a_reader_far_behind_loses_no_text(client: EngineClient) -> None:
     rest = [event async for event in events]
     text = "".join(event.text for event in [first, *rest] if isinstance(event, Piece))
     assert text == "".join(f"{number} " for number in range(5000))
-    assert len(rest) < 1000 and isinstance(rest[-1], Finished)
+    assert isinstance(rest[-1], Finished)
 
 
 # --- death --------------------------------------------------------------------------------------------------------

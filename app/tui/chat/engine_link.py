@@ -342,14 +342,14 @@ def _sentence(problem: Exception) -> str:
     return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
 
 
-class Pulling:
+class ModelFetcher:
     """``active`` holds the latest progress of each model that is being fetched; ``on_change`` is called with each."""
 
-    def __init__(self, link: EngineLink, say: Callable[[str, Severity], None]) -> None:
+    def __init__(self, link: EngineLink, notify: Callable[[str, Severity], None]) -> None:
         self.active: dict[str, Progress] = {}
         self.on_change: Callable[[], None] | None = None
         self._link = link
-        self._say = say
+        self._notify = notify
         self._requests: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -379,11 +379,11 @@ class Pulling:
                         self.active[model] = event
                         self._changed()
                     case Done():
-                        self._say(f"{one_line(model)} is on this machine; {key('model')} loads it.", "information")
+                        self._notify(f"{one_line(model)} is on this machine; {key('model')} loads it.", "information")
                     case Failed():
-                        self._say(event.error, "error")
+                        self._notify(event.error, "error")
         except EngineDied as died:
-            self._say(f"Fetching {one_line(model)} ended: {died}", "error")
+            self._notify(f"Fetching {one_line(model)} ended: {died}", "error")
         finally:
             self.active.pop(model, None)
             self._requests.pop(model, None)

@@ -1,0 +1,370 @@
+"""Answers to the questions of the chat: the turns that wait, the engine's events, the text on disk. No Textual."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from app.conversations.store import ConversationStore, State, StoreError
+from app.engine_client import Engine, EngineDied
+from app.settings.schema import Settings
+from app.text_safety import Sanitizer, sanitize
+from app.tui.chat.engine_link import EngineLink
+from app.tui.chat.saving import RETRY_SAVE_S, Saver
+from app.tui.chat.state import (
+    BUSY,
+    TOO_LONG,
+    BeamsChanged,
+    Entry,
+    EntryChanged,
+    Phase,
+    StatusChanged,
+    TimingArrived,
+    Update,
+    UserNotice,
+)
+from app.tui.chat.thread import Thread, prompt_messages
+from engine.ipc.messages import (
+    AnyEvent,
+    Beam,
+    BeamProgress,
+    Cancel,
+    Failed,
+    Finished,
+    Generate,
+    Piece,
+    Prefill,
+    Progress,
+    Sampling,
+    Timing,
+)
+
+
+@dataclass(eq=False)
+class ChatTurn:
+    """One question that waits for its answer, or is being answered. ``path`` ends with the question."""
+
+    thread: Thread
+    path: list[Entry]
+    answer: Entry
+    beams: int
+    request: int | None = None
+    stopping: bool = False
+    prompt_tokens: int = 0
+    picked: str | None = None
+    """The candidate of a beam search that was chosen while it ran."""
+    safe: Sanitizer = field(default_factory=Sanitizer)
+    ended: bool = False
+    _writing: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def whole(self) -> list[Entry]:
+        return [*self.path, self.answer]
+
+    def end(self) -> bool:
+        """No partial text is written any more. Waits for one that is on its way; False if it had ended before."""
+        with self._writing:
+            before, self.ended = self.ended, True
+        return not before
+
+    def write_partial(self, store: ConversationStore, record: int, text: str) -> None:
+        """Put ``text`` on disk unless the answer is complete by now. For a thread. Raises StoreError."""
+        with self._writing:
+            if not self.ended:
+                store.update(record, content=text)
+
+
+def completed(answer: Entry, event: Finished) -> tuple[State, str]:
+    """Give ``answer`` what ``event`` says of it; how it ended, and what there is to say about that."""
+    answer.content = sanitize(event.text)
+    answer.tokens, answer.tokens_per_s = event.completion_tokens, event.tokens_per_s
+    answer.finish_reason = event.finish_reason
+    if event.finish_reason == "cancelled":
+        return "stopped", "Stopped."
+    return "complete", "The length limit was reached." if event.finish_reason == "length" else ""
+
+
+def failed(answer: Entry, event: Failed) -> tuple[State, str]:
+    """The same for an answer that cannot be given."""
+    too_long = event.kind == "context"
+    answer.finish_reason = TOO_LONG if too_long else ""
+    return "failed", event.error + (" /edit changes it; later questions skip it." if too_long else "")
+
+
+def generate_request(request_id: int, turn: ChatTurn, options: Settings) -> Generate:
+    """What the engine is asked. A beam search takes the likeliest continuations: sampling means nothing to it."""
+    return Generate(
+        id=request_id,
+        messages=prompt_messages(turn.thread.system, turn.path),
+        sampling=options.sampling if turn.beams == 1 else Sampling(),
+        max_tokens=options.max_tokens,
+        beams=turn.beams,
+        length_penalty=options.length_penalty,
+    )
+
+
+async def autosave(turn: ChatTurn, saver: Saver, interval_s: float) -> None:
+    """Keep the growing answer on disk, every ``interval_s``. A thread writes it: the screen goes on meanwhile."""
+    answer = turn.answer
+    while not turn.ended:
+        await asyncio.sleep(RETRY_SAVE_S if saver.problem else interval_s)
+        if turn.ended or not answer.dirty:
+            continue
+        if answer.record is None or saver.problem:
+            saver.save(turn.thread, turn.whole)
+        else:
+            text, answer.dirty = answer.content, False
+            try:
+                await asyncio.to_thread(turn.write_partial, saver.store, answer.record, text)
+            except StoreError as error:
+                answer.dirty = True
+                saver.refused(turn.thread, turn.whole, error)
+        await saver.settle()
+
+
+class AnswerLoop:
+    """Answers questions one after the other: has the model loaded, follows the engine's events, saves the text.
+
+    ``options`` gives the settings for the next answer. ``emit`` is called with each change. ``on_picked`` is called
+    with a turn and the candidate that was picked while its beam search ran.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        link: EngineLink,
+        saver: Saver,
+        options: Callable[[], Settings],
+        emit: Callable[[Update], None],
+        on_picked: Callable[[ChatTurn, str], None],
+        *,
+        autosave_s: float,
+        watch_engine_s: float,
+    ) -> None:
+        self.beams: tuple[Beam, ...] = ()
+        """Candidates of the last beam search, best first."""
+        self.beam_turn: ChatTurn | None = None
+        """The turn of those candidates."""
+        self.timing: Timing | None = None
+        self._engine = engine
+        self._link = link
+        self._status = link.status
+        self._saver = saver
+        self._options = options
+        self._emit = emit
+        self._on_picked = on_picked
+        self._autosave_s = autosave_s
+        self._watch_engine_s = watch_engine_s
+        self._waiting: deque[ChatTurn] = deque()
+        self._current: ChatTurn | None = None
+        self._wake = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def busy(self) -> bool:
+        """Is a question being answered, or waiting?"""
+        return self._current is not None or bool(self._waiting)
+
+    @property
+    def unfinished(self) -> list[ChatTurn]:
+        """The turn being answered and those that wait."""
+        return [turn for turn in (self._current, *self._waiting) if turn is not None]
+
+    def add(self, turn: ChatTurn) -> None:
+        """Answer ``turn`` after those that wait."""
+        if not self._link.has(self._options()):
+            turn.answer.note = "Waiting for the model."
+        elif self.busy:
+            turn.answer.note = "Queued behind the previous answer."
+        self._waiting.append(turn)
+        self._count_waiting()
+
+    def wake(self) -> None:
+        """Look again for a question to answer, or a model to load."""
+        self._wake.set()
+
+    def stop(self) -> bool:
+        """Stop the current answer and drop the questions that wait. The text stays. False if there was none."""
+        turns = [turn for turn in self.unfinished if not turn.ended]
+        self._waiting.clear()
+        for turn in turns:
+            if turn.request is None:
+                self._end(turn, "stopped", "Cancelled before answering.")
+            elif not turn.stopping:
+                turn.stopping = True
+                self._status.phase = Phase.STOPPING
+                self.run_in_background(self._cancel(turn.request))
+        self._count_waiting()
+        return bool(turns)
+
+    def clear_beams(self) -> None:
+        """Forget the candidates: another conversation is shown."""
+        self.beams, self.beam_turn = (), None
+        self._emit(BeamsChanged((), 0, False))
+
+    def save(self, thread: Thread, path: Sequence[Entry]) -> None:
+        """Write ``path`` to disk, now or as soon as the database is no longer locked."""
+        if not self._saver.save(thread, path):
+            self.run_in_background(self._saver.settle())
+
+    def run_in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def run(self) -> None:
+        """Load the model, then answer questions until cancelled. Partial answers are saved at the end."""
+        watcher = asyncio.create_task(self._watch_engine(), name="engine watch")
+        try:
+            await self._link.bring_up(self._options)
+            while True:
+                while self._waiting:
+                    turn = self._current = self._waiting.popleft()
+                    self._count_waiting()
+                    await self._answer(turn)
+                    self._current = None
+                if not self._status.problem and not self._link.has(self._options()):
+                    await self._link.bring_up(self._options)
+                    continue
+                self._wake.clear()
+                if not self._waiting:
+                    await self._wake.wait()
+        finally:
+            watcher.cancel()
+            for turn in self.unfinished:
+                self._end(turn, "stopped", "Stopped.")
+            self._saver.retry()
+            await self._saver.settle()
+
+    async def _watch_engine(self) -> None:
+        """Notice an engine that dies between questions, and try again to save what could not be saved."""
+        waited = 0.0
+        while True:
+            await asyncio.sleep(self._watch_engine_s)
+            idle = self._current is None and self._status.phase is Phase.READY
+            if idle and not self._engine.running:
+                self._engine_died("The engine ended.")
+                self._wake.set()
+            waited += self._watch_engine_s
+            if self._saver.problem and waited >= RETRY_SAVE_S:
+                waited = 0.0
+                self._saver.retry()
+
+    # --- one turn -------------------------------------------------------------------------------------------------
+
+    async def _answer(self, turn: ChatTurn) -> None:
+        saving = asyncio.create_task(autosave(turn, self._saver, self._autosave_s), name="autosave")
+        try:
+            ready = await self._link.bring_up(self._options)
+            if turn.ended:
+                return
+            if not ready:
+                self._end(turn, "failed", self._status.problem)
+                return
+            await self._saver.settle()
+            if not turn.ended:
+                await self._generate(turn)
+        except EngineDied as died:
+            self._end(turn, "failed", "The engine died before the answer was complete.")
+            self._engine_died(str(died))
+        finally:
+            saving.cancel()
+            if turn.request is not None and self._status.phase in BUSY:
+                self._status.phase = Phase.READY
+                self._emit(StatusChanged())
+
+    async def _generate(self, turn: ChatTurn) -> None:
+        request = generate_request(self._engine.new_id(), turn, self._options())
+        turn.request = request.id
+        turn.answer.note = ""
+        if self._status.facts is not None:
+            turn.answer.model = self._status.facts.name
+        self._status.phase, self._status.prefill, self._status.tokens_per_s = Phase.READING, None, 0.0
+        if turn.beams > 1:
+            self.beams, self.beam_turn = (), turn
+            self._emit(BeamsChanged((), 0, True))
+        self._emit(EntryChanged(turn.answer, live=True))
+        self._emit(StatusChanged())
+        async for event in self._engine.stream(request):
+            self._take(turn, event)
+        if not turn.ended:
+            self._end(turn, "failed", "The engine gave no answer.")
+
+    def _take(self, turn: ChatTurn, event: AnyEvent) -> None:
+        self._status.progress = event if isinstance(event, Progress) else None
+        match event:
+            case Progress():
+                self._emit(StatusChanged())
+            case Prefill():
+                self._status.prefill, turn.prompt_tokens = event, event.total
+                self._status.context_used = event.done
+                self._emit(StatusChanged())
+            case Piece():
+                self._grow(turn, turn.answer.content + turn.safe.feed(event.text), event.tokens, event.tokens_per_s)
+            case BeamProgress():
+                self.beams = tuple(event.beams)
+                best = sanitize(event.beams[0].text) if event.beams else ""
+                self._grow(turn, best, event.step, event.tokens_per_s)
+                self._emit(BeamsChanged(self.beams, event.step, True, event.tokens_per_s))
+            case Timing():
+                self.timing = event
+                self._emit(TimingArrived(event))
+            case Finished():
+                self._finished(turn, event)
+            case Failed():
+                self._end(turn, *failed(turn.answer, event))
+
+    def _grow(self, turn: ChatTurn, text: str, tokens: int, tokens_per_s: float) -> None:
+        turn.answer.content, turn.answer.dirty = text, True
+        turn.answer.tokens, turn.answer.tokens_per_s = tokens, tokens_per_s
+        status = self._status
+        before = status.phase
+        if not turn.stopping:
+            status.phase = Phase.ANSWERING
+        status.prefill, status.tokens_per_s = None, tokens_per_s
+        status.context_used = turn.prompt_tokens + tokens
+        self._emit(EntryChanged(turn.answer, live=True))
+        if status.phase is not before:
+            self._emit(StatusChanged())
+
+    def _finished(self, turn: ChatTurn, event: Finished) -> None:
+        self._status.tokens_per_s = event.tokens_per_s
+        self._status.context_used = event.prompt_tokens + event.completion_tokens
+        self._end(turn, *completed(turn.answer, event))
+        if event.probe_s is not None:
+            self._status.probe_s = event.probe_s
+        if event.timing is not None:
+            self.timing = event.timing
+            self._emit(TimingArrived(event.timing))
+        if turn.beams > 1:
+            self.beams = tuple(event.beams) or self.beams
+            self._emit(BeamsChanged(self.beams, event.completion_tokens, False, event.tokens_per_s))
+            if turn.picked is not None:
+                self._on_picked(turn, turn.picked)
+
+    def _end(self, turn: ChatTurn, state: State, note: str) -> None:
+        if not turn.end():
+            return
+        answer = turn.answer
+        answer.state, answer.note, answer.dirty = state, note, True
+        self._status.prefill = None
+        self.save(turn.thread, turn.whole)
+        if self.beam_turn is turn:
+            self._emit(BeamsChanged(self.beams, answer.tokens, False, answer.tokens_per_s))
+        self._emit(EntryChanged(answer))
+
+    async def _cancel(self, request: int) -> None:
+        with suppress(EngineDied):
+            await self._engine.send(Cancel(id=self._engine.new_id(), target=request))
+
+    def _engine_died(self, reason: str) -> None:
+        self._link.lost()
+        self._emit(UserNotice(f"{reason} The text is kept; the engine is started again.", "error"))
+
+    def _count_waiting(self) -> None:
+        self._status.waiting = len(self._waiting)
+        self._emit(StatusChanged())
