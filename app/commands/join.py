@@ -99,14 +99,14 @@ def _in_lines(wanted: OpenNetwork) -> int:
         hung_up = asyncio.Event()
         gone: list[Exception] = []
 
-        def tell(line: str) -> None:
+        def print_line(line: str) -> None:
             try:
                 answer(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {one_line(line)}\n")
             except (ReaderGoneError, WorkFailed) as error:
                 gone.append(error)
                 leaving.set()
 
-        lender = LendingService(engine, wanted, tell)
+        lender = LendingService(engine, wanted, print_line)
         interruption.ask_first(leaving.set)
         with _on_signals(leaving.set, hung_up.set):
             lending = asyncio.create_task(lender.run(), name="lending")
@@ -126,7 +126,7 @@ def _in_lines(wanted: OpenNetwork) -> int:
                 await lender.leave()
         if gone:
             raise gone[0]
-        tell("This machine is no longer lent.")
+        print_line("This machine is no longer lent.")
         return 128 + signal.SIGHUP if hung_up.is_set() else 0
 
     return run_with_engine(work)

@@ -78,7 +78,7 @@ class ChatApp(TerminalApp):
         self.push_screen(self.chat)
         notices = [*self.settings_file.notices, *self.store.notices]
         if notices:
-            self.chat.say(" ".join(notices), "warning")
+            self.chat.show_notice(" ".join(notices), "warning")
         # What imports allocated stays until the end, so the collector need not examine it again and again.
         gc.freeze()
 
@@ -156,7 +156,7 @@ class ChatApp(TerminalApp):
         chat.warned_unsaved = True
         count = chat.controller.unsaved
         some = "1 message is" if count == 1 else f"{count} messages are"
-        chat.say(f"{some} not saved. Quit once more to leave, or keep the text with /export FILE.", "error")
+        chat.show_notice(f"{some} not saved. Quit once more to leave, or keep the text with /export FILE.", "error")
         return False
 
     def action_interrupt(self) -> None:

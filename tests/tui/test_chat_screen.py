@@ -19,7 +19,8 @@ from textual.content import Content
 
 from app.conversations.store import ConversationStore
 from app.tui.chat.message import FAST, STEP, LiveTail, MessageView
-from app.tui.chat.state import Entry, StatusChanged, Update
+from app.tui.chat.state import Entry
+from app.tui.chat.status import StatusLine
 from app.tui.screens.conversations import ConversationsScreen
 from engine.ipc.messages import Generate
 
@@ -337,23 +338,26 @@ def test_a_fast_answer_grows_by_several_lines_at_a_time() -> None:
     assert tail.height_of(content, 40) == STEP + 1
 
 
-async def test_a_fast_answer_is_shown_whole_with_few_updates(make_app: MakeApp, engine: FakeEngine) -> None:
+async def test_a_fast_answer_is_shown_whole_with_few_drawings_of_the_status(
+    make_app: MakeApp, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine.speed = 200.0
     engine.answer = lambda request: [f"word{count} " for count in range(400)]
+    drawn = 0
+    update = StatusLine.update
+
+    def counted(line: StatusLine) -> None:
+        nonlocal drawn
+        drawn += 1
+        update(line)
+
+    monkeypatch.setattr(StatusLine, "update", counted)
     app = make_app()
-    told = 0
     async with app.run_test(size=(80, 24)) as pilot:
         await ready(pilot, app)
-        tell = controller(app)._tell
-
-        def count(update: Update) -> None:
-            nonlocal told
-            told += isinstance(update, StatusChanged)
-            tell(update)
-
-        controller(app)._tell = count
+        drawn = 0
         await ask(pilot, app, "count")
         assert "word399" in shown(app)[1]
         assert app.chat is not None
         assert app.chat.controller.status.tokens_per_s == 200.0
-        assert told < 100
+        assert 0 < drawn < 100

@@ -46,7 +46,7 @@ from engine.ipc.messages import (
 
 @dataclass(eq=False)
 class ChatTurn:
-    """One question that waits for its answer, or is being answered. ``path`` ends with the question."""
+    """One question and its answer, waiting or being answered. ``path`` ends with the question."""
 
     thread: Thread
     path: list[Entry]
@@ -56,7 +56,7 @@ class ChatTurn:
     stopping: bool = False
     prompt_tokens: int = 0
     picked: str | None = None
-    """The candidate of a beam search that was chosen while it ran."""
+    """Text of the candidate that was picked while the beam search ran."""
     safe: Sanitizer = field(default_factory=Sanitizer)
     ended: bool = False
     _writing: threading.Lock = field(default_factory=threading.Lock)
@@ -66,20 +66,23 @@ class ChatTurn:
         return [*self.path, self.answer]
 
     def end(self) -> bool:
-        """No partial text is written any more. Waits for one that is on its way; False if it had ended before."""
+        """End the turn. Waits for a partial text that is being written; none is written afterwards.
+
+        Returns False if the turn had ended before.
+        """
         with self._writing:
             before, self.ended = self.ended, True
         return not before
 
     def write_partial(self, store: ConversationStore, record: int, text: str) -> None:
-        """Put ``text`` on disk unless the answer is complete by now. For a thread. Raises StoreError."""
+        """Write ``text`` to disk unless the turn has ended. Called in a thread. Raises StoreError."""
         with self._writing:
             if not self.ended:
                 store.update(record, content=text)
 
 
 def completed(answer: Entry, event: Finished) -> tuple[State, str]:
-    """Give ``answer`` what ``event`` says of it; how it ended, and what there is to say about that."""
+    """Complete ``answer`` from ``event``. Returns its state and a note about how it ended."""
     answer.content = sanitize(event.text)
     answer.tokens, answer.tokens_per_s = event.completion_tokens, event.tokens_per_s
     answer.finish_reason = event.finish_reason
@@ -89,14 +92,14 @@ def completed(answer: Entry, event: Finished) -> tuple[State, str]:
 
 
 def failed(answer: Entry, event: Failed) -> tuple[State, str]:
-    """The same for an answer that cannot be given."""
+    """As :func:`completed`, for an answer that failed."""
     too_long = event.kind == "context"
     answer.finish_reason = TOO_LONG if too_long else ""
     return "failed", event.error + (" /edit changes it; later questions skip it." if too_long else "")
 
 
 def generate_request(request_id: int, turn: ChatTurn, options: Settings) -> Generate:
-    """What the engine is asked. A beam search takes the likeliest continuations: sampling means nothing to it."""
+    """The request to the engine. A beam search takes the likeliest continuations, so it gets no sampling."""
     return Generate(
         id=request_id,
         messages=prompt_messages(turn.thread.system, turn.path),
@@ -108,7 +111,7 @@ def generate_request(request_id: int, turn: ChatTurn, options: Settings) -> Gene
 
 
 async def autosave(turn: ChatTurn, saver: Saver, interval_s: float) -> None:
-    """Keep the growing answer on disk, every ``interval_s``. A thread writes it: the screen goes on meanwhile."""
+    """Write the growing answer to disk every ``interval_s`` seconds, in a thread so that the screen is not blocked."""
     answer = turn.answer
     while not turn.ended:
         await asyncio.sleep(RETRY_SAVE_S if saver.problem else interval_s)

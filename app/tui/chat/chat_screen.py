@@ -1,4 +1,4 @@
-"""The chat screen: the conversation, the field to type in, the status line, and panels at the side."""
+"""The chat screen: the conversation, the prompt, the status line, panels at the side, and the screens it opens."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from app.tui.screens.machines import MachinesScreen
 
 _NOTICES = 3
-"""Lines above the field at most."""
+"""Maximum lines of notices above the prompt."""
 SETTLED_S = 0.15
-"""Some time after which an answer's end has been laid out."""
+"""Seconds after which the end of an answer has been laid out."""
 
 
 class Updated(Message):
@@ -92,7 +92,7 @@ class ChatScreen(Screen[None]):
         self.warned_unsaved = False
         self._machines: MachinesScreen | None = None
         self._notice_of_unsaved = False
-        self._said: list[str] = []
+        self._notice_lines: list[str] = []
         self._runner: Worker[None] | None = None
         self._editing: Entry | None = None
         self._code_copied: dict[int, int] = {}
@@ -117,7 +117,7 @@ class ChatScreen(Screen[None]):
         self.query_one("#side").display = False
         self.query_one("#notice").display = False
         self.prompt.focus()
-        self._say_placeholder()
+        self._show_placeholder()
         self._runner = self.run_worker(self.controller.run, name="controller", group="controller", exit_on_error=True)
         if self.chat_app.settings.show_timing:
             self.call_after_refresh(self.action_timing)
@@ -138,13 +138,13 @@ class ChatScreen(Screen[None]):
         return self.query_one("#transcript", Transcript)
 
     async def close(self) -> None:
-        """Stop working; what there is of an answer is saved."""
+        """Stop the controller. A partial answer is saved."""
         if self._runner is not None and self._runner.state in (WorkerState.RUNNING, WorkerState.PENDING):
             self._runner.cancel()
             with suppress(WorkerCancelled):
                 await self._runner.wait()
 
-    # --- what the controller says ---------------------------------------------------------------------------------
+    # --- updates of the controller --------------------------------------------------------------------------------
 
     def _post_update(self, update: Update) -> None:
         self.post_message(Updated(update))
@@ -158,8 +158,8 @@ class ChatScreen(Screen[None]):
                 self.query_one(StatusLine).update()
                 self.query_one(Welcome).show(self.controller.status)
                 if self._notice_of_unsaved and not self.controller.status.unsaved:
-                    self._hush()
-                self._say_title()
+                    self._hide_notice()
+                self._show_title()
                 if self.panels.panel is not None:
                     self.panels.panel.handle_update(event.update)
                 self._network_changed()
@@ -180,20 +180,20 @@ class ChatScreen(Screen[None]):
                 self._reveal(bool(path))
                 await self.transcript.show_path(path, focus)
                 self.prompt.remember([entry.content for entry in path if entry.role == "user"])
-                self._say_title()
+                self._show_title()
             case FellBack(options):
                 self.chat_app.keep_options(options)
             case UserNotice(text, severity, beside):
-                self.say(text, severity, beside=beside)
+                self.show_notice(text, severity, beside=beside)
             case BeamsChanged() | TimingArrived():
                 if self.panels.panel is not None:
                     self.panels.panel.handle_update(event.update)
 
     def _draw_again(self) -> None:
-        """Repaint what stays on the screen now, without a layout.
+        """Repaint the screen without a layout.
 
-        With Textual 8.2.8 a widget's last repaint can be lost where a layout falls into the same moment: at the end of
-        an answer the tail goes, and a panel went on showing its last step but one.
+        With Textual 8.2.8 a widget's last repaint can be lost if a layout happens at the same moment. At the end of an
+        answer the tail disappears, and a panel then kept showing its last step but one.
         """
         self.refresh()
         panel = self.panels.panel
@@ -201,26 +201,28 @@ class ChatScreen(Screen[None]):
             for widget in panel.children:
                 widget.refresh()
 
-    def say(self, text: str, severity: Severity = "information", *, beside: bool = False) -> None:
-        """One line for the person. What matters stays above the field until the next question, and ``beside`` those
-        before it if it should; the rest passes."""
+    def show_notice(self, text: str, severity: Severity = "information", *, beside: bool = False) -> None:
+        """Show one line. A warning or error stays above the prompt until the next question; information passes.
+
+        ``beside``: it is added to the lines there instead of replacing them.
+        """
         if severity == "information":
             self.notify(one_line(text), markup=False, timeout=4)
             return
         if not self.is_mounted:
-            self.call_after_refresh(self.say, text, severity, beside=beside)
+            self.call_after_refresh(self.show_notice, text, severity, beside=beside)
             return
         if not self.is_current:
             self.notify(one_line(text), severity=severity, markup=False)
         notice = self.query_one("#notice", Static)
-        before = [line for line in self._said if line != one_line(text)] if beside and notice.display else []
-        self._said = [*before, one_line(text)][-_NOTICES:]
-        notice.update(Content("\n").join([Content.assemble(("▌ ", "bold"), line) for line in self._said]))
+        before = [line for line in self._notice_lines if line != one_line(text)] if beside and notice.display else []
+        self._notice_lines = [*before, one_line(text)][-_NOTICES:]
+        notice.update(Content("\n").join([Content.assemble(("▌ ", "bold"), line) for line in self._notice_lines]))
         notice.set_class(severity == "error", "error")
         notice.display = True
         self._notice_of_unsaved = bool(self.controller.status.unsaved)
 
-    def _hush(self) -> None:
+    def _hide_notice(self) -> None:
         self._notice_of_unsaved = False
         self.query_one("#notice").display = False
 
@@ -230,16 +232,16 @@ class ChatScreen(Screen[None]):
         welcome.show(self.controller.status)
         self.transcript.display = conversation
 
-    def _say_title(self) -> None:
+    def _show_title(self) -> None:
         title = one_line(self.controller.thread.title) if self.controller.thread.path else ""
-        # To update a line lays out the whole screen.
+        # Updating a line lays out the whole screen.
         if title != self._title:
             self._title = title
             line = self.query_one("#title", Static)
             line.update(Content(title))
             line.display = bool(title)
 
-    def _say_placeholder(self) -> None:
+    def _show_placeholder(self) -> None:
         self.prompt.placeholder = "Edit the question. Esc cancels." if self._editing else "Ask something"
 
     # --- typing ---------------------------------------------------------------------------------------------------
@@ -250,9 +252,9 @@ class ChatScreen(Screen[None]):
         try:
             call = parse(event.text) if self._editing is None else None
         except UnknownCommand as unknown:
-            self.say(str(unknown), "warning")
+            self.show_notice(str(unknown), "warning")
             return
-        self._hush()
+        self._hide_notice()
         if call is not None:
             self.prompt.clear()
             self.run_command(call.command, call.argument)
@@ -293,7 +295,7 @@ class ChatScreen(Screen[None]):
     # --- commands -------------------------------------------------------------------------------------------------
 
     def run_command(self, command: ChatCommand, argument: str = "") -> None:
-        """Do what ``command`` says; it is the same by key, palette and slash."""
+        """Do what ``command`` says, whether it came from a key, the palette or a slash command."""
         if command.action == "quit_chat":
             self.app.run_worker(self.chat_app.action_quit_chat(), exit_on_error=True)
             return
@@ -308,19 +310,19 @@ class ChatScreen(Screen[None]):
             self._leave_editing()
             self.prompt.clear()
         elif not self.controller.stop_soon():
-            self._hush()
+            self._hide_notice()
         self.prompt.focus()
 
     def action_end(self) -> None:
         self.transcript.follow()
 
     def action_new(self) -> None:
-        self._hush()
+        self._hide_notice()
         self.controller.new_conversation()
         self.prompt.focus()
 
     def action_again(self) -> None:
-        self._hush()
+        self._hide_notice()
         self.controller.regenerate()
 
     def action_edit_last(self) -> None:
@@ -328,14 +330,14 @@ class ChatScreen(Screen[None]):
         if questions:
             self._edit(questions[-1])
         else:
-            self.say("There is no question to edit yet.", "warning")
+            self.show_notice("There is no question to edit yet.", "warning")
 
     def action_copy_last(self) -> None:
         answers = [entry for entry in self.controller.thread.path if entry.role == "assistant" and entry.content]
         if answers:
             self._copy(answers[-1].content, "The answer")
         else:
-            self.say("There is no answer to copy yet.", "warning")
+            self.show_notice("There is no answer to copy yet.", "warning")
 
     def action_copy_code(self) -> None:
         from app.tui.render.markdown import code_blocks
@@ -345,7 +347,7 @@ class ChatScreen(Screen[None]):
             if blocks:
                 self._copy(blocks[-1], "The code")
                 return
-        self.say("There is no block of code to copy.", "warning")
+        self.show_notice("There is no block of code to copy.", "warning")
 
     @on(MessageView.Asked)
     def _on_asked(self, event: MessageView.Asked) -> None:
@@ -368,7 +370,7 @@ class ChatScreen(Screen[None]):
                 self.prompt.focus()
 
     def _focus_like(self, entry: Entry) -> None:
-        """After a switch of branches the focus stays where it was on the path."""
+        """Focus the message at the same place of the path, after a switch of branches."""
         views = self.transcript.views
         index = next((i for i, view in enumerate(views) if view.entry.role == entry.role and view.entry.siblings > 1
                       and view.entry.siblings == entry.siblings), None)  # fmt: skip
@@ -378,21 +380,21 @@ class ChatScreen(Screen[None]):
     def _edit(self, entry: Entry) -> None:
         self._editing = entry
         self.prompt.fill(entry.content)
-        self._say_placeholder()
+        self._show_placeholder()
         self.prompt.border_title = "Editing an earlier question: esc leaves it as it was"
         self.prompt.focus()
 
     def _leave_editing(self) -> None:
         self._editing = None
         self.prompt.border_title = ""
-        self._say_placeholder()
+        self._show_placeholder()
 
     def _copy_next_code(self, entry: Entry) -> None:
         from app.tui.render.markdown import code_blocks
 
         blocks = code_blocks(entry.content)
         if not blocks:
-            self.say("There is no block of code in this message.", "warning")
+            self.show_notice("There is no block of code in this message.", "warning")
             return
         index = self._code_copied.get(entry.key, -1) + 1
         self._code_copied[entry.key] = index
@@ -413,11 +415,11 @@ class ChatScreen(Screen[None]):
             return
         number = int(width) if width.isdecimal() else 0
         if not 1 <= number <= 16:
-            self.say(f"The beam width is a number from 1 to 16, not {one_line(width)}.", "warning")
+            self.show_notice(f"The beam width is a number from 1 to 16, not {one_line(width)}.", "warning")
             return
         problem = self._apply_beams(number)
         if problem:
-            self.say(problem, "error")
+            self.show_notice(problem, "error")
 
     def action_close_panel(self) -> None:
         self.panels.close()
@@ -432,14 +434,14 @@ class ChatScreen(Screen[None]):
         return BeamPanel(self.controller, self._apply_beams)
 
     def _apply_beams(self, width: int) -> str:
-        """Use ``width`` and go on typing; what went wrong, or an empty text."""
+        """Use beams of this ``width`` and go back to typing. Returns what went wrong, or an empty text."""
         problem = self.chat_app.change_setting("beams", width)
         if self.panels.covers:
             self.panels.close()
         else:
             self.focus_prompt()
         if not problem:
-            self.say(f"{width} beam{'' if width == 1 else 's'} from the next question on.")
+            self.show_notice(f"{width} beam{'' if width == 1 else 's'} from the next question on.")
         return problem
 
     # --- screens --------------------------------------------------------------------------------------------------
@@ -473,14 +475,14 @@ class ChatScreen(Screen[None]):
             return
         problem = self.chat_app.change_setting("model", model)
         if problem:
-            self.say(problem, "error")
+            self.show_notice(problem, "error")
 
     def action_settings(self) -> None:
         from app.tui.screens.settings import SettingsScreen
 
         def left(problem: str | None) -> None:
             if problem:
-                self.say(problem, "error")
+                self.show_notice(problem, "error")
             self.focus_prompt()
 
         self.app.push_screen(SettingsScreen(self.controller), left)
@@ -515,7 +517,7 @@ class ChatScreen(Screen[None]):
 
     def action_export(self, path: str = "") -> None:
         if self.controller.thread.conversation is None and not self.controller.thread.path:
-            self.say("There is nothing to export yet.", "warning")
+            self.show_notice("There is nothing to export yet.", "warning")
             return
         if path:
             self._export(path)
@@ -535,6 +537,6 @@ class ChatScreen(Screen[None]):
         try:
             written = export_thread(self.controller.store, self.controller.thread, Path(path).expanduser())
         except (OSError, StoreError) as error:
-            self.say(export_problem(Path(path), error), "error")
+            self.show_notice(export_problem(Path(path), error), "error")
         else:
-            self.say(f"Exported to {written}.")
+            self.show_notice(f"Exported to {written}.")

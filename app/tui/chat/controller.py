@@ -1,8 +1,4 @@
-"""What happens when the person sends, stops, asks again, edits, picks: the chat without its screen. No Textual.
-
-The controller owns the state; everything it changes it says to ``listener`` as an update of :mod:`app.tui.chat.state`.
-Its calls come from one event loop, in which :meth:`ChatController.run` must be running.
-"""
+"""The chat without its screen: sending, stopping, asking again, editing, switching branches, picking. No Textual."""
 
 from __future__ import annotations
 
@@ -39,11 +35,17 @@ from engine.ipc.messages import (
 )
 
 AUTOSAVE_S = 0.5
-"""Half of the second of text that a crash may cost; the other half is for a slow disk."""
+"""Seconds between two writes of a growing answer. A crash may cost one second of text; half is left for a slow disk."""
 WATCH_ENGINE_S = 1.0
+"""Seconds between two checks whether the engine still runs."""
 
 
 class ChatController:
+    """Owns the state of the chat. Each change of it is emitted as an update of :mod:`app.tui.chat.state`.
+
+    Use it from one event loop, in which :meth:`run` is running.
+    """
+
     def __init__(
         self,
         engine: Engine,
@@ -101,17 +103,19 @@ class ChatController:
 
     @property
     def unsaved(self) -> int:
-        """How many messages are not on disk."""
+        """Number of messages that are not on disk."""
         return self._saver.unsaved
 
     def submit(self, text: str) -> None:
-        """A new question at the end of the conversation. It is on disk (or the person told why not) before the engine
-        hears of it."""
+        """Ask a new question at the end of the conversation.
+
+        It is on disk before the engine gets it; if it cannot be saved, a notice says why.
+        """
         question = Entry("user", sanitize(text))
         self._ask([*self.thread.path, question], EntryAdded(question))
 
     def regenerate(self, entry: Entry | None = None) -> None:
-        """Another answer in the place of ``entry`` (default: the last one); the old one stays as an alternative."""
+        """Ask for another answer in place of ``entry`` (default: the last). The old one stays as an alternative."""
         path = self.thread.path
         if not path:
             self._notify("Nothing to regenerate yet.", "warning")
@@ -124,7 +128,7 @@ class ChatController:
         self._ask(path[: last + 1], PathChanged())
 
     def edit(self, entry: Entry, text: str) -> None:
-        """Ask ``entry`` in other words: a new branch; the old one stays as an alternative."""
+        """Ask the question ``entry`` with another ``text``, on a new branch. The old one stays as an alternative."""
         path = self.thread.path
         if entry not in path or entry.role != "user":
             return
@@ -132,7 +136,7 @@ class ChatController:
         self._ask([*path[: path.index(entry)], Entry("user", sanitize(text))], PathChanged())
 
     def switch(self, entry: Entry, offset: int) -> None:
-        """Show the alternative ``offset`` after ``entry`` (around the end), and what follows it."""
+        """Show the alternative ``offset`` places after ``entry``, wrapping around, and what follows it."""
         if entry.record is None or entry.siblings < 2:
             self._notify("This message has no alternatives.", "information")
             return
@@ -149,7 +153,7 @@ class ChatController:
         self._emit(PathChanged())
 
     def open_conversation(self, conversation: int, message: int | None = None) -> bool:
-        """Show a conversation of the store (at ``message``, whose branch is selected); whether that worked."""
+        """Show a conversation of the store, at ``message`` and its branch if given. False if it cannot be read."""
         try:
             found = self.store.conversation(conversation)
             records = self.store.shown(conversation) if message is None else self.store.select(message)
@@ -164,12 +168,12 @@ class ChatController:
         return True
 
     def forget_conversation(self, conversation: int) -> None:
-        """``conversation`` was deleted: if it is the one shown, an empty one takes its place."""
+        """``conversation`` was deleted. If it is the shown one, an empty one takes its place."""
         if self.thread.conversation == conversation:
             self.new_conversation()
 
     def rename(self, title: str, done: Callable[[], None] = lambda: None) -> None:
-        """Name the conversation that is shown; ``done`` is called when that is on disk, or cannot be."""
+        """Give the shown conversation a title. ``done`` is called when it is on disk or saving it failed."""
         self.answers.run_in_background(self._rename(self.thread, title, done))
 
     async def _rename(self, thread: Thread, title: str, done: Callable[[], None]) -> None:
@@ -181,7 +185,7 @@ class ChatController:
         done()
 
     def apply(self, options: Settings) -> None:
-        """Other settings: the model is loaded again if it must be, the rest holds from the next answer on."""
+        """Use other settings from the next answer on. The model is loaded again if they require it."""
         reload = not options.loads_like(self.options)
         self.options = options
         self.status.beams = options.beams
@@ -194,14 +198,16 @@ class ChatController:
         self._status_changed()
 
     def load_again(self) -> None:
-        """Load the model anew, after the answer that runs: it could not be had, or its files were changed."""
+        """Load the model again after the current answer: it could not be loaded, or its files changed."""
         self.link.forget()
         self.status.problem = ""
         self.answers.wake()
 
     def stop_soon(self) -> bool:
-        """Stop what is being answered and what waits; the text stays. If nothing is, stop fetching the model: what has
-        come of it is kept, and the next question goes on with it. Whether there was anything to stop."""
+        """Stop the current answer and those that wait; their text stays. Without any, stop the download of the model.
+
+        The next question continues a stopped download. Returns False if there was nothing to stop.
+        """
         stopped = self.answers.stop()
         fetching = not stopped and self.status.phase is Phase.FETCHING
         if fetching:
@@ -209,7 +215,7 @@ class ChatController:
         return stopped or fetching
 
     def pick_beam(self, index: int) -> None:
-        """Make candidate ``index`` the answer: at once if the search has ended, else it is stopped for it."""
+        """Make candidate ``index`` the answer. A search that still runs is stopped first."""
         turn = self.answers.beam_turn
         if turn is None or not 0 <= index < len(self.beams):
             self._notify("There are no candidates to pick from.", "warning")
@@ -246,7 +252,7 @@ class ChatController:
         self.answers.wake()
 
     def _take_candidate(self, turn: ChatTurn, text: str) -> None:
-        """``text`` is the answer of ``turn`` from now on, beside the others."""
+        """Make ``text`` the answer of ``turn``. The others stay as alternatives."""
         path = self.thread.path if turn.thread is self.thread else []
         index = answer_place(path, turn.path[-1])
         if index is None:
@@ -299,7 +305,7 @@ class ChatController:
         self._status_changed()
 
     def _engine_notice(self, notice: Notice) -> None:
-        # A machine that is lost and what becomes of the ring are two lines, and both matter.
+        # A lost machine and what happens to its ring are two notices, so one must not replace the other.
         self._emit(UserNotice(sanitize(notice.text), "warning", beside=True))
 
     def _network_changed(self) -> None:

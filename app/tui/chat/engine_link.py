@@ -1,4 +1,5 @@
-"""The engine as the chat needs it: running, with the wanted model loaded, started again when it died. No Textual."""
+"""The engine as the chat needs it: running, with the wanted model loaded, started again when it died; and models that
+are fetched meanwhile. No Textual."""
 
 from __future__ import annotations
 
@@ -38,15 +39,15 @@ from engine.ipc.messages import (
 )
 
 _ATTEMPTS = 2
-"""An engine that dies while it loads is started once more; twice is not bad luck."""
+"""Maximum number of starts of an engine that dies while it loads."""
 
 
 class EngineLink:
-    """Brings the engine up and keeps ``status`` true; ``on_status`` is called when it changed.
+    """Brings the engine up and keeps ``status`` current; ``on_status`` is called when it changed.
 
-    ``is_missing`` says whether a model has to be fetched (or built) before it can be loaded, and may be.
-    ``on_fallback`` is called with the reason when a model cannot be loaded, and with the options that worked before:
-    they are asked for next. ``on_network`` is called when something about the network changed.
+    ``is_missing``: must a model be fetched or built before it is loaded, and may it be? ``on_fallback`` is called when
+    a model cannot be loaded, with the reason and the options that worked before, which are loaded next. ``on_network``
+    is called when the network changed.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class EngineLink:
         self.engine = engine
         self.network = NetworkClient(engine, on_network)
         self.looking = False
-        """The person asked for machines to be looked for, whatever the partitioning."""
+        """True if the person asked to look for machines, whatever the partitioning."""
         self.status = status
         self.watching = False
         self._on_status = on_status
@@ -74,13 +75,13 @@ class EngineLink:
         engine.on_ring = self._ring_changed
 
     def has(self, options: Settings) -> bool:
-        """Is the engine running with the model that ``options`` ask for?"""
+        """Is the engine running with the model that ``options`` want?"""
         return self.engine.running and self._loaded is not None and self._loaded.loads_like(options)
 
     async def bring_up(self, options: Callable[[], Settings]) -> bool:
-        """Start the engine and load what ``options()`` asks for, which may change meanwhile.
+        """Start the engine and load what ``options()`` want, which may change meanwhile.
 
-        Whether it is ready; if not, ``status.problem`` says why.
+        Returns False if that failed; ``status.problem`` says why.
         """
         deaths = 0
         while True:
@@ -108,20 +109,20 @@ class EngineLink:
                 return False
 
     async def abandon_loading(self) -> None:
-        """What is being loaded is not wanted any more."""
+        """Cancel the loading."""
         if self._request is not None:
             with suppress(EngineDied):
                 await self.engine.send(Cancel(id=self.engine.new_id(), target=self._request))
 
     async def watch(self, timing: bool) -> None:
-        """Have the engine measure where the time goes, or stop that; remembered over a restart."""
+        """Turn the engine's measuring of times on or off. It stays so after a restart."""
         self.watching = timing
         if self.engine.running:
             with suppress(EngineDied):
                 await self.engine.send(Watch(id=self.engine.new_id(), timing=timing))
 
     async def estimate_beams(self, widths: Sequence[int], context_tokens: int) -> BeamEstimates | str:
-        """What the widths would cost, or why that cannot be said."""
+        """The costs of the widths, or why they are not known."""
         if self._loaded is None or not self.engine.running:
             return "The cost is known once the model is loaded."
         request = EstimateBeams(id=self.engine.new_id(), widths=list(widths), context_tokens=context_tokens)
@@ -136,7 +137,7 @@ class EngineLink:
         return "The engine gave no estimate."
 
     async def plan(self, options: Settings) -> Planned | str | None:
-        """What loading as ``options`` say would need and give, or why that is unknown; None: no engine is up yet."""
+        """Memory and speed that ``options`` would give, or why they are unknown; None if no engine is running yet."""
         if not self.engine.running:
             return None
         try:
@@ -154,7 +155,7 @@ class EngineLink:
         return "The engine gave no prediction."
 
     async def list_machines(self) -> str:
-        """Ask which machines are paired, and there if the network is open; what went wrong."""
+        """Ask which machines are paired, and reachable if the network is open. Returns what went wrong."""
         try:
             await self._start()
             await self.network.refresh()
@@ -163,8 +164,10 @@ class EngineLink:
         return ""
 
     def machines_away(self) -> list[str]:
-        """Look whether machines of the ring are gone, or are there again; what there is to say about it while nothing
-        is asked of the ring (else the engine says what becomes of it)."""
+        """Check which machines of the ring are gone or are back. Returns a line for each.
+
+        Returns none during an answer: the engine's notices say then what happens to the ring.
+        """
         facts, before = self.status.facts, self.status.away
         self.status.away = away(facts.ring if facts is not None else None, self.network.state)
         if self.status.away == before:
@@ -173,7 +176,7 @@ class EngineLink:
         return away_lines(before, self.status.away) if self.status.phase is Phase.READY else []
 
     async def look_for_machines(self, options: Settings) -> str:
-        """Open the network, for as long as the chat is open; what went wrong."""
+        """Open the network until the chat ends. Returns what went wrong."""
         try:
             await self._start()
             self.looking = True
@@ -184,12 +187,12 @@ class EngineLink:
         return ""
 
     async def stop_looking(self, options: Settings) -> str:
-        """Close the network unless a ring is wanted; what went wrong."""
+        """Close the network unless a ring is wanted. Returns what went wrong."""
         self.looking = False
         return await self.close_unless_wanted(options)
 
     async def close_unless_wanted(self, options: Settings) -> str:
-        """The network is open only while machines are looked for or the partitioning is ``ring``; what went wrong."""
+        """Close the network unless machines are looked for or the partitioning is ``ring``. Returns what went wrong."""
         if self.looking or options.partitioning == "ring" or not self.network.is_open:
             return ""
         try:
@@ -199,8 +202,11 @@ class EngineLink:
         return ""
 
     async def _ring(self, options: Settings, *, only_ask: bool = False) -> RingChoice:
-        """What is asked of the ring; the network is opened for it. With ``only_ask`` one that is open stays as it is,
-        and the ring with it. Raises NetworkProblem, SettingError, EngineDied."""
+        """The choices for the ring, with the network opened for it.
+
+        ``only_ask``: a network that is open is not changed, so its ring stays. Raises NetworkProblem, SettingError,
+        EngineDied.
+        """
         if options.partitioning != "ring":
             return RingChoice()
         if not (only_ask and self.network.is_open):
@@ -208,7 +214,7 @@ class EngineLink:
         return ring_choice(options, self.network.state)
 
     async def pull(self, model: str, on_request: Callable[[int], None]) -> AsyncIterator[Progress | Done | Failed]:
-        """Fetch a model. ``on_request`` is given the id by which it can be cancelled. Raises EngineDied."""
+        """Fetch a model. ``on_request`` is called with the id that cancels it. Raises EngineDied."""
         if not self.engine.running:
             await self._start()
         request = Pull(id=self.engine.new_id(), model=model)
@@ -218,11 +224,11 @@ class EngineLink:
                 yield event
 
     def forget(self) -> None:
-        """What is loaded is to be loaded anew when it is next needed."""
+        """Load the model again when it is next needed."""
         self._loaded = None
 
     def lost(self) -> None:
-        """The engine died: nothing is loaded any more."""
+        """The engine died, and the model with it."""
         self._loaded = None
         self.network.lost()
         self.status.facts = self.status.progress = self.status.prefill = self.status.warm_up = None
@@ -240,7 +246,7 @@ class EngineLink:
             await self.engine.send(Watch(id=self.engine.new_id(), timing=True))
 
     async def _fetch_and_load(self, wanted: Settings) -> str:
-        """What went wrong; empty if the model is loaded."""
+        """Load the model, fetched first if necessary. Returns what went wrong; empty if it is loaded."""
         if self._differs_in_gpu_memory(wanted):
             return await self._resize(wanted)
         self.status.model, self.status.problem = wanted.model, ""
@@ -267,14 +273,14 @@ class EngineLink:
         return problem
 
     def _differs_in_gpu_memory(self, wanted: Settings) -> bool:
-        """Is the model there, and nothing else asked for than other GPU memory for the experts that share it?"""
+        """Is the wanted model loaded, with only the GPU memory for its experts different?"""
         there, facts = self._loaded, self.status.facts
         if there is None or facts is None or facts.policy is None:
             return False
         return replace(wanted, gpu_expert_memory=there.gpu_expert_memory).loads_like(there)
 
     async def _resize(self, wanted: Settings) -> str:
-        """Change that while the model stays loaded; what went wrong, and then it is as it was."""
+        """Change the GPU memory while the model stays loaded. Returns what went wrong; nothing changed then."""
         request = Resize(id=self.engine.new_id(), gpu_expert_bytes=wanted.load.gpu_expert_bytes)
         async for event in self.engine.stream(request):
             if isinstance(event, Failed):
@@ -298,7 +304,7 @@ class EngineLink:
         return "Loading was stopped."
 
     def _take(self, event: AnyEvent, wanted: Settings) -> str | None:
-        """None: more is to come."""
+        """Take an event of loading. Returns what went wrong, empty at the end, None before it."""
         match event:
             case Progress():
                 self.status.progress = event
@@ -343,7 +349,7 @@ def _sentence(problem: Exception) -> str:
 
 
 class ModelFetcher:
-    """``active`` holds the latest progress of each model that is being fetched; ``on_change`` is called with each."""
+    """Fetches models while the chat goes on. ``active``: the latest progress of each. ``on_change``: called then."""
 
     def __init__(self, link: EngineLink, notify: Callable[[str, Severity], None]) -> None:
         self.active: dict[str, Progress] = {}
@@ -354,7 +360,7 @@ class ModelFetcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, model: str) -> None:
-        """Fetch ``model``; does nothing if that is going on already."""
+        """Fetch ``model``. Does nothing if it is being fetched already."""
         if model in self.active:
             return
         self.active[model] = Progress(stage="Connecting…")
@@ -364,7 +370,7 @@ class ModelFetcher:
         self._changed()
 
     async def cancel(self, model: str) -> None:
-        """Stop fetching ``model``; what is there is kept, and fetching goes on from it the next time."""
+        """Stop fetching ``model``. The downloaded part is kept, and the next attempt continues it."""
         request = self._requests.get(model)
         if request is not None:
             engine = self._link.engine

@@ -1,4 +1,4 @@
-"""One message of the transcript, and the tail of the answer that is being written."""
+"""One message of the transcript, and the tail of the answer in progress."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from app.tui.render.streaming import GrowingText
 
 _CURSOR = "▍"
 FAST = 25.0
-"""Tokens a second from which on the tail grows by :data:`STEP` lines at a time, some of them empty: each time it grows,
-the whole screen is laid out and drawn."""
+"""Tokens per second from which on the tail grows by :data:`STEP` lines at a time, as each growth lays out and draws the
+whole screen."""
 STEP = 6
+"""Lines that the tail of a fast answer grows by. Those not yet written are empty."""
 
 
 class MessageView(Written, can_focus=True):
-    """A message: who speaks, the text, what happened to it. While it is being written: what is finished of it."""
+    """A message: its speaker, its text, its state. Of a message in progress, the finished blocks."""
 
     HELP = (
         "A message of the conversation. `up` and `down` go to the next, `u` and `d` scroll, `c` copies it, `b` "
@@ -47,7 +48,7 @@ class MessageView(Written, can_focus=True):
     ]
 
     class Asked(Message):
-        """The person wants ``what`` done with ``entry``."""
+        """The person asked for ``what`` to be done with ``entry``."""
 
         def __init__(self, entry: Entry, what: str) -> None:
             super().__init__()
@@ -79,13 +80,13 @@ class MessageView(Written, can_focus=True):
         return Content("\n").join(parts)
 
     def changed(self) -> None:
-        """The entry is complete, or something about it changed."""
+        """The entry is complete, or changed in another way."""
         self._blocks = None
         self.remove_class("-begun")
         self.remake()
 
     def growing(self, blocks: list[str]) -> None:
-        """These blocks of an answer in progress are finished; the rest is in the tail below."""
+        """Show these finished blocks of an answer in progress. The rest is in the tail below."""
         self._blocks = list(blocks)
         self.set_class(not blocks, "-begun")
         self.remake()
@@ -109,7 +110,7 @@ class MessageView(Written, can_focus=True):
 
 
 class LiveTail(Written):
-    """The end of the answer that is being written: the part that changes with every piece of text."""
+    """The end of the answer in progress: the part that changes with every piece of text."""
 
     def __init__(self) -> None:
         super().__init__(classes="tail")
@@ -123,7 +124,7 @@ class LiveTail(Written):
         self._step = 1
 
     def show(self, entry: Entry) -> bool:
-        """Draw what ``entry`` says now; whether finished blocks came about, or changed."""
+        """Draw the current text of ``entry``. Returns True if the finished blocks changed."""
         self._step = STEP if entry.tokens_per_s >= FAST else 1
         before = list(self.growing.frozen)
         self.growing.update(entry.content)

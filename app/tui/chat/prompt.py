@@ -1,4 +1,4 @@
-"""Where the person types."""
+"""The prompt: the field where the person types."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from app.tui.commands import bound, either
 
 
 class Prompt(TextArea):
-    """Several lines of text; enter sends them, the keys with a modifier break the line.
+    """A field for several lines. Enter sends them; enter with a modifier breaks the line.
 
-    Which of those a terminal can tell from enter differs: ctrl+j works in all of them.
+    Not every terminal tells a modified enter from enter: ctrl+j works in all of them.
     """
 
     HELP = (
@@ -35,10 +35,10 @@ class Prompt(TextArea):
             self.text = text
 
     class LeftUpwards(Message):
-        """The person wants to go to the messages above."""
+        """The person goes to the messages above."""
 
     class Scrolled(Message):
-        """The person wants to scroll the transcript by ``pages``."""
+        """The person scrolls the transcript by ``pages``."""
 
         def __init__(self, pages: int) -> None:
             super().__init__()
@@ -50,17 +50,17 @@ class Prompt(TextArea):
         self._position: int | None = None
 
     def remember(self, texts: list[str]) -> None:
-        """Earlier questions, oldest first, for recalling."""
+        """Set the earlier questions that can be recalled, oldest first."""
         self._earlier = [text for text in texts if text.strip()]
         self._position = None
 
     def fill(self, text: str) -> None:
-        """Put ``text`` here, with the cursor behind it."""
+        """Put ``text`` into the field, with the cursor after it."""
         self.text = text
         self.move_cursor(self.document.end)
 
     async def _on_key(self, event: events.Key) -> None:
-        # TextArea takes enter as a character before bindings are looked at.
+        # TextArea takes enter as a character before it looks at bindings.
         if event.key == "enter":
             event.stop()
             event.prevent_default()
@@ -76,7 +76,7 @@ class Prompt(TextArea):
         self.post_message(self.Sent(text.strip("\n")))
 
     def sent(self, text: str) -> None:
-        """``text`` was taken: the field is empty for the next."""
+        """``text`` was accepted: empty the field and remember the text."""
         if not self._earlier or self._earlier[-1] != text:
             self._earlier.append(text)
         self.clear()
@@ -104,7 +104,7 @@ class Prompt(TextArea):
         self.post_message(self.Scrolled(1))
 
     def _recalls(self) -> bool:
-        """Nothing of the person's own would be lost by putting another text here."""
+        """May the text be replaced? Only if it is empty or an earlier question, unchanged."""
         return not self.text or (self._position is not None and self.text == self._earlier[self._position])
 
     def _recall(self, offset: int) -> bool:

@@ -1,4 +1,4 @@
-"""Keeps what is on the screen in the store, and keeps trying when the store refuses. No Textual."""
+"""Saving what is on the screen, with new attempts when the store refuses. No Textual."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from app.tui.chat.state import Entry
 from app.tui.chat.thread import Thread
 
 RETRY_SAVE_S = 5.0
-"""Between tries while there is a problem."""
+"""Seconds between two attempts while there is a problem."""
 LOCKED_TRIES = 8
-"""So often the store may be found locked before that is a problem: another program's write is over in a moment."""
+"""Number of attempts that may find the store locked before it is a problem. Most writes are short."""
 RETRY_LOCKED_S = 0.15
-"""Between these tries; each of them waits a little itself."""
+"""Seconds between these attempts, each of which waits a little itself."""
 
 
 Result = TypeVar("Result")
 
 
 async def unlocked(change: Callable[[], Result]) -> Result:
-    """What ``change`` gives, tried again while another program's write has the store locked.
+    """The result of ``change``, which is tried again while another program has the store locked.
 
-    Raises StoreError as ``change`` does; "locked" only after :data:`LOCKED_TRIES` tries.
+    Raises StoreError as ``change`` does, and with the reason "locked" only after :data:`LOCKED_TRIES` attempts.
     """
     for _ in range(LOCKED_TRIES - 1):
         try:
@@ -37,7 +37,7 @@ async def unlocked(change: Callable[[], Result]) -> Result:
 
 
 async def rename(store: ConversationStore, thread: Thread, title: str) -> None:
-    """Name the conversation of ``thread``, on disk if it is there. Raises StoreError."""
+    """Give the conversation of ``thread`` a title, also on disk if it is saved. Raises StoreError."""
     conversation = thread.conversation
     if conversation is not None:
         title = (await unlocked(lambda: store.change(conversation, title=title))).title
@@ -45,11 +45,11 @@ async def rename(store: ConversationStore, thread: Thread, title: str) -> None:
 
 
 class Saver:
-    """Writes entries to the store. What could not be written is remembered and tried again.
+    """Writes entries to the store. What could not be written is kept for another attempt.
 
-    ``on_problem`` is called with the reason when the store starts to refuse, and with an empty text when all is on disk
-    again: once each, not for every attempt, and not for a lock that is soon gone. ``on_late`` is called when all is on
-    disk that was refused before.
+    ``on_problem`` is called once with the reason when the store starts to refuse, and once with an empty text when
+    everything is on disk again. A short lock does not count. ``on_late`` is called when everything that was refused
+    before is on disk.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Saver:
 
     @property
     def waits(self) -> bool:
-        """Does another program write just now? Then :meth:`settle` is worth waiting for."""
+        """Is the store locked by another program's write? :meth:`settle` waits for its end."""
         return bool(self._pending) and not self.problem
 
     async def settle(self) -> None:
-        """Try until all is on disk, or the store has refused for so long that it is a problem."""
+        """Try until everything is on disk, or the store has been locked for so long that it is a problem."""
         async with self._settling:
             while self.waits:
                 await asyncio.sleep(RETRY_LOCKED_S)
@@ -78,16 +78,16 @@ class Saver:
 
     @property
     def unsaved(self) -> int:
-        """How many messages are on the screen only."""
+        """Number of messages that are on the screen only."""
         return len({entry.key for _, path in self._pending for entry in path if _differs(entry)})
 
     def save(self, thread: Thread, path: Sequence[Entry]) -> bool:
-        """Bring ``path``, from the first message on, to disk; whether that worked. What is there costs nothing."""
+        """Write ``path``, from the first message on. Returns False if that failed. Unchanged messages cost nothing."""
         self._remember(thread, tuple(path))
         return self.retry()
 
     def retry(self) -> bool:
-        """Write all that is missing; whether nothing is missing any more."""
+        """Write everything that is missing. Returns False if that failed."""
         try:
             while self._pending:
                 self._write(*self._pending[0])
@@ -96,20 +96,20 @@ class Saver:
             self._refused(error)
             return False
         late, self._refusals = self._refusals > 0, 0
-        self._say("")
+        self._report("")
         if late:
             self._on_late()
         return True
 
     def refused(self, thread: Thread, path: Sequence[Entry], error: StoreError) -> None:
-        """A write made elsewhere failed: try again later."""
+        """Try later to write ``path``, whose write failed elsewhere with ``error``."""
         self._remember(thread, tuple(path))
         self._refused(error)
 
     def _refused(self, error: StoreError) -> None:
         self._refusals += 1
         if error.reason != "locked" or self._refusals >= LOCKED_TRIES:
-            self._say(str(error))
+            self._report(str(error))
 
     def _remember(self, thread: Thread, path: tuple[Entry, ...]) -> None:
         known = [index for index, (other, held) in enumerate(self._pending) if other is thread and held[-1] is path[-1]]
@@ -156,7 +156,7 @@ class Saver:
         )
         entry.dirty = False
 
-    def _say(self, problem: str) -> None:
+    def _report(self, problem: str) -> None:
         if problem != self.problem:
             self.problem = problem
             self._on_problem(problem)

@@ -1,4 +1,4 @@
-"""What the chat shows, as plain data, and the updates by which the controller says that it changed. No Textual."""
+"""The state that the chat shows, as plain data, and the updates that the controller emits. No Textual."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _keys = count(1)
 
 
 TOO_LONG = "context"
-"""The ``finish_reason`` of an answer that never began because the prompt did not fit in the context."""
+"""``finish_reason`` of an answer that never began because the prompt did not fit in the context."""
 
 
 @dataclass(eq=False)
 class Entry:
     """One message on the screen. ``record`` is its row in the store, None while it is not on disk.
 
-    ``note`` is one line about what happened to it (stopped, failed), for the person.
+    ``note`` is a line for the person about what happened to it, such as why it failed.
     """
 
     role: Role
@@ -45,7 +45,7 @@ class Entry:
     sibling_index: int = 0
     note: str = ""
     dirty: bool = False
-    """The store does not have what is on the screen."""
+    """True if the store does not have the text on the screen."""
     key: int = field(default_factory=lambda: next(_keys))
 
     @staticmethod
@@ -65,7 +65,7 @@ class Entry:
 
 
 class Phase(Enum):
-    """What the engine does, as the status line says it."""
+    """The activity of the engine, as the status line shows it."""
 
     STARTING = "starting the engine"
     FETCHING = "downloading the model"
@@ -93,18 +93,18 @@ class Status:
     context_used: int | None = None
     tokens_per_s: float = 0.0
     waiting: int = 0
-    """Questions that wait for an answer."""
+    """Number of questions that wait for an answer."""
     unsaved: str = ""
-    """Why the store does not have all that is on the screen; empty: it does."""
+    """Why some messages are not saved; empty if all are."""
     problem: str = ""
-    """Why there is no model."""
+    """Why there is no model; empty if there is one."""
     beams: int = 1
     warm_up: WarmUp | None = None
-    """The weights are being brought into memory; None: they are not, or all are there."""
+    """Progress of bringing the weights into memory; None if it is not going on."""
     away: tuple[str, ...] = ()
-    """Machines of the ring that are gone, and no other ring was formed yet: that happens when it is next needed."""
+    """Names of the machines of the ring that are gone. Another ring is formed with the next question."""
     probe_s: float | None = None
-    """Seconds to the first token of the last answer that came after idling."""
+    """Seconds to the first token of the last answer after an idle time."""
 
 
 # --- updates ------------------------------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ Severity = Literal["information", "warning", "error"]
 
 @dataclass(frozen=True)
 class PathChanged:
-    """Another conversation or branch is shown. ``focus`` is the entry to look at, None: the newest."""
+    """Another conversation or branch is shown. ``focus``: the entry to bring into view; None: the newest."""
 
     focus: Entry | None = None
 
@@ -126,7 +126,7 @@ class EntryAdded:
 
 @dataclass(frozen=True)
 class EntryChanged:
-    """``entry`` changed in any way; ``live`` if more of it is coming."""
+    """``entry`` changed. ``live``: more of it is coming."""
 
     entry: Entry
     live: bool = False
@@ -139,14 +139,14 @@ class StatusChanged:
 
 @dataclass(frozen=True)
 class FellBack:
-    """What ``options`` asked for could not be loaded: these, which worked before, are in force again."""
+    """The wanted model could not be loaded: ``options``, which worked before, are in effect again."""
 
     options: Settings
 
 
 @dataclass(frozen=True)
 class BeamsChanged:
-    """``beams``, best first, after ``step`` steps. ``running`` until the search has ended."""
+    """The candidates, best first, after ``step`` steps. ``running``: the search has not ended."""
 
     beams: tuple[Beam, ...]
     step: int
@@ -161,12 +161,12 @@ class TimingArrived:
 
 @dataclass(frozen=True)
 class NetworkChanged:
-    """Who is on the network, or whether it is open, changed."""
+    """The machines on the network changed, or it was opened or closed."""
 
 
 @dataclass(frozen=True)
 class UserNotice:
-    """One line for the person. ``beside``: it stands beside what was said before, not in its place."""
+    """One line for the person. ``beside``: it is added to earlier notices instead of replacing them."""
 
     text: str
     severity: Severity = "information"
@@ -180,12 +180,13 @@ Update = (
 
 
 USUAL_ANSWER = 500
-"""Tokens of an answer, for saying what it will cost; and what a token comes to in text:"""
+"""Tokens assumed for the next answer if there is no limit."""
 CHARACTERS_PER_TOKEN = 4
+"""Characters of text assumed for a token."""
 
 
 def context_to_come(status: Status, path: Sequence[Entry], max_tokens: int | None) -> int:
-    """About how many tokens the next answer will end at: what beams will cost depends on it."""
+    """Estimate of the context, in tokens, at the end of the next answer. The cost of beams depends on it."""
     used = status.context_used
     if used is None:
         used = sum(len(entry.content) for entry in path) // CHARACTERS_PER_TOKEN

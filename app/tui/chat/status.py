@@ -18,7 +18,7 @@ _NAME = ("private", "bold"), ("llm", "bold $text-primary")
 
 
 class Welcome(Static):
-    """The program's name, what the model is, and the few keys one needs."""
+    """The program's name, facts about the model, and the most important keys."""
 
     def __init__(self, id: str) -> None:
         super().__init__(_welcome(Status()), id=id)
@@ -82,7 +82,7 @@ def _parameters(count: int) -> str:
 
 
 class StatusLine(Widget):
-    """One line about model, engine, context and speed. It never changes its size, so drawing it moves nothing."""
+    """One line about model, engine, context and speed. Its size is fixed, so drawing it lays out nothing."""
 
     def __init__(self, status: Status, id: str) -> None:
         super().__init__(id=id)

@@ -1,4 +1,4 @@
-"""A conversation as the screen has it: its path, the alternatives to a message, the prompt, a file. No Textual."""
+"""A conversation on the screen: its path, alternatives to a message, the prompt made of it, its export. No Textual."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.ipc.messages import Message
 
 @dataclass(eq=False)
 class Thread:
-    """A conversation as the screen has it. ``conversation`` is None until its first question is on disk."""
+    """A conversation on the screen. ``conversation``: its id in the store, None until its first question is saved."""
 
     conversation: int | None = None
     title: str = ""
@@ -26,10 +26,10 @@ class Thread:
 
 
 def prompt_messages(system: str, path: list[Entry]) -> list[Message]:
-    """What the model is given: the system prompt if there is one, then the path in turns.
+    """The messages for the model: the system prompt if there is one, then the path.
 
-    Answers that never came are left out, and questions that follow one another are joined, because chat templates
-    insist on alternating roles. A question that did not fit is left out: with it, no later one would fit either.
+    Empty answers are left out and consecutive questions are joined, because chat templates require alternating roles. A
+    question that did not fit in the context is left out, as with it no later one would fit.
     """
     messages: list[Message] = [Message("system", system)] if system.strip() else []
     for entry, answer in zip_longest(path, path[1:]):
@@ -44,16 +44,16 @@ def prompt_messages(system: str, path: list[Entry]) -> list[Message]:
 
 
 def alternative(store: ConversationStore, record: int, offset: int) -> int:
-    """The row of the alternative ``offset`` after ``record``, around the end. Raises StoreError."""
+    """Id of the alternative ``offset`` places after ``record``, wrapping around. Raises StoreError."""
     alternatives = store.siblings(record)
     position = next(index for index, found in enumerate(alternatives) if found.id == record)
     return alternatives[(position + offset) % len(alternatives)].id
 
 
 def answer_place(path: Sequence[Entry], question: Entry) -> int | None:
-    """Where in ``path`` the answer to ``question`` is, or belongs; None: the question is not there.
+    """Index in ``path`` of the answer to ``question``, present or not; None if the question is not in it.
 
-    After a change of branches the same question may be another object: its row in the store is the same.
+    After a change of branches the same question may be another object with the same id in the store.
     """
     found = (i for i, entry in enumerate(path) if entry is question or (entry.record or 0) == question.record)
     place = next(found, None)
@@ -61,7 +61,7 @@ def answer_place(path: Sequence[Entry], question: Entry) -> int | None:
 
 
 def stored_alternative(store: ConversationStore, shown: Entry | None, text: str) -> MessageRecord | None:
-    """The alternative of ``shown`` that says ``text``, if there is one on disk. Raises StoreError."""
+    """The alternative to ``shown`` with this ``text`` in the store; None if there is none. Raises StoreError."""
     if shown is None or shown.record is None:
         return None
     return next((record for record in store.siblings(shown.record) if record.content == text), None)
@@ -70,7 +70,7 @@ def stored_alternative(store: ConversationStore, shown: Entry | None, text: str)
 def export_thread(store: ConversationStore, thread: Thread, path: Path) -> Path:
     """Write ``thread`` to ``path``: JSON if it ends in ``.json``, else Markdown.
 
-    What the store has comes from there, with all branches in JSON; a conversation that could not be saved is written
+    A saved conversation is exported by the store, in JSON with all branches; one that could not be saved is written
     from the screen. An existing file is never overwritten. Raises OSError, StoreError.
     """
     form = export_form(path)

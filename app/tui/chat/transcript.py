@@ -1,4 +1,4 @@
-"""The conversation: a window of its messages, and the tail of the answer in progress."""
+"""The transcript: a window of the conversation's messages, and the tail of the answer in progress."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from app.tui.chat.state import Entry
 from app.tui.render.streaming import Pace
 
 UPDATE_S = 0.08
-"""Least time between two drawings of the tail: a dozen a second look alive and leave the loop free."""
+"""Minimum seconds between two drawings of the tail. A dozen a second look continuous."""
 SLOWEST_S = 0.25
-"""And at least so often, however much drawing costs."""
+"""Maximum seconds between two drawings of the tail, however much drawing costs."""
 
 
 FIRST_MESSAGES = 30
@@ -84,7 +84,7 @@ class Window:
 
 
 class Elsewhere(Static, can_focus=True):
-    """Says how many messages are not mounted; enter or a click brings some."""
+    """Shows how many messages are not mounted. Enter or a click mounts some of them."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "more", "Show more", id="transcript.more")]
 
@@ -97,7 +97,7 @@ class Elsewhere(Static, can_focus=True):
         super().__init__(classes="elsewhere")
         self.older = older
 
-    def say(self, count: int) -> None:
+    def show_count(self, count: int) -> None:
         arrow, word = ("▲", "older") if self.older else ("▼", "newer")
         self.display = count > 0
         self.update(Content(f"{arrow} {count} {word} message{'' if count == 1 else 's'}"))
@@ -155,10 +155,10 @@ class Transcript(VerticalScroll, can_focus=False):
         """Is the end of the conversation in view?"""
         return self._following
 
-    # --- what the controller says ---------------------------------------------------------------------------------
+    # --- updates ---------------------------------------------------------------------------------
 
     async def show_path(self, path: Sequence[Entry], focus: Entry | None = None) -> None:
-        """Another path altogether; ``focus`` is brought into view, else the end."""
+        """Show another path. ``focus`` is brought into view, otherwise the end."""
         self.path = list(path)
         self._forget_live()
         total = len(self.path)
@@ -180,7 +180,7 @@ class Transcript(VerticalScroll, can_focus=False):
             self.follow()
 
     async def add(self, entry: Entry) -> None:
-        """A new message at the end."""
+        """Add a new message at the end."""
         self.path.append(entry)
         self.window = self.window.appended()
         if len(self.path) - 1 in self.window:
@@ -189,14 +189,14 @@ class Transcript(VerticalScroll, can_focus=False):
             views = self.views
             if len(views) > len(range(self.window.start, self.window.end)):
                 await views[0].remove()
-        self._say_elsewhere()
+        self._show_counts()
         if entry.role == "user":
             self.follow()
         if entry.state == "writing" and self._live is None:
             self.change(entry, live=True)
 
     def change(self, entry: Entry, *, live: bool) -> None:
-        """``entry`` changed; if ``live``, more of it is coming and the tail shows its end."""
+        """``entry`` changed. ``live``: more of it is coming, and the tail shows its end."""
         if not live:
             if entry is self._live:
                 self._forget_live()
@@ -227,11 +227,10 @@ class Transcript(VerticalScroll, can_focus=False):
         self.call_after_refresh(self._keep_end)
 
     def _keep_end(self) -> None:
-        """Stay at the end, if that is where the reader is."""
+        """Scroll to the end if the reader follows it."""
         if not self._following:
             return
-        # Textual's anchor puts a conversation that is shorter than the screen at the bottom: only a longer one is
-        # anchored.
+        # Textual's anchor would move a conversation that is shorter than the screen to the bottom.
         overflows = self.virtual_size.height > self.container_size.height
         if overflows != self.is_anchored:
             self.anchor(overflows)
@@ -253,7 +252,7 @@ class Transcript(VerticalScroll, can_focus=False):
             return
         self._pace.drawn()
         if not self._following and self._tail.display:
-            # The reader looks at something else: drawing would only cost; it is made up for on coming back.
+            # The reader looks at an earlier message: the tail is drawn when they come back.
             self._pending = entry
             return
         if not self._tail.display:
@@ -277,7 +276,7 @@ class Transcript(VerticalScroll, can_focus=False):
             await self.remove_children(MessageView)
             entries = self.path[self.window.start : self.window.end]
             await self.mount_all([MessageView(entry) for entry in entries], before=self._newer)
-        self._say_elsewhere()
+        self._show_counts()
 
     @on(Elsewhere.More)
     async def _show_more(self, event: Elsewhere.More) -> None:
@@ -285,7 +284,7 @@ class Transcript(VerticalScroll, can_focus=False):
         await self.show_more(event.older)
 
     async def show_more(self, older: bool) -> None:
-        """Mount more messages at one end, and keep what the reader looks at where it is."""
+        """Mount more messages at one end. What the reader looks at stays in place."""
         before = self.window
         self.window = before.with_older() if older else before.with_newer()
         if self.window == before:
@@ -304,15 +303,15 @@ class Transcript(VerticalScroll, can_focus=False):
                 await self.mount_all(fresh, before=first or self._newer)
             else:
                 await self.mount_all(fresh, before=self._newer)
-        self._say_elsewhere()
+        self._show_counts()
         if older:
             self.call_after_refresh(
                 lambda: self.scroll_to(y=self.scroll_y + self.virtual_size.height - height, animate=False)
             )
 
-    def _say_elsewhere(self) -> None:
-        self._older.say(self.window.older)
-        self._newer.say(self.window.newer)
+    def _show_counts(self) -> None:
+        self._older.show_count(self.window.older)
+        self._newer.show_count(self.window.newer)
 
     # --- moving ---------------------------------------------------------------------------------------------------
 

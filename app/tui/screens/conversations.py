@@ -29,7 +29,7 @@ _DAY_S = 86_400
 
 @dataclass(frozen=True)
 class ConversationChosen:
-    """The conversation to show, and the message in it that was found, if one was."""
+    """The conversation to show, and the message in it that the search found, if any."""
 
     conversation: int
     message: int | None = None
@@ -43,7 +43,7 @@ class _Row:
 
 
 def when(seconds: float, now: float) -> str:
-    """A time of the past, as short as it can be understood."""
+    """A time of the past, in seconds since the epoch, in few words: ``5 min ago``, ``yesterday``, ``03 May``."""
     age = now - seconds
     if age < 60:
         return "just now"
@@ -58,7 +58,7 @@ def when(seconds: float, now: float) -> str:
 
 
 def marked_snippet(snippet: str) -> Content:
-    """A snippet of the search with what was found standing out."""
+    """A snippet of the search with the hits highlighted."""
     parts: list[tuple[str, str]] = []
     for index, piece in enumerate(one_line(snippet).split(_HIT_START)):
         hit, _, rest = piece.partition(_HIT_END) if index else ("", "", piece)
@@ -67,7 +67,7 @@ def marked_snippet(snippet: str) -> Content:
 
 
 _MARGINS = 8
-"""Columns beside the text of the list: its margins, its padding and the scroll bar."""
+"""Columns of the list that hold no text: margins, padding and the scroll bar."""
 
 
 class ConversationsScreen(Screen[ConversationChosen | None]):
@@ -128,10 +128,10 @@ class ConversationsScreen(Screen[ConversationChosen | None]):
                 self._rows = [_Row(found) for found in self._store.conversations(archived=self._archived)]
         except StoreError as error:
             self._rows = []
-            self._say(str(error))
+            self._show_problem(str(error))
         else:
             empty = "Nothing is archived." if self._archived else "There are no chats yet."
-            self._say("" if self._rows else "Nothing was found." if words else empty)
+            self._show_problem("" if self._rows else "Nothing was found." if words else empty)
         self._draw(marked)
         title = "Archived chats" if self._archived else "Chats"
         self.query_one(".screen-title", Static).update(Content(title))
@@ -176,7 +176,7 @@ class ConversationsScreen(Screen[ConversationChosen | None]):
         index = self.query_one(OptionList).highlighted
         return self._rows[index].conversation if index is not None and index < len(self._rows) else None
 
-    def _say(self, text: str) -> None:
+    def _show_problem(self, text: str) -> None:
         self.query_one("#chats-problem", Static).update(Content(one_line(text)))
 
     # --- what can be done -----------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class ConversationsScreen(Screen[ConversationChosen | None]):
             try:
                 written = write_export(target, self._store.export(found.id, export_form(target)))
             except (OSError, StoreError) as error:
-                self._say(export_problem(Path(path), error))
+                self._show_problem(export_problem(Path(path), error))
             else:
                 self.notify(f"Exported to {written}.", markup=False)
 
@@ -263,6 +263,6 @@ class ConversationsScreen(Screen[ConversationChosen | None]):
         try:
             await unlocked(change)
         except StoreError as error:
-            self._say(str(error))
+            self._show_problem(str(error))
             return
         self._fill()

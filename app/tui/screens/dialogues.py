@@ -1,4 +1,4 @@
-"""Help: about what has the focus first, then keys and commands."""
+"""Modal screens: help, a question for one line of text, a question for yes or no."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KEYS = f"""
 
 
 def help_text(focused: Widget | None) -> str:
-    """Markdown: what the focused widget says of itself (or what it stands in), the keys, the commands."""
+    """The help as Markdown: that of the focused widget or its nearest ancestor with one, keys, commands."""
     own = ""
     if focused is not None:
         own = next((node.HELP for node in focused.ancestors_with_self if getattr(node, "HELP", None)), "") or ""
@@ -79,7 +79,7 @@ class HelpScreen(ModalScreen[None]):
 
 
 class AskText(ModalScreen[str | None]):
-    """Gives the text, or None if the person left."""
+    """Asks for a line of text. The result is None if the person left."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "dismiss(None)", "Cancel", id="asking.leave")]
 

@@ -29,11 +29,11 @@ from app.tui.terminal.application import TerminalApp
 from engine.ipc.messages import LendingFacts, LinkFacts, NetworkState, OpenNetwork
 
 _MESSAGES = 200
-"""Lines of what happened that are kept."""
+"""Maximum lines of events that are kept."""
 
 
 class LendingChanged(Message):
-    """Something happened: a line, or (empty) another state."""
+    """A line about an event; empty if only the state changed."""
 
     def __init__(self, line: str) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class LendingChanged(Message):
 
 
 class LendingDetails(Rendered):
-    """Who this machine is and what it does."""
+    """This machine: its name, its code, and what it does for a ring."""
 
     state: NetworkState | None = None
     restarting = False
@@ -51,7 +51,7 @@ class LendingDetails(Rendered):
 
 
 class Events(Rendered):
-    """What happened, the newest last."""
+    """The lines about events, the newest last."""
 
     def __init__(self) -> None:
         super().__init__(id="events")
@@ -81,9 +81,9 @@ class LendingApp(TerminalApp):
 
     def __init__(self, engine: Engine, wanted: OpenNetwork, *, first_wait_s: float = FIRST_WAIT_S) -> None:
         super().__init__()
-        self.lender = LendingService(engine, wanted, self._say, self._changed, first_wait_s=first_wait_s)
+        self.lender = LendingService(engine, wanted, self._post_line, self._changed, first_wait_s=first_wait_s)
         self.problem = ""
-        """Why this machine could not be lent."""
+        """Why this machine could not be lent; empty if it could."""
         self._asking = False
 
     def compose(self) -> ComposeResult:
@@ -97,7 +97,7 @@ class LendingApp(TerminalApp):
     def on_mount(self) -> None:
         self._lend()
 
-    def _say(self, line: str) -> None:
+    def _post_line(self, line: str) -> None:
         self.post_message(LendingChanged(line))
 
     def _changed(self) -> None:
@@ -128,7 +128,7 @@ class LendingApp(TerminalApp):
 
     @work(group="leave", exit_on_error=False)
     async def action_leave(self) -> None:
-        """Leave; asked once if a ring would miss this machine."""
+        """Leave. The person is asked first if a ring uses this machine."""
         if self._asking:
             return
         state = self.lender.state
@@ -143,7 +143,7 @@ class LendingApp(TerminalApp):
         self.exit(0)
 
     async def keep(self) -> None:
-        """Leave the ring, so that its other machines need not find out."""
+        """Leave the ring, so that its other machines know at once."""
         self.workers.cancel_group(self, "lending")
         await self.lender.leave()
 
@@ -175,11 +175,11 @@ _DIGITS = {
     "5": "█▀▀ ▀▀█ ▀▀▀", "6": "█▀▀ █▀█ ▀▀▀", "7": "▀▀█   █   ▀", "8": "█▀█ █▀█ ▀▀▀", "9": "█▀█ ▀▀█ ▀▀▀",
     "-": "    ▀▀▀    ", " ": "           ",
 }  # fmt: skip
-"""Three lines of three cells, from half blocks: one glyph for each digit."""
+"""Glyph of each digit: three lines of three cells, of half blocks."""
 
 
 def large(text: str) -> list[str]:
-    """``text`` in three lines of large digits; one line as it stands if it has other characters."""
+    """``text`` in three lines of large digits; in one ordinary line if it has other characters."""
     if any(character not in _DIGITS for character in text):
         return [text]
     glyphs = [_DIGITS[character] for character in text]
@@ -187,11 +187,11 @@ def large(text: str) -> list[str]:
 
 
 def lending_view(state: NetworkState | None, restarting: bool, width: int) -> Content:
-    """The whole screen but for the messages."""
+    """The screen without the lines about events."""
     if state is None:
         return Content.styled("Starting the engine…", _MUTED)
     paired = [peer for peer in state.peers if peer.name]
-    # What one needs first: on a small terminal the rest is below the edge.
+    # The most important comes first: on a small terminal the rest is below the edge.
     parts = [_me(state, width)]
     if restarting:
         parts.append(Content.styled("The engine ended and is started again.", "$text-warning bold"))
@@ -244,7 +244,7 @@ def _code(state: NetworkState, width: int) -> Content:
 
 
 def _lending(facts: LendingFacts, width: int) -> Content:
-    # Until the ring is formed nothing is known of it but what is to be received.
+    # Before the ring is formed only what this machine will receive is known.
     place = f", {place_words(facts)}" if facts.nodes else ""
     amount = f", {size(facts.expert_bytes)}" if facts.expert_bytes else ""
     rows = [("Ring of", Content.assemble((one_line(facts.head), "bold"), place))]
@@ -288,7 +288,7 @@ def _link(link: LinkFacts, width: int) -> Content:
 
 
 def leaving_question(facts: LendingFacts | None) -> str:
-    """What to ask before leaving; empty if nobody would lose anything."""
+    """The question before leaving; empty if no ring uses this machine."""
     if facts is None:
         return ""
     what = "is answering" if facts.stage == "answering" else f"has this machine ({one_line(facts.stage)})"

@@ -1,4 +1,4 @@
-"""The machines on the network: which were found, are paired, form a ring; pairing, forming and forgetting."""
+"""The screen of machines: those that were found, paired or form a ring; pairing, forming and forgetting."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ANOTHER = "another machine, by its address…"
 
 
 class MachinesScreen(Screen[None]):
-    """Shows what the engine tells of the network, and asks it for what the keys say."""
+    """Shows the state of the network; its keys send requests to the engine."""
 
     HELP = (
         "Machines that answer together. `l` looks for machines: until then no socket is open; `l` again stops it. `p` "
@@ -78,7 +78,7 @@ class MachinesScreen(Screen[None]):
         self._refresh()
 
     def network_changed(self) -> None:
-        """The engine said something new of the network."""
+        """The state of the network changed."""
         self.query_one(Here).remake()
         self._draw()
 
@@ -109,7 +109,7 @@ class MachinesScreen(Screen[None]):
         index = self.query_one(OptionList).highlighted
         return self._peers[index] if index is not None and index < len(self._peers) else None
 
-    def _say(self, text: str, *, problem: bool = True) -> None:
+    def _show(self, text: str, *, problem: bool = True) -> None:
         line = self.query_one("#machines-problem", Static)
         line.update(Content(one_line(text)))
         line.set_class(problem, "problem")
@@ -132,7 +132,7 @@ class MachinesScreen(Screen[None]):
         if not link.network.is_open:
             await self._do("Looking for machines…", link.look_for_machines(options))
         elif options.partitioning == "ring":
-            self._say("The ring needs the network: f leaves the ring first.")
+            self._show("The ring needs the network: f leaves the ring first.")
         else:
             await self._do("", link.stop_looking(options))
 
@@ -140,10 +140,10 @@ class MachinesScreen(Screen[None]):
     async def action_pair(self) -> None:
         peer = self._marked()
         if not self._controller.link.network.is_open:
-            self._say(_CLOSED)
+            self._show(_CLOSED)
             return
         if peer is not None and peer.name:
-            self._say(f"{machine_name(peer)} is paired already; x forgets it.", problem=False)
+            self._show(f"{machine_name(peer)} is paired already; x forgets it.", problem=False)
             return
         target = peer.node_id if peer is not None else await self._ask_for_address()
         if not target:
@@ -154,14 +154,14 @@ class MachinesScreen(Screen[None]):
             await self._do("Pairing…", self._pair(target, code))
 
     async def _ask_for_address(self) -> str:
-        """Empty: none that can be used was typed, which is said."""
+        """The typed address; empty if none was typed or it cannot be used, which is shown."""
         typed = await self.app.push_screen_wait(AskText("Its address (HOST:PORT), as privatellm join shows it"))
         if not typed:
             return ""
         try:
             return check_item("address", typed)
         except ItemError:
-            self._say(f"“{one_line(typed)}” is no address; type HOST:PORT, such as 192.168.1.7:47820.")
+            self._show(f"“{one_line(typed)}” is no address; type HOST:PORT, such as 192.168.1.7:47820.")
             return ""
 
     async def _pair(self, target: str, code: str) -> str:
@@ -175,7 +175,7 @@ class MachinesScreen(Screen[None]):
     @work(group="network", exit_on_error=False)
     async def action_code(self) -> None:
         if not self._controller.link.network.is_open:
-            self._say(_CLOSED)
+            self._show(_CLOSED)
             return
         await self._do("", self._quietly(self._controller.link.network.show_code()))
 
@@ -183,7 +183,7 @@ class MachinesScreen(Screen[None]):
     async def action_forget(self) -> None:
         peer = self._marked()
         if peer is None or not peer.name:
-            self._say("Only a paired machine can be forgotten.")
+            self._show("Only a paired machine can be forgotten.")
             return
         question = f"Forget {machine_name(peer)}?"
         detail = "It is trusted no longer, and a link to it is cut. To use it again, pair it again."
@@ -193,10 +193,10 @@ class MachinesScreen(Screen[None]):
     def action_form(self) -> None:
         """Load the model on a ring of the paired machines."""
         if not self._controller.link.network.is_open:
-            self._say(_CLOSED)
+            self._show(_CLOSED)
             return
         if not any(peer.state == "ready" and peer.lends for peer in self._peers):
-            self._say(" ".join(absent_lines(self._peers, [], [])) or "No other machine was found: pair one first (p).")
+            self._show(" ".join(absent_lines(self._peers, [], [])) or "No other machine was found: pair one first (p).")
             return
         self._load_with("ring")
 
@@ -207,12 +207,12 @@ class MachinesScreen(Screen[None]):
     def _load_with(self, partitioning: str) -> None:
         problem = cast("ChatApp", self.app).change_setting("partitioning", partitioning)
         if problem:
-            self._say(problem)
+            self._show(problem)
         else:
             self.dismiss(None)
 
     def action_form_anew(self) -> None:
-        """Have the model loaded on a ring of all who are there now."""
+        """Load the model again, on a ring of all machines that are there now."""
         self._controller.load_again()
         self.dismiss(None)
 
@@ -232,16 +232,16 @@ class MachinesScreen(Screen[None]):
         return ""
 
     async def _do(self, busy: str, asked: Awaitable[str]) -> None:
-        """Say what goes on, wait for it, say what went wrong."""
-        self._say(busy, problem=False)
+        """Show ``busy``, wait for ``asked``, show what went wrong."""
+        self._show(busy, problem=False)
         problem = await asked
         if self.is_mounted:
-            self._say(problem)
+            self._show(problem)
             self.network_changed()
 
 
 class Here(Rendered):
-    """This machine, the code that is valid, what is wrong with the network, and the ring."""
+    """This machine, its valid code, problems of the network, and the ring."""
 
     def __init__(self, controller: ChatController) -> None:
         super().__init__(classes="here")
@@ -252,7 +252,7 @@ class Here(Rendered):
         facts = self._controller.status.facts
         if state is None:
             return Content.styled("Asking the engine…", _MUTED)
-        # What one acts on first: on a small terminal the rest is below the edge.
+        # What one acts on comes first: on a small terminal the rest is below the edge.
         lines = [flowing(_me(state), width)]
         if not state.open:
             lines.append(Content.styled("No socket is open. l looks for machines.", _MUTED))

@@ -1,4 +1,4 @@
-"""The model picker: what is on this machine, what is known, and anything else by its name."""
+"""The model picker: the models on this machine, those of the catalogue, and any other by its name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MUTED = "$foreground-muted"
 
 @dataclass(frozen=True)
 class ModelOption:
-    """A model to choose: ``here`` if it is on this machine."""
+    """A model to choose. ``here``: it is on this machine."""
 
     name: str
     figures: str
@@ -33,7 +33,7 @@ class ModelOption:
 
 
 def rows() -> list[ModelOption]:
-    """What is on this machine first, then what the catalogue knows besides. Reads the disk."""
+    """The models on this machine first, then the others of the catalogue. Reads the disk."""
     from engine.models.catalogue import catalogue
     from engine.models.store import installed
 
@@ -65,7 +65,7 @@ def rows() -> list[ModelOption]:
 
 
 class ModelsScreen(Screen[str | None]):
-    """Gives the name of the chosen model."""
+    """Its result is the name of the chosen model."""
 
     HELP = (
         "`enter` on a model of this machine loads it; another one is downloaded first, while the chat goes on. `x` "
@@ -113,7 +113,7 @@ class ModelsScreen(Screen[str | None]):
         self._draw()
 
     def _refresh(self) -> None:
-        """Something about fetching changed; when it ended, there may be a new model."""
+        """The progress of fetching changed. When it ended, there may be a new model."""
         if not self._controller.pulling.active:
             self._look()
         self._draw()

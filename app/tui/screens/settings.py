@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from app.tui.application import ChatApp
 
 _MOST_BUTTONS = 6
-"""Choices that are all shown; more go into a list that opens."""
+"""Maximum choices that are shown as buttons. More become a list that opens."""
 DEBOUNCE_S = 0.3
-"""After the last change of a value, until the engine is asked what it would mean."""
+"""Seconds from the last change of a value to the request for a prediction."""
 NO_ENGINE_S = 0.5
-"""Between tries while no engine is up."""
+"""Seconds between two requests while no engine is running."""
 _AT_ONCE_S = 0.01
 
 
 class Draft(dict[str, Value]):
-    """Values of the settings that load the model again, chosen and not applied yet."""
+    """Chosen values, not applied yet, of settings that load the model again."""
 
 
 class SettingRow(Vertical):
-    """One setting: its name, its control, and what it means or what is wrong with the value.
+    """One setting: its name, its control, and its help or what is wrong with its value.
 
-    A value that has the model loaded again goes into ``draft``; others take effect at once.
+    A value that loads the model again goes into ``draft``. Others take effect at once.
     """
 
     def __init__(self, setting: Setting, app: ChatApp, draft: Draft) -> None:
@@ -54,7 +54,7 @@ class SettingRow(Vertical):
         self.set_class(setting.key in draft, "-drafted")
         self._without_effect = setting.without_effect(app.machine)
         self._control = self._make_control(draft.get(setting.key, app.settings.value(setting.key)))
-        # A value that was set where it means something can be taken back here.
+        # A value that was set where it has an effect can be reset here.
         self._control.disabled = bool(self._without_effect) and app.settings.value(setting.key) == setting.default
 
     def compose(self) -> ComposeResult:
@@ -94,11 +94,11 @@ class SettingRow(Vertical):
         reason = None if self._without_effect else self.setting.unavailable(choice, self._chat_app.machine)
         muted = "$foreground-muted"
         text = Content.assemble((label, muted), (f"  – {reason}", f"italic {muted}")) if reason else Content(label)
-        # A choice that was made where it could be had is still shown as chosen.
+        # A choice that was made where it was available is still shown as chosen.
         return RadioButton(text, value=choice == value, disabled=bool(reason) and choice != value, name=choice)
 
     def take(self, value: object) -> bool:
-        """Apply ``value``, as typed or chosen; False, and what is wrong with it is said, if it cannot be taken."""
+        """Apply ``value``, as typed or chosen. Returns False, and shows why, if it is not allowed."""
         setting = self.setting
         line = self.query_one(".setting-help", Static)
         try:
@@ -124,7 +124,7 @@ class SettingRow(Vertical):
         return not problem
 
     def take_field(self) -> bool:
-        """As :meth:`take`, of what stands in the field; True where there is none."""
+        """As :meth:`take`, with the text of the field. Returns True if there is no field."""
         match self._control:
             case Input():
                 return self.take(self._control.value)
@@ -149,7 +149,7 @@ class SettingRow(Vertical):
 
 
 class Prediction(Rendered):
-    """What the values as they stand would need and give, and that they are not applied yet."""
+    """Predicted memory and speed of the values shown, and a note that they are not applied yet."""
 
     def __init__(self) -> None:
         super().__init__(classes="prediction-text")
@@ -158,12 +158,12 @@ class Prediction(Rendered):
         self._note = ""
 
     def show(self, planned: Planned | str | None) -> None:
-        """None: no engine is up yet."""
+        """Show a prediction, or why there is none. None: no engine is running yet."""
         self._planned, self._asking = planned, False
         self.remake()
 
     def asking(self, note: str) -> None:
-        """Another prediction is on its way; the one that is shown stays until then. ``note`` stands before it."""
+        """Another prediction was requested. The old one stays until it arrives, with ``note`` before it."""
         if (note, True) != (self._note, self._asking):
             self._note, self._asking = note, True
             self.remake()
@@ -178,7 +178,7 @@ class Prediction(Rendered):
 
 
 class SettingsScreen(Screen[str]):
-    """Dismissed with what went wrong when the changes were applied, or an empty text."""
+    """Its result is what went wrong when the changes were applied, or an empty text."""
 
     HELP = (
         "A setting takes effect and is saved when it is changed; a field when you leave it or press `enter`. Those "
@@ -189,7 +189,7 @@ class SettingsScreen(Screen[str]):
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,ctrl+s", "leave", "Close", key_display="esc", id="settings.close"),
-        # Before a text area, which has these two keys for something else.
+        # With priority over a text area, which uses these two keys for something else.
         Binding(bound("undo"), "undo", "Undo", priority=True, id="settings.undo"),
         Binding(bound("group"), "group", "Group", priority=True, id="settings.group"),
         Binding("tab", "app.focus_next", "Next", id="settings.next"),
@@ -241,7 +241,7 @@ class SettingsScreen(Screen[str]):
             self._timer = self.set_timer(NO_ENGINE_S, self._predict)
 
     def _typing(self) -> dict[str, Value]:
-        """What stands in the field with the focus, if it is a value that the prediction depends on."""
+        """The value in the focused field, if the prediction depends on it."""
         if not isinstance(self.focused, Input):
             return {}
         setting = self._row(self.focused).setting
@@ -313,12 +313,12 @@ class SettingsScreen(Screen[str]):
         index = groups.index(here) + 1 if here in groups else 0
         group = groups[index % len(groups)]
         next(row for row in rows if row.setting.group == group and row.can_be_set).focus_control()
-        # After the control, which a focus brings into view: the title, from which the group is read.
+        # The focus brings the control into view; afterwards the title of the group is brought into view too.
         title = self.query_one(f"#group-{group}")
         self.call_after_refresh(title.scroll_visible, animate=False, top=True)
 
     def action_leave(self) -> None:
-        # A field that still has the focus is taken as it stands.
+        # The text of a field that still has the focus is applied too.
         refused = [row for row in self.query(SettingRow) if not row.take_field()]
         if refused and not self._warned:
             self._warned = True
@@ -330,7 +330,7 @@ class SettingsScreen(Screen[str]):
         self.dismiss(problem)
 
     def _close_network(self) -> None:
-        """It was opened to predict a ring: if none is wanted now, it is closed again."""
+        """Close the network if it was opened only to predict a ring."""
         controller = self._controller
         self.app.run_worker(controller.link.close_unless_wanted(controller.options), exit_on_error=False)
 
@@ -350,12 +350,12 @@ _BAR = 12
 
 
 def prediction(planned: Planned | str, width: int) -> Content:
-    """``planned`` in a few lines: the shortfall if there is one, speed, memory of each device, reasons."""
+    """``planned`` in a few lines: the shortfall if there is one, the speed, each device's memory, the reasons."""
     if isinstance(planned, str):
         return Content.assemble(("Not predicted: ", "bold"), (one_line(planned), "$text-error"))
     lines = [_speed(planned, width), *[_memory(device, width) for device in planned.memory]]
     if planned.ring is not None:
-        # What the ring gives and each machine holds; the speed of the plan is the ring's, so it is said once.
+        # The speed of the plan is the ring's, so it is shown once, with what each machine holds.
         lines = [*ring_lines(planned.ring, width), *lines[1:]]
         if planned.basis:
             lines.append(Content.styled(one_line(planned.basis), _MUTED))
