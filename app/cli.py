@@ -18,13 +18,13 @@ def main() -> int:
     finally:
         _flush()
     if asking:
-        # Nothing is left to tidy up, and the interpreter would take longer for it than a short answer's tokens.
+        # Everything is closed, and the interpreter's own end would take longer than the tokens of a short answer.
         os._exit(status)
     return status
 
 
 def _run(asking: bool) -> int:
-    # Ctrl-c may come at any moment: the one import before there is an answer to it is within main's try.
+    # Ctrl-c may come at any moment: the only import before it is handled is within main's try.
     from app.interrupts import leave_on_interrupt
 
     leave_on_interrupt()
@@ -59,7 +59,7 @@ def _chat() -> int:
     from app.interrupts import leave_on_interrupt, raise_on_interrupt
     from app.tui.application import run_chat
 
-    # From here on the screen owns the terminal and must be able to give it back.
+    # From here on the screen owns the terminal and must be able to restore it.
     raise_on_interrupt()
     try:
         return run_chat() or 0
@@ -68,8 +68,7 @@ def _chat() -> int:
 
 
 def _flush() -> None:
-    """Now, while a reader that is gone can still be dealt with. All is done then: the end of the interpreter, which
-    would die of a ctrl-c, is left alone."""
+    """Flush stdout while a closed pipe can still be handled, and ignore ctrl-c from here to the end of the process."""
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)

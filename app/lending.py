@@ -20,7 +20,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 before."""
 STEADY_S = 120.0
 """Seconds an engine must have run for the wait to begin at the shortest again."""
-CODE_OVER = "The code is over; `privatellm peers code` shows another."
+CODE_OVER = "The code has expired; `privatellm peers code` shows another."
 _STEPS = 4
 """Number of lines about the progress of one stage."""
 

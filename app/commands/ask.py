@@ -10,7 +10,7 @@ from typing import Any, cast
 import msgspec
 
 from app.commands.engine_work import Interruption, do, run_with_engine, with_ring
-from app.commands.output import ProgressLine, ReaderGoneError, WorkFailed, answer, as_json, say
+from app.commands.output import ProgressLine, ReaderGoneError, WorkFailed, answer, as_json, notify
 from app.commands.question import Question
 from app.engine_client import EngineClient, EngineDied
 from app.settings.ring import may_be_copied
@@ -45,14 +45,14 @@ def ask(question: Question) -> int:
 
     async def work(engine: EngineClient, interruption: Interruption) -> int:
         if build_starter:
-            say("The starter model is not on this machine yet; it is made once.")
+            notify("The starter model is not on this machine yet; it is made once.")
             await do(engine, Pull(id=engine.new_id(), model=question.load.model), ProgressLine())
         loading = ProgressLine(quiet_elsewhere=True)
         load = await with_ring(engine, question.load, question.settings, question.peers)
         loaded = await do(engine, msgspec.structs.replace(load, id=engine.new_id()), loading)
         assert isinstance(loaded, Loaded)
         for notice in loaded.facts.notices:
-            say(f"note: {notice}")
+            notify(f"note: {notice}")
         return await _answer(engine, interruption, question, loaded.facts)
 
     return run_with_engine(work)
@@ -74,7 +74,7 @@ async def _answer(engine: EngineClient, interruption: Interruption, question: Qu
                     case Piece():
                         shown.piece(event.text)
                     case Notice():
-                        say(f"note: {event.text}")
+                        notify(f"note: {event.text}")
                     case Failed():
                         raise WorkFailed(event.error, status=2 if event.kind == "bad-input" else 1)
                     case Finished():

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 import msgspec
 
-from app.commands.output import ProgressLine, WorkFailed, say
+from app.commands.output import ProgressLine, WorkFailed, notify
 from app.engine_client import EngineClient, EngineDied
 from app.interrupts import INTERRUPTED, handled
 from app.network import NetworkClient, NetworkProblem
@@ -67,7 +67,7 @@ def run_with_engine(work: Work) -> int:
 
 async def _run(work: Work) -> int:
     engine = EngineClient()
-    engine.on_notice = lambda notice: say(f"note: {notice.text}")
+    engine.on_notice = lambda notice: notify(f"note: {notice.text}")
     task = asyncio.current_task()
     assert task is not None
     interruption = Interruption(task)
@@ -100,7 +100,7 @@ async def do(engine: EngineClient, request: AnyRequest, progress: ProgressLine) 
                         progress.show(event)
                     case Notice():
                         progress.clear()
-                        say(f"note: {event.text}")
+                        notify(f"note: {event.text}")
                     case Failed():
                         raise WorkFailed(event.error)
                     case Loaded() | Done() | Planned() | BenchResult():
@@ -131,7 +131,7 @@ async def with_ring(engine: EngineClient, load: Load, settings: RingSettings, pe
     except SettingError as problem:
         raise WorkFailed(str(problem)) from problem
     for found in network.state.problems if network.state is not None else []:
-        say(f"note: {found}")
+        notify(f"note: {found}")
     return msgspec.structs.replace(load, ring=msgspec.structs.replace(ring, wait_s=WAIT_S))
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from app.commands.engine_work import Interruption, run_with_engine
-from app.commands.output import ReaderGoneError, WorkFailed, answer, say
+from app.commands.output import ReaderGoneError, WorkFailed, answer, notify
 from app.engine_client import EngineClient
 from app.lending import LendingService
 from app.network import NetworkProblem
@@ -59,7 +59,7 @@ def network_from(flags: JoinFlags) -> OpenNetwork:
     """
     file = open_settings()
     for notice in file.notices:
-        say(f"note: {notice}")
+        notify(f"note: {notice}")
     settings = file.settings
     given = {"ring_name": flags.name, "ring_listen": flags.listen, "ring_memory": flags.memory}
     try:
@@ -80,7 +80,7 @@ def _keep_name(file: SettingsFile, name: str | None) -> None:
     try:
         file.change("ring_name", name)
     except SettingError as error:
-        say(f"note: {error}")
+        notify(f"note: {error}")
 
 
 def _has_screen() -> bool:

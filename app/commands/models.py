@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from app.commands.engine_work import Interruption, do, open_for, run_with_engine
-from app.commands.output import ProgressLine, WorkFailed, answer, as_json, say, size
+from app.commands.output import ProgressLine, WorkFailed, answer, as_json, notify, size
 from app.engine_client import EngineClient
 from app.settings.file import open_settings
 from app.text_safety import one_line
@@ -114,14 +114,14 @@ def remove(model: str, *, ask_first: bool) -> int:
     try:
         if ask_first and sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty():
             name = store.resolve(model).name
-            say(f"Delete {name} from {locate('models')}? [y/N]")
+            notify(f"Delete {name} from {locate('models')}? [y/N]")
             if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-                say("Nothing was deleted.")
+                notify("Nothing was deleted.")
                 return 1
         freed = store.remove(model)
     except ModelError as error:
         raise WorkFailed(str(error)) from error
-    say(f"Deleted {model}: {size(freed)} freed.")
+    notify(f"Deleted {model}: {size(freed)} freed.")
     return 0
 
 
@@ -137,7 +137,7 @@ def _work(model: str, request: Callable[[EngineClient], AnyRequest], *, machines
         done = await do(engine, request(engine), ProgressLine())
         assert isinstance(done, Done)
         if done.detail:
-            say(done.detail)
+            notify(done.detail)
         answer(one_line(done.path) + "\n")
         return 0
 

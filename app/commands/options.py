@@ -1,4 +1,4 @@
-"""From the flags that say how a model is run, and the person's settings, to a Load."""
+"""The options of the commands that load a model: flags override the person's settings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from app.commands.output import WorkFailed, say
+from app.commands.output import WorkFailed, notify
 from app.settings.fields import ItemError, Value, check_item
 from app.settings.file import open_settings
 from app.settings.schema import Settings
@@ -18,7 +18,7 @@ from engine.models.store import resolve
 
 @dataclass(frozen=True)
 class LoadFlags:
-    """The command line as given; ``settings`` holds what comes before the person's settings, by their keys."""
+    """The given flags. ``settings``: values that override the person's settings, by their keys."""
 
     settings: Mapping[str, Value] = field(default_factory=dict)
     peers: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ class LoadFlags:
 
 @dataclass(frozen=True)
 class Loading:
-    """What is to be loaded; ``settings`` and ``peers`` say how a ring is formed for it."""
+    """The model to load, and the ring to form for it."""
 
     settings: Settings
     peers: tuple[str, ...] = ()
@@ -37,17 +37,20 @@ class Loading:
 
 
 def settings_with(flags: Mapping[str, Value]) -> Settings:
-    """The person's settings, and ``flags`` before them; what is wrong with the settings file is said."""
+    """The person's settings, overridden by ``flags``. Problems of the settings file are printed."""
     file = open_settings()
     for notice in file.notices:
-        say(f"note: {notice}")
+        notify(f"note: {notice}")
     given: dict[str, Any] = dict(flags)
     return dataclasses.replace(file.settings, **given)
 
 
 def load_from(flags: LoadFlags, *, needs_model: bool = True) -> Loading:
-    """Flags come before the settings. Raises WorkFailed for a model that is unknown or not on this machine
-    (``needs_model``), and for flags that do not go together."""
+    """The settings with the flags, checked.
+
+    ``needs_model``: raises WorkFailed for a model that is unknown or not on this machine. Raises WorkFailed also for
+    flags that contradict each other.
+    """
     settings = settings_with(flags.settings)
     peers = check_peers(list(flags.peers), ring=settings.partitioning == "ring")
     try:

@@ -66,19 +66,19 @@ class WorkFailed(Exception):
         self.answered = answered
 
 
-def say(text: str) -> None:
+def notify(text: str) -> None:
     """One line for the person, on stderr."""
     _to_stderr(one_line(text) + "\n")
 
 
-def complain(text: str) -> None:
+def print_error(text: str) -> None:
     """An error, on stderr."""
-    say(f"privatellm: {text}")
+    notify(f"privatellm: {text}")
 
 
 def fail(text: str, status: int, *, in_json: bool) -> int:
     """Print why a command fails and return ``status``. ``in_json``: as an object on stdout as well."""
-    complain(text)
+    print_error(text)
     if in_json:
         with suppress(ReaderGoneError, WorkFailed):
             answer(as_json({"error": text}))
@@ -129,7 +129,7 @@ class ProgressLine:
         quarter = progress.done * _STEPS // progress.total if progress.total > 0 else 0
         if self._last != (progress.stage, quarter):
             self._last = (progress.stage, quarter)
-            say(line)
+            notify(line)
 
     def clear(self) -> None:
         """Erase the changing line before something else is written."""

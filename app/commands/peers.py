@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 
 from app.commands.engine_work import Interruption, run_with_engine
-from app.commands.output import WorkFailed, answer, as_json, say, size
+from app.commands.output import WorkFailed, answer, as_json, notify, size
 from app.engine_client import EngineClient
 from app.network import NetworkClient, NetworkProblem, close_quietly
 from app.ring_words import fingerprint, link_words, peer_address, short_id, state_words
@@ -36,7 +36,7 @@ def show_peers(*, in_json: bool, look: bool) -> int:
             await close_quietly(network)
         answer(as_json(as_object(state)) if in_json else as_text(state))
         for problem_found in state.problems:
-            say(f"note: {problem_found}")
+            notify(f"note: {problem_found}")
         return 0
 
     return run_with_engine(work)
@@ -57,7 +57,7 @@ def pair(peer: str, code: str | None) -> int:
             raise WorkFailed(str(problem)) from problem
         finally:
             await close_quietly(network)
-        say(f"Paired with {name}.")
+        notify(f"Paired with {name}.")
         return 0
 
     return run_with_engine(work)
@@ -78,7 +78,7 @@ def show_code() -> int:
         raise WorkFailed("no privatellm join runs here, or it does not answer: start it, then ask again")
     answer(f"{one_line(shown.code)}\n")
     where = one_line(next(iter(shown.listening), "HOST:PORT"))
-    say(
+    notify(
         f"{one_line(shown.name)} shows it for {shown.seconds} s and {shown.tries} tries; type it on the other machine: "
         f"f8 in its chat, or privatellm peers pair {where}"
     )
@@ -93,7 +93,7 @@ def forget(peer: str) -> int:
             await NetworkClient(engine).forget(peer)
         except NetworkProblem as problem:
             raise WorkFailed(str(problem)) from problem
-        say(f"{peer} is forgotten: it is trusted no longer.")
+        notify(f"{peer} is forgotten: it is trusted no longer.")
         return 0
 
     return run_with_engine(work)
@@ -109,16 +109,16 @@ def renew_identity(*, ask_first: bool) -> int:
     from engine.models.locations import ensure
 
     if ask_first and sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty():
-        say("Give this machine another identity? It must then be paired anew with every other. [y/N]")
+        notify("Give this machine another identity? It must then be paired anew with every other. [y/N]")
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-            say("Nothing was changed.")
+            notify("Nothing was changed.")
             return 1
     try:
         identity = new_identity(ensure("config") / "network")
     except DiscoveryError as error:
         raise WorkFailed(str(error)) from error
     words = " ".join(fingerprint_words(identity.node_id))
-    say(f"This machine is now {short(identity.node_id)} ({words}); start what runs of privatellm here anew.")
+    notify(f"This machine is now {short(identity.node_id)} ({words}); start what runs of privatellm here anew.")
     return 0
 
 
@@ -127,7 +127,7 @@ def _ask_for_code(peer: str) -> str:
     if sys.stdin is None or sys.stdin.closed:
         raise WorkFailed("no code: give it with --code, stdin is closed", status=2)
     if sys.stdin.isatty():
-        say(f"The code that {peer} shows:")
+        notify(f"The code that {peer} shows:")
     typed = sys.stdin.readline().strip()
     if not typed:
         raise WorkFailed("no code: type the one that the other machine shows, or give it with --code", status=2)

@@ -1,4 +1,4 @@
-"""The question of ``ask``: from the flags, stdin and the person's settings to requests."""
+"""The question of ``ask``, from its flags, its stdin and the person's settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, cast
 import msgspec
 
 from app.commands.options import check_peers, settings_with
-from app.commands.output import WorkFailed, say, size
+from app.commands.output import WorkFailed, notify, size
 from app.settings.fields import Value
 from app.settings.schema import Settings
 from engine.ipc.messages import Generate, Load, Message, Sampling
@@ -27,11 +27,11 @@ class Flags:
 
     prompt: str | None = None
     stdin: bool | None = None
-    """Whether stdin is read besides the prompt; None: if it is a file or gives something at once."""
+    """True if stdin is read besides the prompt; None: if it is a file, or a pipe with its first byte there in time."""
     prompt_ids: str | None = None
     system: str | None = None
     settings: Mapping[str, Value] = field(default_factory=dict)
-    """What comes before the person's settings, by their keys."""
+    """Values that override the person's settings, by their keys."""
     stop: list[str] = field(default_factory=list)
     peers: list[str] = field(default_factory=list)
     as_json: bool = False
@@ -53,7 +53,7 @@ class Question:
 
 
 def question_from(flags: Flags) -> Question:
-    """Raises WorkFailed (status 2) for flags that do not go together, or no question."""
+    """The question. Raises WorkFailed (status 2) for flags that contradict each other, or if there is none."""
     if flags.prompt is not None and flags.prompt_ids is not None:
         raise WorkFailed("give either a PROMPT or --prompt-ids, not both", status=2)
     if flags.system is not None and flags.prompt_ids is not None:
@@ -82,7 +82,7 @@ def parse_ids(text: str) -> list[int]:
 
 
 def _generate(flags: Flags, settings: Settings) -> Generate:
-    # Asking for sampling on the command line is asking for no beam search, unless that was asked for as well.
+    # A flag for sampling turns a beam search of the settings off, unless there is a flag for beams too.
     given = {key: flags.settings[key] for key in Sampling.__struct_fields__ if key in flags.settings}
     beams = 1 if given and "beams" not in flags.settings else settings.beams
     return Generate(
@@ -106,7 +106,7 @@ def _messages(flags: Flags, settings: Settings) -> list[Message]:
 
 
 def _prompt(flags: Flags) -> str:
-    """The argument, then what was piped in; or what was piped in alone."""
+    """The argument followed by what was piped in, or one of them alone."""
     if flags.prompt is None:
         if flags.stdin is False:
             raise WorkFailed("no question: --no-stdin needs a PROMPT", status=2)
@@ -116,7 +116,7 @@ def _prompt(flags: Flags) -> str:
 
 
 def _as_typed(text: str) -> str:
-    """An argument as UTF-8, whatever the locale: bytes foreign to the locale reach us as half surrogate pairs.
+    """An argument decoded as UTF-8. Bytes that the locale cannot decode arrive as half surrogate pairs.
 
     Raises WorkFailed (status 2).
     """
@@ -129,12 +129,11 @@ def _as_typed(text: str) -> str:
 
 
 FIRST_BYTE_S = 3.0
-"""Seconds for the first byte of a pipe when there is a prompt as well. A pipe may be inherited and never used (a job
-of a CI service, ``ssh host privatellm ask hi``); a pipeline's usually has its first byte, or its end, at once."""
-
+"""Seconds to wait for the first byte of a pipe if there is a prompt too. A pipe may be inherited and never used (a job
+of a CI service, ``ssh host privatellm ask hi``). A pipeline's usually has its first byte or its end at once."""
 
 LARGEST = 32 * 1024 * 1024
-"""Bytes of a question, far above any context: what never ends (``yes |``) must not fill the memory."""
+"""Maximum bytes of a question, far above any context. Input without end (``yes |``) must not fill the memory."""
 
 
 def read_prompt() -> str:
@@ -142,15 +141,15 @@ def read_prompt() -> str:
     if sys.stdin is None or sys.stdin.closed:
         raise WorkFailed("no question: give it as an argument or on stdin, which is closed", status=2)
     if sys.stdin.isatty():
-        say("Type the question, then ctrl-d:")
+        notify("Type the question, then ctrl-d:")
     return _read()
 
 
 def read_piped(*, wait: bool | None) -> str:
-    """What stands on stdin besides a prompt: the rest of a file, or all of a pipe or socket; else nothing.
+    """The text on stdin besides a prompt: the rest of a file, or all of a pipe or socket; otherwise empty.
 
-    With ``wait`` a pipe is waited for however long it takes; otherwise one that gives nothing within
-    :data:`FIRST_BYTE_S` is left alone, which is said. Raises WorkFailed (status 2) for what is not UTF-8.
+    ``wait``: wait for a pipe however long it takes. Otherwise one without a byte within :data:`FIRST_BYTE_S` is not
+    read, and a notice is printed. Raises WorkFailed (status 2) for text that is not UTF-8.
     """
     descriptor = _descriptor()
     if descriptor is None:
@@ -161,7 +160,7 @@ def read_piped(*, wait: bool | None) -> str:
     if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
         return ""
     if not wait and not select.select([descriptor], [], [], FIRST_BYTE_S)[0]:
-        say(
+        notify(
             f"note: stdin is open, but nothing came within {FIRST_BYTE_S:.0f} s: the prompt alone is asked. --stdin "
             "waits for a slow command; --no-stdin does not look."
         )
@@ -170,7 +169,7 @@ def read_piped(*, wait: bool | None) -> str:
 
 
 def _descriptor() -> int | None:
-    """Of stdin; None if it is closed, or none of the system's."""
+    """The file descriptor of stdin; None if it is closed or has none."""
     try:
         if sys.stdin is None or sys.stdin.closed:
             return None

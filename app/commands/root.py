@@ -330,7 +330,7 @@ def peers_code() -> int:
 @peers_group.command("new-identity")
 @_yes_option
 def peers_new_identity(yes: bool) -> int:
-    """Give this machine another identity (its files were copied, say): it must be paired anew with every other."""
+    """Give this machine another identity, for example after its files were copied. Pair it again with every other."""
     from app.commands.peers import renew_identity
 
     return renew_identity(ask_first=not yes)
@@ -339,7 +339,7 @@ def peers_new_identity(yes: bool) -> int:
 @peers_group.command("forget")
 @click.argument("peer", metavar="N", help="Its name, or the beginning of its node id.")
 def peers_forget(peer: str) -> int:
-    """Trust a machine no longer."""
+    """Stop trusting a machine."""
     from app.commands.peers import forget
 
     return forget(peer)

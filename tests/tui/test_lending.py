@@ -43,7 +43,7 @@ def test_opening_tells_who_this_is_and_the_code() -> None:
 
 def test_a_code_that_nobody_used_is_over_with_the_way_to_another() -> None:
     over = msgspec.structs.replace(OPEN, code="", code_seconds=0, code_tries=0)
-    assert event_lines(OPEN, over) == ["The code is over; `privatellm peers code` shows another."]
+    assert event_lines(OPEN, over) == ["The code has expired; `privatellm peers code` shows another."]
     paired = msgspec.structs.replace(over, peers=[msgspec.structs.replace(STUDIO, state="ready")])
     assert event_lines(OPEN, paired) == ["Paired with studio."]
 

@@ -150,13 +150,13 @@ class LendingApp(TerminalApp):
 
 def run_lending(wanted: OpenNetwork) -> int:
     """Lend this machine on this terminal until the person leaves; the exit status."""
-    from app.commands.output import complain
+    from app.commands.output import print_error
     from app.tui.terminal.output import guarded_output
 
     with guarded_output():
         status, problem = asyncio.run(_run(wanted))
     if problem:
-        complain(problem)
+        print_error(problem)
     return status
 
 
