@@ -128,6 +128,8 @@ def _as_typed(text: str) -> str:
         raise WorkFailed("the question is not UTF-8 text", status=2) from None
 
 
+# --- stdin ---------------------------------------------------------------------------------------------------------
+
 FIRST_BYTE_S = 3.0
 """Seconds to wait for the first byte of a pipe if there is a prompt too. A pipe may be inherited and never used (a job
 of a CI service, ``ssh host privatellm ask hi``). A pipeline's usually has its first byte or its end at once."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from app.conversations.exporting import as_json, as_markdown
-from app.conversations.searching import HIT_END, HIT_START, SearchIndex, contains_folded, snippet_around
+from app.conversations.searching import SearchIndex, contains_folded, snippet_around
 from app.conversations.store import Conversation, MessageRecord, Role, SearchHit, State, StoreError, explain, explained
 
 _CONVERSATION = "id, title, system, model, created, updated, leaf, archived"
@@ -362,12 +362,11 @@ def _record(row: tuple[Any, ...]) -> MessageRecord:
     return MessageRecord(*row)
 
 
-__all__ = ["HIT_END", "HIT_START", "SqliteStore", "title_from"]
-
+# --- writers ------------------------------------------------------------------------------------------------------
 
 _CLOCK_SLACK_S = 10.0
+"""Largest difference, in seconds, between two readings of when the same process started."""
 _numbers = itertools.count(1)
-_live: weakref.WeakValueDictionary[str, Writer]
 
 
 class Writer:
@@ -384,7 +383,8 @@ class Writer:
         _live.pop(self.token, None)
 
 
-_live = weakref.WeakValueDictionary()
+_live: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDictionary()
+"""Writers of this process that are still open, by their tokens."""
 
 
 def is_alive(token: str) -> bool:

@@ -121,6 +121,9 @@ def _start_again(path: Path, migrations: Sequence[Migration], clock: Callable[[]
     return _opened(connection, path, [notice], clock)
 
 
+# --- migrations ----------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Migration:
     version: int

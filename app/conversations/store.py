@@ -133,6 +133,8 @@ class ConversationStore(Protocol):
     def close(self) -> None: ...
 
 
+# --- errors of SQLite ----------------------------------------------------------------------------------------------
+
 _NO_SPACE_BYTES = 256 * 1024
 _LOCKED = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}

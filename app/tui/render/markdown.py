@@ -269,6 +269,8 @@ def _text_of(nodes: Sequence[SyntaxTreeNode]) -> str:
 
 Alignment = Literal["left", "right", "center"]
 
+# --- tables --------------------------------------------------------------------------------------------------------
+
 _GAP = "  "
 _NARROWEST_COLUMN = 5
 _RULE = "$foreground-muted"

@@ -166,6 +166,8 @@ async def _run(wanted: OpenNetwork) -> tuple[int, str]:
     return await app.run_to_end(engine), app.problem
 
 
+# --- drawing -------------------------------------------------------------------------------------------------------
+
 _MUTED = "$foreground-muted"
 _LABEL = 9
 _BAR = 20

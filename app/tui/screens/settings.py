@@ -345,6 +345,8 @@ def _placeholder(setting: Setting) -> str:
     return "not set" if setting.optional else setting.allowed
 
 
+# --- drawing the prediction ----------------------------------------------------------------------------------------
+
 _MUTED = "$foreground-muted"
 _BAR = 12
 
