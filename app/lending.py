@@ -61,7 +61,12 @@ class LendingService:
 
         Raises NetworkProblem if the network cannot be opened the first time, EngineDied if the engine dies before that.
         """
-        await self._open()
+        try:
+            await self._open()
+        except EngineDied:
+            # The network is announced as open a moment before the request is answered.
+            if self.state is None or not self.state.open:
+                raise
         loop = asyncio.get_running_loop()
         wait, since = self._first_wait_s, loop.time()
         while True:

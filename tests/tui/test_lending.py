@@ -12,6 +12,7 @@ from fake_engine import ME, STRANGER, STUDIO, FakeEngine
 from screen_helpers import wait_until
 from textual.pilot import Pilot
 
+from app.engine_client import EngineDied
 from app.lending import LendingService, event_lines
 from app.tui.screens.dialogues import Confirm
 from app.tui.screens.lending import Events, LendingApp, LendingDetails, large, lending_view
@@ -100,6 +101,27 @@ async def test_an_engine_that_dies_is_started_again_with_its_network(engine: Fak
     assert engine.starts == 2 and engine.network.opened is not None and not lender.restarting
     await lender.leave()
     assert engine.network.opened is None
+    running.cancel()
+
+
+async def test_an_engine_that_dies_between_the_state_and_the_answer_is_started_again(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    lender = LendingService(engine, JOIN, lines.append, first_wait_s=0.01)
+    open_it, calls = lender.network.ensure_open, []
+
+    async def dies_at_first(wanted: OpenNetwork, *, wait: bool = True) -> None:
+        calls.append(wanted)
+        await open_it(wanted, wait=wait)
+        if len(calls) == 1:
+            engine.die()
+            raise EngineDied("The engine ended.")
+
+    monkeypatch.setattr(lender.network, "ensure_open", dies_at_first)
+    running = asyncio.create_task(lender.run())
+    await _until(lambda: any("can be used again" in line for line in lines))
+    assert engine.starts == 2 and len(calls) == 2 and not running.done()
     running.cancel()
 
 
