@@ -118,7 +118,8 @@ def test_a_group_of_mlx_serves_one_ring_after_another(tmp_path: Path, models: di
         # Other machines cannot go on with it: the ring is formed all the same, and why is said.
         loaded = ring.load(model, "mlx", 2, mode="exact", exchange="mlx", trusted=TRUSTED)
         assert loaded.facts.ring is not None
-        assert (loaded.facts.ring.exchange, len(loaded.facts.ring.nodes)) == ("tls", 3)
+        # A machine that takes long to answer may be left out.
+        assert loaded.facts.ring.exchange == "tls" and len(loaded.facts.ring.nodes) >= 2
         said = " ".join(event.text for event in ring.head.events if isinstance(event, Notice))
         assert "“mlx” could not be made" in said
         assert "one only" in said

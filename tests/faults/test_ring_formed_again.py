@@ -180,6 +180,10 @@ def test_a_machine_that_has_its_share_joins(model: Path, alone: Oracle) -> None:
         assert ring.answer(4).token_ids == alone(4).token_ids
         returns(ring, late)
         since = ring.mark()
-        assert ring.answer(8, OTHER_PROMPT).token_ids == alone(8, OTHER_PROMPT).token_ids
+        # A machine that takes long to answer does not delay a question: it is in the ring for a later one.
+        for tokens in range(8, 13):
+            assert ring.answer(tokens, OTHER_PROMPT).token_ids == alone(tokens, OTHER_PROMPT).token_ids
+            if ring.notices(since):
+                break
         assert ring.notices(since) == ["node 1 joined; going on with 2 machines."]
         eventually(lambda: ring.state_of(late) == "ring")

@@ -88,7 +88,7 @@ def test_a_question_is_given_up_while_its_template_runs(speaking: Path) -> None:
     assert isinstance(found, Finished) and (found.finish_reason, found.text) == ("cancelled", "")
     host.take(Generate(id=4, messages=[Message("user", "loop")]))
     refused = wait_for(Finished, Failed)
-    assert isinstance(refused, Failed) and "does not end within 5 seconds" in refused.error
+    assert isinstance(refused, Failed) and "does not end within" in refused.error
     host.take(Generate(id=5, messages=[Message("user", "hi")], max_tokens=2))
     answered = wait_for(Finished, Failed)
     assert isinstance(answered, Finished) and answered.completion_tokens > 0
