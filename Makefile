@@ -1,7 +1,7 @@
 # make chat           set everything up on a fresh machine (the first time) and open the chat
 # make test           install what the tests need and run them
 # make test-fast      the tests that start no engine and load no large model: for while something is being changed
-# make test-papers    the tests of what the papers' comparisons alone need (benchmarks/papers)
+# make test-papers    the tests of the benchmarks, the papers' comparisons among them
 # make check          linters, type checker, import contracts
 # make bench          the starter and two synthetic models against transformers and llama.cpp (wants a quiet machine,
 #                     28 GB of disk)
@@ -51,8 +51,10 @@ chat: $(VENV)/.installed
 # A file's tests stay on one worker, in the order of tests/conftest.py: the files that take longest first.
 TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+BENCHMARKS := tests/benchmarks tests/papers
+
 test: $(VENV)/.installed-test
-	@$(TESTS) --ignore tests/papers $(PYTEST_ARGS)
+	@$(TESTS) $(addprefix --ignore ,$(BENCHMARKS)) $(PYTEST_ARGS)
 
 # The folders whose tests need no ring of processes, no screen and none of the three runtimes.
 FAST := $(addprefix tests/,planning generation models moe discovery test_import_contracts.py)
@@ -61,7 +63,7 @@ test-fast: $(VENV)/.installed-test
 	@$(TESTS) -m "not slow" $(FAST) $(PYTEST_ARGS)
 
 test-papers: $(VENV)/.installed-test
-	@$(TESTS) tests/papers $(PYTEST_ARGS)
+	@$(TESTS) $(BENCHMARKS) $(PYTEST_ARGS)
 
 check: $(VENV)/.installed-test
 	@$(BIN)/ruff check .

@@ -1,8 +1,8 @@
 """Engine processes that are forked from one that has imported everything, where a test does not test the start itself.
 
 A cold start costs a second of processor time for the imports (two more with torch), a fork a few milliseconds. There is
-one fork server per test process, and a second one with torch. Elsewhere than on Linux engines are started cold: a
-process that has used Apple's frameworks must not be forked.
+one fork server per test process, and a second one with torch and mlx. Elsewhere than on Linux engines are started cold:
+a process that has used Apple's frameworks must not be forked.
 """
 
 from __future__ import annotations
@@ -163,9 +163,9 @@ def forked(
     return ForkedProcess(pid, report, os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"))
 
 
-def with_torch(arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedProcess | subprocess.Popen[bytes]:
-    """An engine that has imported torch already."""
-    return forked(arguments, environment, "torch")
+def with_libraries(arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedProcess | subprocess.Popen[bytes]:
+    """An engine that has imported torch and mlx already, during which it would answer nobody."""
+    return forked(arguments, environment, "libraries")
 
 
 def measured_before(home: Path) -> None:

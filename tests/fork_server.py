@@ -1,8 +1,9 @@
 """A process that has imported what an engine imports and forks engine processes from that; see engine_forks.py.
 
-``python fork_server.py CONTROL [torch]``: CONTROL is the descriptor of a socket. Each packet on it is a job, with four
-descriptors: standard input, output and errors, and a socket on which the process id and, at its end, the exit status
-are reported. The process stays a zombie until the other side has closed that socket: its id is not given away before.
+``python fork_server.py CONTROL [libraries]``: CONTROL is the descriptor of a socket. Each packet on it is a job, with
+four descriptors: standard input, output and errors, and a socket on which the process id and, at its end, the exit
+status are reported. The process stays a zombie until the other side has closed that socket, so that its id is not given
+away before.
 
 No thread and no gRPC object may exist here: neither survives a fork.
 """
@@ -23,10 +24,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-TORCH = ("engine.runtimes.torch", "engine.cluster.transport.gloo")
-"""What of the engine imports torch."""
-NEVER = ("engine.runtimes.mlx", "engine.cluster.transport.mlx_group", "engine.moe.kernels._native")
-"""mlx is not made for forking, and the kernels are no Python module."""
+LIBRARIES = (
+    "engine.runtimes.torch",
+    "engine.runtimes.mlx",
+    "engine.cluster.transport.gloo",
+    "engine.cluster.transport.mlx_group",
+)
+"""Modules of the engine that import torch or mlx."""
+NO_MODULE = ("engine.moe.kernels._native",)
+"""The library of the kernels, which is no Python module."""
 
 PACKET_BYTES = 1 << 20
 REPORT = 8
@@ -35,10 +41,12 @@ REPORT = 8
 
 def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
-    left_out = NEVER if "torch" in sys.argv[2:] else (*NEVER, *TORCH)
+    whole = "libraries" in sys.argv[2:]
+    left_out = NO_MODULE if whole else (*NO_MODULE, *LIBRARIES)
     for name in (*modules_of("discovery", left_out), *modules_of("engine", left_out)):
-        importlib.import_module(name)
-    assert "torch" in sys.argv[2:] or "torch" not in sys.modules, "something else of the engine imports torch"
+        with contextlib.suppress(ModuleNotFoundError if whole else ()):  # mlx is not installed everywhere
+            importlib.import_module(name)
+    assert whole or not {"torch", "mlx"} & sys.modules.keys(), "something else of the engine imports torch or mlx"
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread was started by an import: forking is not safe"
     gc.collect()
     gc.freeze()

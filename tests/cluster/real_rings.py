@@ -39,7 +39,7 @@ def with_runtimes(*names: str) -> Machine:
 
 
 class RealRing:
-    """The first of ``machines`` is the head. ``launch``: ``with_torch`` where models are loaded with torch."""
+    """The first of ``machines`` is the head. ``launch``: ``with_libraries`` where models are loaded with torch."""
 
     def __init__(self, folder: Path, machines: Sequence[Machine], launch: Launcher = forked) -> None:
         homes = [folder / f"node-{rank}" for rank in range(len(machines))]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engine_forks import with_torch
+from engine_forks import with_libraries
 from tiny_models import write_tiny_model
 
 from engine.bench.local_ring import LocalEngine, LocalRing, open_network
@@ -54,9 +54,9 @@ class Head:
 
     def __init__(self, folder: Path, followers: int) -> None:
         (folder / "config" / "network").mkdir(parents=True)
-        self.ring = LocalRing(folder, followers, launch=with_torch)
+        self.ring = LocalRing(folder, followers, launch=with_libraries)
         try:
-            self.engine = LocalEngine(folder, launch=with_torch)
+            self.engine = LocalEngine(folder, launch=with_libraries)
             self.address = open_network(self.engine, "head", peers=self.ring.addresses)
             self.until(lambda peers: sum(peer.state == "ready" for peer in peers) == followers)
         except BaseException:
@@ -213,7 +213,7 @@ def test_forgetting_the_head_cuts_the_ring(two: Head, model: Path) -> None:
 def test_second_head_is_told_that_the_machine_is_lent(two: Head, model: Path, tmp_path: Path) -> None:
     two.load(model, RingChoice(even_if_slower=True))
     follower = two.ring.engines[0]
-    other = LocalEngine(tmp_path / "other", launch=with_torch)
+    other = LocalEngine(tmp_path / "other", launch=with_libraries)
     try:
         open_network(other, "other head")
         follower.ask(ShowCode(id=follower.new_id()))
@@ -332,7 +332,7 @@ def test_opening_twice_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="open already"):
             engine.ask(OpenNetwork(id=engine.new_id()))
         port = int(address.rpartition(":")[2])
-        second = LocalEngine(tmp_path / "second", launch=with_torch)
+        second = LocalEngine(tmp_path / "second", launch=with_libraries)
         try:
             with pytest.raises(ModelError, match="in use"):
                 second.ask(OpenNetwork(id=1, listen=f"127.0.0.1:{port}"))

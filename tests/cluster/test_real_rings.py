@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_forks import with_torch
+from engine_forks import with_libraries
 from real_rings import ANSWER, TRUSTED, Machine, RealRing
 from tiny_models import write_tiny_model
 
@@ -54,7 +54,7 @@ def write_quantised(folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def ring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRing]:
     """Three machines alike."""
-    with RealRing(tmp_path_factory.mktemp("ring"), [Machine()] * 3, with_torch) as made:
+    with RealRing(tmp_path_factory.mktemp("ring"), [Machine()] * 3, with_libraries) as made:
         yield made
 
 
@@ -108,7 +108,7 @@ def test_every_exchange_gives_the_same_answer(
 def test_a_group_of_mlx_serves_one_ring_after_another(tmp_path: Path, models: dict[str, Path]) -> None:
     """A process can have one group in its life; that it was measured, or used before, must not use it up."""
     need("mlx")
-    with RealRing(tmp_path / "ring", [Machine()] * 3, with_torch) as ring:
+    with RealRing(tmp_path / "ring", [Machine()] * 3, with_libraries) as ring:
         model = models["float32"]
         ring.form(model, "mlx", mode="exact", trusted=TRUSTED)
         first = ring.answer()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_forks import with_torch
+from engine_forks import with_libraries
 from real_rings import Machine, RealRing, with_runtimes
 from tiny_models import write_tiny_model
 
@@ -42,7 +42,7 @@ def unlike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRing]:
         with_runtimes("mlx"),
         Machine(before="import os\nos.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])"),
     ]
-    with RealRing(tmp_path_factory.mktemp("ring"), machines, with_torch) as made:
+    with RealRing(tmp_path_factory.mktemp("ring"), machines, with_libraries) as made:
         yield made
 
 

@@ -151,7 +151,7 @@ class Ring:
     """``head`` and ``followers``, paired.
 
     ``proxied``: every connection between them goes by way of a proxy. ``measured``: their
-    memory was measured before. ``launch``: ``with_torch`` where one imports torch, during which it answers nobody.
+    memory was measured before. ``launch``: ``with_libraries`` where one imports torch, during which it answers nobody.
     """
 
     def __init__(

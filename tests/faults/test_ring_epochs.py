@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from engine_forks import forked, with_torch
+from engine_forks import forked, with_libraries
 from msgspec.structs import replace
 from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring, eventually
 
@@ -24,7 +24,7 @@ def test_killed_and_back_over_every_exchange(model: Path, alone: Oracle, exchang
     needed = {"gloo": "torch", "mlx": "mlx", "envoy": "grpc"}.get(exchange)
     if needed is not None and find_spec(needed) is None:
         pytest.skip(f"{needed} is not installed")
-    with Ring(2, launch=with_torch if exchange == "gloo" else forked) as ring:
+    with Ring(2, launch=with_libraries if exchange in ("gloo", "mlx") else forked) as ring:
         first = ring.load(model, replace(EXACT, exchange=exchange, trusted=LOOPBACK)).facts.ring
         assert first is not None
         assert first.exchange == exchange

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from engine_forks import with_torch
+from engine_forks import with_libraries
 from msgspec.structs import replace
 from ring_faults import EXACT, OTHER_PROMPT, PATIENCE_S, Oracle, Ring, eventually
 
@@ -46,7 +46,7 @@ group._made = dies
 def test_lost_while_a_group_is_made(model: Path, alone: Oracle, exchange: ExchangeName, number: str) -> None:
     if find_spec({"gloo": "torch", "mlx": "mlx"}[exchange]) is None:
         pytest.skip(f"{exchange} cannot run here")
-    with Ring(2, codes={1: DIES[exchange].format(number=number)}, launch=with_torch) as ring:
+    with Ring(2, codes={1: DIES[exchange].format(number=number)}, launch=with_libraries) as ring:
         gone = ring.followers[0]
         choice = replace(EXACT, exchange=exchange, trusted=["127.0.0.0/8"])
         request = Load(id=ring.engine.new_id(), model=str(model), partitioning="ring", ring=choice)
