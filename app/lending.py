@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 from app.engine_client import Engine, EngineDied
 from app.network import NetworkClient, NetworkProblem, close_quietly
-from app.ring_words import fingerprint, link_words, machine_name, place_words, short_id, size, state_words
+from app.ring_words import fingerprint, link_words, machine_name, place_words, short_id, state_words
 from app.text_safety import one_line
 from engine.ipc.messages import LendingFacts, NetworkState, Notice, OpenNetwork, PeerFacts
 from engine.planning.absent_machines import as_clause
+from engine.planning.units import byte_size
 
 WATCH_S = 0.5
 """Seconds between two checks whether the engine is still running."""
@@ -177,7 +178,7 @@ def _about_lending(before: LendingFacts | None, after: LendingFacts | None) -> l
         return [f"{one_line(before.head)} formed no ring with this machine."] if before and not before.nodes else []
     lines = [] if before is not None else [f"{one_line(after.head)} forms a ring with this machine."]
     if after.nodes and (before is None or _place(before) != _place(after)):
-        amount = f", {size(after.expert_bytes)}" if after.expert_bytes else ""
+        amount = f", {byte_size(after.expert_bytes)}" if after.expert_bytes else ""
         lines.append(
             f"In the ring of {one_line(after.head)}: {one_line(after.model)}, {place_words(after)}, "
             f"{after.experts:,} experts{amount}."

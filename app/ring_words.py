@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from app.text_safety import one_line
 from engine.ipc.messages import LendingFacts, LinkFacts, NetworkState, NodeShare, PeerFacts, PeerState, RingFacts
+from engine.planning.units import byte_rate, byte_size
 
 STATES: dict[PeerState, str] = {
     "found": "found, not paired",
@@ -30,19 +31,9 @@ def latency(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
-def bandwidth(bytes_per_s: float) -> str:
-    """``118 MB/s``, ``2.4 GB/s``"""
-    return f"{bytes_per_s / 1e9:.1f} GB/s" if bytes_per_s >= 0.9995e9 else f"{bytes_per_s / 1e6:.0f} MB/s"
-
-
-def size(nbytes: float) -> str:
-    """Decimal units: ``637 MB``, ``43.1 GB``"""
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 999.5e6 else f"{nbytes / 1e6:.0f} MB"
-
-
 def link_words(link: LinkFacts) -> str:
     """``en5, 85 µs, 1.2 GB/s``"""
-    return one_line(f"{link.interface}, {latency(link.latency_s)}, {bandwidth(link.bytes_per_s)}")
+    return one_line(f"{link.interface}, {latency(link.latency_s)}, {byte_rate(link.bytes_per_s)}")
 
 
 def other_link(text: str) -> str:
@@ -75,7 +66,7 @@ def to_send(node: NodeShare) -> str:
     held = node.trunk_bytes + node.expert_bytes
     if not node.rank or held <= node.has_bytes:
         return ""
-    return f"{'' if node.has_bytes else 'up to '}{size(held - node.has_bytes)} to send"
+    return f"{'' if node.has_bytes else 'up to '}{byte_size(held - node.has_bytes)} to send"
 
 
 def short_id(node_id: str) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from app.commands.doctor_network import Finding, Mark, network
-from app.commands.output import answer, as_json, size
+from app.commands.output import answer, as_json
 from app.engine_client import EngineClient, EngineDied
 from app.engine_process import child_environment
 from app.machine import Machine, default_runtime, this_machine
@@ -29,6 +29,7 @@ from engine.errors import ModelError
 from engine.ipc.messages import DoctorFacts, Load
 from engine.models import store
 from engine.models.locations import KINDS, Kind, locate
+from engine.planning.units import byte_size
 
 _SIGNS: dict[Mark, str] = {"ok": "✓", "note": "·", "problem": "✗"}
 _LIBRARIES = ("torch", "transformers", "mlx", "mlx-lm", "textual", "safetensors", "gguf", "huggingface-hub", "msgspec")
@@ -122,9 +123,11 @@ def _memory(facts: DoctorFacts | str) -> list[Finding]:
     """The memory that this program may use, as loading and planning see it."""
     if isinstance(facts, str):
         return []
-    available = f"{size(facts.memory_free)} available of {size(facts.memory_total)}"
+    available = f"{byte_size(facts.memory_free)} available of {byte_size(facts.memory_total)}"
     if facts.memory_total < facts.memory_of_machine:
-        available += f", the limit of this container or control group; the machine has {size(facts.memory_of_machine)}"
+        available += (
+            f", the limit of this container or control group; the machine has {byte_size(facts.memory_of_machine)}"
+        )
     return [Finding("memory", available)]
 
 
@@ -298,7 +301,7 @@ def _models() -> list[Finding]:
         free = shutil.disk_usage(there).free
     except (ModelError, OSError) as error:
         return [Finding("models", str(error), "problem")]
-    text = f"{', '.join(names) or 'none yet'}; {size(free)} free in {there}"
+    text = f"{', '.join(names) or 'none yet'}; {byte_size(free)} free in {there}"
     return [Finding("models", text) if names else Finding("models", text, "note", "privatellm models pull starter")]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from app.commands.engine_work import Interruption, do, open_for, run_with_engine
-from app.commands.output import ProgressLine, WorkFailed, answer, as_json, notify, size
+from app.commands.output import ProgressLine, WorkFailed, answer, as_json, notify
 from app.engine_client import EngineClient
 from app.settings.file import open_settings
 from app.text_safety import one_line
@@ -16,6 +16,7 @@ from engine.ipc.messages import AnyRequest, Done, Prepare, Pull
 from engine.models import store
 from engine.models.catalogue import catalogue
 from engine.models.locations import locate
+from engine.planning.units import byte_size
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def _table(found: list[ModelRow]) -> str:
     safe = [replace(row, name=one_line(row.name), family=one_line(row.family)) for row in found]
     width = max(len(row.name) for row in safe)
     lines = [
-        f"{row.name:{width}}  {row.state:15}  {size(row.nbytes):>8}  {row.family:12}  {row.description}".rstrip()
+        f"{row.name:{width}}  {row.state:15}  {byte_size(row.nbytes):>8}  {row.family:12}  {row.description}".rstrip()
         for row in safe
     ]
     return "\n".join(lines) + "\n"
@@ -121,7 +122,7 @@ def remove(model: str, *, ask_first: bool) -> int:
         freed = store.remove(model)
     except ModelError as error:
         raise WorkFailed(str(error)) from error
-    notify(f"Deleted {model}: {size(freed)} freed.")
+    notify(f"Deleted {model}: {byte_size(freed)} freed.")
     return 0
 
 

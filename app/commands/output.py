@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
 from app.text_safety import one_line, sanitize
+from engine.planning.units import byte_size
 
 if TYPE_CHECKING:
     from engine.ipc.messages import Progress
@@ -91,15 +92,6 @@ def as_json(value: object) -> str:
     return _UNSAFE_IN_JSON.sub(lambda match: f"\\u{ord(match.group()):04x}", text) + "\n"
 
 
-def size(nbytes: float) -> str:
-    """Bytes in decimal units, as disks and downloads are labelled: ``637 MB``."""
-    for unit in ("B", "kB", "MB"):
-        if abs(nbytes) < 999.5:
-            return f"{nbytes:.0f} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.1f} GB"
-
-
 def figure(value: float) -> str:
     """Three significant digits of ``value``, or all of its whole part: ``0.0123``, ``1.23``, ``1,234``."""
     return f"{value:,.0f}" if abs(value) >= 999.5 else f"{value:.3g}"
@@ -144,10 +136,11 @@ def describe(progress: Progress) -> str:
     if progress.total <= 0:
         if progress.done <= 0:
             return stage
-        return f"{stage}: {size(progress.done) if progress.unit == 'bytes' else f'{progress.done} {progress.unit}'}"
+        done = byte_size(progress.done) if progress.unit == "bytes" else f"{progress.done} {progress.unit}"
+        return f"{stage}: {done}"
     percent = min(100, 100 * progress.done // progress.total)
     if progress.unit == "bytes":
-        return f"{stage}: {percent} % ({size(progress.done)} of {size(progress.total)})"
+        return f"{stage}: {percent} % ({byte_size(progress.done)} of {byte_size(progress.total)})"
     counts = f"{progress.done} of {progress.total} {progress.unit}".rstrip()
     return f"{stage}: {percent} % ({counts})"
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 
 from app.commands.engine_work import Interruption, run_with_engine
-from app.commands.output import WorkFailed, answer, as_json, notify, size
+from app.commands.output import WorkFailed, answer, as_json, notify
 from app.engine_client import EngineClient
 from app.network import NetworkClient, NetworkProblem, close_quietly
 from app.ring_words import fingerprint, link_words, peer_address, short_id, state_words
@@ -17,6 +17,7 @@ from app.settings.ring import open_network
 from app.text_safety import one_line
 from engine.ipc.messages import NetworkState, PeerFacts
 from engine.planning.absent_machines import as_clause
+from engine.planning.units import byte_size
 
 _NOTHING = "–"
 
@@ -166,6 +167,6 @@ def _row(peer: PeerFacts, looked: bool) -> list[str]:
         state_words(peer) if looked or peer.state != "paired" else "paired",
         peer_address(peer) or _NOTHING,
         link_words(peer.link) if peer.link is not None else _NOTHING,
-        f"{size(peer.memory_free)} of {size(peer.memory_total)} free" if peer.memory_total else _NOTHING,
+        f"{byte_size(peer.memory_free)} of {byte_size(peer.memory_total)} free" if peer.memory_total else _NOTHING,
         one_line(peer.runtime) or _NOTHING,
     ]

@@ -8,11 +8,12 @@ import msgspec
 
 from app.commands.engine_work import Interruption, do, run_with_engine, with_ring
 from app.commands.options import LoadFlags, load_from
-from app.commands.output import ProgressLine, WorkFailed, answer, as_json, figure, size
+from app.commands.output import ProgressLine, WorkFailed, answer, as_json, figure
 from app.engine_client import EngineClient
 from app.ring_words import how_it_runs, machine_name, speed_words, to_send
 from app.text_safety import one_line
 from engine.ipc.messages import DeviceMemory, Plan, Planned, RingFacts
+from engine.planning.units import byte_size
 
 
 def plan(flags: LoadFlags, *, in_json: bool) -> int:
@@ -59,9 +60,9 @@ def memory_line(device: DeviceMemory) -> str:
         "keys and values": device.key_values,
         "workspace": device.workspace,
     }
-    used = ", ".join(f"{what} {size(nbytes)}" for what, nbytes in parts.items() if nbytes) or "nothing"
-    room = f" of {size(device.total)} ({size(device.free)} free)" if device.total else ""
-    return f"{device.device}: {size(sum(parts.values()))}{room}: {used}"
+    used = ", ".join(f"{what} {byte_size(nbytes)}" for what, nbytes in parts.items() if nbytes) or "nothing"
+    room = f" of {byte_size(device.total)} ({byte_size(device.free)} free)" if device.total else ""
+    return f"{device.device}: {byte_size(sum(parts.values()))}{room}: {used}"
 
 
 def ring_lines(ring: RingFacts) -> list[str]:
@@ -71,9 +72,9 @@ def ring_lines(ring: RingFacts) -> list[str]:
     head = f"{who}: {speed_words(ring, f'{fast} tokens/s', f'{alone} tokens/s')}"
     names = max((len(machine_name(node)) for node in ring.nodes), default=0)
     nodes = [
-        f"{node.rank + 1}  {machine_name(node):{names}}  {node.experts:,} experts {size(node.expert_bytes)}, trunk "
-        f"{size(node.trunk_bytes)}, {size(node.memory_free)} free, {node.expected_experts:.1f} run a layer"
-        + (f", {sending}" if (sending := to_send(node)) else "")
+        f"{node.rank + 1}  {machine_name(node):{names}}  {node.experts:,} experts {byte_size(node.expert_bytes)}, "
+        f"trunk {byte_size(node.trunk_bytes)}, {byte_size(node.memory_free)} free, "
+        f"{node.expected_experts:.1f} run a layer" + (f", {sending}" if (sending := to_send(node)) else "")
         for node in ring.nodes
     ]
     reason = [one_line(ring.reason)] if ring.reason else []
@@ -83,8 +84,8 @@ def ring_lines(ring: RingFacts) -> list[str]:
 def shortfall(planned: Planned) -> str:
     """The error message for a model that does not fit in memory."""
     return (
-        f"{planned.model} does not fit: {size(planned.shortfall)} of memory are missing; choose a shorter context, "
-        "less GPU memory for experts, or a smaller model"
+        f"{planned.model} does not fit: {byte_size(planned.shortfall)} of memory are missing; choose a shorter "
+        "context, less GPU memory for experts, or a smaller model"
     )
 
 

@@ -13,10 +13,11 @@ from typing import Any, cast
 import msgspec
 
 from app.commands.options import check_peers, settings_with
-from app.commands.output import WorkFailed, notify, size
+from app.commands.output import WorkFailed, notify
 from app.settings.fields import Value
 from app.settings.schema import Settings
 from engine.ipc.messages import Generate, Load, Message, Sampling
+from engine.planning.units import byte_size
 
 _LARGEST_TOKEN_ID = 2**31 - 1
 
@@ -186,7 +187,7 @@ def _read() -> str:
     try:
         data = sys.stdin.buffer.read(LARGEST + 1)
         if len(data) > LARGEST:
-            raise WorkFailed(f"the question on stdin is longer than {size(LARGEST)}", status=2)
+            raise WorkFailed(f"the question on stdin is longer than {byte_size(LARGEST)}", status=2)
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise WorkFailed(f"the question on stdin is not UTF-8 text (byte {error.start})", status=2) from error

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from engine.errors import Cancelled, ModelError
 from engine.models import store
 from engine.models.durable_files import flush, new_file
+from engine.planning.units import byte_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -108,7 +109,7 @@ class Download:
             if failures > len(RETRY_DELAYS_S):
                 raise ModelError(
                     f"The download of {self.what} broke off ({reason[:120]}); "
-                    f"{store.size_text(self.done + part.stat().st_size)} are kept: run it again to go on.",
+                    f"{byte_size(self.done + part.stat().st_size)} are kept: run it again to go on.",
                     "network",
                 )
             self._pause(RETRY_DELAYS_S[max(0, failures - 1)])
@@ -217,7 +218,7 @@ def write_json(path: Path, value: object) -> None:
 
 def disk_error(error: OSError, folder: Path) -> ModelError:
     if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-        free = store.size_text(shutil.disk_usage(folder.parent).free)
+        free = byte_size(shutil.disk_usage(folder.parent).free)
         return ModelError(
             f"The disk of {folder.parent} is full ({free} free); make room and run it again to go on.", "disk"
         )

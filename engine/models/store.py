@@ -30,6 +30,7 @@ from engine.models.catalogue import STARTER, CatalogueEntry
 from engine.models.locations import ensure, locate
 from engine.models.profiles import remove_profiles
 from engine.models.wording import shown
+from engine.planning.units import byte_size
 
 Kind = Literal["starter", "hub", "folder", "gguf"]
 
@@ -299,15 +300,10 @@ def check_space(folder: Path, needed: int, what: str) -> None:
     reserve = 64 * 1024 * 1024
     if needed + reserve > free:
         raise ModelError(
-            f"{what} needs {size_text(needed + reserve)} on the disk of {there}, which has {size_text(free)} free; "
+            f"{what} needs {byte_size(needed + reserve)} on the disk of {there}, which has {byte_size(free)} free; "
             f"make room, or set PRIVATELLM_HOME to a larger disk.",
             "disk",
         )
-
-
-def size_text(nbytes: int) -> str:
-    """``nbytes`` for a person, in decimal units."""
-    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.0f} MB"
 
 
 def family_of(folder: Path) -> str:

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from engine.planning.placement_planner import Shortfall
-
-
-def gigabytes(nbytes: float) -> str:
-    """``12.3 GB``; small amounts as ``45 MB``, never as zero."""
-    if nbytes >= 1e8:
-        return f"{nbytes / 1e9:.1f} GB"
-    return f"{max(1, round(nbytes / 1e6))} MB"
+from engine.planning.units import byte_size
 
 
 def rate(tokens_per_s: float) -> str:
@@ -29,12 +23,12 @@ def _first(name: str) -> str:
 
 def shortfall_sentence(short: Shortfall, names: Sequence[str], rooms: Sequence[int], by_hand: bool) -> str:
     """The experts do not fit on the nodes."""
-    each = ", ".join(f"{name} {gigabytes(room)}" for name, room in zip(names, rooms, strict=True))
+    each = ", ".join(f"{name} {byte_size(room)}" for name, room in zip(names, rooms, strict=True))
     out = "allow more by hand, add a machine" if by_hand else "add a machine, free memory"
     where = "this machine has" if len(names) == 1 else f"these {len(names)} machines have"
     return (
-        f"{gigabytes(short.missing_bytes)} are missing: the experts take {gigabytes(short.needed_bytes)}, and beside "
-        f"all else {where} room for {gigabytes(short.room_bytes)} ({each}); {out}, or choose a smaller model."
+        f"{byte_size(short.missing_bytes)} are missing: the experts take {byte_size(short.needed_bytes)}, and beside "
+        f"all else {where} room for {byte_size(short.room_bytes)} ({each}); {out}, or choose a smaller model."
     )
 
 
@@ -42,14 +36,14 @@ def trunk_sentence(name: str, missing: int) -> str:
     """A node cannot hold what every node must."""
     name = _first(name)
     return (
-        f"{name} lacks {gigabytes(missing)} for what every machine of a ring keeps (the weights that are no experts, "
+        f"{name} lacks {byte_size(missing)} for what every machine of a ring keeps (the weights that are no experts, "
         "keys and values, and what the system needs); free memory there, shorten the context, or leave it out."
     )
 
 
 def left_out_sentence(name: str, missing: int, of: str = "memory") -> str:
     """``of``: ``memory``, or ``disk space``."""
-    return f"{name} is left out: it lacks {gigabytes(missing)} of {of} for what every machine keeps and one expert."
+    return f"{name} is left out: it lacks {byte_size(missing)} of {of} for what every machine keeps and one expert."
 
 
 def idle_sentence(name: str) -> str:
@@ -67,20 +61,20 @@ def full_disk_sentence(name: str, missing: int, is_head: bool = False) -> str:
     """A node cannot keep what every node is sent, or the head what it takes for itself."""
     name = _first(name)
     if is_head:
-        return f"{name} lacks {gigabytes(missing)} of disk space for what every machine keeps of the model; make room."
+        return f"{name} lacks {byte_size(missing)} of disk space for what every machine keeps of the model; make room."
     return (
-        f"{name} lacks {gigabytes(missing)} of disk space for the weights that every machine of a ring is sent; make "
+        f"{name} lacks {byte_size(missing)} of disk space for the weights that every machine of a ring is sent; make "
         "room there, or leave it out."
     )
 
 
 def share_capped_sentence(name: str, asked: int, room: int) -> str:
     name = _first(name)
-    return f"{name} was to hold {gigabytes(asked)} of experts, but has memory for {gigabytes(room)}, which is used."
+    return f"{name} was to hold {byte_size(asked)} of experts, but has memory for {byte_size(room)}, which is used."
 
 
 def disk_sentence(name: str, room: int) -> str:
-    return f"{_first(name)} has disk space for {gigabytes(room)} of experts, less than it has memory for."
+    return f"{_first(name)} has disk space for {byte_size(room)} of experts, less than it has memory for."
 
 
 def fewer_sentence(names: Sequence[str], without: float, with_them: float) -> str:

@@ -25,6 +25,7 @@ from engine.ipc.messages import (
     RingChanged,
 )
 from engine.planning.memory import ModelCosts, estimate_beams, extra_beam_memory, longest_answer
+from engine.planning.units import byte_size
 from engine.runtimes.protocol import (
     Draw,
     Interrupted,
@@ -239,8 +240,9 @@ class Session:
             return asked
         needed = extra_beam_memory(request.beams, prompt_tokens, asked, per_token, len(self._cache.tokens))
         raise ModelError(
-            f"{request.beams} beams of {asked} tokens after a prompt of {prompt_tokens} need {_size(needed)} more "
-            f"memory for keys and values, but {_size(available)} is free; use fewer beams or fewer tokens.",
+            f"{request.beams} beams of {asked} tokens after a prompt of {prompt_tokens} need "
+            f"{byte_size(needed, fine=True)} more memory for keys and values, but {byte_size(available, fine=True)} is "
+            "free; use fewer beams or fewer tokens.",
             kind="memory",
         )
 
@@ -373,8 +375,9 @@ class Session:
                 ) from error
             if not isinstance(error, ModelError) and ran_out_of_memory(error):
                 raise ModelError(
-                    f"Memory ran out while {self.facts.name} was answering, with {_size(self._memory())} free; "
-                    "use fewer beams, a shorter conversation, or a smaller model.",
+                    f"Memory ran out while {self.facts.name} was answering, with "
+                    f"{byte_size(self._memory(), fine=True)} free; use fewer beams, a shorter conversation, or a "
+                    "smaller model.",
                     kind="memory",
                 ) from error
             raise
@@ -393,7 +396,3 @@ def cancelled_answer(request_id: int) -> Finished:
         ttft_s=0.0,
         tokens_per_s=0.0,
     )
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"

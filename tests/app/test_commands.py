@@ -14,7 +14,7 @@ import pytest
 from scripted import install, make_home, play
 
 from app.commands import ask, engine_work
-from app.commands.output import ProgressLine, as_json, describe, size
+from app.commands.output import ProgressLine, as_json, describe
 from app.commands.root import run
 from app.settings.file import open_settings
 from app.settings.schema import documentation
@@ -395,13 +395,6 @@ def test_json_escapes_what_acts() -> None:
     assert "é 日本 👩" in line and not any(character in line for character in "\x1b\x9b\x7f\u202e\u2028\ud800")
     with pytest.raises(ValueError, match="JSON"):
         as_json(float("nan"))
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_999, "1 MB"), (2_500_000_000, "2.5 GB")]
-)
-def test_sizes(nbytes: int, text: str) -> None:
-    assert size(nbytes) == text
 
 
 def test_progress_in_words() -> None:

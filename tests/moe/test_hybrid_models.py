@@ -124,7 +124,7 @@ def test_facts_and_a_plan_that_cannot_fit(tiny_model: Callable[..., Path]) -> No
     assert model.facts.gpu_expert_bytes == experts.nbytes
     assert model.facts.executor.startswith("hybrid (balanced; 100% of the experts on the stand-in; CPU: local (")
     assert model.recorder.frame(0).resident == [list(range(8))] * 3
-    with pytest.raises(ModelError, match=r"the stand-in has .* free and lacks .* for 5\.00 GB of experts") as refused:
+    with pytest.raises(ModelError, match=r"the stand-in has .* free and lacks .* for 5\.0 GB of experts") as refused:
         load(folder, StandInDevice(MEMORY), gpu_expert_bytes=5 * 10**9)
     assert refused.value.kind == "memory"
     with pytest.raises(ModelError, match=r"lacks .* for the trunk, keys and values, and workspace"):

@@ -90,7 +90,7 @@ def test_less_than_was_promised_is_said(folder: Path) -> None:
     notice, event = asked(session, 8 * ONE_EXPERT)
     assert isinstance(event, Loaded)
     assert isinstance(notice, Notice)
-    assert notice.text.startswith("Only 0.1 MB of GPU memory instead of 0.3 MB")
+    assert notice.text.startswith("Only 97 kB of GPU memory instead of 258 kB")
     assert event.facts.gpu_expert_bytes == 3 * ONE_EXPERT
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from textual.content import Content
@@ -10,6 +11,7 @@ from app.ring_words import latency, ring_name
 from app.text_safety import one_line
 from app.tui.chat.state import BUSY, TOO_LONG, Entry, Phase, Status
 from engine.ipc.messages import ModelFacts, Progress
+from engine.planning.units import byte_size
 
 _DOTS = {
     Phase.READY: ("●", "$text-success"),
@@ -20,15 +22,8 @@ _DOTS = {
 _MUTED = "$foreground-muted"
 
 
-def size(nbytes: float) -> str:
-    """Bytes in decimal units, as disks and vendors use them: ``1.5 GB``."""
-    if abs(nbytes) < 1000:
-        return f"{nbytes:.0f} B"
-    for unit in ("kB", "MB", "GB"):
-        nbytes /= 1000
-        if abs(nbytes) < 1000:
-            return f"{nbytes:.0f} {unit}" if unit == "kB" or nbytes >= 100 else f"{nbytes:.1f} {unit}"
-    return f"{nbytes / 1000:.1f} TB"
+size = functools.partial(byte_size, fine=True)
+"""An amount of memory as the screen words it, where small ones are watched, too."""
 
 
 def rate(tokens_per_s: float) -> str:

@@ -18,7 +18,7 @@ from engine.cluster.weights.own_share import OwnShare
 from engine.cluster.weights.transfer import Chunk, Item, Offer, Wanted, decode_chunk, encode_chunk, offer, stream
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
-from engine.models.store import size_text
+from engine.planning.units import byte_size
 
 
 class Supply(Protocol):
@@ -193,7 +193,7 @@ class PartialCopy:
         had = " and ".join(self._own.had)
         failed = "".join(f" ({name} failed: {why})" for name, why in self._failed.items())
         text = (
-            f"{size_text(nbytes)} of {name} are on no machine that is there now{failed}; {had} had all of it: start "
+            f"{byte_size(nbytes)} of {name} are on no machine that is there now{failed}; {had} had all of it: start "
             f"`privatellm join` there, or fetch the model with `privatellm models pull {name}`."
         )
         return TooFewError(text, nbytes, [text])

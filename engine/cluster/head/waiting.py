@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
-from engine.planning.ring_words import gigabytes
+from engine.planning.units import byte_size
 
 POLL_S = 0.2
 RETRY_S = 10.0
@@ -66,12 +66,12 @@ class Patience:
             if now - seen:
                 return
             seen &= now
-            progress(f"waiting for {self._whom()}: {gigabytes(error.missing)} are missing", 0, 0, "")
+            progress(f"waiting for {self._whom()}: {byte_size(error.missing)} are missing", 0, 0, "")
             self.sleep(POLL_S)
 
     def _line(self, missing: int) -> str:
         waits = "waits" if self.limit_s is None else f"waits up to {max(1, round(self.limit_s / 60))} minutes"
-        return f"The answer {waits} for {self._whom()}: {gigabytes(missing)} are missing; it goes on by itself then."
+        return f"The answer {waits} for {self._whom()}: {byte_size(missing)} are missing; it goes on by itself then."
 
     def _whom(self) -> str:
         return " and ".join(self.away()) or "another machine"

@@ -34,6 +34,7 @@ from engine.models import store
 from engine.models.durable_files import new_file
 from engine.models.share_files import FORMAT, Begun, FileSize, ShareManifest, is_share, read_share
 from engine.models.weight_layout import WeightLayout, config_fingerprint, layout_of
+from engine.planning.units import byte_size
 
 SYNC_BYTES = 64 * 1024 * 1024
 """So much is received between two times that it is put on the disk for good."""
@@ -461,8 +462,8 @@ class _Receiver:
             short = self._total + RESERVE_BYTES - free
             raise ModelError(
                 f"This machine's share of {self._offered.identity.name} needs another "
-                f"{store.size_text(self._total)} on the disk of {self._folder.parent}, which has "
-                f"{store.size_text(free)} free: {store.size_text(short)} are missing; make room, or lend less.",
+                f"{byte_size(self._total)} on the disk of {self._folder.parent}, which has "
+                f"{byte_size(free)} free: {byte_size(short)} are missing; make room, or lend less.",
                 "disk",
             )
 
@@ -480,7 +481,7 @@ def _explained(error: OSError, folder: Path, missing: int) -> ModelError:
     reason = error.strerror or str(error)
     if error.errno in _DISK_FULL:
         return ModelError(
-            f"The disk of {folder.parent} is full ({reason}): {store.size_text(missing)} of this machine's share did "
+            f"The disk of {folder.parent} is full ({reason}): {byte_size(missing)} of this machine's share did "
             "not fit; make room, and form the ring again, which goes on with what is here.",
             "disk",
         )

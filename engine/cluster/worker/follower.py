@@ -12,7 +12,7 @@ from engine.cluster.commands import AnyCommand, Prefixes
 from engine.cluster.formation import AbortableLayers
 from engine.cluster.transport.exchange import Link, PeerLost
 from engine.errors import ModelError
-from engine.planning.ring_words import gigabytes
+from engine.planning.units import byte_size
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, TokenRows
 
 ROWS_LIMIT = 64
@@ -153,7 +153,7 @@ class Follower:
         wanted = (held + more) * self._model.facts.key_value_bytes_per_token
         if wanted > self._memory:
             reason = (
-                f"its keys and values would take {gigabytes(wanted)} of the {gigabytes(self._memory)} lent for them"
+                f"its keys and values would take {byte_size(wanted)} of the {byte_size(self._memory)} lent for them"
             )
             self._layers.begin_pass()
             self._layers.give_up(reason)

@@ -52,7 +52,7 @@ from engine.cluster.worker.local_weights import here_already, perhaps_here
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import LendingFacts, LendTerms
 from engine.models.locations import locate
-from engine.planning.ring_words import gigabytes
+from engine.planning.units import byte_size
 
 RESERVED_S = 60.0
 """A head that forms is given so long between two of its calls before another one may come."""
@@ -482,8 +482,8 @@ class Lender:
         taken = share_bytes(self._need.folder, spec)
         if taken > self._terms.lend_memory:
             raise ModelError(
-                f"{self._node.name} lends {gigabytes(self._terms.lend_memory)} of memory and its share would take "
-                f"{gigabytes(taken)}; form the ring again, or lend more there.",
+                f"{self._node.name} lends {byte_size(self._terms.lend_memory)} of memory and its share would take "
+                f"{byte_size(taken)}; form the ring again, or lend more there.",
                 kind="memory",
             )
 

@@ -29,8 +29,8 @@ from engine.planning.hybrid import (
     slabs_kept,
 )
 from engine.planning.policy import Policy, policy_named
+from engine.planning.units import byte_size
 from engine.runtimes import gpu_present
-from engine.runtimes.torch.offload.device_cache import gigabytes
 from engine.runtimes.torch.offload.devices import DeviceLost, ExpertDevice
 from engine.runtimes.torch.offload.gates import FamilyGate
 from engine.runtimes.torch.offload.host_memory import HostExperts
@@ -108,12 +108,12 @@ def find_room(
         return Room(device, needed, context, room if wanted is None else wanted), []
     if request.partitioning == "auto" and wanted is None:
         return None, [
-            f"{device.name} lacks {gigabytes(-room)} of memory for the trunk, keys and values, and workspace, so "
+            f"{device.name} lacks {byte_size(-room)} of memory for the trunk, keys and values, and workspace, so "
             "everything runs on the CPU; a smaller context limit needs less."
         ]
-    what = "for the trunk, keys and values, and workspace" if room < 0 else f"for {gigabytes(wanted or 0)} of experts"
+    what = "for the trunk, keys and values, and workspace" if room < 0 else f"for {byte_size(wanted or 0)} of experts"
     raise ModelError(
-        f"{device.name} has {gigabytes(free)} free and lacks {gigabytes((wanted or 0) - room)} {what}; choose less "
+        f"{device.name} has {byte_size(free)} free and lacks {byte_size((wanted or 0) - room)} {what}; choose less "
         "GPU memory for experts, a smaller context limit, or partitioning cpu.",
         kind="memory",
     )
@@ -229,8 +229,8 @@ class SharedRoom:
             most = max(has, gpu_room(replace(room.sizes, trunk_bytes=0), there, room.context_tokens, chunk))
             if nbytes is not None and nbytes > most:
                 raise ModelError(
-                    f"{room.device.name} lacks {gigabytes(nbytes - most)} for {gigabytes(nbytes)} of experts beside "
-                    f"the trunk, keys and values, and workspace; choose {gigabytes(most)} or less.",
+                    f"{room.device.name} lacks {byte_size(nbytes - most)} for {byte_size(nbytes)} of experts beside "
+                    f"the trunk, keys and values, and workspace; choose {byte_size(most)} or less.",
                     kind="memory",
                 )
             policy: Policy = policy_named(self.request.policy)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.planning.policy import Policy
+from engine.planning.units import byte_size
 from engine.runtimes.torch.offload.devices import CopyFailed, DeviceLost, ExpertDevice, OutOfDeviceMemory, Slot
 from engine.runtimes.torch.offload.host_memory import HostExperts
 from engine.runtimes.torch.offload.slab_cache import Key, SlabCache
@@ -88,7 +89,7 @@ class DeviceCache:
         lines = [failed] if failed is not None else []
         if found < asked:
             lines.append(
-                f"Another program holds GPU memory: {gigabytes(found * size)} instead of {gigabytes(asked * size)} "
+                f"Another program holds GPU memory: {byte_size(found * size)} instead of {byte_size(asked * size)} "
                 "could be had for experts."
             )
         return lines
@@ -104,8 +105,8 @@ class DeviceCache:
         self._tell(self._fill(lambda *_: None))
         self._said = self.slabs.capacity
         if self.slabs.capacity < self._wanted:
-            wanted = gigabytes(self._wanted * self._host.slot_bytes)
-            self._notice(f"Only {gigabytes(self.nbytes)} of GPU memory instead of {wanted} could be had for experts.")
+            wanted = byte_size(self._wanted * self._host.slot_bytes)
+            self._notice(f"Only {byte_size(self.nbytes)} of GPU memory instead of {wanted} could be had for experts.")
         return self.nbytes
 
     def close(self) -> None:
@@ -140,7 +141,7 @@ class DeviceCache:
         if self.slabs.capacity < self._said:
             self._said = self.slabs.capacity // 2
             self._notice(
-                f"GPU memory is short: the cache of experts shrank to {gigabytes(self.nbytes)}; "
+                f"GPU memory is short: the cache of experts shrank to {byte_size(self.nbytes)}; "
                 "answers stay the same, but take longer."
             )
         return True
@@ -197,7 +198,3 @@ class DeviceCache:
             f"Copying {len(failures)} of {len(filled)} experts to {self._device.name} failed ({failures[0]}); they run "
             "on the CPU until they are copied again."
         )
-
-
-def gigabytes(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"
