@@ -14,9 +14,9 @@ from engine.cluster.transport.epochs import Epoch, Member
 from engine.cluster.transport.exchange import Exchange, Link, PeerLost
 from engine.cluster.transport.exchange_timing import DECODE_BYTES, measure_exchange
 from engine.cluster.transport.registry import open_exchange
-from engine.cluster.worker.follower_work import rank_context_of
 from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
+from engine.moe.rank_context import RankContext
 
 
 class EpochLinks:
@@ -127,3 +127,8 @@ def epoch_of(spec: EpochSpec, names: Mapping[int, str]) -> Epoch:
         for one in spec.members
     )
     return Epoch(spec.epoch, spec.rank, members, spec.key, tuple(spec.trusted))
+
+
+def rank_context_of(spec: EpochSpec) -> RankContext:
+    """The rank context that the head gave to this node."""
+    return RankContext(spec.epoch, spec.rank, spec.placement, spec.mode, spec.loading, tuple(spec.weights))

@@ -48,7 +48,7 @@ class Formation(Protocol):
     @property
     def model(self) -> LoadedModel:
         """The head's own, loaded with its :class:`engine.runtimes.protocol.RingPlace`; an
-        :class:`engine.cluster.head.remote_model.ElsewhereModel` where another machine computes."""
+        :class:`engine.cluster.head.elsewhere.ElsewhereModel` where another machine computes."""
         ...
 
     @property

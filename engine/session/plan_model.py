@@ -84,7 +84,7 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Network
 
 def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: Network | None) -> Planned:
     """The same with the machines of ``network``, as far as they can be asked now."""
-    from engine.cluster.head.plan_request import plan_ring_request
+    from engine.cluster.plan_request import plan_ring_request
 
     resolved = resolve(load.model)
     headers = read_headers(_folder_of(resolved), load)

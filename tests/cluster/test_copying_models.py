@@ -16,11 +16,11 @@ from paired_nodes import Nodes, eventually
 from engine.cluster.head.model_download import Copier
 from engine.cluster.membership.control_messages import ModelHere, OfferPiece, WantedModel, WantedWeights
 from engine.cluster.transport.exchange import RingProtocolError
-from engine.cluster.weights.given import Given, find_given
 from engine.cluster.weights.share_store import ShareStore
 from engine.cluster.weights.taking import NotWhole, Taking
 from engine.cluster.weights.transfer import Item, Offer, Wanted, decode_chunk, encode_chunk, offer, offer_whole, stream
 from engine.cluster.worker import giving
+from engine.cluster.worker.giving import Given, find_given
 from engine.cluster.worker.lending import Lender
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import LendTerms

@@ -16,8 +16,8 @@ from tiny_models import write_tiny_model
 from engine.cluster import commands, waiting
 from engine.cluster.answers import DONE, FAILED, Answers, answer_limit, read_answer
 from engine.cluster.contributions import NodeFailed
+from engine.cluster.head.elsewhere import ElsewhereModel, Passes
 from engine.cluster.head.head_model import RingModel
-from engine.cluster.head.remote_model import ElsewhereModel, Passes
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.worker.follower import Follower
 from engine.errors import ModelError, PeerLost

@@ -12,7 +12,7 @@ import pytest
 from engine.cluster.membership.control_messages import WantedFacts
 from engine.cluster.weights.share_store import ShareStore
 from engine.cluster.weights.transfer import offer, stream
-from engine.cluster.worker.local_weights import here_already, perhaps_here
+from engine.cluster.worker.giving import here_already, perhaps_here
 from engine.models.store import folder_bytes
 from engine.models.weight_layout import layout_of
 

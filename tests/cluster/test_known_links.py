@@ -12,8 +12,7 @@ from paired_nodes import Nodes, eventually
 from tiny_models import write_tiny_model
 
 from engine.cluster.head import survey as surveying
-from engine.cluster.head.known_links import LINK_AGE_S, KnownLinks
-from engine.cluster.head.survey import Survey, Surveyor, candidates
+from engine.cluster.head.survey import LINK_AGE_S, KnownLinks, Survey, Surveyor, candidates
 from engine.cluster.membership.control_messages import NodeFacts
 from engine.cluster.membership.rpc_fanout import Candidate
 from engine.cluster.worker.lending import Lender
@@ -100,7 +99,7 @@ def test_links_are_measured_again_when_an_address_is_new(
     assert len(survey(moved).links) == 3
     assert sorted(map(len, measured[3:])) == [1, 2]  # to Bob, and between Bob and Carl
     assert all("Bob" in names for names in measured[3:])
-    monkeypatch.setattr("engine.cluster.head.known_links.LINK_AGE_S", 0.0)
+    monkeypatch.setattr("engine.cluster.head.survey.LINK_AGE_S", 0.0)
     survey(moved, hurry=True)
     assert len(measured) == 5
     survey(moved)

@@ -18,11 +18,11 @@ from engine.cluster.head.supply import PartialCopy, SourceFailed
 from engine.cluster.head.waiting import TooFewError
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.weights import share_store
-from engine.cluster.weights.given import Given
 from engine.cluster.weights.own_share import KEPT, OwnShare
 from engine.cluster.weights.taking import NotWhole
 from engine.cluster.weights.transfer import Chunk, Offer, decode_chunk, encode_chunk, offer_whole, stream
 from engine.cluster.worker import giving
+from engine.cluster.worker.giving import Given
 from engine.cluster.worker.lending import Lender
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load

@@ -16,6 +16,7 @@ from ring_chat import Setting
 from engine.cluster import waiting
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.central import CentralHead, CentralNode
+from engine.cluster.head import head_model
 from engine.cluster.transport.exchange import Exchange, PeerLost
 from engine.cluster.transport.mesh import Mesh
 from engine.moe.kernels.bindings import choose
@@ -58,7 +59,7 @@ def setting(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> 
 
 
 def test_stopped_while_a_machine_is_silent(setting: Mute, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "STOPPED_S", 0.2)
+    monkeypatch.setattr(head_model, "STOPPED_S", 0.2)
     expected = setting.alone()
     setting.silence(16)
     setting.ring.cancel_when = lambda events: setting.muted.is_set()
@@ -72,7 +73,7 @@ def test_stopped_while_a_machine_is_silent(setting: Mute, monkeypatch: pytest.Mo
 
 
 def test_stopped_in_a_prompt_while_a_machine_is_silent(setting: Mute, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "STOPPED_S", 0.2)
+    monkeypatch.setattr(head_model, "STOPPED_S", 0.2)
     setting.silence(4)
     setting.ring.cancel_when = lambda events: setting.muted.is_set()
     found = setting.ring()
@@ -103,7 +104,7 @@ def test_a_slow_machine_is_not_taken_for_a_silent_one() -> None:
 
 def test_a_command_that_nobody_takes_is_waited_for_no_longer(setting: Mute, monkeypatch: pytest.MonkeyPatch) -> None:
     """The times of a node that never answers."""
-    monkeypatch.setattr(waiting, "STOPPED_S", 0.2)
+    monkeypatch.setattr(head_model, "STOPPED_S", 0.2)
     formation, stuck = setting.formation, threading.Event()
     follower = formation.followers[2]
     do = follower.do
@@ -189,7 +190,7 @@ def test_nobody_waits_over_real_links(
 
     monkeypatch.setattr(waiting, "LIMIT_S", 600.0 if stopped else 0.3)
     monkeypatch.setattr(waiting, "FIRST", 1)
-    monkeypatch.setattr(waiting, "STOPPED_S", 0.1)
+    monkeypatch.setattr(head_model, "STOPPED_S", 0.1)
     placement = Placement((0, 1), 2, (((0,), (1,)),) * 2)
     contexts = [RankContext("epoch", rank, placement, mode) for rank in (0, 1)]
     ends = linked_nodes(2).meshes("tls")
@@ -209,7 +210,7 @@ def test_nobody_waits_over_real_links(
         other = threading.Thread(target=lambda: follower.run(0, routes, weights, local, 4, rows.dtype))
     other.start()
     formation = Formation(layers, ends[0])
-    watch = waiting.Watch(formation)  # type: ignore[arg-type]
+    watch = head_model.PassWatch(formation)  # type: ignore[arg-type]
     layers.begin_pass()
     for layer in (0, 1):
         if mode == "central":

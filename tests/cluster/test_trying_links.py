@@ -12,10 +12,9 @@ from paired_nodes import Nodes, eventually
 from tests_models import tiny_mixtral
 
 from discovery.peers import new_peer
-from engine.cluster.head.apart import decide_together
-from engine.cluster.head.blame import what_broke
+from engine.cluster.head.apart import LeftOut, decide_together
+from engine.cluster.head.formed import what_broke
 from engine.cluster.head.forming import RingFormer
-from engine.cluster.head.left_out import LeftOut
 from engine.cluster.head.survey import Surveyor, candidates
 from engine.cluster.membership.client import CallGroup
 from engine.cluster.membership.links import LinkTrial, Tried, Way, all_ways
@@ -145,9 +144,9 @@ def test_a_ring_is_planned_with_those_who_reach_one_another(three: Three, tmp_pa
 
 
 def test_a_machine_is_wanted_again_when_its_link_works(three: Three, monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.cluster.head import left_out
+    from engine.cluster.head import apart
 
-    monkeypatch.setattr(left_out, "AGAIN_S", 0.02)
+    monkeypatch.setattr(apart, "AGAIN_S", 0.02)
     three.forgets(2, 1)
     between = three.pair(three.bob, three.carl)
     tries: list[int] = []

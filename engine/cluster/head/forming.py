@@ -9,15 +9,14 @@ from pathlib import Path
 
 import msgspec
 
-from engine.cluster.epoch_links import EpochLinks, connect_epoch, epoch_of, rehearsal_of
+from engine.cluster.epoch_links import EpochLinks, connect_epoch, epoch_of, rank_context_of, rehearsal_of
 from engine.cluster.expert_runners import layers_for
 from engine.cluster.formation import AbortableLayers
-from engine.cluster.head.apart import Together, decide_together
+from engine.cluster.head.apart import LeftOut, Together, decide_together
+from engine.cluster.head.elsewhere import load_elsewhere
 from engine.cluster.head.epoch_specs import Ring, Trial, epoch_specs
 from engine.cluster.head.formed import AloneLayers, FormedRing, end_epoch
-from engine.cluster.head.forming_elsewhere import load_elsewhere
 from engine.cluster.head.lacked_model import LackedModel
-from engine.cluster.head.left_out import LeftOut
 from engine.cluster.head.loading_nodes import LoadingNodes, told_by
 from engine.cluster.head.rejoin_policy import Regulars
 from engine.cluster.head.supply import Supply, WholeCopy
@@ -41,7 +40,6 @@ from engine.cluster.rehearsal import ranks_together
 from engine.cluster.transport.addresses import parse_address, plain_ip
 from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.transport.registry import TRANSPORTS, allowed_exchanges, available_exchanges, choose_exchange
-from engine.cluster.worker.follower_work import rank_context_of
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load
 from engine.ipc.messages.ring import ExchangeName, RingFacts

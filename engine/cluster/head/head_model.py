@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
@@ -10,9 +12,9 @@ import msgspec
 from engine.cluster import commands
 from engine.cluster.commands import Command, Prefixes
 from engine.cluster.formation import Formation, Former
-from engine.cluster.head.remote_model import RANK
+from engine.cluster.head.elsewhere import RANK
 from engine.cluster.transport.exchange import PeerLost
-from engine.cluster.waiting import LIMIT_S, Watch
+from engine.cluster.waiting import LIMIT_S
 from engine.errors import LinkLost, ModelError
 from engine.ipc.messages import ModelFacts, NodeTimes, Timing
 from engine.ipc.progress import ProgressCallback
@@ -24,6 +26,50 @@ from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, TokenRows
 Done = TypeVar("Done")
 
 
+STOPPED_S = 1.0
+"""Seconds that an exchange has to end after the answer was stopped, so that the ring can be kept."""
+LOOK_S = 0.1
+"""Seconds between two checks of what the head waits for."""
+
+
+class PassWatch:
+    """Ends an epoch whose machines are there and contribute nothing, and one whose answer was stopped.
+
+    Checks what the head waits for in the epoch of ``formation``, in a thread of its own, until :meth:`close`.
+    ``cancelled`` returns whether the answer was stopped. ``stopped``: whether the epoch was ended because of that.
+    """
+
+    def __init__(self, formation: Formation) -> None:
+        self.cancelled: Callable[[], bool] = lambda: False
+        self.stopped = False
+        self._formation = formation
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="waiting-watch", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        layers = self._formation.layers
+        while not self._closed.wait(LOOK_S):
+            cancelled = self.cancelled()
+            if cancelled:
+                layers.abort()
+            wait = layers.waits.now
+            if wait is None:
+                continue
+            waited = time.monotonic() - wait.since
+            if cancelled and waited > STOPPED_S:
+                self.stopped = True
+                self._formation.lose((), "the answer was stopped while other machines were waited for")
+                return
+            if waited > wait.allowed_s:
+                silent = tuple(wait.missing())
+                who = "" if silent else "a machine of the ring "
+                self._formation.lose(silent, f"{who}contributed nothing for {waited:.0f} s")
+                return
+
+
 class Epoch:
     """A formation and the commands to its followers. One thread at a time."""
 
@@ -31,7 +77,7 @@ class Epoch:
         self.formation = formation
         self.ended = False
         self.finished_elsewhere = False
-        self.watch = Watch(formation) if len(formation.names) > 1 else None
+        self.watch = PassWatch(formation) if len(formation.names) > 1 else None
         self._next_rows = 0
         self._unused: list[int] = []
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +15,6 @@ from pathlib import Path
 import msgspec
 
 from discovery.names import plain_text
-from engine.cluster.head.known_links import KnownLinks
 from engine.cluster.membership.client import CallGroup, Unreachable
 from engine.cluster.membership.control_messages import (
     MOST_ADDRESSES,
@@ -34,7 +34,7 @@ from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused, ask, un
 from engine.cluster.transport.addresses import parse_address
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
 from engine.cluster.weights.weight_fingerprint import identity_of, known_weights
-from engine.cluster.worker.local_weights import here_already
+from engine.cluster.worker.giving import here_already
 from engine.errors import ModelError
 from engine.ipc.messages import Load, RuntimeName
 from engine.ipc.messages.ring import LinkFacts
@@ -392,3 +392,41 @@ def planned_links(survey: Survey) -> list[PlannedLink]:
     return [
         PlannedLink(first, second, link.latency_s, link.bytes_per_s) for (first, second), link in survey.links.items()
     ]
+
+
+# --- links that were measured before ---------------------------------------------------------------------------------
+
+LINK_AGE_S = 600.0
+"""A measurement is believed for so long: it may have met other traffic."""
+
+
+@dataclass(frozen=True)
+class _Known:
+    ends: frozenset[str]
+    measured: float
+    link: LinkFacts
+
+
+class KnownLinks:
+    """One link for each pair of node ids. ``clock``: seconds from any time on."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._known: dict[tuple[str, str], _Known] = {}
+
+    def get(self, pair: tuple[str, str], ends: Iterable[str], hurry: bool = False) -> LinkFacts | None:
+        """The link of ``pair`` if it need not be measured: both have the ``ends`` (their processes and addresses) that
+        they had, and it is not long ago. ``hurry``: however long ago it is."""
+        known = self._known.get(pair)
+        if known is None or known.ends != frozenset(ends):
+            return None
+        return known.link if hurry or self._clock() - known.measured < LINK_AGE_S else None
+
+    def last(self, pair: tuple[str, str]) -> LinkFacts | None:
+        """The link of ``pair`` as it was when it was measured last, whatever changed since."""
+        known = self._known.get(pair)
+        return known.link if known is not None else None
+
+    def put(self, pair: tuple[str, str], ends: Iterable[str], link: LinkFacts) -> None:
+        """It was measured now."""
+        self._known[pair] = _Known(frozenset(ends), self._clock(), link)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from discovery.names import plain_text
 from engine.cluster.membership.control_messages import (
@@ -13,14 +17,75 @@ from engine.cluster.membership.control_messages import (
     DataPiece,
     ModelHere,
     OfferPiece,
+    WantedFacts,
     WantedModel,
     WantedWeights,
 )
 from engine.cluster.membership.node import Node
 from engine.cluster.membership.server import Caller
-from engine.cluster.weights.given import Given, find_given
-from engine.cluster.weights.transfer import Offer, decode_wanted, encode_offer
+from engine.cluster.transport.exchange import RingProtocolError
+from engine.cluster.weights.transfer import (
+    Offer,
+    Wanted,
+    decode_wanted,
+    encode_offer,
+    offer_of_share,
+    offer_whole,
+    stream,
+)
 from engine.errors import Cancelled, ModelError
+from engine.ipc.progress import ProgressCallback
+from engine.models import store
+from engine.models.locations import locate
+from engine.models.share_files import ShareManifest, read_share
+from engine.models.store import SHARE, installed
+
+_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+_NEVER = (store.PARTIAL, store.SHARE, store.PREPARED)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A folder that may be copied. ``name``: what the asking machine calls the model."""
+
+    folder: Path
+    name: str
+    whole: bool
+    """Not a share."""
+
+    def offer(self, progress: ProgressCallback) -> Offer:
+        """Everything in it. The first time all of it is read; ``progress`` may raise Cancelled. Raises ModelError."""
+        return offer_whole(self.folder, progress, self.name) if self.whole else offer_of_share(self.folder)
+
+    def chunks(
+        self, layout: str, weights: str, wanted: Sequence[Wanted], progress: ProgressCallback
+    ) -> Iterator[bytes]:
+        """What is ``wanted`` of the offer with these fingerprints of its layout and its weights, as
+        :func:`engine.cluster.weights.transfer.stream`. Raises RingProtocolError if that is not what is here."""
+        offered = self.offer(progress)
+        if (offered.layout, offered.identity.weights) != (layout, weights):
+            raise RingProtocolError("weights of another model were wanted than are here")
+        return stream(self.folder, offered, wanted)
+
+
+def find_given(key: str, name: str, caller: str) -> Given | None:
+    """The model whose folder in the models folder is called ``key``, its bank if it has one; else the share that the
+    machine with the node id ``caller`` once sent here of what it calls ``name``. None if neither is here.
+
+    Shares of other heads are not given: what a head sent is used with that head only.
+    """
+    if not _KEY.fullmatch(key) or key.endswith(_NEVER) or key.startswith("local--"):
+        return None
+    found = store.resolve_installed(key)
+    if found is not None and found.folder is not None:
+        return Given(found.folder, name, True)
+    for path in sorted(locate("models").glob(f"*{store.SHARE}")):
+        with contextlib.suppress(ModelError):
+            manifest = read_share(path)
+            if manifest.head == caller and manifest.identity.name == name:
+                return Given(path, name, False)
+    return None
+
 
 REPORT_S = 0.25
 """How far it has come is told at most so often."""
@@ -99,3 +164,46 @@ def _told(said: queue.SimpleQueue[OfferPiece | Offer | BaseException]) -> Iterat
                 return
             case error:
                 raise error
+
+
+# --- what is here of a model -----------------------------------------------------------------------------------------
+
+
+def here_already(weights: str, head: str) -> tuple[dict[int, list[int]], bool]:
+    """What shares on this disk hold that ``head`` sent, of the model with this fingerprint of its weights: layer to
+    experts, and whether the trunk is there."""
+    has: dict[int, set[int]] = {}
+    trunk = False
+    for _, manifest in _shares_of(head) if weights else ():
+        if manifest.identity.weights == weights:
+            trunk = trunk or manifest.has_trunk
+            for layer, experts in manifest.experts.items():
+                has.setdefault(layer, set()).update(experts)
+    return {layer: sorted(experts) for layer, experts in has.items()}, trunk
+
+
+def perhaps_here(wanted: WantedFacts, head: str) -> int:
+    """Bytes on this disk that could be of the model, so that a full disk is no reason yet to do without this machine.
+
+    A whole model of its family may turn out to be the same, and is then used where it lies. As long as the head does
+    not say which weights it has, so may a share that it sent.
+    """
+    found = [model.nbytes for model in installed() if model.family == wanted.family]
+    if not wanted.weights:
+        found += [_on_disk(path) for path, share in _shares_of(head) if share.identity.family == wanted.family]
+    return max(found, default=0)
+
+
+def _shares_of(head: str) -> Iterator[tuple[Path, ShareManifest]]:
+    for path in sorted(locate("models").glob(f"*{SHARE}")):
+        with contextlib.suppress(ModelError):
+            manifest = read_share(path)
+            if manifest.head == head:
+                yield path, manifest
+
+
+def _on_disk(folder: Path) -> int:
+    """Bytes that ``folder`` takes, the holes in its files not counted."""
+    with contextlib.suppress(OSError):
+        return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    return 0

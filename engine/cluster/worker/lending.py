@@ -45,10 +45,8 @@ from engine.cluster.transport.registry import available_exchanges
 from engine.cluster.weights.share_store import Need, ShareStore
 from engine.cluster.weights.transfer import OFFER_LIMIT, Offer, decode_offer, encode_wanted, outline
 from engine.cluster.weights.weight_fingerprint import why_unlike
-from engine.cluster.worker.follower_work import lent_threads, share_bytes
-from engine.cluster.worker.following import Following
-from engine.cluster.worker.giving import Giving
-from engine.cluster.worker.local_weights import here_already, perhaps_here
+from engine.cluster.worker.follower_work import Following, lent_threads, share_bytes
+from engine.cluster.worker.giving import Giving, here_already, perhaps_here
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import LendingFacts, LendTerms
 from engine.models.locations import locate
