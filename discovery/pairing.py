@@ -3,7 +3,7 @@
 The two sides are state machines over bytes; nothing here touches a socket. The order of frames:
 
     typing side                                        showing side
-    Start(certificate, SPAKE2 message)          ->
+    PairingStart(certificate, SPAKE2 message)          ->
                                                 <-     Reply(certificate, SPAKE2 message)
     Proof(MAC)                                  ->     (a wrong one costs a try)
                                                 <-     Proof(MAC, name, sealed)
@@ -74,7 +74,7 @@ class PairingRefused(PairingError):
         self.sent = sent
 
 
-class Start(msgspec.Struct, frozen=True, tag="start", array_like=True):
+class PairingStart(msgspec.Struct, frozen=True, tag="start", array_like=True):
     version: int
     certificate: bytes
     message: bytes
@@ -102,8 +102,8 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal", array_like=True):
     reason: Reason
 
 
-T = TypeVar("T", Start, Reply, Proof, Farewell, Stored)
-AnyFrame = Start | Reply | Proof | Farewell | Stored | Refusal
+T = TypeVar("T", PairingStart, Reply, Proof, Farewell, Stored)
+AnyFrame = PairingStart | Reply | Proof | Farewell | Stored | Refusal
 _decoder = msgspec.msgpack.Decoder(AnyFrame)
 _encode = msgspec.msgpack.encode
 
@@ -207,7 +207,7 @@ class TypingSide:
         self._their_name: str | None = None
 
     def start(self) -> bytes:
-        return _encode(Start(PAIRING_VERSION, self._mine, self._message))
+        return _encode(PairingStart(PAIRING_VERSION, self._mine, self._message))
 
     def on_reply(self, frame: bytes) -> bytes:
         reply = _expect(frame, Reply)
@@ -249,7 +249,7 @@ class ShowingSide:
         self._proved = False
 
     def on_start(self, frame: bytes) -> bytes:
-        start = _expect(frame, Start)
+        start = _expect(frame, PairingStart)
         if start.version != PAIRING_VERSION:
             raise PairingRefused("version")
         self._code.check()

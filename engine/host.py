@@ -63,7 +63,7 @@ from engine.system.temporary_folders import is_remover
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine.cluster.network import Network
+    from engine.cluster.network import ClusterNetwork
     from engine.moe.popularity_file import PopularityWriter
     from engine.residency.resident_model import Residency
     from engine.session.session import Session
@@ -113,7 +113,7 @@ class Host:
         self._session: Session | None = None
         self._popularity_writer: PopularityWriter | None = None
         self._residency: Residency | None = None
-        self._network: Network | None = None
+        self._network: ClusterNetwork | None = None
         self._networking = threading.Lock()
         self._tasks: dict[int, Task] = {}
         self._lock = threading.Lock()
@@ -263,13 +263,13 @@ class Host:
 
         self._residency.loaded(self._loaded().model, folder, request)
 
-    def _the_network(self) -> Network:
+    def _the_network(self) -> ClusterNetwork:
         """Made when it is first asked for; it opens no socket by itself."""
         with self._networking:
             if self._network is None:
-                from engine.cluster.network import Network
+                from engine.cluster.network import ClusterNetwork
 
-                self._network = Network(self.send)
+                self._network = ClusterNetwork(self.send)
             return self._network
 
     def close_network(self) -> None:

@@ -27,7 +27,7 @@ from engine.cluster.head.epoch_specs import Trial
 from engine.cluster.head.forming import RingFormer
 from engine.cluster.head.head_model import RingModel
 from engine.cluster.membership.measuring_node import experts_at_once
-from engine.cluster.network import Network
+from engine.cluster.network import ClusterNetwork
 from engine.cluster.transport.exchange import Buffer
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Bench, BenchResult, OpenNetwork, PhaseTimes
@@ -132,7 +132,7 @@ def bench_ring(
             bound(own[0] if own else ()),
             LocalRing(home, counts[-1] - 1, [folder for _, folder in models], threads, own[1:]) as ring,
         ):
-            network = Network(lambda event: None, home / NETWORK)
+            network = ClusterNetwork(lambda event: None, home / NETWORK)
             try:
                 network.answer(OpenNetwork(id=0, name="head", listen="127.0.0.1:0", peers=ring.addresses))
                 ids = [identity.node_id for identity in ring.identities[1:]]
@@ -144,7 +144,7 @@ def bench_ring(
     return result_of(request, threads, bool(own), len(cores) or physical_cores(), STEPS, rows)
 
 
-def _until_there(network: Network, count: int, cancelled: Callable[[], bool]) -> None:
+def _until_there(network: ClusterNetwork, count: int, cancelled: Callable[[], bool]) -> None:
     by = time.monotonic() + THERE_S
     while sum(peer.state == "ready" for peer in network.state().peers) < count:
         if cancelled():
@@ -184,7 +184,7 @@ class _Bench:
         report("measuring experts", 0, 0, "")
         self._at_once = 1.0 if shape is None else experts_at_once(shape, threads, max(1, physical_cores() // threads))
 
-    def rows(self, network: Network, ids: Sequence[str], counts: Sequence[int]) -> list[RingRow]:
+    def rows(self, network: ClusterNetwork, ids: Sequence[str], counts: Sequence[int]) -> list[RingRow]:
         """Every method and number of nodes, in the order of the table. ``network``: the head's, to which the other
         nodes' processes are known; ``ids``: theirs."""
         plan = [
@@ -245,7 +245,7 @@ class _Bench:
             model.close()
 
     def _together(
-        self, network: Network, samples: Samples, method: RingMethod, followers: Sequence[str], rounds: int
+        self, network: ClusterNetwork, samples: Samples, method: RingMethod, followers: Sequence[str], rounds: int
     ) -> None:
         model, former = self._formed(network, method, followers)
         try:
@@ -256,7 +256,9 @@ class _Bench:
         finally:
             model.close()
 
-    def _formed(self, network: Network, method: RingMethod, followers: Sequence[str]) -> tuple[RingModel, RingFormer]:
+    def _formed(
+        self, network: ClusterNetwork, method: RingMethod, followers: Sequence[str]
+    ) -> tuple[RingModel, RingFormer]:
         """A ring of all these nodes. Raises ModelError if one of them is left out again and again."""
         choice = RingChoice(
             nodes=list(followers),

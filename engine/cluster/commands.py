@@ -23,17 +23,17 @@ _PRIME = 0x100000001B3
 _MASK = (1 << 64) - 1
 
 
-class Command(msgspec.Struct, frozen=True, tag_field="type"):
+class RowsCommand(msgspec.Struct, frozen=True, tag_field="type"):
     """Base of all commands. ``rows`` names rows of tokens (:class:`engine.runtimes.protocol.TokenRows`)."""
 
 
-class Start(Command, frozen=True, tag="start"):
+class StartRows(RowsCommand, frozen=True, tag="start"):
     """``rows`` is a new, empty row."""
 
     rows: int
 
 
-class Extend(Command, frozen=True, tag="extend"):
+class Extend(RowsCommand, frozen=True, tag="extend"):
     """Prefill ``tokens``; see :meth:`TokenRows.extend`."""
 
     rows: int
@@ -42,18 +42,18 @@ class Extend(Command, frozen=True, tag="extend"):
     want_logits: bool
 
 
-class Step(Command, frozen=True, tag="step"):
+class Step(RowsCommand, frozen=True, tag="step"):
     rows: int
     before: int
     tokens: list[int]
 
 
-class Truncate(Command, frozen=True, tag="truncate"):
+class Truncate(RowsCommand, frozen=True, tag="truncate"):
     rows: int
     length: int
 
 
-class FanOut(Command, frozen=True, tag="fan_out"):
+class FanOut(RowsCommand, frozen=True, tag="fan_out"):
     """``into`` are ``count`` rows with what ``rows`` holds."""
 
     rows: int
@@ -61,29 +61,29 @@ class FanOut(Command, frozen=True, tag="fan_out"):
     count: int
 
 
-class Reorder(Command, frozen=True, tag="reorder"):
+class Reorder(RowsCommand, frozen=True, tag="reorder"):
     rows: int
     parents: list[int]
 
 
-class Drop(Command, frozen=True, tag="drop"):
+class Drop(RowsCommand, frozen=True, tag="drop"):
     """Nobody uses ``rows`` any more."""
 
     rows: list[int]
 
 
-class Measure(Command, frozen=True, tag="measure"):
+class Measure(RowsCommand, frozen=True, tag="measure"):
     """Measure the passes to come, or no longer; ``forget`` what was measured so far."""
 
     enabled: bool
     forget: bool
 
 
-class AskTimes(Command, frozen=True, tag="ask_times"):
+class AskTimes(RowsCommand, frozen=True, tag="ask_times"):
     """Answer with :class:`Times`."""
 
 
-AnyCommand = Start | Extend | Step | Truncate | FanOut | Reorder | Drop | Measure | AskTimes
+AnyCommand = StartRows | Extend | Step | Truncate | FanOut | Reorder | Drop | Measure | AskTimes
 
 
 class Times(msgspec.Struct, frozen=True):
@@ -103,7 +103,7 @@ def command_limit(context_limit: int) -> int:
     return _COMMAND_BYTES + _TOKEN_BYTES * context_limit
 
 
-def encode(message: Command | Times) -> bytes:
+def encode(message: RowsCommand | Times) -> bytes:
     return _encoder.encode(message)
 
 

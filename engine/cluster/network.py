@@ -19,7 +19,7 @@ from engine.cluster.head.forming import RingFormer
 from engine.cluster.head.lacked_model import LackedModel, find_lacked
 from engine.cluster.head.survey import Surveyor
 from engine.cluster.membership.node import Node, default_name, network_folder
-from engine.cluster.worker.lending import Lender
+from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError
 from engine.ipc.messages import (
     AnyEvent,
@@ -52,7 +52,7 @@ DIALOGUE_S = 120.0
 which a person types a password would be replaced by the next one."""
 
 
-class Network:
+class ClusterNetwork:
     """One per engine process. ``send`` must be callable from any thread."""
 
     def __init__(self, send: Callable[[AnyEvent], None], folder: Path | None = None) -> None:
@@ -63,7 +63,7 @@ class Network:
         self._peers = PeersFile(self._folder)
         self._asked = CodeRequests(self._folder)
         self._node: Node | None = None
-        self._lender: Lender | None = None
+        self._lender: ClusterWorker | None = None
         self._lent = contextlib.ExitStack()
         self._news = threading.Event()
         self._reporting: threading.Thread | None = None
@@ -166,7 +166,7 @@ class Network:
             identity = self._load_identity(DIALOGUE_S if request.lend else None)
             node = Node(identity, self._peers, request, self._news.set)
             if request.lend:
-                self._lender = Lender(node, self._news.set, request)
+                self._lender = ClusterWorker(node, self._news.set, request)
                 self._lent.enter_context(AWAKE.held())
             self._node = node
             self._reporting = threading.Thread(target=self._report, args=(node,), name="network-state", daemon=True)

@@ -9,7 +9,7 @@ import msgspec
 from engine.cluster.head.apart import decide_together
 from engine.cluster.head.survey import Survey, Surveyor, candidates, planned_model
 from engine.cluster.membership.rpc_fanout import NodeRefused
-from engine.cluster.network import Network
+from engine.cluster.network import ClusterNetwork
 from engine.ipc.messages import DeviceMemory, Load, ModelFacts, NodeShare
 from engine.moe.rank_context import HEAD, Mode
 from engine.planning.absent_machines import absent_lines
@@ -29,7 +29,12 @@ class RingRequest:
 
 
 def plan_ring_request(
-    network: Network | None, headers: Headers, name: str, load: Load, loaded: ModelFacts | None, notices: list[str]
+    network: ClusterNetwork | None,
+    headers: Headers,
+    name: str,
+    load: Load,
+    loaded: ModelFacts | None,
+    notices: list[str],
 ) -> RingRequest:
     """``load``: as this machine would load its own share. ``loaded``: the model that makes room here. What the person
     should know besides is added to ``notices``. Raises ModelError."""
@@ -80,7 +85,7 @@ def _memory(share: NodeShare, survey: Survey, model: RingModelFacts, mode: Mode)
     )
 
 
-def _surveyor(network: Network | None, me: str, headers: Headers, load: Load) -> Surveyor:
+def _surveyor(network: ClusterNetwork | None, me: str, headers: Headers, load: Load) -> Surveyor:
     """The one that measured before, so that a settings screen which asks with every change measures once."""
     if network is None:
         return Surveyor(me, headers.folder, load)

@@ -19,7 +19,7 @@ from engine.runtimes.loading import load_model
 
 if TYPE_CHECKING:
     from engine.cluster.head.lacked_model import LackedModel
-    from engine.cluster.network import Network
+    from engine.cluster.network import ClusterNetwork
     from engine.session.session import Session
 
 
@@ -28,7 +28,7 @@ def load_session(
     progress: ProgressCallback,
     should_stop: Callable[[], bool] | None = None,
     release: Callable[[], None] = lambda: None,
-    network: Network | None = None,
+    network: ClusterNetwork | None = None,
 ) -> Session:
     """Load ``request.model`` and make a session of it. Opens no socket; a GGUF file is converted once.
 
@@ -107,7 +107,7 @@ def find_folder(name: str, progress: ProgressCallback, should_stop: Callable[[],
     return resolved.name, resolved.folder or (resolved.source if own else resolved.require_folder())
 
 
-def find_in_ring(name: str, network: Network, progress: ProgressCallback) -> LackedModel | None:
+def find_in_ring(name: str, network: ClusterNetwork, progress: ProgressCallback) -> LackedModel | None:
     """A model of the hub that is not on this machine and that machines of the ring have; None for any other."""
     from engine.models import store
 

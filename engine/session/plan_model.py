@@ -31,10 +31,10 @@ from engine.system.free_memory import available_bytes, memory
 from engine.system.machine import Gpu, gpu, processor
 
 if TYPE_CHECKING:
-    from engine.cluster.network import Network
+    from engine.cluster.network import ClusterNetwork
 
 
-def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Network | None = None) -> Planned:
+def plan_model(request: Plan, loaded: ModelFacts | None = None, network: ClusterNetwork | None = None) -> Planned:
     """The plan for ``request.load``. ``loaded``: the model that is loaded now and would make room. ``network``: where
     the machines of a ring are, for partitioning ``ring``.
 
@@ -82,7 +82,7 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Network
     )
 
 
-def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: Network | None) -> Planned:
+def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: ClusterNetwork | None) -> Planned:
     """The same with the machines of ``network``, as far as they can be asked now."""
     from engine.cluster.plan_request import plan_ring_request
 

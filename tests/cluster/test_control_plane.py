@@ -34,7 +34,7 @@ from engine.cluster.membership.heartbeat import BUSY_S, LOST_S, REFUSED_S, silen
 from engine.cluster.membership.node import LentState, Node
 from engine.cluster.membership.server import ControlServer, Credentials, RpcMethod
 from engine.cluster.transport.exchange import RingProtocolError
-from engine.cluster.worker.lending import Lender
+from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError
 from engine.ipc.messages import OpenNetwork
 from engine.planning.placement import Placement
@@ -104,7 +104,7 @@ def test_one_paired_by_another_process_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ALL_METHODS)
 def test_unpaired_machine_is_answered_on_no_method(tmp_path: Path, pair: Nodes, method: str) -> None:
-    Lender(pair.nodes[1])
+    ClusterWorker(pair.nodes[1])
     stranger, _ = make_identity(tmp_path / "stranger")
     credentials = Credentials(stranger.key_pem, stranger.certificate_pem, pair.identities[1].certificate_pem)
     with pytest.raises(grpc.RpcError) as refused:
@@ -189,7 +189,7 @@ def test_damaged_body_is_refused_and_the_server_lives(pair: Nodes) -> None:
     credentials = Credentials(
         pair.identities[0].key_pem, pair.identities[0].certificate_pem, pair.identities[1].certificate_pem
     )
-    Lender(pair.nodes[1])
+    ClusterWorker(pair.nodes[1])
     for method in set(ALL_METHODS) - {"Receive"}:  # that one wants no weights which nobody offered, whatever they are
         for body in (b"", b"\xc1", b"\x93\x01\x02", b"\x81\xa5epoch\xc0", os.urandom(300)):
             with pytest.raises(grpc.RpcError) as refused:
@@ -421,7 +421,7 @@ def test_thirty_openings_leave_nothing_behind(tmp_path: Path) -> None:
 
     def once() -> None:
         node = Node(identity, peers, OpenNetwork(id=1, name="me", listen="127.0.0.1:0", lend=True))
-        lender = Lender(node)
+        lender = ClusterWorker(node)
         lender.close()
         node.close()
 

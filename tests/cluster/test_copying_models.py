@@ -21,7 +21,7 @@ from engine.cluster.weights.taking import NotWhole, Taking
 from engine.cluster.weights.transfer import Item, Offer, Wanted, decode_chunk, encode_chunk, offer, offer_whole, stream
 from engine.cluster.worker import giving
 from engine.cluster.worker.giving import Given, find_given
-from engine.cluster.worker.lending import Lender
+from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import LendTerms
 from engine.models import store
@@ -305,7 +305,7 @@ def pair(tmp_path: Path) -> Iterator[Nodes]:
 @pytest.mark.parametrize("given", [True, False])
 def test_a_lender_gives_models_only_if_its_person_agrees(pair: Nodes, installed: Path, given: bool):
     client = pair.client(1, pair.identities[0])
-    lender = Lender(pair.nodes[1], terms=LendTerms(give_models=given))
+    lender = ClusterWorker(pair.nodes[1], terms=LendTerms(give_models=given))
     wanted = WantedModel(key=KEY, name=NAME)
     try:
         assert client.call("ModelHere", wanted, ModelHere, 30) == ModelHere(whole=given)
@@ -320,12 +320,12 @@ def test_a_lender_gives_models_only_if_its_person_agrees(pair: Nodes, installed:
 
 
 @pytest.fixture
-def lent(pair: Nodes, there: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lender]:
+def lent(pair: Nodes, there: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterWorker]:
     """Bob has the model elsewhere: the two machines of this process have one models folder."""
     monkeypatch.setattr(
         giving, "find_given", lambda key, name, caller: Given(there, name, True) if key == KEY else None
     )
-    lender = Lender(pair.nodes[1])
+    lender = ClusterWorker(pair.nodes[1])
     yield lender
     lender.close()
 
@@ -334,7 +334,9 @@ def copier(pair: Nodes, progress: Any = quiet, name: str = NAME) -> Copier:
     return Copier(pair.nodes[0], store.resolve(name), progress)
 
 
-def test_a_model_is_copied_over_the_link_of_paired_machines(pair: Nodes, lent: Lender, there: Path, models: Path):
+def test_a_model_is_copied_over_the_link_of_paired_machines(
+    pair: Nodes, lent: ClusterWorker, there: Path, models: Path
+):
     assert copier(pair, name="owner/absent").run() is None
     stages = []
     found = copier(pair, lambda stage, *figures: stages.append(stage)).run()
@@ -345,7 +347,7 @@ def test_a_model_is_copied_over_the_link_of_paired_machines(pair: Nodes, lent: L
 
 
 def test_copying_ends_when_it_is_stopped_although_nothing_comes(
-    pair: Nodes, lent: Lender, monkeypatch: pytest.MonkeyPatch
+    pair: Nodes, lent: ClusterWorker, monkeypatch: pytest.MonkeyPatch
 ):
     reached, release = threading.Event(), threading.Event()
 
@@ -369,7 +371,7 @@ def test_copying_ends_when_it_is_stopped_although_nothing_comes(
 
 
 def test_a_machine_that_fails_is_named_and_the_internet_is_not_asked_by_itself(
-    pair: Nodes, lent: Lender, there: Path, monkeypatch: pytest.MonkeyPatch
+    pair: Nodes, lent: ClusterWorker, there: Path, monkeypatch: pytest.MonkeyPatch
 ):
     good = Given.chunks
 

@@ -43,7 +43,7 @@ from engine.cluster.membership.measuring_node import measure_node
 from engine.cluster.transport.addresses import door_of, own_addresses, parse_address, plain_ip
 from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.worker.follower_work import Busy
-from engine.cluster.worker.lending import Lender
+from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load
 from engine.ipc.messages.ring import LinkFacts, RingChoice
@@ -274,7 +274,7 @@ def test_the_fastest_address_is_used_and_dead_ones_do_not_hold_it_up(three: Node
 
 
 def test_link_to_a_machine_that_is_not_paired_needs_the_heads_word(three: Nodes) -> None:
-    lenders = [Lender(node) for node in three.nodes[1:]]
+    lenders = [ClusterWorker(node) for node in three.nodes[1:]]
     bob, carl = (three.client(index, three.identities[0]) for index in (1, 2))
     try:
         wanted = Linked(
@@ -328,7 +328,7 @@ def spec_for(nodes: Nodes, rank: int = 1, **changes: Any) -> EpochSpec:
 
 
 def test_epoch_of_another_version_or_another_head_is_refused(three: Nodes) -> None:
-    lender = Lender(three.nodes[1])
+    lender = ClusterWorker(three.nodes[1])
     client = three.client(1, three.identities[0])
     try:
         with pytest.raises(ModelError, match=r"0\.0\.1.*install the same version"):
@@ -346,7 +346,7 @@ def test_epoch_of_another_version_or_another_head_is_refused(three: Nodes) -> No
 
 
 def test_connecting_without_the_head_fails_and_frees_the_links(three: Nodes) -> None:
-    lender = Lender(three.nodes[1])
+    lender = ClusterWorker(three.nodes[1])
     client = three.client(1, three.identities[0])
     try:
         with pytest.raises(ModelError, match="did not connect"):
@@ -360,7 +360,7 @@ def test_connecting_without_the_head_fails_and_frees_the_links(three: Nodes) -> 
 
 
 def test_candidates_are_lent_free_and_wanted(three: Nodes) -> None:
-    lenders = [Lender(node) for node in three.nodes[1:]]
+    lenders = [ClusterWorker(node) for node in three.nodes[1:]]
     try:
         names = {one.name for one in candidates(three.nodes[0], [])}
         assert names == {"Bob", "Carl"}

@@ -27,7 +27,7 @@ from discovery.addresses import Address
 from discovery.identity import Identity
 from discovery.link_listener import dial
 from discovery.mdns import Found
-from discovery.pairing import PAIRING_VERSION, Code, PairingRefused, ShowingSide, Start
+from discovery.pairing import PAIRING_VERSION, Code, PairingRefused, PairingStart, ShowingSide
 from discovery.peers import Peer, new_peer
 from discovery.tls import client_context
 from engine.bench.local_ring import LocalEngine, open_network
@@ -67,7 +67,7 @@ from engine.cluster.membership.server import (
 from engine.cluster.transport.epochs import LINK_KIND, Epoch, LinkRequest
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.worker.follower import BEAMS_LIMIT, Follower
-from engine.cluster.worker.lending import Lender
+from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError
 from engine.ipc.messages.ring import LinkFacts
 from engine.planning.calibration import Curve, ExpertShape
@@ -466,7 +466,7 @@ def test_nested_without_end_is_refused_everywhere() -> None:
     with pytest.raises(ModelError):
         commands.decode_times(b"\x81\xa1x" + NESTED)
     code = Code()
-    start = msgspec.msgpack.encode(Start(PAIRING_VERSION, b"c", b"m"))
+    start = msgspec.msgpack.encode(PairingStart(PAIRING_VERSION, b"c", b"m"))
     with pytest.raises(PairingRefused):
         ShowingSide(b"mine", "name", code).on_start(bytes((start[0] + 1,)) + start[1:] + NESTED)
     assert code.is_valid
@@ -492,7 +492,7 @@ class _Model:
 @pytest.mark.parametrize("tokens", [[100], [-1], [5, 2**40]])
 def test_tokens_that_are_none_reach_no_runtime(tokens: list[int]) -> None:
     follower = Follower(_Model(), SimpleNamespace())  # type: ignore[arg-type]
-    follower.do(commands.Start(1))
+    follower.do(commands.PairingStart(1))
     before = commands.Prefixes().state
     for command in (commands.Extend(1, before, tokens, True), commands.Step(1, before, tokens)):
         with pytest.raises(ValueError, match="vocabulary of 100"):
@@ -502,7 +502,7 @@ def test_tokens_that_are_none_reach_no_runtime(tokens: list[int]) -> None:
 @pytest.mark.parametrize("count", [0, -1, BEAMS_LIMIT + 1, 2**62])
 def test_a_row_is_fanned_out_into_few(count: int) -> None:
     follower = Follower(_Model(), SimpleNamespace())  # type: ignore[arg-type]
-    follower.do(commands.Start(1))
+    follower.do(commands.PairingStart(1))
     with pytest.raises(ValueError, match="rows of one"):
         follower.do(commands.FanOut(1, 2, count))
 
@@ -517,7 +517,7 @@ def test_what_a_node_says_of_its_failure_is_fit_to_be_shown() -> None:
 # --- forgotten machines ---------------------------------------------------------------------------------------------
 
 
-def formed_with(node: Node, lender: Lender, head: str, other: str) -> EpochSpec:
+def formed_with(node: Node, lender: ClusterWorker, head: str, other: str) -> EpochSpec:
     """The state that Connect leaves, without the links."""
     members = [
         EpochMember(rank=rank, node_id=node_id, certificate=b"")
@@ -537,7 +537,7 @@ def test_forgetting_another_member_ends_the_epoch_and_keeps_it_out(tmp_path: Pat
     peers.add(new_peer(third.certificate_der, "Carla"))
     follower.table.refresh()
     time.sleep(1.0)  # until whoever watches the file knows it
-    lender = Lender(follower)
+    lender = ClusterWorker(follower)
     client = pair.client(1, pair.identities[0])
     try:
         spec = formed_with(follower, lender, pair.identities[0].node_id, third.node_id)

@@ -15,7 +15,7 @@ from engine.cluster.head import survey as surveying
 from engine.cluster.head.survey import LINK_AGE_S, KnownLinks, Survey, Surveyor, candidates
 from engine.cluster.membership.control_messages import NodeFacts
 from engine.cluster.membership.rpc_fanout import Candidate
-from engine.cluster.worker.lending import Lender
+from engine.cluster.worker.lending import ClusterWorker
 from engine.ipc.messages import Load
 from engine.ipc.messages.ring import LinkFacts
 
@@ -45,7 +45,7 @@ def test_a_link_is_known_for_some_minutes_between_the_same_ends() -> None:
 @pytest.fixture
 def three(tmp_path: Path) -> Iterator[Nodes]:
     nodes = Nodes(tmp_path / "nodes", "Anna", "Bob", "Carl", lend=True)
-    lenders = [Lender(node) for node in nodes.nodes[1:]]
+    lenders = [ClusterWorker(node) for node in nodes.nodes[1:]]
     eventually(lambda: nodes.ready() and len(candidates(nodes.nodes[0], ())) == 2)
     yield nodes
     for lender in lenders:

@@ -23,7 +23,7 @@ from engine.cluster.weights.taking import NotWhole
 from engine.cluster.weights.transfer import Chunk, Offer, decode_chunk, encode_chunk, offer_whole, stream
 from engine.cluster.worker import giving
 from engine.cluster.worker.giving import Given
-from engine.cluster.worker.lending import Lender
+from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load
 from engine.models import store
@@ -193,7 +193,7 @@ def places(three: Nodes, there: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
             return found
 
     monkeypatch.setattr("engine.cluster.worker.lending.Giving", Gives)
-    lenders = [Lender(node) for node in three.nodes[1:]]
+    lenders = [ClusterWorker(node) for node in three.nodes[1:]]
     yield made
     for lender in lenders:
         lender.close()

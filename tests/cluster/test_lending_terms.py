@@ -14,7 +14,7 @@ from engine.cluster.transport.addresses import door_of
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.weights.share_store import Need
 from engine.cluster.worker.follower_work import lent_threads, load_of
-from engine.cluster.worker.lending import Lender
+from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError
 from engine.ipc.messages import LendTerms, OpenNetwork
 from engine.models.weight_layout import layout_of
@@ -74,7 +74,7 @@ def test_a_share_is_loaded_as_its_person_wants(pair: Nodes) -> None:
 
 def test_a_head_is_told_what_is_lent(pair: Nodes) -> None:
     client = pair.client(1, pair.identities[0])
-    lender = Lender(pair.nodes[1], terms=LendTerms(lend_memory=3 << 30, cpu_threads=1))
+    lender = ClusterWorker(pair.nodes[1], terms=LendTerms(lend_memory=3 << 30, cpu_threads=1))
     try:
         found = client.call("Facts", WantedFacts(shape=None), NodeFacts, 30)
         assert (found.memory_lent, found.threads) == (3 << 30, 1)
@@ -106,7 +106,7 @@ def test_a_share_beyond_what_is_lent_is_refused(pair: Nodes, tiny_model: TinyMod
     rows = tuple(((1,),) + ((0,),) * (layout.count - 1) for _ in layout.layers)
     placement = Placement(layout.layers, 2, rows)
     held = layout.expert_bytes * len(layout.layers)
-    lender = Lender(pair.nodes[1], terms=LendTerms(lend_memory=held + layout.trunk_bytes // 2))
+    lender = ClusterWorker(pair.nodes[1], terms=LendTerms(lend_memory=held + layout.trunk_bytes // 2))
     lender._need = Need(folder, (), 0, 0)
     client = pair.client(1, pair.identities[0])
     try:
@@ -130,7 +130,7 @@ def test_a_certificate_that_is_not_the_members_is_refused(pair: Nodes, form: str
         "nonsense": b"nonsense",
     }[form]
     member = msgspec.structs.replace(spec.members[0], certificate=wrong)
-    lender = Lender(pair.nodes[1])
+    lender = ClusterWorker(pair.nodes[1])
     client = pair.client(1, first)
     try:
         with pytest.raises(RingProtocolError, match=f"The certificate of {first.node_id[:8]}"):

@@ -15,7 +15,7 @@ from discovery.identity import load_identity
 from discovery.pairing_service import pair_with
 from discovery.peers import PeersFile
 from engine.cluster.membership.node import Node
-from engine.cluster.network import Network
+from engine.cluster.network import ClusterNetwork
 from engine.ipc.messages import AnyEvent, NetworkState, OpenNetwork, PeerFacts
 
 LOCAL = "127.0.0.1:0"
@@ -109,7 +109,7 @@ def test_a_machine_that_starts_again_is_no_copy(tmp_path: Path, pair: Nodes) -> 
 def test_a_lent_machine_shows_a_code_when_its_account_asks_and_one_that_is_not_lent_does_not(tmp_path: Path) -> None:
     states: list[AnyEvent] = []
     identity, peers = make_identity(tmp_path / "typing")
-    network = Network(states.append, tmp_path / "service")
+    network = ClusterNetwork(states.append, tmp_path / "service")
     try:
         network.answer(OpenNetwork(id=1, name="studio", listen=LOCAL))
         assert ask_for_code(tmp_path / "service", 1.5) is None

@@ -20,7 +20,7 @@ COUNTING = """
 import pathlib
 import engine.cluster.worker.lending as lending
 
-receive = lending.Lender._receive
+receive = lending.ClusterWorker._receive
 
 def counted(self, caller, pieces):
     def each():
@@ -30,7 +30,7 @@ def counted(self, caller, pieces):
             yield piece
     return receive(self, caller, each())
 
-lending.Lender._receive = counted
+lending.ClusterWorker._receive = counted
 """
 
 

@@ -196,7 +196,7 @@ def test_a_follower_touches_nothing_while_a_pass_runs():
         entered.append("out")
 
     follower = Follower(Model(), Layers(), lambda tokens: entered.append(f"ran {tokens}"), around)  # type: ignore[arg-type]
-    follower.do(commands.Start(0))
+    follower.do(commands.StartRows(0))
     assert entered == []
     follower.do(commands.Extend(0, commands.Prefixes().state, [5, 6], False))
     assert entered == ["in", "out", "ran 2"]

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.weights import share_store, transfer
+from engine.cluster.weights.local_weights import here_already
 from engine.cluster.weights.share_store import Need, ShareStore
 from engine.cluster.weights.transfer import Offer, Wanted, decode_offer, encode_offer, offer, outline, stream
-from engine.cluster.worker.giving import here_already
 from engine.errors import Cancelled, ModelError
 from engine.models import store
 from engine.models.opening import open_model

@@ -214,7 +214,7 @@ def follower_of(memory: int | None = None) -> tuple[Follower, ToldLayers, Callab
     """A follower with a row, and what extends it."""
     layers = ToldLayers()
     follower = Follower(CountingModel(), layers, memory=memory)  # type: ignore[arg-type]
-    follower.do(commands.Start(1))
+    follower.do(commands.StartRows(1))
     prefixes = commands.Prefixes()
 
     def extend(tokens: list[int]) -> None:

@@ -23,7 +23,7 @@ from engine.cluster.transport import connecting
 from engine.cluster.transport.addresses import door_of
 from engine.cluster.transport.connecting import connect_commands
 from engine.cluster.transport.epochs import Epoch, Member
-from engine.cluster.worker.lending import Lender
+from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import LinkLost, ModelError, PeerLost
 from engine.ipc.messages import Load
 from engine.ipc.messages.ring import RingChoice
@@ -39,7 +39,7 @@ class Three:
     def __init__(self, folder: Path) -> None:
         self.nodes = Nodes(folder, "Anna", "Bob", "Carl", lend=True)
         self.head, *followers = self.nodes.nodes
-        self.lenders = [Lender(node) for node in followers]
+        self.lenders = [ClusterWorker(node) for node in followers]
         self.anna, self.bob, self.carl = (identity.node_id for identity in self.nodes.identities)
         eventually(self.nodes.ready)
 
@@ -171,7 +171,7 @@ def test_a_link_that_breaks_while_the_ring_is_formed(tmp_path: Path, monkeypatch
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
     folder = tiny_mixtral(tmp_path / "model")
     nodes = Nodes(tmp_path / "nodes", "Anna", "Bob", lend=True)
-    lender = Lender(nodes.nodes[1])
+    lender = ClusterWorker(nodes.nodes[1])
     choice = RingChoice(even_if_slower=True, overlap=False)
     load = Load(id=0, model="tiny", runtime="native", partitioning="cpu", ring=choice)
     surveyor = Surveyor(nodes.identities[0].node_id, folder, load)

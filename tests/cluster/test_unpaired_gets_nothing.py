@@ -25,7 +25,7 @@ from discovery.tls import TLS_NAME, client_context
 from engine.cluster.membership.control_messages import LENDING, SERVICE
 from engine.cluster.membership.node import Node
 from engine.cluster.transport.epochs import Epoch, LinkRequest, Member, Purpose, Transport
-from engine.cluster.worker.lending import Lender
+from engine.cluster.worker.lending import ClusterWorker
 from engine.ipc.messages import OpenNetwork
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
@@ -65,7 +65,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         stranger, _ = make_identity(folder / "mallory")
         peers.add(new_peer(friend.certificate_der, FRIEND))
         node = Node(identity, peers, OpenNetwork(id=1, name=NAME, listen="127.0.0.1:0", lend=True))
-        lender = Lender(node)
+        lender = ClusterWorker(node)
         node.show_code()
         # An epoch that is being formed: links of the friend are waited for, of every purpose and transport.
         member = Member(0, friend.node_id, friend.certificate_pem)

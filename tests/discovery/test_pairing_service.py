@@ -17,7 +17,7 @@ from discovery.certificates import der_of, make_certificate
 from discovery.errors import DoorError, PairingError, PeersError
 from discovery.frames import Deadline, FrameError, receive_frame, send_frame
 from discovery.link_listener import Door, dial
-from discovery.pairing import CODE_SECONDS, PairingRefused, Proof, Reply, Start
+from discovery.pairing import CODE_SECONDS, PairingRefused, PairingStart, Proof, Reply
 from discovery.pairing_service import KIND, pair_with
 from discovery.peers import Peer
 
@@ -211,7 +211,7 @@ def test_before_the_proof_an_unpaired_machine_gets_a_certificate_and_nothing_els
     message = b"A\x01" + bytes(31)  # the neutral element
     deadline = Deadline(10)
     with contextlib.closing(dial(("127.0.0.1", shower.door.port), KIND)) as connection:
-        send_frame(connection, msgspec.msgpack.encode(Start(1, stranger, message)), deadline)
+        send_frame(connection, msgspec.msgpack.encode(PairingStart(1, stranger, message)), deadline)
         assert msgspec.msgpack.decode(receive_frame(connection, deadline)) == ["refusal", "bad"]
     from discovery.pairing import TypingSide
 

@@ -17,11 +17,11 @@ from discovery.pairing import (
     Code,
     Farewell,
     PairingRefused,
+    PairingStart,
     Proof,
     Refusal,
     Reply,
     ShowingSide,
-    Start,
     TypingSide,
     refusal,
     typed_digits,
@@ -139,7 +139,7 @@ def test_a_swapped_certificate_is_noticed(where: str) -> None:
     """Somebody in between passes everything on, but puts in a certificate of its own."""
     code = Code()
     typing, showing = sides(code)
-    start = decode(typing.start(), Start)
+    start = decode(typing.start(), PairingStart)
     if where in ("start", "both"):
         start = msgspec.structs.replace(start, certificate=ATTACKER)
     reply = decode(showing.on_start(msgspec.msgpack.encode(start)), Reply)
@@ -211,7 +211,7 @@ def test_a_refusal_says_why_in_words_of_this_side() -> None:
 
 def test_another_version_is_named() -> None:
     typing, showing = sides(Code())
-    newer = msgspec.structs.replace(decode(typing.start(), Start), version=2)
+    newer = msgspec.structs.replace(decode(typing.start(), PairingStart), version=2)
     refused("version", lambda: showing.on_start(msgspec.msgpack.encode(newer)))
 
 
@@ -248,7 +248,7 @@ def test_what_is_no_code_is_said_before_anything_is_sent(text: str) -> None:
 def test_messages_that_are_no_element_of_the_group_are_refused(message: bytes) -> None:
     """Too short, too long, the neutral element, points of small order, a message of one's own side."""
     showing = showing_again(Code())
-    start = msgspec.msgpack.encode(Start(1, TYPING, message))
+    start = msgspec.msgpack.encode(PairingStart(1, TYPING, message))
     refused("bad", lambda: showing.on_start(start))
 
 
@@ -275,7 +275,7 @@ frames = st.one_of(
             max_size=4,
         ),
     ),
-    st.builds(Start, version=st.just(1), certificate=st.just(TYPING), message=st.binary(max_size=40)).map(
+    st.builds(PairingStart, version=st.just(1), certificate=st.just(TYPING), message=st.binary(max_size=40)).map(
         msgspec.msgpack.encode
     ),
     st.builds(Reply, certificate=st.just(SHOWING), message=st.binary(max_size=40)).map(msgspec.msgpack.encode),
@@ -307,4 +307,4 @@ def test_no_bytes_make_a_side_do_anything_but_refuse(frame: bytes) -> None:
         fresh.on_start(frame)
     except PairingRefused:
         return
-    assert decode(frame, Start)  # whatever is answered was a start, with a point of the curve in it
+    assert decode(frame, PairingStart)  # whatever is answered was a start, with a point of the curve in it

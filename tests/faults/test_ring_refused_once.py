@@ -15,7 +15,7 @@ import pathlib
 import engine.cluster.worker.lending as lending
 from engine.errors import ModelError
 
-offer = lending.Lender._offer
+offer = lending.ClusterWorker._offer
 
 def refusing(self, caller, pieces):
     asked = pathlib.Path({path!r})
@@ -25,7 +25,7 @@ def refusing(self, caller, pieces):
         raise ModelError("It is still busy.", kind="disk")
     return offer(self, caller, pieces)
 
-lending.Lender._offer = refusing
+lending.ClusterWorker._offer = refusing
 """
 
 

@@ -15,7 +15,7 @@ from mlx_oracle import load, prompt_of, write_comparable, write_quantised  # noq
 
 from engine.bench import ring as ring_bench  # noqa: E402
 from engine.bench.running import load_for, run_bench  # noqa: E402
-from engine.cluster.network import Network  # noqa: E402
+from engine.cluster.network import ClusterNetwork  # noqa: E402
 from engine.doctor_facts import doctor_facts  # noqa: E402
 from engine.errors import ModelError  # noqa: E402
 from engine.ipc.messages import Bench, Done, Load, NetworkState, OpenNetwork  # noqa: E402
@@ -41,7 +41,7 @@ def test_the_cpu_alone_is_refused_where_a_person_chose_it(folder: Path) -> None:
 
 
 def test_a_ring_that_nobody_joins_is_this_machine(folder: Path) -> None:
-    network = Network(lambda event: None)
+    network = ClusterNetwork(lambda event: None)
     try:
         opened = network.answer(OpenNetwork(id=1, name="me", listen="127.0.0.1:0"))
         assert isinstance(opened, Done | NetworkState)

@@ -12,7 +12,7 @@ import pytest
 
 from engine import host
 from engine.cluster import network
-from engine.cluster.network import Network
+from engine.cluster.network import ClusterNetwork
 from engine.host import Host, Task
 from engine.ipc.messages import AnyEvent, CloseNetwork, Done, Load, OpenNetwork, Pull
 from engine.system import awake
@@ -102,7 +102,7 @@ def test_lending_holds_it_until_the_network_is_closed(tmp_path: Path, monkeypatc
     monkeypatch.setenv("PYTHON_KEYRING_BACKEND", "keyring.backends.null.Keyring")
     noted = Noted()
     monkeypatch.setattr(network, "AWAKE", noted)
-    opened = Network(lambda event: None)
+    opened = ClusterNetwork(lambda event: None)
     try:
         opened.answer(OpenNetwork(id=1, name="me", listen="127.0.0.1:0"))
         assert noted.holders == 0, "looking for machines is no lending"
@@ -124,7 +124,7 @@ def test_a_lent_machine_waits_for_the_keyrings_dialogue(tmp_path: Path, monkeypa
         network, "load_identity", lambda folder, patience_s=None: (waited.append(patience_s), load(folder))[1]
     )
     for number, lend in enumerate((True, False)):
-        opened = Network(lambda event: None)
+        opened = ClusterNetwork(lambda event: None)
         opened.answer(OpenNetwork(id=number, name="me", listen="127.0.0.1:0", lend=lend))
         opened.close()
     assert waited == [network.DIALOGUE_S, None] and network.DIALOGUE_S >= 120

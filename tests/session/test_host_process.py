@@ -391,12 +391,12 @@ def test_an_answer_that_no_frame_can_hold_is_an_error(home: Path, detail: str) -
 
 THREAD_FAILS = """
 import engine.host as host
-from engine.cluster.network import Network
+from engine.cluster.network import ClusterNetwork
 
 def fail(self):
     raise LookupError("nobody caught this")
 
-Network.state = fail
+ClusterNetwork.state = fail
 host.main()
 """
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from engine.cluster import commands
-from engine.cluster.commands import Command, Prefixes
+from engine.cluster.commands import Prefixes, RowsCommand
 from engine.cluster.formation import Formation, Former
 from engine.cluster.head.elsewhere import RANK
 from engine.cluster.transport.exchange import PeerLost
@@ -70,7 +70,7 @@ class PassWatch:
                 return
 
 
-class Epoch:
+class RunningEpoch:
     """A formation and the commands to its followers. One thread at a time."""
 
     def __init__(self, formation: Formation) -> None:
@@ -89,7 +89,7 @@ class Epoch:
         """Nobody uses ``rows``; the followers are told with the next command. From any thread."""
         self._unused.append(rows)
 
-    def tell(self, command: Command) -> None:
+    def tell(self, command: RowsCommand) -> None:
         """Send ``command`` to every follower. Raises PeerLost."""
         links = self.formation.command_links
         if self.ended:
@@ -141,7 +141,7 @@ class Epoch:
 class RingRecorder(Recorder):
     """The recorder of whatever epoch there is; frames have the followers' times beside the head's."""
 
-    def __init__(self, epoch: Epoch, facts: ModelFacts) -> None:
+    def __init__(self, epoch: RunningEpoch, facts: ModelFacts) -> None:
         self._epoch = epoch
         self._waiting: list[str] = []
         self._measuring_elsewhere = False
@@ -151,7 +151,7 @@ class RingRecorder(Recorder):
     def inner(self) -> Recorder:
         return self._epoch.formation.model.recorder
 
-    def follow(self, epoch: Epoch) -> None:
+    def follow(self, epoch: RunningEpoch) -> None:
         """Another epoch has begun; measuring goes on there if it did."""
         was = self.enabled
         self._epoch = epoch
@@ -237,7 +237,7 @@ class RingRecorder(Recorder):
 class RingRows(TokenRows):
     """The head's rows, and the same operations on every follower."""
 
-    def __init__(self, epoch: Epoch, rows: TokenRows, number: int, prefixes: Prefixes) -> None:
+    def __init__(self, epoch: RunningEpoch, rows: TokenRows, number: int, prefixes: Prefixes) -> None:
         self._epoch = epoch
         self._rows = rows
         self._number = number
@@ -302,7 +302,7 @@ class RingModel(LoadedModel):
     def __init__(self, name: str, former: Former, progress: ProgressCallback) -> None:
         self._name = name
         self._former = former
-        self._epoch = Epoch(former.form(progress))
+        self._epoch = RunningEpoch(former.form(progress))
         self._recorder = RingRecorder(self._epoch, self.facts)
         self._cancelled: Callable[[], bool] = lambda: False
         self._gone: list[str] = []
@@ -343,7 +343,7 @@ class RingModel(LoadedModel):
 
     def start(self) -> TokenRows:
         number = self._epoch.new_rows()
-        self._epoch.tell(commands.Start(number))
+        self._epoch.tell(commands.StartRows(number))
         return RingRows(self._epoch, self._epoch.formation.model.start(), number, Prefixes())
 
     def close(self) -> None:
@@ -412,7 +412,7 @@ class RingModel(LoadedModel):
             formation = self._former.form(progress, say)
         except Interrupted:
             raise ModelError("Forming the ring again was stopped; ask once more.", kind="network") from None
-        self._epoch = Epoch(formation)
+        self._epoch = RunningEpoch(formation)
         self.turn(self._cancelled)
         self._recorder.follow(self._epoch)
         say(self._outcome(before))

@@ -33,8 +33,8 @@ from engine.cluster.membership.node import Node, door_addresses
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused, ask, until_done
 from engine.cluster.transport.addresses import parse_address
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
+from engine.cluster.weights.local_weights import here_already
 from engine.cluster.weights.weight_fingerprint import identity_of, known_weights
-from engine.cluster.worker.giving import here_already
 from engine.errors import ModelError
 from engine.ipc.messages import Load, RuntimeName
 from engine.ipc.messages.ring import LinkFacts

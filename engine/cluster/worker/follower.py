@@ -67,7 +67,7 @@ class Follower:
     def do(self, command: AnyCommand) -> commands.Times | None:
         """One command; what is to be answered, if anything."""
         match command:
-            case commands.Start(rows):
+            case commands.StartRows(rows):
                 self._put(rows, self._model.start(), Prefixes())
             case commands.Extend(rows, before, tokens, want_logits):
                 found, prefixes = self._checked(rows, before)

@@ -42,11 +42,12 @@ from engine.cluster.membership.server import Caller, RpcMethod
 from engine.cluster.transport.epochs import check_certificate
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.transport.registry import available_exchanges
+from engine.cluster.weights.local_weights import here_already, perhaps_here
 from engine.cluster.weights.share_store import Need, ShareStore
 from engine.cluster.weights.transfer import OFFER_LIMIT, Offer, decode_offer, encode_wanted, outline
 from engine.cluster.weights.weight_fingerprint import why_unlike
 from engine.cluster.worker.follower_work import Following, lent_threads, share_bytes
-from engine.cluster.worker.giving import Giving, here_already, perhaps_here
+from engine.cluster.worker.giving import Giving
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import LendingFacts, LendTerms
 from engine.models.locations import locate
@@ -61,7 +62,7 @@ REPORT_S = 0.25
 """Progress of loading is told at most so often."""
 
 
-class Lender:
+class ClusterWorker:
     """What this machine does for a head, on its person's ``terms``. ``changed`` is told when a screen has news."""
 
     def __init__(self, node: Node, changed: Callable[[], None] = lambda: None, terms: LendTerms | None = None) -> None:
@@ -275,7 +276,7 @@ class Lender:
         facts = measure_node(wanted, lent_threads(self._terms, wanted.threads))
         has, trunk = here_already(wanted.weights, caller.node_id)
         exchanges = [str(name) for name in available_exchanges()]
-        disk = facts.disk_free + perhaps_here(wanted, caller.node_id)
+        disk = facts.disk_free + perhaps_here(wanted.weights, wanted.family, caller.node_id)
         return msgspec.structs.replace(
             facts, exchanges=exchanges, has=has, has_trunk=trunk, disk_free=disk, memory_lent=self._terms.lend_memory
         )
