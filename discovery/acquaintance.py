@@ -1,4 +1,4 @@
-"""Whether another machine still knows this one, asked at its door.
+"""Whether another machine still knows this one, asked at its link listener.
 
 Both must prove who they are before anything is said: the machine that is asked by the certificate that was paired, and
 the one that asks by a signature. So nobody learns of anybody else whether they are paired.
@@ -26,7 +26,7 @@ from discovery.peers import Peer
 from discovery.tls import asked_context, client_context
 
 KIND = "known"
-"""The door's kind of connection."""
+"""Kind of connection at the link listener."""
 ASK_SECONDS = 2.0
 _DIAL_SECONDS = 0.5
 """Whoever asks has just failed to reach the machine, and has other things to do."""
@@ -43,7 +43,8 @@ class _Claim(msgspec.Struct, frozen=True, array_like=True):
 
 
 def answer(identity: Identity, knows: Callable[[str], bool]) -> Callable[[socket.socket, bytes, tuple[str, int]], None]:
-    """The door's handler: tells whoever proves to be the machine ``node_id`` whether this one ``knows(node_id)``."""
+    """The link listener's handler: tells whoever proves to be the machine ``node_id`` whether this one
+    ``knows(node_id)``."""
 
     def handle(connection: socket.socket, body: bytes, address: tuple[str, int]) -> None:
         deadline = Deadline(ASK_SECONDS)
@@ -58,11 +59,11 @@ def answer(identity: Identity, knows: Callable[[str], bool]) -> Callable[[socket
     return handle
 
 
-def is_known(identity: Identity, peer: Peer, host: str, door_port: int) -> bool | None:
-    """Whether ``peer``, whose door that is, knows this machine; None: it does not say so, or is not there."""
+def is_known(identity: Identity, peer: Peer, host: str, listener_port: int) -> bool | None:
+    """Whether ``peer``, whose listener that is, knows this machine; None: it does not say so, or is not there."""
     deadline = Deadline(ASK_SECONDS)
     try:
-        with contextlib.closing(dial((host, door_port), KIND, seconds=_DIAL_SECONDS)) as connection:
+        with contextlib.closing(dial((host, listener_port), KIND, seconds=_DIAL_SECONDS)) as connection:
             connection.settimeout(deadline.left())
             with client_context(identity, peer).wrap_socket(connection) as secured:
                 if fingerprint(secured.getpeercert(binary_form=True) or b"") != peer.node_id:

@@ -153,7 +153,7 @@ def probe_multicast(addresses: Sequence[OwnAddress], seconds: float = _ANSWER_SE
 
 
 def probe_peer(host: str, port: int, seconds: float = 3.0) -> list[PeerStep]:
-    """Walk to another machine's control port and door, until a step fails."""
+    """Walk to another machine's control port and listener, until a step fails."""
     steps: list[PeerStep] = []
     try:
         ip = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
@@ -162,7 +162,7 @@ def probe_peer(host: str, port: int, seconds: float = 3.0) -> list[PeerStep]:
         remedy = "use its address, as `privatellm join` shows it there"
         return [PeerStep("name", "", Problem("name", what, remedy))]
     steps.append(PeerStep("name", f"{host} is {ip}"))
-    for step, number in (("control", port), ("door", port + 1)):
+    for step, number in (("control", port), ("link listener", port + 1)):
         try:
             socket.create_connection((host, number), timeout=seconds).close()
         except OSError as error:

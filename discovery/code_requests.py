@@ -1,7 +1,7 @@
 """A pairing code, asked for by another process of the same account: ``peers code`` and the ``join`` that shows it share
 nothing but the folder that only this account can use.
 
-Whoever can write there can read the private key as well: asking this way opens no door that was closed.
+Whoever can write there can read the private key as well: asking this way opens no link listener that was closed.
 """
 
 from __future__ import annotations

@@ -19,5 +19,5 @@ class PairingError(DiscoveryError):
     """Two machines were not paired. Nothing was stored on this one."""
 
 
-class DoorError(DiscoveryError):
+class LinkListenerError(DiscoveryError):
     """A port cannot be listened on, or nobody answers at an address."""

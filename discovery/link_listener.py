@@ -1,4 +1,4 @@
-"""The door: one TCP port for pairing and for links. Who connects says first, in one small frame, what for."""
+"""The link listener: one TCP port for pairing and for links. Who connects says first, in one small frame, what for."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from discovery.errors import DoorError
+from discovery.errors import LinkListenerError
 from discovery.frames import Deadline, FrameError, receive_exactly
 
 _log = logging.getLogger(__name__)
 
 USUAL_PORT = 47820
-"""Control; the door is the next one."""
+"""Control; the link listener is the next one."""
 _PAIRS_TRIED = 20
 MAX_BODY = 1024
 MAX_KIND = 16
@@ -28,7 +28,7 @@ _PREAMBLE = struct.Struct("!4sBBH")
 _MAGIC = b"pvLM"
 _VERSION = 1
 _POLL_S = 0.25
-"""Between two looks at whether the door was closed."""
+"""Between two looks at whether the link listener was closed."""
 _CLOSE_S = 5.0
 _MAX_CONNECTIONS = 32
 _MAX_PER_ADDRESS = 16
@@ -44,12 +44,12 @@ class PortPair:
     """A port that is free for the control plane, and a listening socket on the next one."""
 
     control: int
-    door: socket.socket
+    listener: socket.socket
 
 
 def bind_pair(host: str = "", port: int | None = None) -> PortPair:
     """Find the two ports. ``host`` empty: all addresses of this machine, IPv4 and IPv6. ``port`` None: the usual one or
-    the next free pair; 0: any; else exactly this one. Raises DoorError."""
+    the next free pair; 0: any; else exactly this one. Raises LinkListenerError."""
     if port is None:
         candidates = [USUAL_PORT + 2 * step for step in range(_PAIRS_TRIED)]
     elif port == 0:
@@ -57,7 +57,9 @@ def bind_pair(host: str = "", port: int | None = None) -> PortPair:
     elif port < 65535:
         candidates = [port]
     else:
-        raise DoorError(f"Port {port} cannot be used, the next one is needed too: choose one from 1024 to 65534.")
+        raise LinkListenerError(
+            f"Port {port} cannot be used, the next one is needed too: choose one from 1024 to 65534."
+        )
     failure: OSError | None = None
     for candidate in candidates:
         try:
@@ -67,10 +69,10 @@ def bind_pair(host: str = "", port: int | None = None) -> PortPair:
             if error.errno != errno.EADDRINUSE:
                 break
     assert failure is not None
-    raise DoorError(_why_not(host, candidates, failure)) from failure
+    raise LinkListenerError(_why_not(host, candidates, failure)) from failure
 
 
-class Door:
+class LinkListener:
     """Listens on a bound socket until closed. Thread-safe."""
 
     def __init__(self, listener: socket.socket) -> None:
@@ -82,16 +84,16 @@ class Door:
         self._closed = threading.Event()
         listener.settimeout(_POLL_S)
         listener.listen(_MAX_CONNECTIONS)
-        self._thread = threading.Thread(target=self._accept, name="door", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name="link-listener", daemon=True)
         self._thread.start()
 
     @classmethod
-    def open(cls, host: str = "", port: int = 0) -> Door:
-        """A door on a port of its own (0: any). Raises DoorError."""
+    def open(cls, host: str = "", port: int = 0) -> LinkListener:
+        """A link listener on a port of its own (0: any). Raises LinkListenerError."""
         try:
             return cls(_listen(host, port))
         except OSError as error:
-            raise DoorError(_why_not(host, [port], error)) from error
+            raise LinkListenerError(_why_not(host, [port], error)) from error
 
     def register(self, kind: str, handler: Handler) -> None:
         """Connections of this kind go to ``handler`` from now on; a kind that nobody registered is closed silently."""
@@ -122,7 +124,7 @@ class Door:
                 continue
             except OSError:
                 self._closed.wait(0.1)  # out of file descriptors, or a connection that was gone before it was accepted
-            except Exception:  # whatever one connection does, the door stays open for the others
+            except Exception:  # whatever one connection does, the link listener stays open for the others
                 _log.exception("a connection was not taken")
                 self._closed.wait(0.1)
 
@@ -133,7 +135,7 @@ class Door:
             # Darwin gives a connection that was reset before it was accepted, without an address.
             if address and self._admit(connection, str(address[0])):
                 arguments = (connection, (str(address[0]), int(address[1])))
-                threading.Thread(target=self._serve, args=arguments, name="door-connection", daemon=True).start()
+                threading.Thread(target=self._serve, args=arguments, name="link-connection", daemon=True).start()
                 taken = True
         finally:
             if not taken:
@@ -171,14 +173,15 @@ class Door:
 
 
 def dial(address: tuple[str, int], kind: str, body: bytes = b"", seconds: float = 5.0) -> socket.socket:
-    """Connect to a door. Raises DoorError if nobody listens there; a door that does not know the kind just closes."""
+    """Connect to a link listener. Raises LinkListenerError if nobody listens there; a link listener that does not know
+    the kind just closes."""
     if len(body) > MAX_BODY:
         raise ValueError(f"a body of {len(body)} bytes where {MAX_BODY} are allowed")
     name = kind.encode()
     try:
         connection = socket.create_connection(address, timeout=seconds)
     except OSError as error:
-        raise DoorError(
+        raise LinkListenerError(
             f"Nobody answers at {address[0]} port {address[1]} ({error.strerror or error}): is privatellm running "
             "there with its network open, and does its firewall let this port in?"
         ) from error
@@ -188,7 +191,9 @@ def dial(address: tuple[str, int], kind: str, body: bytes = b"", seconds: float 
         connection.settimeout(None)
     except OSError as error:
         connection.close()
-        raise DoorError(f"{address[0]} port {address[1]} closed the connection ({error.strerror or error}).") from error
+        raise LinkListenerError(
+            f"{address[0]} port {address[1]} closed the connection ({error.strerror or error})."
+        ) from error
     return connection
 
 

@@ -1,4 +1,4 @@
-"""Pairing over the door: the side that shows a code and the side on which it is typed."""
+"""Pairing over the link listener: the side that shows a code and the side on which it is typed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from discovery.pairing import Code, PairedPeer, PairingRefused, Reason, ShowingS
 from discovery.peers import Peer, PeersFile, new_peer
 
 KIND = "pair"
-"""The door's kind of connection: ``door.register(KIND, service.handle)``."""
+"""Kind of connection at the link listener: ``listener.register(KIND, service.handle)``."""
 RUN_SECONDS = 10.0
 """For a whole run, on the side on which the code was typed."""
 STEP_SECONDS = 2.0
@@ -76,7 +76,7 @@ class PairingService:
         return code if code is not None and code.is_valid else None
 
     def handle(self, connection: socket.socket, body: bytes, address: tuple[str, int]) -> None:
-        """A connection of the door; closed when this returns."""
+        """A connection of the link listener; closed when this returns."""
         with contextlib.closing(connection), contextlib.suppress(FrameError):
             first = _received(connection)
             if not self._enter(address[0]):
@@ -152,20 +152,21 @@ def _received(connection: socket.socket) -> bytes:
 
 def pair_with(
     host: str,
-    door_port: int,
+    listener_port: int,
     code: str,
     identity: Identity,
     peers: PeersFile,
     my_name: str,
     address: str = "",
 ) -> Peer:
-    """Pair with the machine whose door that is and that shows ``code``; it is stored in ``peers``.
+    """Pair with the machine whose listener that is and that shows ``code``; it is stored in ``peers``.
 
-    ``address`` (``HOST:PORT`` of its control port) is remembered with it. Raises PairingError, DoorError, PeersError.
+    ``address`` (``HOST:PORT`` of its control port) is remembered with it. Raises PairingError, LinkListenerError,
+    PeersError.
     """
     side = TypingSide(identity.certificate_der, my_name, typed_digits(code))
     deadline = Deadline(RUN_SECONDS)
-    with contextlib.closing(dial((host, door_port), KIND, seconds=RUN_SECONDS / 2)) as connection:
+    with contextlib.closing(dial((host, listener_port), KIND, seconds=RUN_SECONDS / 2)) as connection:
         try:
             send_frame(connection, side.start(), deadline)
             frame = side.on_reply(receive_frame(connection, deadline))

@@ -99,8 +99,8 @@ def _ports() -> list[Finding]:
         pair = bind_pair()
     except (DiscoveryError, OSError) as error:
         return [Finding("ports", str(error), "problem", "end what holds them, or choose another: --listen HOST:PORT")]
-    pair.door.close()
-    where = f"{pair.control} (control) and {pair.control + 1} (door)"
+    pair.listener.close()
+    where = f"{pair.control} (control) and {pair.control + 1} (links)"
     if pair.control != USUAL_PORT:
         return [Finding("ports", f"{USUAL_PORT} is taken; {where} would be used", "note", "other machines are told")]
     return [Finding("ports", f"{where} are free")]

@@ -24,7 +24,8 @@ _HTTP = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 @contextlib.contextmanager
 def strangers(home: Path) -> Iterator[Attempt]:
-    """Nothing, half a greeting, noise, other protocols, calls of the door of every kind; some stay open for a while."""
+    """Nothing, half a greeting, noise, other protocols, calls of the link listener of every kind; some stay open for a
+    while."""
     from discovery.identity import load_identity
     from discovery.link_listener import dial
     from discovery.peers import PeersFile, new_peer
@@ -41,7 +42,7 @@ def strangers(home: Path) -> Iterator[Attempt]:
     peers.add(new_peer(friend.certificate_der, "friend"))
     node = Node(victim, peers, OpenNetwork(id=1, name="victim", listen="127.0.0.1:0", lend=True))
     host, _, port = node.listening[0].rpartition(":")
-    control, door = (host, int(port)), (host, int(port) + 1)
+    control, listener = (host, int(port)), (host, int(port) + 1)
     credentials = Credentials(friend.key_pem, friend.certificate_pem, victim.certificate_pem)
     client = PeerClient(node.listening[0], credentials, "privatellm")
     greeting = msgspec.structs.replace(node.greeting(), node_id=friend.node_id, instance="friend", name="friend")
@@ -51,9 +52,9 @@ def strangers(home: Path) -> Iterator[Attempt]:
         try:
             if draw.random() < 0.4:
                 kind = draw.choice(("pair", "link", "code", "nothing"))
-                made = dial(door, kind, draw.randbytes(draw.choice((0, 1, 30, 300))))
+                made = dial(listener, kind, draw.randbytes(draw.choice((0, 1, 30, 300))))
             else:
-                made = socket.create_connection(draw.choice((control, door)), timeout=5.0)
+                made = socket.create_connection(draw.choice((control, listener)), timeout=5.0)
                 what = draw.choice((b"", _HELLO, _HTTP, draw.randbytes(64), _HELLO[: draw.randrange(1, 400)]))
                 made.sendall(spoiled(what, draw) if what and draw.random() < 0.3 else what)
             if draw.random() < 0.2:

@@ -21,7 +21,7 @@ import psutil
 
 from discovery.certificates import der_of, fingerprint
 from discovery.identity import Identity
-from discovery.link_listener import Door
+from discovery.link_listener import LinkListener
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.epochs import Epoch, Member
 from engine.cluster.transport.exchange import Exchange, PeerLost
@@ -105,13 +105,13 @@ class BenchNode:
             instance="0" * 16,
         )
         self._links = Links(identity)
-        self._door = Door.open(setup.host)
-        self._links.attach(self._door)
+        self._listener = LinkListener.open(setup.host)
+        self._links.attach(self._listener)
         self._exchanges: dict[ExchangeName, Exchange] = {}
 
     @property
     def port(self) -> int:
-        return self._door.port
+        return self._listener.port
 
     def connect(self, plan: NodePlan) -> NodeConnected:
         members = tuple(
@@ -160,7 +160,7 @@ class BenchNode:
         for exchange in self._exchanges.values():
             exchange.close()
         self._links.close()
-        self._door.close()
+        self._listener.close()
 
 
 def contribution(rank: int, size: int) -> bytes:

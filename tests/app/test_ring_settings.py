@@ -63,7 +63,7 @@ def test_whatever_is_typed_is_kept_or_refused(kind: ItemKind, text: str) -> None
     assert check_items(kind, kept) == kept and kept.isprintable()
 
 
-def test_a_port_leaves_room_for_the_door() -> None:
+def test_a_port_leaves_room_for_the_link_listener() -> None:
     assert host_and_port("h:65534") == ("h", 65534)
     with pytest.raises(ValueError, match="h:65535"):
         host_and_port("h:65535")

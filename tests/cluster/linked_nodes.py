@@ -1,4 +1,4 @@
-"""Nodes of a ring in one process: real certificates, real doors on loopback."""
+"""Nodes of a ring in one process: real certificates, real listeners on loopback."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from discovery import certificates
 from discovery.identity import Identity
-from discovery.link_listener import Door
+from discovery.link_listener import LinkListener
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.connecting import connect_mesh
 from engine.cluster.transport.epochs import Epoch, Member
@@ -31,13 +31,13 @@ def make_identity() -> Identity:
 @dataclass
 class LinkedNode:
     identity: Identity
-    door: Door
+    listener: LinkListener
     links: Links
     epoch: Epoch
 
     def close(self) -> None:
         self.links.close()
-        self.door.close()
+        self.listener.close()
 
 
 class LinkedNodes:
@@ -45,19 +45,19 @@ class LinkedNodes:
 
     def __init__(self, size: int, trusted: tuple[str, ...] = LOOPBACK, name: str = "an epoch") -> None:
         identities = [make_identity() for _ in range(size)]
-        doors = [Door.open("127.0.0.1") for _ in range(size)]
+        listeners = [LinkListener.open("127.0.0.1") for _ in range(size)]
         self.members = tuple(
-            Member(rank, identity.node_id, identity.certificate_pem, (f"127.0.0.1:{door.port}",), f"node {rank}")
-            for rank, (identity, door) in enumerate(zip(identities, doors, strict=True))
+            Member(rank, identity.node_id, identity.certificate_pem, (f"127.0.0.1:{listener.port}",), f"node {rank}")
+            for rank, (identity, listener) in enumerate(zip(identities, listeners, strict=True))
         )
         key = secrets.token_bytes(32)
         known = {identity.node_id: identity.certificate_pem for identity in identities}
         self.nodes: list[LinkedNode] = []
-        for rank, (identity, door) in enumerate(zip(identities, doors, strict=True)):
+        for rank, (identity, listener) in enumerate(zip(identities, listeners, strict=True)):
             links = Links(identity, known.get, answer_measuring)
-            links.attach(door)
+            links.attach(listener)
             epoch = Epoch(name, rank, self.members, key, trusted)
-            self.nodes.append(LinkedNode(identity, door, links, epoch))
+            self.nodes.append(LinkedNode(identity, listener, links, epoch))
 
     def everywhere(self, act: Callable[[LinkedNode], Any]) -> list[Any]:
         """``act`` on all nodes at once, in threads; results by rank."""

@@ -146,7 +146,7 @@ def test_forgotten_machine_is_answered_on_no_method_of_its_open_connection(pair:
         client.close()
 
 
-def test_pairing_over_the_door_takes_effect_without_restart(tmp_path: Path) -> None:
+def test_pairing_over_the_link_listener_takes_effect_without_restart(tmp_path: Path) -> None:
     nodes = [
         Node(*make_identity(tmp_path / name), OpenNetwork(id=1, name=name, listen="127.0.0.1:0", lend=True))
         for name in ("Anna", "Bob")

@@ -20,7 +20,7 @@ import pytest
 from linked_nodes import LOOPBACK, make_identity
 
 from discovery import certificates
-from discovery.link_listener import Door
+from discovery.link_listener import LinkListener
 from engine.bench.exchange_node import NeighbourNode, NodeConnected, NodePlan, NodePort, NodeRound, NodeSetup
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.envoy import EnvoyExchange
@@ -44,11 +44,11 @@ class Ring:
         within: tuple[str, ...] = (),
     ) -> None:
         self.identity = make_identity()
-        self.door = Door.open(hosts[0])
+        self.listener = LinkListener.open(hosts[0])
         self.links = Links(self.identity)
-        self.links.attach(self.door)
+        self.links.attach(self.listener)
         self.others: list[subprocess.Popen[bytes]] = []
-        neighbours = [NeighbourNode(certificate=self.identity.certificate_pem, port=self.door.port, host=hosts[0])]
+        neighbours = [NeighbourNode(certificate=self.identity.certificate_pem, port=self.listener.port, host=hosts[0])]
         for rank in range(1, size):
             key, certificate = certificates.make_certificate()
             process = subprocess.Popen(
@@ -99,7 +99,7 @@ class Ring:
     def close(self) -> None:
         self.exchange.close()
         self.links.close()
-        self.door.close()
+        self.listener.close()
         for process in self.others:
             process.kill()
             process.wait()

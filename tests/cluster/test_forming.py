@@ -40,7 +40,7 @@ from engine.cluster.membership.control_messages import (
 )
 from engine.cluster.membership.links import measure_best, reachable
 from engine.cluster.membership.measuring_node import measure_node
-from engine.cluster.transport.addresses import door_of, own_addresses, parse_address, plain_ip
+from engine.cluster.transport.addresses import listener_address, own_addresses, parse_address, plain_ip
 from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.worker.follower_work import Busy
 from engine.cluster.worker.lending import ClusterWorker
@@ -81,7 +81,7 @@ def facts(**changes: Any) -> NodeFacts:
 def test_addresses_are_read_and_shown(text: str, host: str, port: int) -> None:
     assert parse_address(text) == (host, port)
     assert shown_address(host, port) == text
-    assert parse_address(door_of(text)) == (host, port + 1)
+    assert parse_address(listener_address(text)) == (host, port + 1)
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:x", "host:70000", "host:-1"])
@@ -263,7 +263,7 @@ def three(tmp_path: Path) -> Iterator[Nodes]:
 
 def test_the_fastest_address_is_used_and_dead_ones_do_not_hold_it_up(three: Nodes) -> None:
     identity = three.identities[1]
-    good = door_of(three.nodes[1].listening[0])
+    good = listener_address(three.nodes[1].listening[0])
     found = measure_best(three.nodes[0].links, "e", identity.node_id, identity.certificate_pem, ["127.0.0.1:9", good])
     assert found.address == good
     assert found.interface == "lo"
@@ -281,7 +281,7 @@ def test_link_to_a_machine_that_is_not_paired_needs_the_heads_word(three: Nodes)
             epoch="e",
             node_id=three.identities[2].node_id,
             certificate=three.identities[2].certificate_pem,
-            addresses=[door_of(three.nodes[2].listening[0])],
+            addresses=[listener_address(three.nodes[2].listening[0])],
         )
         with pytest.raises(ModelError):
             bob.call("MeasureLinks", wanted, MeasuredLink, 15)
@@ -307,7 +307,7 @@ def spec_for(nodes: Nodes, rank: int = 1, **changes: Any) -> EpochSpec:
             rank=1,
             node_id=nodes.identities[1].node_id,
             certificate=nodes.identities[1].certificate_pem,
-            addresses=[door_of(nodes.nodes[1].listening[0])],
+            addresses=[listener_address(nodes.nodes[1].listening[0])],
         ),
     ]
     values: dict[str, Any] = {

@@ -209,9 +209,9 @@ def without_its_key(identity: Identity) -> Identity:
     return dataclasses.replace(identity, key_pem=pem.encode())
 
 
-def answer_to_a_handshake(door: tuple[str, int], shown: Identity, target: Peer, claimed: Identity) -> bytes:
-    """What a door says on a link for measuring, until it closes it, after ``shown`` has ended its handshake: an alert,
-    or words inside TLS, would be bytes."""
+def answer_to_a_handshake(listener: tuple[str, int], shown: Identity, target: Peer, claimed: Identity) -> bytes:
+    """What a link listener says on a link for measuring, until it closes it, after ``shown`` has ended its handshake:
+    an alert, or words inside TLS, would be bytes."""
     request = LinkRequest(
         purpose="measure",
         transport="tls",
@@ -224,7 +224,7 @@ def answer_to_a_handshake(door: tuple[str, int], shown: Identity, target: Peer, 
     body = msgspec.msgpack.encode(request)
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     session = client_context(shown, target).wrap_bio(incoming, outgoing)
-    with dial(door, LINK_KIND, body) as connection:
+    with dial(listener, LINK_KIND, body) as connection:
         connection.settimeout(10)
         while True:
             try:
@@ -247,7 +247,7 @@ def test_a_stranger_cannot_find_out_who_is_paired(tmp_path: Path, pair: Nodes) -
     stranger, _ = make_identity(tmp_path / "stranger")
     third, _ = make_identity(tmp_path / "third")
     target = new_peer(pair.identities[1].certificate_der, "")
-    door = ("127.0.0.1", pair.nodes[1].door.port)
+    listener = ("127.0.0.1", pair.nodes[1].listener.port)
 
     paired = pair.identities[0]
     answers = {
@@ -257,7 +257,7 @@ def test_a_stranger_cannot_find_out_who_is_paired(tmp_path: Path, pair: Nodes) -
         "another machine is named, a third certificate shown": (stranger, third),
         "its own": (stranger, stranger),
     }
-    said = {what: answer_to_a_handshake(door, shown, target, claimed) for what, (shown, claimed) in answers.items()}
+    said = {what: answer_to_a_handshake(listener, shown, target, claimed) for what, (shown, claimed) in answers.items()}
     assert said == dict.fromkeys(answers, b"")
 
 

@@ -95,7 +95,7 @@ def test_links_are_measured_again_when_an_address_is_new(
     assert len(survey(there).links) == 3
     assert len(measured) == 3
     bob = next(one for one in there if one.name == "Bob")
-    moved = [replace(one, doors=(*one.doors, "10.9.9.9:1")) if one is bob else one for one in there]
+    moved = [replace(one, listeners=(*one.listeners, "10.9.9.9:1")) if one is bob else one for one in there]
     assert len(survey(moved).links) == 3
     assert sorted(map(len, measured[3:])) == [1, 2]  # to Bob, and between Bob and Carl
     assert all("Bob" in names for names in measured[3:])

@@ -10,7 +10,7 @@ import pytest
 from paired_nodes import Nodes, eventually
 
 from engine.cluster.membership.control_messages import Connected, EpochMember, EpochSpec, NodeFacts, WantedFacts
-from engine.cluster.transport.addresses import door_of
+from engine.cluster.transport.addresses import listener_address
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.weights.share_store import Need
 from engine.cluster.worker.follower_work import lent_threads, load_of
@@ -34,9 +34,9 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
 
 
 def spec_of(pair: Nodes, placement: Placement, cpu_threads: int | None = None, mode: str = "exact") -> EpochSpec:
-    doors = [[], [door_of(pair.nodes[1].listening[0])]]
+    listeners = [[], [listener_address(pair.nodes[1].listening[0])]]
     members = [
-        EpochMember(rank=rank, node_id=one.node_id, certificate=one.certificate_pem, addresses=doors[rank])
+        EpochMember(rank=rank, node_id=one.node_id, certificate=one.certificate_pem, addresses=listeners[rank])
         for rank, one in enumerate(pair.identities)
     ]
     return EpochSpec(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from linked_nodes import LinkedNode, LinkedNodes, make_identity
 
 from discovery.errors import DiscoveryError
-from discovery.link_listener import Door, dial
+from discovery.link_listener import LinkListener, dial
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.connecting import connect_commands, connect_mesh, dial_link
 from engine.cluster.transport.epochs import LINK_KIND, Epoch, LinkRequest, Member, Transport, in_networks, split_address
@@ -101,13 +101,13 @@ def test_what_is_not_expected_is_closed_without_a_word(linked_nodes: Make, chang
     nodes = linked_nodes(2)
     one = nodes.nodes[1]
     one.links.expect(one.epoch, "exchange", "tls", nodes.members[0])
-    assert refused(dial(("127.0.0.1", one.door.port), LINK_KIND, request(nodes, **changes)))
+    assert refused(dial(("127.0.0.1", one.listener.port), LINK_KIND, request(nodes, **changes)))
 
 
 @pytest.mark.parametrize("body", [b"", b"\xc1", b"\x80", b"{}", bytes(1000), request.__name__.encode()])
 def test_bodies_that_are_no_request_are_closed_without_a_word(linked_nodes: Make, body: bytes) -> None:
     nodes = linked_nodes(2)
-    assert refused(dial(("127.0.0.1", nodes.nodes[1].door.port), LINK_KIND, body))
+    assert refused(dial(("127.0.0.1", nodes.nodes[1].listener.port), LINK_KIND, body))
 
 
 @settings(max_examples=60, deadline=None)
@@ -127,7 +127,8 @@ def test_bodies_that_are_no_request_are_closed_without_a_word(linked_nodes: Make
     plain=st.booleans(),
 )
 def test_no_bytes_at_all_get_a_link_or_an_exception(preamble: bytes, noise: bytes, plain: bool) -> None:
-    """The handler of the door, with any request and anything after it; it never raises, and hands nothing on."""
+    """The handler of the link listener, with any request and anything after it; it never raises, and hands nothing
+    on."""
     nodes = FUZZED.get()
     one = nodes.nodes[1]
     body = msgspec.msgpack.encode({**RIGHT, "transport": "socket"}) if plain else preamble
@@ -172,16 +173,16 @@ def fuzzed_nodes_are_closed() -> Iterator[None]:
 
 def test_links_over_ipv6(linked_nodes: Make) -> None:
     try:
-        doors = [Door.open("::1") for _ in range(2)]
+        listeners = [LinkListener.open("::1") for _ in range(2)]
     except DiscoveryError:
         pytest.skip("this machine has no IPv6")
     nodes = linked_nodes(2, trusted=("::1/128",))
     members = tuple(
-        dataclasses.replace(member, addresses=(f"[::1]:{door.port}",))
-        for member, door in zip(nodes.members, doors, strict=True)
+        dataclasses.replace(member, addresses=(f"[::1]:{listener.port}",))
+        for member, listener in zip(nodes.members, listeners, strict=True)
     )
-    for node, door in zip(nodes.nodes, doors, strict=True):
-        node.links.attach(door)
+    for node, listener in zip(nodes.nodes, listeners, strict=True):
+        node.links.attach(listener)
         node.epoch = dataclasses.replace(node.epoch, members=members)
     exchanges: tuple[ExchangeName, ...] = ("tls", "socket", "envoy")
     for name in exchanges:
@@ -194,8 +195,8 @@ def test_links_over_ipv6(linked_nodes: Make) -> None:
             return got
 
         assert nodes.everywhere(act) == [[b"\0", b"\1"]] * 2
-    for door in doors:
-        door.close()
+    for listener in listeners:
+        listener.close()
 
 
 def test_a_stranger_with_the_right_words_is_not_let_in(linked_nodes: Make) -> None:
@@ -237,7 +238,7 @@ def test_a_node_without_the_epochs_key_gets_a_random_number_and_no_more(linked_n
     with pytest.raises((PeerLost, RingProtocolError)):
         dial_link(nodes.nodes[0].links, wrong, nodes.members[1], "exchange", "socket", address(nodes, 1), by())
     assert not expected.done()
-    connection = dial(("127.0.0.1", one.door.port), LINK_KIND, request(nodes, transport="socket"))
+    connection = dial(("127.0.0.1", one.listener.port), LINK_KIND, request(nodes, transport="socket"))
     connection.settimeout(10)
     assert len(connection.recv(100)) == 32
     connection.sendall(bytes(64))
@@ -332,7 +333,7 @@ def test_closed_links_take_nobody(linked_nodes: Make) -> None:
     expected = one.links.expect(one.epoch, "exchange", "tls", nodes.members[0])
     one.links.close()
     assert expected.cancelled()
-    assert refused(dial(("127.0.0.1", one.door.port), LINK_KIND, request(nodes)))
+    assert refused(dial(("127.0.0.1", one.listener.port), LINK_KIND, request(nodes)))
 
 
 def test_a_link_is_measured_only_by_those_who_are_known(linked_nodes: Make) -> None:
@@ -358,7 +359,7 @@ def test_a_hundred_connections_leave_no_descriptor_behind(linked_nodes: Make) ->
         for mesh in nodes.meshes("tls" if attempt % 2 else "socket"):
             mesh.close()
     for _ in range(20):
-        refused(dial(("127.0.0.1", nodes.nodes[1].door.port), LINK_KIND, request(nodes, epoch="none")))
+        refused(dial(("127.0.0.1", nodes.nodes[1].listener.port), LINK_KIND, request(nodes, epoch="none")))
     deadline = time.monotonic() + 5
     while open_descriptors() > before and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -403,14 +404,14 @@ def test_who_is_known_is_looked_at_only_after_the_proof(linked_nodes: Make) -> N
         return None
 
     links = Links(nodes.nodes[1].identity, known, lambda link: pytest.fail("nobody may measure"))
-    links.attach(nodes.nodes[1].door)
+    links.attach(nodes.nodes[1].listener)
     zero = nodes.nodes[0]
     with pytest.raises(ModelError, match="cannot be measured"):
         measure_link(zero.links, zero.epoch, nodes.members[1], address(nodes, 1))
     assert asked == [zero.identity.node_id]
-    assert refused(dial(("127.0.0.1", nodes.nodes[1].door.port), LINK_KIND, request(nodes, purpose="measure")))
+    assert refused(dial(("127.0.0.1", nodes.nodes[1].listener.port), LINK_KIND, request(nodes, purpose="measure")))
     stranger = request(nodes, purpose="measure", node_id="0" * 64, certificate=zero.identity.certificate_der)
-    assert refused(dial(("127.0.0.1", nodes.nodes[1].door.port), LINK_KIND, stranger))
+    assert refused(dial(("127.0.0.1", nodes.nodes[1].listener.port), LINK_KIND, stranger))
     assert asked == [zero.identity.node_id]
 
 

@@ -20,7 +20,7 @@ from engine.cluster.membership.client import CallGroup
 from engine.cluster.membership.links import LinkTrial, Tried, Way, all_ways
 from engine.cluster.membership.rpc_fanout import NodeRefused
 from engine.cluster.transport import connecting
-from engine.cluster.transport.addresses import door_of
+from engine.cluster.transport.addresses import listener_address
 from engine.cluster.transport.connecting import connect_commands
 from engine.cluster.transport.epochs import Epoch, Member
 from engine.cluster.worker.lending import ClusterWorker
@@ -75,17 +75,17 @@ def three(tmp_path: Path) -> Iterator[Three]:
 def test_all_links_of_machines_that_reach_one_another(three: Three) -> None:
     found = three.tried()
     assert found.broken == {}
-    doors = {node.identity.node_id: door_of(node.listening[0]) for node in three.nodes.nodes}
+    listeners = {node.identity.node_id: listener_address(node.listening[0]) for node in three.nodes.nodes}
     first, second = sorted((three.bob, three.carl))
     assert found.reached == {
-        (three.anna, three.bob): doors[three.bob],
-        (three.anna, three.carl): doors[three.carl],
-        (first, second): doors[second],
+        (three.anna, three.bob): listeners[three.bob],
+        (three.anna, three.carl): listeners[three.carl],
+        (first, second): listeners[second],
     }
 
 
 def test_every_pair_that_cannot_is_found_at_once(three: Three) -> None:
-    three.nodes.nodes[2].door.close()
+    three.nodes.nodes[2].listener.close()
     first, second = sorted((three.bob, three.carl))
     broken = three.tried().broken
     assert "refused" in broken[three.pair(three.anna, three.carl)]
@@ -106,7 +106,7 @@ def test_an_address_that_leads_nowhere_does_not_count(three: Three) -> None:
         nowhere = f"127.0.0.1:{silent.getsockname()[1]}"
         found = three.tried({(three.anna, three.bob): nowhere, (three.anna, three.carl): "127.0.0.1:9"})
     assert found.broken == {}
-    assert found.reached[three.anna, three.bob] == door_of(three.nodes.nodes[1].listening[0])
+    assert found.reached[three.anna, three.bob] == listener_address(three.nodes.nodes[1].listening[0])
 
 
 def test_a_machine_that_does_not_answer_is_gone_and_no_link_is_blamed(three: Three) -> None:
@@ -181,7 +181,7 @@ def test_a_link_that_breaks_while_the_ring_is_formed(tmp_path: Path, monkeypatch
     def progress(stage: str, done: int, total: int, unit: str) -> None:
         stages.append(stage)
         if stage.startswith("connecting to Bob"):
-            nodes.nodes[1].door.close()
+            nodes.nodes[1].listener.close()
 
     try:
         eventually(nodes.ready)
@@ -238,11 +238,11 @@ def test_a_link_that_nobody_takes_is_given_up_long_before_its_time(
     three: Three, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connecting, "UNREACHED_S", 0.2)
-    three.nodes.nodes[1].door.close()
+    three.nodes.nodes[1].listener.close()
     bob = three.nodes.nodes[1]
     members = (
         Member(0, three.anna, three.head.identity.certificate_pem),
-        Member(1, three.bob, bob.identity.certificate_pem, (door_of(bob.listening[0]),), "Bob"),
+        Member(1, three.bob, bob.identity.certificate_pem, (listener_address(bob.listening[0]),), "Bob"),
     )
     with pytest.raises(ModelError, match="The link to Bob cannot be made"):
         connect_commands(three.head.links, Epoch("an epoch", 0, members, bytes(32)), seconds=250)

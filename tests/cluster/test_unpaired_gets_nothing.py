@@ -1,5 +1,5 @@
-"""A machine that is not paired gets nothing: walked over every method of the control plane and every kind of the door,
-while this machine is lent, holds a ring's epoch open and has a name that would be recognised."""
+"""A machine that is not paired gets nothing: walked over every method of the control plane and every kind of the link
+listener, while this machine is lent, holds a ring's epoch open and has a name that would be recognised."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Target:
         return "127.0.0.1", self.node.server.port
 
     @property
-    def door(self) -> tuple[str, int]:
-        return "127.0.0.1", self.node.door.port
+    def listener(self) -> tuple[str, int]:
+        return "127.0.0.1", self.node.listener.port
 
     def secrets(self) -> list[bytes]:
         """What must not be in anything that a stranger receives."""
@@ -131,8 +131,8 @@ def everything_from(connection: socket.socket, seconds: float = 1.0) -> bytes:
 
 @pytest.mark.parametrize("kind", ["pair", "link", "known", "control", "exchange", "x", "PAIR"])
 @pytest.mark.parametrize("body", [b"", b"\x80", bytes(1024)], ids=["empty", "a map", "zeros"])
-def test_no_kind_of_door_says_anything_first(target: Target, kind: str, body: bytes) -> None:
-    with dial(target.door, kind, body) as connection:
+def test_no_kind_of_listener_says_anything_first(target: Target, kind: str, body: bytes) -> None:
+    with dial(target.listener, kind, body) as connection:
         assert everything_from(connection, 0.3) == b""
 
 
@@ -146,7 +146,7 @@ def test_no_link_is_opened(target: Target, purpose: Purpose, transport: Transpor
         purpose=purpose, transport=transport, epoch=EPOCH, from_rank=0, to_rank=1, node_id=who.node_id
     )
     body = msgspec.msgpack.encode(request)
-    with dial(target.door, "link", body) as connection:
+    with dial(target.listener, "link", body) as connection:
         if transport == "tls":
             received = _tls_as_stranger(target, connection)
         else:
@@ -181,7 +181,7 @@ def test_pairing_with_a_wrong_code_tells_no_name(target: Target) -> None:
     received = bytearray()
     side = TypingSide(target.stranger.certificate_der, "Mallory", wrong)
     deadline = Deadline(5)
-    with dial(target.door, "pair") as connection, contextlib.suppress(FrameError):
+    with dial(target.listener, "pair") as connection, contextlib.suppress(FrameError):
         send_frame(connection, side.start(), deadline)
         received += (reply := receive_frame(connection, deadline))
         send_frame(connection, side.on_reply(reply), deadline)

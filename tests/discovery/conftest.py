@@ -11,7 +11,7 @@ from announcing_machines import Listening, Process
 from discovery_machines import Machine, MemoryKeyring, Shower
 from keyring.backends import fail
 
-from discovery.link_listener import Door
+from discovery.link_listener import LinkListener
 from discovery.pairing_service import KIND, PairingService
 from discovery.peers import Peer
 
@@ -53,10 +53,10 @@ def shower(machine: Callable[[str], Machine]) -> Iterator[Shower]:
         on_failed=lambda sentence, tries_left: failed.append((sentence, tries_left)),
         clock=lambda: now[0],
     )
-    with_door = Door.open("127.0.0.1")
-    with_door.register(KIND, service.handle)
-    yield Shower(shown, with_door, service, paired, failed, now)
-    with_door.close()
+    with_listener = LinkListener.open("127.0.0.1")
+    with_listener.register(KIND, service.handle)
+    yield Shower(shown, with_listener, service, paired, failed, now)
+    with_listener.close()
 
 
 @pytest.fixture

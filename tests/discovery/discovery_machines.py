@@ -9,7 +9,7 @@ import keyring.backend
 import keyring.errors
 
 from discovery.identity import Identity, load_identity
-from discovery.link_listener import Door
+from discovery.link_listener import LinkListener
 from discovery.pairing_service import PairingService
 from discovery.peers import Peer, PeersFile
 
@@ -56,10 +56,10 @@ class Machine:
 
 @dataclass
 class Shower:
-    """A machine that shows codes behind a live door."""
+    """A machine that shows codes behind a live listener."""
 
     machine: Machine
-    door: Door
+    listener: LinkListener
     service: PairingService
     paired: list[Peer]
     failed: list[tuple[str, int]]

@@ -13,47 +13,49 @@ from discovery_machines import Machine
 from discovery import acquaintance
 from discovery.acquaintance import KIND, answer, is_known
 from discovery.frames import Deadline, FrameError, receive_frame, send_frame
-from discovery.link_listener import Door, dial
+from discovery.link_listener import LinkListener, dial
 from discovery.tls import client_context
 
 MakeMachine = Callable[[str], Machine]
 
 
 @pytest.fixture
-def asked(machine: MakeMachine) -> Iterator[tuple[Machine, Door]]:
+def asked(machine: MakeMachine) -> Iterator[tuple[Machine, LinkListener]]:
     """A machine that is asked."""
     one = machine("asked")
-    door = Door.open("127.0.0.1")
-    door.register(KIND, answer(one.identity, lambda node_id: one.peers.get(node_id) is not None))
-    yield one, door
-    door.close()
+    listener = LinkListener.open("127.0.0.1")
+    listener.register(KIND, answer(one.identity, lambda node_id: one.peers.get(node_id) is not None))
+    yield one, listener
+    listener.close()
 
 
-def test_a_machine_learns_whether_it_was_forgotten(asked: tuple[Machine, Door], machine: MakeMachine) -> None:
-    other, door = asked
+def test_a_machine_learns_whether_it_was_forgotten(asked: tuple[Machine, LinkListener], machine: MakeMachine) -> None:
+    other, listener = asked
     me = machine("me")
-    known = lambda: is_known(me.identity, other.as_peer(), "127.0.0.1", door.port)  # noqa: E731
+    known = lambda: is_known(me.identity, other.as_peer(), "127.0.0.1", listener.port)  # noqa: E731
     assert known() is False
     other.peers.add(me.as_peer())
     assert known() is True
     other.peers.forget(me.identity.node_id)
     assert known() is False
-    door.close()
+    listener.close()
     assert known() is None
 
 
-def test_another_machine_at_that_door_is_told_nothing(asked: tuple[Machine, Door], machine: MakeMachine) -> None:
+def test_another_machine_at_that_listener_is_told_nothing(
+    asked: tuple[Machine, LinkListener], machine: MakeMachine
+) -> None:
     """Somebody who announces the address of another: it does not even see who asks."""
-    _, door = asked
-    assert is_known(machine("me").identity, machine("elsewhere").as_peer(), "127.0.0.1", door.port) is None
+    _, listener = asked
+    assert is_known(machine("me").identity, machine("elsewhere").as_peer(), "127.0.0.1", listener.port) is None
 
 
-def said_to(asked: tuple[Machine, Door], me: Machine, claim: Callable[[bytes], bytes]) -> bytes | None:
+def said_to(asked: tuple[Machine, LinkListener], me: Machine, claim: Callable[[bytes], bytes]) -> bytes | None:
     """What is said to the frame that ``claim`` makes of the nonce; None: nothing."""
-    other, door = asked
+    other, listener = asked
     deadline = Deadline(10)
     with (
-        contextlib.closing(dial(("127.0.0.1", door.port), KIND)) as plain,
+        contextlib.closing(dial(("127.0.0.1", listener.port), KIND)) as plain,
         client_context(me.identity, other.as_peer()).wrap_socket(plain) as secured,
     ):
         nonce = receive_frame(secured, deadline)
@@ -64,7 +66,7 @@ def said_to(asked: tuple[Machine, Door], me: Machine, claim: Callable[[bytes], b
             return None
 
 
-def test_nobody_is_told_of_another_machine(asked: tuple[Machine, Door], machine: MakeMachine) -> None:
+def test_nobody_is_told_of_another_machine(asked: tuple[Machine, LinkListener], machine: MakeMachine) -> None:
     other, _ = asked
     friend, stranger, third = machine("friend"), machine("stranger"), machine("third")
     other.peers.add(friend.as_peer())

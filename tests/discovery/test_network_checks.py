@@ -16,7 +16,7 @@ from network_namespaces import network
 from discovery import checks
 from discovery.addresses import OwnAddress
 from discovery.checks import MulticastProbe, NetworkFacts, hearing_problems, network_problems, probe_peer
-from discovery.link_listener import Door, bind_pair
+from discovery.link_listener import LinkListener, bind_pair
 
 LOOP = OwnAddress("lo", "127.0.0.1", 8)
 WIFI = OwnAddress("en0", "192.168.1.7", 24)
@@ -132,19 +132,19 @@ def test_an_open_network_is_judged_by_what_it_hears() -> None:
 
 def test_the_way_to_a_machine_is_walked_step_by_step() -> None:
     pair = bind_pair("127.0.0.1", 0)
-    door = Door(pair.door)
+    listener = LinkListener(pair.listener)
     try:
         name, control = probe_peer("127.0.0.1", pair.control)
         assert name.said == "127.0.0.1 is 127.0.0.1"
         assert control.problem is not None and "nobody listens" in str(control.problem)
         with socket.create_server(("127.0.0.1", pair.control)):
             assert [step.problem for step in probe_peer("127.0.0.1", pair.control)] == [None, None, None]
-            door.close()
+            listener.close()
             steps = probe_peer("127.0.0.1", pair.control)
-        assert [step.step for step in steps] == ["name", "control", "door"]
+        assert [step.step for step in steps] == ["name", "control", "link listener"]
         assert steps[-1].problem is not None and str(pair.control + 1) in steps[-1].problem.what
     finally:
-        door.close()
+        listener.close()
 
 
 def test_a_name_nobody_knows_and_a_machine_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Pairing over live sockets: the right code, every wrong way, and whatever else comes through the door."""
+"""Pairing over live sockets: the right code, every wrong way, and whatever else comes through the link listener."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from discovery_machines import Machine, Shower
 
 from discovery import pairing_service
 from discovery.certificates import der_of, make_certificate
-from discovery.errors import DoorError, PairingError, PeersError
+from discovery.errors import LinkListenerError, PairingError, PeersError
 from discovery.frames import Deadline, FrameError, receive_frame, send_frame
-from discovery.link_listener import Door, dial
+from discovery.link_listener import LinkListener, dial
 from discovery.pairing import CODE_SECONDS, PairingRefused, PairingStart, Proof, Reply
 from discovery.pairing_service import KIND, pair_with
 from discovery.peers import Peer
@@ -27,12 +27,12 @@ MakeMachine = Callable[[str], Machine]
 def pair(typing: Machine, shower: Shower, code: str, port: int | None = None) -> Peer:
     return pair_with(
         "127.0.0.1",
-        port or shower.door.port,
+        port or shower.listener.port,
         code,
         typing.identity,
         typing.peers,
         typing.name,
-        address=f"127.0.0.1:{shower.door.port - 1}",
+        address=f"127.0.0.1:{shower.listener.port - 1}",
     )
 
 
@@ -55,7 +55,7 @@ def test_pairing_stores_each_in_the_others_file(shower: Shower, machine: MakeMac
     peer = pair(laptop, shower, shower.service.show().text)
     assert (peer.name, peer.node_id) == ("Kitchen Mac", shower.machine.identity.node_id)
     assert laptop.peers.all() == [peer]
-    assert peer.addresses == [f"127.0.0.1:{shower.door.port - 1}"]
+    assert peer.addresses == [f"127.0.0.1:{shower.listener.port - 1}"]
     assert eventually(lambda: len(shower.paired) == 1)
     assert shower.machine.peers.all() == shower.paired
     assert (shower.paired[0].name, shower.paired[0].node_id) == ("Laptop", laptop.identity.node_id)
@@ -137,12 +137,12 @@ def test_a_file_that_cannot_be_written_pairs_nobody(
 def test_nobody_there(machine: MakeMachine, shower: Shower) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(DoorError, match=f"Nobody answers at 127.0.0.1 port {port}"):
+    with pytest.raises(LinkListenerError, match=f"Nobody answers at 127.0.0.1 port {port}"):
         pair(machine("Laptop"), shower, "1234 5678", port)
 
 
 @contextlib.contextmanager
-def between(target: int, change: Callable[[bytes], bytes]) -> Iterator[Door]:
+def between(target: int, change: Callable[[bytes], bytes]) -> Iterator[LinkListener]:
     """A machine in between that passes every frame on, and may change it."""
 
     def handle(victim: socket.socket, body: bytes, address: tuple[str, int]) -> None:
@@ -153,10 +153,10 @@ def between(target: int, change: Callable[[bytes], bytes]) -> Iterator[Door]:
                 send_frame(onward, change(receive_frame(victim, deadline)), deadline)
                 send_frame(victim, change(receive_frame(onward, deadline)), deadline)
 
-    door = Door.open("127.0.0.1")
-    door.register(KIND, handle)
-    yield door
-    door.close()
+    listener = LinkListener.open("127.0.0.1")
+    listener.register(KIND, handle)
+    yield listener
+    listener.close()
 
 
 def test_a_machine_in_between_that_swaps_certificates_is_noticed_by_both(shower: Shower, machine: MakeMachine) -> None:
@@ -169,8 +169,8 @@ def test_a_machine_in_between_that_swaps_certificates_is_noticed_by_both(shower:
         return msgspec.msgpack.encode(decoded)
 
     laptop = machine("Laptop")
-    with between(shower.door.port, swap) as door, pytest.raises(PairingRefused, match="wrong"):
-        pair(laptop, shower, shower.service.show().text, door.port)
+    with between(shower.listener.port, swap) as listener, pytest.raises(PairingRefused, match="wrong"):
+        pair(laptop, shower, shower.service.show().text, listener.port)
     assert laptop.peers.all() == shower.machine.peers.all() == []
     assert eventually(lambda: [tries_left for _, tries_left in shower.failed] == [2])
 
@@ -184,8 +184,8 @@ def test_a_recorded_pairing_is_of_no_use_and_shows_no_secret(shower: Shower, mac
 
     laptop = machine("Laptop")
     code = shower.service.show()
-    with between(shower.door.port, record) as door:
-        pair(laptop, shower, code.text, door.port)
+    with between(shower.listener.port, record) as listener:
+        pair(laptop, shower, code.text, listener.port)
     everything = b"".join(recorded)
     for secret in (code.password, b"Laptop", b"Kitchen Mac", laptop.identity.key_pem[30:90]):
         assert secret not in everything
@@ -194,7 +194,7 @@ def test_a_recorded_pairing_is_of_no_use_and_shows_no_secret(shower: Shower, mac
         if new_code:
             shower.service.show()
         deadline = Deadline(10)
-        with contextlib.closing(dial(("127.0.0.1", shower.door.port), KIND)) as connection:
+        with contextlib.closing(dial(("127.0.0.1", shower.listener.port), KIND)) as connection:
             for frame in recorded[0::2]:
                 with contextlib.suppress(FrameError):
                     send_frame(connection, frame, deadline)
@@ -210,13 +210,13 @@ def test_before_the_proof_an_unpaired_machine_gets_a_certificate_and_nothing_els
     stranger = der_of(make_certificate()[1])
     message = b"A\x01" + bytes(31)  # the neutral element
     deadline = Deadline(10)
-    with contextlib.closing(dial(("127.0.0.1", shower.door.port), KIND)) as connection:
+    with contextlib.closing(dial(("127.0.0.1", shower.listener.port), KIND)) as connection:
         send_frame(connection, msgspec.msgpack.encode(PairingStart(1, stranger, message)), deadline)
         assert msgspec.msgpack.decode(receive_frame(connection, deadline)) == ["refusal", "bad"]
     from discovery.pairing import TypingSide
 
     side = TypingSide(stranger, "Stranger", b"00000000")
-    with contextlib.closing(dial(("127.0.0.1", shower.door.port), KIND)) as connection:
+    with contextlib.closing(dial(("127.0.0.1", shower.listener.port), KIND)) as connection:
         send_frame(connection, side.start(), deadline)
         reply = receive_frame(connection, deadline)
         decoded = msgspec.msgpack.decode(reply, type=Reply)
@@ -233,7 +233,7 @@ def silent(shower: Shower) -> socket.socket:
     from discovery.pairing import TypingSide
 
     stranger = TypingSide(der_of(make_certificate()[1]), "", b"00000000")
-    connection = dial(("127.0.0.1", shower.door.port), KIND)
+    connection = dial(("127.0.0.1", shower.listener.port), KIND)
     send_frame(connection, stranger.start(), Deadline(10))
     receive_frame(connection, Deadline(10))
     return connection
@@ -272,7 +272,7 @@ def test_slow_ones_are_cut_off_and_take_no_more_than_their_places(
 
 
 def test_random_bytes_harm_nobody(shower: Shower, machine: MakeMachine) -> None:
-    """Through the live door: as a preamble, as a frame, as a frame of an announced but wrong length."""
+    """Through the live listener: as a preamble, as a frame, as a frame of an announced but wrong length."""
     numbers = random.Random(7)
     code = shower.service.show()
     failures: list[threading.ExceptHookArgs] = []
@@ -282,14 +282,14 @@ def test_random_bytes_harm_nobody(shower: Shower, machine: MakeMachine) -> None:
             junk = numbers.randbytes(numbers.choice((0, 1, 2, 8, 50, 2000, 9000)))
             with contextlib.suppress(OSError):
                 if round_ % 3 == 0:
-                    with socket.create_connection(("127.0.0.1", shower.door.port), timeout=5) as connection:
+                    with socket.create_connection(("127.0.0.1", shower.listener.port), timeout=5) as connection:
                         connection.sendall(junk)
                 else:
-                    with contextlib.closing(dial(("127.0.0.1", shower.door.port), KIND)) as connection:
+                    with contextlib.closing(dial(("127.0.0.1", shower.listener.port), KIND)) as connection:
                         prefix = len(junk).to_bytes(2, "big") if round_ % 3 == 1 else b""
                         connection.sendall(prefix + junk)
         assert pair(machine("Laptop"), shower, code.text).name == "Kitchen Mac"
-        assert eventually(lambda: not any(thread.name == "door-connection" for thread in threading.enumerate()))
+        assert eventually(lambda: not any(thread.name == "link-connection" for thread in threading.enumerate()))
     finally:
         threading.excepthook = before
     assert failures == []

@@ -25,7 +25,7 @@ class Wired:
         self.net = net
         self.ring = ring
 
-    def door(self, machine: int) -> int:
+    def listener(self, machine: int) -> int:
         return self.ring.machines[machine].port + 1
 
     def heard(self, text: str, since: int) -> str:
@@ -81,7 +81,7 @@ def test_the_data_port_alone_is_blocked_between_the_head_and_one(three: Wired, m
     since = ring.mark()
     asked = ring.ask(LONG)
     ring.until_tokens(asked, 20)
-    three.net.block(three.door(1), 0, 1)
+    three.net.block(three.listener(1), 0, 1)
     assert ring.finished(asked).token_ids == alone(LONG).token_ids
     said = ring.notices(since)
     assert said[0] == "The link to node 1 broke; forming the ring again."

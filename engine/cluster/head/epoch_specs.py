@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.cluster.head.survey import Survey
 from engine.cluster.membership.control_messages import EpochMember, EpochSpec
-from engine.cluster.membership.node import Node, door_addresses
+from engine.cluster.membership.node import Node, listener_addresses
 from engine.cluster.membership.rpc_fanout import Candidate
 from engine.cluster.transport.addresses import own_ip_towards, parse_address
 from engine.ipc.messages import Load
@@ -98,14 +98,14 @@ def epoch_specs(
 
 
 def _best_first(ring: Ring, node: Node, from_id: str, to_id: str, rank: int) -> list[str]:
-    """Addresses of the door of ``to_id`` for ``from_id``."""
+    """Addresses of the link listener of ``to_id`` for ``from_id``."""
     survey = ring.survey
     if rank == HEAD:
         # It dials by itself, but engines that make their own connections must know where it is.
-        own = door_addresses(node.listening)
+        own = listener_addresses(node.listening)
         link = survey.links.get((to_id, from_id)) or next(iter(survey.links.values()))
         near = own_ip_towards(link.address)
         return sorted(own, key=lambda address: parse_address(address)[0] != near)
     reached, measured = survey.tried.reached.get((from_id, to_id)), survey.links.get((from_id, to_id))
     best = [*([reached] if reached else []), *([measured.address] if measured is not None else [])]
-    return list(dict.fromkeys([*best, *ring.followers[rank].doors]))
+    return list(dict.fromkeys([*best, *ring.followers[rank].listeners]))

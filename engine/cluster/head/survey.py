@@ -29,7 +29,7 @@ from engine.cluster.membership.control_messages import (
 from engine.cluster.membership.heartbeat import PeerView
 from engine.cluster.membership.links import LinkTrial, Tried, Way, all_ways, measure_best
 from engine.cluster.membership.measuring_node import measure_node
-from engine.cluster.membership.node import Node, door_addresses
+from engine.cluster.membership.node import Node, listener_addresses
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused, ask, until_done
 from engine.cluster.transport.addresses import parse_address
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
@@ -77,8 +77,8 @@ def candidates(node: Node, wanted: Sequence[str]) -> list[Candidate]:
             continue
         if view.load is not None and view.load.head not in ("", node.identity.node_id):
             continue
-        doors = tuple(door_addresses([view.client.address, *_others(view)]))
-        found.append(Candidate(view.node_id, view.name, view.client, doors, view.greeting.process))
+        listeners = tuple(listener_addresses([view.client.address, *_others(view)]))
+        found.append(Candidate(view.node_id, view.name, view.client, listeners, view.greeting.process))
     return sorted(found, key=lambda one: one.node_id)
 
 
@@ -208,16 +208,16 @@ class Surveyor:
                 found.links[way] = link
                 done += 1
 
-            here = door_addresses(node.listening)
+            here = listener_addresses(node.listening)
             for one in there:
-                ends = (*here, one.process, *one.doors)
+                ends = (*here, one.process, *one.listeners)
                 measure((me, one.node_id), ends, partial(_to, node, one, epoch))
                 if (me, one.node_id) in found.links:
                     node.table.set_link(one.node_id, found.links[me, one.node_id])
             for index, first in enumerate(there):
                 for second in there[index + 1 :]:
                     way = first.node_id, second.node_id
-                    ends = (first.process, *first.doors, second.process, *second.doors)
+                    ends = (first.process, *first.listeners, second.process, *second.listeners)
                     measure(way, ends, partial(_between, node, first, second, epoch, calls))
 
 
@@ -242,7 +242,7 @@ class LinkFailedError(Exception):
 def _to(node: Node, one: Candidate, epoch: str) -> LinkFacts:
     certificate = node.table.peer(one.node_id).certificate_pem.encode()
     try:
-        return measure_best(node.links, epoch, one.node_id, certificate, one.doors, one.name)
+        return measure_best(node.links, epoch, one.node_id, certificate, one.listeners, one.name)
     except ModelError as error:
         raise _failed(node, (one,), error) from error
 
@@ -275,7 +275,7 @@ def _between(node: Node, first: Candidate, second: Candidate, epoch: str, calls:
     vouched = Linked(epoch=epoch, node_id=first.node_id, certificate=certificates[first.node_id])
     ask(second, lambda: second.client.call("MeasureLinks", vouched, MeasuredLink, LINKS_S, calls))
     wanted = Linked(
-        epoch=epoch, node_id=second.node_id, certificate=certificates[second.node_id], addresses=list(second.doors)
+        epoch=epoch, node_id=second.node_id, certificate=certificates[second.node_id], addresses=list(second.listeners)
     )
     try:
         answer = first.client.call("MeasureLinks", wanted, MeasuredLink, LINKS_S, calls)

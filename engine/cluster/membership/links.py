@@ -151,8 +151,8 @@ class LinkTrial:
         self._pairs = {frozenset(way) for way in ways}
         self._wanted: dict[str, list[Linked]] = {}
         for first, second in ways:
-            doors = self._by_id[second].doors
-            addresses = list(dict.fromkeys([*([best[first, second]] if (first, second) in best else []), *doors]))
+            listeners = self._by_id[second].listeners
+            addresses = list(dict.fromkeys([*([best[first, second]] if (first, second) in best else []), *listeners]))
             self._wanted.setdefault(first, []).append(self._linked(epoch, second, addresses))
             if first != self._me:
                 # The dialled node must know who will come. It knows this machine already.

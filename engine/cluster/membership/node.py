@@ -18,9 +18,9 @@ from discovery.acquaintance import KIND as KNOWN_KIND
 from discovery.acquaintance import answer as answer_known
 from discovery.addresses import shown_address
 from discovery.checks import hearing_problems, network_facts
-from discovery.errors import DiscoveryError, DoorError
+from discovery.errors import DiscoveryError, LinkListenerError
 from discovery.identity import Identity, copied_identities, fingerprint_words
-from discovery.link_listener import Door, PortPair, bind_pair
+from discovery.link_listener import LinkListener, PortPair, bind_pair
 from discovery.mdns import Found, Neighbourhood
 from discovery.pairing_service import KIND as PAIR_KIND
 from discovery.pairing_service import PairingService, pair_with
@@ -29,7 +29,7 @@ from engine.cluster.membership.control_messages import CONTROL_PROTOCOL, LENDING
 from engine.cluster.membership.peer_table import AnnouncedPeer, PeerTable
 from engine.cluster.membership.server import Caller, ControlServer, RpcMethod
 from engine.cluster.transport.accepting import Links
-from engine.cluster.transport.addresses import door_of, own_addresses, parse_address
+from engine.cluster.transport.addresses import listener_address, own_addresses, parse_address
 from engine.cluster.transport.link_probe import answer_measuring
 from engine.errors import ModelError
 from engine.ipc.messages import OpenNetwork
@@ -100,14 +100,14 @@ class Node:
             opened.callback(self.table.close)
             self._host, ports, self.server = self._listen(options.listen)
             opened.callback(self.server.close)
-            self.door = Door(ports.door)
-            opened.callback(self.door.close)
+            self.listener = LinkListener(ports.listener)
+            opened.callback(self.listener.close)
             self.links = Links(identity, self.certificate_of, answer_measuring)
-            self.links.attach(self.door)
+            self.links.attach(self.listener)
             opened.callback(self.links.close)
             self.pairing = PairingService(identity, peers, self.name, self._paired, self._not_paired)
-            self.door.register(PAIR_KIND, self.pairing.handle)
-            self.door.register(KNOWN_KIND, answer_known(identity, self.table.paired))
+            self.listener.register(PAIR_KIND, self.pairing.handle)
+            self.listener.register(KNOWN_KIND, answer_known(identity, self.table.paired))
             watching = PeersWatch(peers, self.forget)
             opened.callback(watching.close)
             self._neighbourhood = self._announce()
@@ -156,12 +156,12 @@ class Node:
         Raises ModelError, DiscoveryError.
         """
         addresses = [peer] if ":" in peer else list(self.table.find_announced(peer).addresses)
-        failure: DoorError | None = None
+        failure: LinkListenerError | None = None
         for address in addresses:
             host, port = parse_address(address)
             try:
                 found = pair_with(host, port + 1, code, self.identity, self.peers, self.name, address)
-            except DoorError as error:
+            except LinkListenerError as error:
                 failure = error  # the next address may be the right one
                 continue
             self.table.refresh()
@@ -247,13 +247,13 @@ class Node:
             ports = bind_pair(host, port)
             try:
                 server = ControlServer(
-                    shown_address(host or _any_host(ports.door), ports.control),
+                    shown_address(host or _any_host(ports.listener), ports.control),
                     self.table.server_credentials,
                     self.table.paired,
                     self._table_of_methods(),
                 )
             except ModelError:
-                ports.door.close()
+                ports.listener.close()
                 if attempt + 1 == _TRIES or port:
                     raise
             else:
@@ -328,9 +328,9 @@ def _later(node: Node, name: str) -> Callable[[Caller, object], object]:
     return lambda caller, body: node.method(name).answer(caller, body)
 
 
-def _any_host(door: socket.socket) -> str:
-    """The wildcard address in the family of ``door``."""
-    return "::" if door.family == socket.AF_INET6 else "0.0.0.0"
+def _any_host(listener: socket.socket) -> str:
+    """The wildcard address in the family of ``listener``."""
+    return "::" if listener.family == socket.AF_INET6 else "0.0.0.0"
 
 
 def default_name() -> str:
@@ -344,10 +344,10 @@ def network_folder() -> Path:
     return locate("config") / "network"
 
 
-def door_addresses(addresses: list[str]) -> list[str]:
+def listener_addresses(addresses: list[str]) -> list[str]:
     """The addresses of the link listeners beside these control ports. What is not an address is left out."""
     found = []
     for address in addresses:
         with contextlib.suppress(ModelError):
-            found.append(door_of(address))
+            found.append(listener_address(address))
     return found

@@ -28,7 +28,7 @@ class Candidate:
     node_id: str
     name: str
     client: PeerClient
-    doors: tuple[str, ...]
+    listeners: tuple[str, ...]
     process: str
 
 

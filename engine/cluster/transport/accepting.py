@@ -18,7 +18,7 @@ import msgspec
 from discovery.certificates import fingerprint, pem_of
 from discovery.errors import DiscoveryError
 from discovery.identity import Identity
-from discovery.link_listener import Door
+from discovery.link_listener import LinkListener
 from discovery.tls import server_context
 from engine.cluster.transport.epochs import (
     HANDSHAKE_S,
@@ -76,9 +76,9 @@ class Links:
         self._mutex = threading.Lock()
         self._closed = False
 
-    def attach(self, door: Door) -> None:
+    def attach(self, listener: LinkListener) -> None:
         """Take the listener's connections of the kind ``link``."""
-        door.register(LINK_KIND, self.accept)
+        listener.register(LINK_KIND, self.accept)
 
     def accept(self, connection: socket.socket, body: bytes, address: tuple[str, int]) -> None:
         """Handle a connection: it becomes an expected link, or is closed without an answer."""

@@ -41,7 +41,7 @@ def literal_addresses(texts: Iterable[str]) -> list[str]:
     return found
 
 
-def door_of(address: str) -> str:
+def listener_address(address: str) -> str:
     """The address of the link listener of the node whose control port is ``address``."""
     host, port = parse_address(address)
     return shown_address(host, port + 1)

@@ -11,7 +11,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 
 import msgspec
 
-from discovery.errors import DiscoveryError, DoorError
+from discovery.errors import DiscoveryError, LinkListenerError
 from discovery.link_listener import dial
 from discovery.tls import client_context
 from engine.cluster.transport.accepting import Links
@@ -179,7 +179,7 @@ def _dial_until(
                 )
             except (PeerLost, RingProtocolError, DiscoveryError, OSError) as error:
                 reason = str(error)
-                if not isinstance(error, DoorError):
+                if not isinstance(error, LinkListenerError):
                     reached = time.monotonic()
                 continue
             if stop.is_set():

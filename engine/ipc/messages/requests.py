@@ -163,7 +163,7 @@ class OpenNetwork(LendTerms, frozen=True, kw_only=True, tag_field="type", tag="o
     name: str = ""
     """What paired machines see; empty: the host's name."""
     listen: str = ""
-    """``HOST:PORT``; empty: all interfaces, the usual port or the next free one. The door is at PORT + 1."""
+    """``HOST:PORT``; empty: all interfaces, the usual port or the next free one. The link listener is at PORT + 1."""
     peers: list[str] = []
     """``HOST:PORT`` of machines to try where multicast does not reach."""
     lend: bool = False

@@ -1,4 +1,4 @@
-"""The door: what it lets in, what it closes silently, how many at a time, and the two ports."""
+"""The link listener: what it lets in, what it closes silently, how many at a time, and the two ports."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from discovery import link_listener as doors
-from discovery.errors import DoorError
+from discovery import link_listener as listeners
+from discovery.errors import LinkListenerError
 from discovery.frames import MAX_FRAME, Deadline, FrameError, receive_exactly, receive_frame, send_frame
-from discovery.link_listener import MAX_BODY, Door, bind_pair, dial
+from discovery.link_listener import MAX_BODY, LinkListener, bind_pair, dial
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    opened = Door.open("127.0.0.1")
+def listener() -> Iterator[LinkListener]:
+    opened = LinkListener.open("127.0.0.1")
     yield opened
     opened.close()
 
@@ -38,36 +38,38 @@ def all_of(connection: socket.socket) -> bytes:
     return received
 
 
-def test_each_kind_goes_to_its_handler(door: Door) -> None:
-    door.register("echo", echo)
-    door.register("other", lambda connection, body, address: (connection.sendall(b"other"), connection.close())[1])
+def test_each_kind_goes_to_its_handler(listener: LinkListener) -> None:
+    listener.register("echo", echo)
+    listener.register("other", lambda connection, body, address: (connection.sendall(b"other"), connection.close())[1])
     for kind, body, answer in (("echo", b"x" * MAX_BODY, b"x" * MAX_BODY + b"127.0.0.1"), ("other", b"", b"other")):
-        with contextlib.closing(dial(("127.0.0.1", door.port), kind, body)) as connection:
+        with contextlib.closing(dial(("127.0.0.1", listener.port), kind, body)) as connection:
             assert all_of(connection) == answer
 
 
-def test_a_handler_that_fails_ends_its_connection_alone(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_handler_that_fails_ends_its_connection_alone(
+    listener: LinkListener, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(connection: socket.socket, body: bytes, address: tuple[str, int]) -> None:
         raise ZeroDivisionError("of one connection")
 
     failed: list[threading.ExceptHookArgs] = []
-    door.register("bad", fail)
-    door.register("echo", echo)
+    listener.register("bad", fail)
+    listener.register("echo", echo)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading, "excepthook", failed.append)
         for kind, answer in (("bad", b""), ("echo", b"x127.0.0.1")):
-            with contextlib.closing(dial(("127.0.0.1", door.port), kind, b"x")) as connection:
+            with contextlib.closing(dial(("127.0.0.1", listener.port), kind, b"x")) as connection:
                 assert all_of(connection) == answer
     assert not failed and "of one connection" in caplog.text
 
 
-def test_a_connection_that_was_handed_on_stays_open(door: Door) -> None:
+def test_a_connection_that_was_handed_on_stays_open(listener: LinkListener) -> None:
     kept: list[socket.socket] = []
     taken = threading.Event()
-    door.register("link", lambda connection, body, address: (kept.append(connection), taken.set())[1])
-    with contextlib.closing(dial(("127.0.0.1", door.port), "link")) as connection:
+    listener.register("link", lambda connection, body, address: (kept.append(connection), taken.set())[1])
+    with contextlib.closing(dial(("127.0.0.1", listener.port), "link")) as connection:
         assert taken.wait(10)
-        door.close()
+        listener.close()
         kept[0].sendall(b"still here")
         assert receive_exactly(connection, 10, Deadline(10)) == b"still here"
         kept[0].close()
@@ -85,39 +87,41 @@ def test_a_connection_that_was_handed_on_stays_open(door: Door) -> None:
         b"\x16\x03\x01\x02\x00\x01",
     ],
 )
-def test_whatever_is_no_preamble_is_closed_without_a_word(door: Door, sent: bytes) -> None:
-    door.register("echo", echo)
-    with socket.create_connection(("127.0.0.1", door.port), timeout=10) as connection:
+def test_whatever_is_no_preamble_is_closed_without_a_word(listener: LinkListener, sent: bytes) -> None:
+    listener.register("echo", echo)
+    with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as connection:
         with contextlib.suppress(OSError):  # it may be closed before all of this is sent
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)
         assert all_of(connection) == b""
 
 
-def test_a_kind_that_nobody_serves_is_closed(door: Door) -> None:
-    with contextlib.closing(dial(("127.0.0.1", door.port), "echo")) as connection:
+def test_a_kind_that_nobody_serves_is_closed(listener: LinkListener) -> None:
+    with contextlib.closing(dial(("127.0.0.1", listener.port), "echo")) as connection:
         assert all_of(connection) == b""
 
 
-def test_who_says_nothing_is_cut_off(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "PREAMBLE_SECONDS", 0.2)
-    with socket.create_connection(("127.0.0.1", door.port), timeout=20) as silent:
+def test_who_says_nothing_is_cut_off(listener: LinkListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "PREAMBLE_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", listener.port), timeout=20) as silent:
         silent.sendall(b"pv")
         assert all_of(silent) == b""
 
 
-def test_one_machine_cannot_take_all_places(door: Door) -> None:
-    door.register("echo", echo)
-    held = [socket.create_connection(("127.0.0.1", door.port), timeout=10) for _ in range(doors._MAX_PER_ADDRESS)]
+def test_one_machine_cannot_take_all_places(listener: LinkListener) -> None:
+    listener.register("echo", echo)
+    held = [
+        socket.create_connection(("127.0.0.1", listener.port), timeout=10) for _ in range(listeners._MAX_PER_ADDRESS)
+    ]
     try:
         pause = threading.Event()
         for _ in range(500):
-            if len(door._open) == doors._MAX_PER_ADDRESS:
+            if len(listener._open) == listeners._MAX_PER_ADDRESS:
                 break
             pause.wait(0.02)
-        with socket.create_connection(("127.0.0.1", door.port), timeout=10) as refused:
+        with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as refused:
             assert all_of(refused) == b""
-        with socket.create_connection(("127.0.0.1", door.port), 10, ("127.0.0.2", 0)) as another:
+        with socket.create_connection(("127.0.0.1", listener.port), 10, ("127.0.0.2", 0)) as another:
             another.sendall(b"pvLM\x01\x04\x00\x02echohi")
             assert all_of(another) == b"hi127.0.0.2"
     finally:
@@ -125,70 +129,70 @@ def test_one_machine_cannot_take_all_places(door: Door) -> None:
             connection.close()
 
 
-def test_closing_leaves_no_thread_and_no_port(door: Door) -> None:
-    door.register("echo", echo)
-    with socket.create_connection(("127.0.0.1", door.port), timeout=10) as waiting:
+def test_closing_leaves_no_thread_and_no_port(listener: LinkListener) -> None:
+    listener.register("echo", echo)
+    with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as waiting:
         pause = threading.Event()
         for _ in range(500):
-            if door._open:
+            if listener._open:
                 break
             pause.wait(0.02)
-        door.close()
-        door.close()
+        listener.close()
+        listener.close()
         assert all_of(waiting) == b""
-    with pytest.raises(DoorError, match="Nobody answers"):
-        dial(("127.0.0.1", door.port), "echo", seconds=2)
+    with pytest.raises(LinkListenerError, match="Nobody answers"):
+        dial(("127.0.0.1", listener.port), "echo", seconds=2)
     for _ in range(500):
-        if not any(thread.name.startswith("door") for thread in threading.enumerate()):
+        if not any(thread.name.startswith("link-listener") for thread in threading.enumerate()):
             break
         pause.wait(0.02)
-    assert not any(thread.name.startswith("door") for thread in threading.enumerate())
-    Door.open("127.0.0.1", door.port).close()
+    assert not any(thread.name.startswith("link-listener") for thread in threading.enumerate())
+    LinkListener.open("127.0.0.1", listener.port).close()
 
 
 def test_the_two_ports_are_neighbours_and_both_free() -> None:
     pair = bind_pair("127.0.0.1", 0)
-    with contextlib.closing(pair.door), socket.create_server(("127.0.0.1", pair.control)):
-        assert pair.door.getsockname()[1] == pair.control + 1
-        with pytest.raises(DoorError, match=f"Port {pair.control} or {pair.control + 1} .* is in use"):
+    with contextlib.closing(pair.listener), socket.create_server(("127.0.0.1", pair.control)):
+        assert pair.listener.getsockname()[1] == pair.control + 1
+        with pytest.raises(LinkListenerError, match=f"Port {pair.control} or {pair.control + 1} .* is in use"):
             bind_pair("127.0.0.1", pair.control)
 
 
 def test_a_second_process_takes_the_next_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     base = bind_pair("127.0.0.1", 0)
-    monkeypatch.setattr(doors, "USUAL_PORT", base.control)
-    base.door.close()
+    monkeypatch.setattr(listeners, "USUAL_PORT", base.control)
+    base.listener.close()
     first = bind_pair("127.0.0.1")
-    with contextlib.closing(first.door):
+    with contextlib.closing(first.listener):
         assert first.control == base.control
         second = bind_pair("127.0.0.1")
-        with contextlib.closing(second.door):
+        with contextlib.closing(second.listener):
             assert second.control >= first.control + 2 and (second.control - first.control) % 2 == 0
 
 
 def test_all_addresses_are_listened_on_by_default() -> None:
     pair = bind_pair(port=0)
-    door = Door(pair.door)
+    listener = LinkListener(pair.listener)
     try:
-        door.register("echo", echo)
-        with contextlib.closing(dial(("127.0.0.1", door.port), "echo", b"4")) as connection:
+        listener.register("echo", echo)
+        with contextlib.closing(dial(("127.0.0.1", listener.port), "echo", b"4")) as connection:
             assert all_of(connection).endswith(b"127.0.0.1")
         if socket.has_dualstack_ipv6():
-            with contextlib.closing(dial(("::1", door.port), "echo", b"6")) as connection:
+            with contextlib.closing(dial(("::1", listener.port), "echo", b"6")) as connection:
                 assert all_of(connection) == b"6::1"
     finally:
-        door.close()
+        listener.close()
 
 
 @pytest.mark.parametrize(("host", "port", "match"), [("192.0.2.77", 0, "no.* address"), ("127.0.0.1", 65535, "65534")])
 def test_what_cannot_be_listened_on_is_named(host: str, port: int, match: str) -> None:
-    with pytest.raises(DoorError, match=match):
+    with pytest.raises(LinkListenerError, match=match):
         bind_pair(host, port)
 
 
-def test_too_large_a_body_is_not_sent(door: Door) -> None:
+def test_too_large_a_body_is_not_sent(listener: LinkListener) -> None:
     with pytest.raises(ValueError, match="1024"):
-        dial(("127.0.0.1", door.port), "echo", bytes(MAX_BODY + 1))
+        dial(("127.0.0.1", listener.port), "echo", bytes(MAX_BODY + 1))
 
 
 @settings(max_examples=60, deadline=None)
@@ -235,15 +239,15 @@ class DarwinListener(socket.socket):
         raise OSError(57, "Socket is not connected")
 
 
-def test_a_connection_without_an_address_does_not_end_the_door() -> None:
+def test_a_connection_without_an_address_does_not_end_the_link_listener() -> None:
     listener = DarwinListener(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind(("127.0.0.1", 0))
-    opened = Door(listener)
+    opened = LinkListener(listener)
     opened.register("echo", echo)
     try:
         for answer in (b"", b"", b"x127.0.0.1"):
             with (
-                contextlib.suppress(DoorError),
+                contextlib.suppress(LinkListenerError),
                 contextlib.closing(dial(("127.0.0.1", opened.port), "echo", b"x")) as one,
             ):
                 assert all_of(one) == answer
