@@ -29,22 +29,22 @@ KIND = "known"
 """Kind of connection at the link listener."""
 ASK_SECONDS = 2.0
 _DIAL_SECONDS = 0.5
-"""Whoever asks has just failed to reach the machine, and has other things to do."""
+"""Seconds for the whole question. The asking machine has just failed to reach the other, and has more to do."""
 _NONCE = 32
 _ABOUT = b"privatellm known 1"
 _YES, _NO = b"yes", b"no"
 
 
 class _Claim(msgspec.Struct, frozen=True, array_like=True):
-    """Who asks: the certificate (DER), and a signature over the question."""
+    """The question: the asking machine's certificate (DER), and a signature over the question."""
 
     certificate: bytes
     signature: bytes
 
 
 def answer(identity: Identity, knows: Callable[[str], bool]) -> Callable[[socket.socket, bytes, tuple[str, int]], None]:
-    """The link listener's handler: tells whoever proves to be the machine ``node_id`` whether this one
-    ``knows(node_id)``."""
+    """A handler for the link listener that answers whether this machine ``knows(node_id)``, to the proven owner of that
+    id."""
 
     def handle(connection: socket.socket, body: bytes, address: tuple[str, int]) -> None:
         deadline = Deadline(ASK_SECONDS)
@@ -60,7 +60,7 @@ def answer(identity: Identity, knows: Callable[[str], bool]) -> Callable[[socket
 
 
 def is_known(identity: Identity, peer: Peer, host: str, listener_port: int) -> bool | None:
-    """Whether ``peer``, whose listener that is, knows this machine; None: it does not say so, or is not there."""
+    """Whether ``peer``, whose link listener is at that address, knows this machine. None if it does not answer."""
     deadline = Deadline(ASK_SECONDS)
     try:
         with contextlib.closing(dial((host, listener_port), KIND, seconds=_DIAL_SECONDS)) as connection:
@@ -78,7 +78,7 @@ def is_known(identity: Identity, peer: Peer, host: str, listener_port: int) -> b
 
 
 def _question(nonce: bytes, asked: str) -> bytes:
-    """What is signed: of no use to another machine, or another time."""
+    """The signed bytes, which are useless for another machine or at another time."""
     return b"\0".join((_ABOUT, asked.encode(), nonce))
 
 
@@ -89,7 +89,7 @@ def _signed(identity: Identity, question: bytes) -> bytes:
 
 
 def _proved(frame: bytes, question: bytes) -> str:
-    """The node id of whoever signed the ``question``. Raises CertificateError."""
+    """The node id of the machine that signed the ``question``. Raises CertificateError."""
     try:
         claim = msgspec.msgpack.decode(frame, type=_Claim)
         key = x509.load_pem_x509_certificate(pem_of(claim.certificate)).public_key()

@@ -1,4 +1,4 @@
-"""This machine's addresses, and in which order addresses of another are tried."""
+"""This machine's addresses, and the order in which the addresses of another machine are tried."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _INSIDE = re.compile(
     r"|vboxnet|bridge1\d\d$|awdl|llw|anpi|ap\d"
 )
 _SYSTEM_TUNNEL = re.compile(r"utun\d")
-"""macOS makes several for itself, with addresses that lead nowhere; a VPN of one's own is reached by its address."""
+"""Prefix of tunnels that macOS makes for itself, whose addresses lead nowhere. A person's own VPN is reached by its
+address."""
 _TUNNEL = re.compile(r"utun|tun\d|tap\d|wg\d|tailscale|ppp|ipsec|gif|stf|zt")
 
 
@@ -30,9 +31,9 @@ class OwnAddress:
 
     interface: str
     ip: str
-    """Without the interface; link-local IPv6 addresses mean nothing without it."""
+    """The address without its interface, without which link-local IPv6 addresses mean nothing."""
     prefix: int
-    """Bits of the network."""
+    """Length of the network's prefix in bits."""
 
     @property
     def parsed(self) -> IP:
@@ -45,13 +46,13 @@ class OwnAddress:
 
 @dataclass(frozen=True)
 class Address:
-    """Where another machine says it can be reached."""
+    """An address at which another machine says it can be reached."""
 
     ip: str
     """A link-local IPv6 address has this machine's interface behind it: ``fe80::1%en0``."""
     port: int
     interface: str = ""
-    """This machine's interface into the same network; empty: by way of a router, or not known."""
+    """This machine's interface in the same network; empty if it goes through a router or is unknown."""
 
     @property
     def text(self) -> str:
@@ -84,13 +85,13 @@ def own_addresses() -> list[OwnAddress]:
 
 
 def is_inside(interface: str) -> bool:
-    """Whether only containers and virtual machines of this host are reached through it."""
+    """Whether the interface reaches only containers and virtual machines of this host."""
     return _INSIDE.match(interface) is not None
 
 
 def announced(own: Iterable[OwnAddress]) -> list[OwnAddress]:
-    """Those that are told to others, best first: without loopback, inner bridges and the system's own tunnels, unless
-    there is nothing else."""
+    """The addresses that are announced, best first: without loopback, inner bridges and the system's own tunnels,
+    unless there is nothing else."""
     candidates = sorted(own, key=_rank)
     inside = [one for one in candidates if not one.is_loopback]
     outside = [one for one in inside if not is_inside(one.interface) and not _SYSTEM_TUNNEL.match(one.interface)]
@@ -98,8 +99,11 @@ def announced(own: Iterable[OwnAddress]) -> list[OwnAddress]:
 
 
 def towards(others: Iterable[tuple[str, int]], own: Iterable[OwnAddress]) -> tuple[Address, ...]:
-    """Another machine's (ip, port) pairs, without doubles, best first: those in a network of this machine before those
-    behind a router, those on an inner bridge of this machine last (other hosts have the same addresses there)."""
+    """Another machine's (ip, port) pairs without duplicates, best first.
+
+    Pairs in a network of this machine come first, then those behind a router. Those on an inner bridge of this machine
+    come last, as other hosts have the same addresses there.
+    """
     mine = list(own)
     found: dict[str, tuple[tuple[int, ...], Address]] = {}
     for ip, port in others:
@@ -148,7 +152,7 @@ def _interface_into(ip: IP, own: list[OwnAddress]) -> str:
 
 
 def _named(scope: str) -> str:
-    """An interface's name for a scope, which may be its number."""
+    """The name of the interface of a scope, which may be its number."""
     if not scope.isdecimal():
         return scope
     try:
@@ -158,7 +162,7 @@ def _named(scope: str) -> str:
 
 
 def _prefix(netmask: str | None, width: int) -> int:
-    """Bits set in a netmask as psutil gives it; an interface without one is a network of one address."""
+    """Number of bits in a netmask from psutil. An interface without one is a network of one address."""
     if not netmask:
         return width
     try:

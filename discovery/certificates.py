@@ -16,20 +16,20 @@ from cryptography.x509.oid import NameOID
 from discovery.errors import DiscoveryError
 
 TLS_NAME = "privatellm"
-"""The one DNS name in every certificate. It identifies nobody; libraries that insist on a host name are given it."""
+"""The DNS name in every certificate. It identifies nobody, but some libraries insist on a host name."""
 MAX_CERTIFICATE = 2048
-"""Bytes of DER; ours have about 450."""
+"""Maximum bytes of a certificate (DER). Ours have about 450."""
 
 # Fixed dates: a certificate says nothing about when it was made, and machines whose clocks are apart agree about it.
 _NOT_BEFORE = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _NOT_AFTER = datetime.datetime(2099, 12, 31, tzinfo=datetime.UTC)
 _PUBLIC = (serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
 _ECDSA_WITH_SHA256 = bytes.fromhex("300a06082a8648ce3d040302")
-"""The algorithm's identifier, DER."""
+"""Identifier of the signature algorithm, DER."""
 
 
 class CertificateError(DiscoveryError):
-    """Bytes that are not a certificate as this program makes them."""
+    """Bytes that are not a certificate in the form this program makes."""
 
 
 def make_certificate() -> tuple[bytes, bytes]:
@@ -43,7 +43,8 @@ def make_certificate() -> tuple[bytes, bytes]:
 
 
 def _certificate(public: ec.EllipticCurvePublicKey, serial: int, key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
-    """The one form. Raises ValueError for a serial number that is not positive or has more than 20 bytes."""
+    """The certificate in its only form. Raises ValueError for a serial number that is not positive or has more than 20
+    bytes."""
     identifier = x509.SubjectKeyIdentifier.from_public_key(public)
     # The name differs for every key, because TLS libraries look a pinned certificate up by its name.
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"{TLS_NAME} {identifier.digest.hex()}")])
@@ -69,7 +70,7 @@ def fingerprint(der: bytes) -> str:
 
 
 def der_of(certificate_pem: bytes) -> bytes:
-    """PEM of one certificate to DER. Raises CertificateError as :func:`pem_of`."""
+    """A certificate (PEM) as DER. Raises CertificateError as :func:`pem_of` does."""
     try:
         der = x509.load_pem_x509_certificate(certificate_pem).public_bytes(serialization.Encoding.DER)
     except ValueError as error:
@@ -80,11 +81,11 @@ def der_of(certificate_pem: bytes) -> bytes:
 
 
 def pem_of(der: bytes) -> bytes:
-    """DER that came over the network, checked, as PEM.
+    """A certificate (DER) from the network, checked, as PEM.
 
-    Raises CertificateError unless it is to the byte what :func:`make_certificate` makes of its key and its serial
-    number, signed by that key: TLS libraries differ in what they take, and one certificate that one of them cannot
-    read, or takes for another machine's, would keep other machines out.
+    Raises CertificateError unless it equals, byte for byte, what :func:`make_certificate` makes of its key and serial
+    number, signed by that key. TLS libraries differ in what they accept. A certificate that one of them cannot read, or
+    takes for another machine's, would keep other machines out.
     """
     if not 0 < len(der) <= MAX_CERTIFICATE:
         raise CertificateError(f"A certificate of {len(der)} bytes was offered; ours have at most {MAX_CERTIFICATE}.")
@@ -106,7 +107,7 @@ def pem_of(der: bytes) -> bytes:
 
 
 def public_key_of(certificate_pem: bytes) -> bytes:
-    """Its public key, DER. Raises CertificateError."""
+    """The public key of a certificate, DER. Raises CertificateError."""
     try:
         return x509.load_pem_x509_certificate(certificate_pem).public_key().public_bytes(*_PUBLIC)
     except (ValueError, TypeError) as error:
@@ -115,12 +116,13 @@ def public_key_of(certificate_pem: bytes) -> bytes:
 
 @functools.cache
 def _anybody() -> ec.EllipticCurvePrivateKey:
-    """A key that is no machine's."""
+    """A key that belongs to no machine."""
     return ec.derive_private_key(1, ec.SECP256R1())
 
 
 def _joined(signed: bytes, signature: bytes) -> bytes:
-    """The certificate, DER: a sequence of what is signed, how, and the signature, a string of whole bytes."""
+    """The certificate, DER: a sequence of the signed part, the algorithm and the signature (a bit string of whole
+    bytes)."""
     return _element(b"\x30", signed + _ECDSA_WITH_SHA256 + _element(b"\x03", b"\0" + signature))
 
 
@@ -133,7 +135,7 @@ def _element(tag: bytes, content: bytes) -> bytes:
 
 
 def belong_together(key_pem: bytes, certificate_pem: bytes) -> bool:
-    """Whether the private key is the certificate's."""
+    """Whether the private key belongs to the certificate."""
     try:
         key = serialization.load_pem_private_key(key_pem, password=None)
         certificate = x509.load_pem_x509_certificate(certificate_pem)

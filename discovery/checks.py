@@ -1,6 +1,6 @@
-"""Why machines do not find each other: probes of the network, and the judgement of what they say.
+"""Why machines do not find each other: probes of the network, and the judgement of their results.
 
-Every problem names the step that fails and what to do. The probes open sockets; they run when a person asked for the
+Every problem names the failing step and a remedy. The probes open sockets, so they run only when a person asked for the
 network or for a check of it.
 """
 
@@ -27,9 +27,9 @@ from discovery.link_listener import USUAL_PORT
 GROUP = "224.0.0.251"
 MDNS_PORT = 5353
 _QUIET_SECONDS = 5.0
-"""After so long without hearing itself it is worth a word."""
+"""Seconds without its own announcement after which a machine reports a problem."""
 _ALONE_SECONDS = 15.0
-"""After so long without hearing of anybody else."""
+"""Seconds without any other machine after which a machine reports a problem."""
 _ANSWER_SECONDS = 1.0
 
 _PERMISSION = (
@@ -42,7 +42,7 @@ Firewall = Literal["", "ufw", "firewalld", "macos", "macos-blocks-all"]
 
 @dataclass(frozen=True)
 class Problem:
-    """``str()`` of it is one sentence for the screen."""
+    """A problem and its remedy. ``str()`` gives one sentence for the screen."""
 
     step: str
     what: str
@@ -55,22 +55,22 @@ class Problem:
 
 @dataclass(frozen=True)
 class MulticastProbe:
-    """One question sent to the mDNS group by one address."""
+    """The result of one question sent to the mDNS group from one address."""
 
     interface: str
     ip: str
     error: str = ""
-    """As the system says it."""
+    """The system's text."""
     code: int = 0
     """errno."""
     heard_itself: bool = False
     others: int = 0
-    """Other addresses from which something was heard meanwhile, of any service."""
+    """Other addresses that answered meanwhile, of any service."""
 
 
 @dataclass(frozen=True)
 class NetworkFacts:
-    """What :func:`network_problems` judges."""
+    """The facts that :func:`network_problems` judges."""
 
     system: str
     """``sys.platform``."""
@@ -80,12 +80,12 @@ class NetworkFacts:
     port: int = USUAL_PORT
     in_container: bool = False
     exempt: bool = False
-    """macOS asks for no Local Network permission here: Terminal.app and remote logins have it."""
+    """Whether macOS asks for no Local Network permission: Terminal.app and remote logins have it."""
 
 
 @dataclass(frozen=True)
 class PeerStep:
-    """One step on the way to ``--peer HOST:PORT``: it worked, or the problem."""
+    """One step on the way to ``--peer HOST:PORT``, with what was found or the problem."""
 
     step: str
     said: str
@@ -94,7 +94,8 @@ class PeerStep:
 
 
 def network_problems(facts: NetworkFacts) -> list[Problem]:
-    """What keeps machines from being found, most fundamental first; empty: nothing that can be seen from here. Pure."""
+    """Problems that keep machines from being found, most fundamental first; empty if none is visible from here.
+    Pure."""
     reachable = [one for one in facts.addresses if not one.is_loopback and not is_inside(one.interface)]
     if not reachable:
         what = "this machine has no network interface that others could reach"
@@ -113,7 +114,8 @@ def network_problems(facts: NetworkFacts) -> list[Problem]:
 
 
 def hearing_problems(seconds: float, failure: str, own: bool, others: int, facts: NetworkFacts) -> list[Problem]:
-    """The same of an open network (the fields of :class:`discovery.mdns.Hearing`), without sending anything. Pure."""
+    """Problems of an open network, from the fields of :class:`discovery.mdns.Hearing`, without sending anything.
+    Pure."""
     if failure:
         return [_announcing_failed(failure, facts)]
     if seconds < _QUIET_SECONDS or others:
@@ -128,7 +130,8 @@ def hearing_problems(seconds: float, failure: str, own: bool, others: int, facts
 
 
 def network_facts(port: int = USUAL_PORT, probe: bool = True) -> NetworkFacts:
-    """Look at this machine. With ``probe`` a question is sent to the mDNS group on every interface (about a second)."""
+    """Collect the facts of this machine. With ``probe`` a question is sent to the mDNS group on every interface (about
+    a second)."""
     addresses = tuple(own_addresses())
     return NetworkFacts(
         system=sys.platform,
@@ -146,14 +149,14 @@ def _is_exempt(environment: Mapping[str, str]) -> bool:
 
 
 def probe_multicast(addresses: Sequence[OwnAddress], seconds: float = _ANSWER_SECONDS) -> list[MulticastProbe]:
-    """Send a question on each interface by IPv4 and listen whether it is heard here, and who else is."""
+    """Send a question on each interface over IPv4, and note whether it is heard here, and who else answers."""
     own = {one.ip for one in addresses}
     chosen = {one.interface: one for one in reversed(announced(addresses)) if one.parsed.version == 4}
     return [_probe(one, own, seconds) for one in sorted(chosen.values())]
 
 
 def probe_peer(host: str, port: int, seconds: float = 3.0) -> list[PeerStep]:
-    """Walk to another machine's control port and listener, until a step fails."""
+    """Connect to another machine's control port and link listener, until a step fails."""
     steps: list[PeerStep] = []
     try:
         ip = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
@@ -268,8 +271,10 @@ def _let_in(facts: NetworkFacts) -> str:
 
 
 def _question() -> bytes:
-    """Two mDNS questions: who is of this program, and who is there at all (every responder answers that). The number,
-    which others ignore, makes them recognisable here."""
+    """Two mDNS questions: which machines run this program, and which responders exist at all.
+
+    Every responder answers the second one. The number, which others ignore, identifies the questions here.
+    """
     header = struct.pack("!6H", secrets.randbelow(0xFFFF) + 1, 0, 2, 0, 0, 0)
     asked = b""
     for name in ("_privatellm._tcp.local", "_services._dns-sd._udp.local"):
@@ -343,7 +348,7 @@ def _macos_firewall() -> Firewall:
 
 
 def _says(command: list[str], run: Callable[..., subprocess.CompletedProcess[str]] = subprocess.run) -> str:
-    """What a system tool prints; nothing if it is not there or slow."""
+    """The output of a system tool; empty if it is absent or slow."""
     if shutil.which(command[0]) is None:
         return ""
     try:

@@ -1,7 +1,7 @@
-"""A pairing code, asked for by another process of the same account: ``peers code`` and the ``join`` that shows it share
-nothing but the folder that only this account can use.
+"""A pairing code requested by another process of the same account.
 
-Whoever can write there can read the private key as well: asking this way opens no link listener that was closed.
+``peers code`` and the ``join`` that shows the code share only the folder, which only this account can use. Whoever can
+write there can read the private key as well, so this opens no new way in.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from discovery.errors import PeersError
 from discovery.storage import write_private
 
 FRESH_S = 10.0
-"""A question older than this was left behind by somebody who waits no longer."""
+"""Seconds after which a question counts as left behind by a process that no longer waits."""
 _LOOK_S = 0.05
 _MOST_BYTES = 64 * 1024
 _ASKED = "code-asked.json"
@@ -34,7 +34,7 @@ class _Asked(msgspec.Struct, frozen=True):
 
 
 class ShownCode(msgspec.Struct, frozen=True, kw_only=True):
-    """What is answered: the ``code`` that can be typed now, for how long and how often, and where."""
+    """The answer: the ``code`` that can be typed now, for how long and how often, and where."""
 
     nonce: str
     code: str
@@ -45,14 +45,14 @@ class ShownCode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CodeRequests:
-    """The side that shows codes. For one thread."""
+    """The side that shows codes. One thread at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._answered = False
 
     def take(self) -> str | None:
-        """The question that waits, if one does: it is answered once, by one process."""
+        """The nonce of a waiting question, if there is one. It is answered once, by one process."""
         asked = self._folder / _ASKED
         if not asked.exists():
             return None
@@ -67,13 +67,13 @@ class CodeRequests:
         return question.nonce if question is not None and fresh else None
 
     def answer(self, shown: ShownCode) -> None:
-        """Nobody is told if the folder cannot be written: the code is shown on this side all the same."""
+        """Write the answer. If the folder cannot be written, the code is still shown on this side."""
         with contextlib.suppress(OSError):
             write_private(self._folder / _SHOWN, msgspec.json.encode(shown))
             self._answered = True
 
     def tidy(self) -> None:
-        """The code is over: an answer that nobody fetched must not stay."""
+        """Delete an answer that nobody fetched, as its code is no longer valid."""
         if self._answered:
             self._answered = False
             with contextlib.suppress(OSError):
@@ -104,7 +104,7 @@ def ask_for_code(folder: Path, seconds: float = FRESH_S / 2) -> ShownCode | None
 
 
 def _read(path: Path, kind: type[_Kind]) -> _Kind | None:
-    """None if it is not there, or holds something else."""
+    """The content; None if the file is absent or holds something else."""
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(_MOST_BYTES), type=kind)

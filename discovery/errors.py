@@ -1,10 +1,10 @@
-"""What can go wrong between machines. Each text is one sentence: what is wrong, with the value, and what to do."""
+"""Errors between machines. Each text is one sentence: what is wrong, with the value, and what to do."""
 
 from __future__ import annotations
 
 
 class DiscoveryError(Exception):
-    """Something the person asked for cannot be done; the text can be shown as it stands."""
+    """A person's request cannot be done. The text can be shown as it is."""
 
 
 class IdentityError(DiscoveryError):

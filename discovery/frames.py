@@ -1,4 +1,4 @@
-"""Frames on a plain socket: a length of two bytes and that many bytes, each with a cap and within one time limit."""
+"""Frames on a plain socket: a length of two bytes and that many bytes, limited in size and time."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _LENGTH = 2
 
 
 class FrameError(Exception):
-    """The other end closed, was too slow, or sent something too large."""
+    """The other end closed the connection, was too slow, or sent something too large."""
 
 
 class Deadline:
-    """One time limit for a whole conversation, so that nobody can stretch it byte by byte."""
+    """A time limit for a whole conversation, which nobody can stretch byte by byte."""
 
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds; raises FrameError when there are none."""
+        """Seconds left. Raises FrameError when there are none."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise FrameError("the other machine took too long")
@@ -28,7 +28,7 @@ class Deadline:
 
 
 def send_frame(connection: socket.socket, frame: bytes, deadline: Deadline) -> None:
-    """Raises FrameError; ValueError if the frame is larger than any may be."""
+    """Send one frame. Raises FrameError, and ValueError if it is larger than any may be."""
     if len(frame) > MAX_FRAME:
         raise ValueError(f"a frame of {len(frame)} bytes")
     try:
@@ -47,7 +47,7 @@ def receive_frame(connection: socket.socket, deadline: Deadline, limit: int = MA
 
 
 def receive_exactly(connection: socket.socket, count: int, deadline: Deadline) -> bytes:
-    """``count`` bytes. Raises FrameError if the other end closes before, or is too slow."""
+    """The next ``count`` bytes. Raises FrameError if the other end closes before, or is too slow."""
     received = bytearray()
     while len(received) < count:
         try:

@@ -1,4 +1,4 @@
-"""Who this machine is: a private key, its certificate, and the certificate's fingerprint as node id."""
+"""This machine's identity: a private key, its certificate, and the certificate's fingerprint as node id."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from discovery.words import WORDS
 KEYRING_SERVICE = "privatellm"
 IN_KEYRING = "the system's keyring"
 RENEWAL = "run `privatellm peers new-identity` there"
-"""How a person gives a machine a new identity; :func:`new_identity` is how a program does."""
+"""Command by which a person gives a machine a new identity. A program uses :func:`new_identity`."""
 _CERTIFICATE = "certificate.pem"
 _KEY = "private-key.pem"
 _LOCK = "identity.lock"
@@ -33,18 +33,19 @@ _WORDS_SHOWN = 6
 
 @dataclass(frozen=True)
 class Identity:
-    """This machine's identity. The key is in memory only; :attr:`storage` says where it is kept."""
+    """This machine's identity. The key is in memory only. :attr:`storage` says where it is kept."""
 
     node_id: str
     """SHA-256 of the certificate's DER, 64 hexadecimal digits."""
     certificate_pem: bytes
     key_pem: bytes = field(repr=False)
     storage: str
-    """In words: the system's keyring, or the file."""
+    """Where the key is kept, in words: the system's keyring, or the file."""
     instance: str
-    """Differs between machines, boots and folders that share a (copied) identity; 16 hexadecimal digits."""
+    """Number that differs between machines, boots and folders with the same (copied) identity; 16 hexadecimal
+    digits."""
     notice: str = ""
-    """One sentence to be shown once; empty: nothing is to be said."""
+    """A sentence to be shown once; empty if there is none."""
 
     @functools.cached_property
     def certificate_der(self) -> bytes:
@@ -54,10 +55,9 @@ class Identity:
 def load_identity(folder: Path, patience_s: float | None = None) -> Identity:
     """The identity kept in ``folder``, made there if there is none.
 
-    ``patience_s``: how long the system's keyring may take to hand out the key, which is as long as a person needs to
-    answer its dialogue (None: the usual few seconds).
-    Two processes that come at the same time get the same one. Raises IdentityError if the key is in a keyring that
-    does not answer now, or if the folder cannot be read or written.
+    ``patience_s``: seconds that the system's keyring may take to hand out the key, as long as a person needs to answer
+    its dialogue (None: the usual few seconds). Two processes that come at the same time get the same identity. Raises
+    IdentityError if the key is in a keyring that does not answer now, or if the folder cannot be read or written.
     """
     try:
         with locked(folder / _LOCK):
@@ -69,8 +69,7 @@ def load_identity(folder: Path, patience_s: float | None = None) -> Identity:
 
 
 def new_identity(folder: Path) -> Identity:
-    """Replace the identity in ``folder`` by a new one: machines that were paired with the old one have to be paired
-    again. Raises IdentityError."""
+    """Replace the identity in ``folder`` by a new one. Paired machines must be paired again. Raises IdentityError."""
     try:
         with locked(folder / _LOCK):
             certificate = folder / _CERTIFICATE
@@ -86,23 +85,25 @@ def new_identity(folder: Path) -> Identity:
 
 
 def short(node_id: str) -> str:
-    """The beginning of a node id, enough to tell the machines of a household apart."""
+    """The beginning of a node id, long enough to tell the machines of a household apart."""
     return node_id[:8]
 
 
 def fingerprint_words(node_id: str) -> list[str]:
-    """The first 48 bits of a node id as six words, for two people to compare. Raises ValueError if it is none."""
+    """The first 48 bits of a node id as six words, for two people to compare. Raises ValueError if it is not a node
+    id."""
     return [WORDS[byte] for byte in bytes.fromhex(node_id)[:_WORDS_SHOWN]]
 
 
 def machine_instance(folder: Path) -> str:
-    """The same for every process of one boot of one machine that uses ``folder``; tells nobody anything else."""
+    """The instance number: the same for every process of one boot of one machine that uses ``folder``. It reveals
+    nothing else."""
     parts = (_boot(), str(folder.resolve()))
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 class Announced(Protocol):
-    """What is compared of an announcement or a greeting."""
+    """The compared part of an announcement or a greeting."""
 
     @property
     def node_id(self) -> str: ...
@@ -170,7 +171,7 @@ def _load(folder: Path, patience_s: float | None) -> Identity:
 
 
 def _create(folder: Path, notice: str) -> Identity:
-    """The key is stored first: a certificate on disk has its key somewhere."""
+    """Store the key before the certificate, so that a certificate on disk always has its key somewhere."""
     key_pem, certificate_pem = certificates.make_certificate()
     node_id = certificates.fingerprint(certificates.der_of(certificate_pem))
     key_file = folder / _KEY
@@ -188,7 +189,8 @@ def _create(folder: Path, notice: str) -> Identity:
 
 
 def _account(folder: Path, node_id: str) -> str:
-    """The folder is part of it: a folder that was copied does not find the key, and gets an identity of its own."""
+    """The name of the key in the keyring. The folder is part of it: a copied folder does not find the key and gets an
+    identity of its own."""
     return f"{node_id} {folder.resolve()}"
 
 
@@ -207,7 +209,7 @@ def _key_from_keyring(folder: Path, node_id: str, patience_s: float | None) -> b
 
 
 def _delete_key(folder: Path, certificate: Path) -> None:
-    """Best effort: a key that stays behind in the keyring belongs to an identity nobody uses."""
+    """Delete the key if possible. A key that stays behind in the keyring belongs to an identity that nobody uses."""
     try:
         node_id = certificates.fingerprint(certificates.der_of(certificate.read_bytes()))
         system_keyring.delete_secret(KEYRING_SERVICE, _account(folder, node_id))
@@ -227,7 +229,7 @@ def _closed_to_others(key_file: Path) -> str:
 
 
 def _boot() -> str:
-    """The same until this machine starts again. Containers share the host's, but not its name."""
+    """A number that stays the same until this machine starts again. Containers share the host's, but not its name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {socket.gethostname()}"

@@ -1,4 +1,5 @@
-"""The link listener: one TCP port for pairing and for links. Who connects says first, in one small frame, what for."""
+"""The link listener: one TCP port for pairing and for links. A connecting machine states its purpose in one small
+frame."""
 
 from __future__ import annotations
 
@@ -18,38 +19,44 @@ from discovery.frames import Deadline, FrameError, receive_exactly
 _log = logging.getLogger(__name__)
 
 USUAL_PORT = 47820
-"""Control; the link listener is the next one."""
+"""Usual control port. The link listener is at the next one."""
 _PAIRS_TRIED = 20
 MAX_BODY = 1024
 MAX_KIND = 16
 PREAMBLE_SECONDS = 5.0
 _PREAMBLE = struct.Struct("!4sBBH")
-"""Magic, version, bytes of the kind, bytes of the body."""
+"""Header: magic, version, bytes of the kind, bytes of the body."""
 _MAGIC = b"pvLM"
 _VERSION = 1
 _POLL_S = 0.25
-"""Between two looks at whether the link listener was closed."""
+"""Seconds between two checks whether the link listener was closed."""
 _CLOSE_S = 5.0
 _MAX_CONNECTIONS = 32
 _MAX_PER_ADDRESS = 16
-"""Connections on which nothing was agreed yet; one machine cannot take all places."""
+"""Maximum connections on which nothing was agreed yet. One machine cannot take all places."""
 
 Handler = Callable[[socket.socket, bytes, tuple[str, int]], None]
-"""Called in a thread of its own with (connection, body, the other end's address). The connection is the handler's: to
-close, or to hand on. Until it returns, the connection counts as one on which nothing was agreed."""
+"""Handler of a kind of connection, called in a thread of its own with (connection, body, the other end's address).
+
+The handler owns the connection: it closes it or passes it on. Until it returns, nothing counts as agreed on the
+connection.
+"""
 
 
 @dataclass(frozen=True)
 class PortPair:
-    """A port that is free for the control plane, and a listening socket on the next one."""
+    """A free port for the control plane, and a listening socket on the next one."""
 
     control: int
     listener: socket.socket
 
 
 def bind_pair(host: str = "", port: int | None = None) -> PortPair:
-    """Find the two ports. ``host`` empty: all addresses of this machine, IPv4 and IPv6. ``port`` None: the usual one or
-    the next free pair; 0: any; else exactly this one. Raises LinkListenerError."""
+    """Find the two ports.
+
+    ``host`` empty: all addresses of this machine, IPv4 and IPv6. ``port`` None: the usual one or the next free pair; 0:
+    any; otherwise exactly this one. Raises LinkListenerError.
+    """
     if port is None:
         candidates = [USUAL_PORT + 2 * step for step in range(_PAIRS_TRIED)]
     elif port == 0:
@@ -73,7 +80,7 @@ def bind_pair(host: str = "", port: int | None = None) -> PortPair:
 
 
 class LinkListener:
-    """Listens on a bound socket until closed. Thread-safe."""
+    """Accepts connections on a bound socket until closed. Thread-safe."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -89,21 +96,22 @@ class LinkListener:
 
     @classmethod
     def open(cls, host: str = "", port: int = 0) -> LinkListener:
-        """A link listener on a port of its own (0: any). Raises LinkListenerError."""
+        """Open a link listener on a port of its own (0: any). Raises LinkListenerError."""
         try:
             return cls(_listen(host, port))
         except OSError as error:
             raise LinkListenerError(_why_not(host, [port], error)) from error
 
     def register(self, kind: str, handler: Handler) -> None:
-        """Connections of this kind go to ``handler`` from now on; a kind that nobody registered is closed silently."""
+        """Pass connections of this kind to ``handler`` from now on. A kind that nobody registered is closed without an
+        answer."""
         if not 0 < len(kind.encode()) <= MAX_KIND:
             raise ValueError(f"the kind {kind!r} has to have 1 to {MAX_KIND} bytes")
         with self._mutex:
             self._handlers[kind] = handler
 
     def close(self) -> None:
-        """Stop listening and cut the connections on which nothing was agreed. May be called twice."""
+        """Stop listening and cut the connections on which nothing was agreed yet. May be called twice."""
         with self._mutex:
             self._closed.set()
             connections = list(self._open)
@@ -173,8 +181,10 @@ class LinkListener:
 
 
 def dial(address: tuple[str, int], kind: str, body: bytes = b"", seconds: float = 5.0) -> socket.socket:
-    """Connect to a link listener. Raises LinkListenerError if nobody listens there; a link listener that does not know
-    the kind just closes."""
+    """Connect to a link listener. It closes the connection if it does not know the kind.
+
+    Raises LinkListenerError if nobody listens there.
+    """
     if len(body) > MAX_BODY:
         raise ValueError(f"a body of {len(body)} bytes where {MAX_BODY} are allowed")
     name = kind.encode()
@@ -219,7 +229,7 @@ def _bind_pair(host: str, port: int) -> PortPair:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket. SO_REUSEADDR lets go of connections that ended a moment ago, not of another listener."""
+    """A bound socket. SO_REUSEADDR ignores connections that ended a moment ago, but not another listener."""
     if host:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         return socket.create_server((host, port), family=family)

@@ -1,4 +1,4 @@
-"""Announcing this machine and hearing of others by mDNS. What is heard is a hint where to try, never trusted."""
+"""mDNS: announcing this machine and listening for others. What is heard is an untrusted hint where to try."""
 
 from __future__ import annotations
 
@@ -29,27 +29,29 @@ _log = logging.getLogger(__name__)
 SERVICE = "_privatellm._tcp.local."
 ANNOUNCED_VERSION = 1
 MAX_SERVICES = 64
-"""Announcements that are followed at a time; more than that is no household but a flood."""
+"""Maximum announcements that are followed at a time. More are no household but a flood."""
 _MOST_EACH = 4
-"""Of one node id. And where there is no room, of one address: then one of those gives way."""
+"""Maximum announcements of one node id. Without room the same applies to one address, and one of its announcements
+gives way."""
 _MOST_STRANGERS = MAX_SERVICES // 2
-"""Names that are asked for in a round although nothing was heard of them since."""
+"""Maximum names that are asked for in a round although nothing was heard of them."""
 _MAX_ADDRESSES = 16
 _POLL_SECONDS = 2.0
 _RETRY_SECONDS = 10.0
 _REFRESH_SECONDS = 10.0
 _GRACE_SECONDS = 1.5
-"""An announcement that is withdrawn and comes again within this (addresses changed) never left."""
+"""Seconds within which a withdrawn announcement may return (after a change of addresses) as if it had never left."""
 _UNSEEN_SECONDS = 8.0
 _SLEPT_SECONDS = 10.0
 _TTL = 30
-"""Seconds. A machine that went without a word is dropped after about this. Nothing else is believed for longer,
-whatever it says of itself."""
+"""Lifetime of an announcement in seconds, whatever it claims itself. A machine that disappeared silently is dropped
+after about this time."""
 _LOOK_SECONDS = 60.0
-"""Between two questions who is there; machines that come say so unasked, if they know that they were away."""
+"""Seconds between two questions for machines. New machines announce themselves unasked, if they know that they were
+away."""
 _RESOLVE_MS = 3000
 _FAMILIES_APART = sys.platform == "darwin"
-"""Whether IPv4 groups must be joined by IPv4 sockets: Darwin's IPv6 sockets cannot, which the library passes over."""
+"""Whether IPv4 groups must be joined by IPv4 sockets. Darwin's IPv6 sockets cannot, which the library ignores."""
 _NODE_ID = re.compile(r"[0-9a-f]{64}")
 _INSTANCE = re.compile(r"[0-9a-f]{16}")
 _VERSION = re.compile(r"[0-9]{1,4}")
@@ -57,12 +59,12 @@ _VERSION = re.compile(r"[0-9]{1,4}")
 
 @dataclass(frozen=True)
 class Found:
-    """A machine that announces itself, this one's copies included. Nothing of it is proved."""
+    """A machine that announces itself, copies of this one included. Nothing of it is proved."""
 
     node_id: str
     instance: str
     addresses: tuple[Address, ...]
-    """Of the control port, best first."""
+    """Addresses of the control port, best first."""
     version: int
 
     @property
@@ -76,13 +78,13 @@ class Hearing:
     """What :mod:`discovery.checks` judges: whether multicast works here."""
 
     seconds: float
-    """Since the sockets were opened, last."""
+    """Seconds since the sockets were last opened."""
     failure: str = ""
-    """Why this machine cannot announce itself, as the system says it."""
+    """The system's reason why this machine cannot announce itself."""
     own: bool = False
-    """Its own announcement came back."""
+    """Whether its own announcement came back."""
     others: int = 0
-    """Machines that were heard of, ever."""
+    """Number of machines that were ever heard."""
 
 
 @dataclass
@@ -95,8 +97,8 @@ class _Seen:
 class Neighbourhood:
     """Announces this machine and keeps the list of others, on all interfaces, until closed.
 
-    ``on_change(found)`` is called in a thread of its own whenever the list is another one. Addresses that change are
-    announced anew within seconds. Never raises for what the network does: see :meth:`hearing`.
+    ``on_change(found)`` is called in a thread of its own whenever the list has changed. Changed addresses are announced
+    within seconds. Never raises for what the network does: see :meth:`hearing`.
     """
 
     def __init__(
@@ -109,8 +111,11 @@ class Neighbourhood:
         own: Callable[[], list[OwnAddress]] = own_addresses,
         paired: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """``port`` is the control port; ``host``: the one address it listens on (empty: all). ``own`` tells this
-        machine's addresses, ``paired`` the node ids for which there is always room."""
+        """Announce the control port ``port``.
+
+        ``host``: the only address it listens on (empty: all). ``own`` returns this machine's addresses, ``paired`` the
+        node ids for which there is always room.
+        """
         self._me = (node_id, instance)
         self._port = port
         self._host = host
@@ -138,7 +143,7 @@ class Neighbourhood:
         self._thread.start()
 
     def found(self) -> list[Found]:
-        """Everybody heard of now, this machine not; a copy of this machine's identity is."""
+        """Every machine heard now, except this one. A copy of this machine's identity is included."""
         merged: dict[tuple[str, str], Found] = {}
         with self._mutex:
             heard = [self._seen[name].found for name in sorted(self._seen)]
@@ -189,8 +194,11 @@ class Neighbourhood:
             self._stop()
 
     def _follow_addresses(self, now: float, anew: bool) -> None:
-        """Open sockets on the addresses of this moment, if they are not those of before. ``anew``: in any case, because
-        a machine that slept has lost its place in the multicast groups, and its neighbours have forgotten it."""
+        """Open sockets on the current addresses if they have changed.
+
+        ``anew``: in any case, because a machine that slept has lost its place in the multicast groups, and its
+        neighbours have forgotten it.
+        """
         try:
             own = [one for one in self._own_addresses() if self._host in ("", "0.0.0.0", "::", one.ip)]
         except OSError:
@@ -208,7 +216,7 @@ class Neighbourhood:
             self._failure = failure
 
     def _start(self, own: list[OwnAddress]) -> str:
-        """Open the sockets, announce, look for others; returns why it failed, as the system says it."""
+        """Open the sockets, announce, and look for others. Returns the system's reason if that failed."""
         told = announced(own)
         if not told:
             return "no network interface is up"
@@ -249,8 +257,8 @@ class Neighbourhood:
                 one()
 
     def _refresh(self) -> None:
-        """Ask again for everybody, and for names of which nothing more is known: who does not answer is dropped by
-        :meth:`_drop`."""
+        """Ask again for all machines, and for names of which nothing more is known. Whoever does not answer is dropped
+        by :meth:`_drop`."""
         now = time.monotonic()
         look = now - self._looked_at >= _LOOK_SECONDS
         if look:
@@ -268,7 +276,7 @@ class Neighbourhood:
                 _look(opened, pointers)
 
     def _is_known(self, name: str) -> bool:
-        """Whether the name begins as those of a paired machine do."""
+        """Whether the name begins as that of a paired machine does."""
         return name[:16] in {node_id[:16] for node_id in self._paired()}
 
     def _drop(self, now: float) -> None:
@@ -310,7 +318,7 @@ class Neighbourhood:
         self._resolve(zeroconf, name)
 
     def _resolve(self, opened: zeroconf.Zeroconf, name: str, anew: bool = False) -> None:
-        """Ask for it, unless that is done already or too many are asked for. ``anew``: see :meth:`_ask`."""
+        """Ask for a name, unless that was done already or too many are asked for. ``anew``: see :meth:`_ask`."""
         loop = opened.loop
         if loop is None or not loop.is_running():
             return
@@ -331,7 +339,7 @@ class Neighbourhood:
             future.exception()  # a damaged answer is no more than a machine not found
 
     async def _ask(self, opened: zeroconf.Zeroconf, name: str, anew: bool) -> None:
-        """``anew``: what was said with a longer life than any of ours has is not believed again, but asked for."""
+        """Ask for a name. ``anew``: forget records with a longer lifetime than any of ours first."""
         if anew:
             _forget_records(opened, name, longer_than=_TTL)
         info = AsyncServiceInfo(SERVICE, name)
@@ -362,10 +370,10 @@ class Neighbourhood:
 
 
 def _who_gives_way(found: Found, others: Mapping[str, Found], paired: Collection[str]) -> str | None:
-    """The name in whose place ``found`` is followed, besides or instead of ``others``, by name: empty if there is room,
-    None if ``found`` has none itself. Pure.
+    """The name whose place ``found`` takes, in addition to or instead of ``others``, by name.
 
-    A paired machine has room before all others; and who announces more than a few machines at one address gives way.
+    Empty if there is room, None if ``found`` gets no place. A paired machine has priority. Whoever announces more than
+    a few machines at one address gives way. Pure.
     """
     if sum(one.node_id == found.node_id for one in others.values()) >= _MOST_EACH:
         return None
@@ -380,7 +388,7 @@ def _who_gives_way(found: Found, others: Mapping[str, Found], paired: Collection
 
 
 def _forget_records(opened: zeroconf.Zeroconf, name: str, longer_than: float) -> None:
-    """What the library remembers of a name with a life of more seconds than that. In the library's loop only."""
+    """The library's records of a name with a lifetime of more seconds than that. In the library's loop only."""
     cache = opened.cache
     records = cache.async_entries_with_name(name)
     for service in [one for one in records if isinstance(one, DNSService)]:
@@ -389,7 +397,7 @@ def _forget_records(opened: zeroconf.Zeroconf, name: str, longer_than: float) ->
 
 
 def _look(opened: zeroconf.Zeroconf, known: Sequence[DNSRecord]) -> None:
-    """Ask who is there; those who are ``known`` need not answer."""
+    """Ask for machines. The ``known`` ones need not answer."""
     question = DNSOutgoing(const._FLAGS_QR_QUERY)
     question.add_question(DNSQuestion(SERVICE, const._TYPE_PTR, const._CLASS_IN))
     now = zeroconf.current_time_millis()
@@ -401,7 +409,7 @@ def _look(opened: zeroconf.Zeroconf, known: Sequence[DNSRecord]) -> None:
 def _parsed(
     properties: Mapping[bytes, bytes | None], port: int | None, addresses: Sequence[str], own: Sequence[OwnAddress]
 ) -> Found | None:
-    """An announcement as a hint, or None if it is none of ours."""
+    """An announcement as a hint, or None if it is not of this program."""
     node_id, instance, version = (_text(properties.get(key)) for key in (b"id", b"i", b"v"))
     sound = _NODE_ID.fullmatch(node_id) and _INSTANCE.fullmatch(instance) and _VERSION.fullmatch(version)
     if not sound or port is None or not 0 < port < 65535:
@@ -411,7 +419,7 @@ def _parsed(
 
 
 def _asleep() -> float:
-    """Seconds by which the clock on the wall is ahead of the one that stands still while the machine sleeps."""
+    """Seconds by which the wall clock is ahead of the clock that stands still while the machine sleeps."""
     return time.time() - time.monotonic()
 
 
@@ -420,10 +428,10 @@ def _text(value: bytes | None) -> str:
 
 
 def _open(told: list[OwnAddress]) -> list[zeroconf.Zeroconf]:
-    """Sockets on these addresses' interfaces. IPv6 by interface number, once each: that is how it joins groups.
+    """Sockets on the interfaces of these addresses.
 
-    Raises OSError, RuntimeError if there can be none. IPv6 may be there and switched off for multicast; then IPv4 is
-    all there is.
+    IPv6 uses each interface number once, as groups are joined by it. IPv6 may be there and switched off for multicast;
+    then only IPv4 is used. Raises OSError, RuntimeError if there can be none.
     """
     v4: list[str | int] = [one.ip for one in told if one.parsed.version == 4]
     v6: list[str | int] = []

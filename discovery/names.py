@@ -5,11 +5,11 @@ from __future__ import annotations
 import unicodedata
 
 MAX_NAME = 64
-"""Characters."""
+"""Maximum characters of a name."""
 
 
 def clean_name(text: str) -> str:
-    """``text`` on one line without control, format or private characters, at most 64 characters; may be empty."""
+    """``text`` on one line without control, format or private characters, at most 64 characters. It may be empty."""
     kept = "".join(
         " " if character.isspace() else character
         for character in text[: 4 * MAX_NAME]

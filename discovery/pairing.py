@@ -3,7 +3,7 @@
 The two sides are state machines over bytes; nothing here touches a socket. The order of frames:
 
     typing side                                        showing side
-    PairingStart(certificate, SPAKE2 message)          ->
+    PairingStart(certificate, SPAKE2 message)   ->
                                                 <-     Reply(certificate, SPAKE2 message)
     Proof(MAC)                                  ->     (a wrong one costs a try)
                                                 <-     Proof(MAC, name, sealed)
@@ -45,9 +45,9 @@ _DIGITS = 8
 _ID_TYPING = b"privatellm pairing, typing side"
 _ID_SHOWING = b"privatellm pairing, showing side"
 _MESSAGE = 33
-"""Bytes of a SPAKE2 message: the side, and a point of the curve."""
+"""Bytes of a SPAKE2 message: the side, and a point on the curve."""
 _NONCE = bytes(12)
-"""Every key seals one message only."""
+"""Nonce of the seal: every key seals only one message."""
 
 Reason = Literal["none", "expired", "exhausted", "used", "busy", "wrong", "version", "same", "bad"]
 
@@ -66,7 +66,7 @@ _REASONS: dict[Reason, str] = {
 
 
 class PairingRefused(PairingError):
-    """One side did not go on. ``reason`` sorts it; ``sent`` is whether the other side said so."""
+    """One side ended the pairing. ``reason`` classifies it. ``sent``: whether the other side sent it."""
 
     def __init__(self, reason: Reason, sent: bool = False) -> None:
         super().__init__(_REASONS[reason])
@@ -110,7 +110,7 @@ _encode = msgspec.msgpack.encode
 
 @dataclass(frozen=True)
 class PairedPeer:
-    """Who proved the code. ``name`` is foreign text, made harmless."""
+    """The machine that proved the code. ``name`` is foreign text, made harmless."""
 
     certificate_der: bytes
     name: str
@@ -137,7 +137,7 @@ class Code:
 
     @property
     def text(self) -> str:
-        """As it is shown: ``1234 5678``."""
+        """The code as it is shown: ``1234 5678``."""
         return f"{self._digits[:4]} {self._digits[4:]}"
 
     @property
@@ -157,17 +157,17 @@ class Code:
         return self._why_not() is None
 
     def void(self) -> None:
-        """Of no use from now on, also for a run that has begun."""
+        """End the code, also for a pairing that has begun."""
         self._void = True
 
     def check(self) -> None:
-        """Raises PairingRefused if it cannot be used any more."""
+        """Raises PairingRefused if the code cannot be used any more."""
         reason = self._why_not()
         if reason is not None:
             raise PairingRefused(reason)
 
     def judge(self, right: Callable[[], bool]) -> None:
-        """Spend a try on the comparison ``right``; a right one uses the code up. Raises PairingRefused."""
+        """Spend one try, whose comparison gave ``right``. A right one uses up the code. Raises PairingRefused."""
         with self._mutex:
             self.check()
             self._tries_left -= 1
@@ -186,7 +186,7 @@ class Code:
 
 
 def typed_digits(text: str) -> bytes:
-    """What a person typed, as the password. Raises PairingError if it cannot be a code."""
+    """The password in what a person typed. Raises PairingError if it cannot be a code."""
     digits = "".join(character for character in text if character not in " -\t\u00a0\u202f")
     if len(digits) != _DIGITS or not (digits.isascii() and digits.isdigit()):
         raise PairingError(f"“{clean_name(text)}” is not a code: it has {_DIGITS} digits, as in 1234 5678.")
@@ -194,8 +194,11 @@ def typed_digits(text: str) -> bytes:
 
 
 class TypingSide:
-    """The machine on which the code is typed. Every method takes the other side's frame and gives the next one; all
-    raise PairingRefused, after which the object is of no more use."""
+    """The machine on which the code is typed.
+
+    Every method takes the other side's frame and returns the next one. All raise PairingRefused, after which the object
+    cannot be used any more.
+    """
 
     def __init__(self, certificate_der: bytes, name: str, digits: bytes) -> None:
         self._mine = certificate_der
@@ -271,7 +274,7 @@ class ShowingSide:
         return _encode(Proof(keys.showing_proof, keys.seal_showing(self._name)))
 
     def on_farewell(self, frame: bytes) -> PairedPeer:
-        """To be stored; then :meth:`stored` is sent."""
+        """The other machine, which must be stored. Then :meth:`stored` is sent."""
         farewell = _expect(frame, Farewell)
         if self._keys is None or not self._proved:
             raise PairingRefused("bad")
@@ -282,12 +285,12 @@ class ShowingSide:
 
 
 def refusal(reason: Reason) -> bytes:
-    """The frame by which a side says why it does not go on."""
+    """The frame that ends a pairing, with the reason."""
     return _encode(Refusal(reason))
 
 
 class _Keys:
-    """What both sides derive: a MAC key and a sealing key for each direction."""
+    """The keys that both sides derive: a MAC key and a sealing key for each direction."""
 
     def __init__(self, secret: bytes, transcript: bytes) -> None:
         material = HKDF(algorithm=hashes.SHA256(), length=4 * 32, salt=transcript, info=b"privatellm pairing v1")
@@ -319,7 +322,7 @@ def _opened(cipher: ChaCha20Poly1305, sealed: bytes, transcript: bytes) -> str:
 
 
 def _transcript(typing: bytes, showing: bytes, typing_message: bytes, showing_message: bytes) -> bytes:
-    """Everything both sides said, as 32 bytes; each part has its length, so that none can pass for another."""
+    """A digest [32 bytes] of everything both sides sent. Each part has its length, so none can pass for another."""
     whole = hashlib.sha256(b"privatellm pairing v%d" % PAIRING_VERSION)
     for part in (typing, showing, typing_message, showing_message):
         whole.update(len(part).to_bytes(4, "big") + part)

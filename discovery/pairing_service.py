@@ -19,21 +19,20 @@ from discovery.peers import Peer, PeersFile, new_peer
 KIND = "pair"
 """Kind of connection at the link listener: ``listener.register(KIND, service.handle)``."""
 RUN_SECONDS = 10.0
-"""For a whole run, on the side on which the code was typed."""
+"""Timeout in seconds of a whole pairing, on the side on which the code was typed."""
 STEP_SECONDS = 2.0
-"""For each of the other side's frames, which no person waits for; a slower one is cut off."""
+"""Timeout in seconds of each frame of the other side, for which no person is needed. A slower machine is cut off."""
 MOST_RUNS = 8
 _MOST_EACH = 4
-"""Runs of one address: it cannot take all places."""
+"""Maximum pairings of one address at a time, which cannot take all places."""
 _SIDE_WAITS = 3.0
-"""How long a run waits for a place."""
+"""Seconds that a pairing waits for a place."""
 
 
 class PairingService:
-    """The machine that shows a code. One code at a time, several runs: which of them is right, the code judges.
-    Thread-safe.
+    """The machine that shows a code. One code at a time may have several pairings under way. Thread-safe.
 
-    ``on_paired(peer)`` comes after the peer was stored; ``on_failed(sentence, tries_left)`` when somebody tried and
+    ``on_paired(peer)`` is called after the peer was stored, ``on_failed(sentence, tries_left)`` when somebody tried and
     failed. Both are called in the connection's thread.
     """
 
@@ -54,29 +53,29 @@ class PairingService:
         self._clock = clock
         self._code: Code | None = None
         self._runs: Counter[str] = Counter()
-        """By the address of the other side."""
+        """Pairings under way by the address of the other side."""
         self._ended = threading.Condition()
 
     def show(self) -> Code:
-        """A new code; the one before is of no more use."""
+        """Show a new code. The former one is no longer valid."""
         self.hide()
         self._code = code = Code(self._clock)
         return code
 
     def hide(self) -> None:
-        """No code is valid any more."""
+        """Hide the code. None is valid any more."""
         code, self._code = self._code, None
         if code is not None:
             code.void()
 
     @property
     def code(self) -> Code | None:
-        """The one that can be typed now."""
+        """The code that can be typed now."""
         code = self._code
         return code if code is not None and code.is_valid else None
 
     def handle(self, connection: socket.socket, body: bytes, address: tuple[str, int]) -> None:
-        """A connection of the link listener; closed when this returns."""
+        """Handle a connection of the link listener, which is closed when this returns."""
         with contextlib.closing(connection), contextlib.suppress(FrameError):
             first = _received(connection)
             if not self._enter(address[0]):
@@ -132,7 +131,7 @@ class PairingService:
         return peer
 
     def _tell(self, reason: Reason, code: Code | None) -> None:
-        """Attempts without a code are no news: any port scanner makes them."""
+        """Report a failure. Attempts without a code are not reported: any port scanner makes them."""
         if reason == "wrong" and code is not None:
             tries = "one more try" if code.tries_left == 1 else f"{code.tries_left} more tries"
             self._on_failed(f"A wrong code was typed on another machine; {tries} and it is void.", code.tries_left)
@@ -159,7 +158,7 @@ def pair_with(
     my_name: str,
     address: str = "",
 ) -> Peer:
-    """Pair with the machine whose listener that is and that shows ``code``; it is stored in ``peers``.
+    """Pair with the machine that shows ``code``, at the address of its link listener. It is stored in ``peers``.
 
     ``address`` (``HOST:PORT`` of its control port) is remembered with it. Raises PairingError, LinkListenerError,
     PeersError.

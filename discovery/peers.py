@@ -19,7 +19,7 @@ from discovery.names import clean_name
 from discovery.storage import locked, put_aside, write_private
 
 MAX_ADDRESSES = 8
-"""Remembered per machine, the last one that worked first."""
+"""Maximum addresses remembered per machine, the last one that worked first."""
 _FORMAT = 1
 _FILE = "peers.json"
 _LOCK = "peers.lock"
@@ -27,18 +27,18 @@ _MAX_FILE = 4 * 1024 * 1024
 
 
 class Peer(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine that was paired with this one: whoever holds the key of this certificate is that machine."""
+    """A paired machine: whoever holds the key of this certificate is that machine."""
 
     node_id: str
     certificate_pem: str
     name: str
-    """What it called itself last; already harmless to show."""
+    """Its current name, already harmless to show."""
     former_name: str = ""
-    """What it called itself before that: settings may still name it so."""
+    """Its former name. Settings may still use it."""
     paired_at: float
-    """Seconds since 1970, by this machine's clock."""
+    """Time of pairing in seconds since 1970, by this machine's clock."""
     addresses: list[str] = []
-    """``HOST:PORT`` of its control port, the last one that worked first."""
+    """Addresses (``HOST:PORT``) of its control port, the last one that worked first."""
 
     @property
     def label(self) -> str:
@@ -52,7 +52,7 @@ class _File(msgspec.Struct, kw_only=True):
 
 
 class PeersFile:
-    """``peers.json`` in ``folder``: readers always see the latest state, also when another process wrote it.
+    """The file ``peers.json`` in ``folder``. Readers always see the latest state, also if another process wrote it.
 
     Reading and writing raise PeersError if the folder cannot be used.
     """
@@ -65,7 +65,7 @@ class PeersFile:
         self._peers: dict[str, Peer] = {}
         self._notices: list[str] = []
         self._left_out: set[str] = set()
-        """Notices of machines whose certificates cannot be used; each is given once."""
+        """Notices about machines whose certificates cannot be used. Each is returned once."""
 
     def all(self) -> list[Peer]:
         """In the order of pairing."""
@@ -80,7 +80,8 @@ class PeersFile:
             return self._peers.get(node_id)
 
     def find(self, text: str) -> Peer:
-        """By name (case does not matter) or by the beginning of the node id. Raises PeersError: none, or several."""
+        """The peer with this name (case is ignored) or this beginning of the node id. Raises PeersError: none, or
+        several."""
         peers = self.all()
         wanted = text.strip()
         found = [peer for peer in peers if wanted and peer.name.casefold() == wanted.casefold()]
@@ -95,8 +96,10 @@ class PeersFile:
         raise PeersError(f"“{clean_name(text)}” could be {which}: say the id that stands in brackets.")
 
     def labels(self, my_name: str = "") -> dict[str, str]:
-        """By node id what each is called in sentences and tables: its name, with the beginning of its id behind it if
-        another, or this machine (``my_name``), has that name too."""
+        """The name of each peer in sentences and tables, by node id.
+
+        The beginning of its id is added if another machine, or this one (``my_name``), has the same name.
+        """
         peers = self.all()
         names = Counter(name.casefold() for name in (my_name, *(peer.name for peer in peers)) if name)
         return {
@@ -105,7 +108,7 @@ class PeersFile:
         }
 
     def add(self, peer: Peer) -> None:
-        """Add, or replace the one with the same node id."""
+        """Add a peer, or replace the one with the same node id."""
         if not _is_sound(peer):
             raise PeersError(f"The certificate of {short(peer.node_id)} is not that machine's; pair it again.")
         key = certificates.public_key_of(peer.certificate_pem.encode())
@@ -119,7 +122,7 @@ class PeersFile:
         self._change(lambda peers: peers.__setitem__(tidy.node_id, tidy))
 
     def remember_address(self, node_id: str, address: str) -> None:
-        """``HOST:PORT`` worked: it comes first from now on. A machine that is not paired (any more) is ignored."""
+        """Remember an address (``HOST:PORT``) that worked as the first one. A machine that is not paired is ignored."""
         known = self.get(node_id)
         if known is None or known.addresses[:1] == [address]:
             return
@@ -133,8 +136,8 @@ class PeersFile:
         self._change(remember)
 
     def rename(self, node_id: str, name: str) -> bool:
-        """The machine calls itself ``name`` now; whether that is news. No name is none, and a machine that is not
-        paired (any more) is ignored."""
+        """Keep the machine's current ``name``. Returns whether it is new. An empty name or an unpaired machine is
+        ignored."""
         tidy = clean_name(name)
         known = self.get(node_id)
         if known is None or not tidy or known.name == tidy:
@@ -148,7 +151,7 @@ class PeersFile:
         return True
 
     def forget(self, node_id: str) -> Peer:
-        """Trust it no longer. Raises PeersError if it is not paired."""
+        """Stop trusting a machine. Raises PeersError if it is not paired."""
         known = self.get(node_id)
         if known is None:
             raise PeersError(f"{short(node_id)} is not a paired machine.")
@@ -156,7 +159,7 @@ class PeersFile:
         return known
 
     def take_notices(self) -> list[str]:
-        """What is to be said once: a damaged file that was put aside."""
+        """Notices to be shown once: a damaged file that was put aside."""
         with self._mutex:
             notices, self._notices = self._notices, []
             return notices
@@ -208,7 +211,7 @@ class PeersFile:
         self._notices.append(f"The list of paired machines was damaged (now {aside}): pair them again.")
 
     def _take(self, peers: list[Peer]) -> None:
-        """Those of ``peers`` that TLS libraries can be given: one that they cannot read would keep the others out."""
+        """The ``peers`` whose certificates TLS libraries can read. An unreadable one would keep the others out."""
         keys: set[bytes] = set()
         for peer in peers:
             key = certificates.public_key_of(peer.certificate_pem.encode()) if _is_sound(peer) else b""
@@ -252,7 +255,7 @@ class PeersWatch:
 
 
 def new_peer(certificate_der: bytes, name: str, address: str = "") -> Peer:
-    """A machine that has just been paired. Raises CertificateError."""
+    """A newly paired machine. Raises CertificateError."""
     return Peer(
         node_id=certificates.fingerprint(certificate_der),
         certificate_pem=certificates.pem_of(certificate_der).decode(),
@@ -263,7 +266,7 @@ def new_peer(certificate_der: bytes, name: str, address: str = "") -> Peer:
 
 
 def _is_sound(peer: Peer) -> bool:
-    """Whether the certificate is the node's, of our form, and one that the ssl module reads as well."""
+    """Whether the certificate belongs to the node, has our form, and can be read by the ssl module."""
     pem = peer.certificate_pem
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
@@ -283,7 +286,7 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
 
 
 def _distinct(peer: Peer, among: list[Peer]) -> str:
-    """The shortest beginning of its id, of at least 8 digits, that no other has."""
+    """The shortest unique beginning of its id, of at least 8 digits."""
     for length in range(8, len(peer.node_id)):
         start = peer.node_id[:length]
         if not any(other is not peer and other.node_id.startswith(start) for other in among):

@@ -48,7 +48,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def put_aside(path: Path) -> Path:
-    """Rename a file that cannot be used, so that nothing is lost; returns its new place."""
+    """Rename an unusable file, so that nothing is lost. Returns its new path."""
     number = 1
     while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
         number += 1

@@ -1,4 +1,4 @@
-"""The system's keyring, with a time limit: a locked one may wait for a dialogue that nobody sees."""
+"""The system's keyring, with a timeout: a locked one may wait for a dialogue that nobody sees."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 SECONDS = 10.0
 _SAFE_PRIORITY = 1.0
-"""keyring gives its own, encrypted, backends at least this; plain files and the backend that refuses have less."""
+"""Lowest accepted priority of a backend. keyring gives its own encrypted backends at least this; plain files and the
+refusing backend have less."""
 
 T = TypeVar("T")
 
@@ -21,7 +22,7 @@ class KeyringUnavailable(Exception):
 
 
 def store_secret(service: str, account: str, secret: str, seconds: float | None = None) -> None:
-    """Store, and read back what was stored. Raises KeyringUnavailable."""
+    """Store the secret and read it back. Raises KeyringUnavailable."""
 
     def store() -> bool:
         backend = _backend()
@@ -38,7 +39,7 @@ def read_secret(service: str, account: str, seconds: float | None = None) -> str
 
 
 def delete_secret(service: str, account: str, seconds: float | None = None) -> None:
-    """Delete if it is there. Raises KeyringUnavailable."""
+    """Delete the secret if there is one. Raises KeyringUnavailable."""
 
     def delete() -> None:
         backend = _backend()
@@ -58,7 +59,7 @@ def _backend() -> KeyringBackend:
 
 
 def _within(limit: float | None, work: Callable[[], T]) -> T:
-    """Run ``work`` in a thread of its own. One that hangs is left behind: nothing can be done to it from outside."""
+    """Run ``work`` in a thread of its own. A hanging thread is left behind, as it cannot be ended from outside."""
     seconds = SECONDS if limit is None else limit
     results: list[T] = []
     failures: list[Exception] = []

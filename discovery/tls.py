@@ -1,4 +1,5 @@
-"""TLS 1.3 between paired machines: both ends show the certificate that was pinned at pairing, or nothing is said."""
+"""TLS 1.3 between paired machines: both ends present the certificate that was pinned at pairing, or the connection
+ends."""
 
 from __future__ import annotations
 
@@ -17,16 +18,18 @@ TLS_NAME = certificates.TLS_NAME
 
 
 def server_context(identity: Identity, peers: Sequence[Peer]) -> ssl.SSLContext:
-    """Accepts exactly these peers. Make one per connection: who is paired may have changed.
+    """A server's context that accepts exactly these peers. Make one per connection, as pairings may have changed.
 
-    Whoever uses it has to look at the fingerprint as well."""
+    The caller must check the fingerprint as well.
+    """
     context = _context(ssl.PROTOCOL_TLS_SERVER, identity, peers)
     context.num_tickets = 0  # a resumed session would skip the certificate of a peer that was forgotten
     return context
 
 
 def asked_context(identity: Identity) -> ssl.SSLContext:
-    """Shows this machine's certificate and asks for none: whoever comes proves inside who it is, if at all."""
+    """A server's context that presents this machine's certificate and requests none. Callers prove their identity
+    inside."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, identity, [])
     context.verify_mode = ssl.CERT_NONE
     context.num_tickets = 0
@@ -34,14 +37,14 @@ def asked_context(identity: Identity) -> ssl.SSLContext:
 
 
 def client_context(identity: Identity, peer: Peer) -> ssl.SSLContext:
-    """Talks to exactly this peer."""
+    """A client's context that accepts exactly this peer."""
     return _context(ssl.PROTOCOL_TLS_CLIENT, identity, [peer])
 
 
 def shown_certificate(host: str, port: int, seconds: float = 3.0) -> bytes:
-    """The certificate (DER) that whoever listens at a control port shows to anybody; nothing else is said or believed.
+    """The certificate (DER) that a control port presents to anybody. Nothing else is sent or trusted.
 
-    Raises OSError: nobody answers there, or not by TLS 1.3.
+    Raises OSError if nobody answers there, or not by TLS 1.3.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -56,17 +59,17 @@ def shown_certificate(host: str, port: int, seconds: float = 3.0) -> bytes:
 
 
 def grpc_material(identity: Identity, peers: Sequence[Peer]) -> tuple[bytes, bytes, bytes]:
-    """(private key, certificate, accepted certificates), all PEM, for a library that takes no ssl context.
+    """Private key, certificate and accepted certificates, all PEM, for a library that takes no ssl context.
 
-    With no peer at all the accepted ones are this machine's own: such libraries refuse an empty list, and nobody else
-    has that key. A client passes one peer, and ``TLS_NAME`` as the name to check.
+    Without any peer the accepted one is this machine's own: such libraries refuse an empty list, and nobody else has
+    that key. A client passes one peer, and ``TLS_NAME`` as the name to check.
     """
     accepted = "".join(peer.certificate_pem for peer in peers).encode() or identity.certificate_pem
     return identity.key_pem, identity.certificate_pem, accepted
 
 
 def shown_to_grpc(auth_context: Mapping[str, Sequence[bytes]] | None) -> str:
-    """The node id of whoever is at the other end of a gRPC call, which shows one certificate; empty if it does not."""
+    """The node id of the caller of a gRPC call, from its only certificate; empty if it presents none."""
     shown = (auth_context or {}).get("x509_pem_cert", ())
     if len(shown) != 1:
         return ""
@@ -92,7 +95,7 @@ def _context(protocol: int, identity: Identity, peers: Sequence[Peer]) -> ssl.SS
 
 @contextlib.contextmanager
 def _readable_once(content: bytes) -> Iterator[str]:
-    """A path under which only this process, and only now, can read ``content``: the ssl module takes paths only."""
+    """A path at which only this process can read ``content``, and only now. The ssl module takes paths only."""
     if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):  # noqa: PTH112
         descriptor = os.memfd_create("privatellm", os.MFD_CLOEXEC)
         try:
