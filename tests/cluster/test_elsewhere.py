@@ -13,9 +13,10 @@ from ring_chat import PROMPT, Chat, session_of
 from thread_ring import ThreadFormation, link_pair, loaded_model, split
 from tiny_models import write_tiny_model
 
-from engine.cluster import commands, waiting
+from engine.cluster import commands
 from engine.cluster.answers import DONE, FAILED, Answers, answer_limit, read_answer
 from engine.cluster.contributions import NodeFailed
+from engine.cluster.head import head_model
 from engine.cluster.head.elsewhere import ElsewhereModel, Passes
 from engine.cluster.head.head_model import RingModel
 from engine.cluster.transport.exchange import RingProtocolError
@@ -206,7 +207,7 @@ def test_a_conversation_and_beams_are_those_of_the_machine_alone(setting: Settin
 
 
 def test_a_prompt_is_given_up_between_two_layers(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "STOPPED_S", PATIENCE_S)
+    monkeypatch.setattr(head_model, "STOPPED_S", PATIENCE_S)
     setting.there()
     computing, stopped = threading.Event(), threading.Event()
     answers, stop = setting.studio.answers, setting.studio.answers.stop
@@ -236,7 +237,7 @@ def test_a_prompt_is_given_up_between_two_layers(setting: Setting, monkeypatch: 
 
 
 def test_an_answer_is_stopped(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "STOPPED_S", PATIENCE_S)
+    monkeypatch.setattr(head_model, "STOPPED_S", PATIENCE_S)
     setting.there.cancel_when = lambda events: any(isinstance(event, Piece) for event in events)
     assert setting.there().finish_reason == "cancelled"
     setting.there.cancel_when = lambda events: False

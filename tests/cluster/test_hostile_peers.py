@@ -492,7 +492,7 @@ class _Model:
 @pytest.mark.parametrize("tokens", [[100], [-1], [5, 2**40]])
 def test_tokens_that_are_none_reach_no_runtime(tokens: list[int]) -> None:
     follower = Follower(_Model(), SimpleNamespace())  # type: ignore[arg-type]
-    follower.do(commands.PairingStart(1))
+    follower.do(commands.StartRows(1))
     before = commands.Prefixes().state
     for command in (commands.Extend(1, before, tokens, True), commands.Step(1, before, tokens)):
         with pytest.raises(ValueError, match="vocabulary of 100"):
@@ -502,7 +502,7 @@ def test_tokens_that_are_none_reach_no_runtime(tokens: list[int]) -> None:
 @pytest.mark.parametrize("count", [0, -1, BEAMS_LIMIT + 1, 2**62])
 def test_a_row_is_fanned_out_into_few(count: int) -> None:
     follower = Follower(_Model(), SimpleNamespace())  # type: ignore[arg-type]
-    follower.do(commands.PairingStart(1))
+    follower.do(commands.StartRows(1))
     with pytest.raises(ValueError, match="rows of one"):
         follower.do(commands.FanOut(1, 2, count))
 
