@@ -27,6 +27,7 @@ from benchmarks.policies import ENVIRONMENTS, MIXTRAL, MIXTRAL_SHAPE, POLICIES, 
 from benchmarks.routes import Floats, counted, mixtral_popularity, popular_order, routed_steps
 from benchmarks.stand_in_device import CalibratedSpeeds, StandInDevice, TimedCpu
 from engine.ipc.messages import ExpertMovement, ExpertPolicy
+from engine.models.byte_map import ExpertPlace, FileSpan, MatrixPlace
 from engine.models.files import ExpertWeights, StoredTensor
 from engine.moe.timing import Recorder
 from engine.planning.calibration import Calibration, estimated
@@ -70,8 +71,31 @@ class SmallExperts:
             *(StoredTensor(self.dtype, part.reshape(s)) for part, s in zip((gate, up, down), shapes, strict=True))
         )
 
+    def place(self, layer: int, expert: int) -> ExpertPlace:
+        memory = InMemory(Path("memory"), self.nbytes, self._words.ctypes.data)
+        each = 3 * HIDDEN * FFN * 4
+        start = (layer * self.count + expert) * each
+        shapes = {"gate": (FFN, HIDDEN), "up": (FFN, HIDDEN), "down": (HIDDEN, FFN)}
+        matrices = {
+            name: MatrixPlace(self.dtype, 0, at * HIDDEN * FFN * 4, shape, (shape[1], 1))
+            for at, (name, shape) in enumerate(shapes.items())
+        }
+        return ExpertPlace((FileSpan(memory, start, start + each),), matrices)
+
     def check_unchanged(self, layer: int | None = None) -> None:
         """Nobody else can reach them."""
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Memory of this process in the place of a mapped file. See :class:`engine.models.files.FileMapping`."""
+
+    path: Path
+    size: int
+    address: int
+
+    def check_unchanged(self) -> None:
+        """Nobody else can reach it."""
 
 
 @dataclass(frozen=True)

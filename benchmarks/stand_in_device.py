@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from engine.models.byte_map import ExpertPlace
 from engine.models.files import ExpertWeights, StoredTensor
 from engine.moe.timing import Recorder
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
@@ -343,6 +344,9 @@ class SlotExperts:
     def expert(self, layer: int, expert: int) -> ExpertWeights:
         parts = {name: StoredTensor(self.dtype, self._words(place)) for name, place in self._layout.parts.items()}
         return ExpertWeights(**parts)
+
+    def place(self, layer: int, expert: int) -> ExpertPlace:
+        raise NotImplementedError("a slot lies in no file")
 
     def check_unchanged(self, layer: int | None = None) -> None:
         pass

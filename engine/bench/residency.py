@@ -26,7 +26,8 @@ from engine.ipc.messages import Bench, BenchResult
 from engine.ipc.progress import ProgressCallback
 from engine.models.files import StoredTensor
 from engine.models.locations import ensure
-from engine.models.safetensors_files import MappedFile, encode_header, read_header
+from engine.models.mapped_file import MappedFile
+from engine.models.safetensors_files import encode_header, read_header
 from engine.models.store import check_space
 from engine.moe.kernels.bindings import KernelChoice, choose
 from engine.moe.kernels.layers import linear

@@ -21,9 +21,11 @@ from typing import Any
 import msgspec
 
 from engine.errors import ModelError
+from engine.models.byte_map import ExpertPlace, FileSpan, MatrixPlace
 from engine.models.families import ExpertLayers, Family, Part, expert_shape, layer_count, part_shape
 from engine.models.files import Experts, ExpertWeights, StoredTensor
-from engine.models.safetensors_files import ALIGNMENT, WIDTHS, MappedFile, TensorEntry, aligned, read_header
+from engine.models.mapped_file import WIDTHS, MappedFile, aligned
+from engine.models.safetensors_files import ALIGNMENT, TensorEntry, read_header
 from engine.models.share_files import Part as SharePart
 from engine.models.wording import shown
 
@@ -111,7 +113,11 @@ class BankExperts:
         self._share = share
         self.layout = layout
         self._count = count
-        self._places = {place.name: place for place in layout.parts}
+        parts: dict[str, MatrixPlace] = {
+            place.name: _in_slab(layout.dtype, place.shape, place.offset) for place in layout.parts
+        }
+        rows, columns = parts["gate"].shape
+        self._matrices = {"gate_up": _in_slab(layout.dtype, (2 * rows, columns), parts["gate"].offset), **parts}
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -131,21 +137,27 @@ class BankExperts:
         expert = sum(math.prod(place.shape) * width for place in self.layout.parts)
         return expert * (self._count * len(self._files) if self._share is None else self._share.count)
 
-    def slab(self, layer: int, expert: int) -> StoredTensor:
-        """All of one expert as bytes, [slab size], 64-byte aligned."""
-        return self._view(layer, expert, "U8", (self.layout.size,), 0)
-
     def held(self, layer: int) -> Sequence[int]:
         return range(self.count) if self._share is None else self._share.held(layer)
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
-        parts: dict[str, StoredTensor] = {
-            place.name: self._view(layer, expert, self.dtype, place.shape, place.offset) for place in self.layout.parts
-        }
-        gate = self._places["gate"]
-        rows, columns = gate.shape
-        gate_up = self._view(layer, expert, self.dtype, (2 * rows, columns), gate.offset)
-        return ExpertWeights(gate_up=gate_up, **parts)
+        start = self.place(layer, expert).spans[0].start
+        if self._share is not None and expert not in self._share.held(layer):
+            raise IndexError(f"expert {expert} of layer {layer} is not in this share")
+        file = self._files[layer]
+        return ExpertWeights(
+            **{
+                name: file.tensor(matrix.format, matrix.shape, start + matrix.offset)
+                for name, matrix in self._matrices.items()
+            }
+        )
+
+    def place(self, layer: int, expert: int) -> ExpertPlace:
+        """One span, the expert's slab."""
+        if layer not in self._files or not 0 <= expert < self._count:
+            raise IndexError(f"no expert {expert} in layer {layer}")
+        start = expert * self.layout.size
+        return ExpertPlace((FileSpan(self._files[layer], start, start + self.layout.size),), self._matrices)
 
     @property
     def mapped_files(self) -> tuple[MappedFile, ...]:
@@ -156,12 +168,11 @@ class BankExperts:
         for mapped in self._files.values() if layer is None else (self._files[layer],):
             mapped.check_unchanged()
 
-    def _view(self, layer: int, expert: int, dtype: str, shape: tuple[int, ...], offset: int) -> StoredTensor:
-        if layer not in self._files or not 0 <= expert < self._count:
-            raise IndexError(f"no expert {expert} in layer {layer}")
-        if self._share is not None and expert not in self._share.held(layer):
-            raise IndexError(f"expert {expert} of layer {layer} is not in this share")
-        return self._files[layer].tensor(dtype, shape, expert * self.layout.size + offset)
+
+def _in_slab(dtype: str, shape: tuple[int, ...], offset: int) -> MatrixPlace:
+    """Parts of a slab are contiguous."""
+    stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return MatrixPlace(dtype, 0, offset, shape, stride)
 
 
 class Bank:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from engine.errors import ModelError
+from engine.models.byte_map import ExpertPlace, FileSpan, MatrixPlace
 from engine.models.families import (
+    PARTS,
     ExpertLayers,
     ExpertTensor,
     Family,
@@ -23,7 +30,8 @@ from engine.models.families import (
     stored_shape,
 )
 from engine.models.files import Experts, ExpertWeights, StoredTensor
-from engine.models.safetensors_files import MappedFile, TensorEntry, aligned, read_header
+from engine.models.mapped_file import MappedFile, aligned, words_dtype
+from engine.models.safetensors_files import TensorEntry, read_header
 from engine.models.share_files import Part as SharePart
 from engine.models.wording import shown
 
@@ -161,8 +169,10 @@ class PlainExperts:
         for layer, expert, part in sources:
             per_layer.setdefault(layer, []).append((expert, part))
         self._tensors = {
-            layer: tuple(part for expert, part in keys if expert in (None, 0)) for layer, keys in per_layer.items()
+            layer: tuple(sorted((part for expert, part in keys if expert in (None, 0)), key=PARTS.index))
+            for layer, keys in per_layer.items()
         }
+        self._matrices: dict[tuple[ExpertTensor, str, int], dict[str, MatrixPlace]] = {}
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -193,40 +203,59 @@ class PlainExperts:
         return range(self.count) if self._share is None else self._share.held(layer)
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
-        if layer not in self._tensors or not 0 <= expert < self.count:
-            raise IndexError(f"no expert {expert} in layer {layer}")
+        place = self.place(layer, expert)
         if self._share is not None and expert not in self._share.held(layer):
             raise IndexError(f"expert {expert} of layer {layer} is not in this share")
         parts: dict[str, StoredTensor] = {}
-        gate_up = None
+        for name, matrix in place.matrices.items():
+            span = place.spans[matrix.span]
+            file = self._files[span.file.path.name]
+            stored = file.strided(matrix.format, matrix.shape, matrix.stride, span.start + matrix.offset)
+            # Both as one matrix only where they lie in the file, and are not copies of their own.
+            if name != "gate_up" or stored.words.ctypes.data == span.address + matrix.offset:
+                parts[name] = stored
+        return ExpertWeights(**parts)
+
+    def place(self, layer: int, expert: int) -> ExpertPlace:
+        """One span per tensor: an expert's bytes are in one piece in every tensor, even where its matrices are not."""
+        if layer not in self._tensors or not 0 <= expert < self.count:
+            raise IndexError(f"no expert {expert} in layer {layer}")
+        spans: list[FileSpan] = []
+        matrices: dict[str, MatrixPlace] = {}
         for first in self._tensors[layer]:
-            source = self._sources.get((layer, None, first)) or self._sources[(layer, expert, first)]
+            whole = self._sources.get((layer, None, first))
+            source = whole or self._sources[layer, expert, first]
             entry = source.entry
-            whole = self._files[source.file_name].tensor(entry.dtype, entry.shape, entry.start)
-            for part, words in part_views(source.tensor, whole.words, expert, self.shape):
-                # The expert alone, not the tensor with all of them.
-                parts[part] = StoredTensor(entry.dtype, aligned(words))
-            in_place = source.tensor.parts == ("gate", "up") and not source.tensor.strided
-            if in_place and whole.words.flags.aligned:
-                gate_up = StoredTensor(entry.dtype, whole.words[expert])
-        return ExpertWeights(gate_up=gate_up, **parts)
+            size = entry.nbytes if whole is None else entry.nbytes // self.count
+            start = entry.start if whole is None else entry.start + expert * size
+            matrices |= self._matrices_in(source.tensor, entry.dtype, len(spans))
+            spans.append(FileSpan(self._files[source.file_name], start, start + size))
+        return ExpertPlace(tuple(spans), matrices)
 
-    def spans(self, layer: int, expert: int) -> list[tuple[str, int, int]]:
-        """Where the tensors of one expert lie: file name, first byte, and the one after the last.
-
-        An expert's bytes are in one piece in every tensor, whether or not its matrices are."""
-        found = []
-        for first in self._tensors[layer]:
-            source = self._sources.get((layer, None, first))
-            if source is not None:
-                entry = source.entry
-                size = entry.nbytes // self.count
-                start = entry.start + expert * size
-                found.append((source.file_name, start, start + size))
-            else:
-                source = self._sources[layer, expert, first]
-                found.append((source.file_name, source.entry.start, source.entry.stop))
-        return found
+    def _matrices_in(self, tensor: ExpertTensor, dtype: str, span: int) -> dict[str, MatrixPlace]:
+        """The matrices of one expert within its span, which is the expert's part of ``tensor``."""
+        key = (tensor, dtype, span)
+        if key not in self._matrices:
+            alone = replace(tensor, stacking="separate")
+            # Views of one word, repeated: only their offsets and strides are wanted.
+            one = np.zeros(1, words_dtype(dtype))
+            shape = stored_shape(alone, self.shape)
+            strides = [one.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+            block = np.lib.stride_tricks.as_strided(one, shape, strides, writeable=False)
+            views: list[tuple[str, NDArray[Any]]] = list(part_views(alone, block, 0, self.shape))
+            if tensor.parts == ("gate", "up") and not tensor.strided:
+                views.append(("gate_up", block))
+            self._matrices[key] = {
+                name: MatrixPlace(
+                    dtype,
+                    span,
+                    int(words.ctypes.data - one.ctypes.data),
+                    words.shape,
+                    tuple(step // one.itemsize for step in words.strides),
+                )
+                for name, words in views
+            }
+        return self._matrices[key]
 
     @property
     def mapped_files(self) -> tuple[MappedFile, ...]:

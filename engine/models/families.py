@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from numpy.typing import NDArray
 
@@ -18,6 +18,8 @@ from engine.errors import ModelError
 from engine.models.wording import shown
 
 Part = Literal["gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
+PARTS: tuple[Part, ...] = get_args(Part)
+"""All parts, in the order in which an expert's bytes are listed."""
 Stacking = Literal["separate", "stacked", "rows"]
 """``separate``: one tensor per expert. ``stacked``: [experts, ...]. ``rows``: [experts * rows, columns]."""
 

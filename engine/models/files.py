@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
+from engine.models.byte_map import ExpertPlace
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -100,6 +102,10 @@ class Experts(Protocol):
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
         """Raises IndexError for an expert that is not held."""
+        ...
+
+    def place(self, layer: int, expert: int) -> ExpertPlace:
+        """Where the expert's matrices lie in the mapped files. Raises IndexError for an expert that the model lacks."""
         ...
 
     def check_unchanged(self, layer: int | None = None) -> None:

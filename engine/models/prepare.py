@@ -44,8 +44,9 @@ from engine.models.bank import (
 from engine.models.checkpoint import Checkpoint, PlainExperts
 from engine.models.durable_files import flush, flush_folder, forget_cached, new_file
 from engine.models.files import ExpertWeights, StoredTensor
+from engine.models.mapped_file import WIDTHS, words_dtype
 from engine.models.opening import open_model
-from engine.models.safetensors_files import WIDTHS, encode_header, words_dtype
+from engine.models.safetensors_files import encode_header
 
 _CHUNK = 8 * 1024 * 1024
 _TILE = (64, 256)

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
-from engine.models.bank import EXPERTS_FOLDER, JOURNAL, MANIFEST, Bank, BankExperts, layer_path
-from engine.models.checkpoint import INDEX, Checkpoint, PlainExperts
+from engine.models.bank import JOURNAL, MANIFEST, Bank
+from engine.models.byte_map import Run, Runs, merged
+from engine.models.checkpoint import INDEX, Checkpoint
 from engine.models.families import check_supported, expert_shape
 from engine.models.opening import open_model, read_config
 from engine.models.safetensors_files import TensorEntry, read_header
@@ -35,20 +36,6 @@ _MOST_STACKED = 64
 _LIBRARY_EXPERT = re.compile(r".*?\.(?:layers|blocks)\.(\d+)\..*?\.(?:switch_mlp|experts)\.(?:(\d+)\.)?.+")
 
 
-@dataclass(frozen=True, order=True)
-class Run:
-    """Bytes ``start`` to ``stop`` of file number ``file``."""
-
-    file: int
-    start: int
-    stop: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.stop - self.start
-
-
-Runs = tuple[Run, ...]
 TrunkTensor = tuple[str, int, TensorEntry]
 """Name, number of its file, and where it lies."""
 
@@ -115,28 +102,13 @@ def layout_of(folder: Path) -> WeightLayout:
     if entries is not None:
         return _library_layout(folder, config, entries)
     opened = open_model(folder)
-    if isinstance(opened, Bank):
-        return _bank_layout(opened)
-    assert isinstance(opened, Checkpoint)
-    return _plain_layout(opened)
+    assert isinstance(opened, (Bank, Checkpoint))
+    return _opened_layout(opened)
 
 
 def runs_of(piece: Iterable[TrunkTensor]) -> Runs:
     """The bytes of a piece of the trunk."""
     return merged(Run(file, entry.start, entry.stop) for _, file, entry in piece)
-
-
-def merged(runs: Iterable[Run]) -> Runs:
-    """``runs`` in the order of the files, adjacent ones as one."""
-    found: list[Run] = []
-    for run in sorted(runs):
-        if run.nbytes == 0:
-            continue
-        if found and found[-1].file == run.file and found[-1].stop >= run.start:
-            found[-1] = Run(run.file, found[-1].start, max(run.stop, found[-1].stop))
-        else:
-            found.append(run)
-    return tuple(found)
 
 
 def quantisation_words(config: Mapping[str, Any], dtype: str) -> str:
@@ -155,31 +127,17 @@ def quantisation_words(config: Mapping[str, Any], dtype: str) -> str:
 # --- one form each ------------------------------------------------------------------------------------------------
 
 
-def _bank_layout(bank: Bank) -> WeightLayout:
-    experts = bank.experts
-    files = {str(mapped.path.relative_to(bank.folder)): mapped.size for mapped in bank.mapped_files}
-    numbers = {name: number for number, name in enumerate(files)}
+def _opened_layout(opened: Bank | Checkpoint) -> WeightLayout:
+    form: Form = "bank" if isinstance(opened, Bank) else "plain"
+    files = {str(mapped.path.relative_to(opened.folder)): mapped.size for mapped in opened.mapped_files}
+    numbers = {Path(name).name: number for number, name in enumerate(files)}
+    experts = opened.experts
     runs: dict[tuple[int, int], Runs] = {}
-    if isinstance(experts, BankExperts):
-        size = experts.layout.size
-        for layer in experts.layers:
-            number = numbers[f"{EXPERTS_FOLDER}/{layer_path(bank.folder, layer).name}"]
-            for expert in range(experts.count):
-                runs[layer, expert] = (Run(number, expert * size, (expert + 1) * size),)
-    return _layout(bank, "bank", files, bank.trunk_entries, runs)
-
-
-def _plain_layout(checkpoint: Checkpoint) -> WeightLayout:
-    experts = checkpoint.experts
-    files = {mapped.path.name: mapped.size for mapped in checkpoint.mapped_files}
-    numbers = {name: number for number, name in enumerate(files)}
-    runs: dict[tuple[int, int], Runs] = {}
-    if isinstance(experts, PlainExperts):
+    if experts is not None:
         for layer in experts.layers:
             for expert in range(experts.count):
-                spans = experts.spans(layer, expert)
-                runs[layer, expert] = merged(Run(numbers[name], start, stop) for name, start, stop in spans)
-    return _layout(checkpoint, "plain", files, checkpoint.trunk_entries, runs)
+                runs[layer, expert] = experts.place(layer, expert).runs(numbers)
+    return _layout(opened, form, files, opened.trunk_entries, runs)
 
 
 def _layout(

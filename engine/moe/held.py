@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.errors import ModelError
+from engine.models.byte_map import ExpertPlace
 from engine.models.files import Experts, ExpertWeights
 from engine.planning.placement import Placement
 
@@ -51,6 +52,10 @@ class HeldExperts:
         if expert not in self._numbers[layer]:
             raise IndexError(f"expert {expert} of layer {layer} is not held by this node")
         return self._experts.expert(layer, expert)
+
+    def place(self, layer: int, expert: int) -> ExpertPlace:
+        """See :meth:`engine.models.files.Experts.place`."""
+        return self._experts.place(layer, expert)
 
     def check_unchanged(self, layer: int | None = None) -> None:
         self._experts.check_unchanged(layer)

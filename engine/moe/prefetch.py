@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.models.files import Experts, ExpertWeights, FileMapping, StoredTensor
+from engine.models.files import Experts, FileMapping
 
 if TYPE_CHECKING:
     import torch
@@ -51,28 +51,8 @@ class ReadAhead:
     def _ranges_of(self, layer: int, expert: int) -> list[tuple[int, int]]:
         found = self._ranges.get((layer, expert))
         if found is None:
-            found = self._ranges[layer, expert] = page_ranges(self._experts.expert(layer, expert))
+            found = self._ranges[layer, expert] = self._experts.place(layer, expert).page_ranges()
         return found
-
-
-def page_ranges(weights: ExpertWeights) -> list[tuple[int, int]]:
-    """The (address, bytes) of whole pages that hold one expert; what is adjacent is one range."""
-    spans: list[tuple[int, int]] = []
-    for first, last in sorted(_span(tensor) for tensor in (weights.gate, weights.up, weights.down)):
-        start, end = first - first % _PAGE, last + -last % _PAGE
-        if spans and start <= spans[-1][1]:
-            start, end = spans[-1][0], max(end, spans[-1][1])
-            spans.pop()
-        spans.append((start, end))
-    return [(start, end - start) for start, end in spans]
-
-
-def _span(tensor: StoredTensor) -> tuple[int, int]:
-    """First address of ``tensor``, and the one after its last."""
-    words = tensor.words
-    start = int(words.ctypes.data)
-    reach = sum((size - 1) * stride for size, stride in zip(words.shape, words.strides, strict=True))
-    return start, start + reach + words.itemsize
 
 
 def notice_beyond_memory(

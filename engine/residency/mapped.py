@@ -21,9 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from engine.errors import ModelError
+from engine.models.byte_map import Run, merged
 from engine.models.files import FileMapping
+from engine.models.mapped_file import SharedMapping
 from engine.models.share_files import part_of
-from engine.models.weight_layout import Run, layout_of, merged, runs_of
+from engine.models.weight_layout import layout_of, runs_of
 from engine.planning.residency import lockable
 
 PIECE_BYTES = 8 * 1024 * 1024
@@ -69,7 +71,7 @@ class MappedWeights:
             here: Sequence[int] = range(layout.count) if share is None else share.held(layer)
             mine = here if held is None else [expert for expert in held.get(layer, ()) if expert in here]
             runs += merged(run for expert in mine for run in layout.experts[layer, expert])
-        self._files = [_Mapping(folder / name) for name, _ in layout.files]
+        self._files = [_mapping(folder / name) for name, _ in layout.files]
         theirs = {each.path.resolve(): each for each in in_use}
         self._touched = [
             theirs.get((folder / name).resolve(), own) for own, (name, _) in zip(self._files, layout.files, strict=True)
@@ -157,19 +159,11 @@ class MappedWeights:
         return self._files[piece.file].address + start, piece.stop - start
 
 
-class _Mapping:
-    """A file, mapped shared and read-only."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            with path.open("rb") as file:
-                self._mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{path} cannot be mapped ({error}); check the file.") from error
-        self.address = np.frombuffer(self._mapping, dtype=np.uint8).ctypes.data
-
-    def close(self) -> None:
-        self._mapping.close()
+def _mapping(path: Path) -> SharedMapping:
+    try:
+        return SharedMapping(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be mapped ({error}); check the file.") from error
 
 
 def _cut(run: Run) -> list[Run]:

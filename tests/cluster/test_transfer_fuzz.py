@@ -30,8 +30,8 @@ from engine.cluster.weights.transfer import (
     encode_wanted,
 )
 from engine.errors import ModelError
+from engine.models.byte_map import Run, merged
 from engine.models.share_files import ModelIdentity, read_share
-from engine.models.weight_layout import Run, merged
 
 TinyModel = Callable[..., Path]
 IDENTITY = ModelIdentity(

@@ -108,7 +108,7 @@ from pathlib import Path
 from engine.errors import ModelError
 from engine.moe.kernels import file_guard
 from engine.ipc.messages import Load
-from engine.models.safetensors_files import MappedFile
+from engine.models.mapped_file import MappedFile
 from engine.runtimes import runtime_named
 
 folder, unguarded, unnoticed = Path(sys.argv[1]), sys.argv[2] == "unguarded", sys.argv[3] == "unnoticed"
@@ -194,7 +194,7 @@ def test_other_bus_errors_still_end_the_process(tmp_path: Path, prepared: Path) 
     code = """
 import ctypes, mmap, os, sys
 from pathlib import Path
-from engine.models.safetensors_files import MappedFile
+from engine.models.mapped_file import MappedFile
 from engine.moe.kernels.file_guard import FileGuard
 guarded, other = Path(sys.argv[1]), Path(sys.argv[2])
 guard = FileGuard([MappedFile(guarded)])

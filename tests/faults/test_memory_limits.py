@@ -26,7 +26,7 @@ from engine.models.opening import open_model
 from engine.models.prepare import prepare
 from engine.moe import prefetch as reading_ahead
 from engine.moe.kernels import bindings
-from engine.moe.prefetch import ReadAhead, notice_beyond_memory, page_ranges, read_rate
+from engine.moe.prefetch import ReadAhead, notice_beyond_memory, read_rate
 from engine.runtimes.native.runtime import NativeRuntime
 from engine.runtimes.torch.offload import local
 from engine.runtimes.torch.offload.host_memory import HostExperts
@@ -133,7 +133,7 @@ def test_pages_asked_for_cover_the_expert_and_little_else(tmp_path: Path) -> Non
         assert experts is not None
         for expert in range(experts.count):
             weights = experts.expert(1, expert)
-            ranges = page_ranges(weights)
+            ranges = experts.place(1, expert).page_ranges()
             assert len(ranges) <= (1 if folder.name == "prepared" else 3)
             for start, nbytes in ranges:
                 assert start % reading_ahead._PAGE == nbytes % reading_ahead._PAGE == 0

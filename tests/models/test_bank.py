@@ -91,8 +91,8 @@ def test_one_expert_is_one_contiguous_aligned_slab(banks: Callable[..., Path], f
     assert isinstance(experts, BankExperts)
     for layer in experts.layers:
         for expert in range(experts.count):
-            slab = experts.slab(layer, expert).words
-            start, stop = slab.ctypes.data, slab.ctypes.data + slab.nbytes
+            (slab,) = experts.place(layer, expert).spans
+            start, stop = slab.address, slab.address + slab.nbytes
             assert start % 64 == 0
             weights = experts.expert(layer, expert)
             for tensor in present(weights).values():

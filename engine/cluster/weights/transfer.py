@@ -28,9 +28,10 @@ from engine.cluster.weights.weight_fingerprint import (
 )
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
+from engine.models.byte_map import Run, Runs
 from engine.models.share_files import Form, ModelIdentity, read_share
 from engine.models.store import SHARE_MANIFEST
-from engine.models.weight_layout import Run, Runs, WeightLayout, layout_of, runs_of
+from engine.models.weight_layout import WeightLayout, layout_of, runs_of
 from engine.models.wording import shown
 
 CHUNK_BYTES = 1024 * 1024

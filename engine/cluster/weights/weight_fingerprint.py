@@ -20,6 +20,7 @@ import numpy as np
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.models.bank import Bank, slab_layout
+from engine.models.byte_map import Run, Runs
 from engine.models.checkpoint import Checkpoint, PlainExperts
 from engine.models.durable_files import new_file
 from engine.models.locations import locate
@@ -27,8 +28,6 @@ from engine.models.prepare import fill_slab
 from engine.models.share_files import ModelIdentity, is_share, read_share
 from engine.models.store import PREPARED, installed, profile_key
 from engine.models.weight_layout import (
-    Run,
-    Runs,
     WeightLayout,
     config_fingerprint,
     layout_of,

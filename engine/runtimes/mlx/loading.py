@@ -17,8 +17,8 @@ from mlx_lm.utils import get_total_parameters
 from engine.errors import ModelError
 from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
+from engine.models.mapped_file import WIDTHS
 from engine.models.opening import open_model, read_config
-from engine.models.safetensors_files import WIDTHS
 from engine.models.share_files import part_of
 from engine.models.weight_layout import layout_of
 from engine.moe.expert_parallel import LayerExchange, Recorded

@@ -1,0 +1,112 @@
+"""Where the bytes of a model's experts lie: which matrix in which file, at which offset, in which number format.
+
+The one place for it. The runtimes' views, copies to a device, prefetching, residency and what travels between the
+machines of a ring all start from an :class:`ExpertPlace`, which the opened bank or checkpoint gives.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.models.files import FileMapping
+
+PAGE_BYTES = mmap.PAGESIZE
+
+
+@dataclass(frozen=True, order=True)
+class Run:
+    """Bytes ``start`` to ``stop`` of file number ``file``."""
+
+    file: int
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+Runs = tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class FileSpan:
+    """Bytes ``start`` to ``stop`` of a mapped file."""
+
+    file: FileMapping
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def address(self) -> int:
+        """Address of the first byte in this process's mapping of the file."""
+        return self.file.address + self.start
+
+
+@dataclass(frozen=True)
+class MatrixPlace:
+    """A matrix or bias of an expert within one of the expert's spans.
+
+    ``format``: the number format by safetensors' name. ``span``: index of the span; ``offset``: bytes from the span's
+    start. ``shape`` and ``stride`` are in elements.
+    """
+
+    format: str
+    span: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ExpertPlace:
+    """All bytes of one expert. ``spans`` follow the order of its matrices, which is the same for all experts of a
+    model.
+
+    ``matrices`` are named as the fields of :class:`engine.models.files.ExpertWeights`; they may overlap (``gate_up`` is
+    ``gate`` and ``up`` as one matrix). A span may have padding that belongs to no matrix.
+    """
+
+    spans: tuple[FileSpan, ...]
+    matrices: Mapping[str, MatrixPlace]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(span.nbytes for span in self.spans)
+
+    def runs(self, numbers: Mapping[str, int]) -> Runs:
+        """The spans in the order of the files, adjacent ones as one. ``numbers``: file name to file number."""
+        return merged(Run(numbers[span.file.path.name], span.start, span.stop) for span in self.spans)
+
+    def page_ranges(self) -> list[tuple[int, int]]:
+        """(address, bytes) of the whole pages that hold the expert, ascending; adjacent ones as one range."""
+        ranges: list[tuple[int, int]] = []
+        for span in sorted(self.spans, key=lambda span: span.address):
+            start, stop = span.address, span.address + span.nbytes
+            start, stop = start - start % PAGE_BYTES, stop + -stop % PAGE_BYTES
+            if ranges and start <= ranges[-1][1]:
+                ranges[-1] = (ranges[-1][0], max(stop, ranges[-1][1]))
+            else:
+                ranges.append((start, stop))
+        return [(start, stop - start) for start, stop in ranges]
+
+
+def merged(runs: Iterable[Run]) -> Runs:
+    """``runs`` in the order of the files, adjacent ones as one."""
+    found: list[Run] = []
+    for run in sorted(runs):
+        if run.nbytes == 0:
+            continue
+        if found and found[-1].file == run.file and found[-1].stop >= run.start:
+            found[-1] = Run(run.file, found[-1].start, max(run.stop, found[-1].stop))
+        else:
+            found.append(run)
+    return tuple(found)

@@ -1,0 +1,130 @@
+"""Files of weights as they are mapped into this process: copy-on-write for reading, shared for locking their pages."""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import ModelError
+from engine.models.files import StoredTensor
+
+WIDTHS: dict[str, int] = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+"""Bytes per element of the dtypes that are read."""
+
+_WORDS: dict[int, np.dtype[Any]] = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
+
+
+def words_dtype(dtype: str) -> np.dtype[Any]:
+    """numpy's unsigned integer as wide as ``dtype``."""
+    return _WORDS[WIDTHS[dtype]]
+
+
+def aligned(words: NDArray[Any]) -> NDArray[Any]:
+    """``words`` where C may read them one by one: as they lie, or a copy if a file's header has an odd length, as old
+    programs wrote it. Reading a number at an address that is no multiple of its width is undefined there."""
+    return words if words.flags.aligned else words.copy()
+
+
+def _private_mapping_flags() -> int:
+    """Flags of a private mapping that the kernel does not count as memory we might fill.
+
+    A writable private mapping larger than the machine's memory is refused otherwise, and that is just what a large
+    model's file is. Python names the flag from 3.13 on.
+    """
+    flags = mmap.MAP_PRIVATE
+    if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64", "arm64"):
+        flags |= getattr(mmap, "MAP_NORESERVE", 0x4000)
+    return flags
+
+
+class MappedFile:
+    """A file mapped copy-on-write: reading it costs file-backed pages only, and nothing can change the file."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ModelError if the file cannot be opened or mapped, or is empty."""
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                if status.st_size == 0:
+                    raise ModelError(f"{path.name} is damaged: it is empty; fetch the model again.")
+                mapping = mmap.mmap(
+                    file.fileno(),
+                    status.st_size,
+                    flags=_private_mapping_flags(),
+                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                )
+        except OSError as error:
+            raise ModelError(f"{path} cannot be mapped ({error.strerror or error}); check the file.") from error
+        self._bytes: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
+        self._identity = _identity(status)
+
+    @property
+    def size(self) -> int:
+        return int(self._bytes.nbytes)
+
+    @property
+    def address(self) -> int:
+        """Where the mapping begins in this process's memory."""
+        return int(self._bytes.ctypes.data)
+
+    def tensor(self, dtype: str, shape: tuple[int, ...], start: int) -> StoredTensor:
+        """The tensor of ``dtype`` and ``shape`` that begins ``start`` bytes into the file, as a view."""
+        stop = start + math.prod(shape) * WIDTHS[dtype]
+        if stop > self.size:
+            raise ModelError(f"{self.path.name} is damaged: it has {self.size} bytes and should have {stop}.")
+        return StoredTensor(dtype, self._bytes[start:stop].view(words_dtype(dtype)).reshape(shape))
+
+    def strided(self, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], start: int) -> StoredTensor:
+        """As :meth:`tensor`, with ``stride`` in elements; a copy where C could not read the words in place."""
+        width = WIDTHS[dtype]
+        reach = sum((count - 1) * step for count, step in zip(shape, stride, strict=True)) + 1
+        words = self.tensor(dtype, (reach,), start).words
+        strides = tuple(step * width for step in stride)
+        return StoredTensor(dtype, aligned(np.lib.stride_tricks.as_strided(words, shape, strides)))
+
+    def check_unchanged(self) -> None:
+        """Raises ModelError if the file at this path is no longer the one that was mapped, or was changed."""
+        try:
+            now = _identity(self.path.stat())
+        except OSError as error:
+            raise ModelError(f"{self.path} was removed while the model was open; load the model again.") from error
+        if now != self._identity:
+            raise ModelError(f"{self.path} was changed while the model was open; load the model again.")
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+class SharedMapping:
+    """A file mapped a second time, shared and read-only, so that its pages can be locked.
+
+    Both mappings show the same pages of the system's cache, so it takes no memory. Locking the copy-on-write mapping
+    instead would give every page a copy of its own.
+    """
+
+    def __init__(self, path: Path, nbytes: int = 0) -> None:
+        """``nbytes`` 0: the whole file. Raises OSError if it cannot be opened, ValueError if it is empty."""
+        with path.open("rb") as file:
+            self._mapping = mmap.mmap(file.fileno(), nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        array: NDArray[np.uint8] = np.frombuffer(self._mapping, dtype=np.uint8)
+        self.address = int(array.ctypes.data)
+        self.size = int(array.nbytes)
+
+    def close(self) -> None:
+        """Unmap the file; nobody may read from ``address`` any more."""
+        self._mapping.close()
