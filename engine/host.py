@@ -364,7 +364,7 @@ class Host:
 
 def popularity_writer_for(session: Session, model: str, notice: Callable[[str], None]) -> PopularityWriter | None:
     """What keeps the use of ``session``'s experts; None for a dense model, or a runtime that does not count it."""
-    from engine.models.profiles import profile_paths
+    from engine.models.locations import profile_paths
     from engine.models.store import profile_key, resolve
     from engine.moe.popularity_file import PopularityWriter, ProfileModel
 

@@ -30,7 +30,7 @@ from engine.bench.exchange_node import (
     NodeSetup,
     contribution,
 )
-from engine.calibration.spread import figure
+from engine.calibration.samples import figure
 from engine.cluster.transport.registry import TRANSPORTS, available_exchanges
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Bench, BenchResult

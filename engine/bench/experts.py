@@ -14,13 +14,13 @@ import numpy as np
 from engine.bench.subject import WARM_UP_STEPS, BenchSubject, median, not_kept, random_tokens, read_prompt, steps
 from engine.bench.throughput import keep_speed
 from engine.calibration.calibration_file import calibration_key, save_calibration, shape_of
-from engine.calibration.measuring import Figures, calibration_of, measure
-from engine.calibration.spread import Spread, figure, milliseconds
-from engine.calibration.streaming import StreamingRead
+from engine.calibration.expert_cost import Figures, calibration_of, measure
+from engine.calibration.memory_rate import StreamingRead
+from engine.calibration.samples import Spread, figure, milliseconds
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import BenchResult
 from engine.models.files import Experts, ModelFiles
-from engine.models.profiles import profile_paths
+from engine.models.locations import profile_paths
 from engine.models.store import profile_key
 from engine.moe.popularity import Popularity
 from engine.moe.popularity_file import model_of, save_profile

@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.calibration.spread import Spread, figure
+from engine.calibration.samples import Spread, figure
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Bench, BenchResult
 from engine.ipc.progress import ProgressCallback

@@ -22,11 +22,11 @@ from engine.bench.running import weight_bytes_per_token
 from engine.bench.subject import WARM_UP_STEPS, BenchSubject, random_tokens, read_prompt, steps
 from engine.bench.synthetic_moe import MoeShape, write_moe
 from engine.bench.throughput import bench_decode
+from engine.calibration.synthetic_experts import experts_at_once
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.head.epoch_specs import Trial
 from engine.cluster.head.forming import RingFormer
 from engine.cluster.head.head_model import RingModel
-from engine.cluster.membership.measuring_node import experts_at_once
 from engine.cluster.network import ClusterNetwork
 from engine.cluster.transport.exchange import Buffer
 from engine.errors import Cancelled, ModelError

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.calibration.spread import figure
+from engine.calibration.samples import figure
 from engine.ipc.messages import Bench, BenchResult
 from engine.planning.ring_speed import PassTime, compare
 from engine.system.machine import processor

@@ -11,7 +11,7 @@ import msgspec
 from engine.bench.experts import bench_experts
 from engine.bench.subject import BenchSubject
 from engine.bench.throughput import bench_beams, bench_decode, bench_prefill
-from engine.calibration.others import Others
+from engine.calibration.samples import OtherPrograms
 from engine.errors import ModelError
 from engine.ipc.messages import Bench, BenchResult, ExpertMovement, Load, Message, ModelFacts
 from engine.ipc.progress import ProgressCallback
@@ -64,7 +64,7 @@ def run_bench(
         weight_bytes=weight_bytes_per_token(session.facts, sizes),
         report=report,
         cancelled=cancelled,
-        why_not_kept=(lambda samples: "") if request.even_if_busy else Others().why_not_kept,
+        why_not_kept=(lambda samples: "") if request.even_if_busy else OtherPrograms().why_not_kept,
     )
     session.model.recorder.reset()
     match request.kind:

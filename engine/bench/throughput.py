@@ -12,10 +12,9 @@ from engine.bench.subject import (
     read_prompt,
     steps,
 )
-from engine.calibration.calibration_file import calibration_key
-from engine.calibration.speed_file import MLX_GPU, save_speed
-from engine.calibration.spread import Spread, figure, milliseconds, per_second
-from engine.calibration.streaming import StreamingRead
+from engine.calibration.calibration_file import MLX_GPU, calibration_key, save_speed
+from engine.calibration.memory_rate import StreamingRead
+from engine.calibration.samples import Spread, figure, milliseconds, per_second
 from engine.errors import ModelError
 from engine.ipc.messages import BenchResult
 

@@ -1,8 +1,9 @@
-"""Calibrations on the disk: what was measured is kept, and used only on the machine and for the experts it is of.
+"""Calibrations on the disk: measured figures are kept, and used only on the same machine and for the same experts.
 
 One JSON file per machine and shape under ``data/calibration``. A file of another version, machine (processor,
-instruction set, threads, GPU) or shape is refused, and a damaged one is left alone and said to be so: measuring again
-replaces it.
+instruction set, threads, GPU) or shape is refused. A damaged file is reported and left alone; measuring again replaces
+it. ``machine.json`` beside them holds, per machine (:func:`machine_key`), the rate at which memory is read and the cost
+of a forward pass per decoder layer beside reading its weights, per runtime. If damaged, it is ignored and replaced.
 """
 
 from __future__ import annotations
@@ -23,10 +24,15 @@ from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve,
 from engine.system.machine import processor
 
 _FILE_LIMIT = 1_000_000
+"""Largest calibration file in bytes."""
+
+SPEED_VERSION = 1
+MLX_GPU = "mlx on the GPU"
+"""Name of the GPU in the machine's key for figures of mlx's GPU, which are kept apart from the CPU's."""
 
 
 def machine_key(instruction_set: str, threads: int, gpu: str | None) -> str:
-    """What makes two machines measure the same: ``AMD EPYC (26.2.1); avx512_bf16; 2 threads; no GPU``."""
+    """Name of a machine by all that its figures depend on: ``AMD EPYC (26.2.1); avx512_bf16; 2 threads; no GPU``."""
     return f"{processor()}; {instruction_set}; {threads} thread{'s' * (threads != 1)}; {gpu or 'no GPU'}"
 
 
@@ -96,7 +102,7 @@ def save_calibration(calibration: Calibration) -> Path:
 
 
 def check_calibration(calibration: Calibration) -> None:
-    """Raises ValueError for figures that decisions cannot rest on."""
+    """Raises ValueError for figures that cannot have been measured."""
     rates = [calibration.memory_read, calibration.cpu_overlapped, calibration.copy_overlapped]
     if not all(math.isfinite(rate) and rate > 0 for rate in rates):
         raise ValueError("a rate is not a positive number")
@@ -121,7 +127,7 @@ def _check_curve(curve: Curve) -> None:
 
 
 class _Versioned(msgspec.Struct):
-    """What every version of the file has."""
+    """The part that every version of the file has."""
 
     version: int
 
@@ -142,3 +148,56 @@ def calibration_key(dtype: str, threads: int | None, gpu: str | None) -> str:
     """
     kernels = choose("bfloat16" if dtype == "bfloat16" else "float32")
     return machine_key(kernels.name if kernels.native else "torch", threads or physical_cores(), gpu)
+
+
+# --- the machine's speed ---------------------------------------------------------------------------------------------
+
+
+class MachineSpeed(msgspec.Struct, frozen=True):
+    """``memory_read`` in bytes per second; ``layer_overhead_s`` in seconds per layer and step, by runtime."""
+
+    memory_read: float
+    layer_overhead_s: dict[str, float] = {}
+
+
+class _SpeedFile(msgspec.Struct):
+    version: int
+    machines: dict[str, MachineSpeed]
+
+
+def load_speed(machine: str) -> MachineSpeed | None:
+    """The figures of ``machine``; None if none are kept."""
+    found = _read_speed().machines.get(machine)
+    if found is None or not (math.isfinite(found.memory_read) and found.memory_read > 0):
+        return None
+    if not all(math.isfinite(seconds) and seconds >= 0 for seconds in found.layer_overhead_s.values()):
+        return None
+    return found
+
+
+def save_speed(machine: str, memory_read: float, runtime: str, layer_overhead_s: float) -> None:
+    """Keep measured figures beside those of other runtimes and machines. Raises OSError."""
+    file = _read_speed()
+    before = file.machines.get(machine)
+    overheads = {**(before.layer_overhead_s if before else {}), runtime: max(0.0, layer_overhead_s)}
+    file.machines[machine] = MachineSpeed(memory_read, overheads)
+    ensure("data")
+    path = _speed_path()
+    path.parent.mkdir(exist_ok=True, mode=0o700)
+    with new_file(path) as out:
+        out.write(msgspec.json.format(msgspec.json.encode(file)) + b"\n")
+
+
+def _speed_path() -> Path:
+    return locate("data") / "calibration" / "machine.json"
+
+
+def _read_speed() -> _SpeedFile:
+    path = _speed_path()
+    try:
+        if path.stat().st_size > _FILE_LIMIT:
+            raise ValueError("too large")
+        found = msgspec.json.decode(path.read_bytes(), type=_SpeedFile)
+    except (OSError, ValueError, msgspec.DecodeError):
+        return _SpeedFile(SPEED_VERSION, {})
+    return found if found.version == SPEED_VERSION else _SpeedFile(SPEED_VERSION, {})

@@ -27,8 +27,7 @@ from typing import Literal
 from engine.errors import ModelError
 from engine.models import catalogue
 from engine.models.catalogue import STARTER, CatalogueEntry
-from engine.models.locations import ensure, locate
-from engine.models.profiles import remove_profiles
+from engine.models.locations import ensure, locate, remove_profiles
 from engine.models.wording import shown
 from engine.planning.units import byte_size
 

@@ -17,8 +17,7 @@ import msgspec
 
 from engine.models.durable_files import new_file
 from engine.models.files import Experts, ModelFiles
-from engine.models.locations import ensure
-from engine.models.profiles import profile_paths
+from engine.models.locations import ensure, profile_paths
 from engine.models.store import profile_key
 from engine.moe.popularity import Popularity
 

@@ -1,7 +1,7 @@
 """What one machine's GPU and CPU need for one expert, as measured: the numbers every placement decision rests on.
 
-All times are seconds, all rates bytes per second. Measuring is :mod:`engine.calibration.measuring`'s business; here is
-only what was measured, and what follows from it. (Twiddler paper, section 3.3 and appendix A, figure 7.)
+All times are seconds, all rates bytes per second. Measuring is :mod:`engine.calibration.expert_cost`'s business; here
+is only what was measured, and what follows from it. (Twiddler paper, section 3.3 and appendix A, figure 7.)
 """
 
 from __future__ import annotations

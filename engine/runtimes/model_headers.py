@@ -18,7 +18,6 @@ from engine.models.sizes import Sizes, sizes_in_library, sizes_of
 from engine.models.weight_layout import WeightLayout, is_library, layout_of
 from engine.moe.kernels.bindings import VARIABLE
 from engine.moe.popularity_file import ProfileModel, model_of
-from engine.moe.prefetch import read_rate
 from engine.planning.calibration import ExpertShape
 from engine.runtimes.choosing import mlx_by_default
 from engine.runtimes.native.runtime import check_native, why_not
@@ -45,7 +44,6 @@ class Headers:
 
 
 _headers: OrderedDict[_Key, Headers] = OrderedDict()
-_rates: dict[_Key, float | None] = {}
 _lock = threading.Lock()
 
 
@@ -116,18 +114,6 @@ def _expert_dtype(layout: WeightLayout) -> str:
         return f"Q{bits}" if isinstance(bits, int) and 0 < bits < 100 else "Q4"
     trunk = next(iter(layout.trunk), ())
     return next((entry.dtype for name, _, entry in trunk if name.endswith("norm.weight")), "BF16")
-
-
-def disk_rate(path: Path) -> float | None:
-    """Bytes per second at which ``path`` comes from its disk, measured once in a process; None if it can't be told."""
-    try:
-        about = path.stat()
-    except OSError:
-        return None
-    key = (path, about.st_size, about.st_mtime_ns)
-    if key not in _rates:
-        _rates[key] = read_rate(path)
-    return _rates[key]
 
 
 def _largest(experts: Experts) -> Path | None:

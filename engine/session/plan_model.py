@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.calibration.calibration_file import calibration_key, load_calibration
-from engine.calibration.speed_file import MLX_GPU, MachineSpeed, load_speed
+from engine.calibration.calibration_file import MLX_GPU, MachineSpeed, calibration_key, load_calibration, load_speed
+from engine.calibration.disk_rate import disk_rate
 from engine.ipc.messages import Load, ModelFacts, Plan, Planned, PlannedChoice
 from engine.models.sizes import Sizes
 from engine.models.store import ResolvedModel, resolve
@@ -25,7 +25,7 @@ from engine.planning.hybrid import plan as plan_placement
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
 from engine.runtimes.choosing import choose_runtime, on_one_machine
-from engine.runtimes.model_headers import Headers, disk_rate, read_headers
+from engine.runtimes.model_headers import Headers, read_headers
 from engine.session.loading import check_request
 from engine.system.free_memory import available_bytes, memory
 from engine.system.machine import Gpu, gpu, processor

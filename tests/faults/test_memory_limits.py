@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from tiny_models import write_tiny_model
 from torch_oracle import load, prompt
 
+from engine.calibration import disk_rate
+from engine.calibration.disk_rate import notice_beyond_memory, read_rate
 from engine.cluster.membership.control_messages import WantedFacts
 from engine.cluster.membership.measuring_node import measure_node
 from engine.doctor_facts import doctor_facts
@@ -24,9 +26,8 @@ from engine.ipc.messages import Load, Plan
 from engine.models.files import Experts, FileMapping
 from engine.models.opening import open_model
 from engine.models.prepare import prepare
-from engine.moe import prefetch as reading_ahead
 from engine.moe.kernels import bindings
-from engine.moe.prefetch import ReadAhead, notice_beyond_memory, read_rate
+from engine.moe.prefetch import ReadAhead
 from engine.runtimes.native.runtime import NativeRuntime
 from engine.runtimes.torch.offload import local
 from engine.runtimes.torch.offload.host_memory import HostExperts
@@ -136,12 +137,12 @@ def test_pages_asked_for_cover_the_expert_and_little_else(tmp_path: Path) -> Non
             ranges = experts.place(1, expert).page_ranges()
             assert len(ranges) <= (1 if folder.name == "prepared" else 3)
             for start, nbytes in ranges:
-                assert start % reading_ahead._PAGE == nbytes % reading_ahead._PAGE == 0
+                assert start % disk_rate._PAGE == nbytes % disk_rate._PAGE == 0
             for matrix in (weights.gate, weights.up, weights.down):
                 first = matrix.words.ctypes.data
                 assert any(start <= first and first + matrix.nbytes <= start + size for start, size in ranges)
             total = sum(matrix.nbytes for matrix in (weights.gate, weights.up, weights.down))
-            assert sum(size for _, size in ranges) <= total + 6 * reading_ahead._PAGE
+            assert sum(size for _, size in ranges) <= total + 6 * disk_rate._PAGE
 
 
 # --- how much memory there is -------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.calibration.measuring import (
+from engine.calibration.expert_cost import (
     FEWEST_POINTS,
     FEWEST_ROUNDS,
     MOST_ROUNDS,

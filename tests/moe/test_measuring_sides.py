@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.stand_in_device import Faults, Speeds, StandInDevice, TimedCpu
 from engine.calibration.calibration_file import shape_of
-from engine.calibration.measuring import calibration_of, measure
+from engine.calibration.expert_cost import calibration_of, measure
 from engine.models.files import Experts
 from engine.models.opening import open_model
 from engine.runtimes.torch.offload.devices import DeviceError

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from engine.errors import ModelError
 from engine.models import store
+from engine.models.locations import profile_paths
 from engine.models.opening import open_model
 from engine.models.prepare import prepare
-from engine.models.profiles import profile_paths
 from engine.models.store import profile_key
 from engine.moe.popularity import Popularity
 from engine.moe.popularity_file import (

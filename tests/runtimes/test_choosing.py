@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from tiny_models import TINY_FAMILIES, write_tiny_model
 
-from engine.calibration.calibration_file import calibration_key
-from engine.calibration.speed_file import MLX_GPU, save_speed
+from engine.calibration.calibration_file import MLX_GPU, calibration_key, save_speed
 from engine.doctor_facts import doctor_facts
 from engine.errors import ModelError
 from engine.ipc.messages import Load, Plan

@@ -15,8 +15,12 @@ from mlx_oracle import load, write_comparable  # noqa: E402
 from engine.bench import decode  # noqa: E402
 from engine.bench.subject import BenchSubject  # noqa: E402
 from engine.bench.throughput import bench_decode  # noqa: E402
-from engine.calibration.calibration_file import calibration_key  # noqa: E402
-from engine.calibration.speed_file import MLX_GPU, load_speed, save_speed  # noqa: E402
+from engine.calibration.calibration_file import (  # noqa: E402
+    MLX_GPU,
+    calibration_key,
+    load_speed,
+    save_speed,
+)
 from engine.cluster.membership import measuring_node  # noqa: E402
 from engine.cluster.membership.control_messages import WantedFacts  # noqa: E402
 from engine.cluster.membership.measuring_node import measure_node  # noqa: E402

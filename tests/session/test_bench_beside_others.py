@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.bench.running import run_bench
-from engine.calibration import others
-from engine.calibration.others import MOST_SHARE, Others, ProcessorTimes, share_of_others, why_not_kept
-from engine.calibration.speed_file import load_speed
+from engine.calibration import samples as others
+from engine.calibration.calibration_file import load_speed
+from engine.calibration.samples import MOST_SHARE, OtherPrograms, ProcessorTimes, share_of_others, why_not_kept
 from engine.ipc.messages import Bench, BenchResult, Load
 from engine.session.loading import load_session
 
@@ -45,7 +45,7 @@ def test_processors_that_others_keep_busy_are_noticed() -> None:
     """Two real processes, for as long as it takes to see them."""
     spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(psutil.cpu_count() or 1)]
     try:
-        watched = Others()
+        watched = OtherPrograms()
         before = psutil.Process(spinning[0].pid).cpu_times().user
         while psutil.Process(spinning[0].pid).cpu_times().user < before + 0.3:
             pass

@@ -9,8 +9,8 @@ import pytest
 
 from engine.bench.experts import ANSWER_TOKENS, BUDGET_S, calibration_prompts, count_routes
 from engine.bench.subject import BenchSubject
-from engine.calibration.spread import Spread, figure, milliseconds, per_second
-from engine.calibration.streaming import StreamingRead
+from engine.calibration.memory_rate import StreamingRead
+from engine.calibration.samples import Spread, figure, milliseconds, per_second
 from engine.errors import Cancelled
 from engine.ipc.messages import Load
 from engine.runtimes.protocol import LoadedModel
@@ -35,15 +35,15 @@ def test_a_spread_is_a_median_and_its_range() -> None:
 
 
 def test_the_streaming_rate_is_that_of_the_fastest_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.calibration.streaming.available_bytes", lambda: 0)
-    monkeypatch.setattr("engine.calibration.streaming.native_pool", lambda threads: None)
+    monkeypatch.setattr("engine.calibration.memory_rate.available_bytes", lambda: 0)
+    monkeypatch.setattr("engine.calibration.memory_rate.native_pool", lambda threads: None)
     times = iter([0.0, 9.0, 9.0, 18.0, 0.0, 4.0, 4.0, 6.0])
     read = StreamingRead(threads=3, clock=lambda: next(times))
     assert read.rate() == pytest.approx(64 * 2**20 / 2.0, rel=0.01)
 
 
 def test_the_streaming_rate_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.calibration.streaming.available_bytes", lambda: 0)
+    monkeypatch.setattr("engine.calibration.memory_rate.available_bytes", lambda: 0)
     assert StreamingRead(threads=2).rate() > 1e6
 
 

@@ -9,12 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from engine.calibration.calibration_file import calibration_key, save_calibration, shape_of
-from engine.calibration.speed_file import load_speed, save_speed
+from engine.calibration.calibration_file import calibration_key, load_speed, save_calibration, save_speed, shape_of
 from engine.errors import ModelError
 from engine.ipc.messages import Load, ModelFacts, Plan, Planned
+from engine.models.locations import profile_paths
 from engine.models.opening import open_model
-from engine.models.profiles import profile_paths
 from engine.models.store import profile_key
 from engine.moe.kernels import cpu_threads
 from engine.moe.popularity_file import model_of, save_profile

@@ -17,7 +17,8 @@ from engine.bench.local_ring import bound, cores_here, shared_out
 from engine.bench.ring import bench_ring, ring_of_one
 from engine.bench.ring_table import COLUMNS
 from engine.bench.synthetic_moe import MoeShape, write_moe
-from engine.cluster.membership.measuring_node import central_seconds, experts_at_once, layer_seconds
+from engine.calibration.synthetic_experts import experts_at_once
+from engine.cluster.membership.measuring_node import central_seconds, layer_seconds
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Bench, BenchResult, Load
 from engine.models.opening import open_model

@@ -12,7 +12,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import platform
-import re
 import shutil
 import statistics
 import sys
@@ -20,15 +19,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.calibration.calibration_file import calibration_key, load_calibration
-from engine.calibration.measuring import never_falling
-from engine.calibration.speed_file import MLX_GPU, load_speed
+from engine.calibration.calibration_file import MLX_GPU, calibration_key, load_speed
+from engine.calibration.memory_rate import memory_rate
+from engine.calibration.synthetic_experts import check_shape, expert_curve
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.central import CentralHead, CentralNode, Floats
 from engine.cluster.membership.control_messages import NodeFacts, WantedFacts
@@ -36,15 +34,13 @@ from engine.cluster.transport.exchange import Buffer
 from engine.cluster.transport.exchange_timing import between_exchanges
 from engine.cluster.weights.share_store import RESERVE_BYTES
 from engine.errors import ModelError
-from engine.models.files import ExpertWeights, StoredTensor
 from engine.models.locations import locate
 from engine.moe.expert_parallel import Indices, Words
 from engine.moe.kernels.bindings import choose
 from engine.moe.kernels.cpu_threads import usable_cpus
-from engine.moe.kernels.layers import Gate, LayerExperts
-from engine.moe.kernels.pool import Pool, physical_cores, shared_pool
+from engine.moe.kernels.pool import physical_cores
 from engine.moe.rank_context import HEAD, RankContext
-from engine.planning.calibration import Curve, ExpertShape, Processor
+from engine.planning.calibration import ExpertShape
 from engine.planning.placement import Placement
 from engine.system.free_memory import available_bytes, memory
 from engine.system.machine import processor
@@ -53,27 +49,12 @@ if TYPE_CHECKING:
     from engine.runtimes.mlx.measuring import GpuFigures
 
 
-TOKENS = (1, 2, 4, 8, 16, 64)
-BUDGET_S = 1.0
-"""Seconds for measuring experts, beside the two rounds that are always measured."""
-CYCLE_BYTES = 256 << 20
-"""Bytes of the experts that are run in turn: more than the caches of most processors hold."""
-READ_BYTES = 256 << 20
 SETTINGS_BYTES = 32 << 20
 """Bytes on the disk for what a shard has beside the weights: the tokenizer and headers."""
 _OF_WHOLE_BLOCKS = 0.98
 """Usable part of the free disk. Experts begin and end within blocks, which they occupy entirely."""
-AT_ONCE_ROUNDS = 7
-AT_ONCE_S = 0.15
-"""Seconds of each round in which experts of several processes are measured."""
-_WIDTH = {"BF16": 2, "F16": 2, "F32": 4}
-_DTYPE = re.compile(r"[A-Za-z0-9_-]{1,16}")
-_OPERATIONS_PER_BYTE = 4.0
-"""Operations per byte of memory read: a guess for a CPU whose kernels cannot be measured here."""
 
 _measuring = threading.Lock()
-_known: dict[tuple[ExpertShape, str, int | None], Curve] = {}
-_rates: dict[int, float] = {}
 _gpus: dict[ExpertShape | None, GpuFigures] = {}
 
 
@@ -139,25 +120,6 @@ def gpu_figures(wanted: WantedFacts) -> GpuFigures | None:
     return _gpus[wanted.shape]
 
 
-def check_shape(shape: ExpertShape) -> None:
-    """Raises ModelError for an expert that cannot be measured here."""
-    sound = _DTYPE.fullmatch(shape.dtype) and 0 < shape.hidden < 1 << 24 and 0 < shape.ffn < 1 << 24
-    if not sound or not 0 < shape.expert_bytes < 1 << 50:
-        raise ModelError("Experts were to be measured that no model has; update the older of the two.", "bad-input")
-    nbytes, most = _measured_bytes(shape), available_bytes() // 4
-    if nbytes > most:
-        raise ModelError(
-            f"An expert of {shape.hidden} × {shape.ffn} numbers takes {nbytes} bytes, and {most} may be taken here to "
-            "measure it: free some memory there, or choose another model.",
-            kind="memory",
-        )
-
-
-def _measured_bytes(shape: ExpertShape) -> int:
-    """Bytes of one made-up expert; 0 if none is made for this number format."""
-    return 3 * shape.hidden * shape.ffn * _WIDTH[shape.dtype] if shape.dtype in ("BF16", "F32") else 0
-
-
 def this_machine() -> str:
     """Identifier of this machine, the same for all its processes. It reveals nothing else."""
     return hashlib.sha256(f"{uuid.getnode()} {platform.node()}".encode()).hexdigest()[:16]
@@ -204,133 +166,6 @@ def _on_disk(folder: Path) -> Path:
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder
-
-
-def memory_rate(threads: int) -> float:
-    """Bytes per second at which this machine reads its memory, measured over a quarter of a gigabyte."""
-    if threads not in _rates:
-        words = np.ones(min(READ_BYTES, max(1 << 24, available_bytes() // 4)) // 4, dtype=np.int32)
-        best = float("inf")
-        pool = None
-        with contextlib.suppress(ModelError):  # no native kernels here: numpy's one thread is the best there is
-            pool = shared_pool(threads)
-        for _ in range(3):
-            start = time.perf_counter()
-            if pool is None:
-                words.max()
-                seconds = time.perf_counter() - start
-            else:
-                seconds = pool.read_seconds(words.ctypes.data, words.nbytes)
-            best = min(best, max(seconds, 1e-9))
-        _rates[threads] = words.nbytes / best
-    return _rates[threads]
-
-
-def expert_curve(shape: ExpertShape, dtype: str, threads: int | None, rate: float) -> Curve:
-    """Seconds of one expert of ``shape`` over its tokens.
-
-    From this machine's calibration, or measured now. Where none of our kernels runs: the time for reading its weights
-    at ``rate`` bytes per second.
-    """
-    key = (shape, dtype, threads)
-    if key not in _known:
-        kept = load_calibration(shape, calibration_key(dtype, threads, None))
-        if kept is not None:
-            _known[key] = kept.cpu
-        elif choose("bfloat16" if dtype == "bfloat16" else "float32").native and shape.dtype in ("BF16", "F32"):
-            _known[key] = _measured(shape, dtype, threads or physical_cores())
-        else:
-            width = _WIDTH.get(shape.dtype, 2)
-            _known[key] = Processor(rate, rate * _OPERATIONS_PER_BYTE).curve(shape, width)
-    return _known[key]
-
-
-def _measured(shape: ExpertShape, dtype: str, threads: int) -> Curve:
-    pool = shared_pool(threads)
-    choice = choose("bfloat16" if dtype == "bfloat16" else "float32")
-    count = max(1, min(32, min(CYCLE_BYTES, available_bytes() // 4) // max(shape.expert_bytes, _measured_bytes(shape))))
-    layer = LayerExperts({e: _like(shape) for e in range(count)}, count, Gate("silu"), choice)
-    samples: dict[int, list[float]] = {tokens: [] for tokens in TOKENS}
-    start, turn = time.perf_counter(), 0
-    for index in range(50):
-        for tokens in TOKENS:
-            if index >= 2 and time.perf_counter() - start > BUDGET_S:
-                break
-            samples[tokens].append(_one(layer, pool, tokens, turn % count))
-            turn += 1
-    medians = [max(1e-9, statistics.median(samples[tokens][1:] or samples[tokens])) for tokens in TOKENS]
-    return Curve(TOKENS, tuple(never_falling(medians)))
-
-
-def experts_at_once(shape: ExpertShape, threads: int, processes: int) -> float:
-    """How many experts that many processes of ``threads`` threads run together in the time in which one runs one: they
-    have one memory, and perhaps one cache, but each has experts of its own. Raises ModelError if an expert of ``shape``
-    cannot be had in memory."""
-    choice = choose("float32" if shape.dtype == "F32" else "bfloat16")
-    if processes < 2:
-        return 1.0
-    if not choice.native or shape.dtype not in ("BF16", "F32"):
-        return max(1.0, memory_rate(threads * processes) / memory_rate(threads))
-    check_shape(shape)
-    count = max(1, min(32, min(CYCLE_BYTES, available_bytes() // 4) // _measured_bytes(shape)))
-    each = max(1, count // processes)
-    count = each * processes
-    weights = {expert: _like(shape) for expert in range(count)}
-
-    def rate(process: int, pool: Pool, layer: LayerExperts, together: threading.Barrier) -> float:
-        first = process * each
-        together.wait()
-        begun, done = time.perf_counter(), 0
-        while time.perf_counter() - begun < AT_ONCE_S:
-            _one(layer, pool, 1, first + done % each)
-            done += 1
-        return done / (time.perf_counter() - begun)
-
-    with ThreadPoolExecutor(processes, thread_name_prefix="measuring experts") as several:
-        pools = [Pool(threads) for _ in range(processes)]
-        layers = [LayerExperts(weights, count, Gate("silu"), choice) for _ in range(processes)]
-        rounds: list[float] = []
-        for _ in range(1 + AT_ONCE_ROUNDS):
-            alone = rate(0, pools[0], layers[0], threading.Barrier(1))
-            all_of_them = threading.Barrier(processes)
-            found = several.map(rate, range(processes), pools, layers, [all_of_them] * processes)
-            rounds.append(sum(found) / alone)
-        for pool in pools:
-            pool.close()
-    # In the first one the processor and its tables of pages were still cold.
-    return max(1.0, min(float(processes), statistics.median(rounds[1:])))
-
-
-def _one(layer: LayerExperts, pool: Pool, tokens: int, expert: int) -> float:
-    hidden = np.full((tokens, layer.hidden), 0.01, dtype=np.float32)
-    indices = np.full((tokens, 1), expert, dtype=np.int32)
-    weights = np.ones((tokens, 1), dtype=np.float32)
-    out = np.empty((tokens, layer.hidden), dtype=np.float32)
-    start = time.perf_counter()
-    layer.run(
-        pool,
-        hidden.ctypes.data,
-        indices.ctypes.data,
-        weights.ctypes.data,
-        tokens,
-        1,
-        sum_to=out.ctypes.data,
-    )
-    return time.perf_counter() - start
-
-
-def _like(shape: ExpertShape) -> ExpertWeights:
-    """Weights of ``shape`` made of small normal numbers. Subnormal ones would take longer."""
-    word = np.float32(0.01).view(np.uint32)
-
-    def stored(rows: int, columns: int) -> StoredTensor:
-        if shape.dtype == "F32":
-            return StoredTensor("F32", np.full((rows, columns), word, dtype=np.uint32))
-        return StoredTensor("BF16", np.full((rows, columns), int(word) >> 16, dtype=np.uint16))
-
-    return ExpertWeights(
-        stored(shape.ffn, shape.hidden), stored(shape.ffn, shape.hidden), stored(shape.hidden, shape.ffn)
-    )
 
 
 # --- layers of a ring ------------------------------------------------------------------------------------------------

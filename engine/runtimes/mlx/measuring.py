@@ -17,7 +17,7 @@ import mlx.core as mx
 from mlx import nn
 from mlx_lm.models.switch_layers import SwitchGLU
 
-from engine.calibration.measuring import never_falling
+from engine.calibration.expert_cost import never_falling
 from engine.planning.calibration import Curve, ExpertShape
 
 Array = Any

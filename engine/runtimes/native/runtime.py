@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from engine import runtimes
+from engine.calibration.disk_rate import notice_beyond_memory
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
@@ -21,7 +22,6 @@ from engine.moe.expert_parallel import Recorded
 from engine.moe.kernels.bindings import WEIGHT_DTYPES, KernelChoice, choose
 from engine.moe.kernels.pool import physical_cores, shared_pool
 from engine.moe.popularity import Popularity
-from engine.moe.prefetch import notice_beyond_memory
 from engine.moe.timing import Recorder
 from engine.runtimes.native import rotary
 from engine.runtimes.native.dtypes import bulk_dtype, compute_dtype

@@ -7,15 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.calibration.calibration_file import calibration_key, load_calibration, shape_of
-from engine.calibration.speed_file import load_speed
+from engine.calibration.calibration_file import calibration_key, load_calibration, load_speed, shape_of
+from engine.calibration.disk_rate import read_rate
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
 from engine.models.files import Experts, ModelFiles
 from engine.models.sizes import sizes_of
 from engine.moe.popularity_file import seed_counts, seed_order
-from engine.moe.prefetch import read_rate
 from engine.moe.timing import Recorder
 from engine.planning.calibration import Calibration, Processor, estimated
 from engine.planning.hybrid import (

@@ -8,11 +8,12 @@ from typing import Protocol
 
 import torch
 
+from engine.calibration.disk_rate import notice_beyond_memory
 from engine.models.files import Experts, first_held
 from engine.moe.kernels.bindings import KernelChoice, choose
 from engine.moe.kernels.layers import why_not
 from engine.moe.kernels.pool import physical_cores, shared_pool
-from engine.moe.prefetch import ReadAhead, notice_beyond_memory
+from engine.moe.prefetch import ReadAhead
 from engine.moe.timing import Recorder
 from engine.runtimes.torch.offload.executor import Executor
 from engine.runtimes.torch.offload.gates import FamilyGate

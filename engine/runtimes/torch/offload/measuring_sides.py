@@ -1,4 +1,4 @@
-"""What :mod:`engine.calibration.measuring` times: a model's own experts, through the kernels that run them in an
+"""What :mod:`engine.calibration.expert_cost` times: a model's own experts, through the kernels that run them in an
 answer."""
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Call = tuple[int, torch.Tensor]
 
 
 class LocalCpuSide:
-    """See :class:`engine.calibration.measuring.CpuSide`. Reads the experts it will use once, so that they are in
+    """See :class:`engine.calibration.expert_cost.CpuSide`. Reads the experts it will use once, so that they are in
     memory."""
 
     def __init__(self, experts: Experts, dtype: str, experts_per_token: int, cpu_threads: int | None) -> None:
@@ -93,7 +93,7 @@ def tensors_of(weights: ExpertWeights) -> Iterable[StoredTensor]:
 
 
 class DeviceGpuSide:
-    """See :class:`engine.calibration.measuring.GpuSide`: some of the model's experts on ``device``, copied as in an
+    """See :class:`engine.calibration.expert_cost.GpuSide`: some of the model's experts on ``device``, copied as in an
     answer.
 
     Takes memory for a few experts. Raises DeviceError if the device has none, or is lost.

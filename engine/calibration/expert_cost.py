@@ -1,8 +1,8 @@
-"""Measuring what one expert costs on this machine: the Twiddler paper's figure 7, and both sides at work at once.
+"""Measuring the cost of one expert on this machine: the Twiddler paper's figure 7, and both sides at work at once.
 
-Everything that is timed stands behind two small protocols, and the clock is given: what is here decides what is
+Everything that is timed stands behind two small protocols, and the clock is a parameter. This module decides what is
 measured how often, and makes a :class:`engine.planning.calibration.Calibration` of it. The measurements take turns, one
-of each per round, so that a slow moment of the machine meets all of them.
+of each per round, so that a slow moment of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from typing import Protocol
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
 
 TOKENS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256)
-"""Numbers of tokens measured, as far as the time allows; beyond the last one the curve goes on straight."""
+"""Numbers of tokens measured, as far as the time allows; the curve continues straight beyond the last one."""
 FEWEST_POINTS = 6
-"""Measured however slow the machine is: decisions about beams rest on these."""
+"""Minimum numbers of tokens measured, however slow the machine is: decisions about beams need them."""
 FEWEST_ROUNDS = 3
+"""Minimum rounds, however slow the machine is."""
 MOST_ROUNDS = 25
 BUDGET_S = 30.0
+"""Time for all measurements in seconds."""
 GPU_SHARE = 0.4
-"""Of the time, if there is a GPU: its copies and computing, and both sides at once."""
+"""Share of the time for a GPU, if there is one: its copies and computing, and both sides at once."""
 OVERLAP_S = 0.1
-"""Both sides get work for about so long when they are measured together."""
+"""Time of each measurement of both sides together in seconds."""
 
 Clock = Callable[[], float]
 Report = Callable[[str, int, int, str], None]
-"""As :data:`engine.ipc.progress.ProgressCallback`; it raises if somebody asked to stop."""
+"""As :data:`engine.ipc.progress.ProgressCallback`; raises Cancelled."""
 
 
 class CpuSide(Protocol):
@@ -40,11 +42,12 @@ class CpuSide(Protocol):
         ...
 
     def prepare(self, tokens: int) -> None:
-        """Make what :meth:`run` needs for so many tokens; not timed."""
+        """Make what :meth:`run` needs for ``tokens`` tokens; not timed."""
         ...
 
     def run(self, tokens: int) -> None:
-        """The next experts on ``tokens`` tokens each; others than the last time, so that caches do not flatter."""
+        """Run the next experts on ``tokens`` tokens each; others than the last time, so that the caches do not hold
+        them."""
         ...
 
 
@@ -94,6 +97,7 @@ def measure(
     clock: Clock,
     report: Report = lambda stage, done, total, unit: None,
     budget_s: float = BUDGET_S,
+    tokens: Sequence[int] = TOKENS,
 ) -> Figures:
     """All figures, within about ``budget_s`` seconds unless the machine is too slow for the fewest rounds.
 
@@ -101,7 +105,7 @@ def measure(
     """
     figures = Figures()
     cpu_share = budget_s * (1.0 - GPU_SHARE) if gpu is not None else budget_s
-    _measure_cpu(cpu, memory_read, figures, clock, report, cpu_share)
+    _measure_cpu(cpu, memory_read, figures, clock, report, cpu_share, tokens)
     if gpu is not None:
         _measure_gpu(cpu, gpu, figures, clock, report, budget_s - cpu_share)
     return figures
@@ -109,16 +113,16 @@ def measure(
 
 def calibration_of(figures: Figures, machine: str, shape: ExpertShape) -> Calibration:
     """The medians of ``figures``, made into curves that never fall."""
-    gpu = _curve(figures.gpu) if figures.gpu else None
+    gpu = curve_of(figures.gpu) if figures.gpu else None
     return Calibration(
         version=CALIBRATION_VERSION,
         machine=machine,
         shape=shape,
-        cpu=_curve(figures.cpu),
+        cpu=curve_of(figures.cpu),
         memory_read=statistics.median(figures.memory_read),
         gpu=gpu,
         weight_copy=statistics.median(figures.weight_copy) if gpu is not None else 0.0,
-        activation_copy=_curve(figures.activations) if gpu is not None else None,
+        activation_copy=curve_of(figures.activations) if gpu is not None else None,
         cpu_overlapped=_factor(figures.cpu_overlapped),
         copy_overlapped=_factor(figures.copy_overlapped),
     )
@@ -143,12 +147,13 @@ def _measure_cpu(
     clock: Clock,
     report: Report,
     budget_s: float,
+    numbers: Sequence[int],
 ) -> None:
     start = clock()
     points: list[int] = []
     longest = 0.0
     # The first pass finds out which numbers of tokens are affordable; its figures pay for cold pages and are dropped.
-    for tokens in TOKENS:
+    for tokens in numbers:
         report(f"trying experts on {tokens} token{'s' * (tokens != 1)}", 0, 0, "")
         cpu.prepare(tokens)
         longest = max(longest, _timed(lambda tokens=tokens: cpu.run(tokens), clock))  # type: ignore[misc]
@@ -236,7 +241,8 @@ def _timed(work: Callable[[], object], clock: Clock) -> float:
     return clock() - start
 
 
-def _curve(samples: dict[int, list[float]]) -> Curve:
+def curve_of(samples: dict[int, list[float]]) -> Curve:
+    """The medians of ``samples`` (seconds, by number of tokens) as a curve that never falls."""
     tokens = sorted(samples)
     # A clock that is too coarse must not say that something takes no time at all.
     medians = [max(1e-9, statistics.median(samples[count])) for count in tokens]

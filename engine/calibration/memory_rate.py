@@ -1,4 +1,4 @@
-"""The rate at which this machine's memory can be read in one pass: what decoding is held against."""
+"""The rate at which this machine's memory can be read in one pass; decoding speed is compared with it."""
 
 from __future__ import annotations
 
@@ -15,20 +15,29 @@ from engine.moe.kernels.pool import Pool, shared_pool
 from engine.system.free_memory import available_bytes
 
 BUFFER_BYTES = 1 << 30
-"""Far over any processor's caches."""
+"""Size of the buffer of a benchmark in bytes, far over any processor's caches."""
+SHORT_BUFFER_BYTES = 256 << 20
+"""Size of the buffer in bytes where a ring waits for the figure."""
 SMALLEST_BYTES = 64 << 20
+"""Smallest buffer in bytes, however little memory is free."""
+_SHORT_ROUNDS = 3
 _ROW = 4096
+
+_known: dict[int, float] = {}
 
 
 class StreamingRead:
-    """Reads a buffer of its own with ``threads`` threads: a gigabyte, or a quarter of the free memory if that is less.
+    """Reads a buffer of its own of ``nbytes``, or a quarter of the free memory if that is less, with ``threads``
+    threads.
 
-    The best of plain reductions over the same memory, by numpy and by the native kernels where they are built: which of
-    them comes nearest to the memory's rate differs between machines.
+    The rate is the best of plain reductions over the same memory, by numpy and by the native kernels where they are
+    built: which of them is the fastest differs between machines.
     """
 
-    def __init__(self, threads: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        nbytes = max(SMALLEST_BYTES, min(BUFFER_BYTES, available_bytes() // 4))
+    def __init__(
+        self, threads: int, clock: Callable[[], float] = time.perf_counter, nbytes: int = BUFFER_BYTES
+    ) -> None:
+        nbytes = max(SMALLEST_BYTES, min(nbytes, available_bytes() // 4))
         self._words = np.ones(max(1, nbytes // (4 * _ROW * threads)) * _ROW * threads, dtype=np.int32)
         self._parts = np.split(self._words, threads)
         self._threads = threads
@@ -50,8 +59,16 @@ class StreamingRead:
         return self._words.nbytes / fastest if fastest else 0.0
 
 
+def memory_rate(threads: int) -> float:
+    """Bytes per second at which this machine reads its memory with ``threads`` threads; measured once per process."""
+    if threads not in _known:
+        read = StreamingRead(threads, nbytes=SHORT_BUFFER_BYTES)
+        _known[threads] = max(read.rate() for _ in range(_SHORT_ROUNDS))
+    return _known[threads]
+
+
 def native_pool(threads: int) -> Pool | None:
-    """The kernels' own threads; None where the kernels were not built."""
+    """The native kernels' threads; None where the kernels were not built."""
     try:
         return shared_pool(threads)
     except ModelError:

@@ -1,0 +1,182 @@
+"""The cost of an expert of a given shape, measured with made-up weights where no model's experts are at hand.
+
+A node of a ring is asked for it before it has any weight of the model, and answers within about a second.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from engine.calibration.calibration_file import calibration_key, load_calibration
+from engine.calibration.expert_cost import curve_of, measure
+from engine.calibration.memory_rate import memory_rate
+from engine.errors import ModelError
+from engine.models.files import ExpertWeights, StoredTensor
+from engine.moe.kernels.bindings import choose
+from engine.moe.kernels.layers import Gate, LayerExperts
+from engine.moe.kernels.pool import Pool, physical_cores, shared_pool
+from engine.planning.calibration import Curve, ExpertShape, Processor
+from engine.system.free_memory import available_bytes
+
+TOKENS = (1, 2, 4, 8, 16, 64)
+"""Numbers of tokens measured."""
+BUDGET_S = 1.0
+"""Time for measuring a shape in seconds; the fewest rounds are measured however long they take."""
+CYCLE_BYTES = 256 << 20
+"""Bytes of the experts that are run in turn: more than the caches of most processors hold."""
+AT_ONCE_ROUNDS = 7
+AT_ONCE_S = 0.15
+"""Time of each round in which experts of several processes are measured, in seconds."""
+_WIDTH = {"BF16": 2, "F16": 2, "F32": 4}
+_DTYPE = re.compile(r"[A-Za-z0-9_-]{1,16}")
+_OPERATIONS_PER_BYTE = 4.0
+"""Operations per byte of memory read: a guess for a CPU whose kernels cannot be measured here."""
+
+_known: dict[tuple[ExpertShape, str, int | None], Curve] = {}
+
+
+def check_shape(shape: ExpertShape) -> None:
+    """Raises ModelError for an expert that cannot be measured here."""
+    sound = _DTYPE.fullmatch(shape.dtype) and 0 < shape.hidden < 1 << 24 and 0 < shape.ffn < 1 << 24
+    if not sound or not 0 < shape.expert_bytes < 1 << 50:
+        raise ModelError("Experts were to be measured that no model has; update the older of the two.", "bad-input")
+    nbytes, most = _measured_bytes(shape), available_bytes() // 4
+    if nbytes > most:
+        raise ModelError(
+            f"An expert of {shape.hidden} × {shape.ffn} numbers takes {nbytes} bytes, and {most} may be taken here to "
+            "measure it: free some memory there, or choose another model.",
+            kind="memory",
+        )
+
+
+def _measured_bytes(shape: ExpertShape) -> int:
+    """Bytes of one made-up expert; 0 if none is made for this number format."""
+    return 3 * shape.hidden * shape.ffn * _WIDTH[shape.dtype] if shape.dtype in ("BF16", "F32") else 0
+
+
+def expert_curve(shape: ExpertShape, dtype: str, threads: int | None, rate: float) -> Curve:
+    """Seconds of one expert of ``shape`` over its tokens.
+
+    From this machine's calibration, or measured now. Where none of our kernels runs: the time for reading its weights
+    at ``rate`` bytes per second.
+    """
+    key = (shape, dtype, threads)
+    if key not in _known:
+        kept = load_calibration(shape, calibration_key(dtype, threads, None))
+        if kept is not None:
+            _known[key] = kept.cpu
+        elif choose("bfloat16" if dtype == "bfloat16" else "float32").native and shape.dtype in ("BF16", "F32"):
+            side = SyntheticCpuSide(shape, dtype, threads or physical_cores())
+            figures = measure(side, None, lambda: rate, time.perf_counter, budget_s=BUDGET_S, tokens=TOKENS)
+            _known[key] = curve_of(figures.cpu)
+        else:
+            width = _WIDTH.get(shape.dtype, 2)
+            _known[key] = Processor(rate, rate * _OPERATIONS_PER_BYTE).curve(shape, width)
+    return _known[key]
+
+
+class SyntheticCpuSide:
+    """A :class:`engine.calibration.expert_cost.CpuSide` of made-up experts of ``shape``, one per call."""
+
+    experts_per_call = 1
+
+    def __init__(self, shape: ExpertShape, dtype: str, threads: int) -> None:
+        choice = choose("bfloat16" if dtype == "bfloat16" else "float32")
+        each = max(shape.expert_bytes, _measured_bytes(shape))
+        self._count = max(1, min(32, min(CYCLE_BYTES, available_bytes() // 4) // each))
+        weights = {expert: _like(shape) for expert in range(self._count)}
+        self._layer = LayerExperts(weights, self._count, Gate("silu"), choice)
+        self._pool = shared_pool(threads)
+        self._calls: dict[int, _Call] = {}
+        self._next = 0
+
+    def prepare(self, tokens: int) -> None:
+        if tokens not in self._calls:
+            self._calls[tokens] = _Call(self._layer.hidden, tokens)
+
+    def run(self, tokens: int) -> None:
+        self._calls[tokens].run(self._layer, self._pool, self._next)
+        self._next = (self._next + 1) % self._count
+
+
+class _Call:
+    """Activations and results of one expert's call with ``tokens`` tokens of ``hidden`` numbers."""
+
+    def __init__(self, hidden: int, tokens: int) -> None:
+        self._tokens = tokens
+        self._hidden = np.full((tokens, hidden), 0.01, dtype=np.float32)
+        self._indices = np.zeros((tokens, 1), dtype=np.int32)
+        self._weights = np.ones((tokens, 1), dtype=np.float32)
+        self._out = np.empty((tokens, hidden), dtype=np.float32)
+
+    def run(self, layer: LayerExperts, pool: Pool, expert: int) -> None:
+        self._indices.fill(expert)
+        layer.run(
+            pool,
+            self._hidden.ctypes.data,
+            self._indices.ctypes.data,
+            self._weights.ctypes.data,
+            self._tokens,
+            1,
+            sum_to=self._out.ctypes.data,
+        )
+
+
+def experts_at_once(shape: ExpertShape, threads: int, processes: int) -> float:
+    """How many experts that many processes of ``threads`` threads run together in the time in which one runs one: they
+    have one memory, and perhaps one cache, but each has experts of its own. Raises ModelError if an expert of ``shape``
+    cannot be had in memory."""
+    choice = choose("float32" if shape.dtype == "F32" else "bfloat16")
+    if processes < 2:
+        return 1.0
+    if not choice.native or shape.dtype not in ("BF16", "F32"):
+        return max(1.0, memory_rate(threads * processes) / memory_rate(threads))
+    check_shape(shape)
+    count = max(1, min(32, min(CYCLE_BYTES, available_bytes() // 4) // _measured_bytes(shape)))
+    each = max(1, count // processes)
+    count = each * processes
+    weights = {expert: _like(shape) for expert in range(count)}
+
+    def rate(process: int, pool: Pool, layer: LayerExperts, together: threading.Barrier) -> float:
+        first = process * each
+        call = _Call(layer.hidden, 1)
+        together.wait()
+        begun, done = time.perf_counter(), 0
+        while time.perf_counter() - begun < AT_ONCE_S:
+            call.run(layer, pool, first + done % each)
+            done += 1
+        return done / (time.perf_counter() - begun)
+
+    with ThreadPoolExecutor(processes, thread_name_prefix="measuring experts") as several:
+        pools = [Pool(threads) for _ in range(processes)]
+        layers = [LayerExperts(weights, count, Gate("silu"), choice) for _ in range(processes)]
+        rounds: list[float] = []
+        for _ in range(1 + AT_ONCE_ROUNDS):
+            alone = rate(0, pools[0], layers[0], threading.Barrier(1))
+            all_of_them = threading.Barrier(processes)
+            found = several.map(rate, range(processes), pools, layers, [all_of_them] * processes)
+            rounds.append(sum(found) / alone)
+        for pool in pools:
+            pool.close()
+    # In the first one the processor and its tables of pages were still cold.
+    return max(1.0, min(float(processes), statistics.median(rounds[1:])))
+
+
+def _like(shape: ExpertShape) -> ExpertWeights:
+    """Weights of ``shape`` made of small normal numbers. Subnormal ones would take longer."""
+    word = np.float32(0.01).view(np.uint32)
+
+    def stored(rows: int, columns: int) -> StoredTensor:
+        if shape.dtype == "F32":
+            return StoredTensor("F32", np.full((rows, columns), word, dtype=np.uint32))
+        return StoredTensor("BF16", np.full((rows, columns), int(word) >> 16, dtype=np.uint16))
+
+    return ExpertWeights(
+        stored(shape.ffn, shape.hidden), stored(shape.ffn, shape.hidden), stored(shape.hidden, shape.ffn)
+    )
