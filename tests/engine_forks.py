@@ -23,9 +23,9 @@ from typing import Any
 
 import fork_server
 import pytest
+from engine.calibration.speed_file import save_speed
 
 from engine.calibration.calibration_file import calibration_key
-from engine.calibration.speed_file import save_speed
 
 FORKS = sys.platform == "linux"
 START_S = 120.0
