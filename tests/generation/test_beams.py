@@ -125,6 +125,7 @@ def assert_equal(ours: list[Hypothesis], theirs: list[tuple[list[int], float]]) 
     np.testing.assert_allclose([beam.score for beam in ours], [score for _, score in theirs], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [2, 3, 8, 16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_transformers(models: dict[str, Any], family: str, width: int) -> None:
@@ -138,6 +139,7 @@ def test_equals_transformers(models: dict[str, Any], family: str, width: int) ->
     assert ended_early or width == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early_stopping", [False, True])
 @pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.6, 2.0])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])

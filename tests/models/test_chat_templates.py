@@ -106,6 +106,7 @@ def test_what_would_take_memory_is_refused_in_a_sentence(template: str) -> None:
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("process", [ENDLESS], indirect=True)
 def test_what_takes_too_long_ends_by_itself(process: TemplateProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="does not end within 5 seconds"):

@@ -214,7 +214,8 @@ def test_switched_off_is_said(folders: dict[str, Path], monkeypatch: pytest.Monk
 
 
 def test_a_missing_library_is_said_with_the_way_out(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bindings, "_opened", lambda: (None, "they were not built; install a C compiler"))
+    missing = bindings.KernelChoice("none", "they were not built", "install a C compiler")
+    monkeypatch.setattr(bindings, "_opened", lambda: (None, missing))
     description, notices = choose_for(folders["bfloat16"], torch.bfloat16)
     assert description == "local (torch, cpu)"
     assert "not built" in notices and "install a C compiler" in notices

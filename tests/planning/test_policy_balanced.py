@@ -140,6 +140,7 @@ def no_assignment_is_below(active: Sequence[ActiveExpert], measured: Calibration
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", ["one each", "even", "few hot", "geometric"])
 @pytest.mark.parametrize("resident", [0.0, 0.25, 0.6])
 def test_128_experts_are_within_5_percent_of_any_assignment(tokens: str, resident: float) -> None:

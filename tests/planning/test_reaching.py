@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,6 +65,7 @@ def test_all_maximal_sets_and_no_other(count: int, broken: set[Pair]) -> None:
     assert [len(each) for each in found] == sorted(map(len, found), reverse=True)
 
 
+@pytest.mark.slow
 @given(memories, pairs)
 @settings(max_examples=60, deadline=None)
 def test_no_larger_set_holds_the_model_and_none_of_its_size_is_faster(memory: list[int], broken: set[Pair]) -> None:

@@ -169,6 +169,7 @@ def test_a_machine_that_is_hardly_faster_is_not_worth_moving_to() -> None:
     assert any(line.startswith("attic alone would be faster") for line in much.notices)
 
 
+@pytest.mark.slow
 @given(
     machines=st.lists(
         st.tuples(st.sampled_from([30, 64, 96, 192]), st.sampled_from([50e9, 60e9, 100e9, 400e9])),
@@ -278,6 +279,7 @@ def test_a_machine_without_room_for_the_trunk_is_left_out_unless_it_was_named() 
     assert named.shortfall > 0
 
 
+@pytest.mark.slow
 def test_a_slow_machine_is_left_out_unless_it_was_named_or_is_needed() -> None:
     fast = [node("head", 40), node("second", 40)]
     slow = node("slow", 40, 10e9)
@@ -293,6 +295,7 @@ def test_a_slow_machine_is_left_out_unless_it_was_named_or_is_needed() -> None:
     assert plan_ring(MODEL, behind, wires, RingChoice()).ranks == ("head-id", "second-id")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "machines",
     [
