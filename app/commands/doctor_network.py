@@ -102,7 +102,14 @@ def _ports() -> list[Finding]:
     pair.listener.close()
     where = f"{pair.control} (control) and {pair.control + 1} (links)"
     if pair.control != USUAL_PORT:
-        return [Finding("ports", f"{USUAL_PORT} is taken; {where} would be used", "note", "other machines are told")]
+        return [
+            Finding(
+                "ports",
+                f"{USUAL_PORT} is taken; {where} would be used",
+                "note",
+                "the port in use is announced to other machines",
+            )
+        ]
     return [Finding("ports", f"{where} are free")]
 
 

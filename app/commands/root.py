@@ -74,7 +74,7 @@ def run(arguments: list[str]) -> int:
     """
     in_json = _asks_for_json(arguments)
     try:
-        # Otherwise the library ends the process itself after a bad argument, and tells nobody what it was.
+        # In standalone mode the library would end the process itself after a bad argument, without its message in JSON.
         return privatellm.main(arguments, prog_name="privatellm", standalone_mode=False) or 0
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1

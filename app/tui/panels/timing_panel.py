@@ -39,12 +39,12 @@ class TimingPanel(Panel):
     HINT = f"{key('timing')} focus panel · {key('timing')} again close"
     HELP = (
         "Where the time of a token goes. Each bar is a layer, split into attention, router, experts, exchange between "
-        "machines, waiting, and the rest; `p` changes between decoding and reading the prompt. Below, how often each "
-        "expert was used: rows are layers, columns experts. Where GPU and CPU share the experts, it is said what was "
-        "moved between them, and experts in GPU memory are marked. In a ring `n` goes from an overview, with the "
-        "slowest node of each layer, to the nodes one by one. It is measured only while this panel is open, and on a "
-        "GPU only a few steps a second, because measuring slows a step down there; where the panel covers the "
-        "conversation, from the first time it was opened on."
+        "machines, waiting, and the rest. `p` changes between decoding and reading the prompt. Below is how often each "
+        "expert was used: rows are layers, columns experts. Where GPU and CPU share the experts, the bytes moved "
+        "between them are shown, and experts in GPU memory are marked. In a ring `n` goes from an overview, with the "
+        "slowest node of each layer, to the nodes one by one. Times are measured only while this panel is open; where "
+        "it covers the conversation, from its first opening on. On a GPU measuring slows a step down, so only a few "
+        "steps a second are measured."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "phase", "Prefill / decode", id="timing.phase"),

@@ -40,12 +40,11 @@ class MachinesScreen(Screen[None]):
     """Shows the state of the network; its keys send requests to the engine."""
 
     HELP = (
-        "Machines that answer together. `l` looks for machines: until then no socket is open; `l` again stops it. `p` "
-        "(or `enter`) pairs with the marked one: on that machine runs `privatellm join`, whose code you type here; "
-        "`c` shows a code here instead, to be typed there. `f` forms a ring with the paired machines that are there, "
-        "and again: leaves it; `r` forms it anew, with machines that came later. `x` forgets a machine: it is trusted "
-        "no longer, and a link to it is cut. What is announced on the network is a hint: the name of a machine is "
-        "known only once it is paired."
+        "Machines that answer together. `l` looks for machines, and `l` again stops looking; before that no socket is "
+        "open. `p` (or `enter`) pairs with the marked machine: run `privatellm join` there and type its code here. "
+        "`c` shows a code here instead, to be typed there. `f` forms a ring with the paired machines that are there; "
+        "`f` again leaves it. `r` forms it again, with machines that came later. `x` forgets a machine: it is not "
+        "trusted any more, and its link is cut. The name of a machine is known only after pairing."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape," + bound("machines"), "leave", "Close", key_display="esc", id="machines.close"),

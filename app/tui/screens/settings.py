@@ -181,11 +181,10 @@ class SettingsScreen(Screen[str]):
     """Its result is what went wrong when the changes were applied, or an empty text."""
 
     HELP = (
-        "A setting takes effect and is saved when it is changed; a field when you leave it or press `enter`. Those "
-        "that load the model again wait until you close the settings: until then the foot of the screen says what "
-        f"memory and speed they would give, and {either('undo')} takes them back. {either('group')} goes to the next "
-        "group. What cannot be had "
-        "on this machine is greyed, with the reason. An empty field leaves it to the model."
+        "A setting takes effect and is saved when it is changed, a field when you leave it or press `enter`. Settings "
+        "that load the model again wait until you close the screen. Until then its foot shows the memory and speed "
+        f"they would give, and {either('undo')} discards them. {either('group')} goes to the next group. A choice that "
+        "this machine does not have is greyed, with the reason. An empty field leaves the choice to the model."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,ctrl+s", "leave", "Close", key_display="esc", id="settings.close"),
