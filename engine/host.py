@@ -71,17 +71,17 @@ if TYPE_CHECKING:
 READ_BYTES = 1 << 16
 
 SPINS = 2000
-"""Turns an idle OpenMP thread waits before it sleeps (libgomp's; elsewhere the wait policy alone counts)."""
+"""Spin iterations of an idle OpenMP thread before it sleeps (libgomp only; elsewhere the wait policy alone counts)."""
 KERNELS_KEPT = 128
-"""Enough for a decoding step and for the numbers of rows of a prompt, which experts round up to a few."""
+"""Maximum compiled kernels that torch and oneDNN keep: enough for decoding and for the row counts of prompts."""
 
 LAST_SAVE_S = 1.0
-"""The end of the process waits so long for a disk."""
+"""Maximum time that the end of the process waits for a disk, in seconds."""
 
 EXIT_BAD_FRAME = 3
-"""Exit status after a frame that is no request."""
+"""Exit status after a frame that is not a request."""
 EXIT_THREAD_FAILED = 4
-"""Exit status after one of our threads failed with what nobody caught."""
+"""Exit status after an uncaught exception in one of our threads."""
 
 
 class Task:

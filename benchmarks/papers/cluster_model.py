@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 RDMA_LATENCY_S = {"RoCEv2": 750e-9, "Infiniband": 600e-9}
 RDMA_BYTES_PER_S = {"RoCEv2": 25e9 / 8, "Infiniband": 200e9 / 8}
-"""The network cards of section 5.5."""
+"""Rate of the network cards of section 5.5 in bytes per second."""
 
 
 @dataclass(frozen=True)

@@ -159,9 +159,9 @@ class Stack:
 
 
 SMALL_KERNELS_PER_BLOCK = 24
-"""Norms, additions, softmax, reshaping: each costs a GPU about its launch."""
+"""Kernels per block for norms, additions, softmax and reshaping; each takes a GPU about its launch."""
 ROUTING_KERNELS = 16
-"""Of a MoE block: scores, the best experts, sorting, weighing."""
+"""Kernels of a MoE block for scores, the best experts, sorting and weighting."""
 
 
 def dense_seconds(stack: Stack, gpu: RooflineGpu, rows: int, context: int, block_overhead_s: float = 0.0) -> float:

@@ -40,15 +40,15 @@ from engine.system.machine import processor
 
 SIZES = (12 * 1024, 96 * 1024, 1 << 20)
 COMPARED = (0, 1, 2, 5, *SIZES, (2 << 20) + 3)
-"""Before anything is measured, all exchanges carry contributions of about these sizes, and must give the same."""
+"""Sizes in bytes of contributions that all exchanges must carry with equal results before they are measured."""
 REPEATS = (100, 30, 10)
 """Exchanges of each size in one round."""
 WARM = 5
 MOST_NODES = 8
 ANSWER_S = 60.0
-"""A process that says nothing for so long is given up."""
+"""Time in seconds after which a silent process is given up."""
 TARGETS_S: dict[ExchangeName, float] = {"socket": 120e-6, "tls": 300e-6, "envoy": 400e-6}
-"""Median of an exchange of 12 KiB between two nodes on loopback."""
+"""Target for the median time of an exchange of 12 KiB between two nodes on loopback, in seconds."""
 _MOST_LINE = 16 << 20
 _Message = TypeVar("_Message")
 

@@ -32,10 +32,10 @@ from engine.ipc.messages.ring import ExchangeName
 
 LOOPBACK = ("127.0.0.0/8", "::1/128")
 WAIT_S = 0.3
-"""How long a node is kept waiting to see what that costs the processor."""
+"""Time in seconds that a node is kept waiting to measure the CPU time of waiting."""
 MOST_LINE = 1 << 20
 END_S = 2.0
-"""This process ends so long after its bench, whatever hangs."""
+"""Time in seconds after its benchmark at which this process ends, whatever hangs."""
 
 
 class NodeSetup(msgspec.Struct, frozen=True, kw_only=True):

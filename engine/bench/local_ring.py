@@ -36,7 +36,7 @@ from engine.system.temporary_folders import temporary_folder
 START_S = 60.0
 END_S = 3.0
 NETWORK = Path("config") / "network"
-"""Of a PRIVATELLM_HOME: see :func:`engine.cluster.membership.node.network_folder`."""
+"""Folder of the network's files in a PRIVATELLM_HOME; see :func:`engine.cluster.membership.node.network_folder`."""
 
 E = TypeVar("E", bound=AnyEvent)
 

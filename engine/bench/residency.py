@@ -40,18 +40,18 @@ Packing = Literal["unstacked", "prestacked"]
 PACKINGS: tuple[Packing, ...] = ("unstacked", "prestacked")
 
 MATRICES = 3
-"""Per layer, as in the paper: those of one expert."""
+"""Matrices per layer, as in the paper: those of one expert."""
 WAITS_MS = (0, *(2**power for power in range(12)))
-"""0, 1, 2, 4, ... 2048, between two layers."""
+"""Waits between two layers in milliseconds: 0, 1, 2, 4, ... 2048."""
 PAPER = "40 layers of 3 matrices of 8192 × 8192 on a Mac Studio with an M2 Ultra"
 
 LAYERS = 8
-"""Fewer than the paper's 40: the time goes by the product of layers and waits."""
+"""Number of layers, fewer than the paper's 40: the time grows with the product of layers and waits."""
 LARGEST = 8192
 _STEP = 256
 _MEMORY_SHARE = 0.1
 _WAITING_S = 20.0
-"""Samples of a wait are given up beyond so many seconds of waiting; one is always taken."""
+"""Maximum waiting for the samples of one wait in seconds; one sample is always taken."""
 _TENSOR = "weight"
 _ROWS_AT_ONCE = 1024
 

@@ -49,15 +49,15 @@ from engine.session.loading import find_folder
 from engine.system.temporary_folders import temporary_folder
 
 STEPS = 24
-"""Decoded per round."""
+"""Decoding steps per round."""
 PROMPT = 32
 MOST_NODES = 8
 THERE_S = 30.0
 SWEEPS = 2
-"""The rings are formed so often, the second time in the opposite order: what else the machine does meanwhile, and
-getting warm, then meets them alike."""
+"""Times that each ring is formed, the second time in the opposite order, so that warming up and other programs affect
+all rings alike."""
 TRIES = 2
-"""A ring that lost a node while it was formed is formed once more."""
+"""Attempts to form a ring that loses a node meanwhile."""
 MADE_UP = "synthetic-moe"
 
 

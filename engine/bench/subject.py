@@ -16,7 +16,7 @@ from engine.ipc.progress import ProgressCallback
 from engine.runtimes.protocol import Interrupted, LoadedModel, TokenRows
 
 PROMPT_TOKENS = 64
-"""Before decoding is measured, so that there is something to attend to."""
+"""Tokens of the prompt before decoding is measured, so that there is something to attend to."""
 WARM_UP_STEPS = 2
 
 

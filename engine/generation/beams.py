@@ -19,10 +19,10 @@ from engine.runtimes.protocol import Logits, TokenRows
 MAX_BEAMS = 16
 
 IMPOSSIBLE = np.float32(-1.0e9)
-"""The score of what cannot be chosen, as transformers has it (its sums are float32 too, which matters for ties)."""
+"""Score of a token that cannot be chosen, as in transformers, whose sums are float32 too (which decides ties)."""
 
 _HOPELESS = IMPOSSIBLE / 2
-"""No sum of real log-probabilities is as low: such a beam runs on after its own end, for want of others."""
+"""Score below every sum of real log-probabilities: a beam with it continues past its end only for want of others."""
 
 
 @dataclass(frozen=True)

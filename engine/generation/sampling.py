@@ -20,9 +20,9 @@ from engine.runtimes.protocol import Logits
 
 _SEED_LIMIT = 2**64
 _COLDEST = 1e-30
-"""Temperature below which nothing but the likeliest tokens has a weight in float32 anyway."""
+"""Lowest temperature that weights are computed with; even there only the likeliest tokens have one in float32."""
 _BLOCK = 512
-"""Weights that are summed at once when one is drawn: running sums of a large vocabulary cost milliseconds."""
+"""Number of weights summed at once when a token is drawn: running sums of a large vocabulary take milliseconds."""
 
 
 @dataclass(frozen=True)

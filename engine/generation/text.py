@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from engine.errors import ModelError
 
 REPLACEMENT = "\ufffd"
-"""What a decoder puts in place of bytes that are not (yet) a character."""
+"""Character that a decoder puts in place of bytes that are not (yet) a character."""
 
 _PATIENCE = 8
-"""Tokens that may end in an unfinished character before its bytes count as garbage; a character has at most four."""
+"""Maximum tokens ending in an unfinished character before its bytes count as garbage; a character has at most four."""
 
 _UNFINISHED = 3
-"""Replacement characters at the end that the next token may still turn into one character."""
+"""Maximum replacement characters at the end that the next token may still complete."""
 
 
 class IncrementalDecoder:

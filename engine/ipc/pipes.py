@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from engine.ipc.messages import Event, pack
 
 LOG_LIMIT = 4 * 1024 * 1024
-"""Bytes after which the log is put aside as ``engine.log.1``; so at most two of these are on disk."""
+"""Size in bytes at which the log is renamed to ``engine.log.1``; at most two such files are on disk."""
 
 
 class LogFile:

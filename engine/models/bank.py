@@ -33,7 +33,7 @@ MANIFEST = "bank.json"
 TRUNK = "trunk.safetensors"
 EXPERTS_FOLDER = "experts"
 JOURNAL = "journal.jsonl"
-"""What a preparation has finished so far."""
+"""File that records which parts of a preparation are finished."""
 FORMAT = 1
 
 _MANIFEST_LIMIT = 200_000_000

@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 OPENING = "opening the model"
-"""The stage that is told while a model's files are opened."""
+"""Stage of the progress reports while a model's files are opened."""
 SINGLE = "model.safetensors"
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 EXPERT_DTYPES = ("BF16", "F16", "F32")
 TRUNK_DTYPES = (*EXPERT_DTYPES, "F64", "I64", "I32", "U8", "BOOL")
-"""What some runtime reads."""
+"""Number formats of trunk tensors that some runtime reads."""
 
 _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.safetensors")
 _INDEX_LIMIT = 200_000_000

@@ -16,10 +16,10 @@ from engine.models.json_files import check_values
 from engine.models.wording import shown
 
 LARGEST = 2**31 - 1
-"""The largest whole number of any setting: what the kernels count with."""
+"""Largest whole number of any setting; the kernels count with numbers of that width."""
 
 _Rule = Callable[[Any], str | None]
-"""What a value must be, if it is not; None if it is."""
+"""Function that returns None for a valid value, else what the value must be."""
 
 
 def _whole(least: int) -> _Rule:

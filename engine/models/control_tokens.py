@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
 MARK = "\ufdd0"
-"""A code point that is no character and never stands in text. One that is found in a message all the same is shown as
-U+FFFD."""
+"""Code point that is no character and does not occur in text. If a message contains it all the same, U+FFFD replaces
+it."""
 
 
 class ControlTokens:

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from engine.models.hub import RemoteFile
 
 StopCheck = Callable[[], bool] | None
-"""Asked now and then; True: stop. None: nobody asks."""
+"""Function that is called now and then and returns True to stop; None: it cannot be stopped."""
 
 RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Pauses after failures without a byte of progress in between; then the download gives up (and can be resumed)."""
 
 STOP_INTERVAL_S = 0.05
-"""How often somebody who waits for the network looks whether to stop."""
+"""Time between two checks whether to stop while waiting for the network, in seconds."""
 
 _CHUNK = 1 << 20
 _JOURNAL = "verified.json"

@@ -111,7 +111,7 @@ def _fused(prefix: str, gate_up: str = "gate_up_proj", down: str = "down_proj", 
 _LAYER = "model.layers.{layer}."
 _MLP_EXPERTS = _LAYER + "mlp.experts"
 _FUSED_MLP = _fused(_MLP_EXPERTS + ".")
-"""As transformers holds most families in memory, and as some tools write them."""
+"""Layouts as transformers holds most families in memory, and as some tools write them."""
 _QWEN = (_per_expert(_MLP_EXPERTS, "gate_proj", "up_proj", "down_proj"), _FUSED_MLP)
 _MIXTRAL = (
     _per_expert(_LAYER + "block_sparse_moe.experts", "w1", "w3", "w2"),
@@ -221,13 +221,13 @@ _TABLE: tuple[Family, ...] = (
 )
 
 _COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""transformers takes and writes several names for the same setting, depending on its version."""
+"""Names of the number of experts; transformers has several, depending on its version."""
 
 MOST_LAYERS = 10_000
 _MOST_EXPERTS = 100_000
 _MOST_PAIRS = 1_000_000
-"""Layers, experts per layer, and experts in all: far above any model. What is over them is damage, and would cost
-memory just to count."""
+"""Maximum (layer, expert) pairs, far above any model. A file with more is damaged, and would cost memory just to
+count."""
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _TABLE}
 SUPPORTED: tuple[str, ...] = tuple(FAMILIES)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _ORIGIN = "origin.json"
 
 Refuse = Callable[[Mapping[str, Any], int], None]
-"""Told config.json and the bytes of all weights, raises ModelError if nothing on this machine would run the model."""
+"""Function of config.json and the bytes of all weights; raises ModelError if nothing on this machine runs the model."""
 
 
 def _refuse_quantised(config: Mapping[str, Any], nbytes: int) -> None:

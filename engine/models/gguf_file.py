@@ -27,7 +27,7 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING = 8
 _ARRAY = 9
 _ENTRIES_LIMIT = 1 << 20
-"""More metadata keys or tensors than any real model has."""
+"""Maximum metadata keys and tensors, more than any real model has."""
 
 
 @dataclass(frozen=True)

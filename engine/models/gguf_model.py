@@ -40,7 +40,7 @@ _CLASSES = {
 }
 
 _LARGEST = {"block_count": MOST_LAYERS}
-"""The largest value of a number, where it is not that of all numbers."""
+"""Largest values of numbers whose limit differs from the general one."""
 
 StopCheck = Callable[[], bool] | None
 Order = NDArray[np.int64]

@@ -35,12 +35,12 @@ _SPLITS = {
 }
 _DIGITS_FIRST = frozenset({"smollm", "starcoder", "refact"})
 _WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama-v3", "llama3", "tekken"})
-"""Words that are in the vocabulary are taken as they are, without merging."""
+"""Pre-tokenizers for which words of the vocabulary are taken whole, without merging."""
 
 KNOWN_SPLITS = tuple(sorted({*_SPLITS, *_DIGITS_FIRST, "gpt-2"}))
 
 LONGEST_TOKEN = 1000
-"""Characters; the longest in use is a run of some hundred spaces."""
+"""Maximum characters of a token; the longest in use is a run of some hundred spaces."""
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 

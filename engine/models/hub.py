@@ -32,7 +32,7 @@ _WANTED = re.compile(
 _LARGE_SETTINGS = dict.fromkeys(
     ("tokenizer.json", "tokenizer.model", "spiece.model", WEIGHT_INDEX), MOST_TOKENIZER_BYTES
 )
-"""Bytes of those files beside the weights that may be larger than a configuration."""
+"""Maximum bytes of the files beside the weights that may be larger than a configuration."""
 _SHARD = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.safetensors")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 

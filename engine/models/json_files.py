@@ -10,13 +10,13 @@ from engine.errors import ModelError
 from engine.models.wording import shown
 
 SMALL_FILE = 20_000_000
-"""Bytes of a configuration; the largest in use have some hundred thousand."""
+"""Maximum bytes of a configuration; the largest in use have some hundred thousand."""
 MOST_TOKENIZER_BYTES = 200_000_000
-"""Bytes of a tokenizer's vocabulary; the largest in use has 35 million."""
+"""Maximum bytes of a tokenizer's vocabulary; the largest in use has 35 million."""
 LONGEST_LIST = 100_000
-"""Entries of a list: far above layers, experts or end tokens of any model."""
+"""Maximum entries of a list: far above layers, experts or end tokens of any model."""
 DEEPEST = 64
-"""Tables and lists within one another."""
+"""Maximum depth of nested tables and lists."""
 
 _SMALLEST_NUMBER, _LARGEST_NUMBER = -(2**63), 2**63 - 1
 

@@ -59,7 +59,7 @@ def _leave_out_of_backups(folder: Path) -> None:
 
 
 SUFFIXES = (".json", ".calibration.json")
-"""Learned from the person's own use; from the calibration prompts."""
+"""Endings of the two popularity files: of the person's own use, and of the calibration prompts."""
 
 
 def profile_paths(key: str) -> tuple[Path, Path]:

@@ -27,7 +27,7 @@ _ACCEPT = "application/vnd.pypi.simple.v1+json, application/vnd.pypi.simple.v1+h
 _PAGE_LIMIT = 16 << 20
 _TRUE = ("1", "true", "yes", "on")
 _SECTIONS = ("global", "install", "download")
-"""Of pip's configuration files, the later ones over the earlier ones."""
+"""Sections of pip's configuration files; later ones override earlier ones."""
 
 
 @dataclass(frozen=True)

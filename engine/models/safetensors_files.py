@@ -23,7 +23,7 @@ HEADER_LIMIT = 100_000_000
 """Largest header in bytes, as the safetensors library has it."""
 
 ALIGNMENT = 64
-"""Where the data of files we write begins, and each tensor in them if its neighbours' sizes permit."""
+"""Alignment in bytes of the data of written files, and of each tensor in them if its neighbours' sizes permit."""
 
 _MAX_DIMENSIONS = 16
 _LONGEST_NAME = 500

@@ -20,8 +20,8 @@ FORMAT = 1
 _MANIFEST_LIMIT = 64 * 1024 * 1024
 
 Form = Literal["bank", "plain", "library"]
-"""How the folder keeps experts: prepared slabs; a checkpoint as transformers names it; one that mlx-lm wrote, or that
-is quantised."""
+"""Form in which a folder keeps experts: prepared slabs (``bank``), a checkpoint with the names of transformers
+(``plain``), or one that mlx-lm wrote or that is quantised (``library``)."""
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):

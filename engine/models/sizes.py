@@ -17,9 +17,9 @@ _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _TOP_K = ("num_experts_per_tok", "experts_per_token", "num_selected_experts", "moe_top_k", "moe_k")
 _SHARED = frozenset(("shared_expert", "shared_experts", "shared_expert_gate"))
-"""Parts of names: of the shared experts that a ring computes while the wire is busy."""
+"""Parts of the names of shared experts, which a ring computes during the exchange."""
 _FEW = 2
-"""Experts per token where ``config.json`` does not say: what the commonest family has."""
+"""Experts per token where ``config.json`` gives none, as in the commonest family."""
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,9 @@ PREPARED = ".prepared"
 SHARE = ".share"
 RECEIVED = ".received"
 SHARE_MANIFEST = "share.json"
-"""The file that makes a folder a share of a model (:mod:`engine.models.share_files`): never a whole one."""
+"""Name of the file that marks a folder as a share of a model (:mod:`engine.models.share_files`)."""
 BANK_MANIFEST = "bank.json"
-"""The file that makes a folder a prepared one (:mod:`engine.models.bank`)."""
+"""Name of the file that marks a folder as a prepared model (:mod:`engine.models.bank`)."""
 
 _REPO = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
 

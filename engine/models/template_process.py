@@ -19,13 +19,13 @@ from engine.errors import Cancelled, ModelError
 from engine.models.wording import shown
 
 DEADLINE_S = 30.0
-"""Seconds until a renderer is given up that neither answers nor reaches its own limit of computing time."""
+"""Time in seconds after which a renderer is given up that neither answers nor reaches its limit of CPU time."""
 LOOK_S = 0.02
-"""Seconds between two looks at whether to stop."""
+"""Time between two checks whether to stop, in seconds."""
 MEMORY_BYTES = 768 << 20
-"""Bytes of memory in use at which a renderer is killed where the system does not refuse them to it."""
+"""Bytes of memory at which a renderer is killed where the system cannot limit it."""
 ANSWER_BYTES = 256 << 20
-"""The most that is read of one answer."""
+"""Maximum bytes of one answer."""
 
 _SYSTEM_LIMITS_MEMORY = platform.system() == "Linux"
 

@@ -27,16 +27,16 @@ import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 CPU_S = 5.0
-"""Seconds of computing that one conversation may take."""
+"""Maximum CPU time of one conversation in seconds."""
 MEMORY_BYTES = 512 << 20
-"""Bytes that rendering may add to the process."""
+"""Maximum bytes that rendering may add to the process."""
 LARGEST = 16 << 20
-"""Characters or items that one operation may make."""
+"""Maximum characters or items that one operation may make."""
 MOST_BITS = 4096
-"""Bits of a number that one operation may make."""
+"""Maximum bits of a number that one operation may make."""
 
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-"""What transformers puts behind a message that stays open, to find its end."""
+"""Text that transformers puts behind a message that stays open, to find its end."""
 
 
 class TooLarge(jinja2.exceptions.TemplateError):

@@ -18,7 +18,7 @@ from engine.models.template_process import StopCheck, TemplateProcess
 from engine.models.tokenizer_files import TokenizerFiles, read_template, read_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
-"""A folder with none of these has no tokenizer: it can be run with token ids only."""
+"""Files of a tokenizer. A folder with none of them can be run with token ids only."""
 
 END_OF_TURN_TOKENS = (
     "<|im_end|>",
@@ -30,7 +30,7 @@ END_OF_TURN_TOKENS = (
     "<|endoftext|>",
     "<|END_OF_TURN_TOKEN|>",
 )
-"""Tokens that end a turn in the chat templates in use, also where a model's config forgets to say so."""
+"""Tokens that end a turn in common chat templates, also where a model's config omits them."""
 
 
 class Tokenizer:

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The keys of special tokens that every tokenizer may have."""
+"""Keys of special tokens that every tokenizer may have."""
 TEMPLATE_BYTES = 2_000_000
-"""Bytes of a chat template; the largest in use have 30 thousand."""
+"""Maximum bytes of a chat template; the largest in use have 30 thousand."""
 
 _CONFIG = "tokenizer_config.json"
 _AS_THE_FILE_HAS_IT = ("", "PreTrainedTokenizer", "TokenizersBackend")
@@ -76,7 +76,7 @@ _CLASS_OF_FAMILY = {
 """transformers' registered class of the families that run here; the others have none."""
 
 _WRONG_ON_THE_HUB = frozenset(("qwen2", "phimoe"))
-"""Families whose published folders name a class that transformers does not believe."""
+"""Families whose published folders name a tokenizer class that transformers overrides."""
 
 
 def _declared_class(folder: Path, config: Mapping[str, Any]) -> tuple[str, str]:

@@ -27,17 +27,17 @@ from engine.models.share_files import Form
 from engine.models.store import SHARE_MANIFEST
 
 PIECE_BYTES = 64 * 1024 * 1024
-"""The trunk travels in pieces of about this size, cut between tensors."""
+"""Approximate size in bytes of the pieces in which the trunk is sent; they are cut between tensors."""
 
 _LIBRARY_MARKS = (".switch_mlp.", ".experts.gate_proj.weight", ".embed_q.weight", ".ffn.experts.0.w1.weight")
 """Parts of names that only checkpoints written by mlx-lm have."""
 _MOST_STACKED = 64
-"""Tensors of one layer that hold all its experts: matrices, their scales and biases."""
+"""Maximum tensors of one layer that hold all its experts: matrices, their scales and biases."""
 _LIBRARY_EXPERT = re.compile(r".*?\.(?:layers|blocks)\.(\d+)\..*?\.(?:switch_mlp|experts)\.(?:(\d+)\.)?.+")
 
 
 TrunkTensor = tuple[str, int, TensorEntry]
-"""Name, number of its file, and where it lies."""
+"""Name, file number and entry of a trunk tensor."""
 
 
 @dataclass(frozen=True)

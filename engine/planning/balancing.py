@@ -25,13 +25,13 @@ from engine.planning.calibration import Calibration
 from engine.planning.layer_time import LayerLoad, remembered_seconds, sides
 
 SEARCH_NODES = 1500
-"""Nodes that branch and bound may open, about a microsecond each: nine experts of nine kinds open at most 1023."""
+"""Maximum nodes that branch and bound opens, about a microsecond each. Nine experts of nine kinds open at most 1023."""
 SEARCH_KINDS = 32
 SEARCH_EXPERTS = 64
-"""With more kinds or active experts the cut is taken as it is: what it can miss is a small part of the whole."""
+"""Maximum kinds and active experts for the search. With more of them a cut misses only a small part of the whole."""
 
 _ROUNDING = 1e-9
-"""Of sums that are compared with one another; never as much as one expert's time."""
+"""Relative rounding error of compared sums, always less than one expert's time."""
 
 
 class Kind(NamedTuple):

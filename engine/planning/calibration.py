@@ -11,11 +11,11 @@ from bisect import bisect_left
 import msgspec
 
 CALIBRATION_VERSION = 1
-"""Raised when the meaning of a field changes; a calibration of another version is refused."""
+"""Version of the format. It is raised when the meaning of a field changes; other versions are refused."""
 
 
 ESTIMATED_TOKENS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 4096)
-"""Where the curves of :func:`estimated` have their points."""
+"""Numbers of tokens at which the curves of :func:`estimated` have points."""
 
 
 class ExpertShape(msgspec.Struct, frozen=True):

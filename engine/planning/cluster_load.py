@@ -15,13 +15,13 @@ from engine.planning.placement import Placement
 from engine.planning.routing_load import level, whole_weights
 
 ENUMERATED = 4000
-"""Numbers of experts per set of holders that are gone through one by one, per layer."""
+"""Maximum outcomes of a layer (numbers of experts per set of holders) that are gone through one by one."""
 DRAWN = 4000
-"""Otherwise so many are drawn, over all layers."""
+"""Outcomes drawn at random over all layers where there are more."""
 WORK = 24_000
-"""Outcomes looked at in all: of a model with many layers, as many layers as that allows, evenly spread."""
+"""Maximum outcomes looked at in all; of a model with many layers as many layers as that allows, evenly spread."""
 _CERTAIN = 0.995
-"""An expert used more often than this per token counts as used so often."""
+"""Largest expected share of tokens that use an expert; more popular experts count as this."""
 
 Counts = tuple[int, ...]
 LayerKinds = tuple[tuple[Counts, tuple[float, ...]], ...]

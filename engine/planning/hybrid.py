@@ -39,11 +39,11 @@ __all__ = [
 ]
 
 GPU_RUNTIME_BYTES = 512 * 1024 * 1024
-"""What the GPU's own libraries take before anything of ours is there."""
+"""GPU memory in bytes that the GPU's own libraries take before anything is loaded."""
 STAGING_SLABS = 2
-"""Copied weights that are not kept wait here: one is computed with while the next arrives."""
+"""Slots for copied weights that are not kept: one is computed with while the next arrives."""
 _WIDTHS_OF_ACTIVATIONS = 16
-"""Float32 rows of the hidden size that one token needs at once, in attention and around the experts."""
+"""Number of float32 rows of the hidden size that one token needs at once, in attention and around the experts."""
 
 
 @dataclass(frozen=True)

@@ -44,15 +44,15 @@ __all__ = [
 ]
 
 FEW_TOKENS = 64
-"""Up to here a moved expert may take the place of another in the cache. A long prefill needs nearly all experts of a
-layer: it would leave nothing that decoding needs."""
+"""Maximum tokens of a pass in which a moved expert may replace another in the cache. A long prefill uses nearly all
+experts of a layer and would evict those that decoding needs."""
 
 CLEARLY = 1.0
-"""By so much more an expert is worth (see CacheRule) that is used clearly more often than another: twice as often."""
+"""Difference in worth (see CacheRule) from which an expert counts as used clearly more often: twice as often."""
 
 CacheKind = Literal["none", "static", "layers", "lru", "lfru"]
 _TUNING_STEPS = 32
-"""Most steps of one tuning: each goes to a better neighbour, so this only bounds its time."""
+"""Maximum steps of one tuning. Each step goes to a better neighbour, so this only bounds its time."""
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from engine.planning.memory import expected_distinct_experts
 from engine.planning.policy import ActiveExpert, Policy
 
 DECODE_CONTEXT = 512
-"""Tokens in the cache while decoding, for predictions."""
+"""Tokens in the cache that predictions of decoding assume."""
 PREFILL_TOKENS = 512
-"""Length of the prompt, for predictions."""
+"""Tokens of the prompt that predictions of prefill assume."""
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,15 @@ from itertools import groupby, islice
 from engine.planning.ring_plan import RingDecision
 
 Pair = frozenset[str]
-"""Of node ids: the two ends of a link, either way."""
+"""Node ids of the two ends of a link, in either order."""
 Plan = Callable[[Sequence[str]], RingDecision]
-"""Of the head and these others (node ids)."""
+"""Function from the node ids of the other machines to a plan of the head with them."""
 MOST_SETS = 256
-"""Sets that are looked at. Up to fifteen other machines have no more, whichever of their links are broken; of more
-machines some are left unseen if hardly any two reach each other."""
+"""Maximum sets examined. Up to fifteen other machines have no more, whichever links are broken. Of more machines some
+sets are not examined if hardly any two machines reach each other."""
 MOST_SEEN = 64 * MOST_SETS
 MOST_PLANNED = 16
-"""Of sets of one size: a plan takes milliseconds."""
+"""Maximum sets of one size that are planned; a plan takes milliseconds."""
 
 
 @dataclass(frozen=True)

@@ -6,21 +6,22 @@ from dataclasses import dataclass
 
 SMALLEST_RESERVE = 8 * 10**9
 RESERVE_SHARE = 0.25
-"""Of the memory, and never less than SMALLEST_RESERVE, is left to the system: wiring all of it panics macOS."""
+"""Share of the memory left to the system, at least SMALLEST_RESERVE bytes: wiring all of it panics macOS."""
 LOCKED_SHARE = 0.8
-"""Pages are locked while they are at most so much of the memory that is available."""
+"""Largest share of the available memory that is locked."""
 
 WARM_UP_SHARE = 0.5
 STANDBY_SHARE = 0.05
-"""Of one core's (or the GPU's) time that touching may take: at the start, and between questions."""
+"""Share of one core's (or the GPU's) time for touching weights between questions; WARM_UP_SHARE is for the start."""
 UNWIRED_AFTER_S = 0.25
-"""The paper's driver unwires prestacked weights that were not used for 512 ms (section 3.2, finding 2): half of it."""
+"""Time between two standby passes in seconds: half of the 512 ms after which the paper's driver unwires prestacked
+weights (section 3.2, finding 2)."""
 EVICTED_AFTER_S = 30.0
-"""How often pages of files are looked at. The system drops them when it needs the memory, not after a time."""
+"""Time between two standby passes over pages of files in seconds. The system drops them when it needs the memory."""
 
 LET_GO_AFTER_S = 300.0
 LET_GO_ON_BATTERY_S = 30.0
-"""After so long without a question a GPU may rest, and the system may have its memory back."""
+"""Time in seconds without a question after which the weights are let go, so that the GPU may rest; on battery."""
 
 
 @dataclass(frozen=True)

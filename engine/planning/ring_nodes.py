@@ -26,9 +26,9 @@ class Reserve:
 
 
 UNIFIED_RESERVE = Reserve(8 * GIB, 0.25)
-"""On Apple Silicon, where what is wired cannot be taken back."""
+"""Memory left free on Apple Silicon, where wired memory cannot be taken back."""
 MAPPED_RESERVE = Reserve(GIB // 2, 0.05)
-"""Elsewhere, where the experts are mapped files."""
+"""Memory left free elsewhere, where the experts are mapped files."""
 
 
 @dataclass(frozen=True)

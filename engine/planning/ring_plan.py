@@ -56,19 +56,19 @@ from engine.planning.routing_load import LoadingRule
 __all__ = ["LinkFigures", "NodeMeasured", "RingDecision", "RingModelFacts", "expert_room", "node_costs", "plan_ring"]
 
 ANSWER_TOKENS = 128
-"""A turn, for choosing between modes: a prompt of PREFILL_TOKENS and an answer of so many tokens."""
+"""Tokens of the answer of the turn that modes are compared by; its prompt has PREFILL_TOKENS."""
 EXACT_WORTH = 1.10
-"""Sums equal to one machine's are worth so much of a turn's time."""
+"""Factor of a turn's time that exact mode, with sums equal to one machine's, may cost."""
 FEWER_WORTH = 1.03
-"""Leaving a machine out must make the rest so much faster."""
+"""Factor by which leaving a machine out must make the ring faster."""
 NOISE = 1.25
-"""Measurements of equal machines differ by less than this factor; more is a real difference, such as slower memory."""
+"""Factor by which measurements of equal machines differ at most; more is a real difference, such as slower memory."""
 ELSEWHERE_WORTH = 1.10
-"""A machine must be so much faster by itself than the ring, and than the head by itself, to be worth moving to."""
+"""Factor by which a machine alone must be faster than the ring and than the head alone to be moved to."""
 LOGIT_BYTES = 4
 ASSUMED_LATENCY_S = 1e-3
 ASSUMED_BYTES_PER_S = 1.25e8
-"""Of a link that was not measured: the paper's latency, and Gigabit Ethernet."""
+"""Rate of a link that was not measured: Gigabit Ethernet. Its assumed latency is the paper's."""
 
 
 @dataclass(frozen=True)

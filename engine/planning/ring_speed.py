@@ -27,10 +27,10 @@ from engine.planning.routing_load import Assigner, LoadingRule, spare_quota, who
 Mode = Literal["exact", "fast", "central"]
 
 MEASURED_BYTES = 12 * 1024
-"""What a link's latency was measured with."""
+"""Size in bytes of the messages by which a link's latency is measured."""
 PER_PEER = 0.14
-"""What each peer beyond the first adds to an exchange, as a share of a link's latency: the paper's table 4 has 38, 44
-and 48 ms per token for two, three and four nodes."""
+"""Share of a link's latency that each peer beyond the first adds to an exchange. The paper's table 4 has 38, 44 and
+48 ms per token for two, three and four nodes."""
 _HEADER_BYTES = 64
 
 

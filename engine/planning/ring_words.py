@@ -13,7 +13,7 @@ def rate(tokens_per_s: float) -> str:
 
 
 THIS_MACHINE = "this machine"
-"""What the head is called in sentences: they are read there."""
+"""Name of the head in sentences, which are read on it."""
 
 
 def _first(name: str) -> str:

@@ -14,18 +14,18 @@ from engine.planning.placement import Placement
 
 LoadingRule = Literal["selected", "router-aided", "busy-full"]
 
-FEW_TOKENS = 4
-"""Up to so many tokens an expert takes what one takes: its weights are read once for all of them."""
+ONE_READ_TOKENS = 4
+"""Maximum tokens for which an expert takes as long as for one: its weights are read once for all of them."""
 REMEMBERED = 16384
-"""Answers kept by an :class:`Assigner`; decoding comes back to the same experts."""
+"""Maximum answers kept by an :class:`Assigner`; decoding returns to the same experts."""
 _UNIT = 1024
 """The smallest weight, as a whole number: sums of whole numbers are the same on every machine."""
 _SEARCHED = 10
-"""Up to so many experts with many tokens and several holders are shared out by search."""
+"""Maximum experts with many tokens and several holders that are shared out by search."""
 _SEARCH_NODES = 3000
-"""Beginnings looked at in a search at most, about a third of a microsecond each."""
+"""Maximum partial assignments examined in a search, about a third of a microsecond each."""
 _ROUNDS = 64
-"""Improvements tried at most where there are more of them."""
+"""Maximum improvements tried where there are more experts."""
 
 
 class Assigner:
@@ -49,8 +49,8 @@ class Assigner:
     def owners(self, layer: int, experts: Sequence[int], counts: Sequence[int]) -> list[int]:
         """The rank that runs each of ``experts`` (active ones, ascending), each for its ``counts`` tokens.
 
-        The largest weighted load is the smallest possible while no expert has more than FEW_TOKENS tokens. Beyond, it
-        is the greedy one (longest first), improved by search if few experts have several holders, else by moves and
+        The largest weighted load is the smallest possible while no expert has more than ONE_READ_TOKENS tokens. Beyond,
+        it is the greedy one (longest first), improved by search if few experts have several holders, else by moves and
         swaps. Raises KeyError for a layer without experts.
         """
         only = self._only.get(layer)
@@ -58,9 +58,11 @@ class Assigner:
             return [only[expert] for expert in experts]
         if not experts:
             return []
-        if max(counts) > FEW_TOKENS:
+        if max(counts) > ONE_READ_TOKENS:
             held = self._holders[layer]
-            return _greedy([held[expert] for expert in experts], [max(FEW_TOKENS, n) for n in counts], self._weights)
+            return _greedy(
+                [held[expert] for expert in experts], [max(ONE_READ_TOKENS, n) for n in counts], self._weights
+            )
         key = (layer, tuple(experts))
         found = self._known.get(key)
         if found is None:

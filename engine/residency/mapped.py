@@ -29,7 +29,7 @@ from engine.models.weight_layout import layout_of, runs_of
 from engine.planning.residency import lockable
 
 PIECE_BYTES = 8 * 1024 * 1024
-"""Touched at once; between two pieces an answer may begin."""
+"""Size in bytes of a piece that is touched at once; between two pieces an answer may begin."""
 _PAGE = mmap.PAGESIZE
 _POPULATE_READ = 22
 """Linux's MADV_POPULATE_READ (5.14), which Python does not name: all pages at once, without a fault for each."""

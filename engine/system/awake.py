@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 AFTER_S = 20.0
-"""What is over sooner needs nothing: no system falls asleep so soon after a key was pressed."""
+"""Time in seconds after which a task holds off sleep; no system falls asleep sooner after a key was pressed."""
 
 
 def holding_command(pid: int, platform: str = sys.platform, systemd: Path = Path("/run/systemd/system")) -> list[str]:
@@ -87,4 +87,4 @@ class Awake:
 
 
 AWAKE = Awake(holding_command(os.getpid()))
-"""This process's."""
+"""The instance of this process."""

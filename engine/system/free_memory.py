@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RESERVE_BYTES = 256 * 1024 * 1024
-"""Left to the screen and the rest of the machine."""
+"""Bytes of memory left to the screen and other programs."""
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
@@ -17,7 +17,7 @@ _FILES = (
     ("memory.max", "memory.current", "file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file"),
 )
-"""Limit and use of a control group, and the names of its statistics that count pages of files: versions 2 and 1."""
+"""Files with limit and use of a control group, and its statistics that count pages of files; versions 2 and 1."""
 
 
 def available_bytes(device: str = "cpu") -> int:

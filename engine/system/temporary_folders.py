@@ -19,7 +19,7 @@ from pathlib import Path
 
 LOOK_S = 0.25
 QUIET_LOOKS = 8
-"""The folder must be found gone so often in a row: other processes may end a little later than the one that died, and
+"""Consecutive checks that must find the folder gone: other processes may end a little later than the one that died and
 write until then."""
 MOST_LOOKS = 120
 END_S = 5.0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from engine.planning.placement import Placement
 from engine.planning.routing_load import (
-    FEW_TOKENS,
+    ONE_READ_TOKENS,
     Assigner,
     LoadingRules,
     RecentlyUsed,
@@ -42,7 +42,7 @@ def sorted_loads(owners: Sequence[int], sizes: Sequence[int], weights: Sequence[
 def test_few_tokens_are_shared_out_best(layer: tuple[int, Rows], data: st.DataObject) -> None:
     nodes, holders = layer
     weights = data.draw(st.lists(st.sampled_from([1.0, 1.3, 2.0, 5.0]), min_size=nodes, max_size=nodes))
-    counts = data.draw(st.lists(st.integers(1, FEW_TOKENS), min_size=len(holders), max_size=len(holders)))
+    counts = data.draw(st.lists(st.integers(1, ONE_READ_TOKENS), min_size=len(holders), max_size=len(holders)))
     owners = Assigner(Placement((0,), nodes, (holders,)), weights).owners(0, range(len(holders)), counts)
     assert all(owner in ranks for owner, ranks in zip(owners, holders, strict=True))
     whole = whole_weights(weights, nodes)
@@ -61,7 +61,7 @@ def test_many_tokens_are_shared_out_best_too_if_few_experts_have_them(
     weights = data.draw(st.lists(st.sampled_from([1.0, 1.3, 2.0]), min_size=nodes, max_size=nodes))
     owners = Assigner(Placement((0,), nodes, (holders,)), weights).owners(0, range(len(holders)), counts)
     assert all(owner in ranks for owner, ranks in zip(owners, holders, strict=True))
-    sizes = [max(FEW_TOKENS, count) for count in counts]
+    sizes = [max(ONE_READ_TOKENS, count) for count in counts]
     whole = whole_weights(weights, nodes)
     best = min(sorted_loads(each, sizes, whole)[0] for each in itertools.product(*holders))
     assert sorted_loads(owners, sizes, whole)[0] == best
@@ -72,7 +72,7 @@ def test_a_prompts_experts_are_shared_out_nearly_evenly(nodes: int) -> None:
     holders = tuple(tuple(sorted({e % nodes, (e + 1 + e // nodes) % nodes})) for e in range(128))
     counts = [1 + (e * e * 7919) % 97 for e in range(128)]
     owners = Assigner(Placement((0,), nodes, (holders,))).owners(0, range(128), counts)
-    sizes = [max(FEW_TOKENS, count) for count in counts]
+    sizes = [max(ONE_READ_TOKENS, count) for count in counts]
     assert sorted_loads(owners, sizes, [1] * nodes)[0] <= 1.03 * sum(sizes) / nodes + 1
 
 

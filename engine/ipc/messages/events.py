@@ -243,4 +243,4 @@ AnyEvent = (
 )
 
 TERMINAL_EVENTS = (Loaded, Finished, BeamEstimates, Planned, BenchResult, Done, Failed)
-"""The events after which nothing more comes for a request."""
+"""Events that end a request: no other event follows."""
