@@ -34,8 +34,8 @@ from engine.planning.calibration import Calibration, estimated
 from engine.planning.policy import policy_named
 from engine.runtimes.torch.offload.gates import Activation, FamilyGate
 from engine.runtimes.torch.offload.host_memory import HostExperts
-from engine.runtimes.torch.offload.hybrid import HybridExecutor
-from engine.runtimes.torch.offload.local import make_cpu_experts
+from engine.runtimes.torch.offload.hybrid import HybridBackend
+from engine.runtimes.torch.offload.local import make_cpu_backend
 
 HIDDEN, FFN = 32, 48
 """Of the experts that are run. What they cost is not theirs but the machine's."""
@@ -132,12 +132,12 @@ def execute(
     recorder = Recorder(len(experts.layers), experts.layers, experts.count)
     silu = Activation("silu")
     gates = dict.fromkeys(experts.layers, FamilyGate(silu, silu))
-    cpu, _ = make_cpu_experts(experts, gates, torch.float32, recorder, cpu_threads=1)
+    cpu, _ = make_cpu_backend(experts, gates, torch.float32, cpu_threads=1)
     device = StandInDevice(speeds=CalibratedSpeeds.of(calibration))
     host = HostExperts(experts)
     policy = policy_named(name, experts.count)
     timed = TimedCpu(cpu, device)
-    executor = HybridExecutor(
+    executor = HybridBackend(
         host, device, timed, gates, policy, calibration, torch.float32, recorder, MIXTRAL.experts_per_token
     )
     executor.open_cache(slots * host.slot_bytes, order, reserve=0)

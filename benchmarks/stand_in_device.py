@@ -20,7 +20,6 @@ import torch
 
 from engine.models.byte_map import ExpertPlace
 from engine.models.files import ExpertWeights, StoredTensor
-from engine.moe.timing import Recorder
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
 from engine.runtimes.torch.offload.devices import (
     CopyFailed,
@@ -32,7 +31,8 @@ from engine.runtimes.torch.offload.devices import (
     SlotLayout,
 )
 from engine.runtimes.torch.offload.gates import FamilyGate
-from engine.runtimes.torch.offload.local import CpuExperts, make_cpu_experts
+from engine.runtimes.torch.offload.local import make_cpu_backend
+from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 
 ALIGNMENT = 64
 WIDTHS = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
@@ -176,7 +176,7 @@ class StandInDevice:
         self._first = 0
         self._read_until: dict[Slot, float] = {}
         self._shifts: dict[Slot, int] = {}
-        self._experts: dict[tuple[Any, ...], CpuExperts] = {}
+        self._experts: dict[tuple[Any, ...], TensorBackend] = {}
 
     name = "the stand-in"
     torch_device = torch.device("cpu")
@@ -262,9 +262,8 @@ class StandInDevice:
         shift = self._shifts[slot]
         key = (slot, shift, rows.dtype, gate)
         if key not in self._experts:
-            recorder = Recorder(1, [0], 1)
             inside = SlotExperts(self.buffers[slot][shift:], layout)
-            self._experts[key], _ = make_cpu_experts(inside, {0: gate}, rows.dtype, recorder, cpu_threads=1)
+            self._experts[key], _ = make_cpu_backend(inside, {0: gate}, rows.dtype, cpu_threads=1)
         out.copy_(self._experts[key].outputs(0, rows, torch.zeros(len(rows), 1, dtype=torch.int64)))
 
     def end(self) -> Work:
@@ -359,27 +358,38 @@ class SlotExperts:
         return np.lib.stride_tricks.as_strided(words, place.shape, strides)
 
 
-class TimedCpu:
-    """``cpu`` with its virtual time; see :class:`engine.runtimes.torch.offload.local.CpuExperts`."""
+class TimedCpu(TensorBackend):
+    """``cpu`` with its virtual time; see :class:`engine.runtimes.torch.offload.tensor_backend.TensorBackend`."""
 
-    def __init__(self, cpu: CpuExperts, device: StandInDevice) -> None:
+    def __init__(self, cpu: TensorBackend, device: StandInDevice) -> None:
+        super().__init__(cpu.experts, cpu.dtype)
         self._cpu = cpu
         self._device = device
+        self.ran: list[int] = []
+        """Routes of each active expert in the last call."""
 
     @property
     def description(self) -> str:
         return self._cpu.description
 
     @property
-    def counts(self) -> torch.Tensor:
-        return self._cpu.counts
+    def result_dtype(self) -> torch.dtype:
+        return self._cpu.result_dtype
+
+    def combined(self, routed: torch.Tensor, tokens: int, weights: torch.Tensor | None) -> torch.Tensor:
+        return self._cpu.combined(routed, tokens, weights)
+
+    def run(
+        self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, scale_input: bool = False
+    ) -> torch.Tensor:
+        return self._cpu.run(layer, hidden, indices, weights, scale_input)
 
     def outputs(
         self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, input_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
         out = self._cpu.outputs(layer, hidden, indices, input_weights)
-        active = indices[indices >= 0].bincount().tolist()
+        self.ran = [count for count in indices[indices >= 0].bincount().tolist() if count]
         start = self._device.clock.seconds
-        self._device.clock.seconds += sum(self._device.speeds.on_cpu(count) for count in active if count)
+        self._device.clock.seconds += sum(self._device.speeds.on_cpu(count) for count in self.ran)
         self._device.trace.append(Operation("cpu", start, self._device.clock.seconds))
         return out

@@ -9,7 +9,6 @@ from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.attacks.campaign import Attack, Attempt, Draw, Refused
 from benchmarks.attacks.mutating import spoiled
@@ -17,6 +16,7 @@ from engine.cluster.all_gather import RingLayers
 from engine.cluster.transport.exchange import Buffer, PeerLost, RingProtocolError
 from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
+from engine.moe.expert_parallel import FLOAT32, Routes
 from engine.moe.rank_context import Mode, RankContext
 from engine.planning.placement import Placement
 
@@ -24,9 +24,6 @@ LAYERS = (0, 1, 2)
 EXPERTS, WIDTH, TOKENS, ROUTES = 8, 6, 3, 2
 _PLACEMENT = Placement(LAYERS, 2, (tuple((expert % 2,) for expert in range(EXPERTS)),) * len(LAYERS))
 _PATIENCE_S = 60.0
-
-Indices = NDArray[np.int32]
-Floats = NDArray[np.float32]
 
 
 class _Recorded:
@@ -59,14 +56,6 @@ class _Recorded:
         """There is nothing to close."""
 
 
-def _ones_each(indices: Indices, weights: Floats, extra: tuple[int, ...]) -> Floats:
-    return np.ones((indices.size, WIDTH), np.float32)
-
-
-def _ones_summed(indices: Indices, weights: Floats, extra: tuple[int, ...]) -> Floats:
-    return np.ones((len(indices), WIDTH), np.float32)
-
-
 def one_pass(layers: RingLayers) -> None:
     """All layers with routes that depend on the layer alone."""
     layers.begin_pass()
@@ -74,9 +63,10 @@ def one_pass(layers: RingLayers) -> None:
         random = np.random.default_rng(layer)
         indices = np.argsort(random.random((TOKENS, EXPERTS)), axis=1)[:, :ROUTES].astype(np.int32)
         weights = random.random((TOKENS, ROUTES), dtype=np.float32)
-        exact = layers.context.mode == "exact"
-
-        layers.run(layer, indices, weights, _ones_each if exact else _ones_summed, WIDTH, np.dtype(np.float32))
+        rows = indices.size if layers.context.mode == "exact" else TOKENS
+        calls = layers.assign(layer, Routes(indices, weights))
+        layers.send(np.ones((rows, WIDTH), np.float32) if calls else None, WIDTH, FLOAT32)
+        layers.receive()
 
 
 def recorded(mode: Mode) -> list[bytes]:

@@ -9,7 +9,7 @@ happens, each node has then taken part in the same number of exchanges, and the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ from engine.cluster.contributions import (
 )
 from engine.cluster.transport.exchange import Buffer, Exchange, PeerLost, RingProtocolError
 from engine.cluster.waiting import Waits
-from engine.moe.expert_parallel import Gathered, Indices, Local, Words
+from engine.moe.expert_parallel import FLOAT32, Call, Floats, Gathered, HostRows, Indices, Routes, Words
 from engine.moe.rank_context import HEAD, RankContext
 from engine.moe.timing import Recorder
 from engine.runtimes.protocol import Interrupted
@@ -41,9 +41,10 @@ FEW_LAYERS = 256
 class RingLayers:
     """See :class:`engine.moe.expert_parallel.LayerExchange`. One thread at a time, but for :meth:`abort`.
 
-    A pass of the model calls :meth:`run` for every MoE layer, in order, on every node, with no tokens where none is
-    wanted. ``recorder`` gets times and notices; it may be set later, when the model is loaded.
+    ``recorder`` gets times and notices; it may be set later, when the model is loaded.
     """
+
+    needs_hidden = False
 
     def __init__(self, context: RankContext, exchange: Exchange, recorder: Recorder | None = None) -> None:
         if exchange.size != context.nodes or exchange.rank != context.rank:
@@ -60,7 +61,13 @@ class RingLayers:
         self._over = False
         self._aborted = False
         self._lost: PeerLost | None = None
-        self._problem: BaseException | None = None
+        self._layer = 0
+        self._routes = Routes(np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
+        self._shared = SharedRoutes(self._routes.indices, ((),) * context.nodes, (), b"", False)
+        self._mended = False
+        self._mine: Words | None = None
+        self._width, self._word = 0, FLOAT32
+        self._header = b""
         self._recent: deque[int] = deque(maxlen=MANY_DISAGREEMENTS)
 
     @property
@@ -98,33 +105,45 @@ class RingLayers:
 
     # --- a layer ----------------------------------------------------------------------------------------------------
 
-    def run(
-        self,
-        layer: int,
-        indices: Indices,
-        weights: NDArray[np.float32],
-        local: Local,
-        width: int,
-        word: np.dtype[Any],
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Gathered:
+    def assign(
+        self, layer: int, routes: Routes, hidden: HostRows | None = None, mended: bool = False
+    ) -> Sequence[Call]:
+        """See :class:`engine.moe.expert_parallel.LayerExchange`."""
+        if not mended:
+            self._enter(layer)
+            if self._aborted and self.context.is_head:
+                self._leave(layer, GAVE_UP)
+                raise Interrupted
+        self._layer, self._routes, self._mended = layer, routes, mended
+        self._shared = self._router.share(layer, routes.indices, with_extra=not mended)
+        return self._shared.calls()
+
+    def send(self, mine: Words | None, width: int, word: np.dtype[Any]) -> None:
+        """See :class:`engine.moe.expert_parallel.LayerExchange`."""
+        exact, own = self.context.mode == "exact", self._shared.rows[self.context.rank]
+        self._mine, self._width, self._word = mine, width, word
+        self._header = self._packed(self._layer, 0, self._shared.hash)
+        parts: list[Buffer] = [self._header]
+        if mine is not None and len(own):
+            parts.append(_bytes_of(mine.take(own, axis=0) if exact else mine))
+        tokens = self._routes.indices.shape[0]
+        rows = self._routes.indices.size if exact else tokens
+        self._begin(self._layer, parts, rows * width * word.itemsize, tokens)
+
+    def receive(self) -> Gathered | Routes:
         """See :class:`engine.moe.expert_parallel.LayerExchange`. Raises NodeFailed if another node cannot go on."""
-        self._enter(layer)
-        if self._aborted and self.context.is_head:
-            self._leave(layer, GAVE_UP)
-            raise Interrupted
-        self._problem = None
-        routes = self._router.share(layer, indices, with_extra=True)
-        found = self._together(layer, routes, indices, weights, local, width, word, meanwhile)
-        if found is None:
-            indices, weights = self._mended_routes(layer, indices, weights)
-            routes = self._router.share(layer, indices, with_extra=False)
-            found = self._together(layer, routes, indices, weights, local, width, word, None)
-            if found is None:
+        layer = self._layer
+        received = self._end()
+        if not self._agreed(layer, self._header, received):
+            if self._mended:
                 raise self._refused(f"the routes of layer {layer} differ although they came from one node")
-        if self._problem is not None:
-            raise self._problem
-        return found
+            return self._mended_routes(layer, self._routes.indices, self._routes.weights)
+        self._next += 1
+        return self._together(received)
+
+    def leave(self, error: BaseException) -> None:
+        """See :class:`engine.moe.expert_parallel.LayerExchange`."""
+        self._leave(self._layer, GAVE_UP if self.context.is_head else FAILED, str(error) or type(error).__name__)
 
     def _enter(self, layer: int) -> None:
         if self._lost is not None:
@@ -135,58 +154,32 @@ class RingLayers:
         if self._over or self._next >= len(self._layers) or layer != self._layers[self._next]:
             raise ValueError(f"layer {layer} is out of turn; layers {self._layers} run in this order")
 
-    def _together(
-        self,
-        layer: int,
-        routes: SharedRoutes,
-        indices: Indices,
-        weights: NDArray[np.float32],
-        local: Local,
-        width: int,
-        word: np.dtype[Any],
-        meanwhile: Callable[[], None] | None,
-    ) -> Gathered | None:
-        """One exchange of a layer's results; None if the routes are not the same on all nodes."""
-        exact = self.context.mode == "exact"
-        try:
-            mine = local(routes.mine, weights, routes.extra) if routes.runs_any else None
-        except BaseException as error:
-            self._leave(layer, GAVE_UP if self.context.is_head else FAILED, _reason(error))
-            raise
-        own = routes.rows[self.context.rank]
-        header = self._header(layer, 0, routes.hash)
-        parts: list[Buffer] = [header]
-        if mine is not None and len(own):
-            parts.append(_bytes_of(mine.take(own, axis=0) if exact else mine))
-        tokens = indices.shape[0]
-        rows = indices.size if exact else tokens
-        received = self._trade(layer, parts, rows * width * word.itemsize, tokens, meanwhile)
-        if not self._agreed(layer, header, received):
-            return None
-        self._next += 1
-        if exact:
-            outputs = _writable(mine, rows, width, word)
+    def _together(self, received: list[memoryview]) -> Gathered:
+        """What the nodes contributed to the layer, whose routes are the same on all of them."""
+        mine, routes, width, word = self._mine, self._routes, self._width, self._word
+        owned = self._shared.rows
+        self._mine = None
+        if self.context.mode == "exact":
+            outputs = _writable(mine, routes.indices.size, width, word)
             for rank, view in enumerate(received):
-                if rank != self.context.rank and len(routes.rows[rank]):
-                    outputs[routes.rows[rank]] = self._rows(rank, view, len(routes.rows[rank]), width, word)
-            return Gathered(indices, weights, outputs=outputs)
+                if rank != self.context.rank and len(owned[rank]):
+                    outputs[owned[rank]] = self._rows(rank, view, len(owned[rank]), width, word)
+            return Gathered(routes.indices, routes.weights, outputs=outputs)
+        tokens = routes.indices.shape[0]
         sums = tuple(
-            self._rows(rank, view, tokens, width, word).copy()
-            for rank, view in enumerate(received)
-            if len(routes.rows[rank])
+            self._rows(rank, view, tokens, width, word).copy() for rank, view in enumerate(received) if len(owned[rank])
         )
-        return Gathered(indices, weights, sums=sums)
+        return Gathered(routes.indices, routes.weights, sums=sums)
 
-    def _mended_routes(
-        self, layer: int, indices: Indices, weights: NDArray[np.float32]
-    ) -> tuple[Indices, NDArray[np.float32]]:
+    def _mended_routes(self, layer: int, indices: Indices, weights: Floats) -> Routes:
         """The head's routes, which it sends to all others."""
         self._note_disagreement(layer)
-        parts: list[Buffer] = [self._header(layer, 0, bytes(8))]
+        parts: list[Buffer] = [self._packed(layer, 0, bytes(8))]
         if self.context.is_head and indices.size:
             parts += [_bytes_of(np.ascontiguousarray(indices, np.int32)), _bytes_of(np.asarray(weights, np.float32))]
         header = bytes(parts[0])
-        received = self._trade(layer, parts, indices.size * 8, len(indices), None)
+        self._begin(layer, parts, indices.size * 8, len(indices))
+        received = self._end()
         if not self._agreed(layer, header, received):
             raise self._refused(f"the nodes disagree on what layer {layer} is at")
         shape, count = indices.shape, indices.size
@@ -197,7 +190,7 @@ class RingLayers:
         if count and not (taken.min() >= 0 and taken.max() < self.context.placement.experts):
             raise self._refused(f"the head sent routes to experts that layer {layer} does not have")
         shares = np.frombuffer(told, np.float32, count, HEADER.size + count * 4).reshape(shape).copy()
-        return taken, shares
+        return Routes(taken, shares)
 
     def _note_disagreement(self, layer: int) -> None:
         self.disagreements += 1
@@ -217,25 +210,33 @@ class RingLayers:
 
     # --- the exchange -----------------------------------------------------------------------------------------------
 
-    def _header(self, layer: int, flags: int, routes: bytes) -> bytes:
+    def _packed(self, layer: int, flags: int, routes: bytes) -> bytes:
+        """The header of this node's contribution."""
         return HEADER.pack(self._number & 0xFFFFFFFF, layer, flags, routes)
 
-    def _trade(
-        self, layer: int, parts: Sequence[Buffer], payload: int, tokens: int, meanwhile: Callable[[], None] | None
-    ) -> list[memoryview]:
-        """One exchange of at most ``payload`` bytes beside the header. What ``meanwhile`` raises is kept until the
-        layer is over, so that this node stays in step."""
-        capacity = HEADER.size + max(payload, REASON_BYTES)
+    def _begin(self, layer: int, parts: Sequence[Buffer], payload: int, tokens: int) -> None:
+        """Begin an exchange of at most ``payload`` bytes beside the header."""
         try:
-            received, problem = self._trading.trade(parts, capacity, layer, tokens, self.recorder, meanwhile)
-        except PeerLost as lost:
-            self._lost = lost
+            self._trading.send(parts, HEADER.size + max(payload, REASON_BYTES), layer, tokens, self.recorder)
+        except BaseException as error:
+            self._ended(error)
             raise
-        finally:
-            self._number += 1
-        if problem is not None:
-            self._problem = problem
+
+    def _end(self) -> list[memoryview]:
+        """What all nodes contributed to the exchange that was begun."""
+        try:
+            received = self._trading.receive(self.recorder)
+        except BaseException as error:
+            self._ended(error)
+            raise
+        self._number += 1
         return received
+
+    def _ended(self, error: BaseException) -> None:
+        """An exchange ended with ``error``; a lost peer stays lost."""
+        self._number += 1
+        if isinstance(error, PeerLost):
+            self._lost = error
 
     def _agreed(self, layer: int, header: bytes, received: list[memoryview]) -> bool:
         """Whether all nodes sent ``header``. Raises what those who sent another one have to say."""
@@ -267,17 +268,17 @@ class RingLayers:
 
     def _leave(self, layer: int, flag: int, reason: str = "") -> None:
         """Take part in an exchange only to say that the pass ends here."""
-        parts: list[Buffer] = [self._header(layer, flag, bytes(8))]
+        parts: list[Buffer] = [self._packed(layer, flag, bytes(8))]
         if flag == FAILED:
             parts.append(reason.encode()[:REASON_BYTES])
         self._over = True
         try:
-            self._trading.trade(parts, MOST_BYTES, layer, 1)
-        except PeerLost as lost:
-            self._lost = lost
+            self._trading.send(parts, MOST_BYTES, layer, 1)
+            self._trading.receive()
+        except BaseException as error:
+            self._ended(error)
             raise
-        finally:
-            self._number += 1
+        self._number += 1
 
     def _refused(self, text: str) -> RingProtocolError:
         """The error to raise; the epoch cannot be used any more."""
@@ -302,7 +303,3 @@ def _writable(array: Words | None, rows: int, width: int, word: np.dtype[Any]) -
     if array is None:
         return np.empty((rows, width), word)
     return array if array.flags.writeable else array.copy()
-
-
-def _reason(error: BaseException) -> str:
-    return str(error) or type(error).__name__

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.moe.expert_parallel import Indices
+from engine.moe.expert_parallel import Call, Indices
 from engine.moe.rank_context import RankContext
 from engine.planning.routing_load import Assigner, LoadingRules
 
@@ -27,6 +27,17 @@ class SharedRoutes:
     hash: bytes
     runs_any: bool
     """Whether this node has anything to run."""
+
+    def calls(self, one_by_one: bool = False) -> list[Call]:
+        """The calls to this node's experts: one, or as an unstacked model does, ``one_by_one``, one per expert."""
+        if not self.runs_any:
+            return []
+        if not one_by_one:
+            return [(self.mine, self.extra)]
+        active = [int(expert) for expert in np.unique(self.mine) if expert >= 0]
+        nothing = np.full_like(self.mine, -1)
+        found: list[Call] = [(np.where(self.mine == expert, self.mine, nothing), ()) for expert in active]
+        return found + [(nothing, (expert,)) for expert in self.extra]
 
 
 class Router:

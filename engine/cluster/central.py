@@ -27,7 +27,17 @@ from engine.cluster.contributions import (
 )
 from engine.cluster.transport.exchange import Buffer, Exchange, PeerLost, RingProtocolError
 from engine.cluster.waiting import Waits
-from engine.moe.expert_parallel import Gathered, Indices, Local, Words
+from engine.moe.expert_parallel import (
+    FLOAT32,
+    Call,
+    Floats,
+    Gathered,
+    HostRows,
+    Indices,
+    Routes,
+    Words,
+    run_calls,
+)
 from engine.moe.rank_context import HEAD, RankContext
 from engine.moe.timing import Recorder
 from engine.runtimes.protocol import Interrupted
@@ -36,10 +46,7 @@ SHAPE = struct.Struct("<IIIB3x")
 """Tokens, experts per token, numbers of a hidden state, whether the input is scaled by the weights."""
 MOST_TOKENS = 1 << 20
 """Of a layer, unless a node is told that there will be fewer."""
-_F32 = np.dtype(np.float32)
 _NOTHING = bytes(8)
-
-Floats = NDArray[np.float32]
 
 
 class ExpertRunner(Protocol):
@@ -70,9 +77,10 @@ class ExpertRunner(Protocol):
 class CentralHead:
     """The head's :class:`engine.moe.expert_parallel.LayerExchange` in central mode. One thread, but for :meth:`abort`.
 
-    The runtime gives the hidden states by :meth:`hidden` before each :meth:`run`. ``one_by_one``: experts are called
-    one after the other, the paper's naive version.
+    ``one_by_one``: experts are called one after the other, the paper's naive version.
     """
+
+    needs_hidden = True
 
     def __init__(
         self, context: RankContext, exchange: Exchange, recorder: Recorder | None = None, one_by_one: bool = False
@@ -85,9 +93,14 @@ class CentralHead:
         self._router = Router(context)
         self._one_by_one = one_by_one
         self._number = 0
-        self._hidden: tuple[Floats, bool] | None = None
         self._aborted = False
         self._lost: PeerLost | None = None
+        self._layer = 0
+        self._routes = Routes(np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
+        self._shared: SharedRoutes | None = None
+        """Who runs what of the layer; None where nothing is run."""
+        self._mine: Words | None = None
+        self._width = self._asked_width = 0
 
     @property
     def waits(self) -> Waits:
@@ -108,96 +121,96 @@ class CentralHead:
             raise self._lost
         return True
 
-    def hidden(self, rows: Floats, scale_input: bool) -> None:
-        """What the experts of the next :meth:`run` get, [tokens, width]; ``scale_input``: multiplied by the weights."""
-        self._hidden = (np.ascontiguousarray(rows, np.float32), scale_input)
-
-    def run(
-        self,
-        layer: int,
-        indices: Indices,
-        weights: Floats,
-        local: Local,
-        width: int,
-        word: np.dtype[Any],
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Gathered:
-        """See :class:`engine.moe.expert_parallel.LayerExchange`; ``word`` must be float32. Raises NodeFailed if a node
-        cannot go on."""
+    def assign(
+        self, layer: int, routes: Routes, hidden: HostRows | None = None, mended: bool = False
+    ) -> Sequence[Call]:
+        """See :class:`engine.moe.expert_parallel.LayerExchange`; the other nodes are asked for their results."""
         if self._lost is not None:
             raise self._lost
         if self._aborted:
             raise Interrupted
-        given, self._hidden = self._hidden, None
-        if given is None or word != _F32:
-            raise ValueError(
-                "central mode exchanges float32 rows, and must be given the hidden states before each layer"
-            )
-        if not indices.size:
-            return Gathered(indices, weights, outputs=np.empty((0, width), np.float32))
-        routes = self._router.share(layer, indices, with_extra=True)
-        self._ask(layer, indices, weights, *given)
-        try:
-            mine = self._own(routes, weights, local) if routes.runs_any else None
-        except BaseException:
-            self._answers(layer, GAVE_UP, routes, indices, width)
-            raise
-        received, problem = self._answers(layer, 0, routes, indices, width, meanwhile)
-        outputs = mine if mine is not None and mine.flags.writeable else np.empty((indices.size, width), np.float32)
-        if mine is not None and outputs is not mine:
-            outputs[:] = mine
+        if hidden is None:
+            raise ValueError("central mode must be given the hidden states of each layer")
+        self._layer, self._routes, self._shared = layer, routes, None
+        if not routes.indices.size:
+            return ()
+        shared = self._router.share(layer, routes.indices, with_extra=True)
+        self._ask(layer, routes, hidden)
+        self._shared = shared
+        return shared.calls(self._one_by_one)
+
+    def send(self, mine: Words | None, width: int, word: np.dtype[Any]) -> None:
+        """See :class:`engine.moe.expert_parallel.LayerExchange`; ``word`` must be float32."""
+        if word != FLOAT32:
+            raise ValueError("central mode exchanges float32 rows")
+        self._mine, self._width = mine, width
+        if self._shared is not None:
+            self._begin_answers(self._shared, 0, width)
+
+    def receive(self) -> Gathered | Routes:
+        """See :class:`engine.moe.expert_parallel.LayerExchange`. Raises NodeFailed if a node cannot go on."""
+        mine, routes, shared, width = self._mine, self._routes, self._shared, self._width
+        self._mine = None
+        if shared is None:
+            return Gathered(routes.indices, routes.weights, outputs=np.empty((0, width), np.float32))
+        received = self._end()
+        outputs = np.empty((routes.indices.size, width), np.float32) if mine is None else mine
+        outputs = outputs if outputs.flags.writeable else outputs.copy()
         for rank, view in enumerate(received):
             if rank != HEAD:
-                outputs[routes.rows[rank]] = self._results(layer, rank, view, len(routes.rows[rank]), width)
-        if problem is not None:
-            raise problem
-        return Gathered(indices, weights, outputs=outputs)
+                rows = shared.rows[rank]
+                outputs[rows] = self._results(self._layer, rank, view, len(rows), width)
+        return Gathered(routes.indices, routes.weights, outputs=outputs)
 
-    def _ask(self, layer: int, indices: Indices, weights: Floats, rows: Floats, scale: bool) -> None:
+    def leave(self, error: BaseException) -> None:
+        """See :class:`engine.moe.expert_parallel.LayerExchange`: the other nodes' results are taken and dropped."""
+        assert self._shared is not None, "no experts were called"
+        self._begin_answers(self._shared, GAVE_UP, self._asked_width)
+        self._end()
+
+    def _ask(self, layer: int, routes: Routes, hidden: HostRows) -> None:
         """The first message: the routes and the hidden states."""
-        shape = SHAPE.pack(*indices.shape, rows.shape[1], scale)
-        parts: list[Buffer] = [self._header(layer, 0) + shape, _bytes_of(np.ascontiguousarray(indices, np.int32))]
+        rows, scale = np.ascontiguousarray(hidden.rows, np.float32), hidden.scale_input
+        shape = SHAPE.pack(*routes.indices.shape, rows.shape[1], scale)
+        parts: list[Buffer] = [
+            self._header(layer, 0) + shape,
+            _bytes_of(np.ascontiguousarray(routes.indices, np.int32)),
+        ]
         if scale:
-            parts.append(_bytes_of(np.ascontiguousarray(weights, np.float32)))
+            parts.append(_bytes_of(np.ascontiguousarray(routes.weights, np.float32)))
+        self._asked_width = int(rows.shape[1])
         # The others only say that they are there.
-        self._trade(layer, [*parts, _bytes_of(rows)], HEADER.size, len(indices))
+        self._begin([*parts, _bytes_of(rows)], HEADER.size)
+        self._end()
 
-    def _answers(
-        self,
-        layer: int,
-        flags: int,
-        routes: SharedRoutes,
-        indices: Indices,
-        width: int,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> tuple[list[memoryview], BaseException | None]:
+    def _begin_answers(self, shared: SharedRoutes, flags: int, width: int) -> None:
         """The second message, in which the others give their results."""
-        parts = [self._header(layer, flags)]
-        return self._trade(layer, parts, most_results(routes, width), len(indices), meanwhile)
-
-    def _own(self, routes: SharedRoutes, weights: Floats, local: Local) -> Words:
-        if not self._one_by_one:
-            return local(routes.mine, weights, routes.extra)
-        return one_by_one(routes, lambda mine, extra: local(mine, weights, extra))
+        self._begin([self._header(self._layer, flags)], most_results(shared, width))
 
     def _header(self, layer: int, flags: int) -> bytes:
         return HEADER.pack(self._number & 0xFFFFFFFF, layer, flags, _NOTHING)
 
-    def _trade(
-        self,
-        layer: int,
-        parts: Sequence[Buffer],
-        capacity: int,
-        tokens: int,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> tuple[list[memoryview], BaseException | None]:
+    def _begin(self, parts: Sequence[Buffer], capacity: int) -> None:
         try:
-            return self._trading.trade(parts, capacity, layer, tokens, self.recorder, meanwhile)
-        except PeerLost as lost:
-            self._lost = lost
+            self._trading.send(parts, capacity, self._layer, len(self._routes.indices), self.recorder)
+        except BaseException as error:
+            self._ended(error)
             raise
-        finally:
-            self._number += 1
+
+    def _end(self) -> list[memoryview]:
+        try:
+            received = self._trading.receive(self.recorder)
+        except BaseException as error:
+            self._ended(error)
+            raise
+        self._number += 1
+        return received
+
+    def _ended(self, error: BaseException) -> None:
+        """An exchange ended with ``error``; a lost peer stays lost."""
+        self._number += 1
+        if isinstance(error, PeerLost):
+            self._lost = error
 
     def _results(self, layer: int, rank: int, view: memoryview, rows: int, width: int) -> Floats:
         flags = check_header(view, rank, self._number - 1)
@@ -286,15 +299,13 @@ class CentralNode:
         """The results of this node's routes, float32, in the order of the routes."""
         header = HEADER.pack(self._number & 0xFFFFFFFF, layer, 0, _NOTHING)
         self._ran(len(indices))
-        if not routes.runs_any:
-            return [header]
 
         def run(mine: Indices, extra: tuple[int, ...]) -> Floats:
             return self._runner.run_experts(layer, hidden, mine, weights, extra, scale)
 
-        results = one_by_one(routes, run) if self._one_by_one else run(routes.mine, routes.extra)
+        results = run_calls(routes.calls(self._one_by_one), run)
         own = routes.rows[self._context.rank]
-        if not len(own):
+        if results is None or not len(own):
             return [header]
         return [header, _bytes_of(np.ascontiguousarray(results.take(own, axis=0), np.float32))]
 
@@ -329,26 +340,6 @@ class CentralNode:
 def most_results(routes: SharedRoutes, width: int) -> int:
     """Bytes of the largest contribution with the results of a layer's routes, or with the reason why there are none."""
     return HEADER.size + max(REASON_BYTES, 4 * width * max(map(len, routes.rows)))
-
-
-def one_by_one(routes: SharedRoutes, run: Callable[[Indices, tuple[int, ...]], Words]) -> Words:
-    """The results of all of ``routes.mine``, one call of ``run`` per expert: what an unstacked model does."""
-    flat = routes.mine.reshape(-1)
-    active = [int(expert) for expert in np.unique(flat) if expert >= 0]
-    merged: Words | None = None
-    for expert in active:
-        only = np.where(routes.mine == expert, routes.mine, np.int32(-1))
-        found = run(only, ())
-        if merged is None:
-            merged = np.array(found)
-        else:
-            rows = np.flatnonzero(flat == expert)
-            merged[rows] = found[rows]
-    for expert in routes.extra:
-        found = run(np.full_like(routes.mine, -1), (expert,))
-        merged = np.array(found) if merged is None else merged
-    assert merged is not None, "asked for nothing"
-    return merged
 
 
 def check_header(view: memoryview, rank: int, number: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from discovery.names import plain_text
 from engine.cluster.transport.exchange import Buffer, Exchange, PeerLost
@@ -32,7 +32,7 @@ def reason_in(view: memoryview) -> str:
 
 
 class Trading:
-    """This node's exchange, one contribution after the other.
+    """This node's exchange, one contribution after the other: :meth:`send`, then :meth:`receive`.
 
     ``waits`` is what its thread waits for meanwhile; whoever watches over it may close the exchange.
     """
@@ -42,43 +42,41 @@ class Trading:
         self.exchange = exchange
         self._begun: set[int] = set()
         """The layers that were exchanged before."""
+        self._layer = 0
+        self._allowed = 0.0
+        self._sending_s = 0.0
 
-    def trade(
+    def send(
         self,
         parts: Sequence[Buffer],
         capacity: int,
         layer: int,
         tokens: int,
         recorder: Recorder | None = None,
-        meanwhile: Callable[[], None] | None = None,
-    ) -> tuple[list[memoryview], BaseException | None]:
-        """One exchange of ``layer``, in which ``tokens`` are run and ``meanwhile`` is, once this node's ``parts`` are
-        on their way: all contributions, and what ``meanwhile`` raised, which is kept so that this node stays in step.
+    ) -> None:
+        """Begin an exchange of ``layer``, in which ``tokens`` are run: this node's ``parts`` are on their way.
 
-        ``recorder`` is told what the exchange took, ``meanwhile`` not counted, and what of it was waiting. Raises
-        PeerLost, RingProtocolError.
+        Nobody contributes more than ``capacity`` bytes. Raises PeerLost, RingProtocolError.
         """
-        exchange, waits = self.exchange, self.waits
-        if recorder is not None and not recorder.enabled:
-            recorder = None
-        problem: BaseException | None = None
-        allowed = patience(tokens, layer not in self._begun)
+        self._layer, self._allowed = layer, patience(tokens, layer not in self._begun)
         begun = recorder.clock() if recorder is not None else 0.0
-        with waits.on(exchange.missing, allowed):
-            exchange.send(parts, capacity)
-        sent = recorder.clock() if recorder is not None else 0.0
-        if meanwhile is not None:
-            try:
-                meanwhile()
-            except BaseException as error:
-                problem = error
-        asked = recorder.clock() if recorder is not None else 0.0
-        idle = exchange.idle_s
-        with waits.on(exchange.missing, allowed):
+        with self.waits.on(self.exchange.missing, self._allowed):
+            self.exchange.send(parts, capacity)
+        self._sending_s = recorder.clock() - begun if recorder is not None else 0.0
+
+    def receive(self, recorder: Recorder | None = None) -> list[memoryview]:
+        """All contributions to the exchange that was begun, by rank.
+
+        ``recorder`` gets what the exchange took, without what was done between the two calls, and what of it was
+        waiting. Raises PeerLost, RingProtocolError.
+        """
+        exchange = self.exchange
+        begun, idle = recorder.clock() if recorder is not None else 0.0, exchange.idle_s
+        with self.waits.on(exchange.missing, self._allowed):
             received = exchange.receive()
-        self._begun.add(layer)
-        if recorder is not None:
+        self._begun.add(self._layer)
+        if recorder is not None and recorder.enabled:
             waited = exchange.idle_s - idle
-            recorder.add(layer, "wait", waited)
-            recorder.add(layer, "exchange", sent - begun + recorder.clock() - asked - waited)
-        return received, problem
+            recorder.add(self._layer, "wait", waited)
+            recorder.add(self._layer, "exchange", self._sending_s + recorder.clock() - begun - waited)
+        return received

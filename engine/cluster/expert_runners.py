@@ -6,16 +6,15 @@ from pathlib import Path
 
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.central import CentralHead
-from engine.cluster.formation import AbortableLayers
 from engine.cluster.transport.exchange import Exchange
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
 from engine.moe.kernels.bindings import choose
 from engine.moe.rank_context import RankContext
-from engine.runtimes.protocol import LoadedExperts
+from engine.runtimes.node_experts import NodeExperts
 
 
-def layers_for(context: RankContext, exchange: Exchange, one_by_one: bool = False) -> AbortableLayers:
+def layers_for(context: RankContext, exchange: Exchange, one_by_one: bool = False) -> RingLayers | CentralHead:
     """What the model of the node at ``context`` is loaded with. In central mode only the head has one; ``one_by_one``:
     it calls its experts one after the other, the paper's naive version."""
     if context.mode == "central":
@@ -25,7 +24,7 @@ def layers_for(context: RankContext, exchange: Exchange, one_by_one: bool = Fals
 
 def load_experts(
     runtime: str, folder: Path, load: Load, context: RankContext, progress: ProgressCallback
-) -> LoadedExperts:
+) -> NodeExperts:
     """The experts of ``context`` without a trunk, in ``folder``, by ``runtime``; by torch where native kernels are
     wanted and cannot be used.
 
@@ -42,4 +41,4 @@ def load_experts(
         return load_for_native(folder, load, context)
     from engine.runtimes.torch.experts_only import load_experts as load_for_torch
 
-    return load_for_torch(folder, load, context)
+    return load_for_torch(folder, load, context, progress)

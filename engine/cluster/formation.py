@@ -9,13 +9,12 @@ from engine.cluster.transport.exchange import Link, PeerLost
 from engine.cluster.waiting import Waits
 from engine.ipc.messages.ring import RingFacts
 from engine.ipc.progress import ProgressCallback
-from engine.moe.expert_parallel import LayerExchange
 from engine.moe.rank_context import RankContext
 from engine.runtimes.protocol import LoadedModel
 
 
-class AbortableLayers(LayerExchange, Protocol):
-    """The head's side of every MoE layer, with the ways out of a pass that is not wanted any more."""
+class PassControl(Protocol):
+    """The head's side of every pass: its beginning, and the ways out of one that is not wanted any more."""
 
     @property
     def waits(self) -> Waits:
@@ -52,7 +51,7 @@ class Formation(Protocol):
         ...
 
     @property
-    def layers(self) -> AbortableLayers: ...
+    def layers(self) -> PassControl: ...
 
     @property
     def command_links(self) -> Mapping[int, Link]:

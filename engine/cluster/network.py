@@ -37,7 +37,7 @@ from engine.ipc.messages import (
 from engine.ipc.messages.ring import NodeId, PeerFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.store import ResolvedModel
-from engine.runtimes.choosing import on_one_machine
+from engine.runtimes.choosing import as_ring_node
 from engine.runtimes.protocol import Runtime
 from engine.system.awake import AWAKE
 
@@ -123,7 +123,7 @@ class ClusterNetwork:
         self, name: str, folder: Path, runtime: Runtime, load: Load, lacked: LackedModel | None = None
     ) -> RingFormer:
         """What forms rings for the model ``name`` in ``folder``; see :class:`RingFormer`. Raises ModelError."""
-        as_node = msgspec.structs.replace(on_one_machine(load, runtime.name), runtime=runtime.name)
+        as_node = msgspec.structs.replace(as_ring_node(load, runtime.name), runtime=runtime.name)
         surveyor = self.surveyor(self.node.identity.node_id, folder, as_node)
         self._former = RingFormer(self.node, name, folder, runtime, as_node, surveyor, lacked=lacked)
         return self._former

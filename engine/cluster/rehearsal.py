@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.cluster.all_gather import RingLayers
-from engine.cluster.central import CentralHead, CentralNode, Floats
+from engine.cluster.central import CentralHead, CentralNode
 from engine.cluster.transport.exchange import Exchange, RingProtocolError
 from engine.errors import ModelError
-from engine.moe.expert_parallel import Indices, Words
+from engine.moe.expert_parallel import FLOAT32, Floats, HostRows, Indices, LayerExchange, Routes
 from engine.moe.kernels.pool import physical_cores, shared_pool
 from engine.moe.rank_context import HEAD, RankContext
 
@@ -179,26 +178,26 @@ class _Layers:
         layers = self._context.placement.layers
         return layers[index % len(layers)]
 
-    def _routes(self, index: int) -> tuple[Indices, NDArray[np.float32]]:
+    def _routes(self, index: int) -> Routes:
         """The same on all nodes."""
         chosen = np.random.default_rng(index).permutation(self._context.placement.experts)[: self._per_token]
         weights = np.full((1, self._per_token), 1.0 / self._per_token, np.float32)
-        return np.ascontiguousarray(chosen[None, :], np.int32), weights
+        return Routes(np.ascontiguousarray(chosen[None, :], np.int32), weights)
 
     def _as_central_head(self, head: CentralHead, index: int) -> None:
-        indices, weights = self._routes(index)
-        head.hidden(self._rows[:1], False)
-        head.run(self._layer(index), indices, weights, self._local, self.width, np.dtype(np.float32))
+        self._exchanged(head, index, HostRows(self._rows[:1], False))
 
     def _as_node(self, layers: RingLayers, index: int) -> None:
         if index % len(self._context.placement.layers) == 0:
             layers.begin_pass()
-        indices, weights = self._routes(index)
-        layers.run(self._layer(index), indices, weights, self._local, self.width, np.dtype(np.float32))
+        self._exchanged(layers, index, None)
 
-    def _local(self, indices: Indices, weights: object, extra: tuple[int, ...]) -> Words:
-        self._compute()
-        return self._rows
+    def _exchanged(self, layers: LayerExchange, index: int, hidden: HostRows | None) -> None:
+        calls = layers.assign(self._layer(index), self._routes(index), hidden)
+        if calls:
+            self._compute()
+        layers.send(self._rows if calls else None, self.width, FLOAT32)
+        layers.receive()
 
     def run_experts(
         self, layer: int, hidden: Floats, indices: Indices, weights: Floats, extra: Sequence[int], scale: bool

@@ -1,10 +1,10 @@
-"""One node's part in every MoE layer of a pass: who runs what, the exchange, and what comes together."""
+"""What an executor needs of a ring: who runs which routes of a layer, and what all nodes contributed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,74 +12,99 @@ from numpy.typing import NDArray
 from engine.moe.timing import Recorder
 
 Indices = NDArray[np.int32]
+Floats = NDArray[np.float32]
 Words = NDArray[Any]
-"""Numbers as they travel: float32, or bfloat16 and float16 as uint16 words."""
+"""Numbers as they travel: float32, or two-byte floats as uint16 words."""
+Call = tuple[Indices, tuple[int, ...]]
+"""Routes [tokens, k] to run in one call, -1 for those of others, and experts to run on any one token besides."""
+
+FLOAT32 = np.dtype(np.float32)
 
 
-class Local(Protocol):
-    """What a runtime's own experts make of a layer's routes. Called once per layer; twice where routes were mended."""
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The routes of a layer on the host: ``indices`` int32 [tokens, k] and ``weights`` float32 [tokens, k]."""
 
-    def __call__(self, indices: Indices, weights: NDArray[np.float32], extra: tuple[int, ...]) -> Words:
-        """``indices`` [tokens, k] of the routes this node runs, -1 elsewhere; ``weights`` [tokens, k]. ``extra`` are
-        experts to be run on any one token, the results thrown away (they keep memory from being unwired).
+    indices: Indices
+    weights: Floats
 
-        Exact mode: the un-weighted results [tokens * k, width] in the order of the routes (rows of -1 are ignored).
-        Fast mode: their weighted sum [tokens, width], zeros where a token has none here.
-        The array is given away: the rows of other nodes may be written into it. Not called where there is nothing to
-        run.
-        """
-        ...
+
+@dataclass(frozen=True, slots=True)
+class HostRows:
+    """Hidden states on the host, float32 [tokens, width]; ``scale_input``: each route's weight multiplies its input."""
+
+    rows: Floats
+    scale_input: bool
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """What came together. Exact mode: ``outputs`` [tokens * k, width], every route's un-weighted result. Fast mode:
-    ``sums``, one [tokens, width] per rank that ran any route, to be added in this order. ``indices`` and ``weights``
-    are the routes that were run: the head's, where nodes disagreed."""
+    """What came together of a layer.
+
+    ``outputs`` [tokens * k, width] are the un-weighted results of all routes (exact and central mode). Otherwise
+    ``sums`` has one weighted sum [tokens, width] per rank that ran any route, to be added in this order (fast mode).
+    ``indices`` and ``weights`` are the routes that were run: the head's, where nodes disagreed.
+    """
 
     indices: Indices
-    weights: NDArray[np.float32]
+    weights: Floats
     outputs: Words | None = None
     sums: tuple[Words, ...] = ()
 
 
 class LayerExchange(Protocol):
-    """What a runtime needs of the ring; :class:`engine.cluster.all_gather.RingLayers` is the implementation.
+    """This node's side of a ring, for one layer after the other: :meth:`assign`, :meth:`send`, :meth:`receive`.
 
-    A pass calls :meth:`run` for every MoE layer, in order, on every node: with no tokens where none is wanted, so that
-    all nodes know from any point of a pass whether there is a next exchange.
+    A pass goes through every MoE layer, in order, on every node: with no tokens where none is wanted, so that all nodes
+    know from any point of a pass whether there is a next exchange. All methods raise PeerLost and RingProtocolError.
     """
 
-    def run(
-        self,
-        layer: int,
-        indices: Indices,
-        weights: NDArray[np.float32],
-        local: Local,
-        width: int,
-        word: np.dtype[Any],
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Gathered:
-        """Run a layer's routes together with the other nodes.
+    recorder: Recorder | None
+    """Gets times and notices; set by the runtime that uses the exchange."""
 
-        ``meanwhile`` is called while the wire is busy (shared experts). Raises PeerLost, RingProtocolError, and
-        :class:`engine.runtimes.protocol.Interrupted` on every node if the head gave the pass up.
+    needs_hidden: bool
+    """Whether :meth:`assign` is to be given the hidden states: they are sent to other nodes (central mode)."""
+
+    def assign(
+        self, layer: int, routes: Routes, hidden: HostRows | None = None, mended: bool = False
+    ) -> Sequence[Call]:
+        """The calls to the experts of this node; none if it runs nothing of the layer.
+
+        ``mended``: ``routes`` are what :meth:`receive` returned. Raises
+        :class:`engine.runtimes.protocol.Interrupted` if the head gave the pass up.
         """
         ...
 
+    def send(self, mine: Words | None, width: int, word: np.dtype[Any]) -> None:
+        """Begin the exchange with the results of the calls, which may be written to afterwards; None without a call.
 
-@runtime_checkable
-class Recorded(Protocol):
-    """A layer exchange that tells times and notices; the runtime that uses it sets its own recorder."""
-
-    recorder: Recorder | None
-
-
-@runtime_checkable
-class NeedsHidden(Protocol):
-    """A layer exchange that sends hidden states to other nodes (central mode); its results travel as float32."""
-
-    def hidden(self, rows: NDArray[np.float32], scale_input: bool) -> None:
-        """To be called before each :meth:`LayerExchange.run`: what the experts get, [tokens, hidden]; ``scale_input``:
-        each route's input is multiplied by its weight (llama4)."""
+        Results are [tokens * k, width] in numbers of ``word``; in fast mode weighted sums [tokens, width].
+        """
         ...
+
+    def receive(self) -> Gathered | Routes:
+        """What came together, or the head's routes if the nodes' routes differ: the layer is then to be run again.
+
+        Raises NodeFailed if another node cannot go on, and :class:`engine.runtimes.protocol.Interrupted` on every node
+        if the head gave the pass up.
+        """
+        ...
+
+    def leave(self, error: BaseException) -> None:
+        """In place of :meth:`send`: the calls raised ``error``. The other nodes are told that the pass ends here."""
+        ...
+
+
+def run_calls(calls: Sequence[Call], run: Callable[[Indices, tuple[int, ...]], Words]) -> Words | None:
+    """The results of ``calls`` joined, each made by ``run(indices, extra)``; None if there are none."""
+    if len(calls) == 1:
+        return run(*calls[0])
+    joined: Words | None = None
+    for indices, extra in calls:
+        found = run(indices, extra)
+        if joined is None:
+            joined = np.array(found)
+        else:
+            rows = np.flatnonzero(indices >= 0)
+            joined[rows] = found[rows]
+    return joined

@@ -81,7 +81,7 @@ def check_held(
     if placement.layers != tuple(layers) or placement.experts != count:
         raise ModelError(
             f"The ring's plan is for {placement.experts} experts in layers {list(placement.layers)}, and the model "
-            f"here has {count} in layers {list(layers)}; form the ring again.",
+            f"here has {count} in layers {list(layers)}: the machines have different models; form the ring again.",
             kind="model",
         )
     held = {layer: placement.held(rank, layer) for layer in placement.layers}

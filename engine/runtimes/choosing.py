@@ -49,11 +49,13 @@ def choose_runtime(
 
 
 def on_one_machine(request: Load, runtime: str) -> Load:
-    """How a node of a ring loads its own share with ``runtime``: mlx on the GPU it always has, others on the CPU.
-
-    The node that is left alone loads the whole model in the same way.
-    """
+    """How a model is loaded with ``runtime`` on one machine's CPU; mlx has nothing but the GPU."""
     return msgspec.structs.replace(request, partitioning="auto" if runtime == "mlx" else "cpu")
+
+
+def as_ring_node(request: Load, runtime: str) -> Load:
+    """How a node of a ring loads its share with ``runtime``: by torch, a GPU shares its experts with the CPU."""
+    return msgspec.structs.replace(request, partitioning="cpu" if runtime == "native" else "auto")
 
 
 def why_not_native(folder: Path, request: Load, progress: ProgressCallback | None = None) -> str | None:

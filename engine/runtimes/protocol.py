@@ -19,7 +19,7 @@ from engine.errors import ModelError, PeerLost
 from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.files import FileMapping
-from engine.moe.expert_parallel import Indices, LayerExchange
+from engine.moe.expert_parallel import LayerExchange
 from engine.moe.popularity import Popularity
 from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder
@@ -143,29 +143,6 @@ class LoadedWeights(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free the memory."""
-
-
-class LoadedExperts(LoadedWeights):
-    """A node's experts without a trunk, that were loaded: what a follower is in central mode."""
-
-    width: int
-    """Numbers of a hidden state."""
-    description: str
-    """What runs, as facts say it."""
-    notices: Sequence[str] = ()
-    """What the person should know of how they were loaded, a line each."""
-
-    @abstractmethod
-    def run_experts(
-        self,
-        layer: int,
-        hidden: NDArray[np.float32],
-        indices: Indices,
-        weights: NDArray[np.float32],
-        extra: Sequence[int],
-        scale: bool,
-    ) -> NDArray[np.float32]:
-        """See :class:`engine.cluster.central.ExpertRunner`."""
 
 
 class LoadedModel(LoadedWeights):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from memory_exchange import MemoryRing, on_all_ranks
+from ring_layer import run_layer
 from ring_places import placed
 
 from engine.cluster.all_gather import RingLayers
@@ -25,7 +26,6 @@ from engine.runtimes import runtime_named
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, RingPlace
 
 WIDTH = 6
-F32 = np.dtype(np.float32)
 
 
 def quiet(*_: Any) -> None:
@@ -165,12 +165,11 @@ def ask(head: CentralHead, layer: int = 0, scale: bool = False, meanwhile: Any =
     hidden = np.arange(2 * WIDTH, dtype=np.float32).reshape(2, WIDTH)
     indices = np.array([[0, 1], [3, 2]], np.int32)
     weights = np.full((2, 2), 0.5, np.float32)
-    head.hidden(hidden, scale)
 
     def own(mine: Any, weights: Any, extra: Any) -> Any:
         return Doubling().run_experts(layer, hidden, mine, weights, extra, scale)
 
-    found = head.run(layer, indices, weights, local or own, WIDTH, F32, meanwhile)
+    found = run_layer(head, layer, (indices, weights), local or own, WIDTH, hidden, scale, meanwhile)
     expected = Doubling().run_experts(layer, hidden, indices, weights, (), scale)
     assert np.array_equal(found.outputs, expected)
     return found

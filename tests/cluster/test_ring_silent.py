@@ -12,6 +12,7 @@ import pytest
 from linked_nodes import LinkedNodes
 from memory_exchange import must_succeed, on_all_ranks
 from ring_chat import Setting
+from ring_layer import run_layer
 
 from engine.cluster import waiting
 from engine.cluster.all_gather import RingLayers
@@ -207,23 +208,21 @@ def test_nobody_waits_over_real_links(
     else:
         layers = RingLayers(contexts[0], ends[0])
         follower = RingLayers(contexts[1], ends[1])
-        other = threading.Thread(target=lambda: follower.run(0, routes, weights, local, 4, rows.dtype))
+        other = threading.Thread(target=lambda: run_layer(follower, 0, (routes, weights), local, 4))
     other.start()
     formation = Formation(layers, ends[0])
     watch = head_model.PassWatch(formation)  # type: ignore[arg-type]
     layers.begin_pass()
     for layer in (0, 1):
-        if mode == "central":
-            layers.hidden(rows, False)
         if layer == 0:
-            layers.run(layer, routes, weights, local, 4, rows.dtype)
+            run_layer(layers, layer, (routes, weights), local, 4, rows)
             other.join(30)
             continue
         begun = threading.Event()
         watch.cancelled = lambda begun=begun: stopped and begun.is_set()  # type: ignore[misc]
         threading.Timer(0.1, begun.set).start()
         with pytest.raises(PeerLost):
-            layers.run(layer, routes, weights, local, 4, rows.dtype)
+            run_layer(layers, layer, (routes, weights), local, 4, rows)
     ((ranks, why),) = formation.told
     assert (ranks, watch.stopped) == (((), True) if stopped else ((1,), False))
     assert why.startswith("the answer was stopped" if stopped else "contributed nothing for")

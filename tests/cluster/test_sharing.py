@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_exchange import MemoryRing, must_succeed, on_all_ranks
 from numpy.typing import NDArray
+from ring_layer import run_layer
 
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.assignment import FEW_ROUTES, Router
@@ -26,7 +27,6 @@ from engine.runtimes.protocol import Interrupted
 LAYERS = (1, 2, 4)
 EXPERTS = 8
 WIDTH = 6
-F32 = np.dtype(np.float32)
 
 
 def placement(nodes: int, overlap: bool = False, layers: tuple[int, ...] = LAYERS) -> Placement:
@@ -79,7 +79,7 @@ def routes_for(tokens: int, k: int, seed: int = 0) -> tuple[NDArray[np.int32], N
 
 
 def run(layers: RingLayers, layer: int, routes: Any, local: Any, **more: Any) -> Gathered:
-    return layers.run(layer, routes[0], routes[1], local, WIDTH, F32, **more)
+    return run_layer(layers, layer, routes, local, WIDTH, **more)
 
 
 def one_pass(layers: RingLayers, tokens: int = 1, k: int = 3) -> list[Gathered]:

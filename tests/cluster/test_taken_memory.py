@@ -17,6 +17,7 @@ import pytest
 from linked_nodes import LinkedNodes, make_identity
 from memory_exchange import MemoryRing, must_succeed, on_all_ranks
 from ring_chat import Chat, session_of
+from ring_layer import run_layer
 from socket_pairs import close_all, plain_pair, plain_victim, tls_pair
 from test_envoy_attacks import bare_exchange
 from thread_ring import ThreadFormer
@@ -122,9 +123,8 @@ def test_a_node_contributes_no_more_than_its_results(linked_nodes: Callable[...,
             ends[1].send([header, bytes(4 * MEGABYTE)], LARGEST_FRAME)
 
     def asks() -> None:
-        head.hidden(np.ones((1, 4), np.float32), False)
         with pytest.raises(RingProtocolError, match=r"sent \d+ bytes where \d{2,3} are allowed"):
-            head.run(0, ROUTES, np.ones((1, 2), np.float32), local, 4, np.dtype(np.float32))
+            run_layer(head, 0, (ROUTES, np.ones((1, 2), np.float32)), local, 4, np.ones((1, 4), np.float32))
 
     must_succeed(on_all_ranks(lambda rank: (asks, evil)[rank](), 2))
     for end in ends:

@@ -16,7 +16,7 @@ from engine.runtimes.torch.offload.cuda_device import CudaDevice, find_gpu
 from engine.runtimes.torch.offload.devices import DeviceLost, OutOfDeviceMemory, tensors_in
 from engine.runtimes.torch.offload.gates import Activation, FamilyGate
 from engine.runtimes.torch.offload.host_memory import HostExperts
-from engine.runtimes.torch.offload.hybrid import HybridExecutor
+from engine.runtimes.torch.offload.hybrid import HybridBackend
 from engine.runtimes.torch.offload.local_torch import run_expert
 from engine.runtimes.torch.runtime import TorchRuntime
 
@@ -96,7 +96,7 @@ class TestCuda:
 
         def run(**options: object) -> list[np.ndarray]:
             model = TorchRuntime().load(folder, Load(id=1, model="m", policy=policy, **options), lambda *_: None)
-            assert isinstance(model.executor, HybridExecutor) == (options["partitioning"] == "hybrid")
+            assert isinstance(model.executor.backend, HybridBackend) == (options["partitioning"] == "hybrid")
             rows = model.start()
             found = [rows.extend(list(range(3, 90)))]
             found += [rows.step([token])[0] for token in (5, 9, 40, 77)]

@@ -20,8 +20,9 @@ from engine.moe.timing import Recorder
 from engine.planning.policy import Policy, Stream, policy_named
 from engine.runtimes.torch.offload.gates import family_gate
 from engine.runtimes.torch.offload.host_memory import HostExperts
-from engine.runtimes.torch.offload.hybrid import HybridExecutor
-from engine.runtimes.torch.offload.local import make_local_executor
+from engine.runtimes.torch.offload.hybrid import HybridBackend
+from engine.runtimes.torch.offload.local import make_cpu_backend
+from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 
 POLICIES: tuple[ExpertPolicy, ...] = get_args(ExpertPolicy)
 K = 2
@@ -45,7 +46,7 @@ def experts_of(folder: Path) -> Experts:
 
 def hybrid_on(
     folder: Path, device: StandInDevice, policy: ExpertPolicy | Policy, slots: int, dtype: torch.dtype = torch.float32
-) -> tuple[HybridExecutor, Recorder]:
+) -> tuple[HybridBackend, Recorder]:
     """A hybrid executor with room for ``slots`` experts on ``device``, the staging slots besides."""
     files = open_model(folder)
     experts = files.experts
@@ -53,16 +54,16 @@ def hybrid_on(
     gate = family_gate(lambda gate_out, up_out: silu(gate_out) * up_out)
     gates = dict.fromkeys(experts.layers, gate)
     recorder = Recorder(max(experts.layers) + 1, experts.layers, experts.count)
-    local = make_local_executor(experts, gates, dtype, torch.device("cpu"), recorder, cpu_threads=1).executor
+    local, _ = make_cpu_backend(experts, gates, dtype, cpu_threads=1)
     host = HostExperts(experts)
-    executor = HybridExecutor(
+    executor = HybridBackend(
         host,
         device,
         TimedCpu(local, device),
         gates,
         policy_named(policy, experts.count) if isinstance(policy, str) else policy,
         calibration_of(device.speeds, host.slot_bytes),
-        torch.float32,
+        dtype,
         recorder,
     )
     executor.open_cache(slots * host.slot_bytes, seed_order(files), reserve=0)
@@ -76,12 +77,10 @@ def routes(experts: Experts, tokens: int, seed: int = 0) -> tuple[torch.Tensor, 
     return hidden, indices, weights
 
 
-def local_on(folder: Path) -> HybridExecutor:
+def local_on(folder: Path) -> TensorBackend:
     experts = experts_of(folder)
     gate = family_gate(lambda gate_out, up_out: silu(gate_out) * up_out)
-    recorder = Recorder(max(experts.layers) + 1, experts.layers, experts.count)
-    gates = dict.fromkeys(experts.layers, gate)
-    return make_local_executor(experts, gates, torch.float32, torch.device("cpu"), recorder, cpu_threads=1).executor
+    return make_cpu_backend(experts, dict.fromkeys(experts.layers, gate), torch.float32, cpu_threads=1)[0]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -99,8 +98,8 @@ def test_every_policy_and_cache_gives_the_same_bits(folder: Path, policy: Expert
                 found = executor.run(layer, hidden, indices, weights)
                 assert torch.equal(found, plain.run(layer, hidden, indices, weights))
                 torch.testing.assert_close(found, local.run(layer, hidden, indices, weights), rtol=1e-5, atol=1e-5)
-                scaled = executor.run_scaled_input(layer, hidden, indices, weights)
-                assert torch.equal(scaled, plain.run_scaled_input(layer, hidden, indices, weights))
+                scaled = executor.run(layer, hidden, indices, weights, True)
+                assert torch.equal(scaled, plain.run(layer, hidden, indices, weights, True))
         assert len(executor.cache) <= slots
 
 

@@ -53,13 +53,13 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def time_the_cpu(device: StandInDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU's experts take the virtual time that the device's speeds say."""
-    make = sharing.make_cpu_experts
+    make = sharing.make_cpu_backend
 
     def timed(*arguments: object) -> object:
         cpu, notices = make(*arguments)
         return TimedCpu(cpu, device), notices
 
-    monkeypatch.setattr(sharing, "make_cpu_experts", timed)
+    monkeypatch.setattr(sharing, "make_cpu_backend", timed)
 
 
 def said(model: TorchModel) -> list[str]:

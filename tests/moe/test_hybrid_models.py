@@ -19,7 +19,7 @@ from engine.models.opening import open_model
 from engine.models.prepare import prepare
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.runtimes.torch.model import TorchModel
-from engine.runtimes.torch.offload.hybrid import HybridExecutor
+from engine.runtimes.torch.offload.hybrid import HybridBackend
 from engine.runtimes.torch.runtime import TorchRuntime
 from engine.session.session import Session
 
@@ -43,9 +43,9 @@ def load(folder: Path, device: StandInDevice | None, **options: Any) -> TorchMod
     return TorchRuntime(lambda: device).load(folder, request, silent)
 
 
-def executor_of(model: TorchModel) -> HybridExecutor:
-    assert isinstance(model.executor, HybridExecutor)
-    return model.executor
+def executor_of(model: TorchModel) -> HybridBackend:
+    assert model.executor is not None and isinstance(model.executor.backend, HybridBackend)
+    return model.executor.backend
 
 
 def greedy(model: TorchModel, prompt: list[int] = PROMPT, chunks: int = 2, steps: int = STEPS) -> list[np.ndarray]:

@@ -13,12 +13,14 @@ from engine.errors import ModelError
 from engine.models.files import Experts
 from engine.models.opening import open_model
 from engine.models.prepare import prepare
+from engine.moe.executor import LocalExecutor
 from engine.moe.kernels import bindings
 from engine.moe.timing import Recorder
 from engine.runtimes.torch.offload.gates import Activation, FamilyGate
-from engine.runtimes.torch.offload.local import LocalExecutor, make_cpu_experts, make_local_executor
-from engine.runtimes.torch.offload.local_native import NativeLocalExecutor
-from engine.runtimes.torch.offload.local_torch import TorchLocalExecutor
+from engine.runtimes.torch.offload.local import make_cpu_backend
+from engine.runtimes.torch.offload.local_native import TorchKernelBackend
+from engine.runtimes.torch.offload.local_torch import TorchBackend
+from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 from engine.runtimes.torch.offload.torch_tensors import view
 
 LAYER, K = 1, 2
@@ -51,9 +53,8 @@ def recorder_for(experts: Experts) -> Recorder:
     return Recorder(3, experts.layers, experts.count)
 
 
-def executor_on(experts: Experts, dtype: torch.dtype) -> LocalExecutor:
-    gates = dict.fromkeys(experts.layers, SILU)
-    return make_local_executor(experts, gates, dtype, CPU, recorder_for(experts), cpu_threads=2).executor
+def executor_on(experts: Experts, dtype: torch.dtype) -> TensorBackend:
+    return make_cpu_backend(experts, dict.fromkeys(experts.layers, SILU), dtype, cpu_threads=2)[0]
 
 
 def routes(experts: Experts, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -91,7 +92,7 @@ def test_equals_one_by_one(
     hidden, indices, weights = routes(experts, tokens)
     hidden, weights = hidden.to(dtype), weights.to(dtype)
     executor = executor_on(experts, dtype)
-    assert isinstance(executor, NativeLocalExecutor)
+    assert isinstance(executor, TorchKernelBackend)
 
     def summed(results: torch.Tensor) -> torch.Tensor:
         return results.view(tokens, K, -1).sum(dim=1)
@@ -101,7 +102,7 @@ def test_equals_one_by_one(
     assert out.dtype == dtype
     assert close(out, summed(each * weights.double().reshape(-1, 1)), limit)
     scaled = one_by_one(experts, hidden, indices, weights)
-    assert close(executor.run_scaled_input(LAYER, hidden, indices, weights), summed(scaled), limit)
+    assert close(executor.run(LAYER, hidden, indices, weights, True), summed(scaled), limit)
 
 
 @needs_kernels
@@ -123,15 +124,14 @@ def test_single_routes(folders: dict[str, Path], kernels: str, tokens: int, monk
     monkeypatch.setenv(bindings.VARIABLE, kernels)
     experts = experts_in(folders["float32"])
     hidden, indices, weights = routes(experts, tokens)
-    cpu, _ = make_cpu_experts(experts, dict.fromkeys(experts.layers, SILU), torch.float32, recorder_for(experts))
-    assert isinstance(cpu, TorchLocalExecutor if kernels == "off" else NativeLocalExecutor)
+    cpu, _ = make_cpu_backend(experts, dict.fromkeys(experts.layers, SILU), torch.float32)
+    assert isinstance(cpu, TorchBackend if kernels == "off" else TorchKernelBackend)
     for mask in (lambda chosen: chosen >= 0, lambda chosen: chosen % 2 == 0, lambda chosen: chosen < 0):
         mine = torch.where(mask(indices), indices, -1)
         out = cpu.outputs(LAYER, hidden, mine)
         assert out.dtype == torch.float32 and out.shape == (tokens * K, hidden.shape[1])
         expected = one_by_one(experts, hidden, mine, torch.ones_like(weights))
         torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-        assert cpu.counts.tolist() == mine[mine >= 0].bincount(minlength=experts.count).tolist()
         scaled = cpu.outputs(LAYER, hidden, mine, weights)
         expected = one_by_one(experts, hidden, mine, weights)
         torch.testing.assert_close(scaled.double(), expected, atol=1e-5, rtol=1e-5)
@@ -160,8 +160,8 @@ def test_single_routes_add_up_to_the_weighted_sum(folders: dict[str, Path]) -> N
 def test_popularity_and_routes_are_counted(folders: dict[str, Path]) -> None:
     experts = experts_in(folders["float32"])
     recorder = recorder_for(experts)
-    gates = dict.fromkeys(experts.layers, SILU)
-    executor = make_local_executor(experts, gates, torch.float32, CPU, recorder).executor
+    executor = LocalExecutor(executor_on(experts, torch.float32), recorder)
+    assert executor.popularity is not None
     hidden, indices, weights = routes(experts, 40)
     executor.run(LAYER, hidden, indices, weights)
     expected = tuple(indices.flatten().bincount(minlength=experts.count).tolist())
@@ -191,8 +191,8 @@ def test_a_wrong_route_is_refused(folders: dict[str, Path]) -> None:
 def choose_for(folder: Path, dtype: torch.dtype = torch.float32, gate: FamilyGate = SILU) -> tuple[str, str]:
     """The description of the chosen executor, and its notices."""
     experts = experts_in(folder)
-    local = make_local_executor(experts, dict.fromkeys(experts.layers, gate), dtype, CPU, recorder_for(experts), 2)
-    return local.executor.description, " ".join(local.notices)
+    backend, notices = make_cpu_backend(experts, dict.fromkeys(experts.layers, gate), dtype, 2)
+    return backend.description, " ".join(notices)
 
 
 @needs_kernels

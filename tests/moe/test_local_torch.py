@@ -10,9 +10,10 @@ from torch.nn.functional import linear, silu
 from engine.models.files import Experts
 from engine.models.opening import open_model
 from engine.models.prepare import prepare
+from engine.moe.executor import LocalExecutor
 from engine.moe.timing import Recorder
 from engine.runtimes.torch.offload import local_torch
-from engine.runtimes.torch.offload.local_torch import FEW_ROUTES, ExpertTensors, TorchLocalExecutor
+from engine.runtimes.torch.offload.local_torch import FEW_ROUTES, ExpertTensors, TorchBackend
 from engine.runtimes.torch.offload.torch_tensors import view
 
 LAYER, K = 1, 2
@@ -34,9 +35,8 @@ def experts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return found
 
 
-def executor_on(experts: Experts, dtype: torch.dtype = torch.float32) -> TorchLocalExecutor:
-    recorder = Recorder(3, experts.layers, experts.count)
-    return TorchLocalExecutor(experts, dict.fromkeys(experts.layers, gate), dtype, torch.device("cpu"), recorder)
+def executor_on(experts: Experts, dtype: torch.dtype = torch.float32) -> TorchBackend:
+    return TorchBackend(experts, dict.fromkeys(experts.layers, gate), dtype)
 
 
 def routes(experts: Experts, tokens: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -67,7 +67,7 @@ def test_equals_one_by_one(experts: Experts, tokens: int) -> None:
     expected = one_by_one(experts, hidden, indices, weights)
     torch.testing.assert_close(executor.run(LAYER, hidden, indices, weights).double(), expected, atol=1e-5, rtol=1e-5)
     expected = one_by_one(experts, hidden, indices, weights, scale_input=True)
-    scaled = executor.run_scaled_input(LAYER, hidden, indices, weights)
+    scaled = executor.run(LAYER, hidden, indices, weights, scale_input=True)
     torch.testing.assert_close(scaled.double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -111,9 +111,7 @@ def test_another_dtype_is_made_per_use_and_not_kept(experts: Experts) -> None:
 
 def test_popularity_and_routes_are_counted(experts: Experts) -> None:
     recorder = Recorder(3, experts.layers, experts.count)
-    executor = TorchLocalExecutor(
-        experts, dict.fromkeys(experts.layers, gate), torch.float32, torch.device("cpu"), recorder
-    )
+    executor = LocalExecutor(executor_on(experts), recorder)
     hidden, indices, weights = routes(experts, 40)
     executor.run(LAYER, hidden, indices, weights)
     expected = tuple(indices.flatten().bincount(minlength=experts.count).tolist())

@@ -17,7 +17,7 @@ from engine.ipc.messages import Load, Plan
 from engine.models.opening import read_config
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
-from engine.runtimes.choosing import choose_runtime, on_one_machine, refuse_download
+from engine.runtimes.choosing import as_ring_node, choose_runtime, on_one_machine, refuse_download
 from engine.runtimes.mlx import eligible
 from engine.runtimes.mlx.configuration import complete_config
 from engine.runtimes.mlx.families import FAMILIES, check_settings, why_not_config
@@ -183,7 +183,13 @@ def test_older_names_of_rotary_settings_are_seen() -> None:
     assert "partial_rotary_factor 0.5" in (why_not_config({"model_type": "llama", "partial_rotary_factor": 0.5}) or "")
 
 
-def test_a_node_of_a_ring_runs_on_the_cpu_or_by_mlx() -> None:
+def test_a_node_of_a_ring_shares_its_experts_with_a_gpu_by_torch() -> None:
+    request = Load(id=1, model="m", partitioning="ring")
+    assert as_ring_node(request, "native").partitioning == "cpu"
+    assert as_ring_node(request, "torch").partitioning == as_ring_node(request, "mlx").partitioning == "auto"
+
+
+def test_one_machine_runs_on_the_cpu_or_by_mlx() -> None:
     request = Load(id=1, model="m", partitioning="ring")
     assert on_one_machine(request, "mlx").partitioning == "auto"
     assert on_one_machine(request, "native").partitioning == on_one_machine(request, "torch").partitioning == "cpu"

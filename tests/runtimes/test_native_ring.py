@@ -22,9 +22,10 @@ from engine.cluster.transport.exchange import PeerLost
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.opening import open_model
-from engine.moe.expert_parallel import Gathered, LayerExchange
+from engine.moe.expert_parallel import Gathered, LayerExchange, Routes
 from engine.moe.kernels.bindings import available
 from engine.moe.rank_context import RankContext
+from engine.moe.timing import Recorder
 from engine.planning.placement import Placement
 from engine.runtimes import runtime_named
 from engine.runtimes.choosing import why_not_native
@@ -298,14 +299,24 @@ def test_a_lost_peer_ends_the_pass_and_the_model_can_be_closed(tiny_model: TinyM
 class Answers:
     """A layer exchange of one node that hands out what a test wants."""
 
+    recorder: Recorder | None = None
+    needs_hidden = False
+
     def __init__(self, change: Callable[[Gathered], Gathered]) -> None:
         self._change = change
 
-    def run(
-        self, layer: int, indices: Any, weights: Any, local: Any, width: int, word: Any, meanwhile: Any = None
-    ) -> Gathered:
-        outputs = local(indices, weights, ()) if len(indices) else np.empty((0, width), np.float32)
-        return self._change(Gathered(indices, weights, outputs=outputs))
+    def assign(self, layer: int, routes: Routes, hidden: Any = None, mended: bool = False) -> list[Any]:
+        self._routes = routes
+        return [(routes.indices, ())] if len(routes.indices) else []
+
+    def send(self, mine: Any, width: int, word: Any) -> None:
+        self._mine = np.empty((0, width), np.float32) if mine is None else mine
+
+    def receive(self) -> Gathered:
+        return self._change(Gathered(self._routes.indices, self._routes.weights, outputs=self._mine))
+
+    def leave(self, error: BaseException) -> None:
+        """Nobody else is there."""
 
 
 @pytest.mark.parametrize(
@@ -326,7 +337,7 @@ def test_what_no_exchange_may_answer_is_refused(change: Callable[[Gathered], Gat
     assert rows.length == 0
 
 
-def test_a_shared_expert_is_run_whether_or_not_the_exchange_has_time_for_it(tiny_model: TinyModel) -> None:
+def test_a_shared_expert_is_run_in_every_layer(tiny_model: TinyModel) -> None:
     folder = tiny_model("qwen2_moe")
     model = in_ring(folder, RingPlace(RankContext("epoch", 0, placement_of(folder, 1)), Answers(lambda found: found)))
     assert same(conversation(model), conversation(load_native(folder)))

@@ -21,7 +21,8 @@ from engine.ipc.messages import Load
 from engine.models.opening import open_model
 from engine.moe.rank_context import Loading, RankContext
 from engine.planning.placement import Placement
-from engine.runtimes.native.experts_only import ExpertsOnly, load_experts
+from engine.runtimes.native.experts_only import load_experts
+from engine.runtimes.node_experts import NodeExperts
 from engine.runtimes.protocol import RingPlace
 
 pytestmark = needs_kernels
@@ -35,7 +36,7 @@ def placement_of(folder: Path, nodes: int) -> Placement:
     return placed(tuple(experts.layers), experts.count, nodes, "overlapping")
 
 
-def experts_of(folder: Path, context: RankContext, **options: Any) -> ExpertsOnly:
+def experts_of(folder: Path, context: RankContext, **options: Any) -> NodeExperts:
     return load_experts(folder, Load(id=1, model=folder.name, cpu_threads=2, **options), context)
 
 

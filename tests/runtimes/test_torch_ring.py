@@ -24,11 +24,12 @@ from engine.cluster.transport.registry import open_exchange
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.opening import open_model
+from engine.moe.backend import ExpertBackend
+from engine.moe.executor import RingExecutor
 from engine.moe.rank_context import Loading, Mode
 from engine.planning.placement import Placement
 from engine.runtimes.protocol import Interrupted, Logits, RingPlace
 from engine.runtimes.torch.model import TorchModel
-from engine.runtimes.torch.ring_executor import RingExecutor
 from engine.runtimes.torch.runtime import TorchRuntime
 
 
@@ -126,9 +127,9 @@ def ring_of(folder: Path, nodes: int, **options: Any) -> tuple[list[TorchModel],
     return [load(folder, place, dtype="float32") for place in made], layers, memory
 
 
-def executor_of(model: TorchModel) -> RingExecutor:
+def backend_of(model: TorchModel) -> ExpertBackend[torch.Tensor]:
     assert isinstance(model.executor, RingExecutor)
-    return model.executor
+    return model.executor.backend
 
 
 def test_a_router_that_differs_is_mended_and_logits_stay_those_of_one_node(tiny_model: Callable[..., Path]) -> None:
@@ -198,7 +199,7 @@ def test_out_of_memory_on_one_node_is_told_to_the_others(
     def no_memory(*_: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory for the experts")
 
-    monkeypatch.setattr(executor_of(models[1])._own, "outputs", no_memory)
+    monkeypatch.setattr(backend_of(models[1]), "outputs", no_memory)
 
     def work(rank: int) -> None:
         with pytest.raises(torch.OutOfMemoryError if rank == 1 else NodeFailed, match="no memory for the experts"):
@@ -218,7 +219,7 @@ def test_experts_beyond_the_routes_change_nothing_and_are_run(
     models = load_ring(folder, placement, loading=loading, dtype="float32")
     ran: list[list[set[int]]] = [[], []]
     for rank, model in enumerate(models):
-        own = executor_of(model)._own
+        own = backend_of(model)
 
         def counted(layer: int, hidden: Any, indices: Any, *more: Any, own: Any = own, rank: int = rank) -> Any:
             ran[rank].append(set(indices.unique().tolist()) - {-1})

@@ -24,7 +24,6 @@ from engine.errors import ModelError
 from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.sizes import Sizes
-from engine.moe.expert_parallel import Gathered
 from engine.moe.timing import Recorder
 from engine.runtimes.protocol import LoadedModel, Logits, TokenRows
 
@@ -37,7 +36,7 @@ LOADING_S = 10 * LIMIT_S
 
 
 class Passes:
-    """See :class:`engine.cluster.formation.AbortableLayers`: a pass is one wait for one answer.
+    """See :class:`engine.cluster.formation.PassControl`: a pass is one wait for one answer.
 
     ``stop`` tells the machine, by another way than ``link``, that pass NUMBER, counted from one, is given up.
     """
@@ -91,9 +90,6 @@ class Passes:
 
     def give_up(self, reason: str = "") -> bool:
         return True
-
-    def run(self, *_: object, **__: object) -> Gathered:
-        raise ModelError("A model that runs elsewhere exchanges nothing.", kind="internal")
 
 
 class ElsewhereModel(LoadedModel):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from engine.cluster.epoch_links import EpochLinks
-from engine.cluster.formation import AbortableLayers
+from engine.cluster.formation import PassControl
 from engine.cluster.membership.client import PeerClient, Unreachable
 from engine.cluster.membership.control_messages import EmptyBody, EndEpoch
 from engine.cluster.membership.peer_table import PeerTable
@@ -18,7 +18,6 @@ from engine.cluster.transport.exchange import Link, PeerLost
 from engine.cluster.waiting import Waits
 from engine.errors import LinkLost, ModelError
 from engine.ipc.messages.ring import RingFacts
-from engine.moe.expert_parallel import Gathered
 from engine.moe.rank_context import HEAD, RankContext
 from engine.runtimes.protocol import LoadedModel
 
@@ -38,7 +37,7 @@ class FormedRing:
         context: RankContext,
         facts: RingFacts,
         model: LoadedModel,
-        layers: AbortableLayers,
+        layers: PassControl,
         links: EpochLinks | None,
         nodes: Mapping[int, str],
         names: Mapping[int, str],
@@ -172,9 +171,6 @@ class AloneLayers:
 
     def give_up(self, reason: str = "") -> bool:
         return False
-
-    def run(self, *_: object, **__: object) -> Gathered:
-        raise ModelError("A model that runs alone exchanges nothing.", kind="internal")
 
 
 def end_epoch(table: PeerTable, nodes: Iterable[str], epoch: str) -> None:

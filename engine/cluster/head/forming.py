@@ -11,7 +11,7 @@ import msgspec
 
 from engine.cluster.epoch_links import EpochLinks, connect_epoch, epoch_of, rank_context_of, rehearsal_of
 from engine.cluster.expert_runners import layers_for
-from engine.cluster.formation import AbortableLayers
+from engine.cluster.formation import PassControl
 from engine.cluster.head.apart import LeftOut, Together, decide_together
 from engine.cluster.head.elsewhere import load_elsewhere
 from engine.cluster.head.epoch_specs import Ring, Trial, epoch_specs
@@ -402,7 +402,7 @@ class RingFormer:
         spec: EpochSpec,
         facts: RingFacts,
         model: LoadedModel,
-        layers: AbortableLayers,
+        layers: PassControl,
         links: EpochLinks,
         notices: list[str],
     ) -> FormedRing:
@@ -532,7 +532,7 @@ class RingFormer:
 
     def _load_all(
         self, ring: Ring, spec: EpochSpec, links: EpochLinks, exchange: ExchangeName, progress: ProgressCallback
-    ) -> tuple[LoadedModel, AbortableLayers, list[str]]:
+    ) -> tuple[LoadedModel, PassControl, list[str]]:
         """Every node loads its share, at the same time; the head's model and layers, and lines for the person."""
         from engine.runtimes.loading import load_model
 

@@ -28,14 +28,14 @@ from engine.calibration.calibration_file import MLX_GPU, calibration_key, load_s
 from engine.calibration.memory_rate import memory_rate
 from engine.calibration.synthetic_experts import check_shape, expert_curve
 from engine.cluster.all_gather import RingLayers
-from engine.cluster.central import CentralHead, CentralNode, Floats
+from engine.cluster.central import CentralHead, CentralNode
 from engine.cluster.membership.control_messages import NodeFacts, WantedFacts
 from engine.cluster.transport.exchange import Buffer
 from engine.cluster.transport.exchange_timing import between_exchanges
 from engine.cluster.weights.share_store import RESERVE_BYTES
 from engine.errors import ModelError
 from engine.models.locations import locate
-from engine.moe.expert_parallel import Indices, Words
+from engine.moe.expert_parallel import FLOAT32, Floats, HostRows, Indices, Routes
 from engine.moe.kernels.bindings import choose
 from engine.moe.kernels.cpu_threads import usable_cpus
 from engine.moe.kernels.pool import physical_cores
@@ -215,12 +215,11 @@ def layer_seconds(width: int) -> float:
     row = np.ones((1, width), np.float32)
     weights = np.full((1, PER_TOKEN), 0.5, np.float32)
 
-    def local(indices: Indices, weights: object, extra: tuple[int, ...]) -> Words:
-        return row
-
     def layer(indices: Indices) -> None:
         layers.begin_pass()
-        layers.run(0, indices, weights, local, width, row.dtype)
+        layers.assign(0, Routes(indices, weights))
+        layers.send(row, width, FLOAT32)
+        layers.receive()
 
     return _median(layer)
 
@@ -260,12 +259,10 @@ def central_seconds(width: int) -> float:
     weights = np.full((1, PER_TOKEN), 0.5, np.float32)
     rows = np.ones((PER_TOKEN, width), np.float32)
 
-    def local(indices: Indices, weights: object, extra: tuple[int, ...]) -> Words:
-        return rows
-
     def layer(indices: Indices) -> None:
-        head.hidden(row, False)
-        head.run(0, indices, weights, local, width, row.dtype)
+        head.assign(0, Routes(indices, weights), HostRows(row, False))
+        head.send(rows, width, FLOAT32)
+        head.receive()
 
     return _median(layer)
 

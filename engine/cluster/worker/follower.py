@@ -9,7 +9,7 @@ from typing import assert_never
 from engine.cluster import commands
 from engine.cluster.answers import Answers
 from engine.cluster.commands import AnyCommand, Prefixes
-from engine.cluster.formation import AbortableLayers
+from engine.cluster.formation import PassControl
 from engine.cluster.transport.exchange import Link, PeerLost
 from engine.errors import ModelError
 from engine.planning.units import byte_size
@@ -36,7 +36,7 @@ class Follower:
     def __init__(
         self,
         model: LoadedModel,
-        layers: AbortableLayers | Answers,
+        layers: PassControl | Answers,
         ran: Callable[[int], None] = lambda tokens: None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         memory: int | None = None,

@@ -42,15 +42,14 @@ def lent_threads(terms: LendTerms, wanted: int | None) -> int | None:
 
 
 def load_of(spec: EpochSpec, terms: LendTerms) -> Load:
-    """How the share is loaded: as the head loads its own, on this machine's ``terms``. Ring nodes run their experts on
-    the CPU or by mlx."""
+    """How the share is loaded: as the head loads its own, on this machine's ``terms``."""
     own = terms.machine_options() | {"cpu_threads": lent_threads(terms, spec.cpu_threads)}
     wanted = Load(
         id=0,
         model=spec.model,
         runtime=spec.runtime,
         dtype=spec.dtype,
-        partitioning="cpu",
+        partitioning="cpu" if spec.runtime == "native" else "auto",
         context_limit=spec.context_limit,
         prefill_chunk=spec.prefill_chunk,
         **own,

@@ -1,63 +1,65 @@
-"""The executor boundary: hidden states and routes go in, the experts' weighted sum comes out.
+"""The MoE block of a decoder layer: the family's routing, then an executor that owns the routed experts.
 
-mlx-lm's blocks call their ``SwitchGLU`` and multiply by the router's weights outside it. Here the whole block is ours:
-the family's routing (:mod:`engine.runtimes.mlx.routing`), then an executor that owns the experts and returns one vector
-per token. What crosses the boundary is then the same for an executor that spans machines: [..., hidden] once per
-layer instead of [..., k, hidden].
+mlx-lm's blocks call their ``SwitchGLU`` and multiply by the router's weights outside it. Here the whole block is ours,
+and what crosses the border to the experts is one vector per token: [..., hidden] once per layer instead of
+[..., k, hidden].
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 from mlx import nn
 
+from engine.moe.executor import LocalExecutor, RingExecutor
+from engine.runtimes.mlx.backend import MlxBackend
 from engine.runtimes.mlx.routing import Layout
 from engine.runtimes.mlx.spans import Spans
 
 Array = Any
 
 
-class Executor(Protocol):
-    """Runs the routed experts of a model."""
+@dataclass
+class RingPass:
+    """What the blocks of a model in a ring have in common.
 
-    @property
-    def description(self) -> str:
-        """For the status line, e.g. ``local (mlx, gpu)``."""
-        ...
+    ``check``, if set, is called before each layer and may end the pass. ``alone``: only the routes to experts that are
+    here are run and nothing is exchanged; what comes out is of no use.
+    """
 
-    def run(self, layer: int, hidden: Array, indices: Array, weights: Array, beside: Array | None) -> Array:
-        """The weighted sum over the routes of ``layer``.
+    executor: RingExecutor[Array]
+    backend: MlxBackend
+    check: Callable[[], None] | None = None
+    alone: bool = False
 
-        ``hidden`` [..., hidden], ``indices`` and ``weights`` [..., k]; returns [..., hidden] in hidden's dtype.
-        ``beside`` is what else the layer will need and nothing here depends on: an executor that waits for something
-        may have it evaluated meanwhile.
-        """
-        ...
-
-
-class LocalExecutor:
-    """All experts in this machine's memory, as mlx-lm's ``SwitchGLU`` modules: ``experts[layer]``."""
-
-    def __init__(self, experts: dict[int, Any], device: str, spans: Spans) -> None:
-        self._experts = experts
-        self._spans = spans
-        self.description = f"local (mlx, {device})"
-
-    def run(self, layer: int, hidden: Array, indices: Array, weights: Array, beside: Array | None) -> Array:
-        return self._spans.run(layer, "experts", lambda: weighted_sum(self._experts[layer](hidden, indices), weights))
-
-
-def weighted_sum(outputs: Array, weights: Array) -> Array:
-    """``outputs`` [..., k, hidden] of k experts, ``weights`` [..., k]: their sum [..., hidden]."""
-    return (outputs * weights[..., None]).sum(axis=-2).astype(outputs.dtype)
+    def run(self, layer: int, hidden: Array, indices: Array, weights: Array, shared: Array | None) -> Array:
+        """The experts' sum [..., width] for ``hidden`` [..., width]; ``shared`` is evaluated while others are waited
+        for."""
+        if self.check is not None:
+            self.check()
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        if self.alone:
+            return self.backend.run_here(layer, rows, indices, weights).reshape(hidden.shape)
+        meanwhile = None if shared is None else partial(mx.async_eval, shared)
+        return self.executor.run(layer, rows, indices, weights, meanwhile=meanwhile).reshape(hidden.shape)
 
 
 class RoutedBlock(nn.Module):  # type: ignore[misc]
     """Takes the place of a decoder layer's MoE block, ``block`` being mlx-lm's without its routed experts."""
 
-    def __init__(self, block: Any, layer: int, experts: int, layout: Layout, executor: Executor, spans: Spans) -> None:
+    def __init__(
+        self,
+        block: Any,
+        layer: int,
+        experts: int,
+        layout: Layout,
+        executor: LocalExecutor[Array] | RingPass,
+        spans: Spans,
+    ) -> None:
         super().__init__()
         self.block = block
         self._layer = layer
@@ -67,10 +69,16 @@ class RoutedBlock(nn.Module):  # type: ignore[misc]
         self._spans = spans
 
     def __call__(self, hidden: Array) -> Array:
-        if self._spans.active:
+        spans, executor, layer = self._spans, self._executor, self._layer
+        if spans.active:
             mx.eval(hidden)
-        indices, weights = self._spans.run(self._layer, "router", lambda: self._layout.route(self.block, hidden))
-        self._spans.routes(self._layer, indices, self._experts)
+        indices, weights = spans.run(layer, "router", lambda: self._layout.route(self.block, hidden))
         shared = self._layout.shared(self.block, hidden)
-        routed = self._executor.run(self._layer, hidden, indices, weights, shared)
+        before = spans.recorder.measured(layer)
+        if isinstance(executor, RingPass):
+            routed = executor.run(layer, hidden, indices, weights, shared)
+        else:
+            spans.routes(layer, indices, self._experts)
+            routed = executor.run(layer, hidden, indices, weights)
+        spans.inside += spans.recorder.measured(layer) - before
         return routed if shared is None else routed + shared

@@ -6,30 +6,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
-from numpy.typing import NDArray
 
-from engine.errors import ModelError
-from engine.moe.expert_parallel import Indices
+from engine.moe.expert_parallel import Floats, Indices
 from engine.runtimes.mlx import wired
+from engine.runtimes.mlx.backend import MlxBackend
 from engine.runtimes.mlx.model import memory_named
-from engine.runtimes.mlx.ring import RingExecutor
-from engine.runtimes.protocol import LoadedExperts
+from engine.runtimes.node_experts import NodeExperts
 
 
-class MlxExperts(LoadedExperts):
-    """See :class:`engine.runtimes.protocol.LoadedExperts`. ``width``: numbers of a hidden state; ``notices``: what
-    the person should know of how they were loaded; ``weights``: the experts' modules by layer."""
+class WiredExperts(NodeExperts):
+    """Node experts that the system may be asked to keep in the GPU's memory: ``weights`` are their modules by layer."""
 
     def __init__(
-        self, executor: RingExecutor, width: int, weights: Mapping[int, Any], notices: Sequence[str] = ()
+        self,
+        backend: MlxBackend,
+        width: int,
+        description: str,
+        weights: Mapping[int, Any],
+        notices: Sequence[str] = (),
     ) -> None:
-        self._executor = executor
+        super().__init__(backend, width, description, notices=notices)
         self._weights = dict(weights)
         self._wired = False
-        self.width = width
-        self.description = executor.description
-        self.notices: list[str] = list(notices)
 
     def wire(self) -> None:
         """Have the system keep the weights in the GPU's memory until they are closed. A line is added to the notices
@@ -49,24 +47,19 @@ class MlxExperts(LoadedExperts):
     def run_experts(
         self,
         layer: int,
-        hidden: NDArray[np.float32],
+        hidden: Floats,
         indices: Indices,
-        weights: NDArray[np.float32],
-        extra: Sequence[int],
-        scale: bool,
-    ) -> NDArray[np.float32]:
-        """See :class:`engine.runtimes.protocol.LoadedExperts`. Raises ModelError if memory runs out."""
-        if scale:
-            raise ModelError("mlx runs no family that scales its experts' inputs; choose the torch runtime.")
+        weights: Floats,
+        extra: Sequence[int] = (),
+        scale: bool = False,
+    ) -> Floats:
+        """See :class:`engine.runtimes.node_experts.NodeExperts`. Raises ModelError if memory runs out."""
         with memory_named():
-            rows = mx.array(hidden).astype(self._executor.computes_in)
-            found = self._executor.results(layer, rows, indices, self._executor.computes_in, tuple(extra))
-            out: NDArray[np.float32] = np.array(found.astype(mx.float32))
-        return out
+            return super().run_experts(layer, hidden, indices, weights, extra, scale)
 
     def close(self) -> None:
         """Free the memory."""
-        self._executor.close()
+        super().close()
         self._weights = {}
         if self._wired:
             wired.LIMIT.restore()

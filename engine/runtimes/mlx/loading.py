@@ -21,19 +21,19 @@ from engine.models.mapped_file import WIDTHS
 from engine.models.opening import open_model, read_config
 from engine.models.share_files import part_of
 from engine.models.weight_layout import layout_of
-from engine.moe.expert_parallel import LayerExchange, Recorded
+from engine.moe.executor import LocalExecutor, RingExecutor
 from engine.moe.held import check_held, held_by
 from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder
 from engine.planning.hybrid import HybridRequest
 from engine.runtimes.mlx import eligible, weights
+from engine.runtimes.mlx.backend import MlxBackend, slots_of
 from engine.runtimes.mlx.cache import layer_windows
 from engine.runtimes.mlx.configuration import complete_config, context_of, translate_config
-from engine.runtimes.mlx.experts import LocalExecutor, RoutedBlock
-from engine.runtimes.mlx.experts_only import MlxExperts
+from engine.runtimes.mlx.experts import RingPass, RoutedBlock
+from engine.runtimes.mlx.experts_only import WiredExperts
 from engine.runtimes.mlx.families import MlxFamily, check_settings, family_of
 from engine.runtimes.mlx.model import MlxModel, memory_named
-from engine.runtimes.mlx.ring import RingExecutor
 from engine.runtimes.mlx.rotary import correct_rotary
 from engine.runtimes.mlx.routing import LAYOUTS
 from engine.runtimes.mlx.spans import Spans
@@ -98,15 +98,15 @@ def load(
     return model
 
 
-def load_experts(folder: Path, request: Load, progress: ProgressCallback, context: RankContext) -> MlxExperts:
+def load_experts(folder: Path, request: Load, progress: ProgressCallback, context: RankContext) -> WiredExperts:
     """The experts of ``context`` alone, for central mode. Raises ModelError as :func:`load` does."""
     plan = _plan(folder, request, context)
     with memory_named():
         _, loaded = _read(plan, request, progress, with_trunk=False)
-    spans = Spans(Recorder(len(loaded.layers), loaded.moe_layers, loaded.count))
     width = int(plan.config.get("hidden_size") or plan.config["d_model"])
-    executor = RingExecutor(loaded.experts, context, None, plan.device, spans)
-    experts = MlxExperts(executor, width, loaded.experts, plan.notices)
+    backend = _backend(plan, loaded)
+    description = f"ring (node {context.rank + 1} of {context.nodes}, {context.mode}; {backend.description})"
+    experts = WiredExperts(backend, width, description, loaded.experts, plan.notices)
     if request.keep_resident:
         experts.wire()
     return experts
@@ -217,7 +217,8 @@ def _assemble(plan: _Plan, request: Load, loaded: weights.Loaded, dtype: str, pl
     context = context_of(plan.config, plan.family)
     windows = [window or context.window for window in layer_windows(loaded.model)]
     rotary = correct_rotary(loaded.layers, plan.config.get("rope_parameters") or {})
-    executor = _executor(plan, loaded, spans, None if place is None else place.exchange)
+    executor = _executor(plan, loaded, spans, place)
+    description = executor.executor.description if isinstance(executor, RingPass) else executor.description
     trunk = _bytes(loaded.model)
     parameters = get_total_parameters(loaded.model) + sum(map(get_total_parameters, loaded.experts.values()))
     if layout is not None:
@@ -229,7 +230,7 @@ def _assemble(plan: _Plan, request: Load, loaded: weights.Loaded, dtype: str, pl
         name=plan.folder.name,
         family=plan.config["model_type"],
         runtime="mlx",
-        executor=executor.description if loaded.moe_layers else "none (dense)",
+        executor=description if loaded.moe_layers else "none (dense)",
         device=plan.device,
         dtype=dtype,
         layers=len(loaded.layers),
@@ -246,19 +247,28 @@ def _assemble(plan: _Plan, request: Load, loaded: weights.Loaded, dtype: str, pl
         notices=notices,
     )
     attention = "norm_attn_norm" if "norm_attn_norm" in loaded.layers[0] else "self_attn"
-    ring = executor if isinstance(executor, RingExecutor) else None
+    ring = executor if isinstance(executor, RingPass) else None
     logits = place is None or place.logits
     return MlxModel(loaded.model, plan.family.backbone, attention, windows, spans, facts, ring, loaded.experts, logits)
 
 
 def _executor(
-    plan: _Plan, loaded: weights.Loaded, spans: Spans, exchange: LayerExchange | None
-) -> LocalExecutor | RingExecutor:
+    plan: _Plan, loaded: weights.Loaded, spans: Spans, place: RingPlace | None
+) -> LocalExecutor[Any] | RingPass:
+    backend = _backend(plan, loaded)
+    if place is None:
+        return LocalExecutor(backend, spans.recorder)
+    layers = place.context.placement.layers
+    executor = RingExecutor(backend, place.exchange, place.context, layers, loaded.count, spans.recorder)
+    return RingPass(executor, backend)
+
+
+def _backend(plan: _Plan, loaded: weights.Loaded) -> MlxBackend:
     if plan.context is None:
-        return LocalExecutor(loaded.experts, plan.device, spans)
-    if exchange is not None and isinstance(exchange, Recorded):
-        exchange.recorder = spans.recorder
-    return RingExecutor(loaded.experts, plan.context, exchange, plan.device, spans)
+        return MlxBackend(loaded.experts, plan.device)
+    placement, rank = plan.context.placement, plan.context.rank
+    slots = {layer: slots_of(placement, rank, layer) for layer in placement.layers}
+    return MlxBackend(loaded.experts, plan.device, slots)
 
 
 def _experts_per_token(config: Config) -> int:

@@ -19,7 +19,7 @@ from engine.runtimes.mlx import spans as timed
 from engine.runtimes.mlx import wired
 from engine.runtimes.mlx.cache import RowCache, evaluate, move_rows
 from engine.runtimes.mlx.drawing import are_scores, draw_token
-from engine.runtimes.mlx.ring import RingExecutor
+from engine.runtimes.mlx.experts import RingPass
 from engine.runtimes.mlx.spans import Spans
 from engine.runtimes.protocol import Draw, LoadedModel, Logits, TokenRows
 
@@ -58,7 +58,7 @@ class MlxModel(LoadedModel):
         windows: list[int | None],
         spans: Spans,
         facts: ModelFacts,
-        ring: RingExecutor | None = None,
+        ring: RingPass | None = None,
         experts: Mapping[int, Any] | None = None,
         logits: bool = True,
     ) -> None:
@@ -92,7 +92,7 @@ class MlxModel(LoadedModel):
     @property
     def popularity(self) -> Popularity | None:
         """Counted in a ring, where routes come to the host."""
-        return self._ring.popularity if self._ring is not None else None
+        return self._ring.executor.popularity if self._ring is not None else None
 
     @contextmanager
     def alone(self) -> Iterator[None]:

@@ -205,9 +205,7 @@ class NativeModel(LoadedModel):
         call.workspace = self._room(library.pllm_trunk_bytes(weights.address, address, self._pool.threads))
         check = self.between_layers if phase == "prefill" else None
         if self._ring is not None:
-            seconds = self._seconds if self._recorder.enabled else None
-            pool = self._pool.handle
-            self._ring.run(pool, weights.address, call, weights.shared_layers, seconds, check, begins)
+            self._ring.run(self._pool.handle, weights.address, call, weights.shared_layers, check, begins)
             return
         for layer in range(layers if check is not None else 1):
             if check is not None:
@@ -233,6 +231,8 @@ class NativeModel(LoadedModel):
         for layer, row in enumerate(self._seconds.tolist()):
             for part, seconds in zip(PARTS, row, strict=True):
                 self._recorder.add(layer, part, seconds)
+        if self._ring is not None:
+            return  # Its executor has counted the routes, and timed the experts.
         for layer, after in self._counts().items():
             self._recorder.add_routes(layer, [now - then for now, then in zip(after, before[layer], strict=True)])
 

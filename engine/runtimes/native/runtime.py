@@ -18,14 +18,14 @@ from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
 from engine.models.files import ModelFiles
 from engine.models.opening import open_model
-from engine.moe.expert_parallel import Recorded
+from engine.moe.executor import RingExecutor
 from engine.moe.kernels.bindings import WEIGHT_DTYPES, KernelChoice, choose
 from engine.moe.kernels.pool import physical_cores, shared_pool
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Recorder
 from engine.runtimes.native import rotary
 from engine.runtimes.native.dtypes import bulk_dtype, compute_dtype
-from engine.runtimes.native.experts_only import HeldExperts
+from engine.runtimes.native.experts_only import open_backend
 from engine.runtimes.native.facts import describe
 from engine.runtimes.native.model import NativeModel
 from engine.runtimes.native.ring import RingTrunk
@@ -79,11 +79,12 @@ class NativeRuntime:
                 facts = msgspec.structs.replace(facts, notices=[*facts.notices, beyond])
         pool = shared_pool(threads)
         trunk = None
-        if ring is not None and experts is not None and popularity is not None:
-            held = HeldExperts(experts, ring.context, shape.activation, choice, pool, shape.hidden)
-            trunk = RingTrunk(ring, held, shape.top_k, shape.hidden, popularity)
-            if isinstance(ring.exchange, Recorded):
-                ring.exchange.recorder = recorder
+        if ring is not None and experts is not None:
+            backend = open_backend(experts, ring.context, shape.activation, choice, pool)
+            layers = tuple(experts.layers)
+            executor = RingExecutor(backend, ring.exchange, ring.context, layers, experts.count, recorder)
+            trunk = RingTrunk(executor, backend, layers, shape.top_k, shape.hidden, ring.logits)
+            popularity = executor.popularity
         weights, angles = opened.weights, opened.angles
         return NativeModel(shape, weights, angles, facts, recorder, files, pool, popularity, _NUMPY[dtype], trunk)
 

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from engine.errors import ModelError
-from engine.runtimes.torch.offload.executor import Executor
+from engine.moe.executor import Executor
 from engine.runtimes.torch.offload.gates import FamilyGate, family_gate
 from engine.runtimes.torch.overlap import GatedSharedBlock, asks_early, overlap_shared
-from engine.runtimes.torch.ring_executor import RingExecutor
 
 _LAYER_AND_PLACE = re.compile(r"\.(?:layers|blocks)\.(\d+)\.(.+)\.experts$")
 
@@ -34,17 +33,20 @@ class RoutedExperts(nn.Module):  # type: ignore[misc]
     gives the weighted sum in hidden's shape.
 
     ``last``: only so many positions at the end count, because nobody looks at the others: theirs is zero. None: all.
+    ``meanwhile`` is work of the block for the next call, done while other machines are waited for.
     """
 
-    def __init__(self, layer: int, executor: Executor) -> None:
+    def __init__(self, layer: int, executor: Executor[torch.Tensor]) -> None:
         super().__init__()
         self.layer = layer
         self.executor = executor
         self.last: int | None = None
+        self.meanwhile: Callable[[], None] | None = None
 
     def forward(self, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1])
-        out = _of_the_last(self.last, self.executor, self.executor.run, self.layer, rows, indices, weights)
+        work, self.meanwhile = self.meanwhile, None
+        out = _of_the_last(self.last, self.executor, self.layer, rows, indices, weights, False, work)
         return out.view(hidden.shape)
 
 
@@ -54,7 +56,7 @@ class ScaledInputBlock(nn.Module):  # type: ignore[misc]
     Here only the chosen experts run. The names of the children are the library's, so that the trunk's names fit.
     """
 
-    def __init__(self, layer: int, executor: Executor, block: nn.Module) -> None:
+    def __init__(self, layer: int, executor: Executor[torch.Tensor], block: nn.Module) -> None:
         super().__init__()
         self.layer = layer
         self.executor = executor
@@ -68,35 +70,32 @@ class ScaledInputBlock(nn.Module):  # type: ignore[misc]
         scores, logits = self.router(hidden)
         indices = torch.topk(logits, self.top_k, dim=1).indices
         found: list[torch.Tensor] = []
-        if isinstance(self.executor, RingExecutor):
-            self.executor.while_busy(lambda: found.append(self.shared_expert(hidden)))
-        run, shares = self.executor.run_scaled_input, scores.gather(1, indices)
-        routed = _of_the_last(self.last, self.executor, run, self.layer, hidden, indices, shares)
+        work = (lambda: found.append(self.shared_expert(hidden))) if self.executor.in_ring else None
+        shares = scores.gather(1, indices)
+        routed = _of_the_last(self.last, self.executor, self.layer, hidden, indices, shares, True, work)
         out: torch.Tensor = found[0] if found else self.shared_expert(hidden)
         out.add_(routed)
         return out, logits
 
 
-_Run = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
 def _of_the_last(
     last: int | None,
-    executor: Executor,
-    run: _Run,
+    executor: Executor[torch.Tensor],
     layer: int,
     rows: torch.Tensor,
     indices: torch.Tensor,
     weights: torch.Tensor,
+    scale_input: bool,
+    work: Callable[[], None] | None,
 ) -> torch.Tensor:
-    """``run`` for the last ``last`` of ``rows`` [tokens, hidden], zeros for the others; None: for all of them."""
+    """The experts' sum for the last ``last`` of ``rows`` [tokens, hidden], zeros for the others; None: for all."""
     if last is None or last >= len(rows):
-        return run(layer, rows, indices, weights)
+        return executor.run(layer, rows, indices, weights, scale_input, work)
     out = torch.zeros_like(rows)
     # In a ring the other nodes come to this layer too.
-    if last or isinstance(executor, RingExecutor):
+    if last or executor.in_ring:
         first = len(rows) - last
-        out[first:] = run(layer, rows[first:], indices[first:], weights[first:])
+        out[first:] = executor.run(layer, rows[first:], indices[first:], weights[first:], scale_input, work)
     return out
 
 
@@ -109,6 +108,16 @@ def find_experts(model: nn.Module) -> list[ExpertsPlace]:
             block_name = name.removesuffix(".experts")
             places.append(ExpertsPlace(int(found[1]), block_name, model.get_submodule(block_name), module))
     return places
+
+
+def experts_per_token(places: list[ExpertsPlace]) -> int:
+    """How many experts the routers choose; families keep it in the block or in its router. 0 for a dense model."""
+    for place in places:
+        for module in place.block.modules():
+            top_k = getattr(module, "top_k", None)
+            if isinstance(top_k, int):
+                return top_k
+    return 0
 
 
 def gate_of(experts: nn.Module) -> FamilyGate:
@@ -161,18 +170,19 @@ class _CalledGate:
         return out
 
 
-def replace_experts(model: nn.Module, places: list[ExpertsPlace], executor: Executor) -> None:
+def replace_experts(model: nn.Module, places: list[ExpertsPlace], executor: Executor[torch.Tensor]) -> None:
     """Put our modules where ``places`` says; the library's own, never filled with weights, are dropped."""
     for place in places:
         if _scales_input(place.block):
             _put(model, place.block_name, ScaledInputBlock(place.layer, executor, place.block))
             continue
-        setattr(place.block, "experts", RoutedExperts(place.layer, executor))  # noqa: B010
-        if isinstance(executor, RingExecutor):
+        routed = RoutedExperts(place.layer, executor)
+        setattr(place.block, "experts", routed)  # noqa: B010
+        if executor.in_ring:
             if asks_early(place.block):
-                _put(model, place.block_name, GatedSharedBlock(place.block, executor))
+                _put(model, place.block_name, GatedSharedBlock(place.block, routed))
             else:
-                overlap_shared(place.block, executor)
+                overlap_shared(place.block, routed)
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -9,8 +9,8 @@ from torch import nn
 
 from engine.ipc.messages import Load, ModelFacts
 from engine.models.files import Experts, ModelFiles
-from engine.runtimes.torch.offload.executor import Executor
-from engine.runtimes.torch.offload.hybrid import HybridExecutor
+from engine.moe.executor import Executor
+from engine.runtimes.torch.gpu_memory_plan import SharedRoom
 from engine.runtimes.torch.offload.torch_tensors import NAMES, stored_dtype
 
 
@@ -21,15 +21,15 @@ def describe(
     request: Load,
     device: torch.device,
     dtype: torch.dtype,
-    executor: Executor | None,
+    executor: Executor[torch.Tensor] | None,
+    shared: SharedRoom | None,
     held: Experts | None,
     top_k: int,
     load_s: float,
     notices: list[str],
 ) -> ModelFacts:
     """The facts of ``module``, filled from ``files``; ``top_k`` is how many experts each token is sent to, ``held`` the
-    experts that are run here."""
-    hybrid = executor if isinstance(executor, HybridExecutor) else None
+    experts that are run here, ``shared`` tells of the GPU that shares them."""
     experts = files.experts
     stored = {tensor.data_ptr(): tensor for tensor in module.state_dict().values()}.values()
     expert_parameters = 0 if experts is None else experts.nbytes // stored_dtype(experts.dtype).itemsize
@@ -53,8 +53,8 @@ def describe(
         parameters=sum(p.numel() for p in module.parameters()) + expert_parameters,
         load_s=load_s,
         trunk=f"transformers (torch, {device.type})",
-        policy=request.policy if hybrid is not None else None,
-        gpu_expert_bytes=hybrid.gpu_expert_bytes if hybrid is not None else 0,
+        policy=request.policy if shared is not None else None,
+        gpu_expert_bytes=shared.backend.gpu_expert_bytes if shared is not None else 0,
         notices=notices,
     )
 

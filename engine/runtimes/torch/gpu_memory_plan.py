@@ -1,4 +1,7 @@
-"""Loading a model whose experts a GPU and the CPU share: whether it fits, how much of it, by which calibration."""
+"""Loading a model whose experts a GPU and the CPU share: whether it fits, how much of it, by which calibration.
+
+In a ring the GPU's memory is for experts alone: the trunk is on the CPU, where its bits are those of other machines.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,8 @@ from engine.runtimes import gpu_present
 from engine.runtimes.torch.offload.devices import DeviceLost, ExpertDevice
 from engine.runtimes.torch.offload.gates import FamilyGate
 from engine.runtimes.torch.offload.host_memory import HostExperts
-from engine.runtimes.torch.offload.hybrid import HybridExecutor
-from engine.runtimes.torch.offload.local import make_cpu_experts
-from engine.runtimes.torch.offload.local_torch import TorchLocalExecutor
+from engine.runtimes.torch.offload.hybrid import HybridBackend
+from engine.runtimes.torch.offload.local import make_cpu_backend
 from engine.runtimes.torch.offload.torch_tensors import NAMES
 from engine.system.free_memory import available_bytes, memory
 
@@ -49,12 +51,14 @@ GpuFinder = Callable[[], ExpertDevice | None]
 
 @dataclass(frozen=True)
 class Room:
-    """A GPU with room for the trunk, keys and values, and workspace; ``expert_bytes`` are left for experts."""
+    """A GPU with room for the trunk, keys and values, and workspace; ``expert_bytes`` are left for experts. In a ring
+    the trunk is elsewhere."""
 
     device: ExpertDevice
     sizes: ModelSizes
     context_tokens: int
     expert_bytes: int
+    in_ring: bool = False
 
 
 def refuse_partitioning(request: Load, in_ring: bool) -> None:
@@ -74,8 +78,6 @@ def find_room(
 
     Raises ModelError (memory), naming the shortfall, if the GPU or memory on it was asked for and there is too little.
     """
-    if in_ring:
-        return None, ["In a ring the GPU is not used: this node's experts run on its CPU."] if gpu_present() else []
     if request.partitioning == "cpu":
         return None, []
     try:
@@ -98,13 +100,15 @@ def find_room(
     sizes = sizes_of(files, NAMES[dtype])
     context = min(sizes.context_limit, request.context_limit or HybridRequest().context_tokens)
     needed = sizes.for_planning(bytes_per_weight=dtype.itemsize)
+    if in_ring:
+        needed = replace(needed, trunk_bytes=0, key_value_bytes_per_token=0)
     room = gpu_room(needed, Device(device.name, total, free), context, request.prefill_chunk)
     wanted = request.gpu_expert_bytes
     if room >= (wanted or 0):
-        slower = _slower(device, files, needed, dtype, request, context)
+        slower = None if in_ring else _slower(device, files, needed, dtype, request, context)
         if slower is not None:
             return None, [f"Everything runs on the CPU: {slower}."]
-        return Room(device, needed, context, room if wanted is None else wanted), []
+        return Room(device, needed, context, room if wanted is None else wanted, in_ring), []
     if request.partitioning == "auto" and wanted is None:
         return None, [
             f"{device.name} lacks {byte_size(-room)} of memory for the trunk, keys and values, and workspace, so "
@@ -159,20 +163,18 @@ def make_hybrid(
     dtype: torch.dtype,
     recorder: Recorder,
     request: Load,
-) -> tuple[HybridExecutor, list[str]]:
-    """The executor, with nothing on the GPU yet, and a line for each fallback."""
+) -> tuple[HybridBackend, list[str]]:
+    """The backend, with nothing on the GPU yet, and a line for each fallback."""
     notices: list[str] = []
-    cpu, said = make_cpu_experts(experts, gates, dtype, recorder, request.cpu_threads, 0)
+    cpu, said = make_cpu_backend(experts, gates, dtype, request.cpu_threads)
     notices += said
     policy = policy_named(request.policy, experts.count)
     calibration = find_calibration(experts, dtype, request, room.device.name, notices)
-    # What is weighted is what the CPU alone would have weighted: torch rounds an expert's result, the kernels do not.
-    rounded = dtype if isinstance(cpu, TorchLocalExecutor) else torch.float32
-    host = HostExperts(experts)
-    executor = HybridExecutor(
-        host, room.device, cpu, gates, policy, calibration, rounded, recorder, room.sizes.experts_per_token
+    per_token, on_device = room.sizes.experts_per_token, not room.in_ring
+    backend = HybridBackend(
+        HostExperts(experts), room.device, cpu, gates, policy, calibration, dtype, recorder, per_token, on_device
     )
-    return executor, notices
+    return backend, notices
 
 
 def find_calibration(experts: Experts, dtype: torch.dtype, request: Load, gpu: str, notices: list[str]) -> Calibration:
@@ -189,10 +191,10 @@ def find_calibration(experts: Experts, dtype: torch.dtype, request: Load, gpu: s
 
 
 def open_cache(
-    executor: HybridExecutor, room: Room, files: ModelFiles, request: Load, top_k: int, progress: ProgressCallback
+    backend: HybridBackend, room: Room, files: ModelFiles, request: Load, top_k: int, progress: ProgressCallback
 ) -> list[str]:
     """Fill the GPU's memory with experts, the trunk being there; a line for each fallback."""
-    notices = executor.lock_pages(progress)
+    notices = backend.lock_pages(progress)
     policy: Policy = policy_named(request.policy)
     free, total = room.device.memory()
     filled = replace(room.sizes, trunk_bytes=0)
@@ -202,7 +204,7 @@ def open_cache(
         room.sizes, policy, min(room.expert_bytes, left) if request.gpu_expert_bytes is None else room.expert_bytes
     )
     order = seed_order(files, top_k, notices.append)
-    notices += executor.open_cache(slabs * executor.slot_bytes, order, GPU_RUNTIME_BYTES // 2, progress)
+    notices += backend.open_cache(slabs * backend.slot_bytes, order, GPU_RUNTIME_BYTES // 2, progress)
     return notices
 
 
@@ -210,7 +212,7 @@ def open_cache(
 class SharedRoom:
     """What resizing needs to know of how ``request`` was met."""
 
-    executor: HybridExecutor
+    backend: HybridBackend
     room: Room
     request: Load
 
@@ -219,12 +221,12 @@ class SharedRoom:
 
         Raises ModelError (memory), naming the shortfall, if there is too little or the GPU is lost.
         """
-        executor, room, chunk = self.executor, self.room, self.request.prefill_chunk
-        has = executor.gpu_expert_bytes
+        backend, room, chunk = self.backend, self.room, self.request.prefill_chunk
+        has = backend.gpu_expert_bytes
         try:
             free, total = room.device.memory()
             # Slots on their way are taken already, and so is the trunk; of keys and values nobody knows how many.
-            there = Device(room.device.name, total, free + has + executor.staging_bytes)
+            there = Device(room.device.name, total, free + has + backend.staging_bytes)
             most = max(has, gpu_room(replace(room.sizes, trunk_bytes=0), there, room.context_tokens, chunk))
             if nbytes is not None and nbytes > most:
                 raise ModelError(
@@ -234,6 +236,6 @@ class SharedRoom:
                 )
             policy: Policy = policy_named(self.request.policy)
             slabs = slabs_kept(room.sizes, policy, most if nbytes is None else nbytes)
-            return executor.resize(slabs * executor.slot_bytes)
+            return backend.resize(slabs * backend.slot_bytes)
         except DeviceLost as error:
             raise ModelError(f"{room.device.name} stopped working ({error}); load the model again.") from error

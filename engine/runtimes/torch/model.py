@@ -14,6 +14,7 @@ from torch import nn
 from engine.errors import ModelError
 from engine.ipc.messages import ModelFacts
 from engine.models.files import FileMapping, ModelFiles
+from engine.moe.executor import Executor
 from engine.moe.kernels.file_guard import FileGuard
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Phase, Recorder
@@ -23,8 +24,6 @@ from engine.runtimes.torch.experts_module import RoutedExperts, ScaledInputBlock
 from engine.runtimes.torch.gpu_memory_plan import SharedRoom
 from engine.runtimes.torch.hooks import TimingHooks, layer_parts
 from engine.runtimes.torch.offload.devices import DeviceLost
-from engine.runtimes.torch.offload.executor import Executor
-from engine.runtimes.torch.offload.hybrid import HybridExecutor
 from engine.runtimes.torch.offload.torch_kernels import kernels_for
 from engine.runtimes.torch.rows import TorchTokenRows
 
@@ -42,7 +41,7 @@ class TorchModel(LoadedModel):
         recorder: Recorder,
         device: torch.device,
         files: ModelFiles,
-        executor: Executor | None,
+        executor: Executor[torch.Tensor] | None,
         shared: SharedRoom | None = None,
         logits: bool = True,
     ) -> None:
@@ -84,16 +83,16 @@ class TorchModel(LoadedModel):
                 f"The experts of {self._facts.name} are not shared with a GPU; load it with partitioning hybrid.",
                 kind="bad-input",
             )
-        executor = self._shared.executor
         found = self._shared.resize(nbytes)
-        self._facts = msgspec.structs.replace(self._facts, gpu_expert_bytes=found, executor=executor.description)
+        description = self._facts.executor if self.executor is None else self.executor.description
+        self._facts = msgspec.structs.replace(self._facts, gpu_expert_bytes=found, executor=description)
         return self._facts
 
     def memory_for_rows(self) -> int | None:
         if self._shared is None:
             return None
         with suppress(DeviceLost):
-            return self._shared.executor.memory_for_trunk()
+            return self._shared.backend.memory_for_trunk()
         return None
 
     def start(self) -> TorchTokenRows:
@@ -110,8 +109,8 @@ class TorchModel(LoadedModel):
         self._module = None
         self._guard.close()
         self._files = None
-        if isinstance(self.executor, HybridExecutor):
-            self.executor.close()
+        if self.executor is not None:
+            self.executor.backend.close()
         self.executor = self._shared = None
 
     def run(self, phase: Phase, tokens: list[list[int]], cache: AnyCache, want_logits: bool) -> Logits | None:
@@ -155,7 +154,7 @@ class TorchModel(LoadedModel):
             try:
                 return work()
             except torch.OutOfMemoryError:
-                if not isinstance(self.executor, HybridExecutor) or not self.executor.make_room():
+                if self._shared is None or not self._shared.backend.make_room():
                     raise
 
     def _forward(self, tokens: list[list[int]], cache: AnyCache, want_logits: bool) -> Logits | None:

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from engine.runtimes.torch.ring_executor import RingExecutor
-
 SHARED = ("shared_expert", "shared_experts")
 """What families call them, in the MoE block."""
 
 
+class DoesMeanwhile(Protocol):
+    """The module of a block's routed experts; ``meanwhile`` is done within its next call, or not at all."""
+
+    meanwhile: Callable[[], None] | None
+
+
 class SharedMeanwhile:
-    """Runs ``shared``, a child of ``block``, in the exchange of ``executor``; asked for afterwards, it has the result.
+    """Runs ``shared``, a child of ``block``, in the exchange of ``experts``; asked for afterwards, it has the result.
 
     Only where the block gives it the block's own input after the routed experts. A family that asks for it earlier gets
     it computed then; of those there is one, which has a block of its own here.
     """
 
-    def __init__(self, block: nn.Module, shared: nn.Module, executor: RingExecutor) -> None:
-        self._executor = executor
+    def __init__(self, block: nn.Module, shared: nn.Module, experts: DoesMeanwhile) -> None:
+        self._experts = experts
         self._work = shared.forward
         self._given: torch.Tensor | None = None
         self._found: torch.Tensor | None = None
@@ -31,7 +36,7 @@ class SharedMeanwhile:
 
     def _begin(self, block: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._given, self._found = inputs[0], None
-        self._executor.while_busy(self._compute)
+        self._experts.meanwhile = self._compute
 
     def _compute(self) -> None:
         if self._given is not None:
@@ -40,7 +45,7 @@ class SharedMeanwhile:
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
         found, fits = self._found, hidden is self._given
         self._given = self._found = None
-        self._executor.while_busy(None)
+        self._experts.meanwhile = None
         if found is not None and fits:
             return found
         out: torch.Tensor = self._work(hidden)
@@ -54,11 +59,10 @@ class GatedSharedBlock(nn.Module):  # type: ignore[misc]
     names of the children are the library's, so that the trunk's names fit.
     """
 
-    def __init__(self, block: nn.Module, executor: RingExecutor) -> None:
+    def __init__(self, block: nn.Module, experts: nn.Module) -> None:
         super().__init__()
-        self._executor = executor
         self.gate = block.gate
-        self.experts = block.experts
+        self.experts = experts
         self.shared_expert = block.shared_expert
         self.shared_expert_gate = block.shared_expert_gate
 
@@ -66,7 +70,7 @@ class GatedSharedBlock(nn.Module):  # type: ignore[misc]
         rows = hidden.view(-1, hidden.shape[-1])
         _, weights, indices = self.gate(rows)
         found: list[torch.Tensor] = []
-        self._executor.while_busy(lambda: found.append(self._shared(rows)))
+        self.experts.meanwhile = lambda: found.append(self._shared(rows))
         routed = self.experts(rows, indices, weights)
         out: torch.Tensor = routed + (found[0] if found else self._shared(rows))
         return out.view(hidden.shape)
@@ -80,9 +84,9 @@ def asks_early(block: nn.Module) -> bool:
     return type(block).__name__ == "Qwen2MoeSparseMoeBlock"
 
 
-def overlap_shared(block: nn.Module, executor: RingExecutor) -> None:
+def overlap_shared(block: nn.Module, experts: DoesMeanwhile) -> None:
     """Have ``block``'s shared experts computed while the wire is busy, if it has any."""
     for name in SHARED:
         shared = getattr(block, name, None)
         if isinstance(shared, nn.Module):
-            SharedMeanwhile(block, shared, executor)
+            SharedMeanwhile(block, shared, experts)

@@ -1,4 +1,4 @@
-"""Loading a model into a place of a ring."""
+"""Whose experts a loaded model runs, by what: this machine alone or as a node of a ring, with or without a GPU."""
 
 from __future__ import annotations
 
@@ -8,35 +8,42 @@ import torch
 
 from engine.ipc.messages import Load
 from engine.models.files import Experts
-from engine.moe.expert_parallel import Recorded
+from engine.moe.executor import Executor, LocalExecutor, RingExecutor
 from engine.moe.held import held_by
 from engine.moe.timing import Recorder
 from engine.runtimes.protocol import RingPlace
+from engine.runtimes.torch.gpu_memory_plan import Room, make_hybrid
 from engine.runtimes.torch.offload.gates import FamilyGate
-from engine.runtimes.torch.offload.local import LocalExecutor, make_local_executor
-from engine.runtimes.torch.ring_executor import RingExecutor
+from engine.runtimes.torch.offload.local import make_cpu_backend
+from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 
 
-def make_on_cpu(
+def make_backend(
     held: Experts,
     gates: Mapping[int, FamilyGate],
     dtype: torch.dtype,
     recorder: Recorder,
     request: Load,
-    ring: RingPlace | None,
-    trunk_bytes: int,
-) -> tuple[RingExecutor | LocalExecutor, list[str]]:
-    """The executor of this machine alone, or of the node at ``ring``, and a line for each fallback.
+    room: Room | None,
+    trunk_bytes: int = 0,
+) -> tuple[TensorBackend, list[str]]:
+    """What runs the experts ``held``, and a line for each fallback. ``room``: on a GPU, which they share with the CPU.
 
-    ``held`` are the experts to be run here, ``trunk_bytes`` are still to be loaded.
+    ``trunk_bytes`` of memory are still to be taken.
     """
-    local = make_local_executor(held, gates, dtype, torch.device("cpu"), recorder, request.cpu_threads, trunk_bytes)
-    lines = list(local.notices)
+    if room is not None:
+        return make_hybrid(room, held, gates, dtype, recorder, request)
+    backend, lines = make_cpu_backend(held, gates, dtype, request.cpu_threads, trunk_bytes)
+    return backend, list(lines)
+
+
+def make_executor(
+    backend: TensorBackend, held: Experts, recorder: Recorder, ring: RingPlace | None
+) -> Executor[torch.Tensor]:
+    """The executor of this machine alone, or of the node at ``ring``."""
     if ring is None:
-        return local.executor, lines
-    if isinstance(ring.exchange, Recorded):
-        ring.exchange.recorder = recorder
-    return RingExecutor(local.executor, ring, held.layers, held.count, recorder), lines
+        return LocalExecutor(backend, recorder)
+    return RingExecutor(backend, ring.exchange, ring.context, held.layers, held.count, recorder)
 
 
 def experts_here(experts: Experts | None, ring: RingPlace | None) -> Experts | None:

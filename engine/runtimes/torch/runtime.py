@@ -14,29 +14,26 @@ from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
 from engine.models.files import Experts, ModelFiles
 from engine.models.opening import open_model
+from engine.moe.executor import Executor
 from engine.moe.kernels.cpu_threads import threads_of
 from engine.moe.timing import Recorder
 from engine.runtimes.protocol import RingPlace
-from engine.runtimes.torch.experts_module import ExpertsPlace, find_experts, gate_of, replace_experts
+from engine.runtimes.torch.experts_module import ExpertsPlace, experts_per_token, find_experts, gate_of, replace_experts
 from engine.runtimes.torch.facts import describe
 from engine.runtimes.torch.gpu_memory_plan import (
     GpuFinder,
     SharedRoom,
     find_room,
-    make_hybrid,
     open_cache,
     refuse_partitioning,
 )
 from engine.runtimes.torch.loading import build_skeleton, fill_trunk, read_config
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.offload.cuda_device import find_gpu
-from engine.runtimes.torch.offload.hybrid import HybridExecutor
-from engine.runtimes.torch.offload.local import LocalExecutor
+from engine.runtimes.torch.offload.hybrid import HybridBackend
+from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 from engine.runtimes.torch.offload.torch_tensors import NAMES, stored_dtype
-from engine.runtimes.torch.ring import experts_here, make_on_cpu
-from engine.runtimes.torch.ring_executor import RingExecutor
-
-AnyExecutor = HybridExecutor | RingExecutor | LocalExecutor
+from engine.runtimes.torch.ring import experts_here, make_backend, make_executor
 
 
 class TorchRuntime:
@@ -59,7 +56,7 @@ class TorchRuntime:
     ) -> TorchModel:
         """Load the model in ``folder``; its routed experts stay in the mapped files.
 
-        In a ring this node's experts run on its CPU, whether or not there is a GPU.
+        In a ring the trunk is on the CPU; a GPU shares this node's experts with it.
 
         Raises ModelError if the family is not supported, the files are damaged, or the request cannot be met here.
         """
@@ -79,27 +76,26 @@ class TorchRuntime:
         # The memory that a GPU has for this model is counted after the one before has left it.
         release()
         room, lines = find_room(self._find_gpu, files, dtype, request, in_ring=ring is not None)
-        device = room.device.torch_device if room is not None else torch.device("cpu")
+        device = room.device.torch_device if room is not None and ring is None else torch.device("cpu")
         recorder = Recorder(config.num_hidden_layers, [place.layer for place in places], count_of(files.experts))
         recorder.sampled = device.type == "cuda"
-        executor: AnyExecutor | None = None
+        executor: Executor[torch.Tensor] | None = None
+        backend: TensorBackend | None = None
         held = experts_here(files.experts, ring)
         if held is not None:
             gates = {place.layer: gate_of(place.experts) for place in places}
-            if room is not None:
-                executor, said = make_hybrid(room, held, gates, dtype, recorder, request)
-            else:
-                executor, said = make_on_cpu(held, gates, dtype, recorder, request, ring, files.trunk_bytes)
+            backend, said = make_backend(held, gates, dtype, recorder, request, room, files.trunk_bytes)
             lines += said
+            executor = make_executor(backend, held, recorder, ring)
             replace_experts(module, places, executor)
         fill_trunk(module, files, dtype, device, progress)
         top_k = experts_per_token(places)
         shared: SharedRoom | None = None
-        if isinstance(executor, HybridExecutor) and room is not None:
-            shared = SharedRoom(executor, room, request)
-            lines += open_cache(executor, room, files, request, top_k, progress)
+        if isinstance(backend, HybridBackend) and room is not None:
+            shared = SharedRoom(backend, room, request)
+            lines += open_cache(backend, room, files, request, top_k, progress)
         load_s = time.perf_counter() - started
-        facts = describe(module, config, files, request, device, dtype, executor, held, top_k, load_s, lines)
+        facts = describe(module, config, files, request, device, dtype, executor, shared, held, top_k, load_s, lines)
         logits = ring is None or ring.logits
         return TorchModel(module, config, facts, recorder, device, files, executor, shared, logits)
 
@@ -141,13 +137,3 @@ def check_layers(places: list[ExpertsPlace], experts: Experts | None) -> None:
 
 def count_of(experts: Experts | None) -> int:
     return 0 if experts is None else experts.count
-
-
-def experts_per_token(places: list[ExpertsPlace]) -> int:
-    """How many experts the routers choose; families keep it in the block or in its router. 0 for a dense model."""
-    for place in places:
-        for module in place.block.modules():
-            top_k = getattr(module, "top_k", None)
-            if isinstance(top_k, int):
-                return top_k
-    return 0

@@ -45,7 +45,7 @@ class DeviceCache:
         self._device = device
         self._rule = policy.cache
         self._staged = 0 if policy.name == "layers" else STAGING_SLOTS
-        self._all = experts.count * len(experts.layers)
+        self._all = sum(len(experts.held(layer)) for layer in experts.layers)
         self._notice = notice
         self._order: tuple[Key, ...] = ()
         self._reserve = 0
@@ -60,7 +60,7 @@ class DeviceCache:
 
     @property
     def share(self) -> float:
-        """The share of all experts that there is room for."""
+        """The share of this machine's experts that there is room for."""
         return self.slabs.capacity / max(1, self._all)
 
     def open(self, nbytes: int, order: Sequence[Key], reserve: int, progress: ProgressCallback) -> list[str]:
@@ -71,7 +71,8 @@ class DeviceCache:
         Returns a line for the person if less could be had, or was copied. Raises ModelError if the device is lost.
         """
         self._reserve = reserve
-        self._order = tuple(order)
+        held = {layer: frozenset(self._host.experts.held(layer)) for layer in self._host.experts.layers}
+        self._order = tuple((layer, expert) for layer, expert in order if expert in held[layer])
         self._wanted = self._slots_in(nbytes)
         try:
             self.staging = self._take(self._staged)

@@ -67,7 +67,6 @@ class DeviceSide:
         self._cache = memory.slabs
         self._rule = rule
         self._recorder = recorder
-        self._count = host.experts.count
         self._layers = len(host.experts.layers)
         self._failed_copies = 0
         self._arriving: dict[Key, tuple[Slot, Ticket]] = {}
@@ -97,12 +96,10 @@ class DeviceSide:
             self._copy_next(step, slot)
         return True
 
-    def begin_experts(self, step: LayerStep, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Begin all experts of the device, those that are there first. Returns the buffer of the sorted routes' results
-        [routes, hidden], and the place of each route in it."""
-        routes = step.routes
-        places = self._device.upload(torch.stack((routes.order // routes.k, routes.back)))
-        step.rows = rows = hidden.index_select(0, places[0])
+    def begin_experts(self, step: LayerStep, rows: torch.Tensor) -> torch.Tensor:
+        """Begin all experts of the device, those that are there first. ``rows`` [n, hidden] are on the device, in the
+        order of the sorted routes; returns the buffer of their results [n, hidden]."""
+        step.rows = rows
         out = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
         for each in step.placed("gpu"):
             slot = self._cache.slot_of(step.layer, each.expert)
@@ -120,7 +117,7 @@ class DeviceSide:
                 begun.append(following)
         if self._rule.copies_whole_layer:
             self._copy_inactive(step)
-        return out, places[1]
+        return out
 
     def forget(self, layer: int, experts: Collection[int]) -> None:
         """What was being copied is not held to be there."""
@@ -184,7 +181,8 @@ class DeviceSide:
         """What a system that streams whole layers copies besides."""
         staging = self._memory.staging
         tickets = dict(step.tickets)
-        for place, expert in enumerate(sorted(set(range(self._count)) - set(step.needed))):
+        held = self._host.experts.held(step.layer)
+        for place, expert in enumerate(sorted(set(held) - set(step.needed))):
             if staging:
                 self._copy(step, expert, staging[place % len(staging)])
         step.tickets = tickets

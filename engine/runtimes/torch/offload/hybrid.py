@@ -1,15 +1,18 @@
-"""The hybrid executor: one machine's GPU and CPU share the experts of every layer.
+"""The hybrid backend: one machine's GPU and CPU share the experts of every layer.
 
 Per layer: the routes come to the host; the policy says for each active expert whether it runs on the GPU where it lies,
 on the GPU after its weights were copied there, or on the CPU. Copies and the GPU's experts are begun first and run by
 themselves while the CPU does its part; then the CPU's results follow, and all are weighted and added in the order of
 the routes on the trunk's device. So neither the policy nor what the cache holds can change a sum.
+
+In a ring the trunk is on the CPU, as on machines without a GPU: its bits must be the same on all of them. Rows go to
+the device only for the experts that it runs, and their results come back to the host, where they travel from.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +20,6 @@ import torch
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.moe.cache_benefit import CacheWorth
-from engine.moe.popularity import Popularity
 from engine.moe.timing import Recorder
 from engine.planning.calibration import Calibration
 from engine.planning.policy import FEW_TOKENS, ActiveExpert, Policy
@@ -27,9 +29,9 @@ from engine.runtimes.torch.offload.device_side import DeviceSide, LayerStep
 from engine.runtimes.torch.offload.devices import DeviceLost, ExpertDevice, LayerWork, OutOfDeviceMemory
 from engine.runtimes.torch.offload.gates import FamilyGate
 from engine.runtimes.torch.offload.host_memory import HostExperts
-from engine.runtimes.torch.offload.local import CpuExperts
-from engine.runtimes.torch.offload.routes import SortedRoutes, host_share, sort_routes
+from engine.runtimes.torch.offload.routes import HostShare, SortedRoutes, host_share, sort_routes
 from engine.runtimes.torch.offload.slab_cache import Key, SlabCache
+from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 from engine.system.free_memory import RESERVE_BYTES
 
 WORTH_EVERY = 4
@@ -48,39 +50,51 @@ class _Pending:
     without_s: float | None
 
 
-class HybridExecutor:
-    """See the module, and :class:`engine.runtimes.torch.offload.executor.Executor`. One thread at a time.
+@dataclass(frozen=True)
+class _CpuPart:
+    """What the CPU ran of a layer, and from when to when."""
 
-    ``rounded`` is the dtype in which a route's result is weighted: that of the executor without a GPU. Until
-    :meth:`open_cache` nothing is kept on the device. ``recorder`` gets counts, notices and, while enabled, times.
+    share: HostShare
+    results: torch.Tensor
+    seconds: tuple[float, float]
+
+
+class HybridBackend(TensorBackend):
+    """See the module, and :class:`engine.moe.backend.ExpertBackend`. One thread at a time.
+
+    ``cpu`` runs the CPU's part. ``on_device``: the trunk is where the device is. Until :meth:`open_cache` nothing is
+    kept on the device. ``recorder`` gets counts and notices.
     """
+
+    wait_part = "wait"
 
     def __init__(
         self,
         host: HostExperts,
         device: ExpertDevice,
-        cpu: CpuExperts,
+        cpu: TensorBackend,
         gates: Mapping[int, FamilyGate],
         policy: Policy,
         calibration: Calibration,
-        rounded: torch.dtype,
+        dtype: torch.dtype,
         recorder: Recorder,
         experts_per_token: int = 1,
+        on_device: bool = True,
     ) -> None:
         experts = host.experts
+        super().__init__(experts, dtype)
         self._host = host
         self._device = device
         self._cpu = cpu
         self._policy = policy
         self._calibration = calibration
-        self._rounded = rounded
+        self._on_device = on_device
         self._recorder = recorder
         self._layers = experts.layers
         self._count = experts.count
         self._memory = DeviceCache(host, device, policy, recorder.notice, experts_per_token)
         self._cache = self._memory.slabs
         self._side = DeviceSide(host, device, gates, self._memory, policy.cache, recorder)
-        self._popularity = Popularity(experts.layers, experts.count)
         self._pending: _Pending | None = None
         self._worth = CacheWorth()
         # Baselines are measured as they are.
@@ -96,10 +110,6 @@ class HybridExecutor:
             return f"hybrid (the GPU is lost; CPU: {self._cpu.description})"
         there = f"{self._memory.share:.0%} of the experts on {self._device.name}"
         return f"hybrid ({self._policy.name}; {there}; CPU: {self._cpu.description})"
-
-    @property
-    def popularity(self) -> Popularity:
-        return self._popularity
 
     @property
     def gpu_expert_bytes(self) -> int:
@@ -148,12 +158,12 @@ class HybridExecutor:
     def memory_for_trunk(self) -> int | None:
         """Bytes of the device's memory that the trunk's work may take, those of the experts included, which make room
         for it; None if the trunk is not there."""
-        if self._lost or not self._device.holds_trunk:
+        if self._lost or not self._holds_trunk:
             return None
         return max(0, self._device.memory()[0] + self.gpu_expert_bytes - RESERVE_BYTES)
 
     def make_room(self) -> bool:
-        """The trunk ran out of the device's memory: give it half of the experts'; whether there was any."""
+        """Somebody ran out of the device's memory: give back half of the experts'; whether there was any."""
         return not self._lost and self._memory.shrink(-(-self._cache.capacity // 2))
 
     def close(self) -> None:
@@ -165,122 +175,187 @@ class HybridExecutor:
 
     # --- running --------------------------------------------------------------------------------------------------
 
-    def run(self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """See :class:`engine.runtimes.torch.offload.executor.Executor`. The sum is made in float32 and rounded once.
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """What is weighted is what the CPU alone would have weighted: torch rounds an expert's result, the kernels do
+        not."""
+        return self._cpu.result_dtype
 
-        Raises ModelError if the device is lost and the trunk with it.
-        """
-        return self._measured(layer, hidden, indices, weights)
-
-    def run_scaled_input(
-        self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
+    def run(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        indices: torch.Tensor,
+        weights: torch.Tensor,
+        scale_input: bool = False,
     ) -> torch.Tensor:
+        """See :class:`engine.moe.backend.ExpertBackend`. The sum is made in float32 and rounded once.
+
+        Raises ModelError if the device is lost and the trunk with it, torch.OutOfMemoryError if there is no room on it.
+        """
+        if not scale_input:
+            return self._run(layer, hidden, indices, weights)
         tokens, k = indices.shape
-        scaled = (hidden[:, None, :] * weights[:, :, None]).to(hidden.dtype).reshape(tokens * k, -1)
-        routed = self._measured(layer, scaled, indices.reshape(-1, 1), None)
+        routed = self._run(layer, _scaled(hidden, weights), indices.reshape(-1, 1), None)
         return routed.view(tokens, k, -1).sum(dim=1, dtype=torch.float32).to(hidden.dtype)
 
-    def _measured(
-        self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor | None
-    ) -> torch.Tensor:
-        recorder = self._recorder
-        if not recorder.enabled:
-            return self._run(layer, hidden, indices, weights)
-        self._wait()
-        before = self._popularity.counts(layer)
-        start = recorder.clock()
-        out = self._run(layer, hidden, indices, weights)
-        begun = recorder.clock()
-        self._wait()
-        recorder.add(layer, "experts", begun - start)
-        recorder.add(layer, "wait", recorder.clock() - begun)
-        after = self._popularity.counts(layer)
-        recorder.add_routes(layer, [new - old for new, old in zip(after, before, strict=True)])
-        return out
+    def combined(self, routed: torch.Tensor, tokens: int, weights: torch.Tensor | None) -> torch.Tensor:
+        """See :class:`engine.runtimes.torch.offload.tensor_backend.TensorBackend`: the sum of the CPU."""
+        return self._cpu.combined(routed, tokens, weights)
 
-    def _wait(self) -> None:
-        """Until the device has done all it was asked."""
+    def outputs(
+        self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, input_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See :class:`engine.runtimes.torch.offload.tensor_backend.TensorBackend`. Whatever happens to the device, the
+        CPU runs what it cannot."""
+        if input_weights is not None:
+            return self.outputs(layer, _scaled(hidden, input_weights), indices.reshape(-1, 1))
+        self._count_tokens(layer, hidden)
+        routes = sort_routes(indices, self._count)
+        if not self._lost and routes.segments:
+            try:
+                return self._from_host(layer, routes, hidden)
+            except DeviceLost as error:
+                self._lose(error)
+            except OutOfDeviceMemory:
+                self.make_room()
+        self._count_routes(layer, routes)
+        return self._cpu.outputs(layer, hidden, indices)
+
+    def wait(self, result: torch.Tensor | None = None) -> None:
+        """See :class:`engine.moe.backend.ExpertBackend`."""
         if not self._lost:
             try:
                 self._device.synchronize()
             except DeviceLost as error:
                 self._lose(error)
 
+    @property
+    def _holds_trunk(self) -> bool:
+        return self._on_device and self._device.holds_trunk
+
     def _run(
         self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor | None
     ) -> torch.Tensor:
         if not hidden.shape[0]:
             return torch.zeros_like(hidden)
+        self._count_tokens(layer, hidden)
         if not self._lost:
             try:
-                return self._weighted(self._shared(layer, hidden, indices), hidden, weights)
+                return self._weighted(self._on_trunk(layer, hidden, indices), hidden, weights)
             except DeviceLost as error:
                 self._lose(error)
             except OutOfDeviceMemory as error:  # whoever runs the trunk may make room and try again
                 raise torch.OutOfMemoryError(str(error)) from error
         indices = indices.cpu()
-        if layer == self._layers[0]:
-            self._recorder.movement.tokens += hidden.shape[0]
         self._count_routes(layer, sort_routes(indices, self._count))
         routed = self._cpu.outputs(layer, hidden.cpu(), indices).to(hidden.device)
         return self._weighted(routed, hidden, weights)
 
     def _weighted(self, routed: torch.Tensor, hidden: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         """``routed`` [routes, hidden] to [tokens, hidden]: in the order of each token's routes."""
-        return weighted_sum(routed, hidden.shape[0], weights, self._rounded).to(hidden.dtype)
+        return weighted_sum(routed, hidden.shape[0], weights, self.result_dtype).to(hidden.dtype)
 
-    def _shared(self, layer: int, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """What each route's expert makes of its token, float32 [tokens * k, hidden] on the trunk's device."""
+    # --- a layer --------------------------------------------------------------------------------------------------
+
+    def _on_trunk(self, layer: int, hidden: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """What each route's expert makes of its token, float32 [tokens * k, hidden], all on the trunk's device."""
         device, movement = self._device, self._recorder.movement
-        if layer == self._layers[0]:
-            self._steps += 1
-            self._memory.watch()
-            self._side.next_step()
-            movement.tokens += hidden.shape[0]
+        self._begin_layer(layer)
         started = device.now()
         # Few hidden states come to the host together with the routes: one wait instead of two.
         few = hidden.shape[0] <= FEW_TOKENS
         fetched = device.download(indices, hidden) if few else device.download(indices)
         movement.activation_bytes += fetched[1].nbytes if few else 0
+        on_host = fetched[1] if few else None
         # The trunk has waited for what the device did in the layer before.
         self.settle()
         step = self._decide(layer, sort_routes(fetched[0], self._count), few)
+        with self._abandoned_on_error(step):
+            out, back = None, None
+            if self._side.begin_copies(step, self._uses_cache):
+                # The token of each route, and its place among the results, in one transfer.
+                routes = step.routes
+                places = device.upload(torch.stack((routes.order // routes.k, routes.back)))
+                out, back = self._side.begin_experts(step, hidden.index_select(0, places[0])), places[1]
+            cpu = self._run_cpu(step, hidden, on_host)
+            work = device.end() if out is not None else None
+            step.rows = None
+            if out is None or back is None:  # all of it on the CPU, and so all tokens: in the order of the routes
+                assert cpu is not None
+                movement.activation_bytes += cpu.results.nbytes
+                routed = device.upload(cpu.results)
+            else:
+                if cpu is not None:
+                    results = cpu.results.index_select(0, cpu.share.rows)
+                    movement.activation_bytes += results.nbytes
+                    out.index_copy_(0, device.upload(cpu.share.places), device.upload(results))
+                routed = out.index_select(0, back)
+            self._finish(step, started, cpu, work)
+        return routed
+
+    def _from_host(self, layer: int, routes: SortedRoutes, hidden: torch.Tensor) -> torch.Tensor:
+        """The same for ``hidden`` on the host, to the host; rows of routes with -1 are zero."""
+        device, movement = self._device, self._recorder.movement
+        self._begin_layer(layer)
+        self.settle()
+        started = device.now()
+        step = self._decide(layer, routes, hidden.shape[0] <= FEW_TOKENS)
+        with self._abandoned_on_error(step):
+            out = None
+            if self._side.begin_copies(step, self._uses_cache):
+                rows = hidden.index_select(0, routes.order // routes.k)
+                movement.activation_bytes += rows.nbytes
+                out = self._side.begin_experts(step, device.upload(rows))
+            cpu = self._run_cpu(step, hidden, hidden)
+            work = device.end() if out is not None else None
+            if out is None:
+                assert cpu is not None
+                routed = cpu.results
+            else:
+                (found,) = device.download(out)
+                movement.activation_bytes += found.nbytes
+                if cpu is not None:
+                    found[cpu.share.places] = cpu.results.index_select(0, cpu.share.rows)
+                routed = torch.zeros(routes.tokens * routes.k, hidden.shape[1])
+                routed[routes.order] = found
+            step.rows = None
+            self._finish(step, started, cpu, work)
+        return routed
+
+    def _count_tokens(self, layer: int, hidden: torch.Tensor) -> None:
+        if layer == self._layers[0]:
+            self._recorder.movement.tokens += hidden.shape[0]
+
+    def _begin_layer(self, layer: int) -> None:
+        if layer == self._layers[0]:
+            self._steps += 1
+            self._memory.watch()
+            self._side.next_step()
+
+    def _run_cpu(self, step: LayerStep, hidden: torch.Tensor, on_host: torch.Tensor | None) -> _CpuPart | None:
+        """The CPU's experts, while the device runs its own; ``on_host``: the hidden states, if they are there."""
+        if not step.cpu:
+            return None
+        share = host_share(step.routes, step.cpu, self._count, whole=on_host is not None)
+        rows = self._fetch(hidden, share.tokens) if on_host is None else on_host
+        started = self._device.now()
+        results = self._cpu.outputs(step.layer, rows, share.indices)
+        return _CpuPart(share, results, (started, self._device.now()))
+
+    def _finish(self, step: LayerStep, started: float, cpu: _CpuPart | None, work: LayerWork | None) -> None:
+        if self._uses_cache:
+            self._side.learn(step)
+        spans = None if cpu is None else cpu.seconds
+        self._pending = _Pending(step, started, self._device.now(), spans, work, self._without(step))
+
+    @contextlib.contextmanager
+    def _abandoned_on_error(self, step: LayerStep) -> Iterator[None]:
         try:
-            return self._run_step(step, hidden, fetched[1] if few else None, started)
+            yield
         except BaseException:
             self._abandon(step)
             raise
-
-    def _run_step(
-        self, step: LayerStep, hidden: torch.Tensor, on_host: torch.Tensor | None, started: float
-    ) -> torch.Tensor:
-        """``on_host``: the hidden states, if they came with the routes."""
-        device, movement = self._device, self._recorder.movement
-        begun = self._side.begin_copies(step, self._uses_cache)
-        there = self._side.begin_experts(step, hidden) if begun else None
-        cpu = None
-        if step.cpu:
-            share = host_share(step.routes, step.cpu, self._count, whole=on_host is not None)
-            rows = self._fetch(hidden, share.tokens) if on_host is None else on_host
-            cpu_started = device.now()
-            outputs = self._cpu.outputs(step.layer, rows, share.indices)
-            cpu = (cpu_started, device.now())
-        work = device.end() if begun else None
-        step.rows = None
-        if there is None:  # all of it on the CPU, and so all tokens: the results are in the order of the routes
-            movement.activation_bytes += outputs.nbytes
-            routed = device.upload(outputs)
-        else:
-            out, back = there
-            if step.cpu:
-                results = outputs.index_select(0, share.rows)
-                movement.activation_bytes += results.nbytes
-                out.index_copy_(0, device.upload(share.places), device.upload(results))
-            routed = out.index_select(0, back)
-        if self._uses_cache:
-            self._side.learn(step)
-        self._pending = _Pending(step, started, device.now(), cpu, work, self._without(step))
-        return routed
 
     def _abandon(self, step: LayerStep) -> None:
         """The step ended half-way: what was being copied is not held to be there."""
@@ -311,14 +386,14 @@ class HybridExecutor:
 
     def _count_routes(self, layer: int, routes: SortedRoutes) -> None:
         for expert, (start, stop) in routes.segments.items():
-            self._popularity.add(layer, expert, stop - start)
+            self.popularity.add(layer, expert, stop - start)
 
     def _lose(self, error: DeviceLost) -> None:
         """Go on without the device. Raises ModelError if the trunk was on it."""
         self._lost = True
         self._pending = None
         self._uses_cache = False
-        if self._device.holds_trunk:
+        if self._holds_trunk:
             raise ModelError(
                 f"{self._device.name} stopped working ({error}), and the model's trunk is on it; load the model again, "
                 "or with partitioning cpu.",
@@ -375,3 +450,9 @@ class HybridExecutor:
                 f"The cache of experts on {self._device.name} is switched off: layers took "
                 f"{self._worth.with_cache / self._worth.without_cache:.2f} times as long with it as without."
             )
+
+
+def _scaled(hidden: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """One row per route [tokens * k, hidden]: its token's, multiplied by its weight."""
+    scaled = (hidden[:, None, :] * weights[:, :, None]).to(hidden.dtype)
+    return scaled.reshape(weights.numel(), -1)

@@ -1,10 +1,8 @@
-"""Experts on this machine's CPU, or copied to its GPU one by one: which implementation runs, and why."""
+"""Experts on this machine's CPU: which implementation runs them in torch, and why."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -14,85 +12,28 @@ from engine.moe.kernels.bindings import KernelChoice, choose
 from engine.moe.kernels.layers import why_not
 from engine.moe.kernels.pool import physical_cores, shared_pool
 from engine.moe.prefetch import ReadAhead
-from engine.moe.timing import Recorder
-from engine.runtimes.torch.offload.executor import Executor
 from engine.runtimes.torch.offload.gates import FamilyGate
-from engine.runtimes.torch.offload.local_native import NativeLocalExecutor
-from engine.runtimes.torch.offload.local_torch import TorchLocalExecutor
+from engine.runtimes.torch.offload.local_native import TorchKernelBackend
+from engine.runtimes.torch.offload.local_torch import TorchBackend
+from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 from engine.runtimes.torch.offload.torch_tensors import NAMES, stored_dtype
 from engine.system.free_memory import available_bytes
 
 
-class CpuExperts(Protocol):
-    """Runs single routes of a layer on the CPU: its side of an executor that shares experts with other devices."""
-
-    @property
-    def description(self) -> str:
-        """``local (native avx512_bf16, 2 threads)`` or ``local (torch, cpu)``."""
-        ...
-
-    def outputs(
-        self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, input_weights: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """What each route's expert makes of its token, not weighted and not added up.
-
-        ``hidden`` [tokens, hidden] on the CPU, in the dtype computed in or float32; ``indices`` [tokens, k], int32 or
-        int64 on the CPU, -1 where another device runs the route. Returns float32 [tokens * k, hidden] in the order of
-        the routes, a new tensor; rows of routes with -1 are zero. A route's row does not depend on which other routes
-        are in the call, as far as the implementation can promise (see its description).
-        ``input_weights`` [tokens, k]: for families that scale what goes into an expert (llama4).
-        """
-        ...
-
-    @property
-    def counts(self) -> torch.Tensor:
-        """How many routes of the last call each expert ran, int64 [experts]; overwritten by the next call."""
-        ...
-
-
-class LocalExecutor(Executor, CpuExperts, Protocol):
-    """All experts run here."""
-
-    @property
-    def result_dtype(self) -> torch.dtype:
-        """What a route's result is before it is weighted: nothing is lost if it travels in this dtype."""
-        ...
-
-    def combined(self, routed: torch.Tensor, tokens: int, weights: torch.Tensor | None) -> torch.Tensor:
-        """The sum that :meth:`run` makes of results, to the bit, before it is rounded to hidden's dtype.
-
-        ``routed`` [tokens * k, hidden] in ``result_dtype``, in the order of the routes; ``weights`` [tokens, k] as
-        :meth:`run` gets them, None where they went into the input. Returns float32 [tokens, hidden]. ``tokens`` > 0.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Local:
-    """An executor and what the person should know about the choice, one line each."""
-
-    executor: LocalExecutor
-    notices: tuple[str, ...]
-
-
-def make_local_executor(
+def make_cpu_backend(
     experts: Experts,
     gates: Mapping[int, FamilyGate],
     dtype: torch.dtype,
-    device: torch.device,
-    recorder: Recorder,
     cpu_threads: int | None = None,
     trunk_bytes: int = 0,
-) -> Local:
-    """The fastest executor that can run ``experts`` in ``dtype`` on ``device``.
+) -> tuple[TensorBackend, tuple[str, ...]]:
+    """The fastest backend that can run ``experts`` on the CPU in ``dtype``, and a line for each fallback, with why.
 
     ``gates[layer]`` is what :func:`engine.runtimes.torch.experts_module.gate_of` says of the layer. ``cpu_threads``
     None: one per physical core. ``trunk_bytes`` of memory are still to be taken: what the machine has left decides
-    whether the experts stay in memory. The notices say which fallback was taken, and why.
+    whether the experts stay in memory.
     Raises ModelError if PRIVATELLM_KERNELS asks for what this CPU does not have.
     """
-    if device.type != "cpu":
-        return Local(TorchLocalExecutor(experts, gates, dtype, device, recorder), ())
     notices = []
     files = getattr(experts, "mapped_files", ())
     beyond = notice_beyond_memory("experts", experts.nbytes, files, max(0, available_bytes() - trunk_bytes))
@@ -101,28 +42,13 @@ def make_local_executor(
     read_ahead = None if beyond is None else ReadAhead(experts)
     choice = _kernels(dtype)
     reason = choice.reason if not choice.native else _unsuitable(experts, gates)
-    if reason is None:
-        pool = shared_pool(cpu_threads or physical_cores())
-        activations = {layer: gate.activation for layer, gate in gates.items() if gate.activation is not None}
-        executor: LocalExecutor = NativeLocalExecutor(experts, activations, choice, pool, recorder, read_ahead)
-    else:
+    if reason is not None:
         notices.append(f"The experts run in torch, not in the native kernels: {reason}.")
         notices += _slow_in_torch(experts, dtype)
-        executor = TorchLocalExecutor(experts, gates, dtype, device, recorder, read_ahead)
-    return Local(executor, tuple(notices))
-
-
-def make_cpu_experts(
-    experts: Experts,
-    gates: Mapping[int, FamilyGate],
-    dtype: torch.dtype,
-    recorder: Recorder,
-    cpu_threads: int | None = None,
-    trunk_bytes: int = 0,
-) -> tuple[CpuExperts, tuple[str, ...]]:
-    """The CPU's side of a hybrid executor, and its notices: the same choice as :func:`make_local_executor` makes."""
-    local = make_local_executor(experts, gates, dtype, torch.device("cpu"), recorder, cpu_threads, trunk_bytes)
-    return local.executor, local.notices
+        return TorchBackend(experts, gates, dtype, read_ahead), tuple(notices)
+    pool = shared_pool(cpu_threads or physical_cores())
+    activations = {layer: gate.activation for layer, gate in gates.items() if gate.activation is not None}
+    return TorchKernelBackend(experts, activations, dtype, choice, pool, read_ahead), tuple(notices)
 
 
 def _kernels(dtype: torch.dtype) -> KernelChoice:

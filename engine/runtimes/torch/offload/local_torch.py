@@ -1,4 +1,4 @@
-"""The local executor of the torch runtime: every expert runs on this machine, straight from the mapped file."""
+"""Experts of the torch runtime in torch's own operations on the CPU, straight from the mapped file."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from torch.nn.functional import linear, pad
 
 from engine.models.files import Experts, StoredTensor
 from engine.moe.prefetch import ReadAhead
-from engine.moe.timing import Recorder
 from engine.runtimes.torch.offload.combining import weighted_sum
 from engine.runtimes.torch.offload.gates import Gate
-from engine.runtimes.torch.offload.measured import MeasuredExecutor
+from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 from engine.runtimes.torch.offload.torch_kernels import kernels_for, padded_rows
 from engine.runtimes.torch.offload.torch_tensors import NAMES, stored_dtype, view
 
@@ -49,12 +48,12 @@ def run_expert(weights: ExpertTensors, gate: Gate, hidden: torch.Tensor) -> torc
     return out if weights.down_bias is None else out + weights.down_bias
 
 
-class TorchLocalExecutor(MeasuredExecutor):
-    """Runs experts with torch on ``device``.
+class TorchBackend(TensorBackend):
+    """Runs experts with torch.
 
-    The weights stay views of the mapped file. Where the stored dtype or the device differ from what is computed with,
-    an expert is converted or copied each time it is used and dropped afterwards, so memory stays bounded by one expert.
-    ``gates[layer]`` is the family's activation, taken from the module of the library that this executor stands in for.
+    The weights stay views of the mapped file. Where the stored dtype differs from what is computed with, an expert is
+    converted each time it is used and dropped afterwards, so memory stays bounded by one expert.
+    ``gates[layer]`` is the family's activation, taken from the module of the library that this backend stands in for.
     """
 
     def __init__(
@@ -62,51 +61,41 @@ class TorchLocalExecutor(MeasuredExecutor):
         experts: Experts,
         gates: Mapping[int, Gate],
         dtype: torch.dtype,
-        device: torch.device,
-        recorder: Recorder,
         read_ahead: ReadAhead | None = None,
     ) -> None:
-        super().__init__(experts, recorder)
-        self._experts = experts
+        super().__init__(experts, dtype)
         self._gates = gates
         self._read_ahead = read_ahead
-        self._dtype = dtype
-        self._device = device
         self._count = experts.count
         self._views: dict[tuple[int, int], ExpertTensors] = {}
-        self._pads = device.type == "cpu" and dtype == torch.bfloat16
-        self._last_counts = torch.zeros(experts.count, dtype=torch.int64)
-        self._in_place = device.type == "cpu" and stored_dtype(experts.dtype) == dtype
+        self._pads = dtype == torch.bfloat16
+        self._in_place = stored_dtype(experts.dtype) == dtype
 
     @property
     def description(self) -> str:
-        where = self._device.type if self._device.type == "cpu" else f"{self._device.type}, weights copied on demand"
-        converted = "" if stored_dtype(self._experts.dtype) == self._dtype else f", converted to {NAMES[self._dtype]}"
-        return f"local (torch, {where}{converted})"
-
-    @property
-    def counts(self) -> torch.Tensor:
-        return self._last_counts
+        converted = "" if self._in_place else f", converted to {NAMES[self.dtype]}"
+        return f"local (torch, cpu{converted})"
 
     def outputs(
         self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, input_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See :class:`engine.runtimes.torch.offload.local.CpuExperts`. oneDNN rounds a row of a product by how many
-        rows there are."""
+        """See :class:`engine.runtimes.torch.offload.tensor_backend.TensorBackend`.
+
+        oneDNN rounds a row of a product by how many rows there are.
+        """
         k = indices.shape[1]
         if self._read_ahead is not None:
             self._read_ahead.will_need(layer, indices)
         flat = indices.reshape(-1).long()
         routes = (flat >= 0).nonzero()[:, 0]
         out = torch.zeros(len(flat), hidden.shape[1], dtype=torch.float32)
-        self._last_counts = flat.index_select(0, routes).bincount(minlength=self._count)
         if not len(routes):
             return out
         order, _, sizes = self._by_expert(flat.index_select(0, routes)[:, None])
         chosen = routes.index_select(0, order)
-        rows = hidden.index_select(0, chosen // k).to(self._dtype)
+        rows = hidden.index_select(0, chosen // k).to(self.dtype)
         if input_weights is not None:
-            rows = rows * input_weights.reshape(-1).index_select(0, chosen)[:, None].to(self._dtype)
+            rows = rows * input_weights.reshape(-1).index_select(0, chosen)[:, None].to(self.dtype)
         parts = rows.split(list(sizes.values()))
         results = [self._expert(layer, expert, part) for expert, part in zip(sizes, parts, strict=True)]
         out[chosen] = torch.cat(results).float()
@@ -114,22 +103,28 @@ class TorchLocalExecutor(MeasuredExecutor):
 
     @property
     def result_dtype(self) -> torch.dtype:
-        """See :class:`engine.runtimes.torch.offload.local.LocalExecutor`."""
-        return self._dtype
+        """See :class:`engine.runtimes.torch.offload.tensor_backend.TensorBackend`."""
+        return self.dtype
 
     def combined(self, routed: torch.Tensor, tokens: int, weights: torch.Tensor | None) -> torch.Tensor:
-        """See :class:`engine.runtimes.torch.offload.local.LocalExecutor`."""
+        """See :class:`engine.runtimes.torch.offload.tensor_backend.TensorBackend`."""
         if tokens > 1:
-            return weighted_sum(routed, tokens, weights, self._dtype)
+            return weighted_sum(routed, tokens, weights, self.dtype)
         out = torch.zeros(1, routed.shape[1], dtype=torch.float32)
         for position in range(routed.shape[0]):
             result = routed[position : position + 1]
             out += result if weights is None else result * weights[:, position, None]
         return out
 
-    def _run(
-        self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, scale_input: bool
+    def run(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        indices: torch.Tensor,
+        weights: torch.Tensor,
+        scale_input: bool = False,
     ) -> torch.Tensor:
+        """The sum is made in float32 and rounded once, as in the library's own grouped and batched implementations."""
         tokens, k = indices.shape
         if self._read_ahead is not None:
             self._read_ahead.will_need(layer, indices)
@@ -151,7 +146,7 @@ class TorchLocalExecutor(MeasuredExecutor):
     def _expert(self, layer: int, expert: int, hidden: torch.Tensor) -> torch.Tensor:
         """One expert on the tokens sent to it, [tokens, hidden]."""
         rows = hidden.shape[0]
-        self._popularity.add(layer, expert, rows)
+        self.popularity.add(layer, expert, rows)
         more = padded_rows(rows) - rows if self._pads else 0
         with kernels_for(rows):
             given = pad(hidden, (0, 0, 0, more)) if more else hidden
@@ -185,7 +180,7 @@ class TorchLocalExecutor(MeasuredExecutor):
         return found if self._in_place else self._moved(found)
 
     def _open(self, layer: int, expert: int) -> ExpertTensors:
-        stored = self._experts.expert(layer, expert)
+        stored = self.experts.expert(layer, expert)
 
         def optional(tensor: StoredTensor | None) -> torch.Tensor | None:
             return None if tensor is None else view(tensor)
@@ -202,7 +197,7 @@ class TorchLocalExecutor(MeasuredExecutor):
 
     def _moved(self, tensors: ExpertTensors) -> ExpertTensors:
         def moved(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device=self._device, dtype=self._dtype)
+            return tensor.to(self.dtype)
 
         def optional(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else moved(tensor)
@@ -221,7 +216,3 @@ class TorchLocalExecutor(MeasuredExecutor):
             up_bias=optional(tensors.up_bias),
             down_bias=optional(tensors.down_bias),
         )
-
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)

@@ -9,12 +9,11 @@ import torch
 
 from engine.ipc.progress import ProgressCallback
 from engine.models.files import Experts, ExpertWeights, StoredTensor
-from engine.moe.timing import Recorder
 from engine.runtimes.torch.offload.cuda_device import find_gpu
 from engine.runtimes.torch.offload.devices import DeviceError, ExpertDevice
 from engine.runtimes.torch.offload.gates import Activation, FamilyGate
 from engine.runtimes.torch.offload.host_memory import HostExperts
-from engine.runtimes.torch.offload.local import make_cpu_experts
+from engine.runtimes.torch.offload.local import make_cpu_backend
 from engine.runtimes.torch.offload.torch_tensors import NAMES
 from engine.system.free_memory import available_bytes
 
@@ -34,8 +33,7 @@ class LocalCpuSide:
         # Every activation costs about the same; the commonest stands for all.
         silu = Activation("silu")
         gates = dict.fromkeys(experts.layers, FamilyGate(silu, silu))
-        recorder = Recorder(max(experts.layers) + 1, experts.layers, experts.count)
-        self.cpu, self.notices = make_cpu_experts(experts, gates, self._dtype, recorder, cpu_threads)
+        self.cpu, self.notices = make_cpu_backend(experts, gates, self._dtype, cpu_threads)
         first = experts.expert(experts.layers[0], 0)
         self._hidden = first.gate.shape[1]
         self._calls = calls_in_turn(experts, min(max(1, experts_per_token), experts.count))

@@ -12,15 +12,17 @@ FEW_ROUTES = 96
 
 @dataclass(frozen=True)
 class SortedRoutes:
-    """``order`` [routes]: the routes, counted token by token, in the order of their experts; ``back`` [routes]: the
-    place of each route in that order; ``segments``: where each active expert's routes begin and end in it, ascending.
+    """``order`` [n]: the n routes that run here, counted token by token, in the order of their experts.
+
+    ``back`` [routes]: the place of each route in that order, -1 where somebody else runs it. ``segments``: where each
+    active expert's routes begin and end in it, ascending.
     """
 
     tokens: int
     k: int
     """Routes per token."""
     indices: torch.Tensor
-    """[tokens, k] on the host."""
+    """[tokens, k] on the host, -1 where somebody else runs the route."""
     order: torch.Tensor
     back: torch.Tensor
     segments: dict[int, tuple[int, int]]
@@ -29,24 +31,25 @@ class SortedRoutes:
 
 
 def sort_routes(indices: torch.Tensor, experts: int) -> SortedRoutes:
-    """Sort ``indices`` [tokens, k], which are on the host; routes to one expert keep their order."""
+    """Sort ``indices`` [tokens, k], which are on the host; routes to one expert keep their order, -1 is left out."""
     tokens, k = indices.shape
     sizes: dict[int, int] = {}
     numbers = None
     if tokens * k > FEW_ROUTES:
         flat = indices.reshape(-1).long()
-        order = flat.argsort(stable=True)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(tokens * k)
-        sizes = {expert: count for expert, count in enumerate(flat.bincount(minlength=experts).tolist()) if count}
+        order = flat.argsort(stable=True)[int((flat < 0).sum()) :]
+        back = torch.full_like(flat, -1)
+        back[order] = torch.arange(len(order))
+        counts = flat[flat >= 0].bincount(minlength=experts).tolist()
+        sizes = {expert: count for expert, count in enumerate(counts) if count}
     else:
         chosen: list[int] = indices.reshape(-1).tolist()
-        ordered = sorted(range(tokens * k), key=chosen.__getitem__)
-        places = [0] * len(ordered)
+        ordered = sorted((route for route in range(tokens * k) if chosen[route] >= 0), key=chosen.__getitem__)
+        places = [-1] * len(chosen)
         for place, route in enumerate(ordered):
             places[route] = place
             sizes[chosen[route]] = sizes.get(chosen[route], 0) + 1
-        order, back = torch.tensor(ordered), torch.tensor(places)
+        order, back = torch.tensor(ordered, dtype=torch.int64), torch.tensor(places)
         numbers = (chosen, ordered)
     segments: dict[int, tuple[int, int]] = {}
     position = 0
@@ -58,7 +61,8 @@ def sort_routes(indices: torch.Tensor, experts: int) -> SortedRoutes:
 
 @dataclass(frozen=True)
 class HostShare:
-    """The routes that the CPU runs, as :class:`engine.runtimes.torch.offload.local.CpuExperts` takes them."""
+    """The routes that the CPU runs, as its :class:`engine.runtimes.torch.offload.tensor_backend.TensorBackend` takes
+    them."""
 
     tokens: torch.Tensor | None
     """The tokens that are needed, ascending; None: all."""
@@ -80,7 +84,7 @@ def host_share(routes: SortedRoutes, experts: set[int], count: int, whole: bool)
         return HostShare(None, masked.view(routes.tokens, routes.k), rows, torch.tensor(mine))
     wanted = torch.zeros(count, dtype=torch.bool)
     wanted[sorted(experts)] = True
-    masked = torch.where(wanted[routes.indices.long()], routes.indices, -1)
+    masked = torch.where((routes.indices >= 0) & wanted[routes.indices.long().clamp(min=0)], routes.indices, -1)
     places = torch.cat([torch.arange(*routes.segments[expert]) for expert in sorted(experts)])
     rows = routes.order[places]
     if whole:

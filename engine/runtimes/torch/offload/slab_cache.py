@@ -130,14 +130,12 @@ class SlabCache:
 
         They are worth what an expert of average use is worth after long use: else one prompt, which uses all experts
         of all layers once, would put them out, and with them what popularity told. A rule of kind ``layers`` takes
-        whole layers, from the last one down.
+        whole layers of what is in ``order``, from the last one down.
         """
         if self.rule.kind == "none":
             return []
         if self.rule.kind == "layers":
-            whole = len(self._slots) // self._experts if self._experts else 0
-            chosen = self._layers[len(self._layers) - whole :]
-            order = [(layer, expert) for layer in chosen for expert in range(self._experts)]
+            order = self._whole_layers(set(order))
         filled = []
         for rank, key in enumerate(order):
             free = self._free[self._pool(key[0])]
@@ -147,6 +145,16 @@ class SlabCache:
             self._worth.setdefault(key, self._seed_worth - rank * 1e-9)
             filled.append((key, self._put(key, free.pop())))
         return filled
+
+    def _whole_layers(self, known: Collection[Key]) -> list[Key]:
+        """The experts ``known`` of as many of the last layers as there are slots for."""
+        chosen: list[Key] = []
+        for layer in reversed(self._layers):
+            row = [(layer, expert) for expert in range(self._experts) if (layer, expert) in known]
+            if len(chosen) + len(row) > len(self._slots):
+                break
+            chosen = row + chosen
+        return chosen
 
     def shrink(self, slots: int, layer: int = -1, needed: Collection[int] = ()) -> list[Slot]:
         """Give up at least ``slots`` slots if there are as many, in whole groups, those with the coldest experts first.

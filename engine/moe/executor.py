@@ -1,0 +1,230 @@
+"""What a trunk asks for the weighted sum of a layer's routed experts: this machine alone, or a ring of machines.
+
+Both are compositions of a backend, which knows where the experts are, and know nothing of how it runs them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Generic
+
+import numpy as np
+
+from engine.errors import ModelError
+from engine.moe.backend import Array, ExpertBackend, LayerCall
+from engine.moe.expert_parallel import (
+    FLOAT32,
+    Floats,
+    Gathered,
+    HostRows,
+    Indices,
+    LayerExchange,
+    Words,
+    run_calls,
+)
+from engine.moe.popularity import Popularity
+from engine.moe.rank_context import RankContext
+from engine.moe.timing import Recorder
+
+FEW_ROUTES = 64
+"""Most routes that are counted in Python; numpy is slower on few and faster on many."""
+
+
+class Executor(ABC, Generic[Array]):
+    """Turns hidden states and routes into the experts' weighted sum. One thread at a time."""
+
+    backend: ExpertBackend[Array]
+
+    in_ring: bool
+    """Whether other machines come to every layer, too, so that it is to be run even without tokens."""
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """How the experts run, in a few words."""
+
+    @property
+    @abstractmethod
+    def popularity(self) -> Popularity | None:
+        """How often each expert was used since the model was loaded, whoever ran it; None where nobody counts."""
+
+    @abstractmethod
+    def run(
+        self,
+        layer: int,
+        hidden: Array,
+        indices: Array,
+        weights: Array,
+        scale_input: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Array:
+        """The weighted sum of the experts of ``layer``, [tokens, width] in the dtype of ``hidden`` [tokens, width].
+
+        ``indices`` [tokens, k] are the experts of each token, distinct within a token; ``weights`` [tokens, k] are in
+        the model's dtype or float32. ``scale_input``: the weights multiply what goes into an expert. ``meanwhile`` is
+        work of the trunk that an executor does while it waits for others; where there are none it is not done.
+        """
+
+
+class LocalExecutor(Executor[Array]):
+    """All experts are this machine's."""
+
+    in_ring = False
+
+    def __init__(self, backend: ExpertBackend[Array], recorder: Recorder) -> None:
+        self.backend = backend
+        self._recorder = recorder
+
+    @property
+    def description(self) -> str:
+        return self.backend.description
+
+    @property
+    def popularity(self) -> Popularity | None:
+        return self.backend.popularity
+
+    def run(
+        self,
+        layer: int,
+        hidden: Array,
+        indices: Array,
+        weights: Array,
+        scale_input: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Array:
+        backend, recorder, counted = self.backend, self._recorder, self.backend.popularity
+        if not recorder.enabled:
+            return backend.run(layer, hidden, indices, weights, scale_input)
+        before = () if counted is None else counted.counts(layer)
+        backend.wait()
+        started = recorder.clock()
+        out = backend.run(layer, hidden, indices, weights, scale_input)
+        begun = recorder.clock()
+        backend.wait(out)
+        recorder.add(layer, "experts", begun - started)
+        recorder.add(layer, backend.wait_part, recorder.clock() - begun)
+        if counted is not None:
+            after = counted.counts(layer)
+            recorder.add_routes(layer, [new - old for new, old in zip(after, before, strict=True)])
+        return out
+
+
+class RingExecutor(Executor[Array]):
+    """The experts of ``context`` are this machine's, the results of the others come by ``exchange``.
+
+    In exact mode un-weighted results travel as the backend makes them, and the sum is that of one machine to the bit.
+    In central mode they travel as float32. In fast mode every machine's weighted sum travels.
+    """
+
+    in_ring = True
+
+    def __init__(
+        self,
+        backend: ExpertBackend[Array],
+        exchange: LayerExchange,
+        context: RankContext,
+        layers: Iterable[int],
+        experts: int,
+        recorder: Recorder,
+    ) -> None:
+        """``layers`` have ``experts`` routed experts each. The exchange gets ``recorder``, too."""
+        self.backend = backend
+        self._exchange = exchange
+        self._context = context
+        self._popularity = Popularity(layers, experts)
+        self._experts = experts
+        self._recorder = recorder
+        exchange.recorder = recorder
+
+    @property
+    def description(self) -> str:
+        context = self._context
+        return f"ring (node {context.rank + 1} of {context.nodes}, {context.mode}; {self.backend.description})"
+
+    @property
+    def popularity(self) -> Popularity:
+        """Of all routes, whoever ran them."""
+        return self._popularity
+
+    def run(
+        self,
+        layer: int,
+        hidden: Array,
+        indices: Array,
+        weights: Array,
+        scale_input: bool = False,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Array:
+        """See :class:`Executor`. Raises what the exchange raises, PeerLost above all.
+
+        What ``meanwhile`` raises is raised after the exchange, so that the nodes stay in step.
+        """
+        backend, exchange = self.backend, self._exchange
+        call = backend.begin(layer, hidden, indices, weights, scale_input)
+        rows = HostRows(backend.hidden_on_host(call), scale_input) if exchange.needs_hidden else None
+        problem: BaseException | None = None
+        routes = call.routes
+        while True:
+            calls = exchange.assign(layer, routes, rows, mended=routes is not call.routes)
+            try:
+                mine = run_calls(calls, partial(self._contribution, call, routes.weights))
+            except BaseException as error:
+                exchange.leave(error)
+                raise
+            exchange.send(mine, call.width, self._word(call))
+            if meanwhile is not None:
+                try:
+                    meanwhile()
+                except BaseException as error:
+                    problem = error
+                meanwhile = None
+            found = exchange.receive()
+            if isinstance(found, Gathered):
+                break
+            routes = found
+        if problem is not None:
+            raise problem
+        return self._summed(call, found)
+
+    def _word(self, call: LayerCall[Array]) -> np.dtype[Any]:
+        return call.word if self._context.mode == "exact" else FLOAT32
+
+    def _contribution(self, call: LayerCall[Array], weights: Floats, mine: Indices, extra: tuple[int, ...]) -> Words:
+        """What this machine sends of a layer."""
+        began = self._recorder.clock()
+        if self._context.mode == "fast":
+            out = self.backend.sums(call, mine, weights, extra)
+        else:
+            out = self.backend.results(call, mine, weights, extra, self._word(call))
+        self._recorder.add(call.layer, "experts", self._recorder.clock() - began)
+        return out
+
+    def _summed(self, call: LayerCall[Array], found: Gathered) -> Array:
+        began = self._recorder.clock()
+        self._count(call.layer, found.indices)
+        if found.outputs is None:
+            out = self.backend.added(call, found.sums)
+        else:
+            out = self.backend.joined(call, found.outputs, found.weights, self._word(call))
+        if self._recorder.enabled:
+            self.backend.wait(out)
+            self._recorder.add(call.layer, "experts", self._recorder.clock() - began)
+        return out
+
+    def _count(self, layer: int, indices: Indices) -> None:
+        """Count all routes of a layer. Raises ModelError for an expert that no layer has."""
+        if indices.size <= FEW_ROUTES:
+            counts = dict.fromkeys(chosen := indices.reshape(-1).tolist(), 0)
+            for expert in chosen:
+                counts[expert] += 1
+        else:
+            numbers, sizes = np.unique(indices, return_counts=True)
+            counts = dict(zip(numbers.tolist(), sizes.tolist(), strict=True))
+        if counts and not 0 <= min(counts) <= max(counts) < self._experts:
+            raise ModelError(f"The exchange gave routes to experts that layer {layer} does not have.", kind="internal")
+        for expert, count in counts.items():
+            self._popularity.add(layer, expert, count)
+        if self._recorder.enabled:
+            self._recorder.add_routes(layer, [counts.get(expert, 0) for expert in range(self._experts)])

@@ -1,0 +1,213 @@
+"""Experts in mlx's memory: mlx-lm's ``SwitchGLU`` modules, and which of a layer's experts are in them.
+
+In a ring, routes and results cross the border to the host, where the exchange is: the GPU is waited for twice per MoE
+layer. The results of all machines are added up with the very expression of one machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from numpy.typing import NDArray
+
+from engine.errors import ModelError
+from engine.moe.backend import ExpertBackend, LayerCall
+from engine.moe.expert_parallel import Floats, HostRows, Indices, Routes, Words
+from engine.planning.placement import Placement
+
+Array = Any
+
+SORTED_FROM = 64
+"""Fewest routes that mlx-lm's experts sort, which may choose another kernel."""
+_WORDS: dict[Any, np.dtype[Any]] = {
+    mx.float32: np.dtype(np.float32),
+    mx.bfloat16: np.dtype(np.uint16),
+    mx.float16: np.dtype(np.uint16),
+}
+
+
+@dataclass(slots=True)
+class _MlxCall(LayerCall[Array]):
+    """``dtype`` is that of the experts' results."""
+
+    dtype: Any = None
+
+
+class MlxBackend(ExpertBackend[Array]):
+    """See :class:`engine.moe.backend.ExpertBackend`. Hidden states that :meth:`run` gets are [..., width].
+
+    ``experts[layer]`` is a ``SwitchGLU`` of the experts of that layer that are here, ascending; a layer of which there
+    are none is absent. ``slots[layer]`` says which they are; None: all are here.
+    """
+
+    popularity = None
+
+    def __init__(
+        self, experts: Mapping[int, Any], device: str, slots: Mapping[int, NDArray[np.int32]] | None = None
+    ) -> None:
+        self._experts = dict(experts)
+        self._slots = slots or {}
+        self._device = device
+        self._dtypes: dict[Any, Any] = {}
+
+    @property
+    def description(self) -> str:
+        return f"local (mlx, {self._device})"
+
+    @property
+    def held(self) -> int:
+        return sum(int(tree_flatten(each.parameters())[0][1].shape[0]) for each in self._experts.values())
+
+    def run(self, layer: int, hidden: Array, indices: Array, weights: Array, scale_input: bool = False) -> Array:
+        if scale_input:
+            raise _scales()
+        return _weighted_sum(self._experts[layer](hidden, indices), weights)
+
+    def begin(self, layer: int, hidden: Array, indices: Array, weights: Array, scale_input: bool = False) -> _MlxCall:
+        if scale_input:
+            raise _scales()
+        # All that crosses the border is converted first, so that the GPU is waited for once here, and once for results.
+        routes, scales = indices.astype(mx.int32), weights.astype(mx.float32)
+        mx.eval(hidden, routes, scales)
+        chosen = np.array(routes).reshape(-1, indices.shape[-1])
+        shares = np.array(scales).reshape(chosen.shape)
+        width, dtype = int(hidden.shape[1]), self._result_dtype(hidden.dtype)
+        return _MlxCall(layer, hidden, weights, Routes(chosen, shares), width, _WORDS[dtype], False, dtype)
+
+    def begin_on_host(self, layer: int, hidden: HostRows, routes: Routes) -> _MlxCall:
+        if hidden.scale_input:
+            raise _scales()
+        dtype = self._computes_in
+        rows, weights = mx.array(hidden.rows).astype(dtype), mx.array(routes.weights)
+        return _MlxCall(layer, rows, weights, routes, int(hidden.rows.shape[1]), _WORDS[dtype], False, dtype)
+
+    def hidden_on_host(self, call: LayerCall[Array]) -> Floats:
+        return np.array(call.hidden.astype(mx.float32))
+
+    def results(
+        self, call: LayerCall[Array], mine: Indices, weights: Floats, extra: Sequence[int], word: np.dtype[Any]
+    ) -> Words:
+        dtype = _dtype_of(call)
+        found = self.arrays(call.layer, call.hidden, mine, dtype, extra)
+        return _to_words(found if word == _WORDS[dtype] else found.astype(mx.float32))
+
+    def sums(self, call: LayerCall[Array], mine: Indices, weights: Floats, extra: Sequence[int]) -> Words:
+        results = self.arrays(call.layer, call.hidden, mine, _dtype_of(call), extra)
+        tokens, k = mine.shape
+        shares = mx.array(np.where(mine >= 0, weights, np.float32(0)))
+        return _to_words(_weighted_sum(results.reshape(tokens, k, -1).astype(mx.float32), shares))
+
+    def joined(self, call: LayerCall[Array], outputs: Words, weights: Floats, word: np.dtype[Any]) -> Array:
+        dtype = _dtype_of(call)
+        shares = call.weights
+        if weights is not call.routes.weights:
+            shares = mx.array(weights).astype(shares.dtype).reshape(shares.shape)
+        found = _from_words(outputs, dtype if word == _WORDS[dtype] else mx.float32).astype(dtype)
+        return _weighted_sum(found.reshape(*shares.shape, -1), shares).reshape(call.hidden.shape)
+
+    def added(self, call: LayerCall[Array], sums: Sequence[Words]) -> Array:
+        total = mx.array(sums[0]) if sums else mx.zeros(call.hidden.shape, mx.float32)
+        for other in sums[1:]:
+            total = total + mx.array(other)
+        return total.astype(_dtype_of(call))
+
+    def run_here(self, layer: int, hidden: Array, indices: Array, weights: Array) -> Array:
+        """As :meth:`run`, without the experts that are not here."""
+        call = self.begin(layer, hidden, indices, weights)
+        chosen = call.routes.indices
+        held = np.where(self._slots[layer][chosen] >= 0, chosen, np.int32(-1))
+        results = self.results(call, held, call.routes.weights, (), call.word)
+        return self.joined(call, results, call.routes.weights, call.word)
+
+    def wait(self, result: Array | None = None) -> None:
+        if result is not None:
+            mx.eval(result)
+
+    def arrays(self, layer: int, rows: Array, indices: Indices, dtype: Any, extra: Sequence[int] = ()) -> Array:
+        """The results [tokens * k, width] of the routes that are not -1; zeros elsewhere."""
+        chosen = indices.reshape(-1)
+        routes = np.flatnonzero(chosen >= 0)
+        slots = self._slots[layer]
+        wanted = [slots[chosen[routes]], slots[list(extra)]]
+        tokens = [routes // indices.shape[1], np.zeros(len(extra), np.intp)]
+        out = mx.zeros((len(chosen), rows.shape[1]), dtype)
+        number = len(routes) + len(extra)
+        if not number:
+            return out
+        if len(chosen) >= SORTED_FROM > number:
+            # One machine would have sorted these routes.
+            wanted.append(np.full(SORTED_FROM - number, wanted[0][0] if len(routes) else wanted[1][0], np.int32))
+            tokens.append(np.zeros(SORTED_FROM - number, np.intp))
+        given = rows[mx.array(np.concatenate(tokens).astype(np.int32))]
+        found = self._experts[layer](given, mx.array(np.concatenate(wanted).astype(np.int32))[:, None])[:, 0]
+        if len(routes):
+            out[mx.array(routes.astype(np.int32))] = found[: len(routes)]
+        else:
+            # Nobody asks for it: it is run so that the experts' memory stays wired.
+            mx.async_eval(found)  # type: ignore[no-untyped-call]
+        return out
+
+    def close(self) -> None:
+        """Drop the experts."""
+        self._experts.clear()
+
+    @property
+    def _computes_in(self) -> Any:
+        """The dtype of the experts, or of what scales them where they are quantised."""
+        for experts in self._experts.values():
+            linear = experts.down_proj
+            scales = linear.get("scales")
+            kept = linear["weight"].dtype if scales is None else scales.dtype
+            return kept if kept in _WORDS else mx.float32
+        return mx.float32
+
+    def _result_dtype(self, hidden: Any) -> Any:
+        """What an expert makes of hidden states of that type: the same on all nodes that hold any."""
+        found = self._dtypes.get(hidden)
+        if found is None:
+            found = hidden
+            for experts in self._experts.values():
+                scales = experts.down_proj.get("scales")
+                kept = experts.down_proj["weight"].dtype if scales is None else scales.dtype
+                if kept in _WORDS:
+                    found = mx.result_type(mx.zeros(1, hidden), mx.zeros(1, kept))
+                break
+            self._dtypes[hidden] = found
+        return found
+
+
+def _dtype_of(call: LayerCall[Array]) -> Any:
+    assert isinstance(call, _MlxCall)
+    return call.dtype
+
+
+def _scales() -> ModelError:
+    return ModelError("mlx runs no family that scales its experts' inputs; choose the torch runtime.")
+
+
+def _weighted_sum(outputs: Array, weights: Array) -> Array:
+    """``outputs`` [..., k, hidden] of k experts, ``weights`` [..., k]: their sum [..., hidden]."""
+    return (outputs * weights[..., None]).sum(axis=-2).astype(outputs.dtype)
+
+
+def slots_of(placement: Placement, rank: int, layer: int) -> NDArray[np.int32]:
+    """Per expert, its place among those of ``layer`` that ``rank`` holds; -1 for the others."""
+    slots = np.full(placement.experts, -1, np.int32)
+    held = list(placement.held(rank, layer))
+    slots[held] = np.arange(len(held))
+    return slots
+
+
+def _to_words(array: Array) -> Words:
+    words: Words = np.array(array if array.dtype == mx.float32 else array.view(mx.uint16))
+    return words
+
+
+def _from_words(words: Words, dtype: Any) -> Array:
+    array = mx.array(words)
+    return array if dtype == mx.float32 else array.view(dtype)

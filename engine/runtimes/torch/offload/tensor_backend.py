@@ -1,0 +1,140 @@
+"""What backends of the torch runtime have in common: tensors in, words of the exchange out."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.models.files import Experts
+from engine.moe.backend import ExpertBackend, LayerCall
+from engine.moe.expert_parallel import Floats, HostRows, Indices, Routes, Words
+from engine.moe.popularity import Popularity
+
+_WORDS: dict[torch.dtype, np.dtype[Any]] = {
+    torch.float32: np.dtype(np.float32),
+    torch.bfloat16: np.dtype(np.uint16),
+    torch.float16: np.dtype(np.uint16),
+}
+
+
+class TensorBackend(ExpertBackend[torch.Tensor]):
+    """See :class:`engine.moe.backend.ExpertBackend`. In a ring, tensors are on the CPU.
+
+    ``experts`` are those that can be run; ``dtype`` is what the trunk computes in.
+    """
+
+    popularity: Popularity
+
+    def __init__(self, experts: Experts, dtype: torch.dtype) -> None:
+        self.experts = experts
+        self.dtype = dtype
+        self.popularity = Popularity(experts.layers, experts.count)
+
+    @property
+    def held(self) -> int:
+        return sum(len(self.experts.held(layer)) for layer in self.experts.layers)
+
+    @property
+    @abstractmethod
+    def result_dtype(self) -> torch.dtype:
+        """What a route's result is before it is weighted: nothing is lost if it travels in this dtype."""
+
+    @abstractmethod
+    def outputs(
+        self, layer: int, hidden: torch.Tensor, indices: torch.Tensor, input_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """What each route's expert makes of its token, not weighted and not added up.
+
+        ``hidden`` [tokens, hidden] on the CPU, in the dtype computed in or float32; ``indices`` [tokens, k], int32 or
+        int64 on the CPU, -1 where somebody else runs the route. Returns float32 [tokens * k, hidden] in the order of
+        the routes, a new tensor; rows of routes with -1 are zero. A route's row does not depend on which other routes
+        are in the call, as far as the implementation can promise (see its description).
+        ``input_weights`` [tokens, k]: for families that scale what goes into an expert (llama4).
+        """
+
+    @abstractmethod
+    def combined(self, routed: torch.Tensor, tokens: int, weights: torch.Tensor | None) -> torch.Tensor:
+        """The sum that one CPU makes of results, to the bit, before it is rounded to hidden's dtype.
+
+        ``routed`` [tokens * k, hidden] in ``result_dtype``, in the order of the routes; ``weights`` [tokens, k] as the
+        router made them, None where they went into the input. Returns float32 [tokens, hidden]. ``tokens`` > 0.
+        """
+
+    def begin(
+        self,
+        layer: int,
+        hidden: torch.Tensor,
+        indices: torch.Tensor,
+        weights: torch.Tensor,
+        scale_input: bool = False,
+    ) -> LayerCall[torch.Tensor]:
+        routes = Routes(indices.to(torch.int32).contiguous().numpy(), weights.float().contiguous().numpy())
+        return LayerCall(layer, hidden, weights, routes, hidden.shape[1], _WORDS[self.result_dtype], scale_input)
+
+    def begin_on_host(self, layer: int, hidden: HostRows, routes: Routes) -> LayerCall[torch.Tensor]:
+        rows = torch.from_numpy(hidden.rows).to(self.dtype)
+        weights = torch.from_numpy(routes.weights).to(self.dtype)
+        word = _WORDS[self.result_dtype]
+        return LayerCall(layer, rows, weights, routes, rows.shape[1], word, hidden.scale_input)
+
+    def hidden_on_host(self, call: LayerCall[torch.Tensor]) -> Floats:
+        found: Floats = call.hidden.float().contiguous().numpy()
+        return found
+
+    def results(
+        self,
+        call: LayerCall[torch.Tensor],
+        mine: Indices,
+        weights: Floats,
+        extra: Sequence[int],
+        word: np.dtype[Any],
+    ) -> Words:
+        routed = self._routed(call, mine, weights, extra)
+        return _words(routed if word == call.word else routed.float())
+
+    def sums(self, call: LayerCall[torch.Tensor], mine: Indices, weights: Floats, extra: Sequence[int]) -> Words:
+        routed = self._routed(call, mine, weights, extra)
+        return _words(self.combined(routed, len(mine), _shares(call, weights)))
+
+    def joined(
+        self, call: LayerCall[torch.Tensor], outputs: Words, weights: Floats, word: np.dtype[Any]
+    ) -> torch.Tensor:
+        tokens = call.hidden.shape[0]
+        if not tokens:
+            return torch.zeros_like(call.hidden)
+        travelled = self.result_dtype if word == call.word else torch.float32
+        routed = torch.from_numpy(outputs).view(travelled).to(self.result_dtype)
+        return self.combined(routed, tokens, _shares(call, weights)).to(call.hidden.dtype)
+
+    def added(self, call: LayerCall[torch.Tensor], sums: Sequence[Words]) -> torch.Tensor:
+        if not sums:
+            return torch.zeros_like(call.hidden)
+        total = torch.from_numpy(sums[0])
+        for other in sums[1:]:
+            total += torch.from_numpy(other)
+        return total.to(call.hidden.dtype)
+
+    def _routed(
+        self, call: LayerCall[torch.Tensor], mine: Indices, weights: Floats, extra: Sequence[int]
+    ) -> torch.Tensor:
+        """The results of the routes ``mine`` [tokens * k, width] in the dtype in which one machine weights them."""
+        if extra:
+            self.outputs(call.layer, call.hidden[:1], torch.tensor([list(extra)], dtype=torch.int32))
+        scales = torch.from_numpy(weights).to(call.weights.dtype) if call.scale_input else None
+        return self.outputs(call.layer, call.hidden, torch.from_numpy(mine), scales).to(self.result_dtype)
+
+
+def _shares(call: LayerCall[torch.Tensor], weights: Floats) -> torch.Tensor | None:
+    """What results are weighted with; None where the inputs were."""
+    return None if call.scale_input else torch.from_numpy(weights).to(call.weights.dtype)
+
+
+def _words(tensor: torch.Tensor) -> Words:
+    """``tensor`` as numbers that travel: float32, or two-byte words."""
+    plain = tensor if tensor.dtype == torch.float32 else tensor.view(torch.int16)
+    words: Words = plain.numpy()
+    return words.view(_WORDS[tensor.dtype])
