@@ -23,7 +23,8 @@ class LayerCall(Generic[Array]):
 
     ``hidden`` [tokens, width]; ``weights`` [..., k] as the router made them: their dtype is that of the weighting.
     ``routes`` are the same routes on the host. ``scale_input``: weights multiply the experts' inputs (llama4).
-    ``word``: numbers in which an un-weighted result travels without loss.
+    ``word``: numbers in which an un-weighted result travels without loss. ``rows``: the hidden states on the host,
+    float32 [tokens, width], where :meth:`ExpertBackend.begin` was asked for them.
     """
 
     layer: int
@@ -33,6 +34,7 @@ class LayerCall(Generic[Array]):
     width: int
     word: np.dtype[Any]
     scale_input: bool = False
+    rows: Floats | None = None
 
 
 class ExpertBackend(ABC, Generic[Array]):
@@ -68,17 +70,20 @@ class ExpertBackend(ABC, Generic[Array]):
 
     @abstractmethod
     def begin(
-        self, layer: int, hidden: Array, indices: Array, weights: Array, scale_input: bool = False
+        self,
+        layer: int,
+        hidden: Array,
+        indices: Array,
+        weights: Array,
+        scale_input: bool = False,
+        rows_too: bool = False,
     ) -> LayerCall[Array]:
-        """A layer of which only some routes run here. ``hidden`` [tokens, width]."""
+        """A layer of which only some routes run here. ``hidden`` [tokens, width]; ``rows_too``: they are wanted on the
+        host, with the routes."""
 
     @abstractmethod
     def begin_on_host(self, layer: int, hidden: HostRows, routes: Routes) -> LayerCall[Array]:
         """The same for hidden states and routes that another machine sent."""
-
-    @abstractmethod
-    def hidden_on_host(self, call: LayerCall[Array]) -> Floats:
-        """The hidden states, float32 [tokens, width]."""
 
     @abstractmethod
     def results(

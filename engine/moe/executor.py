@@ -162,8 +162,8 @@ class RingExecutor(Executor[Array]):
         What ``meanwhile`` raises is raised after the exchange, so that the nodes stay in step.
         """
         backend, exchange = self.backend, self._exchange
-        call = backend.begin(layer, hidden, indices, weights, scale_input)
-        rows = HostRows(backend.hidden_on_host(call), scale_input) if exchange.needs_hidden else None
+        call = backend.begin(layer, hidden, indices, weights, scale_input, exchange.needs_hidden)
+        rows = None if call.rows is None else HostRows(call.rows, scale_input)
         problem: BaseException | None = None
         routes = call.routes
         while True:

@@ -134,16 +134,20 @@ class KernelBackend(ExpertBackend[NDArray[Any]]):
         return self.sums(self.begin(layer, hidden, indices, weights, scale_input), indices, weights, ())
 
     def begin(
-        self, layer: int, hidden: Floats, indices: Indices, weights: Floats, scale_input: bool = False
+        self,
+        layer: int,
+        hidden: Floats,
+        indices: Indices,
+        weights: Floats,
+        scale_input: bool = False,
+        rows_too: bool = False,
     ) -> LayerCall[NDArray[Any]]:
-        return LayerCall(layer, hidden, weights, Routes(indices, weights), hidden.shape[1], FLOAT32, scale_input)
+        routes, width = Routes(indices, weights), hidden.shape[1]
+        return LayerCall(layer, hidden, weights, routes, width, FLOAT32, scale_input, hidden if rows_too else None)
 
     def begin_on_host(self, layer: int, hidden: HostRows, routes: Routes) -> LayerCall[NDArray[Any]]:
         rows, weights = np.ascontiguousarray(hidden.rows, np.float32), np.ascontiguousarray(routes.weights, np.float32)
         return self.begin(layer, rows, routes.indices, weights, hidden.scale_input)
-
-    def hidden_on_host(self, call: LayerCall[NDArray[Any]]) -> Floats:
-        return call.hidden
 
     def results(
         self,

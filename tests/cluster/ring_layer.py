@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.moe.backend import ExpertBackend, LayerCall
 from engine.moe.executor import RingExecutor
@@ -32,15 +31,20 @@ class MadeUpExperts(ExpertBackend[Any]):
     def run(self, layer: int, hidden: Any, indices: Any, weights: Any, scale_input: bool = False) -> Any:
         raise NotImplementedError
 
-    def begin(self, layer: int, hidden: Any, indices: Any, weights: Any, scale_input: bool = False) -> LayerCall[Any]:
-        return LayerCall(layer, hidden, weights, Routes(indices, weights), self._width, F32, scale_input)
+    def begin(
+        self,
+        layer: int,
+        hidden: Any,
+        indices: Any,
+        weights: Any,
+        scale_input: bool = False,
+        rows_too: bool = False,
+    ) -> LayerCall[Any]:
+        routes = Routes(indices, weights)
+        return LayerCall(layer, hidden, weights, routes, self._width, F32, scale_input, hidden if rows_too else None)
 
     def begin_on_host(self, layer: int, hidden: HostRows, routes: Routes) -> LayerCall[Any]:
         return self.begin(layer, hidden.rows, routes.indices, routes.weights, hidden.scale_input)
-
-    def hidden_on_host(self, call: LayerCall[Any]) -> Floats:
-        rows: NDArray[np.float32] = call.hidden
-        return rows
 
     def results(
         self, call: LayerCall[Any], mine: Indices, weights: Floats, extra: Sequence[int], word: np.dtype[Any]

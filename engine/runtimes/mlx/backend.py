@@ -68,26 +68,34 @@ class MlxBackend(ExpertBackend[Array]):
             raise _scales()
         return _weighted_sum(self._experts[layer](hidden, indices), weights)
 
-    def begin(self, layer: int, hidden: Array, indices: Array, weights: Array, scale_input: bool = False) -> _MlxCall:
+    def begin(
+        self,
+        layer: int,
+        hidden: Array,
+        indices: Array,
+        weights: Array,
+        scale_input: bool = False,
+        rows_too: bool = False,
+    ) -> _MlxCall:
         if scale_input:
             raise _scales()
         # All that crosses the border is converted first, so that the GPU is waited for once here, and once for results.
         routes, scales = indices.astype(mx.int32), weights.astype(mx.float32)
-        mx.eval(hidden, routes, scales)
+        floats = hidden.astype(mx.float32) if rows_too else hidden
+        mx.eval(hidden, routes, scales, floats)
         chosen = np.array(routes).reshape(-1, indices.shape[-1])
         shares = np.array(scales).reshape(chosen.shape)
-        width, dtype = int(hidden.shape[1]), self._result_dtype(hidden.dtype)
-        return _MlxCall(layer, hidden, weights, Routes(chosen, shares), width, _WORDS[dtype], False, dtype)
+        dtype = self._result_dtype(hidden.dtype)
+        rows = np.array(floats) if rows_too else None
+        width, word = int(hidden.shape[1]), _WORDS[dtype]
+        return _MlxCall(layer, hidden, weights, Routes(chosen, shares), width, word, False, rows, dtype)
 
     def begin_on_host(self, layer: int, hidden: HostRows, routes: Routes) -> _MlxCall:
         if hidden.scale_input:
             raise _scales()
         dtype = self._computes_in
         rows, weights = mx.array(hidden.rows).astype(dtype), mx.array(routes.weights)
-        return _MlxCall(layer, rows, weights, routes, int(hidden.rows.shape[1]), _WORDS[dtype], False, dtype)
-
-    def hidden_on_host(self, call: LayerCall[Array]) -> Floats:
-        return np.array(call.hidden.astype(mx.float32))
+        return _MlxCall(layer, rows, weights, routes, int(hidden.rows.shape[1]), _WORDS[dtype], False, None, dtype)
 
     def results(
         self, call: LayerCall[Array], mine: Indices, weights: Floats, extra: Sequence[int], word: np.dtype[Any]

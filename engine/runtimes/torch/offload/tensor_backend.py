@@ -71,19 +71,18 @@ class TensorBackend(ExpertBackend[torch.Tensor]):
         indices: torch.Tensor,
         weights: torch.Tensor,
         scale_input: bool = False,
+        rows_too: bool = False,
     ) -> LayerCall[torch.Tensor]:
         routes = Routes(indices.to(torch.int32).contiguous().numpy(), weights.float().contiguous().numpy())
-        return LayerCall(layer, hidden, weights, routes, hidden.shape[1], _WORDS[self.result_dtype], scale_input)
+        rows: Floats | None = hidden.float().contiguous().numpy() if rows_too else None
+        word = _WORDS[self.result_dtype]
+        return LayerCall(layer, hidden, weights, routes, hidden.shape[1], word, scale_input, rows)
 
     def begin_on_host(self, layer: int, hidden: HostRows, routes: Routes) -> LayerCall[torch.Tensor]:
         rows = torch.from_numpy(hidden.rows).to(self.dtype)
         weights = torch.from_numpy(routes.weights).to(self.dtype)
         word = _WORDS[self.result_dtype]
         return LayerCall(layer, rows, weights, routes, rows.shape[1], word, hidden.scale_input)
-
-    def hidden_on_host(self, call: LayerCall[torch.Tensor]) -> Floats:
-        found: Floats = call.hidden.float().contiguous().numpy()
-        return found
 
     def results(
         self,
