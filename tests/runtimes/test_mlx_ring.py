@@ -22,7 +22,7 @@ from engine.errors import ModelError  # noqa: E402
 from engine.ipc.messages import Load  # noqa: E402
 from engine.moe.rank_context import Loading, Mode  # noqa: E402
 from engine.planning.placement import Placement  # noqa: E402
-from engine.runtimes.mlx import ring as ring_module  # noqa: E402
+from engine.runtimes.mlx import backend as backend_module  # noqa: E402
 from engine.runtimes.mlx.model import MlxModel  # noqa: E402
 from engine.runtimes.mlx.runtime import MlxRuntime  # noqa: E402
 from engine.runtimes.protocol import Interrupted, RingPlace  # noqa: E402
@@ -136,7 +136,7 @@ class Waits:
                 return np.array(value, *given, **options)
 
         monkeypatch.setattr(mx, "eval", counted)
-        monkeypatch.setattr(ring_module, "np", Numpy())
+        monkeypatch.setattr(backend_module, "np", Numpy())
 
 
 @pytest.mark.parametrize("mode", ["exact", "fast"])
