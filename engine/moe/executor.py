@@ -193,12 +193,14 @@ class RingExecutor(Executor[Array]):
 
     def _contribution(self, call: LayerCall[Array], weights: Floats, mine: Indices, extra: tuple[int, ...]) -> Words:
         """What this machine sends of a layer."""
-        began = self._recorder.clock()
+        recorder, measured = self._recorder, self._recorder.enabled
+        began = recorder.clock() if measured else 0.0
         if self._context.mode == "fast":
             out = self.backend.sums(call, mine, weights, extra)
         else:
             out = self.backend.results(call, mine, weights, extra, self._word(call))
-        self._recorder.add(call.layer, "experts", self._recorder.clock() - began)
+        if measured:
+            recorder.add(call.layer, "experts", recorder.clock() - began)
         return out
 
     def _summed(self, call: LayerCall[Array], found: Gathered) -> Array:

@@ -213,13 +213,13 @@ class KernelBackend(ExpertBackend[NDArray[Any]]):
             self._kernels.run(
                 call.layer,
                 _address(call.hidden, np.float32),
-                routes.ctypes.data,
+                _address(routes, np.int32),
                 _address(weights, np.float32),
                 tokens,
                 k,
                 call.width,
-                outputs_to=None if outputs is None else outputs.ctypes.data,
-                sum_to=None if sums is None else sums.ctypes.data,
+                outputs_to=None if outputs is None else _address(outputs, np.float32),
+                sum_to=None if sums is None else _address(sums, np.float32),
                 scale_input=call.scale_input,
                 extra=extra,
             )

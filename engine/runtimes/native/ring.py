@@ -16,6 +16,11 @@ from engine.moe.expert_parallel import Floats, Indices
 from engine.moe.kernel_backend import KernelBackend
 from engine.runtimes.native.bindings import MEANING, Cut, Pass, native
 
+KEPT_PLACES = 16
+"""Most arrays over the trunk's workspace that are kept: making one takes longer than reading it."""
+
+_FLOATS, _NUMBERS = np.dtype(np.float32), np.dtype(np.int32)
+
 
 class RingTrunk:
     """Runs passes of a trunk whose routed experts are in a ring. One thread at a time."""
@@ -39,6 +44,7 @@ class RingTrunk:
         self._width = width
         self._native = native()
         self._cut = Cut()
+        self._places: dict[tuple[int, int, int], NDArray[Any]] = {}
 
     def run(
         self,
@@ -85,28 +91,30 @@ class RingTrunk:
 
     def _run_experts(self, layer: int, rows: int, meanwhile: Callable[[], None] | None) -> None:
         """From a layer's routes to its experts' sum, which is put where the trunk goes on from."""
-        cut, k = self._cut, self._top_k
-        hidden = _floats_at(cut.hidden, rows, self._width)
+        cut, k, width = self._cut, self._top_k, self._width
+        hidden = self._at(cut.hidden, rows, width, _FLOATS)
         # Copies: the exchange keeps them while the shared expert is run.
-        indices: Indices = np.empty((0, k), np.int32)
-        weights: Floats = np.empty((0, k), np.float32)
-        if rows:
-            indices = np.frombuffer(ctypes.string_at(cut.indices, rows * k * 4), np.int32).reshape(rows, k)
-            weights = np.frombuffer(ctypes.string_at(cut.weights, rows * k * 4), np.float32).reshape(rows, k)
+        indices: Indices = self._at(cut.indices, rows, k, _NUMBERS).copy()
+        weights: Floats = self._at(cut.weights, rows, k, _FLOATS).copy()
         summed = self._executor.run(layer, hidden, indices, weights, meanwhile=meanwhile)
         if rows:
-            _floats_at(cut.sum, rows, self._width)[:] = summed
+            self._at(cut.sum, rows, width, _FLOATS)[:] = summed
+
+    def _at(self, address: int | None, rows: int, width: int, kind: np.dtype[Any]) -> NDArray[Any]:
+        """The array [rows, width] at ``address``, in place. The trunk uses few places again and again."""
+        if not rows or not address:
+            return np.empty((0, width), kind)
+        place = (address, rows, width)
+        found = self._places.get(place)
+        if found is None:
+            if len(self._places) >= KEPT_PLACES:
+                self._places.clear()
+            words = memoryview((ctypes.c_uint32 * (rows * width)).from_address(address))
+            found = self._places[place] = np.frombuffer(words, kind).reshape(rows, width)
+        return found
 
     def _run_shared(self, pool: int, trunk: int, call: int, layer: int) -> None:
         _checked(self._native.pllm_trunk_shared(pool, trunk, call, layer))
-
-
-def _floats_at(address: int | None, rows: int, width: int) -> Floats:
-    """The float32 [rows, width] at ``address``, in place."""
-    if not rows or not address:
-        return np.empty((0, width), np.float32)
-    words = memoryview((ctypes.c_float * (rows * width)).from_address(address))
-    return np.frombuffer(words, np.float32).reshape(rows, width)
 
 
 def _checked(code: int) -> None:
