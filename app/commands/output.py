@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, TextIO
 
-from app.text_safety import one_line, sanitize
+from app.text_safety import UNSAFE, one_line, sanitize
 from engine.planning.units import byte_size
 
 if TYPE_CHECKING:
     from engine.ipc.messages import Progress
 
-_UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _STEPS = 4
 
 
@@ -89,7 +87,7 @@ def fail(text: str, status: int, *, in_json: bool) -> int:
 def as_json(value: object) -> str:
     """``value`` as one line of JSON. Characters that would act on a terminal are escaped."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return _UNSAFE_IN_JSON.sub(lambda match: f"\\u{ord(match.group()):04x}", text) + "\n"
+    return UNSAFE.sub(lambda match: f"\\u{ord(match.group()):04x}", text) + "\n"
 
 
 def figure(value: float) -> str:

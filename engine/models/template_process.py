@@ -8,7 +8,6 @@ import os
 import platform
 import selectors
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -17,6 +16,7 @@ from typing import Any
 
 from engine.errors import Cancelled, ModelError
 from engine.models.wording import shown
+from engine.system.child_processes import start_module
 
 DEADLINE_S = 30.0
 """Time in seconds after which a renderer is given up that neither answers nor reaches its limit of CPU time."""
@@ -135,14 +135,11 @@ class TemplateProcess:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    paths = os.pathsep.join(path for path in sys.path if path)
-    process = subprocess.Popen(
-        # -P: somebody's folder named ``engine``, in which this was started, is not our engine.
-        [sys.executable, "-P", "-m", "engine.models.template_sandbox"],
+    process = start_module(
+        "engine.models.template_sandbox",
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": paths},
     )
     assert process.stdin is not None
     os.set_blocking(process.stdin.fileno(), False)

@@ -7,7 +7,6 @@ small process whose stdin ends with its parent: it removes what is left then, af
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import shutil
 import subprocess
@@ -16,6 +15,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from engine.system.child_processes import start_module
 
 LOOK_S = 0.25
 QUIET_LOOKS = 8
@@ -46,14 +47,12 @@ def temporary_folder(prefix: str, inside: Path | None = None) -> Iterator[Path]:
 
 
 def _start_remover(folder: Path) -> subprocess.Popen[bytes]:
-    paths = os.pathsep.join(path for path in sys.path if path)
-    return subprocess.Popen(
-        # -P: somebody's folder named ``engine``, in which this was started, is not our engine.
-        [sys.executable, "-P", "-m", _MODULE, str(folder)],
+    return start_module(
+        _MODULE,
+        [str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": paths},
         # What is sent to this process's group must not reach it: it has something to do then.
         start_new_session=True,
     )

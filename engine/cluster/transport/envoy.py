@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import select
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -44,6 +42,7 @@ from engine.cluster.transport.exchange import Buffer, PeerLost, RingProtocolErro
 from engine.cluster.transport.framed_socket import CLOSE_WAIT_S, LARGEST_FRAME, FramedSocket, pull_by
 from engine.cluster.transport.grpc_environment import ONLY_TLS_1_3
 from engine.errors import ModelError
+from engine.system.child_processes import start_module
 
 END_S = 1.0
 """Seconds that a closed envoy has to end before it is killed."""
@@ -326,13 +325,13 @@ def _connected(links: Links, epoch: Epoch, sockets: Mapping[int, FramedSocket], 
 def _started(links: Links, epoch: Epoch, sockets: Mapping[int, FramedSocket], by: float) -> EnvoyExchange:
     mine, theirs = socket.socketpair()
     with theirs:
-        process: subprocess.Popen[bytes] = subprocess.Popen(
-            # -P: somebody's folder named ``engine``, in which this was started, is not our engine.
-            [sys.executable, "-P", "-m", "engine.cluster.transport.envoy_process", str(theirs.fileno())],
+        process = start_module(
+            "engine.cluster.transport.envoy_process",
+            [str(theirs.fileno())],
+            {"GRPC_VERBOSITY": "NONE", **ONLY_TLS_1_3},
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            env=_environment(),
         )
     exchange = EnvoyExchange(epoch, mine, process)
     peers = [
@@ -351,12 +350,6 @@ def _started(links: Links, epoch: Epoch, sockets: Mapping[int, FramedSocket], by
     )
     exchange.send_control(setup)
     return exchange
-
-
-def _environment() -> dict[str, str]:
-    """This process's environment with the path of the packages, as the envoy may start in another folder."""
-    paths = [path for path in sys.path if path]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "GRPC_VERBOSITY": "NONE", **ONLY_TLS_1_3}
 
 
 def _exchange_ports(
