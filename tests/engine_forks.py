@@ -23,9 +23,8 @@ from typing import Any
 
 import fork_server
 import pytest
-from engine.calibration.speed_file import save_speed
 
-from engine.calibration.calibration_file import calibration_key
+from engine.calibration.calibration_file import calibration_key, save_speed
 
 FORKS = sys.platform == "linux"
 START_S = 120.0
@@ -134,14 +133,25 @@ server = functools.cache(ForkServer)
 """Started when it is first asked for."""
 
 
+def needs_a_cold_start(environment: Mapping[str, str]) -> bool:
+    """Whether the loader or Python would read something of ``environment`` at the start that the fork server had not:
+    a library that is loaded first, say."""
+    read = {
+        name
+        for name in {*environment, *os.environ}
+        if name.startswith(("LD_", "PYTHON")) and name != "PYTHON_KEYRING_BACKEND"
+    }
+    return any(environment.get(name) != os.environ.get(name) for name in read)
+
+
 def forked(
     arguments: Sequence[str], environment: Mapping[str, str], *more: str
 ) -> ForkedProcess | subprocess.Popen[bytes]:
     """Start an engine as ``python ARGUMENTS`` would, with pipes for its input and output.
 
-    ``arguments``: ``-m engine.host`` or ``-c CODE``; what Python itself reads from ``environment`` is not looked at.
+    ``arguments``: ``-m engine.host`` or ``-c CODE``.
     """
-    if not FORKS:
+    if not FORKS or needs_a_cold_start(environment):
         return subprocess.Popen(
             [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(environment)
         )

@@ -1,0 +1,99 @@
+"""Forked engine processes behave as those that ``subprocess`` starts: the tests that use them rely on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+from engine_forks import FORKS, ForkedProcess, forked
+
+pytestmark = pytest.mark.skipif(not FORKS, reason="processes are forked on Linux only")
+
+SAYS = """
+import json, os, sys
+print(json.dumps({
+    "home": os.environ["PRIVATELLM_HOME"], "variables": len(os.environ), "folder": os.getcwd(), "pid": os.getpid(),
+    "read": sys.stdin.read(), "imported": "engine.session.session" in sys.modules, "torch": "torch" in sys.modules,
+    "descriptors": len(os.listdir("/proc/self/fd")),
+}))
+raise SystemExit(7)
+"""
+
+
+def started(code: str, **environment: str) -> ForkedProcess:
+    process = forked(["-c", code], {**os.environ, **environment})
+    assert isinstance(process, ForkedProcess)
+    return process
+
+
+def close(process: ForkedProcess) -> None:
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
+
+
+def test_it_has_its_own_environment_pipes_and_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    environment = {**os.environ, "PRIVATELLM_HOME": "some home"}
+    process = forked(["-c", SAYS], environment)
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(b"a request")
+    process.stdin.close()
+    said = json.loads(process.stdout.read())
+    process.stdout.close()
+    assert process.wait() == 7 == process.poll()
+    # Standard streams, and the folder that is listed.
+    assert said.pop("descriptors") == 4
+    assert said == {
+        "home": "some home",
+        "variables": len(environment),
+        "folder": str(tmp_path),
+        "pid": process.pid,
+        "read": "a request",
+        "imported": True,
+        "torch": False,
+    }
+
+
+def test_it_can_be_signalled_and_its_number_is_its_own_until_the_end_was_seen() -> None:
+    process = started("import sys; sys.stdin.read()")
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.01)
+    assert process.poll() is None
+    process.send_signal(signal.SIGSTOP)
+    process.send_signal(signal.SIGKILL)
+    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+        pass
+    assert process.wait() == -signal.SIGKILL
+    process.kill()
+    close(process)
+
+
+def test_many_run_at_once() -> None:
+    processes = [started(f"import sys; sys.stdin.read(); raise SystemExit({number})") for number in range(8)]
+    assert len({process.pid for process in processes}) == 8
+    for process in processes:
+        close(process)
+    assert [process.wait() for process in processes] == list(range(8))
+
+
+def test_an_error_is_an_exit_status_too() -> None:
+    process = started("import os; os.dup2(os.open(os.devnull, os.O_WRONLY), 2); raise ValueError")
+    assert process.wait() == 1
+    close(process)
+
+
+@pytest.mark.parametrize("name", ["LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED"])
+def test_what_is_read_at_the_start_makes_it_a_cold_one(name: str) -> None:
+    process = forked(["-c", "import sys; print('engine' in sys.modules)"], {**os.environ, name: ""})
+    assert isinstance(process, subprocess.Popen) == (os.environ.get(name) != "")
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    assert process.stdout.read() == b"False\n"
+    process.stdout.close()
+    assert process.wait() == 0
