@@ -34,6 +34,8 @@ from engine.planning.units import byte_size
 _SIGNS: dict[Mark, str] = {"ok": "✓", "note": "·", "problem": "✗"}
 _LIBRARIES = ("torch", "transformers", "mlx", "mlx-lm", "textual", "safetensors", "gguf", "huggingface-hub", "msgspec")
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "i8mm")
+_WIDTH = 14
+"""Minimum columns of what a finding is about."""
 _TOOL_WAIT_S = 5.0
 _ENGINE_WAIT_S = 60.0
 
@@ -47,7 +49,8 @@ def doctor(*, in_json: bool, probe: bool = False, peer: str = "") -> int:
     if in_json:
         answer(as_json([asdict(finding) for finding in findings]))
     else:
-        answer("".join(_lines(finding) for finding in findings))
+        width = max(_WIDTH, *(len(finding.about) for finding in findings))
+        answer("".join(_lines(finding, width) for finding in findings))
     return 1 if any(finding.mark == "problem" for finding in findings) else 0
 
 
@@ -73,9 +76,10 @@ def examine(*, probe: bool = False, peer: str = "") -> list[Finding]:
     return [finding for examination in examinations for finding in examination()]
 
 
-def _lines(finding: Finding) -> str:
-    line = f"{_SIGNS[finding.mark]} {finding.about:14} {one_line(finding.text)}\n"
-    return line + (f"{'':17}way out: {one_line(finding.way_out)}\n" if finding.way_out else "")
+def _lines(finding: Finding, width: int) -> str:
+    """The finding and its way out. ``width``: columns of what it is about."""
+    line = f"{_SIGNS[finding.mark]} {finding.about:{width}} {one_line(finding.text)}\n"
+    return line + (f"{'':{width + 3}}way out: {one_line(finding.way_out)}\n" if finding.way_out else "")
 
 
 def _program() -> list[Finding]:

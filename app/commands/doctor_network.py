@@ -147,8 +147,8 @@ def _walk(folder: Path, address: str) -> list[Finding]:
 
 def _step(step: PeerStep) -> Finding:
     if step.problem is None:
-        return Finding(f"peer: {step.step}"[:14], step.said)
-    return Finding(f"peer: {step.step}"[:14], step.problem.what, "problem", step.problem.remedy)
+        return Finding(f"peer: {step.step}", step.said)
+    return Finding(f"peer: {step.step}", step.problem.what, "problem", step.problem.remedy)
 
 
 def _trust(folder: Path, host: str, port: int) -> tuple[Peer | None, Finding]:
