@@ -1,4 +1,4 @@
-"""What a machine that runs the whole model for a head answers to a pass: one frame, with the last rows' logits."""
+"""The answer of a machine that runs the whole model for a head: one frame per pass, with the last rows' logits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from engine.cluster.transport.exchange import Link, RingProtocolError
 from engine.runtimes.protocol import Interrupted, Logits
 
 DONE, GAVE_UP, FAILED = b"\x00", b"\x01", b"\x02"
-"""The first byte: the logits follow, or nothing; the head gave the pass up; why it cannot go on follows, in UTF-8."""
+"""First byte: logits (or nothing) follow; the head gave up the pass; or a reason in UTF-8 follows."""
 FLOAT = np.dtype("<f4")
 
 
 class Answers:
-    """The machine's side: where :class:`engine.moe.expert_parallel.LayerExchange` would tell the others of a pass, the
-    head is told here. :meth:`stop` from any thread, all else from the one that runs the passes."""
+    """The machine's side, in place of a :class:`engine.moe.expert_parallel.LayerExchange`: it notifies the head of each
+    pass.
+
+    :meth:`stop` from any thread, everything else from the one that runs the passes.
+    """
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -29,11 +32,11 @@ class Answers:
         self._answered = False
 
     def stop(self, number: int) -> None:
-        """The head gives up pass ``number``, counted from one, which may not have begun here."""
+        """The head gives up pass ``number``, counted from one. It may not have begun here."""
         self._stop = number
 
     def check(self) -> None:
-        """Between two layers. Raises Interrupted where the head gave the pass up."""
+        """Called between two layers. Raises Interrupted if the head gave up the pass."""
         if self._stop == self._number:
             raise Interrupted
 
@@ -46,7 +49,7 @@ class Answers:
         self._answer(GAVE_UP, b"")
 
     def give_up(self, reason: str = "") -> bool:
-        """This machine cannot go on. Returns False if the head had its answer."""
+        """Report that this machine cannot go on. Returns False if the head has its answer already."""
         if self._answered:
             return False
         self._answer(FAILED, reason.encode()[:REASON_BYTES])
@@ -58,15 +61,15 @@ class Answers:
 
 
 def answer_limit(rows: int, vocabulary: int) -> int:
-    """Bytes of the largest answer to a pass of ``rows``."""
+    """Maximum bytes of an answer to a pass of ``rows``."""
     return 1 + max(REASON_BYTES, rows * vocabulary * FLOAT.itemsize)
 
 
 def read_answer(frame: memoryview, rows: int, vocabulary: int, rank: int) -> Logits:
-    """The logits [rows, vocabulary] that node ``rank`` answered with; of no ``rows`` none are wanted.
+    """The logits [rows, vocabulary] in the answer of node ``rank``; without ``rows`` none are wanted.
 
-    Raises Interrupted where the pass was given up, NodeFailed where it cannot go on, RingProtocolError for anything
-    that is no answer.
+    Raises Interrupted if the pass was given up, NodeFailed if the node cannot go on, RingProtocolError for anything
+    else.
     """
     kind, rest = bytes(frame[:1]), frame[1:]
     if kind == GAVE_UP and not len(rest):

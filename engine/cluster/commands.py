@@ -1,7 +1,7 @@
-"""What the head tells the other nodes of a decentralised ring: every operation on the keys and values, in its order.
+"""The head's commands to the other nodes of a decentralised ring: every operation on keys and values, in order.
 
-A command is one frame of msgpack. Those that run tokens carry the hash of what the rows hold before: a node whose
-cache went another way refuses instead of answering from stale keys and values.
+A command is one frame of msgpack. Commands that run tokens carry the hash of the rows' previous content. A node whose
+cache differs refuses instead of answering from stale keys and values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.errors import ModelError
 from engine.ipc.messages import PhaseTimes
 
 _COMMAND_BYTES = 64 * 1024
-"""Of a command beside a prompt's tokens: rows that are dropped, parents."""
+"""Maximum bytes of a command beside a prompt's tokens: dropped rows, parents."""
 _TOKEN_BYTES = 5
 REPLY_LIMIT = 4 * 1024 * 1024
 
@@ -28,7 +28,7 @@ class RowsCommand(msgspec.Struct, frozen=True, tag_field="type"):
 
 
 class StartRows(RowsCommand, frozen=True, tag="start"):
-    """``rows`` is a new, empty row."""
+    """Make ``rows`` a new, empty row."""
 
     rows: int
 
@@ -54,7 +54,7 @@ class Truncate(RowsCommand, frozen=True, tag="truncate"):
 
 
 class FanOut(RowsCommand, frozen=True, tag="fan_out"):
-    """``into`` are ``count`` rows with what ``rows`` holds."""
+    """Make ``into``: ``count`` rows with the content of ``rows``."""
 
     rows: int
     into: int
@@ -67,13 +67,13 @@ class Reorder(RowsCommand, frozen=True, tag="reorder"):
 
 
 class Drop(RowsCommand, frozen=True, tag="drop"):
-    """Nobody uses ``rows`` any more."""
+    """Drop ``rows``, which nobody uses any more."""
 
     rows: list[int]
 
 
 class Measure(RowsCommand, frozen=True, tag="measure"):
-    """Measure the passes to come, or no longer; ``forget`` what was measured so far."""
+    """Start or stop measuring passes. ``forget``: drop the former measurements."""
 
     enabled: bool
     forget: bool
@@ -87,7 +87,7 @@ AnyCommand = StartRows | Extend | Step | Truncate | FanOut | Reorder | Drop | Me
 
 
 class Times(msgspec.Struct, frozen=True):
-    """What a node measured."""
+    """A node's measurements."""
 
     prefill: PhaseTimes
     decode: PhaseTimes
@@ -99,7 +99,7 @@ _times = msgspec.msgpack.Decoder(Times)
 
 
 def command_limit(context_limit: int) -> int:
-    """Bytes of the largest command to a node whose model reads so many tokens."""
+    """Maximum bytes of a command to a node whose model reads so many tokens."""
     return _COMMAND_BYTES + _TOKEN_BYTES * context_limit
 
 
@@ -108,7 +108,7 @@ def encode(message: RowsCommand | Times) -> bytes:
 
 
 def decode_command(frame: bytes | memoryview) -> AnyCommand:
-    """Raises ModelError for anything that is no command."""
+    """The command in ``frame``. Raises ModelError for anything else."""
     try:
         command: AnyCommand = _commands.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -117,7 +117,7 @@ def decode_command(frame: bytes | memoryview) -> AnyCommand:
 
 
 def decode_times(frame: bytes | memoryview) -> Times:
-    """Raises ModelError for anything else."""
+    """The measurements in ``frame``. Raises ModelError for anything else."""
     try:
         return _times.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -129,7 +129,7 @@ def decode_times(frame: bytes | memoryview) -> Times:
 
 @dataclass(frozen=True)
 class Prefix:
-    """The tokens of one row as a rolling 64-bit hash; ``shorter`` is the prefix without the last token."""
+    """The tokens of one row as a rolling 64-bit hash. ``shorter``: the prefix without the last token."""
 
     hash: int = 0xCBF29CE484222325
     length: int = 0
@@ -152,7 +152,7 @@ class Prefix:
 
 
 class Prefixes:
-    """The prefixes of rows; every operation on rows of tokens has its counterpart here."""
+    """The prefixes of rows. Every operation on rows of tokens has its counterpart here."""
 
     def __init__(self, rows: Sequence[Prefix] = (Prefix(),)) -> None:
         self._rows = tuple(rows)

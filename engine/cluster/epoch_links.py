@@ -1,4 +1,4 @@
-"""All links of one epoch as one node has them: the exchanges that were tried and measured, and the command links."""
+"""All links of one epoch on one node: the exchanges that were tried and measured, and the command links."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from engine.moe.rank_context import RankContext
 
 
 class EpochLinks:
-    """Made by :func:`connect_epoch`. :meth:`close` may be called from any thread, and twice: it wakes who waits."""
+    """The links of an epoch, made by :func:`connect_epoch`. :meth:`close` wakes who waits; from any thread, also
+    twice."""
 
     def __init__(self, epoch: Epoch) -> None:
         self.epoch = epoch
         self.medians: dict[ExchangeName, float] = {}
         self.layer_s: dict[ExchangeName, float] = {}
-        """What a layer of a decoding step takes beside trunk and experts, as it was rehearsed."""
+        """Rehearsed seconds of a layer of a decoding step beside trunk and experts."""
         self.problems: dict[ExchangeName, str] = {}
         self.commands: dict[int, Link] = {}
         self._exchanges: dict[ExchangeName, Exchange] = {}
@@ -57,7 +58,7 @@ class EpochLinks:
             exchange.close()
 
     def keep(self, name: ExchangeName) -> Exchange:
-        """The exchange ``name``; all others are closed. Raises ModelError if it was not connected."""
+        """The exchange ``name``. All others are closed. Raises ModelError if it was not connected."""
         with self._lock:
             kept = self._exchanges.get(name)
             others = [other for other in self._exchanges if other != name]
@@ -88,9 +89,11 @@ def connect_epoch(
     commands: bool,
     rehearsal: Rehearsal | None = None,
 ) -> None:
-    """Make the command links, then connect, measure and rehearse the exchanges ``names`` one by one; all nodes at once.
+    """Make the command links, then connect, measure and rehearse the exchanges ``names`` one by one. All nodes do so at
+    once.
 
-    An exchange that cannot be made is noted and left out. Raises ModelError (network) if none can, or no command link.
+    An exchange that cannot be made is noted and left out. Raises ModelError (network) if none can be made, or no
+    command link.
     """
     if commands:
         found.add_commands(connect_commands(links, found.epoch))
@@ -113,7 +116,7 @@ def connect_epoch(
 
 
 def rehearsal_of(spec: EpochSpec, threads: int | None, machines: tuple[tuple[int, ...], ...] = ()) -> Rehearsal | None:
-    """What the nodes of the epoch rehearse, this one on ``threads`` threads; None if its head does not ask for that.
+    """The rehearsal of the epoch's nodes, on ``threads`` threads here; None if its head does not ask for one.
     ``machines``: see :class:`Rehearsal`."""
     if not 0 < spec.width <= LARGEST_WIDTH or not 0 < spec.experts_per_token <= spec.placement.experts:
         return None
@@ -121,7 +124,7 @@ def rehearsal_of(spec: EpochSpec, threads: int | None, machines: tuple[tuple[int
 
 
 def epoch_of(spec: EpochSpec, names: Mapping[int, str]) -> Epoch:
-    """What the links need of an epoch. ``names`` by rank: those that this node knows."""
+    """The epoch as the links need it. ``names`` by rank, as far as this node knows them."""
     members = tuple(
         Member(one.rank, one.node_id, one.certificate, tuple(one.addresses), names.get(one.rank, ""))
         for one in spec.members

@@ -1,4 +1,4 @@
-"""What forming a ring gives to the head's model, and what asks for it: the border between control plane and model."""
+"""What forming a ring gives to the head's model: the border between control plane and model."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ class PassControl(Protocol):
 
     @property
     def waits(self) -> Waits:
-        """What the thread of the passes waits for of other nodes; from any thread."""
+        """What the thread of the passes waits for. From any thread."""
         ...
 
     def begin_pass(self) -> None:
-        """A pass of the model begins; to be called on every node before each."""
+        """Begin a pass of the model. Must be called on every node before each pass."""
         ...
 
     def abort(self) -> None:
-        """From any thread: the running pass ends on all nodes at its next layer, with Interrupted."""
+        """End the running pass on all nodes at its next layer, with Interrupted. From any thread."""
         ...
 
     def give_up(self, reason: str = "") -> bool:
-        """The pass ended here between two layers: tell the others, who wait in the next one. Returns False if there was
-        nobody to tell, because all layers were through: the others finish the pass."""
+        """Notify the others, who wait in the next layer, that the pass ended here between two layers.
+
+        Returns False if all layers were through, so that the others finish the pass.
+        """
         ...
 
 
 class Formation(Protocol):
-    """One epoch of a ring, as the head has it. Everything in it is void once :meth:`close` was called."""
+    """One epoch of a ring on its head. Everything in it is invalid once :meth:`close` was called."""
 
     @property
     def context(self) -> RankContext: ...
@@ -55,31 +57,31 @@ class Formation(Protocol):
 
     @property
     def command_links(self) -> Mapping[int, Link]:
-        """To every follower, by rank; empty in a ring of one, and in central mode."""
+        """Links to every follower, by rank; empty in a ring of one and in central mode."""
         ...
 
     @property
     def names(self) -> Mapping[int, str]:
-        """Every node's name by rank, the head's too."""
+        """Names of all nodes by rank, the head included."""
         ...
 
     @property
     def notices(self) -> list[str]:
-        """What the person should know of how it was formed, a line each."""
+        """Lines for the person about how the ring was formed."""
         ...
 
     @property
     def newcomers(self) -> Collection[str]:
-        """Of :attr:`names`, who was in no ring of this model before."""
+        """Those of :attr:`names` that were in no ring of this model before."""
         ...
 
     @property
     def apart(self) -> Collection[str]:
-        """Names of machines that are there and left out because of their links: :attr:`notices` says so."""
+        """Names of machines that are there but left out because of their links, as :attr:`notices` explain."""
         ...
 
     def why_lost(self, lost: PeerLost) -> PeerLost:
-        """What is behind ``lost``, which came out of a pass: who is gone, or LinkLost. May ask the others, a second at
+        """The cause of ``lost``, which a pass raised: a lost machine, or LinkLost. May ask the others, for a second at
         most."""
         ...
 
@@ -89,18 +91,21 @@ class Formation(Protocol):
         ...
 
     def lose(self, ranks: Sequence[int], why: str) -> None:
-        """From any thread: the epoch cannot go on, because of ``ranks``, which are there and of whom ``why`` tells; the
-        exchange is closed and :meth:`lost` says so. They are not taken into the next one unless it needs them. With no
-        ranks nobody is to blame."""
+        """End the epoch because of ``ranks``, which are there but failed as ``why`` describes. From any thread.
+
+        The exchange is closed, and :meth:`lost` reports it. These nodes are not taken into the next ring unless it
+        needs them. Without ranks nobody is to blame.
+        """
         ...
 
     def close(self) -> None:
-        """End the epoch everywhere: followers unload, links close, the head's model too. May be called twice."""
+        """End the epoch everywhere: followers unload, links close, and so does the head's model. May be called
+        twice."""
         ...
 
 
 class Former(Protocol):
-    """Forms a model's ring with whoever of the wanted nodes is there, as often as it is asked."""
+    """Forms a model's ring with the wanted nodes that are there, as often as requested."""
 
     def form(self, progress: ProgressCallback, say: Callable[[str], None] | None = None) -> Formation:
         """A new epoch with those who are there now; the formation before must be closed. With ``say``, which hears of
@@ -124,5 +129,5 @@ class Former(Protocol):
         ...
 
     def close(self) -> None:
-        """Nothing more will be formed."""
+        """End the forming of rings."""
         ...

@@ -1,5 +1,7 @@
-"""The engine's network: what the requests about peers do, and what the screen is told. Nothing is open before it is
-asked for; none of it waits for an answer that runs."""
+"""The engine's network: requests about peers, and the state for the screen.
+
+Nothing is open before it is requested. Nothing here waits for a running answer.
+"""
 
 from __future__ import annotations
 
@@ -42,18 +44,18 @@ from engine.runtimes.protocol import Runtime
 from engine.system.awake import AWAKE
 
 STATE_S = 0.25
-"""Between two states sent to the screen at least."""
+"""Seconds between two states sent to the screen at least."""
 
 AnyNetworkRequest = OpenNetwork | CloseNetwork | ShowCode | Pair | ForgetPeer | ListPeers
 
 
 DIALOGUE_S = 120.0
-"""For the keyring of a machine that is lent. A service that gave up sooner would be started again, and the dialogue in
-which a person types a password would be replaced by the next one."""
+"""Seconds for the keyring of a lent machine. A service that gave up sooner would be started again, and its new dialogue
+would replace the one in which a person types a password."""
 
 
 class ClusterNetwork:
-    """One per engine process. ``send`` must be callable from any thread."""
+    """The network of an engine process, of which there is one. ``send`` must be callable from any thread."""
 
     def __init__(self, send: Callable[[AnyEvent], None], folder: Path | None = None) -> None:
         self._send = send
@@ -68,7 +70,7 @@ class ClusterNetwork:
         self._news = threading.Event()
         self._reporting: threading.Thread | None = None
         self._former: RingFormer | None = None
-        """What formed the last ring."""
+        """Former of the last ring."""
         self._surveyor: tuple[tuple[object, ...], Surveyor] | None = None
 
     def answer(self, request: AnyNetworkRequest) -> AnyEvent:
@@ -108,7 +110,7 @@ class ClusterNetwork:
         return self._node
 
     def surveyor(self, me: str, folder: Path, load: Load) -> Surveyor:
-        """What measures the machines for the model in ``folder``; kept, as it remembers what it measured."""
+        """The surveyor for the model in ``folder``. It is kept, as it remembers its measurements."""
         key = (me, folder, load.runtime, load.dtype, load.cpu_threads)
         with self._lock:
             if self._surveyor is None or self._surveyor[0] != key:
@@ -195,7 +197,7 @@ class ClusterNetwork:
     # --- the state ------------------------------------------------------------------------------------------------
 
     def state(self, request_id: int = 0) -> NetworkState:
-        """What a screen shows now."""
+        """The current state for a screen."""
         node, lender = self._node, self._lender
         for text in self._peers.take_notices():
             self._send(Notice(text=text))
@@ -236,7 +238,7 @@ class ClusterNetwork:
         ]
 
     def _show_if_asked(self, node: Node) -> None:
-        """Another process of this account may ask for a code: a service has no key to press."""
+        """Show a code if another process of this account asks for one, as a service has no keys to press."""
         nonce = self._asked.take()
         if nonce is not None:
             node.show_code()
@@ -255,7 +257,8 @@ class ClusterNetwork:
             self._asked.answer(shown)
 
     def _report(self, node: Node) -> None:
-        """Send the state whenever it changed, at most four times a second; once a second while a code counts down."""
+        """Send the state whenever it has changed, at most four times a second, and once a second while a code counts
+        down."""
         before: NetworkState | None = None
         while self._node is node or self._node is None:
             self._news.wait(1.0)

@@ -1,4 +1,4 @@
-"""``Plan`` with partitioning ``ring``: who would hold what and how fast it should be. Nothing is sent or loaded."""
+"""The ``Plan`` request for a ring: who would hold what, and the predicted speed. Nothing is sent or loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.runtimes.model_headers import Headers
 
 @dataclass(frozen=True)
 class RingRequest:
-    """``memory``: one entry per node of the ring."""
+    """A planned ring. ``memory``: one entry per node."""
 
     decision: RingDecision
     memory: list[DeviceMemory]
@@ -36,8 +36,11 @@ def plan_ring_request(
     loaded: ModelFacts | None,
     notices: list[str],
 ) -> RingRequest:
-    """``load``: as this machine would load its own share. ``loaded``: the model that makes room here. What the person
-    should know besides is added to ``notices``. Raises ModelError."""
+    """Plan a ring for the model ``name``. Raises ModelError.
+
+    ``load``: how this machine would load its own shard. ``loaded``: the model that makes room here. Lines for the
+    person are added to ``notices``.
+    """
     node = network.open_node() if network is not None else None
     if node is None:
         notices.append("The network is closed, so only this machine is planned with; open it to find others.")
@@ -86,7 +89,7 @@ def _memory(share: NodeShare, survey: Survey, model: RingModelFacts, mode: Mode)
 
 
 def _surveyor(network: ClusterNetwork | None, me: str, headers: Headers, load: Load) -> Surveyor:
-    """The one that measured before, so that a settings screen which asks with every change measures once."""
+    """The network's surveyor, which remembers its measurements, so that a settings screen measures only once."""
     if network is None:
         return Surveyor(me, headers.folder, load)
     return network.surveyor(me, headers.folder, load)

@@ -8,21 +8,22 @@ from dataclasses import dataclass
 from types import TracebackType
 
 LIMIT_S = 30.0
-"""For the contributions of a decoding step to one layer; a machine that swaps may take seconds."""
+"""Maximum seconds for the contributions of one layer of a decoding step. A machine that swaps may take seconds."""
 TOKEN_S = 0.1
-"""More for each further token: a prompt's chunk is a layer's work for hundreds of them."""
+"""Additional seconds for each further token. A layer of a prompt's chunk works for hundreds of them."""
 FIRST = 10
-"""So many times that for a layer's first exchange of an epoch: the weights may come from a cold disk."""
+"""Factor for a layer's first exchange of an epoch: the weights may come from a cold disk."""
 
 
 def patience(tokens: int, first: bool) -> float:
-    """Seconds that machines which are there may let one exchange wait; ``tokens`` are run in it."""
+    """Seconds that machines which are there may let one exchange of ``tokens`` wait."""
     return (LIMIT_S + TOKEN_S * max(0, tokens - 1)) * (FIRST if first else 1)
 
 
 @dataclass(frozen=True)
 class Wait:
-    """``since`` is of :func:`time.monotonic`; ``missing`` gives the ranks that are waited for, as far as known."""
+    """A running wait. ``since`` is of :func:`time.monotonic`. ``missing`` returns the ranks that are waited for, as far
+    as known."""
 
     since: float
     allowed_s: float
@@ -30,13 +31,13 @@ class Wait:
 
 
 class Waits:
-    """What one thread waits for now, for others to look at."""
+    """What one thread waits for now, visible to other threads."""
 
     def __init__(self) -> None:
         self.now: Wait | None = None
 
     def on(self, missing: Callable[[], Sequence[int]], allowed_s: float) -> Waits:
-        """``with waits.on(...)``: within it the thread waits."""
+        """Mark the wait: ``with waits.on(...)`` encloses it."""
         self.now = Wait(time.monotonic(), allowed_s, missing)
         return self
 

@@ -1,5 +1,8 @@
-"""Machines that reach the head and not one another: which of them the ring is planned with, and what is said of the
-others."""
+"""Machines that reach the head but not one another: which of them the ring is planned with, and when the others return.
+
+A ring goes without a machine whose links cannot be made. Its links are tried again now and then, so that a question
+need not wait to find out.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,10 @@ from engine.runtimes.model_headers import Headers
 
 @dataclass(frozen=True)
 class Together:
-    """``decision``, for those who reach one another. ``apart``: by node id of each other machine, to whom it has no
-    link; ``lines``: a sentence for each of them."""
+    """The plan for machines that reach one another.
+
+    ``apart``: the missing links of each other machine, by node id. ``lines``: a sentence for each of them.
+    """
 
     decision: RingDecision
     apart: Mapping[str, frozenset[Pair]]
@@ -60,12 +65,15 @@ def decide_together(
 # --- machines that are left out --------------------------------------------------------------------------------------
 
 AGAIN_S = 2.0
-"""Between two tries."""
+"""Seconds between two tries."""
 
 
 class LeftOut:
-    """``apart``: by node id, the links that a machine lacks; it is ``wanted`` again as soon as one has all of them.
-    ``there``: the machines that are there now. A thread of its own, until :meth:`close`."""
+    """Tries the links of machines that are ``apart`` again, in a thread of its own until :meth:`close`.
+
+    ``apart``: the missing links by node id. ``wanted`` is set as soon as a machine has all of its links. ``there``
+    returns the machines that are there now.
+    """
 
     def __init__(
         self, node: Node, apart: Mapping[str, frozenset[Pair]], there: Callable[[], Sequence[Candidate]]

@@ -1,4 +1,4 @@
-"""The head's side of a model that another machine runs by itself: no weights, and passes that wait for logits."""
+"""A model that another machine runs by itself: the head's side has no weights, and its passes wait for logits."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from engine.moe.timing import Recorder
 from engine.runtimes.protocol import LoadedModel, Logits, TokenRows
 
 RANK = 1
-"""Of the machine that computes."""
+"""Rank of the computing machine."""
 TOKEN_S = 2.0
-"""A prompt's chunk may take so long for each of its tokens, beyond what one may."""
+"""Seconds that a prompt's chunk may take per token after the first."""
 LOADING_S = 10 * LIMIT_S
-"""More for the first pass of an epoch: the weights may come from a cold disk."""
+"""Factor for the first pass of an epoch: the weights may come from a cold disk."""
 
 
 class Passes:
@@ -167,7 +167,7 @@ class ElsewhereRows(TokenRows):
 
 STOP_S = 1.0
 _MATRICES = 3
-"""Of an expert, each of the hidden size times the inner one."""
+"""Matrices of an expert, each of the hidden size times the inner size."""
 
 
 def load_elsewhere(

@@ -1,4 +1,4 @@
-"""A ring that was formed, as the head has it, and the watch over its nodes."""
+"""A formed ring on its head, and the watch over its nodes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class FormedRing:
         self._links = links
         self._lost: PeerLost | None = None
         self.silent: list[str] = []
-        """Node ids of those that were there and did nothing."""
+        """Node ids of machines that were there and contributed nothing."""
         self._seen: set[int] = set()
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -71,7 +71,7 @@ class FormedRing:
 
     @property
     def followers(self) -> dict[int, str]:
-        """Their node ids by rank."""
+        """The followers' node ids by rank."""
         return {rank: node_id for rank, node_id in self.nodes.items() if rank != HEAD}
 
     def lost(self) -> PeerLost | None:
@@ -91,7 +91,7 @@ class FormedRing:
         self._lose(PeerLost(f"{who} {why}".strip(), ranks))
 
     def forgotten(self, node_id: str) -> None:
-        """A machine is no longer paired: if it is in the ring, the ring ends now."""
+        """End the ring now if the machine, which is no longer paired, is in it."""
         for rank, other in self.followers.items():
             if other == node_id:
                 self._lose(PeerLost(f"{self.names[rank]} is not paired any more", [rank]))
@@ -117,12 +117,13 @@ class FormedRing:
         gc.collect()
 
     def tell_over(self) -> None:
-        """Tell the others that it is over, as this machine's network closes: they need not take it for a loss."""
+        """Notify the others that the epoch is over, as this machine's network closes. They then do not take it for a
+        loss."""
         if not self._closed.is_set() and self._lost is None:
             end_epoch(self._table, self.followers.values(), self.context.epoch)
 
     def _watch(self) -> None:
-        """Notice who is gone, so that nobody waits for it: the exchange is closed then."""
+        """Watch for lost nodes and close the exchange then, so that nobody waits for them."""
         while not self._closed.wait(WATCH_S):
             for rank, node_id in self.followers.items():
                 why = self._gone(rank, node_id)
@@ -159,7 +160,7 @@ class FormedRing:
 
 
 class AloneLayers:
-    """Of a ring of one, whose model asks nobody: a pass is stopped by its own means."""
+    """The layers of a ring of one, which exchanges nothing. A pass is stopped by the model's own means."""
 
     waits = Waits()
 
@@ -174,7 +175,8 @@ class AloneLayers:
 
 
 def end_epoch(table: PeerTable, nodes: Iterable[str], epoch: str) -> None:
-    """Tell ``nodes`` (node ids) that ``epoch`` is over, all at once; who does not answer notices by itself."""
+    """Notify ``nodes`` (node ids) at the same time that ``epoch`` is over. Whoever does not answer notices by
+    itself."""
     clients: list[PeerClient] = []
     for node_id in nodes:
         view = table.view(node_id)
@@ -194,12 +196,15 @@ def end_epoch(table: PeerTable, nodes: Iterable[str], epoch: str) -> None:
 # --- the cause of a loss ---------------------------------------------------------------------------------------------
 
 ASK_S = 1.0
-"""A machine that is there says by then how it is."""
+"""Seconds within which a machine that is there reports its state."""
 
 
 def what_broke(table: PeerTable, nodes: Mapping[int, str], names: Mapping[int, str], lost: PeerLost) -> PeerLost:
-    """``lost``, or more exactly who is gone or which link broke; ``nodes``: node ids by rank. Asks the followers how
-    they are. A node whose link broke leaves the ring, and takes with it those that only hear of its leaving."""
+    """``lost``, or more exactly which machine is gone or which link broke. ``nodes``: node ids by rank.
+
+    Asks the followers for their state. A node whose link broke leaves the ring, and others that only hear of its
+    leaving follow it.
+    """
     moment = time.monotonic()
     table.send_heartbeats(ASK_S)
     ranks = {node_id: rank for rank, node_id in nodes.items()}

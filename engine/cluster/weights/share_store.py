@@ -12,26 +12,43 @@ wrong one sent is used with that one only.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import re
 import shutil
+import struct
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from engine.cluster.transport.exchange import RingProtocolError
-from engine.cluster.weights.hole_punching import punch
-from engine.cluster.weights.local_copy import local_copy
-from engine.cluster.weights.transfer import Item, Offer, Wanted, check_offer, decode_chunk, expert_of
+from engine.cluster.weights.transfer import (
+    CHUNK_BYTES,
+    Chunk,
+    Item,
+    Offer,
+    Wanted,
+    check_offer,
+    decode_chunk,
+    encode_chunk,
+    expert_of,
+)
 from engine.cluster.weights.weight_fingerprint import ItemChecksums, is_of_tokenizer
 from engine.errors import Cancelled, ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.models import store
+from engine.models.bank import EXPERTS_FOLDER, TRUNK, layer_path
+from engine.models.checkpoint import Checkpoint
 from engine.models.durable_files import new_file
+from engine.models.families import check_supported
+from engine.models.opening import open_model, read_config
+from engine.models.prepare import BankPlan, fill_slab, is_setting, plan_bank
 from engine.models.share_files import FORMAT, Begun, FileSize, ShareManifest, is_share, read_share
 from engine.models.weight_layout import WeightLayout, config_fingerprint, layout_of
 from engine.planning.units import byte_size
@@ -486,3 +503,150 @@ def _explained(error: OSError, folder: Path, missing: int) -> ModelError:
             "disk",
         )
     return ModelError(f"{folder} could not be written ({reason}); check the disk.", "disk")
+
+
+# --- holes in files --------------------------------------------------------------------------------------------------
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+_MAC_PUNCH_HOLE = 99
+"""``F_PUNCHHOLE`` of ``fcntl``."""
+_MAC_BLOCK = 4096
+_UNABLE = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ENOTTY)
+
+
+def punch(folder: Path, spans: Iterable[tuple[str, int, int]]) -> int:
+    """Free ``spans`` (file, start, stop) of ``folder``; the bytes of disk that this freed. Where the file system cannot
+    do that, the bytes stay. Raises OSError."""
+    by_file: dict[str, list[tuple[int, int]]] = {}
+    for name, start, stop in spans:
+        by_file.setdefault(name, []).append((start, stop))
+    freed = 0
+    for name, holes in by_file.items():
+        descriptor = os.open(folder / name, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+        try:
+            before = os.fstat(descriptor).st_blocks
+            for start, stop in holes:
+                _punch(descriptor, start, stop)
+            os.fsync(descriptor)
+            freed += max(0, before - os.fstat(descriptor).st_blocks) * 512
+        finally:
+            os.close(descriptor)
+    return freed
+
+
+def _punch(descriptor: int, start: int, stop: int) -> None:
+    try:
+        if sys.platform == "darwin":
+            _punch_mac(descriptor, start, stop)
+        elif sys.platform == "linux":
+            _punch_linux(descriptor, start, stop)
+    except OSError as error:
+        if error.errno not in _UNABLE:
+            raise
+
+
+def _punch_linux(descriptor: int, start: int, stop: int) -> None:
+    allocate = ctypes.CDLL(None, use_errno=True).fallocate64
+    allocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    if allocate(descriptor, _KEEP_SIZE | _PUNCH_HOLE, start, stop - start):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def _punch_mac(descriptor: int, start: int, stop: int) -> None:
+    """Whole blocks only."""
+    import fcntl
+
+    first, last = start + -start % _MAC_BLOCK, stop - stop % _MAC_BLOCK
+    if first < last:
+        fcntl.fcntl(descriptor, _MAC_PUNCH_HOLE, struct.pack("IIqq", 0, 0, first, last - first))
+
+
+# --- a whole copy that is here ---------------------------------------------------------------------------------------
+
+
+class LocalCopy:
+    """The bank that a checkpoint of this machine would become, of the same layout as the offered one."""
+
+    def __init__(self, plan: BankPlan, offered: Offer) -> None:
+        self._plan = plan
+        self._offered = offered
+        self._trunk_file = [name for name, _ in offered.files].index(TRUNK)
+        self._starts: list[int] = []
+        position = len(plan.trunk_header)
+        for _, tensor in plan.trunk:
+            self._starts.append(position)
+            position += tensor.nbytes
+
+    def wanted(self, wanted: Sequence[Wanted]) -> list[Wanted]:
+        """Those of the items that can be made here and are right, from their beginnings."""
+        return [want for want in wanted if want.start == 0 and self._is_right(self._offered.items[want.item])]
+
+    def chunks(self, wanted: Sequence[Wanted]) -> Iterator[bytes]:
+        """As :func:`engine.cluster.weights.transfer.stream`."""
+        for want in wanted:
+            data = self._bytes(self._offered.items[want.item])
+            for start in range(0, len(data), CHUNK_BYTES):
+                piece = data[start : start + CHUNK_BYTES]
+                yield encode_chunk(Chunk(want.item, start, zlib.crc32(piece), piece))
+
+    def _is_right(self, item: Item) -> bool:
+        made = not item.runs or expert_of(item.key) is not None or self._in_trunk(item)
+        return made and zlib.crc32(self._bytes(item)) == item.checksum
+
+    def _in_trunk(self, item: Item) -> bool:
+        return all(file == self._trunk_file for file, _, _ in item.runs)
+
+    def _bytes(self, item: Item) -> bytes:
+        if not item.runs:
+            return self._setting(item.key.removeprefix("setting/"))
+        place = expert_of(item.key)
+        if place is None:
+            return b"".join(self._trunk_bytes(start, stop) for _, start, stop in item.runs)
+        experts = self._plan.experts
+        if place[0] not in experts.layers or place[1] >= experts.count:
+            return b""
+        slab = np.zeros(self._plan.slab.size, dtype=np.uint8)
+        fill_slab(slab, self._plan.slab, experts.expert(*place))
+        return slab.tobytes()
+
+    def _setting(self, name: str) -> bytes:
+        """A file beside the weights; nothing if it is not here."""
+        path = self._plan.files.folder / name
+        return path.read_bytes() if is_setting(path) else b""
+
+    def _trunk_bytes(self, start: int, stop: int) -> bytes:
+        """Bytes ``start`` to ``stop`` of the trunk's file."""
+        parts = [self._plan.trunk_header[start:stop]]
+        for first, (_, tensor) in zip(self._starts, self._plan.trunk, strict=True):
+            if first < stop and start < first + tensor.nbytes:
+                data = tensor.words.reshape(-1).view(np.uint8)
+                parts.append(data[max(0, start - first) : stop - first].tobytes())
+        return b"".join(parts)
+
+
+def local_copy(models: Path, offered: Offer) -> LocalCopy | None:
+    """A checkpoint in ``models`` of which the offered bank could have been made; None if there is none."""
+    if offered.form != "bank":
+        return None
+    for path in sorted(models.iterdir()) if models.is_dir() else ():
+        if path.name.startswith(".") or not store.is_complete(path) or store.has_bank(path):
+            continue
+        try:
+            config = read_config(path)
+            if config_fingerprint(config) != offered.identity.config:
+                continue
+            check_supported(config)
+            files = open_model(path)
+            plan = plan_bank(files) if isinstance(files, Checkpoint) else None
+        except (ModelError, OSError):
+            continue
+        if plan is not None and _sizes(plan) == dict(offered.files):
+            return LocalCopy(plan, offered)
+    return None
+
+
+def _sizes(plan: BankPlan) -> Mapping[str, int]:
+    """Names and sizes of the files of weights that the bank would have."""
+    slabs = {f"{EXPERTS_FOLDER}/{layer_path(Path(), layer).name}": plan.layer_bytes for layer in plan.experts.layers}
+    return {TRUNK: plan.trunk_bytes, **slabs}

@@ -16,21 +16,22 @@ from engine.planning.units import byte_size
 from engine.runtimes.protocol import Interrupted, LoadedModel, Logits, TokenRows
 
 ROWS_LIMIT = 64
-"""Rows of tokens a head may have at the same time; it has a few."""
+"""Maximum rows of tokens of a head, which uses a few."""
 BEAMS_LIMIT = 256
-"""Rows that one of them may be fanned out into."""
+"""Maximum rows into which one of them may be fanned out."""
 
 
 class StaleCacheError(ModelError):
-    """What the head goes on from is not what is in this node's cache."""
+    """The head continues from something else than this node has in its cache."""
 
 
 class Follower:
-    """Does what the head says. ``model`` was loaded with this node's place in the ring, whose layers are ``layers``; or
-    it runs here as a whole, and the head is told of each pass by ``layers``, which are Answers then.
+    """Runs the head's commands.
 
-    ``ran`` is told after every pass how many token positions it had; ``around`` makes what a pass runs within. Keys and
-    values take at most ``memory`` bytes (None: what there is).
+    ``model`` was loaded with this node's place in the ring, whose layers are ``layers``. Or the whole model runs here;
+    then ``layers`` are Answers, which notify the head of each pass. ``ran`` gets the number of token positions after
+    every pass. ``around`` makes what a pass runs within. Keys and values take at most ``memory`` bytes (None: no
+    limit).
     """
 
     def __init__(
@@ -49,10 +50,10 @@ class Follower:
         self._rows: dict[int, tuple[TokenRows, Prefixes]] = {}
 
     def follow(self, link: Link) -> None:
-        """Take commands until the link ends: that raises PeerLost.
+        """Run commands until the link ends, which raises PeerLost.
 
-        Raises ModelError if a pass failed here or the head wants what this node does not have; the epoch is then to
-        be ended, with that sentence.
+        Raises ModelError if a pass failed here, or the head wants what this node does not have. The epoch must then be
+        ended with that sentence.
         """
         limit = commands.command_limit(self._model.facts.context_limit)
         while True:
@@ -65,7 +66,7 @@ class Follower:
                 link.send(commands.encode(reply))
 
     def do(self, command: AnyCommand) -> commands.Times | None:
-        """One command; what is to be answered, if anything."""
+        """Run one command. Returns the reply, if there is one."""
         match command:
             case commands.StartRows(rows):
                 self._put(rows, self._model.start(), Prefixes())
@@ -110,7 +111,8 @@ class Follower:
         return None
 
     def _pass(self, run: Callable[[], Logits | None], tokens: int) -> bool:
-        """Whether the pass went through; False if the head gave it up, which leaves the rows as they were."""
+        """Run a pass. Returns whether it went through; False if the head gave it up, which leaves the rows
+        unchanged."""
         answers = self._layers if isinstance(self._layers, Answers) else None
         self._layers.begin_pass()
         try:
@@ -132,7 +134,7 @@ class Follower:
         return True
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
-        """Raises ValueError for what is no token: not every runtime looks before it reads the embedding."""
+        """Raises ValueError for an invalid token, as not every runtime checks before it reads the embedding."""
         vocabulary = self._model.facts.vocabulary
         if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):
             raise ValueError(f"a token outside of the vocabulary of {vocabulary}")
@@ -145,8 +147,8 @@ class Follower:
         self._check_memory(rows.rows * more)
 
     def _check_memory(self, more: int) -> None:
-        """Raises ModelError (memory) if keys and values of so many more tokens are more than what is lent; the others
-        are told."""
+        """Raises ModelError (memory) if keys and values of so many more tokens exceed the lent memory. The others are
+        notified."""
         if self._memory is None:
             return
         held = sum(rows.rows * rows.length for rows, _ in self._rows.values())

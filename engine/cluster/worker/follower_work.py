@@ -1,4 +1,4 @@
-"""What a follower does between forming and the end of its epoch: run a model with the head, or experts for it."""
+"""What a follower does between forming and the end of its epoch: it runs a model with the head, or experts for it."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from engine.runtimes.loading import load_model
 from engine.runtimes.protocol import LoadedModel, RingPlace
 
 WINDOW_S = 5.0
-"""What :class:`Busy` looks back on."""
+"""Seconds over which :class:`Busy` averages."""
 
 
 def lent_threads(terms: LendTerms, wanted: int | None) -> int | None:
-    """The fewer of what a head wants and what is lent; None: one per physical core."""
+    """Number of threads: the smaller of what a head wants and what is lent; None: one per physical core."""
     return min((each for each in (wanted, terms.cpu_threads) if each is not None), default=None)
 
 
 def load_of(spec: EpochSpec, terms: LendTerms) -> Load:
-    """How the share is loaded: as the head loads its own, on this machine's ``terms``."""
+    """How the shard is loaded: as the head loads its own, on this machine's ``terms``."""
     own = terms.machine_options() | {"cpu_threads": lent_threads(terms, spec.cpu_threads)}
     wanted = Load(
         id=0,
@@ -58,7 +58,7 @@ def load_of(spec: EpochSpec, terms: LendTerms) -> Load:
 
 
 def share_bytes(folder: Path, spec: EpochSpec) -> int:
-    """Memory that the weights of this node's share take; ``folder`` has it, or the whole model."""
+    """Bytes of memory for the weights of this node's shard. ``folder`` has the shard, or the whole model."""
     parts = outline(folder)
     return parts.expert_bytes * spec.placement.count_of(spec.rank) + (
         0 if spec.mode == "central" else parts.trunk_bytes
@@ -80,19 +80,22 @@ class Work(Protocol):
         ...
 
     def run(self) -> None:
-        """Ends with PeerLost; raises ModelError if it failed here, the others having been told."""
+        """Work until the epoch ends, which raises PeerLost. Raises ModelError if it failed here; the others were
+        notified."""
         ...
 
     def close(self) -> None:
-        """Free the memory; :meth:`run` has ended."""
+        """Free the memory. :meth:`run` must have ended."""
         ...
 
 
 @dataclass(frozen=True)
 class FollowerTask:
-    """What a follower is to do in an epoch: the head's ``spec``, with the share in ``folder``, on this machine's
-    ``terms``; and who hears of it, from any thread: ``ran`` of the tokens of each pass, ``warm`` of the bytes brought
-    into memory, of how many, ``notice`` of what the person here should know."""
+    """A follower's task in an epoch: the head's ``spec``, with the shard in ``folder``, on this machine's ``terms``.
+
+    Called from any thread: ``ran`` with the tokens of each pass, ``warm`` with the bytes brought into memory and their
+    total, ``notice`` with lines for the person here.
+    """
 
     spec: EpochSpec
     folder: Path
@@ -104,7 +107,7 @@ class FollowerTask:
 
 
 class ModelWork:
-    """Decentralised: the trunk and this node's experts. The head's commands are done on rows of its own."""
+    """Decentralised: the trunk and this node's experts. The head's commands run on rows of its own."""
 
     def __init__(self, task: FollowerTask, exchange: Exchange, link: Link) -> None:
         spec, folder = task.spec, task.folder
@@ -140,7 +143,7 @@ class ModelWork:
 
 
 class WholeWork:
-    """Elsewhere: the whole model, by itself. The head's commands are done here, and it gets the logits."""
+    """Elsewhere: the whole model on this machine alone. The head's commands run here, and it gets the logits."""
 
     def __init__(self, task: FollowerTask, link: Link) -> None:
         spec, folder = task.spec, task.folder
@@ -180,7 +183,7 @@ class WholeWork:
 
 
 class CentralWork:
-    """Central: this node's experts only, run on what the head sends, by the head's runtime if it is installed here."""
+    """Central: this node's experts only, run on the head's rows, by the head's runtime if it is installed here."""
 
     def __init__(self, task: FollowerTask, exchange: Exchange) -> None:
         spec, folder = task.spec, task.folder
@@ -193,9 +196,9 @@ class CentralWork:
         self._ready = ResidentModel(self._experts, folder, load, held_in(context), task.warm, task.notice, trunk=False)
         self._layers = context.placement.layers
         self._at: int | None = None
-        """The layer that was asked for last."""
+        """Last requested layer."""
         self._begins = False
-        """It was the first one of a pass."""
+        """Whether that layer was the first one of a pass."""
         self._ran = task.ran
         most = max(BEAMS_LIMIT, spec.prefill_chunk)
         self._node = CentralNode(context, exchange, self._experts, self._ran_layer, spec.one_by_one, self._around, most)
@@ -216,12 +219,12 @@ class CentralWork:
         self._node.serve()
 
     def _ran_layer(self, tokens: int) -> None:
-        """Tokens are counted at the first layer: the last one has only those whose logits are wanted."""
+        """Count tokens at the first layer, as the last one has only those whose logits are wanted."""
         if self._begins:
             self._ran(tokens)
 
     def _around(self, layer: int) -> AbstractContextManager[None]:
-        """Layers are asked for in their order; an earlier one is the next pass's."""
+        """What a layer runs within. Layers are requested in their order; an earlier one belongs to the next pass."""
         self._begins = self._at is None or layer <= self._at
         self._at = layer
         return self._ready.part_of_pass(self._begins, layer == self._layers[-1])
@@ -232,7 +235,7 @@ class CentralWork:
 
 
 class Busy:
-    """How much of the last seconds was work. One thread works, any may ask."""
+    """Fraction of the last seconds spent working. One thread works; any may ask."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -248,7 +251,7 @@ class Busy:
             self._since = None
 
     def share(self) -> float:
-        """Of the last WINDOW_S seconds, between 0 and 1."""
+        """Fraction of the last WINDOW_S seconds, between 0 and 1."""
         now, since = self._clock(), self._since
         work = [*self._work, *([(since, now)] if since is not None else [])]
         spent = sum(max(0.0, end - max(start, now - WINDOW_S)) for start, end in work)
@@ -256,7 +259,7 @@ class Busy:
 
 
 class TimedLink:
-    """A link whose waiting for the other end is no work."""
+    """A link whose waiting for the other end does not count as work."""
 
     def __init__(self, link: Link, busy: Busy) -> None:
         self._link = link
@@ -276,7 +279,7 @@ class TimedLink:
 
 
 class TimedExchange:
-    """The same of an exchange: :meth:`receive` of what the head asks next is no work."""
+    """An exchange whose waiting for the head's next request does not count as work."""
 
     def __init__(self, exchange: Exchange, busy: Busy) -> None:
         self._exchange = exchange
@@ -320,7 +323,10 @@ JOIN_S = 3.0
 
 
 class Following:
-    """Loads when it is made; raises ModelError, Cancelled from ``progress``, PeerLost."""
+    """A follower's task in a thread of its own. Loads during its construction.
+
+    Raises ModelError, Cancelled from ``progress``, PeerLost.
+    """
 
     def __init__(
         self,
@@ -332,16 +338,16 @@ class Following:
         terms: LendTerms,
         notice: Callable[[str], None],
     ) -> None:
-        """``notice`` hears from any thread what the person here should know."""
+        """``notice`` is called from any thread with lines for the person here."""
         self.ended: str | None = None
-        """Why it ended; None while it goes on."""
+        """The reason of the end; None while it goes on."""
         self.failed_here = False
-        """It ended because of this machine; the others were told."""
+        """Whether it ended because of this machine, of which the others were notified."""
         self.broken: list[str] = []
-        """Node ids to which its link broke, which ended it."""
+        """Node ids of the links whose break ended it."""
         self.tokens = 0
         self.warming: tuple[int, int] | None = None
-        """Bytes of the weights that were brought into memory, of how many; None before and after."""
+        """Bytes of the weights that were brought into memory, and their total; None before and after."""
         self.expert_bytes = outline(folder).expert_bytes * spec.placement.count_of(spec.rank)
         self._members = spec.members
         self._links = links
@@ -382,7 +388,7 @@ class Following:
         return self._work.probe_s
 
     def busy(self) -> float:
-        """Share of the last seconds in which it did something for the head."""
+        """Fraction of the last seconds in which it worked for the head."""
         return self._busy.share()
 
     def close(self) -> None:

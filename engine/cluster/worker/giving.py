@@ -1,4 +1,4 @@
-"""What a lent machine gives to paired ones that lack it: a model that they name, or the share that they sent."""
+"""What a lent machine gives to paired ones that lack it: a model that they name, or the shard that they sent."""
 
 from __future__ import annotations
 
@@ -49,17 +49,21 @@ class Given:
     folder: Path
     name: str
     whole: bool
-    """Not a share."""
+    """Whether it is a whole model and not a shard."""
 
     def offer(self, progress: ProgressCallback) -> Offer:
-        """Everything in it. The first time all of it is read; ``progress`` may raise Cancelled. Raises ModelError."""
+        """An offer of everything in the folder. The first time all of it is read; ``progress`` may raise Cancelled.
+        Raises ModelError."""
         return offer_whole(self.folder, progress, self.name) if self.whole else offer_of_share(self.folder)
 
     def chunks(
         self, layout: str, weights: str, wanted: Sequence[Wanted], progress: ProgressCallback
     ) -> Iterator[bytes]:
-        """What is ``wanted`` of the offer with these fingerprints of its layout and its weights, as
-        :func:`engine.cluster.weights.transfer.stream`. Raises RingProtocolError if that is not what is here."""
+        """The ``wanted`` items of the offer with these fingerprints of its layout and weights, as
+        :func:`engine.cluster.weights.transfer.stream`.
+
+        Raises RingProtocolError if something else is here.
+        """
         offered = self.offer(progress)
         if (offered.layout, offered.identity.weights) != (layout, weights):
             raise RingProtocolError("weights of another model were wanted than are here")
@@ -67,10 +71,10 @@ class Given:
 
 
 def find_given(key: str, name: str, caller: str) -> Given | None:
-    """The model whose folder in the models folder is called ``key``, its bank if it has one; else the share that the
-    machine with the node id ``caller`` once sent here of what it calls ``name``. None if neither is here.
+    """The model in the folder ``key`` of the models folder, its bank if it has one.
 
-    Shares of other heads are not given: what a head sent is used with that head only.
+    Otherwise the shard that the machine with the node id ``caller`` once sent of the model it calls ``name``. None if
+    neither is here. Shards of other heads are not given: what a head sent is used with that head only.
     """
     if not _KEY.fullmatch(key) or key.endswith(_NEVER) or key.startswith("local--"):
         return None
@@ -86,12 +90,14 @@ def find_given(key: str, name: str, caller: str) -> Given | None:
 
 
 REPORT_S = 0.25
-"""How far it has come is told at most so often."""
+"""Seconds between two reports of progress at least."""
 
 
 class Giving:
-    """``allowed``: the person here agrees; else nothing is here for anybody. ``notice`` hears from any thread what the
-    person should know."""
+    """Answers requests for models. ``allowed``: whether the person here agrees; if not, nothing is here for anybody.
+
+    ``notice`` is called from any thread with lines for the person.
+    """
 
     def __init__(self, node: Node, allowed: bool, notice: Callable[[str], None]) -> None:
         self._node = node
@@ -100,7 +106,7 @@ class Giving:
 
     @property
     def answers(self) -> Mapping[str, Callable[..., object]]:
-        """By method."""
+        """The answering function by method."""
         return {"ModelHere": self._here, "ModelOffer": self._offer, "ModelWeights": self._weights}
 
     def _find(self, caller: Caller, wanted: WantedModel) -> Given | None:
@@ -111,7 +117,7 @@ class Giving:
         return ModelHere() if found is None else ModelHere(whole=found.whole, part=not found.whole)
 
     def _offer(self, caller: Caller, wanted: WantedModel) -> Iterator[OfferPiece]:
-        """The model may have to be read, in a thread of its own, so that it can be told how that goes."""
+        """Offer the model. It may have to be read, in a thread of its own, so that progress can be reported."""
         found = self._find(caller, wanted)
         if found is None:
             return

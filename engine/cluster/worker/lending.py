@@ -1,4 +1,4 @@
-"""A machine that was lent with ``join``: what heads may ask of it, one head and one epoch at a time."""
+"""A machine lent with ``join``: what heads may ask of it, one head and one epoch at a time."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ from engine.models.locations import locate
 from engine.planning.units import byte_size
 
 RESERVED_S = 60.0
-"""A head that forms is given so long between two of its calls before another one may come."""
+"""Seconds between two calls of a forming head after which another head may come."""
 VOUCHED_S = 60.0
-"""So long another node may measure its link to this one because the head vouched for it."""
+"""Seconds for which another node may measure its link to this one after the head vouched for it."""
 WATCH_S = 0.2
 REPORT_S = 0.25
-"""Progress of loading is told at most so often."""
+"""Seconds between two reports of loading at least."""
 
 
 class ClusterWorker:
-    """What this machine does for a head, on its person's ``terms``. ``changed`` is told when a screen has news."""
+    """Serves a head on the ``terms`` of this machine's person. ``changed`` is called when a screen has news."""
 
     def __init__(self, node: Node, changed: Callable[[], None] = lambda: None, terms: LendTerms | None = None) -> None:
         self._node = node
@@ -82,12 +82,13 @@ class ClusterWorker:
         self._stage = ""
         self._done = self._total = 0
         self._share_bytes = 0
-        """Of the experts that it is to hold."""
+        """Bytes of the experts that this node is to hold."""
         self._vouched: dict[str, tuple[bytes, float]] = {}
         self._unwanted: set[str] = set()
-        """Machines that were forgotten here: no head brings them back before they are paired again."""
+        """Machines that were forgotten here. No head brings them back before they are paired again."""
         self._transferring = threading.Lock()
-        """A head that begins anew must not meet the transfer that it broke off, which still writes what has arrived."""
+        """Held during a transfer. A head that starts over must wait for its broken transfer, which still writes what
+        has arrived."""
         self._closed = threading.Event()
         self._said: list[str] = []
         answers: dict[str, Callable[..., object]] = {
@@ -142,7 +143,7 @@ class ClusterWorker:
             )
 
     def take_notices(self) -> list[str]:
-        """What a person should know since this was last asked, a line each."""
+        """Lines for the person since the last call."""
         with self._lock:
             said, self._said = self._said, []
         return said
@@ -167,8 +168,11 @@ class ClusterWorker:
             self._watching.join(2.0)
 
     def release(self, why: str = "", only: Following | None = None) -> None:
-        """End whatever epoch there is: links closed, the share unloaded. ``why``: what went wrong, if anything did.
-        ``only``: nothing is done if another one has taken its place meanwhile."""
+        """End the current epoch, if any: close its links and unload the shard.
+
+        ``why``: what went wrong, if anything did. ``only``: nothing is done if another one has taken its place
+        meanwhile.
+        """
         with self._lock:
             links, following = self._links, self._following
             if only is not None and only is not following:
@@ -259,7 +263,7 @@ class ClusterWorker:
                 self.release(following.ended, only=following)
 
     def _is_forming(self, head: str, idle: float) -> bool:
-        """Whether the head said that it loads a model, not long ago."""
+        """Whether the head reported recently that it loads a model."""
         view = self._node.table.view(head)
         said = view is not None and view.load is not None and view.load.stage == FORMING
         return said and idle < RESERVED_S
@@ -307,7 +311,7 @@ class ClusterWorker:
         return msgspec.structs.replace(tried, failed={**tried.failed, **refused})
 
     def _vouch(self, links: Sequence[Linked]) -> None:
-        """The head vouches for these, and for no other machines any more."""
+        """Trust the machines that the head vouches for, and no others any more."""
         with self._lock:
             self._vouched = {one.node_id: (one.certificate, time.monotonic() + VOUCHED_S) for one in links}
 
@@ -331,7 +335,7 @@ class ClusterWorker:
         return Wants(wanted=encode_wanted(need.wanted), nbytes=need.nbytes, has_bytes=need.has_bytes)
 
     def _leave_epoch_before(self) -> None:
-        """Its head forms anew: this machine may have been cut off, and not have heard of the end."""
+        """End the former epoch, as its head forms anew. This machine may have been cut off and missed the end."""
         with self._lock:
             links, following = self._links, self._following
             self._links = self._following = self._spec = None
@@ -403,7 +407,7 @@ class ClusterWorker:
         )
 
     def _form(self, caller: Caller, wanted: LoadShare) -> Iterator[Forming]:
-        """Load in a thread of its own, and tell how it goes."""
+        """Load in a thread of its own, and report its progress."""
         with self._lock:
             spec, links, need = self._spec, self._links, self._need
         if spec is None or links is None or spec.epoch != wanted.epoch:
@@ -475,7 +479,7 @@ class ClusterWorker:
         return EmptyBody()
 
     def _check_lent(self, spec: EpochSpec) -> None:
-        """Raises ModelError if the share would take more memory than its person lends."""
+        """Raises ModelError if the shard would take more memory than its person lends."""
         if self._terms.lend_memory is None or self._need is None:
             return
         taken = share_bytes(self._need.folder, spec)
@@ -487,7 +491,7 @@ class ClusterWorker:
             )
 
     def _bytes_of(self, spec: EpochSpec) -> int:
-        """Of the experts that ``spec`` gives to this node; 0 as long as their size is not known here."""
+        """Bytes of the experts that ``spec`` gives to this node; 0 as long as their size is unknown here."""
         if self._need is None:
             return 0
         with contextlib.suppress(ModelError, OSError):
