@@ -18,7 +18,7 @@ from engine.cluster.head.epoch_specs import Ring, Trial, epoch_specs
 from engine.cluster.head.formed import AloneLayers, FormedRing, end_epoch
 from engine.cluster.head.lacked_model import LackedModel
 from engine.cluster.head.loading_nodes import LoadingNodes, told_by
-from engine.cluster.head.rejoin_policy import Regulars
+from engine.cluster.head.rejoin_policy import RejoinPolicy
 from engine.cluster.head.supply import Supply, WholeCopy
 from engine.cluster.head.survey import Survey, Surveyor, candidates
 from engine.cluster.head.upload import Sending
@@ -104,7 +104,7 @@ class RingFormer:
         self._formed: FormedRing | None = None
         self._considered: dict[str, str] = {}
         """Who was there when it was last formed, and those that were looked at since: node ids, and their processes."""
-        self._regulars = Regulars(surveyor)
+        self._rejoin_policy = RejoinPolicy(surveyor)
         self._chosen: ExchangeName | None = None
         self._said: set[str] = set()
         self._said_of_links: set[str] = set()
@@ -122,8 +122,8 @@ class RingFormer:
         before = self._formed
         if before is not None:
             before.close()
-            self._regulars.put_off((node_id, self._considered.get(node_id, "")) for node_id in before.silent)
-        members = set(self._regulars.members)
+            self._rejoin_policy.put_off((node_id, self._considered.get(node_id, "")) for node_id in before.silent)
+        members = set(self._rejoin_policy.members)
         self._left_out.close()
         self._node.lent = lambda: LentState(stage=FORMING)
         try:
@@ -137,7 +137,7 @@ class RingFormer:
             )
         except Cancelled:
             if before is not None:
-                self._regulars.put_off(
+                self._rejoin_policy.put_off(
                     one for one in self._considered.items() if one[0] not in before.followers.values()
                 )
             raise
@@ -158,8 +158,8 @@ class RingFormer:
         fresh = [one for one in there if self._considered.get(one.node_id) != one.process]
         if not fresh:
             return False
-        regular, others = self._regulars.split(there, formed.facts.mode == "central", progress)
-        for line in self._regulars.lines(others):
+        regular, others = self._rejoin_policy.split(there, formed.facts.mode == "central", progress)
+        for line in self._rejoin_policy.lines(others):
             say(line)
         news = any(one in regular for one in fresh)
         self._considered.update((one.node_id, one.process) for one in others)
@@ -191,7 +191,7 @@ class RingFormer:
 
         def away() -> list[str]:
             ids = self._planned & {one.node_id for one in self._there()}
-            return [self._node.table.name_of(one) for one in sorted(self._regulars.members - ids)]
+            return [self._node.table.name_of(one) for one in sorted(self._rejoin_policy.members - ids)]
 
         return Patience(there, away, self._choice.wait_s)
 
@@ -202,9 +202,9 @@ class RingFormer:
         before = self.decision
         if self._formed is None:
             # The person asked for a ring with these: one that is lost in the forming is awaited like one of the ring.
-            self._regulars.members.update(self._considered)
+            self._rejoin_policy.members.update(self._considered)
         else:
-            there, others = self._regulars.split(there, self._formed.facts.mode == "central", progress)
+            there, others = self._rejoin_policy.split(there, self._formed.facts.mode == "central", progress)
         try:
             formed = self._form_of(there, notices, progress)
         except ModelError:
@@ -212,7 +212,7 @@ class RingFormer:
             if not others or planned is None or planned is before or not planned.shortfall:
                 raise
             return self._form_of([*there, *others], notices, progress)
-        formed.notices += self._regulars.lines(others)
+        formed.notices += self._rejoin_policy.lines(others)
         return formed
 
     def _form_of(self, there: Sequence[Candidate], notices: list[str], progress: ProgressCallback) -> FormedRing:
@@ -239,7 +239,7 @@ class RingFormer:
                 # Whoever is left may do without it; if not, the plan says what is missing.
                 notices.append(f"{self._node.table.name_of(refused.node_id)} is left out of the ring: {refused}")
                 process = self._considered.get(refused.node_id, "")
-                if refused.gone or self._regulars.may_refuse(refused.node_id, process):
+                if refused.gone or self._rejoin_policy.may_refuse(refused.node_id, process):
                     self._considered.pop(refused.node_id, None)
                 if refused.gone and self._formed is not None:
                     # That it is lost is said in a line of its own.
@@ -272,7 +272,7 @@ class RingFormer:
             formed = self._alone(decision, [*notices, decision.reason], progress)
             return self._without(formed, together, there)
         by_id = {one.node_id: one for one in there}
-        self._regulars.members.update(node_id for node_id in decision.ranks if node_id in by_id)
+        self._rejoin_policy.members.update(node_id for node_id in decision.ranks if node_id in by_id)
         assert decision.facts is not None and decision.placement is not None
         ring = Ring(
             epoch=secrets.token_hex(8),

@@ -1,4 +1,7 @@
-"""Whom a ring takes in when it is formed again while a person waits for an answer: nobody who lacks its weights."""
+"""The rejoin policy: which machines a ring takes in when it is formed again while a person waits for an answer.
+
+A machine that lacks its weights is not taken in.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +15,34 @@ from engine.cluster.weights.weight_fingerprint import known_weights
 from engine.ipc.progress import ProgressCallback
 
 LOOK_S = 3.0
-"""A machine says within so long what it has, or it is asked again by the next question."""
+"""Timeout in seconds for a machine's answer about what it has. The next question asks it again."""
 WORTH = 0.5
-"""Of an even share of the experts, what a machine must have for its share to count as there: shares differ."""
+"""Fraction of an even share of the experts that a machine must have to count as having its shard, as shards differ in
+size."""
 
 
-class Regulars:
-    """Machines that belong to the ring of the model that ``surveyor`` plans for, or have their share of it; and the
-    others."""
+class RejoinPolicy:
+    """Divides machines into members, which belong to the ring or have their shard of the model, and others."""
 
     def __init__(self, surveyor: Surveyor) -> None:
         self.members: set[str] = set()
-        """Node ids of those that were there when the person formed the ring, or that it was planned with since."""
+        """Node ids of the machines that were there when the person formed the ring, or with which it was planned
+        since."""
         self._surveyor = surveyor
         self._apart: set[tuple[str, str]] = set()
-        """Node ids, and the processes that they were then: one that is started anew is looked at again."""
+        """Node ids and processes of machines that are put off. A restarted one is checked again."""
         self._said: set[str] = set()
         self._refused: dict[str, str] = {}
 
     def put_off(self, nodes: Iterable[tuple[str, str]]) -> None:
-        """The person did not want to wait for these (node ids, processes), or they did nothing: they are none of the
-        regulars until they go, or start anew."""
+        """Put off these machines (node ids, processes) until they leave or restart: the person did not want to wait for
+        them, or they contributed nothing."""
         self._apart.update(nodes)
 
     def split(
         self, there: Sequence[Candidate], central: bool, progress: ProgressCallback
     ) -> tuple[list[Candidate], list[Candidate]]:
-        """The regulars among ``there``, and the others. ``central``: only experts are sent. Raises Cancelled."""
+        """The members among ``there``, and the others. ``central``: only experts are sent. Raises Cancelled."""
         self._apart &= {_key(one) for one in there}
         regular, others = list[Candidate](), list[Candidate]()
         for one in there:
@@ -59,14 +63,17 @@ class Regulars:
         return regular, others
 
     def may_refuse(self, node_id: str, process: str) -> bool:
-        """It refused: whether the next question is to try it again. Once, as the reason may pass (it was busy with the
-        ring before), and then no longer, as every try takes a forming."""
+        """A machine refused. Returns whether the next question may try it again.
+
+        Once, as the reason may pass (it was busy with the former ring), and then no longer, as every try takes a
+        forming.
+        """
         first = self._refused.get(node_id) != process
         self._refused[node_id] = process
         return first
 
     def lines(self, others: Sequence[Candidate]) -> list[str]:
-        """A line for each of ``others`` that was looked at, once."""
+        """A line for each of ``others`` that was checked. Each is returned once."""
         fresh = [one for one in others if _key(one) in self._apart and one.node_id not in self._said]
         self._said.update(one.node_id for one in fresh)
         if self._surveyor.headers.profile is None:
@@ -76,7 +83,7 @@ class Regulars:
         ]
 
     def _has_share(self, one: Candidate, nodes: int, central: bool, progress: ProgressCallback) -> bool:
-        """Whether (nearly) nothing would have to be sent to it. Raises NodeRefused, Cancelled."""
+        """Whether almost nothing would have to be sent to it. Raises NodeRefused, Cancelled."""
         profile = self._surveyor.headers.profile
         weights = known_weights(self._surveyor.folder)
         if profile is None or not weights:
