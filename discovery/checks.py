@@ -165,7 +165,7 @@ def probe_peer(host: str, port: int, seconds: float = 3.0) -> list[PeerStep]:
         remedy = "use its address, as `privatellm join` shows it there"
         return [PeerStep("name", "", Problem("name", what, remedy))]
     steps.append(PeerStep("name", f"{host} is {ip}"))
-    for step, number in (("control", port), ("link listener", port + 1)):
+    for step, number in (("control", port), ("links", port + 1)):
         try:
             socket.create_connection((host, number), timeout=seconds).close()
         except OSError as error:

@@ -89,7 +89,7 @@ def test_the_way_to_a_machine_is_walked(
             for finding in doctor_network.network(probe=False, peer=f"127.0.0.1:{port}")
             if finding.about.startswith("peer")
         }
-    assert steps == {"peer: name": "ok", "peer: control": "ok", "peer: link listener": "problem"}
+    assert steps == {"peer: name": "ok", "peer: control": "ok", "peer: links": "problem"}
     assert run(["doctor", "--peer", "nowhere"]) == 2
     assert "HOST:PORT" in capsys.readouterr().err
 

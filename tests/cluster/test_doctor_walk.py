@@ -35,7 +35,7 @@ def test_a_paired_machine_is_asked_what_it_does(pair: Nodes) -> None:
     vm = pair.nodes[1]
     found = walked(vm.listening[0])
     assert {about: finding.mark for about, finding in found.items()} == {
-        "name": "ok", "control": "ok", "link listener": "ok", "trust": "ok", "hello": "ok",
+        "name": "ok", "control": "ok", "links": "ok", "trust": "ok", "hello": "ok",
     }  # fmt: skip
     assert found["trust"].text == "vm, with the certificate that was paired"
     assert found["hello"].text == f"vm answers, privatellm {vm.version}; lent, and free"

@@ -141,7 +141,7 @@ def test_the_way_to_a_machine_is_walked_step_by_step() -> None:
             assert [step.problem for step in probe_peer("127.0.0.1", pair.control)] == [None, None, None]
             listener.close()
             steps = probe_peer("127.0.0.1", pair.control)
-        assert [step.step for step in steps] == ["name", "control", "link listener"]
+        assert [step.step for step in steps] == ["name", "control", "links"]
         assert steps[-1].problem is not None and str(pair.control + 1) in steps[-1].problem.what
     finally:
         listener.close()
