@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine.ipc.messages.ring import RingChoice, RingFacts
@@ -499,6 +499,7 @@ def test_a_machine_that_would_hold_nothing_is_left_out_unless_it_was_named() -> 
     st.booleans(),
     st.booleans(),
 )
+@example([(15, None), (6, None)], 4, "auto", False, True)
 @settings(max_examples=40, deadline=None)
 def test_every_machine_of_a_ring_holds_experts(
     machines: list[tuple[int, float | None]], experts: int, mode: str, overlap: bool, even_if_slower: bool
@@ -506,13 +507,14 @@ def test_every_machine_of_a_ring_holds_experts(
     sizes = replace(SIZES, layers=2, moe_layers=2, experts=experts, experts_per_token=2, expert_bytes=12 * GB)
     nodes = [node(f"n{i}", memory, read) for i, (memory, read) in enumerate(machines)]
     choice = RingChoice(mode=mode, overlap=overlap, even_if_slower=even_if_slower)  # type: ignore[arg-type]
-    found = plan_ring(RingModelFacts(sizes, (0, 1)), nodes, links(nodes, RDMA), choice)
+    model = RingModelFacts(sizes, (0, 1))
+    found = plan_ring(model, nodes, links(nodes, RDMA), choice)
     if found.kind != "ring":
         return
     assert all(share.experts for share in facts(found).nodes[1:])
     if even_if_slower:
         central = found.mode == "central"
-        room = [each.node_id for each in nodes[1:] if expert_room(MODEL, each, central) >= sizes.slab_bytes]
+        room = [each.node_id for each in nodes[1:] if expert_room(model, each, central) >= sizes.slab_bytes]
         assert list(found.ranks[1:]) == room or len(nodes) > sizes.slabs
 
 
