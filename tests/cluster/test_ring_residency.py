@@ -26,8 +26,8 @@ from engine.ipc.messages import AnyEvent, Finished, LendTerms, Load, Notice, War
 from engine.models.weight_layout import layout_of
 from engine.moe.rank_context import RankContext
 from engine.planning.placement import Placement
-from engine.residency import page_warmer as keeper
-from engine.residency.resident_model import Residency, ResidentModel, held_in, rank_context_of
+from engine.residency import page_warmer
+from engine.residency.resident_model import Residency, ResidentModel, held_in
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import RingPlace
 
@@ -70,7 +70,7 @@ def test_the_head_keeps_its_own_experts_and_more_when_it_is_alone(tiny_model: Ti
     request = Load(id=1, model=str(folder), runtime="torch", cpu_threads=1)
     former = ThreadFormer(folder, request, ["head", "other"], layout.layers, layout.count)
     model = RingModel("m", former, lambda *_: None)
-    context = rank_context_of(model)
+    context = model.rank_context
     assert context is not None and context.nodes == 2
     warmth = Warmth()
     keeping = Residency(warmth)
@@ -126,7 +126,7 @@ def finished(**changes: Any) -> Finished:
 
 
 def test_the_probe_of_the_head_is_its_first_pass_and_no_forming(tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(keeper, "IDLE_S", -1.0)
+    monkeypatch.setattr(page_warmer, "IDLE_S", -1.0)
     folder = tiny_model("mixtral")
     layout = layout_of(folder)
     request = Load(id=1, model=str(folder), runtime="torch", cpu_threads=1, keep_resident=False)
@@ -270,7 +270,7 @@ def central_spec(folder: Path, placement: Placement) -> EpochSpec:
 def test_a_follower_of_central_mode_keeps_its_experts_and_no_trunk(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(keeper, "IDLE_S", -1.0)  # every pass comes after idling
+    monkeypatch.setattr(page_warmer, "IDLE_S", -1.0)  # every pass comes after idling
     folder = tiny_model("mixtral")
     layout = layout_of(folder)
     placement = split(layout.layers, layout.count, 2)

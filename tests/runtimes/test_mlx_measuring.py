@@ -12,7 +12,7 @@ pytest.importorskip("mlx_lm")
 
 from mlx_oracle import load, write_comparable  # noqa: E402
 
-from engine.bench import decode  # noqa: E402
+from engine.bench import throughput  # noqa: E402
 from engine.bench.subject import BenchSubject  # noqa: E402
 from engine.bench.throughput import bench_decode  # noqa: E402
 from engine.calibration.calibration_file import (  # noqa: E402
@@ -100,7 +100,7 @@ def test_decoding_on_the_gpu_keeps_what_a_layer_costs(tmp_path: Path, monkeypatc
     monkeypatch.setattr(mx, "default_device", lambda: mx.gpu)
     model = load(folder, keep_resident=False)
     assert model.facts.device == "gpu"
-    monkeypatch.setattr(decode, "_mlx_rate", lambda: 1e15)
+    monkeypatch.setattr(throughput, "_mlx_rate", lambda: 1e15)
     setting = BenchSubject(
         model=model, facts=model.facts, rounds=1, prefill_chunk=64, threads=1, weight_bytes=1, report=lambda *_: None
     )
