@@ -70,7 +70,7 @@ def test_the_head_keeps_its_own_experts_and_more_when_it_is_alone(tiny_model: Ti
     request = Load(id=1, model=str(folder), runtime="torch", cpu_threads=1)
     former = ThreadFormer(folder, request, ["head", "other"], layout.layers, layout.count)
     model = RingModel("m", former, lambda *_: None)
-    context = model.rank_context
+    context = model.context
     assert context is not None and context.nodes == 2
     warmth = Warmth()
     keeping = Residency(warmth)
@@ -210,13 +210,13 @@ def test_the_first_pass_after_idling_is_the_probe(tiny_model: TinyModel, monkeyp
     with ready.passing():
         now += 1.0
     assert ready.probe_s is None
-    now += keeper.IDLE_S + 1
+    now += page_warmer.IDLE_S + 1
     with ready.passing():
         now += 0.5
     with ready.passing():
         now += 3.0
     assert ready.probe_s == 0.5
-    now += keeper.IDLE_S + 1
+    now += page_warmer.IDLE_S + 1
     with contextlib.suppress(PeerLost), ready.passing():
         raise PeerLost("gone")
     assert ready.probe_s == 0.5
@@ -232,7 +232,7 @@ def test_a_pass_that_comes_in_parts_is_one_probe(tmp_path: Path):
         with ready.part_of_pass(first, last):
             now += seconds
 
-    now += keeper.IDLE_S + 1
+    now += page_warmer.IDLE_S + 1
     part(True, False, 0.5)
     now += 0.25  # the head's own work
     part(False, True, 0.5)
@@ -240,7 +240,7 @@ def test_a_pass_that_comes_in_parts_is_one_probe(tmp_path: Path):
     part(True, False, 4.0)
     part(False, True, 4.0)
     assert ready.probe_s == 1.25  # that was not after idling
-    now += keeper.IDLE_S + 1
+    now += page_warmer.IDLE_S + 1
     part(True, False, 4.0)  # given up before its last part
     part(True, False, 3.0)
     part(False, True, 3.0)
