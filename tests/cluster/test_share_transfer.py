@@ -342,7 +342,7 @@ def test_a_full_disk_is_named_and_nothing_half_counted(
         return genuine(*arguments)
 
     monkeypatch.setattr(os, failing, full)
-    with pytest.raises(ModelError, match=r"is full .* MB of this machine's share did not fit") as caught:
+    with pytest.raises(ModelError, match=r"is full .* [kM]B of this machine's share did not fit") as caught:
         shares.receive(offered, need.wanted, stream(bank, offered, need.wanted), quiet)
     assert caught.value.kind == "disk"
     monkeypatch.undo()
