@@ -21,6 +21,7 @@ from engine.cluster.head.forming import RingFormer
 from engine.cluster.head.lacked_model import LackedModel, find_lacked
 from engine.cluster.head.survey import Surveyor
 from engine.cluster.membership.node import Node, default_name, network_folder
+from engine.cluster.weights.own_share import OwnShare
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError
 from engine.ipc.messages import (
@@ -120,6 +121,14 @@ class ClusterNetwork:
     def lacked(self, model: ResolvedModel, progress: ProgressCallback) -> LackedModel | None:
         """See :func:`engine.cluster.head.lacked_model.find_lacked`."""
         return find_lacked(self.node, model, progress)
+
+    def kept_share(self, model: ResolvedModel) -> Path | None:
+        """Where this machine's share of ``model`` is if it has not the whole, and the network is open."""
+        node = self._node
+        if node is None or model.kind != "hub" or model.folder is not None:
+            return None
+        own = OwnShare.find(model.name, node.identity.node_id)
+        return None if own is None else own.folder
 
     def former(
         self, name: str, folder: Path, runtime: Runtime, load: Load, lacked: LackedModel | None = None

@@ -26,9 +26,10 @@ from engine.cluster.head.survey import (
     planned_links,
     planned_nodes,
 )
-from engine.cluster.membership.client import Unreachable
+from engine.cluster.membership.client import CallGroup, Unreachable
 from engine.cluster.membership.control_messages import (
     Connected,
+    DataPiece,
     EpochMember,
     EpochSpec,
     Forming,
@@ -37,11 +38,16 @@ from engine.cluster.membership.control_messages import (
     MeasuredLink,
     NodeFacts,
     WantedFacts,
+    Wants,
 )
+from engine.cluster.membership.heartbeat import FORMING
 from engine.cluster.membership.links import measure_best, reachable
 from engine.cluster.membership.measuring_node import measure_node
+from engine.cluster.membership.node import LentState
 from engine.cluster.transport.addresses import listener_address, own_addresses, parse_address, plain_ip
 from engine.cluster.transport.exchange import PeerLost
+from engine.cluster.weights.transfer import encode_offer, offer
+from engine.cluster.worker import lending
 from engine.cluster.worker.follower_work import Busy
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import Cancelled, ModelError
@@ -340,6 +346,39 @@ def test_epoch_of_another_version_or_another_head_is_refused(three: Nodes) -> No
         with pytest.raises(ModelError, match="The epoch is over"):
             list(client.stream("Form", LoadShare(epoch="none", exchange="tls"), Forming))
         assert lender.facts() is None
+    finally:
+        client.close()
+        lender.close()
+
+
+def test_a_machine_waits_for_the_weights_that_others_are_sent(
+    three: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has all it needs, and hears nothing of the head but that it forms."""
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(lending, "RESERVED_S", 0.0)
+    head, folder = three.nodes[0], tiny_mixtral(tmp_path / "model")
+    head.lent = lambda: LentState(stage=FORMING)
+    head.table.send_heartbeats(1.0)
+    lender = ClusterWorker(three.nodes[1])
+    client = three.client(1, three.identities[0])
+
+    def stage_of_head() -> str:
+        view = three.nodes[1].table.view(three.identities[0].node_id)
+        return view.load.stage if view is not None and view.load is not None else ""
+
+    try:
+        eventually(lambda: stage_of_head() == FORMING)
+        looked: list[str] = []
+        is_forming = lender._is_forming
+        monkeypatch.setattr(lender, "_is_forming", lambda node_id: (looked.append(node_id), is_forming(node_id))[1])
+        data = encode_offer(offer(folder, {0: [0]}, lambda *_: None))
+        client.upload("Offer", [DataPiece(data=data)], Wants, CallGroup())
+        eventually(lambda: len(looked) > 2)
+        assert lender.facts() is not None
+        head.lent = LentState
+        head.table.send_heartbeats(1.0)
+        eventually(lambda: lender.facts() is None)
     finally:
         client.close()
         lender.close()

@@ -11,7 +11,8 @@ from tiny_models import write_tiny_model
 
 from engine.bench.local_ring import LocalEngine
 from engine.errors import ModelError
-from engine.ipc.messages import NetworkState
+from engine.ipc.messages import Load, NetworkState, Plan, Planned
+from engine.ipc.messages.ring import RingChoice
 from engine.models.prepare import prepare
 from engine.models.share_files import read_share
 
@@ -42,6 +43,12 @@ def test_a_ring_begins_without_a_copy_on_its_head(tmp_path: Path, made: dict[str
     with RealRing(tmp_path, [Machine(), Machine(models=(made[key],)), Machine()]) as ring:
         facts = ring.form(Path(key.replace("--", "/")), "native", 2, "bfloat16")
         tokens, beams = ring.answer(), ring.beams()
+        # By now a plan needs nothing of the others but their figures.
+        choice = RingChoice(even_if_slower=True, nodes=ring.ids[1:])
+        load = Load(id=0, model=key.replace("--", "/"), runtime="native", partitioning="ring", ring=choice)
+        planned = ring.head.ask(Plan(id=ring.head.new_id(), load=load))
+        assert isinstance(planned, Planned) and planned.ring is not None
+        assert planned.ring.nodes[0].has_bytes > planned.ring.nodes[0].trunk_bytes > 0
         (mine,), (theirs,) = shares(ring.head), shares(ring.engines[2])
         assert shares(ring.engines[1]) == []
         assert [held(mine), held(theirs)] == [facts.nodes[0].experts, facts.nodes[2].experts]
@@ -92,4 +99,23 @@ def test_a_head_that_is_alone_in_the_end_takes_all_of_it(tmp_path: Path, made: d
         assert len(loaded.facts.ring.nodes) == 1
         assert (ring.head.home / "models" / PLAIN / "config.json").is_file()
         assert shares(ring.head) == []
+        assert ring.answer() == answer
+
+
+def test_a_head_for_which_another_machine_computes_takes_no_weights(tmp_path: Path, made: dict[str, Path]):
+    measuring = "import engine.cluster.membership.measuring_node as measuring\n"
+    slow = measuring + (
+        "from engine.planning.calibration import Curve\n"
+        "measuring.load_speed = lambda *_: None\n"
+        "measuring.memory_rate = lambda *_: 1e5\n"
+        "measuring.expert_curve = lambda *_: Curve((1, 512), (0.05, 20.0))"
+    )
+    fast = measuring + "measuring.this_machine = measuring.processor = lambda: 'another'"
+    with RealRing(tmp_path, [Machine(before=slow), Machine(before=fast, models=(made[PLAIN],))]) as ring:
+        loaded = ring.load(Path("owner/plain"), "native", 1, "bfloat16", even_if_slower=False)
+        assert loaded.facts.ring is not None and loaded.facts.ring.elsewhere
+        (mine,) = shares(ring.head)
+        assert held(mine) == 0 and not read_share(mine).has_trunk
+        answer = ring.answer()
+        ring.alone(made[PLAIN], "native", "bfloat16")
         assert ring.answer() == answer

@@ -55,7 +55,8 @@ def compare(folder: Path, runtime: str, placement: Placement, tmp_path: Path, dt
     request = Load(id=1, model=folder.name, dtype=dtype, runtime=runtime, cpu_threads=1)
     alone = answer(runtime_named(runtime).load(folder, request, quiet))
     made = places(placement)
-    folders = [folder, *(share_of(folder, placement, rank, tmp_path) for rank in range(1, placement.nodes))]
+    # The head is one of them.
+    folders = [share_of(folder, placement, rank, tmp_path) for rank in range(placement.nodes)]
     models = [
         runtime_named(runtime).load(each, request, quiet, place) for each, place in zip(folders, made, strict=True)
     ]

@@ -176,6 +176,10 @@ class PartialCopy:
             if version_of(found.offered) == version_of(mine):
                 self._peers.append(found)
                 return found
+            self._failed[one.name] = (
+                f"it has another version of it by now, which `privatellm models remove {self._own.folder.name}` makes "
+                "this machine begin with"
+            )
         return None
 
     def _fail(self, source: PeerSource, why: str) -> None:
@@ -191,7 +195,7 @@ class PartialCopy:
     def _nowhere(self, missing: Sequence[Item]) -> TooFewError:
         name, nbytes = self._own.offered.identity.name, sum(item.nbytes for item in missing)
         had = " and ".join(self._own.had)
-        failed = "".join(f" ({name} failed: {why})" for name, why in self._failed.items())
+        failed = "".join(f" ({name}: {why})" for name, why in self._failed.items())
         text = (
             f"{byte_size(nbytes)} of {name} are on no machine that is there now{failed}; {had} had all of it: start "
             f"`privatellm join` there, or fetch the model with `privatellm models pull {name}`."

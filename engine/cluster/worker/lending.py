@@ -54,7 +54,7 @@ from engine.models.locations import locate
 from engine.planning.units import byte_size
 
 RESERVED_S = 60.0
-"""Seconds between two calls of a forming head after which another head may come."""
+"""Seconds between two calls of a head that does not say that it forms, after which another one may come."""
 VOUCHED_S = 60.0
 """Seconds for which another node may measure its link to this one after the head vouched for it."""
 WATCH_S = 0.2
@@ -251,22 +251,21 @@ class ClusterWorker:
                 following = self._following
             if not head:
                 continue
-            watch = self._node.table.watch(head)
+            watch, forming = self._node.table.watch(head), self._is_forming(head)
             if watch is not None:
-                watch.patient = self._is_forming(head, idle)
+                watch.patient = forming and idle < RESERVED_S
             view = self._node.table.view(head)
             if view is None or not view.alive:
                 self.release("its head is gone")
-            elif spec is None and idle > RESERVED_S:
+            elif spec is None and idle > RESERVED_S and not forming:
                 self.release("its head formed no ring")
             elif following is not None and following.ended is not None:
                 self.release(following.ended, only=following)
 
-    def _is_forming(self, head: str, idle: float) -> bool:
-        """Whether the head reported recently that it loads a model."""
+    def _is_forming(self, head: str) -> bool:
+        """Whether the head says that it forms. It may send weights to others for hours meanwhile."""
         view = self._node.table.view(head)
-        said = view is not None and view.load is not None and view.load.stage == FORMING
-        return said and idle < RESERVED_S
+        return view is not None and view.load is not None and view.load.stage == FORMING
 
     def _go_on(self, stage: str, done: int = 0, total: int = 0) -> None:
         with self._lock:
