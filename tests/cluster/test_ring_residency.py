@@ -29,7 +29,7 @@ from engine.planning.placement import Placement
 from engine.residency import page_warmer
 from engine.residency.resident_model import Residency, ResidentModel, held_in
 from engine.runtimes import runtime_named
-from engine.runtimes.protocol import RingPlace
+from engine.runtimes.protocol import LoadedWeights, RingPlace
 
 TinyModel = Callable[..., Path]
 PATIENCE_S = 60.0
@@ -179,11 +179,14 @@ class Rows:
     def extend(self, tokens: Any, want_logits: bool = True) -> None: ...
 
 
-class Model:
+class Model(LoadedWeights):
     facts = SimpleNamespace(vocabulary=100, context_limit=64)
 
     def start(self) -> Rows:
         return Rows()
+
+    def close(self) -> None:
+        return
 
 
 def test_a_follower_touches_nothing_while_a_pass_runs():
