@@ -36,17 +36,17 @@ class Doomed(Setting):
 
         def formed(*given: Any) -> Any:
             made = form(*given)
-            run = made.layers.run
+            assign = made.layers.assign
 
-            def counted(*call: Any) -> Any:
+            def counted(*call: Any, **more: Any) -> Any:
                 if self._deaths and self.count >= self._deaths[0] and len(made.names) > 1:
                     del self._deaths[0]
                     self.former.names = self.former.names[:-1]
                     made.kill(len(made.names) - 1)
                 self.count += 1
-                return run(*call)
+                return assign(*call, **more)
 
-            made.layers.run = counted
+            made.layers.assign = counted
             return made
 
         self.former.form = formed  # type: ignore[method-assign]
