@@ -101,10 +101,12 @@ class LocalExecutor(Executor[Array]):
         backend.wait()
         started = recorder.clock()
         out = backend.run(layer, hidden, indices, weights, scale_input)
-        begun = recorder.clock()
+        if backend.wait_part != "experts":
+            begun = recorder.clock()
+            recorder.add(layer, "experts", begun - started)
+            started = begun
         backend.wait(out)
-        recorder.add(layer, "experts", begun - started)
-        recorder.add(layer, backend.wait_part, recorder.clock() - begun)
+        recorder.add(layer, backend.wait_part, recorder.clock() - started)
         if counted is not None:
             after = counted.counts(layer)
             recorder.add_routes(layer, [new - old for new, old in zip(after, before, strict=True)])

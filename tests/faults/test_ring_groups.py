@@ -25,11 +25,11 @@ DIES = {
 # It has told the others where it listens, and dies or stops before they connect.
 import os, signal
 from engine.cluster.transport import gloo
-_all = gloo.ToldStore._all
+_all = gloo.ExchangedStore._all
 def told(self, keys):
     _all(self, keys)
     os.kill(os.getpid(), signal.{number})
-gloo.ToldStore._all = told
+gloo.ExchangedStore._all = told
 """,
     "mlx": """
 import os, signal

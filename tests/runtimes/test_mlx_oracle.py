@@ -115,7 +115,7 @@ def test_a_mixed_up_expert_shows(tmp_path: Path) -> None:
     model = load(write_model(tmp_path, "mixtral"))
     before = model.start().extend(PROMPT)
     assert before is not None
-    experts = model._model.model.layers[1].block_sparse_moe._executor._experts[1]
+    experts = model._model.model.layers[1].block_sparse_moe._executor.backend._experts[1]
     experts.down_proj.weight = experts.down_proj.weight[np.array([1, 0, 2, 3, 4, 5, 6, 7]).tolist()]
     after = model.start().extend(PROMPT)
     assert after is not None
