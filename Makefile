@@ -1,6 +1,7 @@
 # make chat           set everything up on a fresh machine (the first time) and open the chat
 # make test           install what the tests need and run them
 # make test-fast      the tests that start no engine and load no large model: for while something is being changed
+# make test-soak      many rounds of kills, and full products of what the other tests sample
 # make test-papers    the tests of the benchmarks, the papers' comparisons among them
 # make check          linters, type checker, import contracts
 # make bench          the starter and two synthetic models against transformers and llama.cpp (wants a quiet machine,
@@ -17,7 +18,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?= --markdown
 export PYTHON TORCH_INDEX
 
-.PHONY: help chat install test test-fast test-papers check format bench clean
+.PHONY: help chat install test test-fast test-soak test-papers check format bench clean
 
 help:
 	@sed -n '/^#/!q;s/^# \{0,1\}//p' Makefile
@@ -60,7 +61,10 @@ test: $(VENV)/.installed-test
 FAST := $(addprefix tests/,planning generation models moe discovery test_import_contracts.py)
 
 test-fast: $(VENV)/.installed-test
-	@$(TESTS) -m "not slow" $(FAST) $(PYTEST_ARGS)
+	@$(TESTS) -m "not slow and not soak" $(FAST) $(PYTEST_ARGS)
+
+test-soak: $(VENV)/.installed-test
+	@$(TESTS) -m soak tests $(PYTEST_ARGS)
 
 test-papers: $(VENV)/.installed-test
 	@$(TESTS) $(BENCHMARKS) $(PYTEST_ARGS)

@@ -242,6 +242,17 @@ class Ring:
     def answer(self, tokens: int = 24, prompt: Sequence[int] = PROMPT, **options: Any) -> Finished:
         return self.finished(self.ask(tokens, prompt, **options))
 
+    def answered_by_all(self, tokens: int) -> list[int]:
+        """Token ids of the answer of a ring of all machines. One that is slow to come is taken in by a later
+        question."""
+        asked_by = time.monotonic() + PATIENCE_S
+        while True:
+            found = self.answer(tokens).token_ids
+            if set(self.states().values()) == {"ring"}:
+                return found
+            assert time.monotonic() < asked_by, (self.states(), self.notices()[-5:])
+            time.sleep(0.1)
+
     def finished(self, asked: int, seconds: float = PATIENCE_S) -> Finished:
         found = self.last(asked, seconds)
         assert isinstance(found, Finished), found

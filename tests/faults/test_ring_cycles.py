@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
 import statistics
 import time
@@ -20,9 +19,6 @@ from engine.ipc.messages import OpenNetwork
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROUNDS = int(os.environ.get("PRIVATELLM_TEST_ROUNDS", "14"))
-"""Each kills a machine. A hundred take five minutes, which is too long for every run of the tests; what is left by a
-kill shows in fewer."""
 WARM = 4
 SETTLE_LOOKS = 20
 RSS_BYTES_A_ROUND = 1_000_000
@@ -67,7 +63,8 @@ def rss(machine: Machine) -> int:
     return int(psutil.Process(machine.engine.process.pid).memory_info().rss)
 
 
-def test_kills_and_returns_leave_nothing_behind(model: Path, expected: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [12, pytest.param(60, marks=pytest.mark.soak)])
+def test_kills_and_returns_leave_nothing_behind(model: Path, expected: list[int], tmp_path: Path, rounds: int) -> None:
     """Every round: one follower is killed, the answer comes without it, it comes back, the answer comes with it. The
     head and the other follower stay all the time. The process that will come back is started ahead, so that a round
     takes about two seconds."""
@@ -81,7 +78,7 @@ def test_kills_and_returns_leave_nothing_behind(model: Path, expected: list[int]
         before: list[Held] = []
         sizes: list[list[int]] = [[] for _ in staying]
         spare = spare_process(gone)
-        for number in range(ROUNDS):
+        for number in range(rounds):
             if number == WARM:
                 before = [Held(machine) for machine in staying]
             gone.kill()
@@ -93,7 +90,7 @@ def test_kills_and_returns_leave_nothing_behind(model: Path, expected: list[int]
             spare.ask(OpenNetwork(id=spare.new_id(), name=gone.name, listen=listen, lend=True))
             spare = spare_process(gone)
             eventually(lambda: ring.state_of(gone) == "ready")
-            assert answered_by_all(ring) == expected
+            assert ring.answered_by_all(12) == expected
             for machine, taken in zip(staying, sizes, strict=True):
                 taken.append(rss(machine))
         spare.close()
@@ -114,17 +111,6 @@ def test_kills_and_returns_leave_nothing_behind(model: Path, expected: list[int]
         ring.engine.close()
         for port in ports:
             assert port_is_free(port)
-
-
-def answered_by_all(ring: Ring) -> list[int]:
-    """What a ring of all machines answers. One that is slow to come is taken in by a later question."""
-    asked_by = time.monotonic() + 60
-    while True:
-        found = ring.answer(12).token_ids
-        if set(ring.states().values()) == {"ring"}:
-            return found
-        assert time.monotonic() < asked_by, (ring.states(), ring.notices()[-5:])
-        time.sleep(0.5)
 
 
 def spare_process(machine: Machine) -> LocalEngine:

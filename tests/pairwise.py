@@ -1,0 +1,33 @@
+"""Pairwise matrices: few rows of parameters in which every two values of two parameters meet at least once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, product
+from typing import Any
+
+
+def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Rows with one value of each of ``parameters``, in which all pairs of values of different parameters occur.
+
+    The rows are always the same ones: each is the first of the full product that covers the most pairs still missing.
+    With one or two parameters that is the full product.
+    """
+    columns = [range(len(values)) for values in parameters]
+    if len(columns) <= 2:
+        return list(product(*parameters))
+    missing = {
+        (one, first, other, second)
+        for one, other in combinations(range(len(columns)), 2)
+        for first, second in product(columns[one], columns[other])
+    }
+    rows: list[tuple[Any, ...]] = []
+    while missing:
+        best = max(product(*columns), key=lambda row: len(missing & pairs_of(row)))
+        missing -= pairs_of(best)
+        rows.append(tuple(values[place] for values, place in zip(parameters, best, strict=True)))
+    return rows
+
+
+def pairs_of(row: Sequence[int]) -> set[tuple[int, int, int, int]]:
+    return {(one, row[one], other, row[other]) for one, other in combinations(range(len(row)), 2)}

@@ -1,0 +1,23 @@
+"""Pairwise matrices: every pair is there, in few rows."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+from hypothesis import given
+from hypothesis import strategies as st
+from pairwise import pairwise
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+def test_every_pair_of_values_occurs(sizes: list[int]) -> None:
+    rows = pairwise(*[range(size) for size in sizes])
+    for one, other in combinations(range(len(sizes)), 2):
+        assert {(row[one], row[other]) for row in rows} == set(product(range(sizes[one]), range(sizes[other])))
+    assert all(len(row) == len(sizes) for row in rows) and len(set(rows)) == len(rows)
+
+
+def test_there_are_far_fewer_rows_than_in_the_full_product() -> None:
+    assert len(pairwise(range(5), range(4), range(3), range(2))) <= 22
+    assert pairwise("ab", "cd", "ef") == pairwise("ab", "cd", "ef")
+    assert pairwise("ab", [1]) == [("a", 1), ("b", 1)]
