@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -127,7 +127,6 @@ def bench_ring(
         threads = request.load.cpu_threads or max(1, physical_cores() // counts[-1])
         # What several processes do at once is measured before this one is bound to a part of the cores.
         benches = [_Bench(request, name, folder, threads, report, cancelled) for name, folder in models]
-        rows: list[RingRow] = []
         with (
             bound(own[0] if own else ()),
             LocalRing(home, counts[-1] - 1, [folder for _, folder in models], threads, own[1:]) as ring,
@@ -138,9 +137,10 @@ def bench_ring(
                 ids = [identity.node_id for identity in ring.identities[1:]]
                 _until_there(network, len(ids), cancelled)
                 for bench in benches:
-                    rows += bench.rows(network, ids, counts)
+                    bench.measure(network, ids, counts)
             finally:
                 network.close()
+        rows = [row for bench in benches for row in bench.rows()]
     return result_of(request, threads, bool(own), len(cores) or physical_cores(), STEPS, rows)
 
 
@@ -180,14 +180,13 @@ class _Bench:
             keep_resident=False,
             cpu_threads=threads,
         )
-        shape = read_headers(folder, self._load).shape
-        report("measuring experts", 0, 0, "")
-        self._at_once = 1.0 if shape is None else experts_at_once(shape, threads, max(1, physical_cores() // threads))
+        self._at_once = self._experts_at_once()
+        self._plan: list[Samples] = []
 
-    def rows(self, network: ClusterNetwork, ids: Sequence[str], counts: Sequence[int]) -> list[RingRow]:
-        """Every method and number of nodes, in the order of the table. ``network``: the head's, to which the other
-        nodes' processes are known; ``ids``: theirs."""
-        plan = [
+    def measure(self, network: ClusterNetwork, ids: Sequence[str], counts: Sequence[int]) -> None:
+        """Every method and number of nodes. ``network``: the head's, to which the other nodes' processes are known;
+        ``ids``: theirs."""
+        plan = self._plan = [
             Samples(None, 1),
             Samples(None, 1, in_parts=True),
             *(Samples(method, counts[0]) for method in TABLE_3),
@@ -203,8 +202,19 @@ class _Bench:
                     self._by_itself(samples, rounds)
                 else:
                     self._together(network, samples, samples.method, ids[: samples.nodes - 1], rounds)
-        in_parts = plan[1].median()
-        return [self._row(samples, in_parts) for samples in plan]
+
+    def rows(self) -> list[RingRow]:
+        """What was measured, in the order of the table. The other nodes' processes have ended."""
+        # Another program can only have lowered it, so the greater of the two measurements counts.
+        self._at_once = max(self._at_once, self._experts_at_once())
+        in_parts = self._plan[1].median()
+        return [self._row(samples, in_parts) for samples in self._plan]
+
+    def _experts_at_once(self) -> float:
+        self._report("measuring experts", 0, 0, "")
+        shape = read_headers(self._folder, self._load).shape
+        processes = max(1, physical_cores() // self._threads)
+        return 1.0 if shape is None else experts_at_once(shape, self._threads, processes)
 
     def _row(self, samples: Samples, in_parts: PassTime) -> RingRow:
         predicted = None
@@ -214,7 +224,8 @@ class _Bench:
             framing_s = max(0.0, terms.nodes[0].fence_s * terms.model.moe_layers - in_parts.exchange_s)
             computing = PassTime(in_parts.moe_s, 0.0, max(0.0, in_parts.other_s - framing_s))
             costs = measured_costs(terms.model, computing, machine="this")
-            predicted = terms.with_nodes(costs).step()
+            setting = replace(terms.setting, at_once=self._at_once)
+            predicted = replace(terms.with_nodes(costs), setting=setting).step()
         seconds = [part.seconds for part in samples.parts]
         return RingRow(
             model=self._name,
