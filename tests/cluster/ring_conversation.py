@@ -10,12 +10,13 @@ from memory_exchange import must_succeed, on_all_ranks
 from engine.runtimes.protocol import LoadedModel, Logits
 
 
-def conversation(model: LoadedModel) -> list[Logits]:
-    """A prefill in chunks, steps, beams that are reordered, and the row they came from, then cut back: all logits."""
-    tokens = np.random.default_rng(0).integers(3, model.facts.vocabulary, 45).tolist()
+def conversation(model: LoadedModel, length: int = 45) -> list[Logits]:
+    """A prompt of ``length`` tokens (6 or more) in two chunks, steps, beams that are reordered, and the row they came
+    from, then cut back: all logits."""
+    tokens = np.random.default_rng(0).integers(3, model.facts.vocabulary, max(length, 12)).tolist()
     rows = model.start()
-    assert rows.extend(tokens[:30], want_logits=False) is None
-    found = [rows.extend(tokens[30:])]
+    assert rows.extend(tokens[: length * 2 // 3], want_logits=False) is None
+    found = [rows.extend(tokens[length * 2 // 3 : length])]
     for token in (5, 9, 17):
         found.append(rows.step([token]))
     beams = rows.fan_out(3)
@@ -24,7 +25,7 @@ def conversation(model: LoadedModel) -> list[Logits]:
     found.append(beams.step([7, 8, 9]))
     found.append(rows.step([10]))
     if rows.can_truncate:
-        rows.truncate(20)
+        rows.truncate(length * 4 // 9)
         found.append(rows.extend(tokens[5:12]))
     return [each for each in found if each is not None]
 

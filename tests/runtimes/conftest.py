@@ -1,8 +1,68 @@
-"""Puts the helpers of the ring's tests (`memory_exchange`, `ring_places`) on the import path."""
+"""Models of all runtimes; puts the helpers of the tests of rings (`memory_exchange`) on the import path."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
+
+from subjects import StoredModel, Subject, no_progress
+
+from engine.models.prepare import prepare
+from engine.runtimes.protocol import LoadedModel
+
+
+@pytest.fixture(scope="session")
+def stored_model(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> StoredModel:
+    """The folder of a tiny model in the form ``stored``, written once a session. Not to be changed."""
+    root = tmp_path_factory.mktemp("quantised")
+    written: dict[str, Path] = {}
+
+    def folder_of(subject: Subject, family: str, stored: str = "float32", **options: Any) -> Path:
+        if stored != "4-bit":
+            return tiny_model(family, dtype=stored, **(subject.unlike.get(family, {}) | options))
+        from mlx_oracle import write_quantised
+
+        if family not in written:
+            written[family] = write_quantised(root / family, family, **options)
+        return written[family]
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
+    """``prepared(folder)``: that checkpoint as a bank, prepared once a session. Not to be changed."""
+    root = tmp_path_factory.mktemp("prepared")
+    banks: dict[Path, Path] = {}
+
+    def bank_of(folder: Path) -> Path:
+        if folder not in banks:
+            bank = root / f"{folder.name}-{len(banks)}"
+            prepare(folder, bank, no_progress)
+            banks[folder] = bank
+        return banks[folder]
+
+    return bank_of
+
+
+@pytest.fixture(scope="module")
+def loaded(stored_model: StoredModel) -> Iterator[Callable[..., LoadedModel]]:
+    """``loaded(subject, family, stored="float32")``: that model on one machine, loaded once a file. To be left as it
+    was, and not to be closed."""
+    models: dict[tuple[str, str, str], LoadedModel] = {}
+
+    def model_of(subject: Subject, family: str, stored: str = "float32") -> LoadedModel:
+        key = (subject.name, family, stored)
+        if key not in models:
+            models[key] = subject.load(stored_model(subject, family, stored))
+        return models[key]
+
+    yield model_of
+    for model in models.values():
+        model.close()

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 from memory_exchange import MemoryRing, on_all_ranks
 from native_oracle import FAMILIES, load_native, needs_kernels
+from pairwise import pairwise
+from ring_conversation import assert_same, conversation
 from ring_places import placed
-from test_native_ring import conversation, in_ring, same
+from test_native_ring import in_ring
 from tiny_models import TINY_MOE_FAMILIES
 
 from engine.cluster.central import CentralHead, CentralNode
@@ -37,7 +39,7 @@ def placement_of(folder: Path, nodes: int) -> Placement:
 
 
 def experts_of(folder: Path, context: RankContext, **options: Any) -> NodeExperts:
-    return load_experts(folder, Load(id=1, model=folder.name, cpu_threads=2, **options), context)
+    return load_experts(folder, Load(id=1, model=folder.name, cpu_threads=1, **options), context)
 
 
 def central(folder: Path, nodes: int, loading: Loading, one_by_one: bool = False) -> Any:
@@ -62,15 +64,24 @@ def central(folder: Path, nodes: int, loading: Loading, one_by_one: bool = False
     return found[0]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family in TINY_MOE_FAMILIES])
-def test_central_mode_between_alike_nodes_equals_one_machine(family: str, dtype: str, tiny_model: TinyModel) -> None:
+@pytest.mark.parametrize(
+    ("family", "dtype", "nodes", "loading", "one_by_one"),
+    [
+        (family, dtype, *ring, one_by_one)
+        for family, dtype, ring, one_by_one in pairwise(
+            [family for family in FAMILIES if family in TINY_MOE_FAMILIES],
+            ("float32", "bfloat16"),
+            ((2, "selected"), (3, "busy-full"), (4, "router-aided")),
+            (False, True),
+        )
+    ],
+)
+def test_central_mode_between_alike_nodes_equals_one_machine(
+    family: str, dtype: str, nodes: int, loading: Loading, one_by_one: bool, tiny_model: TinyModel
+) -> None:
     folder = tiny_model(family, dtype=dtype)
-    alone = conversation(load_native(folder))
-    for nodes, loading in ((2, "selected"), (3, "busy-full"), (4, "router-aided")):
-        assert same(central(folder, nodes, loading), alone)
-    if dtype == "float32":
-        assert same(central(folder, 2, "busy-full", one_by_one=True), alone)
+    alone = conversation(load_native(folder, cpu_threads=1))
+    assert_same([central(folder, nodes, loading, one_by_one)], alone)
 
 
 def test_a_node_runs_the_experts_of_its_rank_and_no_others(tiny_model: TinyModel) -> None:

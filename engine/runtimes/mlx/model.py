@@ -42,6 +42,10 @@ def memory_named() -> Iterator[None]:
         raise
 
 
+def _closed() -> ModelError:
+    return ModelError("the model is closed: load it again", kind="internal")
+
+
 class MlxModel(LoadedModel):
     """An mlx-lm model whose MoE blocks are ours. One step at a time.
 
@@ -121,6 +125,9 @@ class MlxModel(LoadedModel):
         return wired.MlxWeights(wired.arrays_of(self._model, self._experts))
 
     def start(self) -> MlxRows:
+        """An empty cache of one row. Raises ModelError if the model is closed."""
+        if self._model is None:
+            raise _closed()
         return MlxRows(self, [RowCache(window) for window in self._windows], rows=1, length=0)
 
     def close(self) -> None:
@@ -137,7 +144,7 @@ class MlxModel(LoadedModel):
         Raises ModelError for a token id outside the vocabulary (mlx would read past the embedding).
         """
         if self._model is None:
-            raise ModelError("the model is closed: load it again", kind="internal")
+            raise _closed()
         size = self.facts.vocabulary
         wrong = next((token for row in tokens for token in row if not 0 <= token < size), None)
         if wrong is not None:
@@ -147,7 +154,7 @@ class MlxModel(LoadedModel):
     def hidden_of(self, tokens: Array, caches: list[RowCache]) -> Array:
         """The same for ``tokens`` that are an array on the device, and known to be in the vocabulary."""
         if self._model is None:
-            raise ModelError("the model is closed: load it again", kind="internal")
+            raise _closed()
         return self._model[self._backbone](tokens, caches)
 
     def logits(self, hidden: Array) -> Logits:
@@ -300,6 +307,8 @@ class MlxRows(TokenRows):
 
     def fan_out(self, rows: int) -> MlxRows:
         self._needs_one_row("fan_out")
+        if rows < 1:
+            raise ValueError(f"{rows} rows cannot be made")
         self.settle()
         caches = [cache.copy_rows(slice(0, 1), rows) for cache in self._caches]
         evaluate(caches)

@@ -89,6 +89,8 @@ class TorchTokenRows(TokenRows):
         """``rows`` copies of this row; the prompt is copied once per row and never again."""
         if self._rows != 1:
             raise ValueError(f"fan_out works on one row, not on {self._rows}")
+        if rows < 1:
+            raise ValueError(f"{rows} rows cannot be made")
         with torch.inference_mode():
             cache = self._model.with_room(lambda: self._cache.rows_copied(rows))
             return TorchTokenRows(self._model, cache, rows, shared=self.length)

@@ -1,0 +1,111 @@
+"""The three runtimes, as the tests of what each of them must do see them: the subjects of those tests."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from native_oracle import FAMILIES as NATIVE_FAMILIES
+from native_oracle import needs_kernels
+from tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES
+
+from engine.ipc.messages import Load
+from engine.ipc.progress import ProgressCallback
+from engine.runtimes import runtime_named
+from engine.runtimes.protocol import LoadedModel, Logits, RingPlace
+from engine.runtimes.torch.runtime import TorchRuntime
+
+needs_mlx = pytest.mark.skipif(importlib.util.find_spec("mlx_lm") is None, reason="mlx is not installed")
+
+
+def no_progress(stage: str, done: int, total: int, unit: str) -> None:
+    """A progress callback that nobody watches."""
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A runtime: the families it runs, the forms its tests have weights in, and what of a tiny model it does not know.
+
+    ``unlike``: settings of the shared tiny models that the runtime refuses, by family, and what stands in their place.
+    """
+
+    name: str
+    families: tuple[str, ...]
+    stored: tuple[str, str]
+    marks: tuple[pytest.MarkDecorator, ...] = ()
+    unlike: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def moe_families(self) -> tuple[str, ...]:
+        return tuple(family for family in self.families if family in TINY_MOE_FAMILIES)
+
+    def load(
+        self,
+        folder: Path,
+        place: RingPlace | None = None,
+        progress: ProgressCallback = no_progress,
+        **options: Any,
+    ) -> LoadedModel:
+        """``folder`` on one thread of the CPU (mlx: where it runs), in a ring with ``place``."""
+        usual = {} if self.name == "mlx" else {"cpu_threads": 1}
+        if self.name == "native":
+            usual["partitioning"] = "cpu" if place is None else "ring"
+        request = Load(id=1, model=folder.name, **(usual | options))
+        runtime = TorchRuntime(find_gpu=lambda: None) if self.name == "torch" else runtime_named(self.name)  # type: ignore[arg-type]
+        return runtime.load(folder, request, progress, place)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+NATIVE = Subject("native", NATIVE_FAMILIES, ("float32", "bfloat16"), (needs_kernels,))
+TORCH = Subject("torch", TINY_FAMILIES, ("float32", "bfloat16"))
+MLX = Subject(
+    "mlx",
+    tuple(family for family in TINY_FAMILIES if family not in ("minimax", "llama4_text")),
+    ("float32", "4-bit"),
+    (needs_mlx,),
+    {"olmoe": {"clip_qkv": None}, "qwen2_moe": {"mlp_only_layers": []}, "glm4_moe": {"n_group": 1}},
+)
+SUBJECTS = (NATIVE, TORCH, MLX)
+
+each_runtime = pytest.mark.parametrize("subject", [pytest.param(one, marks=one.marks, id=one.name) for one in SUBJECTS])
+"""A test of all three runtimes, as its ``subject``."""
+
+
+def case(subject: Subject, *values: Any, soak: bool = False) -> Any:
+    """A row of parameters of a test whose first one is ``subject``; ``soak`` leaves it to ``make test-soak``."""
+    marks = (*subject.marks, *((pytest.mark.soak,) if soak else ()))
+    return pytest.param(subject, *values, marks=marks, id="-".join(str(value) for value in (subject, *values)))
+
+
+def together(rows: list[Any]) -> list[Any]:
+    """Rows of :func:`case` as the parameters of a fixture, whose value is the whole row."""
+    return [pytest.param(row.values, marks=row.marks, id=row.id) for row in rows]
+
+
+StoredModel = Callable[..., Path]
+"""``stored_model(subject, family, stored="float32", **options)``: the folder of a tiny model that ``subject`` runs."""
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """Random token ids of the tiny models' vocabulary."""
+    return np.random.default_rng(seed).integers(3, 160, length).tolist()
+
+
+def fresh(model: LoadedModel, tokens: list[int]) -> Logits:
+    """The logits after ``tokens``, with nothing in the cache before."""
+    logits = model.start().extend(tokens)
+    assert logits is not None
+    return logits
+
+
+def assert_close(found: Logits | None, expected: Logits, limit: float = 1e-4) -> None:
+    """To a part of the largest logit."""
+    assert found is not None and found.dtype == np.float32 and found.shape == expected.shape
+    assert np.abs(found - expected).max() / np.abs(expected).max() < limit
