@@ -20,13 +20,13 @@ from take_screenshots import DOCS, SIZE, ask, until
 from textual.app import App
 from textual.pilot import Pilot
 
+from app.chat.state import Phase
 from app.conversations.opening import open_store
 from app.engine_client import EngineClient
 from app.engine_process import host_command
 from app.settings.file import SettingsFile, open_settings
 from app.tui.application import ChatApp
-from app.tui.chat.state import Phase
-from app.tui.screens.lending import LendingApp
+from app.tui.lending import LendingApp
 from engine.ipc.messages import OpenNetwork
 from engine.models.locations import locate
 

@@ -17,12 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from textual.pilot import Pilot
 
+from app.chat.controller import ChatController
+from app.chat.state import Phase
 from app.conversations.opening import open_store
 from app.engine_client import EngineClient
 from app.settings.file import SettingsFile, open_settings
 from app.tui.application import ChatApp
-from app.tui.chat.controller import ChatController
-from app.tui.chat.state import Phase
 
 DOCS = Path(__file__).parent
 SIZE = (124, 38)
@@ -69,7 +69,7 @@ async def main() -> None:
                 await ask(pilot, app, chat, question)
             save(app, "chat.svg")
             await pilot.press("f4")
-            app.change_setting("beams", 4)
+            app.chat.controller.change_settings({"beams": 4})
             await ask(pilot, app, chat, "Name three fruits.")
             save(app, "beams.svg")
         await engine.close()

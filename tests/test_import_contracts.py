@@ -89,27 +89,40 @@ def test_the_contracts_hold(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize(
-    ("file", "line", "said"),
-    [
-        ("engine/models/intruder.py", "import app.engine_client", "Arrows go down only"),
-        ("discovery/intruder.py", "import engine.ipc.messages", "Arrows go down only"),
-        ("app/intruder.py", "import engine.session.session", "app -> engine"),
-        ("app/intruder.py", "from transformers import AutoConfig", "app imports no torch"),
-        ("engine/planning/intruder.py", "import time", "engine.planning is pure"),
-        ("engine/generation/intruder.py", "import torch", "torch and mlx live in"),
-        ("engine/models/intruder.py", "import grpc", "Sockets between machines"),
-        ("app/conversations/intruder.py", "import textual.widgets", "know nothing of the screen"),
-    ],
+INTRUDERS = (
+    ("engine/models/intruder.py", "import app.engine_client", "Arrows go down only"),
+    ("app/intruder.py", "import engine.session.session", "app -> engine"),
+    ("app/chat/intruder.py", "import app.tui.keymap", "app: the command line"),
+    ("app/tui/render/intruder.py", "import app.tui.screens.dialogues", "app.tui: applications"),
+    ("app/machine_intruder.py", "from transformers import AutoConfig", "app imports no torch"),
+    ("engine/planning/intruder.py", "import time", "engine.planning is pure"),
+    ("engine/generation/intruder.py", "import torch", "torch and mlx live in"),
+    ("engine/models/second_intruder.py", "import grpc", "Sockets between machines"),
+    ("app/conversations/intruder.py", "import textual.widgets", "know nothing of the screen"),
 )
-def test_a_broken_rule_is_noticed(tmp_path: Path, file: str, line: str, said: str) -> None:
+"""File, its forbidden import, and the beginning of the contract that it breaks."""
+
+
+@pytest.mark.parametrize(
+    "smuggled",
+    [
+        "def smuggle() -> None:\n    {}\n",
+        "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    {}\n",
+    ],
+    ids=["in a function", "for types"],
+)
+def test_broken_rules_are_noticed(tmp_path: Path, smuggled: str) -> None:
+    """Each intruder breaks its own contract: without it that one would hold."""
     tree = copy_of_the_tree(tmp_path)
-    # Inside a function: a lazy import breaks a rule as much as one at the top.
-    (tree / file).write_text(f"def smuggle() -> None:\n    {line}\n", encoding="utf-8")
+    for file, line, _ in INTRUDERS:
+        (tree / file).write_text(smuggled.format(line), encoding="utf-8")
     result = lint_imports(tree)
     assert result.returncode == 1, result.stdout + result.stderr
     broken = [text for text in result.stdout.splitlines() if "BROKEN" in text]
-    assert any(said in text for text in broken), result.stdout
+    assert len(broken) == len(INTRUDERS), result.stdout
+    for file, _, contract in INTRUDERS:
+        assert any(contract in text for text in broken), contract
+        assert file.removesuffix(".py").replace("/", ".") in result.stdout, file
 
 
 def test_packaging_holds_no_python_package() -> None:

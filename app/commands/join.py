@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from app.commands.engine_work import Interruption, run_with_engine
-from app.commands.output import ReaderGoneError, WorkFailed, answer, notify
+from app.commands.output import ReaderGoneError, WorkFailed, answer, notify, print_error
 from app.engine_client import EngineClient
 from app.lending import LendingService
 from app.network import NetworkProblem
@@ -43,13 +43,16 @@ def join(flags: JoinFlags) -> int:
     if flags.plain or not _has_screen():
         return _in_lines(wanted)
     from app.interrupts import leave_on_interrupt, raise_on_interrupt
-    from app.tui.screens.lending import run_lending
+    from app.tui.lending import run_lending
 
     raise_on_interrupt()
     try:
-        return run_lending(wanted)
+        status, problem = run_lending(wanted)
     finally:
         leave_on_interrupt()
+    if problem:
+        print_error(problem)
+    return status
 
 
 def network_from(flags: JoinFlags) -> OpenNetwork:

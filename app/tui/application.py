@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import ClassVar
 
-from textual import events
+from textual import events, on
 from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
 from textual.screen import Screen
 from textual.theme import Theme
 
+from app.chat.state import SettingsChanged
 from app.conversations.opening import open_store
 from app.conversations.store import ConversationStore
 from app.engine_client import Engine, EngineClient
 from app.machine import Machine
 from app.settings.file import SettingsFile, open_settings
-from app.settings.schema import RELOADING, THEMES, SettingError, Settings
-from app.tui.chat.chat_screen import ChatScreen
-from app.tui.commands import COMMANDS, readable
+from app.settings.schema import THEMES, Settings
+from app.tui.keymap import COMMANDS, readable
 from app.tui.render.highlighting import Highlighter
+from app.tui.screens.chat import ChatScreen, Updated
 from app.tui.terminal.application import TerminalApp
 
 
@@ -71,10 +72,11 @@ class ChatApp(TerminalApp):
         return self.settings_file.settings
 
     def on_mount(self) -> None:
-        if self.settings.theme in self.available_themes:
-            self.theme = self.settings.theme
+        self._show_theme()
         self.theme_changed_signal.subscribe(self, self._theme_chosen)
-        self.chat = ChatScreen(self.engine, self.store, self.settings, self._is_missing)
+        self.chat = ChatScreen(
+            self.engine, self.store, self.settings_file, self._is_missing, self.highlighter, self.machine
+        )
         self.push_screen(self.chat)
         notices = [*self.settings_file.notices, *self.store.notices]
         if notices:
@@ -85,41 +87,19 @@ class ChatApp(TerminalApp):
     async def on_unmount(self) -> None:
         await self.highlighter.close()
 
-    def change_setting(self, key: str, value: object) -> str:
-        """Set, save and apply one setting. Returns what went wrong in a sentence, or an empty text."""
-        return self.change_settings({key: value})
+    @on(Updated)
+    def _settings_changed(self, event: Updated) -> None:
+        if isinstance(event.update, SettingsChanged) and "theme" in event.update.keys:
+            self._show_theme()
 
-    def change_settings(self, changes: Mapping[str, object]) -> str:
-        """As :meth:`change_setting` for several settings. The model is loaded again once for all of them."""
-        problems = []
-        for key, value in changes.items():
-            try:
-                self.settings_file.change(key, value)
-            except SettingError as error:
-                problems.append(str(error))
-        settings = self.settings
-        if "theme" in changes and settings.theme in self.available_themes:
-            self.theme = settings.theme
-        if self.chat is not None:
-            self.chat.controller.apply(settings)
-        return " ".join(problems)
-
-    def keep_options(self, options: Settings) -> None:
-        """Save ``options``, which are in effect again, and show them on the settings screen if that is open."""
-        for setting in RELOADING:
-            value = options.value(setting.key)
-            if self.settings.value(setting.key) != value:
-                try:
-                    self.settings_file.change(setting.key, value)
-                except SettingError as error:
-                    self.notify(str(error), severity="error", markup=False)
-        if self.screen.query(".settings"):
-            self.screen.refresh(recompose=True)
+    def _show_theme(self) -> None:
+        if self.settings.theme in self.available_themes:
+            self.theme = self.settings.theme
 
     def _theme_chosen(self, theme: Theme) -> None:
         """Save a theme that was chosen in the palette."""
-        if theme.name != self.settings.theme and theme.name in THEMES:
-            problem = self.change_setting("theme", theme.name)
+        if self.chat is not None and theme.name != self.settings.theme and theme.name in THEMES:
+            problem = self.chat.controller.change_settings({"theme": theme.name})
             if problem:
                 self.notify(problem, severity="error", markup=False)
 

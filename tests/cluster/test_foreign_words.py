@@ -12,8 +12,8 @@ from paired_nodes import Nodes, eventually, make_identity
 
 from app.commands.peers import as_text
 from app.ring_words import away_lines, machine_name
+from app.tui.lending import leaving_question, lending_view
 from app.tui.render.ring_view import peer_lines, ring_lines
-from app.tui.screens.lending import leaving_question, lending_view
 from discovery.peers import new_peer
 from engine.ipc.messages import NetworkState
 from engine.ipc.messages.ring import LendingFacts, LinkFacts, NodeShare, RingFacts

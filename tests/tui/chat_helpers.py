@@ -8,18 +8,21 @@ from contextlib import asynccontextmanager, suppress
 
 from fake_engine import FakeEngine
 
+from app.chat.controller import ChatController
+from app.chat.state import Entry, Update, UserNotice
 from app.conversations.store import ConversationStore, MessageRecord
+from app.settings.file import open_settings
 from app.settings.schema import Settings
-from app.tui.chat.controller import ChatController
-from app.tui.chat.state import Entry, Update, UserNotice
 
 
 class Chat:
     def __init__(self, engine: FakeEngine, store: ConversationStore, options: Settings | None = None) -> None:
+        settings = open_settings()
+        settings.settings = options or Settings()
         self.updates: list[Update] = []
         self.missing = False
         self.controller = ChatController(
-            engine, store, options or Settings(), self.updates.append, is_missing=lambda model: self.missing,
+            engine, store, settings, self.updates.append, is_missing=lambda model: self.missing,
             autosave_s=0.01, watch_engine_s=0.02,
         )  # fmt: skip
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from textual.pilot import Pilot
 from textual.widgets import Static
 
+from app.chat.controller import ChatController
+from app.chat.state import Phase
 from app.machine import Machine
 from app.tui.application import ChatApp
-from app.tui.chat.controller import ChatController
-from app.tui.chat.state import Phase
 
 MACHINE = Machine(system="linux", architecture="x86_64", nvidia=False, torch=True, mlx=False)
 MakeApp = Callable[..., ChatApp]

@@ -17,10 +17,11 @@ from fake_engine import FakeEngine
 from screen_helpers import MakeApp, ask, controller, notice, ready, shown, wait_until
 from textual.content import Content
 
+from app.chat.state import Entry
 from app.conversations.store import ConversationStore
 from app.tui.chat.message import FAST, STEP, LiveTail, MessageView
-from app.tui.chat.state import Entry
 from app.tui.chat.status import StatusLine
+from app.tui.render.highlighting import Highlighter
 from app.tui.screens.conversations import ConversationsScreen
 from engine.ipc.messages import Generate
 
@@ -275,14 +276,15 @@ async def test_help_is_about_what_has_the_focus(make_app: MakeApp) -> None:
 
 
 async def test_every_command_of_the_palette_exists(make_app: MakeApp) -> None:
-    from app.tui.commands import COMMANDS
+    from app.tui.keymap import COMMANDS
 
     app = make_app()
     async with app.run_test() as pilot:
         await ready(pilot, app)
         assert app.chat is not None
         for command in COMMANDS:
-            assert command.action == "quit_chat" or hasattr(app.chat, f"action_{command.action}")
+            owner, _, action = command.action.rpartition(".")
+            assert hasattr(app if owner == "app" else app.chat, f"action_{action}"), command.name
         titles = [command.title for command in app.get_system_commands(app.chat)]
         assert "New chat" in titles
         await pilot.press("ctrl+p")
@@ -327,7 +329,7 @@ def test_stray_output_does_not_reach_the_terminal(tmp_path: Path) -> None:
 
 
 def test_a_fast_answer_grows_by_several_lines_at_a_time() -> None:
-    tail = LiveTail()
+    tail = LiveTail(Highlighter())
     content = Content("\n".join(["line"] * (STEP + 1)))
     assert tail.height_of(content, 40) == STEP + 1
     entry = Entry("assistant", "text", state="writing", tokens_per_s=FAST)

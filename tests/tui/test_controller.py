@@ -9,11 +9,11 @@ import pytest
 from chat_helpers import Chat, on_disk, running
 from fake_engine import FakeEngine
 
+from app.chat.state import Entry, FellBack, Phase
+from app.chat.thread import prompt_messages
 from app.conversations.opening import open_store
 from app.conversations.store import ConversationStore, StoreError
 from app.settings.schema import Settings
-from app.tui.chat.state import Entry, FellBack, Phase
-from app.tui.chat.thread import prompt_messages
 from engine.ipc.messages import Beam, BeamEstimates, Generate, Load, Message, Pull, Watch
 
 
@@ -175,7 +175,7 @@ async def test_the_old_model_stays_in_use_when_another_cannot_be_loaded(
     async with running(Chat(engine, store)) as chat:
         await chat.until(lambda: chat.controller.status.phase is Phase.READY)
         engine.load_errors = {"broken": "model.safetensors is truncated."}
-        chat.controller.apply(Settings(model="broken", max_tokens=7))
+        chat.controller.change_settings({"model": "broken", "max_tokens": 7})
         await chat.until(lambda: any(isinstance(update, FellBack) for update in chat.updates))
         chat.controller.submit("hi")
         await chat.answered()
@@ -379,11 +379,11 @@ async def test_other_settings_load_the_model_again_only_if_they_must(
 ) -> None:
     async with running(Chat(engine, store)) as chat:
         await chat.until(lambda: chat.controller.status.phase is Phase.READY)
-        chat.controller.apply(Settings(max_tokens=5))
+        chat.controller.change_settings({"max_tokens": 5})
         chat.controller.submit("q")
         await chat.answered()
         assert len(engine.sent(Load)) == 1
-        chat.controller.apply(Settings(model="other"))
+        chat.controller.change_settings({"model": "other"})
         await chat.until(lambda: len(engine.sent(Load)) == 2 and chat.controller.status.phase is Phase.READY)
         assert engine.sent(Load)[-1].model == "other"  # type: ignore[attr-defined]
 

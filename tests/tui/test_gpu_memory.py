@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 from chat_helpers import Chat, running
 from fake_engine import FakeEngine
 
+from app.chat.state import Phase
 from app.conversations.store import ConversationStore
-from app.tui.chat.state import Phase
 from engine.ipc.messages import Load, Resize
 
 
@@ -23,7 +21,7 @@ async def test_gpu_memory_changes_while_the_model_is_loaded(
     async with running(Chat(engine, store)) as chat:
         controller = chat.controller
         await chat.until(lambda: controller.status.phase is Phase.READY)
-        controller.apply(replace(controller.options, gpu_expert_memory=1.5))
+        controller.change_settings({"gpu_expert_memory": 1.5})
         wanted = Resize if shared else Load
         await chat.until(lambda: bool(engine.sent(wanted)[-1:]) and controller.link.has(controller.options))
         assert len(engine.sent(Load)) == (1 if shared else 2)
@@ -33,7 +31,7 @@ async def test_gpu_memory_changes_while_the_model_is_loaded(
             assert facts is not None
             assert facts.gpu_expert_bytes == 3 * 2**29
         # Anything else is loaded again.
-        controller.apply(replace(controller.options, policy="monde"))
+        controller.change_settings({"policy": "monde"})
         await chat.until(lambda: len(engine.sent(Load)) == (2 if shared else 3))
         await chat.until(lambda: controller.status.phase is Phase.READY)
 
@@ -45,7 +43,7 @@ async def test_memory_that_is_refused_leaves_it_as_it_was(engine: FakeEngine, st
         await chat.until(lambda: controller.status.phase is Phase.READY)
         for times in (1, 2):
             engine.resize_error = "the GPU lacks 3 GB"
-            controller.apply(replace(controller.options, gpu_expert_memory=64.0))
+            controller.change_settings({"gpu_expert_memory": 64.0})
             await chat.until(lambda times=times: len(engine.sent(Resize)) == times)
             await chat.until(lambda: controller.status.phase is Phase.READY)
             await chat.until(lambda: controller.options.gpu_expert_memory is None)

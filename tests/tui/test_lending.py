@@ -14,8 +14,8 @@ from textual.pilot import Pilot
 
 from app.engine_client import EngineDied
 from app.lending import LendingService, event_lines
+from app.tui.lending import Events, LendingApp, LendingDetails, large, lending_view
 from app.tui.screens.dialogues import Confirm
-from app.tui.screens.lending import Events, LendingApp, LendingDetails, large, lending_view
 from engine.ipc.messages import LendingFacts, LinkFacts, NetworkState, OpenNetwork
 
 LINK = LinkFacts(
@@ -197,7 +197,7 @@ def test_how_it_looks(
     snap_compare: Callable[..., bool], engine: FakeEngine, size: tuple[int, int], stage: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("app.tui.screens.lending.time.strftime", lambda form: "12:00:00")
+    monkeypatch.setattr("app.tui.lending.time.strftime", lambda form: "12:00:00")
     engine.network.code = "1234 5678" if stage == "waiting" else ""
     engine.network.lending = ANSWERING if stage == "answering" else None
     app = LendingApp(engine, JOIN)

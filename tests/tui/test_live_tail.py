@@ -8,8 +8,8 @@ import pytest
 from textual.app import App, ComposeResult
 from textual.containers import VerticalScroll
 
+from app.chat.state import Entry
 from app.tui.chat.message import FAST, LiveTail
-from app.tui.chat.state import Entry
 from app.tui.render.highlighting import Highlighter
 
 WORDS = ["Rain", "falls", "upon", "the", "roof", "and", "nobody", "minds", "it", "very", "much", "at", "all.", ""][:-1]
@@ -18,13 +18,9 @@ WORDS = ["Rain", "falls", "upon", "the", "roof", "and", "nobody", "minds", "it",
 class TailApp(App[int]):
     CSS = "LiveTail { height: auto; }"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.highlighter = Highlighter()
-
     def compose(self) -> ComposeResult:
         with VerticalScroll():
-            yield LiveTail()
+            yield LiveTail(Highlighter())
 
 
 @pytest.mark.parametrize(

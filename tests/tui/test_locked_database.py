@@ -12,8 +12,8 @@ import pytest
 from chat_helpers import Chat, on_disk, running
 from fake_engine import FakeEngine
 
+from app.chat.saving import unlocked
 from app.conversations.store import ConversationStore, StoreError
-from app.tui.chat.saving import unlocked
 from engine.ipc.messages import Generate
 
 
@@ -43,7 +43,7 @@ async def test_a_short_lock_is_waited_for_without_a_word(
 async def test_a_lasting_lock_is_said_and_holds_nothing_up(
     engine: FakeEngine, store: ConversationStore, other: sqlite3.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.tui.chat.answering.RETRY_SAVE_S", 0.05)
+    monkeypatch.setattr("app.chat.answering.RETRY_SAVE_S", 0.05)
     async with running(Chat(engine, store)) as chat:
         other.execute("BEGIN IMMEDIATE")
         chat.controller.submit("first")

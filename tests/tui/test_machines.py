@@ -12,9 +12,9 @@ from screen_helpers import MakeApp, ask, controller, notice, ready, wait_until
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, RadioSet, Static
 
+from app.chat.state import Phase, Status
 from app.ring_words import to_send
 from app.tui.application import ChatApp
-from app.tui.chat.state import Phase, Status
 from app.tui.panels.charts import node_line, overview, slowest_by_layer
 from app.tui.panels.timing_panel import TimingPanel, TimingView
 from app.tui.render.formatting import status_line
@@ -219,12 +219,12 @@ async def test_a_ring_that_cannot_be_formed_leaves_what_worked(make_app: MakeApp
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(pilot, app)
         engine.network.refusal = "Port 47820 is in use: choose another under Listen at."
-        app.change_settings({"partitioning": "ring", "ring_mode": "fast"})
+        controller(app).change_settings({"partitioning": "ring", "ring_mode": "fast"})
         await wait_until(pilot, lambda: "Port 47820 is in use" in notice(app))
         await ready(pilot, app)
         assert app.settings.partitioning == "auto" and app.settings.ring_mode == "fast"
         engine.network.refusal = ""
-        app.change_settings({"partitioning": "ring", "ring_nodes": "attic"})
+        controller(app).change_settings({"partitioning": "ring", "ring_nodes": "attic"})
         await wait_until(pilot, lambda: "No paired machine is called attic" in notice(app))
         await wait_until(pilot, lambda: engine.network.opened is None)
 
@@ -233,7 +233,7 @@ async def test_settings_of_the_ring_load_nothing_while_there_is_none(make_app: M
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(pilot, app)
-        app.change_settings({"ring_mode": "fast", "ring_shares": "here=4"})
+        controller(app).change_settings({"ring_mode": "fast", "ring_shares": "here=4"})
         await pilot.pause()
         assert len(engine.sent(Load)) == 1 and controller(app).status.phase is Phase.READY
 

@@ -11,13 +11,13 @@ from screen_helpers import MakeApp, controller, ready, wait_until
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Static, TextArea
 
+from app.chat.state import NetworkChanged, Phase, Status
 from app.ring_words import other_link, peer_address, speed_words, state_words
 from app.tui.application import ChatApp
-from app.tui.chat.state import Phase, Status
+from app.tui.lending import lending_view
 from app.tui.render.formatting import status_line
 from app.tui.render.ring_view import peer_lines, ring_lines
 from app.tui.screens.dialogues import AskText
-from app.tui.screens.lending import lending_view
 from app.tui.screens.machines import MachinesScreen
 from app.tui.screens.settings import SettingRow, SettingsScreen
 from engine.ipc.messages import LendingFacts, NetworkState, NodeShare, Pair, Progress, RingFacts
@@ -119,7 +119,7 @@ async def test_the_mark_stays_where_it_is_when_the_network_changes(make_app: Mak
         for index in (2, 1):
             machines.highlighted = index
             assert isinstance(app.screen, MachinesScreen)
-            app.screen.network_changed()
+            app.screen.handle_update(NetworkChanged())
             assert machines.highlighted == index
 
 

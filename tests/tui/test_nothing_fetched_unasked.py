@@ -29,7 +29,7 @@ async def test_a_refused_model_fetches_nothing(
         await wait_until(pilot, lambda: app.chat is not None and engine.sent(Load))
         assert not engine.sent(Pull)
         # Asked for by name it is fetched.
-        app.change_setting("model", "starter")
+        controller(app).change_settings({"model": "starter"})
         controller(app).load_again()
         await wait_until(pilot, lambda: engine.sent(Pull))
 

@@ -101,7 +101,7 @@ async def test_the_panel_follows_a_width_that_is_set_elsewhere(make_app: MakeApp
         await ready(pilot, app)
         await pilot.press("f4")
         await wait_until(pilot, lambda: isinstance(app.focused, Widths))
-        app.change_setting("beams", 5)
+        controller(app).change_settings({"beams": 5})
         await wait_until(pilot, lambda: "now 5" in str(app.screen.query_one(Widths).render()))
 
 

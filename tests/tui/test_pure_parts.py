@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from textual.content import Content
 
-from app.tui import commands
-from app.tui.chat.state import Phase, Status
+from app.chat.state import Phase, Status
+from app.tui import keymap
 from app.tui.chat.transcript import MOST_MESSAGES, Window
 from app.tui.panels import charts
 from app.tui.panels.beam_panel import common_beginning
@@ -376,17 +376,17 @@ def test_a_long_common_beginning_is_found() -> None:
 
 
 def test_commands_are_told_from_questions() -> None:
-    call = commands.parse("/beams 4")
+    call = keymap.parse("/beams 4")
     assert call is not None
     assert (call.command.name, call.argument) == ("beams", "4")
-    assert commands.parse("What about /help?") is None
-    assert commands.parse("/usr/bin is a folder") is None
-    assert commands.parse("//help") is None
-    assert commands.parse("/help\nand more") is None
-    with pytest.raises(commands.UnknownCommand, match="did you mean /help"):
-        commands.parse("/helo")
-    with pytest.raises(commands.UnknownCommand, match="no arguments"):
-        commands.parse("/new please")
+    assert keymap.parse("What about /help?") is None
+    assert keymap.parse("/usr/bin is a folder") is None
+    assert keymap.parse("//help") is None
+    assert keymap.parse("/help\nand more") is None
+    with pytest.raises(keymap.UnknownCommand, match="did you mean /help"):
+        keymap.parse("/helo")
+    with pytest.raises(keymap.UnknownCommand, match="no arguments"):
+        keymap.parse("/new please")
 
 
 def test_footnotes_and_formulas_stay_as_they_are() -> None:

@@ -16,9 +16,9 @@ from textual.dom import DOMNode
 from textual.events import Key
 
 import app.tui
-from app.tui import commands
+from app.tui import keymap
 from app.tui.chat.message import MessageView
-from app.tui.commands import TERMINAL_APP, either, key, keys
+from app.tui.keymap import TERMINAL_APP, either, key, keys
 from app.tui.screens.dialogues import HelpScreen
 from app.tui.screens.settings import SettingsScreen
 from app.tui.terminal import application
@@ -65,11 +65,11 @@ def test_its_keys_arrive_under_the_names_they_are_bound_by(name: str) -> None:
     assert [event.key for event in events if isinstance(event, Key)] == [name]
 
 
-@pytest.mark.parametrize("function", sorted(commands._KEYS))
+@pytest.mark.parametrize("function", sorted(keymap._KEYS))
 def test_a_mac_is_told_of_those_first(function: str) -> None:
     assert keys(function, "darwin")[0] in TERMINAL_APP
-    assert set(keys(function, "darwin")) == set(keys(function, "linux")) == set(commands._KEYS[function])
-    assert keys(function, "linux") == commands._KEYS[function]
+    assert set(keys(function, "darwin")) == set(keys(function, "linux")) == set(keymap._KEYS[function])
+    assert keys(function, "linux") == keymap._KEYS[function]
 
 
 def test_hints_name_the_key_of_the_system() -> None:

@@ -13,8 +13,8 @@ from screen_helpers import MACHINE, MakeApp, wait_until
 from textual.pilot import Pilot
 from textual.widgets import OptionList, RadioSet, TextArea
 
+from app.chat.state import Phase
 from app.tui.application import ChatApp
-from app.tui.chat.state import Phase
 from app.tui.panels.beam_panel import Candidates
 from app.tui.screens.settings import Prediction, SettingRow
 from engine.ipc.messages import Beam, DeviceMemory, ExpertMovement, LayerTimes, PhaseTimes, PlannedChoice, Timing

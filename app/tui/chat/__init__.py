@@ -1,1 +1,1 @@
-"""The chat: its screen, what decides, and the widgets of the transcript."""
+"""The widgets of the chat: transcript, messages, prompt, notices, status line."""

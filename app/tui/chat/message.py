@@ -8,9 +8,10 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.message import Message
 
-from app.tui.chat.state import Entry
-from app.tui.commands import bound
+from app.chat.state import Entry
+from app.tui.keymap import bound
 from app.tui.render.formatting import footing, heading
+from app.tui.render.highlighting import Highlighter
 from app.tui.render.markdown import render_plain
 from app.tui.render.rendered import Written
 from app.tui.render.streaming import GrowingText
@@ -61,8 +62,8 @@ class MessageView(Written, can_focus=True):
             self.view = view
             self.offset = offset
 
-    def __init__(self, entry: Entry) -> None:
-        super().__init__(classes=f"message {entry.role}")
+    def __init__(self, entry: Entry, highlighter: Highlighter) -> None:
+        super().__init__(highlighter, classes=f"message {entry.role}")
         self.entry = entry
         self._blocks: list[str] | None = None
 
@@ -112,8 +113,8 @@ class MessageView(Written, can_focus=True):
 class LiveTail(Written):
     """The end of the answer in progress: the part that changes with every piece of text."""
 
-    def __init__(self) -> None:
-        super().__init__(classes="tail")
+    def __init__(self, highlighter: Highlighter) -> None:
+        super().__init__(highlighter, classes="tail")
         self.growing = GrowingText()
         self._note = ""
         self._step = 1

@@ -9,7 +9,7 @@ from textual.binding import Binding, BindingType
 from textual.message import Message
 from textual.widgets import TextArea
 
-from app.tui.commands import bound, either
+from app.tui.keymap import bound, either
 
 
 class Prompt(TextArea):

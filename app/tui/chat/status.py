@@ -7,8 +7,8 @@ from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Static
 
-from app.tui.chat.state import Phase, Status
-from app.tui.commands import key
+from app.chat.state import Phase, Status
+from app.tui.keymap import key
 from app.tui.render.formatting import engine_name, progress_text, status_line
 from app.tui.render.streaming import Pace
 

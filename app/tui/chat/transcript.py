@@ -14,8 +14,9 @@ from textual.message import Message
 from textual.timer import Timer
 from textual.widgets import Static
 
+from app.chat.state import Entry
 from app.tui.chat.message import LiveTail, MessageView
-from app.tui.chat.state import Entry
+from app.tui.render.highlighting import Highlighter
 from app.tui.render.streaming import Pace
 
 UPDATE_S = 0.08
@@ -122,13 +123,14 @@ class Transcript(VerticalScroll, can_focus=False):
     class Leave(Message):
         """The reader moved down from the last message."""
 
-    def __init__(self, id: str) -> None:
+    def __init__(self, highlighter: Highlighter, id: str) -> None:
         super().__init__(id=id)
+        self._highlighter = highlighter
         self.path: list[Entry] = []
         self.window = Window(0, 0, 0)
         self._older = Elsewhere(True)
         self._newer = Elsewhere(False)
-        self._tail = LiveTail()
+        self._tail = LiveTail(highlighter)
         self._live: Entry | None = None
         self._pending: Entry | None = None
         self._pace = Pace(UPDATE_S, SLOWEST_S)
@@ -184,7 +186,7 @@ class Transcript(VerticalScroll, can_focus=False):
         self.path.append(entry)
         self.window = self.window.appended()
         if len(self.path) - 1 in self.window:
-            view = MessageView(entry)
+            view = MessageView(entry, self._highlighter)
             await self.mount(view, before=self._newer)
             views = self.views
             if len(views) > len(range(self.window.start, self.window.end)):
@@ -275,7 +277,7 @@ class Transcript(VerticalScroll, can_focus=False):
         with self.app.batch_update():
             await self.remove_children(MessageView)
             entries = self.path[self.window.start : self.window.end]
-            await self.mount_all([MessageView(entry) for entry in entries], before=self._newer)
+            await self.mount_all([MessageView(entry, self._highlighter) for entry in entries], before=self._newer)
         self._show_counts()
 
     @on(Elsewhere.More)
@@ -297,7 +299,7 @@ class Transcript(VerticalScroll, can_focus=False):
         keys = {entry.key for entry in wanted}
         with self.app.batch_update():
             await self.remove_children([view for key, view in views.items() if key not in keys])
-            fresh = [MessageView(entry) for entry in wanted if entry.key not in views]
+            fresh = [MessageView(entry, self._highlighter) for entry in wanted if entry.key not in views]
             if older:
                 first = next((view for view in self.views), None)
                 await self.mount_all(fresh, before=first or self._newer)

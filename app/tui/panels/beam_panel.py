@@ -10,10 +10,10 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.widgets import Static
 
+from app.chat.controller import ChatController
+from app.chat.state import BeamsChanged, StatusChanged, Update
 from app.text_safety import one_line
-from app.tui.chat.controller import ChatController
-from app.tui.chat.state import BeamsChanged, StatusChanged, Update
-from app.tui.commands import key
+from app.tui.keymap import key
 from app.tui.panels.panel import Panel
 from app.tui.render.formatting import rate, size
 from app.tui.render.rendered import Rendered

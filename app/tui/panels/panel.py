@@ -11,8 +11,8 @@ from textual.containers import VerticalScroll
 from textual.screen import Screen
 from textual.widgets import Footer, Static
 
-from app.tui.chat.state import Update
-from app.tui.commands import bound
+from app.chat.state import Update
+from app.tui.keymap import bound
 
 WIDE = 104
 """Columns of a terminal from which on a panel fits beside the conversation."""

@@ -9,10 +9,10 @@ from textual.binding import Binding, BindingType
 from textual.content import Content
 from textual.timer import Timer
 
+from app.chat.controller import ChatController
+from app.chat.state import TimingArrived, Update
 from app.text_safety import one_line
-from app.tui.chat.controller import ChatController
-from app.tui.chat.state import TimingArrived, Update
-from app.tui.commands import key
+from app.tui.keymap import key
 from app.tui.panels.charts import (
     heat_legend,
     heat_map,

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from textual.content import Content
 
+from app.chat.state import BUSY, TOO_LONG, Entry, Phase, Status
 from app.ring_words import latency, ring_name
 from app.text_safety import one_line
-from app.tui.chat.state import BUSY, TOO_LONG, Entry, Phase, Status
 from engine.ipc.messages import ModelFacts, Progress
 from engine.planning.units import byte_size
 

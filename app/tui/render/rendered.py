@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from abc import abstractmethod
 
-from textual.content import Content, Span
+from textual.content import Content
 from textual.geometry import Size
 from textual.widget import Widget
 
+from app.tui.render.highlighting import Highlighter
 from app.tui.render.markdown import render_markdown
-
-if TYPE_CHECKING:
-    from app.tui.application import ChatApp
 
 
 class Rendered(Widget):
@@ -24,9 +21,9 @@ class Rendered(Widget):
         self._laid_out: tuple[int, int] | None = None
         """Width and height in cells that the last layout was given."""
 
+    @abstractmethod
     def make(self, width: int) -> Content:
         """The content for ``width`` cells."""
-        raise NotImplementedError
 
     def remake(self) -> None:
         """Make the content again. The screen is laid out again only if the height changed."""
@@ -58,21 +55,22 @@ class Rendered(Widget):
 
 
 class Written(Rendered):
-    """A widget with a model's Markdown. Its code is drawn again when the colours arrive."""
+    """A widget with a model's Markdown. Its code is drawn again when ``highlighter`` has found the colours."""
+
+    def __init__(self, highlighter: Highlighter, *, classes: str = "") -> None:
+        super().__init__(classes=classes)
+        self._highlighter = highlighter
 
     def make(self, width: int) -> Content:
-        cast("ChatApp", self.app).highlighter.begin(self)
+        self._highlighter.begin(self)
         return self.written(width)
 
+    @abstractmethod
     def written(self, width: int) -> Content:
         """The content for ``width`` cells."""
-        raise NotImplementedError
 
     def markdown(self, source: str, width: int) -> Content:
-        return render_markdown(source, width, self._colours)
+        return render_markdown(source, width, lambda code, language: self._highlighter.spans(code, language, self))
 
     def on_unmount(self) -> None:
-        cast("ChatApp", self.app).highlighter.begin(self)
-
-    def _colours(self, code: str, language: str) -> Sequence[Span]:
-        return cast("ChatApp", self.app).highlighter.spans(code, language, self)
+        self._highlighter.begin(self)

@@ -16,11 +16,11 @@ from textual.screen import Screen
 from textual.widgets import Footer, Input, OptionList, Static
 from textual.widgets.option_list import Option
 
+from app.chat.controller import ChatController
+from app.chat.saving import unlocked
 from app.conversations.store import Conversation, StoreError
 from app.text_safety import one_line
-from app.tui.chat.controller import ChatController
-from app.tui.chat.saving import unlocked
-from app.tui.commands import bound
+from app.tui.keymap import bound
 
 _MUTED = "$foreground-muted"
 _HIT_START, _HIT_END = "\ue000", "\ue001"

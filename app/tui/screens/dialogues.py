@@ -13,7 +13,7 @@ from textual.screen import ModalScreen
 from textual.widget import Widget
 from textual.widgets import Footer, Input, Static
 
-from app.tui.commands import COMMANDS, bound, either, keys
+from app.tui.keymap import COMMANDS, bound, either, keys
 from app.tui.render.markdown import render_markdown
 from app.tui.render.rendered import Rendered
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar
 
 from textual import on, work
 from textual.app import ComposeResult
@@ -14,22 +14,20 @@ from textual.screen import Screen
 from textual.widgets import Footer, OptionList, Static
 from textual.widgets.option_list import Option
 
+from app.chat.controller import ChatController
+from app.chat.state import NetworkChanged, StatusChanged, Update
 from app.engine_client import EngineDied
 from app.network import NetworkProblem
 from app.ring_words import fingerprint, machine_name, short_id
 from app.settings.fields import ItemError, check_item
 from app.text_safety import one_line
-from app.tui.chat.controller import ChatController
-from app.tui.commands import bound
+from app.tui.keymap import bound
 from app.tui.render.formatting import flowing
 from app.tui.render.rendered import Rendered
 from app.tui.render.ring_view import peer_lines, ring_lines
 from app.tui.screens.dialogues import AskText, Confirm
 from engine.ipc.messages import NetworkState, PeerFacts
 from engine.planning.absent_machines import absent_lines
-
-if TYPE_CHECKING:
-    from app.tui.application import ChatApp
 
 _MUTED = "$foreground-muted"
 _CLOSED = "Look for machines first (l): until then no socket is open."
@@ -73,11 +71,15 @@ class MachinesScreen(Screen[None]):
 
     def on_mount(self) -> None:
         self.query_one(OptionList).focus()
-        self.network_changed()
+        self._show_network()
         self._refresh()
 
-    def network_changed(self) -> None:
-        """The state of the network changed."""
+    def handle_update(self, update: Update) -> None:
+        """The controller changed something."""
+        if isinstance(update, StatusChanged | NetworkChanged):
+            self._show_network()
+
+    def _show_network(self) -> None:
         self.query_one(Here).remake()
         self._draw()
 
@@ -204,7 +206,7 @@ class MachinesScreen(Screen[None]):
         self._load_with("auto")
 
     def _load_with(self, partitioning: str) -> None:
-        problem = cast("ChatApp", self.app).change_setting("partitioning", partitioning)
+        problem = self._controller.change_settings({"partitioning": partitioning})
         if problem:
             self._show(problem)
         else:
@@ -236,7 +238,7 @@ class MachinesScreen(Screen[None]):
         problem = await asked
         if self.is_mounted:
             self._show(problem)
-            self.network_changed()
+            self._show_network()
 
 
 class Here(Rendered):

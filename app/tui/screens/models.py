@@ -13,9 +13,10 @@ from textual.screen import Screen
 from textual.widgets import Footer, Input, OptionList, Static
 from textual.widgets.option_list import Option
 
+from app.chat.controller import ChatController
+from app.chat.state import DownloadsChanged, Update
 from app.text_safety import one_line
-from app.tui.chat.controller import ChatController
-from app.tui.commands import bound
+from app.tui.keymap import bound
 from app.tui.render.formatting import bar, progress_text, size
 from engine.errors import ModelError
 
@@ -93,11 +94,7 @@ class ModelsScreen(Screen[str | None]):
 
     def on_mount(self) -> None:
         self.query_one(OptionList).focus()
-        self._controller.pulling.on_change = self._refresh
         self._look()
-
-    def on_unmount(self) -> None:
-        self._controller.pulling.on_change = None
 
     @work(thread=True, group="look", exclusive=True)
     def _look(self) -> None:
@@ -112,8 +109,10 @@ class ModelsScreen(Screen[str | None]):
         self.query_one("#model-problem", Static).update(Content(one_line(problem)))
         self._draw()
 
-    def _refresh(self) -> None:
-        """The progress of fetching changed. When it ended, there may be a new model."""
+    def handle_update(self, update: Update) -> None:
+        """The controller changed something. When a download ended, there may be a new model."""
+        if not isinstance(update, DownloadsChanged):
+            return
         if not self._controller.pulling.active:
             self._look()
         self._draw()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from textual import events, on, work
 from textual.app import ComposeResult
@@ -15,17 +15,16 @@ from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Footer, Input, RadioButton, RadioSet, Select, Static, Switch, TextArea
 
+from app.chat.controller import ChatController
+from app.chat.state import FellBack, Update
+from app.machine import Machine
 from app.settings.schema import GROUPS, SCHEMA, Setting, SettingError, Value
 from app.text_safety import one_line
-from app.tui.chat.controller import ChatController
-from app.tui.commands import bound, either, key
+from app.tui.keymap import bound, either, key
 from app.tui.render.formatting import bar, flowing, rate, size
 from app.tui.render.rendered import Rendered
 from app.tui.render.ring_view import ring_lines
 from engine.ipc.messages import DeviceMemory, Planned
-
-if TYPE_CHECKING:
-    from app.tui.application import ChatApp
 
 _MOST_BUTTONS = 6
 """Maximum choices that are shown as buttons. More become a list that opens."""
@@ -46,16 +45,18 @@ class SettingRow(Vertical):
     A value that loads the model again goes into ``draft``. Others take effect at once.
     """
 
-    def __init__(self, setting: Setting, app: ChatApp, draft: Draft) -> None:
+    def __init__(self, setting: Setting, controller: ChatController, machine: Machine | None, draft: Draft) -> None:
         super().__init__(classes=f"setting {setting.kind}")
         self.setting = setting
-        self._chat_app = app
+        self._controller = controller
+        self._machine = machine
         self._draft = draft
         self.set_class(setting.key in draft, "-drafted")
-        self._without_effect = setting.without_effect(app.machine)
-        self._control = self._make_control(draft.get(setting.key, app.settings.value(setting.key)))
+        self._without_effect = setting.without_effect(machine)
+        value = controller.options.value(setting.key)
+        self._control = self._make_control(draft.get(setting.key, value))
         # A value that was set where it has an effect can be reset here.
-        self._control.disabled = bool(self._without_effect) and app.settings.value(setting.key) == setting.default
+        self._control.disabled = bool(self._without_effect) and value == setting.default
 
     def compose(self) -> ComposeResult:
         with Horizontal(classes="setting-line"):
@@ -91,7 +92,7 @@ class SettingRow(Vertical):
                 return Input(_shown(value), placeholder=_placeholder(setting), compact=True)
 
     def _button(self, choice: str, label: str, value: Value) -> RadioButton:
-        reason = None if self._without_effect else self.setting.unavailable(choice, self._chat_app.machine)
+        reason = None if self._without_effect else self.setting.unavailable(choice, self._machine)
         muted = "$foreground-muted"
         text = Content.assemble((label, muted), (f"  – {reason}", f"italic {muted}")) if reason else Content(label)
         # A choice that was made where it was available is still shown as chosen.
@@ -107,7 +108,7 @@ class SettingRow(Vertical):
             # Here it is known by its label; the key is the file's.
             self._complain(line, str(error).replace(setting.key, setting.label, 1))
             return False
-        same = checked == self._chat_app.settings.value(setting.key)
+        same = checked == self._controller.options.value(setting.key)
         if setting.takes_effect == "reload":
             self._draft.pop(setting.key, None)
             if not same:
@@ -116,7 +117,7 @@ class SettingRow(Vertical):
         if same or setting.takes_effect == "reload":
             self._settle(line)
             return True
-        problem = self._chat_app.change_setting(setting.key, checked)
+        problem = self._controller.change_settings({setting.key: checked})
         if problem:
             self._complain(line, problem)
         else:
@@ -196,26 +197,31 @@ class SettingsScreen(Screen[str]):
         Binding(bound("help"), "app.help", "Help", id="settings.help"),
     ]
 
-    def __init__(self, controller: ChatController) -> None:
+    def __init__(self, controller: ChatController, machine: Machine | None) -> None:
         super().__init__()
         self._controller = controller
+        self._machine = machine
         self._draft = Draft()
         self._timer: Timer | None = None
         self._warned = False
 
     def compose(self) -> ComposeResult:
-        app = cast("ChatApp", self.app)
         yield Static("Settings · ↻ reloads the model or the ring", classes="screen-title", markup=False)
         with VerticalScroll(classes="settings", can_focus=False):
             for group, title in GROUPS.items():
                 yield Static(title, id=f"group-{group}", classes="group-title", markup=False)
                 for setting in SCHEMA:
                     if setting.group == group:
-                        yield SettingRow(setting, app, self._draft)
+                        yield SettingRow(setting, self._controller, self._machine, self._draft)
         with VerticalScroll(id="prediction"):
             yield Prediction()
         yield Footer(compact=True, show_command_palette=False)
         self.call_after_refresh(self._predict_soon, _AT_ONCE_S)
+
+    def handle_update(self, update: Update) -> None:
+        """The controller changed something."""
+        if isinstance(update, FellBack):
+            self.refresh(recompose=True)
 
     # --- the prediction -------------------------------------------------------------------------------------------
 
@@ -324,7 +330,7 @@ class SettingsScreen(Screen[str]):
             refused[0].focus_control()
             self.notify("Invalid value. Esc again discards it.", severity="warning")
             return
-        problem = cast("ChatApp", self.app).change_settings(self._draft) if self._draft else ""
+        problem = self._controller.change_settings(self._draft) if self._draft else ""
         self._close_network()
         self.dismiss(problem)
 

@@ -6,16 +6,27 @@ import asyncio
 import os
 import shutil
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
-from textual import work
+from textual import on, work
 from textual.app import App
 from textual.driver import Driver
 from textual.filter import LineFilter
+from textual.message import Message
 
 from app.engine_client import Engine
 from app.tui.terminal.driver import TerminalDriver, end_at_last, ended_by_signals
 from app.tui.terminal.output import with_safe_lines
+
+
+class CopyRequested(Message):
+    """``text`` is to be copied to the clipboard; ``what`` names it in the notice (``The answer``)."""
+
+    def __init__(self, text: str, what: str) -> None:
+        super().__init__()
+        self.text = text
+        self.what = what
 
 
 class TerminalApp(App[int]):
@@ -32,9 +43,9 @@ class TerminalApp(App[int]):
     def get_line_filters(self) -> Sequence[LineFilter]:
         return with_safe_lines(super().get_line_filters())
 
+    @abstractmethod
     async def keep(self) -> None:
         """Save and close before the end what would be lost otherwise."""
-        raise NotImplementedError
 
     def end_soon(self, status: int) -> None:
         """End with ``status`` without asking: the terminal is gone, or a signal was received."""
@@ -66,15 +77,19 @@ class TerminalApp(App[int]):
 
     def copy_to_clipboard(self, text: str) -> None:
         """Copy what was selected with the mouse. Not all terminals pass text on to the clipboard by themselves."""
-        self.copy_out(text, "The selection")
+        self._copy(text, "The selection")
 
-    def copy_out(self, text: str, what: str) -> None:
+    @on(CopyRequested)
+    def _copy_requested(self, event: CopyRequested) -> None:
+        self._copy(event.text, event.what)
+
+    def _copy(self, text: str, what: str) -> None:
         """Copy ``text`` and notify that ``what`` was copied, or how to copy it by hand."""
         self._clipboard = text
-        self._copy(text, what)
+        self._copy_in_background(text, what)
 
     @work(group="copy", exclusive=True)
-    async def _copy(self, text: str, what: str) -> None:
+    async def _copy_in_background(self, text: str, what: str) -> None:
         self.notify(await copy_text(text, what, super().copy_to_clipboard), markup=False, timeout=4)
 
 

@@ -14,7 +14,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
 from textual.drivers.linux_driver import LinuxDriver
 
@@ -22,8 +22,6 @@ from app.tui.terminal.keys import KeyParser
 
 if TYPE_CHECKING:
     from textual.app import App
-
-    from app.tui.terminal.application import TerminalApp
 
 
 _LOOK_S = 0.1
@@ -34,8 +32,19 @@ _GIVEN_BACK = "\x1b[?2004l\x1b[?7h\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x
 screen, a visible cursor, no focus reports."""
 
 
+class EndsSoon(Protocol):
+    """What the driver asks of its application."""
+
+    def end_soon(self, status: int) -> None:
+        """End with the exit status ``status``, without asking the person."""
+        ...
+
+
 class TerminalDriver(LinuxDriver):
-    """Textual's driver for Linux and macOS, made to end when the terminal is closed. Textual's would read for ever."""
+    """Textual's driver for Linux and macOS, made to end when the terminal is closed. Textual's would read for ever.
+
+    Its application has the method of :class:`EndsSoon`.
+    """
 
     def __init__(
         self, app: App[object], *, debug: bool = False, mouse: bool = True, size: tuple[int, int] | None = None
@@ -79,7 +88,7 @@ class TerminalDriver(LinuxDriver):
 
     def _gone(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended by itself
-            self._loop.call_soon_threadsafe(cast("TerminalApp", self._app).end_soon, HUNG_UP)
+            self._loop.call_soon_threadsafe(cast(EndsSoon, self._app).end_soon, HUNG_UP)
 
 
 class _Output:

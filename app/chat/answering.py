@@ -9,13 +9,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from app.conversations.store import ConversationStore, State, StoreError
-from app.engine_client import Engine, EngineDied
-from app.settings.schema import Settings
-from app.text_safety import Sanitizer, sanitize
-from app.tui.chat.engine_link import EngineLink
-from app.tui.chat.saving import RETRY_SAVE_S, Saver
-from app.tui.chat.state import (
+from app.chat.engine_link import EngineLink
+from app.chat.saving import RETRY_SAVE_S, Saver
+from app.chat.state import (
     BUSY,
     TOO_LONG,
     BeamsChanged,
@@ -27,7 +23,11 @@ from app.tui.chat.state import (
     Update,
     UserNotice,
 )
-from app.tui.chat.thread import Thread, prompt_messages
+from app.chat.thread import Thread, prompt_messages
+from app.conversations.store import ConversationStore, State, StoreError
+from app.engine_client import Engine, EngineDied
+from app.settings.schema import Settings
+from app.text_safety import Sanitizer, sanitize
 from engine.ipc.messages import (
     AnyEvent,
     Beam,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
+from app.chat.state import TOO_LONG, Entry
 from app.conversations.exporting import export_form, write_export
 from app.conversations.store import ConversationStore, MessageRecord
-from app.tui.chat.state import TOO_LONG, Entry
 from engine.ipc.messages import Message
 
 

@@ -148,16 +148,15 @@ class LendingApp(TerminalApp):
         await self.lender.leave()
 
 
-def run_lending(wanted: OpenNetwork) -> int:
-    """Lend this machine on this terminal until the person leaves; the exit status."""
-    from app.commands.output import print_error
+def run_lending(wanted: OpenNetwork) -> tuple[int, str]:
+    """Lend this machine on this terminal until the person leaves.
+
+    Returns the exit status, and why the machine could not be lent (empty if it could).
+    """
     from app.tui.terminal.output import guarded_output
 
     with guarded_output():
-        status, problem = asyncio.run(_run(wanted))
-    if problem:
-        print_error(problem)
-    return status
+        return asyncio.run(_run(wanted))
 
 
 async def _run(wanted: OpenNetwork) -> tuple[int, str]:

@@ -10,14 +10,13 @@ from dataclasses import replace
 
 import msgspec
 
+from app.chat.state import DownloadsChanged, Phase, Severity, Status, Update, UserNotice
 from app.engine_client import Engine, EngineDied
 from app.network import NetworkClient, NetworkProblem
 from app.ring_words import away, away_lines
 from app.settings.ring import open_network, ring_choice
 from app.settings.schema import SettingError, Settings
 from app.text_safety import one_line
-from app.tui.chat.state import Phase, Severity, Status
-from app.tui.commands import key
 from engine.ipc.messages import (
     AnyEvent,
     BeamEstimates,
@@ -349,28 +348,28 @@ def _sentence(problem: Exception) -> str:
 
 
 class ModelFetcher:
-    """Fetches models while the chat goes on. ``active``: the latest progress of each. ``on_change``: called then."""
+    """Downloads models while the chat goes on. ``emit`` is called with each change and with how a download ended."""
 
-    def __init__(self, link: EngineLink, notify: Callable[[str, Severity], None]) -> None:
+    def __init__(self, link: EngineLink, emit: Callable[[Update], None]) -> None:
         self.active: dict[str, Progress] = {}
-        self.on_change: Callable[[], None] | None = None
+        """The latest progress of each download."""
         self._link = link
-        self._notify = notify
+        self._emit = emit
         self._requests: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, model: str) -> None:
-        """Fetch ``model``. Does nothing if it is being fetched already."""
+        """Download ``model``. Does nothing if it is being downloaded already."""
         if model in self.active:
             return
         self.active[model] = Progress(stage="Connecting…")
         task = asyncio.get_running_loop().create_task(self._pull(model))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        self._changed()
+        self._emit(DownloadsChanged())
 
     async def cancel(self, model: str) -> None:
-        """Stop fetching ``model``. The downloaded part is kept, and the next attempt continues it."""
+        """Stop downloading ``model``. The downloaded part is kept, and the next attempt continues it."""
         request = self._requests.get(model)
         if request is not None:
             engine = self._link.engine
@@ -383,18 +382,17 @@ class ModelFetcher:
                 match event:
                     case Progress():
                         self.active[model] = event
-                        self._changed()
+                        self._emit(DownloadsChanged())
                     case Done():
-                        self._notify(f"{one_line(model)} is on this machine; {key('model')} loads it.", "information")
+                        self._notify(f"{one_line(model)} is downloaded. Use /model to load it.", "information")
                     case Failed():
                         self._notify(event.error, "error")
         except EngineDied as died:
-            self._notify(f"Fetching {one_line(model)} ended: {died}", "error")
+            self._notify(f"The download of {one_line(model)} ended: {died}", "error")
         finally:
             self.active.pop(model, None)
             self._requests.pop(model, None)
-            self._changed()
+            self._emit(DownloadsChanged())
 
-    def _changed(self) -> None:
-        if self.on_change is not None:
-            self.on_change()
+    def _notify(self, text: str, severity: Severity) -> None:
+        self._emit(UserNotice(text, severity))

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from app.conversations.store import ConversationStore, MessageRecord, StoreError
-from app.engine_client import Engine
-from app.settings.schema import Settings
-from app.text_safety import sanitize
-from app.tui.chat.answering import AnswerLoop, ChatTurn
-from app.tui.chat.engine_link import EngineLink, ModelFetcher
-from app.tui.chat.saving import Saver, rename
-from app.tui.chat.state import (
+from app.chat.answering import AnswerLoop, ChatTurn
+from app.chat.engine_link import EngineLink, ModelFetcher
+from app.chat.saving import Saver, rename
+from app.chat.state import (
     Entry,
     EntryAdded,
     EntryChanged,
@@ -19,6 +15,7 @@ from app.tui.chat.state import (
     NetworkChanged,
     PathChanged,
     Phase,
+    SettingsChanged,
     Severity,
     Status,
     StatusChanged,
@@ -26,13 +23,13 @@ from app.tui.chat.state import (
     UserNotice,
     context_to_come,
 )
-from app.tui.chat.thread import Thread, alternative, answer_place, stored_alternative
-from engine.ipc.messages import (
-    Beam,
-    BeamEstimates,
-    Notice,
-    Timing,
-)
+from app.chat.thread import Thread, alternative, answer_place, stored_alternative
+from app.conversations.store import ConversationStore, MessageRecord, StoreError
+from app.engine_client import Engine
+from app.settings.file import SettingsFile
+from app.settings.schema import RELOADING, SettingError, Settings
+from app.text_safety import sanitize
+from engine.ipc.messages import Beam, BeamEstimates, Notice, Timing
 
 AUTOSAVE_S = 0.5
 """Seconds between two writes of a growing answer. A crash may cost one second of text; half is left for a slow disk."""
@@ -41,16 +38,17 @@ WATCH_ENGINE_S = 1.0
 
 
 class ChatController:
-    """Owns the state of the chat. Each change of it is emitted as an update of :mod:`app.tui.chat.state`.
+    """Owns the state of the chat. Each change of it is emitted as an update of :mod:`app.chat.state`.
 
-    Use it from one event loop, in which :meth:`run` is running.
+    It is also the one place that changes settings while the chat runs. Use it from one event loop, in which :meth:`run`
+    is running.
     """
 
     def __init__(
         self,
         engine: Engine,
         store: ConversationStore,
-        options: Settings,
+        settings: SettingsFile,
         emit: Callable[[Update], None],
         *,
         is_missing: Callable[[str], bool] = lambda model: False,
@@ -59,13 +57,14 @@ class ChatController:
     ) -> None:
         self._emit = emit
         self.store = store
-        self.options = options
+        self._settings = settings
+        options = settings.settings
         self.status = Status(model=options.model, beams=options.beams)
         self.thread = Thread(system=options.system_prompt, model=options.model)
         self.link = EngineLink(
             engine, self.status, self._status_changed, is_missing, self._fall_back, self._network_changed
         )
-        self.pulling = ModelFetcher(self.link, self._notify)
+        self.pulling = ModelFetcher(self.link, emit)
         self._saver = Saver(store, self._store_problem, self._saved_late)
         self.answers = AnswerLoop(
             engine,
@@ -80,6 +79,11 @@ class ChatController:
         engine.on_notice = self._engine_notice
 
     # --- what the screen asks -------------------------------------------------------------------------------------
+
+    @property
+    def options(self) -> Settings:
+        """The settings in effect."""
+        return self._settings.settings
 
     @property
     def beams(self) -> tuple[Beam, ...]:
@@ -184,10 +188,16 @@ class ChatController:
         self._status_changed()
         done()
 
-    def apply(self, options: Settings) -> None:
-        """Use other settings from the next answer on. The model is loaded again if they require it."""
-        reload = not options.loads_like(self.options)
-        self.options = options
+    def change_settings(self, changes: Mapping[str, object]) -> str:
+        """Set and save ``changes`` and use them from the next answer on.
+
+        The model is loaded again, once for all of them, if they require it. Returns what went wrong, in sentences, or
+        an empty text.
+        """
+        before = self.options
+        problem = self._save_settings(changes)
+        options = self.options
+        reload = not options.loads_like(before)
         self.status.beams = options.beams
         if not self.thread.path:
             self.thread.system, self.thread.model = options.system_prompt, options.model
@@ -195,7 +205,9 @@ class ChatController:
             self.stop_soon()
             self.answers.run_in_background(self.link.abandon_loading())
             self.answers.wake()
+        self._emit(SettingsChanged(frozenset(changes)))
         self._status_changed()
+        return problem
 
     def load_again(self) -> None:
         """Load the model again after the current answer: it could not be loaded, or its files changed."""
@@ -286,8 +298,21 @@ class ChatController:
 
     def _fall_back(self, problem: str, worked: Settings) -> None:
         self._notify(f"{self.options.model} cannot be used: {problem} {worked.model} stays in use.", "error")
-        self.options = self.options.loading_as(worked)
-        self._emit(FellBack(self.options))
+        options = self.options.loading_as(worked)
+        keys = [setting.key for setting in RELOADING if options.value(setting.key) != self.options.value(setting.key)]
+        problem = self._save_settings({key: options.value(key) for key in keys})
+        if problem:
+            self._emit(UserNotice(problem, "error", beside=True))
+        self._emit(FellBack())
+
+    def _save_settings(self, changes: Mapping[str, object]) -> str:
+        problems = []
+        for key, value in changes.items():
+            try:
+                self._settings.change(key, value)
+            except SettingError as error:
+                problems.append(str(error))
+        return " ".join(problems)
 
     def _store_problem(self, problem: str) -> None:
         recovered = bool(self.status.unsaved) and not problem

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from app.chat.state import Entry
+from app.chat.thread import Thread
 from app.conversations.store import ConversationStore, StoreError
-from app.tui.chat.state import Entry
-from app.tui.chat.thread import Thread
 
 RETRY_SAVE_S = 5.0
 """Seconds between two attempts while there is a problem."""

@@ -68,7 +68,7 @@ def readable(name: str) -> str:
 
 @dataclass(frozen=True)
 class ChatCommand:
-    """A command of the chat. ``action`` is the action of the chat screen.
+    """A command of the chat. ``action`` is an action of the chat screen, or of the application (``app.quit_chat``).
 
     ``argument`` is the argument's name in the help; a command without one takes no argument.
     """
@@ -82,7 +82,7 @@ class ChatCommand:
 
 
 COMMANDS: tuple[ChatCommand, ...] = (
-    ChatCommand("help", "Help", "Keys and commands", "help", key("help")),
+    ChatCommand("help", "Help", "Keys and commands", "app.help", key("help")),
     ChatCommand("new", "New chat", "Start an empty one", "new", "ctrl+n"),
     ChatCommand("chats", "Chats", "Resume, search, rename, export, delete", "chats", key("chats")),
     ChatCommand("model", "Model", "Choose, fetch or load a model", "model", key("model"), "[name]"),
@@ -99,7 +99,7 @@ COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand("rename", "Rename the chat", "Give it a title", "rename", "", "[title]"),
     ChatCommand("export", "Export the chat", "To a Markdown or JSON file", "export", "", "[file]"),
     ChatCommand("stop", "Stop the answer", "The text so far stays", "stop", "escape"),
-    ChatCommand("quit", "Quit", "Everything is kept", "quit_chat", "ctrl+q"),
+    ChatCommand("quit", "Quit", "Everything is kept", "app.quit_chat", "ctrl+q"),
 )
 
 _ALIASES = {

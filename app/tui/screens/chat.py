@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import ClassVar, Protocol, runtime_checkable
 
 from textual import on
 from textual.app import ComposeResult
@@ -17,38 +17,32 @@ from textual.screen import Screen
 from textual.widgets import Footer, Static
 from textual.worker import Worker, WorkerCancelled, WorkerState
 
-from app.conversations.store import ConversationStore, StoreError
-from app.engine_client import Engine
-from app.settings.schema import Settings
-from app.text_safety import one_line
-from app.tui.chat.controller import ChatController
-from app.tui.chat.message import MessageView
-from app.tui.chat.prompt import Prompt
-from app.tui.chat.state import (
-    BeamsChanged,
+from app.chat.controller import ChatController
+from app.chat.state import (
     Entry,
     EntryAdded,
     EntryChanged,
-    FellBack,
-    NetworkChanged,
     PathChanged,
     Severity,
     StatusChanged,
-    TimingArrived,
     Update,
     UserNotice,
 )
+from app.conversations.store import ConversationStore, StoreError
+from app.engine_client import Engine
+from app.machine import Machine
+from app.settings.file import SettingsFile
+from app.text_safety import one_line
+from app.tui.chat.message import MessageView
+from app.tui.chat.notice import Notice
+from app.tui.chat.prompt import Prompt
 from app.tui.chat.status import StatusLine, Welcome
 from app.tui.chat.transcript import Transcript
-from app.tui.commands import ChatCommand, UnknownCommand, bound, key, parse
+from app.tui.keymap import ChatCommand, UnknownCommand, bound, key, parse
 from app.tui.panels.panel import Panel, PanelSlot
+from app.tui.render.highlighting import Highlighter
+from app.tui.terminal.application import CopyRequested
 
-if TYPE_CHECKING:
-    from app.tui.application import ChatApp
-    from app.tui.screens.machines import MachinesScreen
-
-_NOTICES = 3
-"""Maximum lines of notices above the prompt."""
 SETTLED_S = 0.15
 """Seconds after which the end of an answer has been laid out."""
 
@@ -59,6 +53,15 @@ class Updated(Message):
     def __init__(self, update: Update) -> None:
         super().__init__()
         self.update = update
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """A screen above the chat that shows some of its state."""
+
+    def handle_update(self, update: Update) -> None:
+        """The controller changed something."""
+        ...
 
 
 class ChatScreen(Screen[None]):
@@ -83,16 +86,17 @@ class ChatScreen(Screen[None]):
         self,
         engine: Engine,
         store: ConversationStore,
-        options: Settings,
+        settings: SettingsFile,
         is_missing: Callable[[str], bool],
+        highlighter: Highlighter,
+        machine: Machine | None,
     ) -> None:
         super().__init__()
-        self.controller = ChatController(engine, store, options, self._post_update, is_missing=is_missing)
+        self.controller = ChatController(engine, store, settings, self._post_update, is_missing=is_missing)
         self.panels = PanelSlot(self, self._make_panel, self.focus_prompt)
         self.warned_unsaved = False
-        self._machines: MachinesScreen | None = None
-        self._notice_of_unsaved = False
-        self._notice_lines: list[str] = []
+        self._highlighter = highlighter
+        self._machine = machine
         self._runner: Worker[None] | None = None
         self._editing: Entry | None = None
         self._code_copied: dict[int, int] = {}
@@ -105,8 +109,8 @@ class ChatScreen(Screen[None]):
             with Vertical(id="chat"):
                 yield Static(id="title", markup=False)
                 yield Welcome(id="welcome")
-                yield Transcript(id="transcript")
-                yield Static(id="notice", markup=False)
+                yield Transcript(self._highlighter, id="transcript")
+                yield Notice(id="notice")
                 yield Prompt(id="prompt")
             yield Container(id="side")
         yield StatusLine(self.controller.status, id="status")
@@ -115,16 +119,11 @@ class ChatScreen(Screen[None]):
     def on_mount(self) -> None:
         self.query_one("#transcript").display = self.query_one("#title").display = False
         self.query_one("#side").display = False
-        self.query_one("#notice").display = False
         self.prompt.focus()
         self._show_placeholder()
         self._runner = self.run_worker(self.controller.run, name="controller", group="controller", exit_on_error=True)
-        if self.chat_app.settings.show_timing:
+        if self.controller.options.show_timing:
             self.call_after_refresh(self.action_timing)
-
-    @property
-    def chat_app(self) -> ChatApp:
-        return cast("ChatApp", self.app)
 
     def focus_prompt(self) -> None:
         self.prompt.focus()
@@ -132,6 +131,10 @@ class ChatScreen(Screen[None]):
     @property
     def prompt(self) -> Prompt:
         return self.query_one("#prompt", Prompt)
+
+    @property
+    def notice(self) -> Notice:
+        return self.query_one("#notice", Notice)
 
     @property
     def transcript(self) -> Transcript:
@@ -157,14 +160,9 @@ class ChatScreen(Screen[None]):
                 self.prompt.cursor_blink = not self.controller.busy
                 self.query_one(StatusLine).update()
                 self.query_one(Welcome).show(self.controller.status)
-                if self._notice_of_unsaved and not self.controller.status.unsaved:
-                    self._hide_notice()
+                if not self.controller.status.unsaved:
+                    self.notice.saved()
                 self._show_title()
-                if self.panels.panel is not None:
-                    self.panels.panel.handle_update(event.update)
-                self._network_changed()
-            case NetworkChanged():
-                self._network_changed()
             case EntryChanged(entry, live):
                 self.transcript.change(entry, live=live)
                 if live:
@@ -181,13 +179,13 @@ class ChatScreen(Screen[None]):
                 await self.transcript.show_path(path, focus)
                 self.prompt.remember([entry.content for entry in path if entry.role == "user"])
                 self._show_title()
-            case FellBack(options):
-                self.chat_app.keep_options(options)
             case UserNotice(text, severity, beside):
                 self.show_notice(text, severity, beside=beside)
-            case BeamsChanged() | TimingArrived():
-                if self.panels.panel is not None:
-                    self.panels.panel.handle_update(event.update)
+        if self.panels.panel is not None:
+            self.panels.panel.handle_update(event.update)
+        for screen in self.app.screen_stack:
+            if isinstance(screen, Follower) and screen.is_mounted:
+                screen.handle_update(event.update)
 
     def _draw_again(self) -> None:
         """Repaint the screen without a layout.
@@ -214,17 +212,7 @@ class ChatScreen(Screen[None]):
             return
         if not self.is_current:
             self.notify(one_line(text), severity=severity, markup=False)
-        notice = self.query_one("#notice", Static)
-        before = [line for line in self._notice_lines if line != one_line(text)] if beside and notice.display else []
-        self._notice_lines = [*before, one_line(text)][-_NOTICES:]
-        notice.update(Content("\n").join([Content.assemble(("▌ ", "bold"), line) for line in self._notice_lines]))
-        notice.set_class(severity == "error", "error")
-        notice.display = True
-        self._notice_of_unsaved = bool(self.controller.status.unsaved)
-
-    def _hide_notice(self) -> None:
-        self._notice_of_unsaved = False
-        self.query_one("#notice").display = False
+        self.notice.tell(text, severity, beside=beside, until_saved=bool(self.controller.status.unsaved))
 
     def _reveal(self, conversation: bool) -> None:
         welcome = self.query_one(Welcome)
@@ -254,7 +242,7 @@ class ChatScreen(Screen[None]):
         except UnknownCommand as unknown:
             self.show_notice(str(unknown), "warning")
             return
-        self._hide_notice()
+        self.notice.hide()
         if call is not None:
             self.prompt.clear()
             self.run_command(call.command, call.argument)
@@ -296,8 +284,8 @@ class ChatScreen(Screen[None]):
 
     def run_command(self, command: ChatCommand, argument: str = "") -> None:
         """Do what ``command`` says, whether it came from a key, the palette or a slash command."""
-        if command.action == "quit_chat":
-            self.app.run_worker(self.chat_app.action_quit_chat(), exit_on_error=True)
+        if command.action.startswith("app."):
+            self.app.run_worker(self.app.run_action(command.action), exit_on_error=True)
             return
         action = getattr(self, f"action_{command.action}")
         if argument:
@@ -310,19 +298,19 @@ class ChatScreen(Screen[None]):
             self._leave_editing()
             self.prompt.clear()
         elif not self.controller.stop_soon():
-            self._hide_notice()
+            self.notice.hide()
         self.prompt.focus()
 
     def action_end(self) -> None:
         self.transcript.follow()
 
     def action_new(self) -> None:
-        self._hide_notice()
+        self.notice.hide()
         self.controller.new_conversation()
         self.prompt.focus()
 
     def action_again(self) -> None:
-        self._hide_notice()
+        self.notice.hide()
         self.controller.regenerate()
 
     def action_edit_last(self) -> None:
@@ -402,7 +390,7 @@ class ChatScreen(Screen[None]):
         self._copy(blocks[index % len(blocks)], number)
 
     def _copy(self, text: str, what: str) -> None:
-        self.chat_app.copy_out(text, what)
+        self.post_message(CopyRequested(text, what))
 
     # --- panels ---------------------------------------------------------------------------------------------------
 
@@ -435,7 +423,7 @@ class ChatScreen(Screen[None]):
 
     def _apply_beams(self, width: int) -> str:
         """Use beams of this ``width`` and go back to typing. Returns what went wrong, or an empty text."""
-        problem = self.chat_app.change_setting("beams", width)
+        problem = self.controller.change_settings({"beams": width})
         if self.panels.covers:
             self.panels.close()
         else:
@@ -473,7 +461,7 @@ class ChatScreen(Screen[None]):
         if model == self.controller.options.model:
             self.controller.load_again()
             return
-        problem = self.chat_app.change_setting("model", model)
+        problem = self.controller.change_settings({"model": model})
         if problem:
             self.show_notice(problem, "error")
 
@@ -485,24 +473,12 @@ class ChatScreen(Screen[None]):
                 self.show_notice(problem, "error")
             self.focus_prompt()
 
-        self.app.push_screen(SettingsScreen(self.controller), left)
+        self.app.push_screen(SettingsScreen(self.controller, self._machine), left)
 
     def action_machines(self) -> None:
         from app.tui.screens.machines import MachinesScreen
 
-        def left(result: None) -> None:
-            self._machines = None
-            self.focus_prompt()
-
-        self._machines = MachinesScreen(self.controller)
-        self.app.push_screen(self._machines, left)
-
-    def _network_changed(self) -> None:
-        if self._machines is not None and self._machines.is_mounted:
-            self._machines.network_changed()
-
-    def action_help(self) -> None:
-        self.chat_app.action_help()
+        self.app.push_screen(MachinesScreen(self.controller), lambda result: self.focus_prompt())
 
     def action_rename(self, title: str = "") -> None:
         if title:
@@ -531,8 +507,8 @@ class ChatScreen(Screen[None]):
         )
 
     def _export(self, path: str) -> None:
+        from app.chat.thread import export_thread
         from app.conversations.exporting import export_problem
-        from app.tui.chat.thread import export_thread
 
         try:
             written = export_thread(self.controller.store, self.controller.thread, Path(path).expanduser())

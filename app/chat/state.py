@@ -9,15 +9,7 @@ from itertools import count
 from typing import Literal
 
 from app.conversations.store import MessageRecord, Role, State
-from app.settings.schema import Settings
-from engine.ipc.messages import (
-    Beam,
-    ModelFacts,
-    Prefill,
-    Progress,
-    Timing,
-    WarmUp,
-)
+from engine.ipc.messages import Beam, ModelFacts, Prefill, Progress, Timing, WarmUp
 
 _keys = count(1)
 
@@ -138,10 +130,20 @@ class StatusChanged:
 
 
 @dataclass(frozen=True)
-class FellBack:
-    """The wanted model could not be loaded: ``options``, which worked before, are in effect again."""
+class SettingsChanged:
+    """The settings ``keys`` were changed."""
 
-    options: Settings
+    keys: frozenset[str]
+
+
+@dataclass(frozen=True)
+class FellBack:
+    """The wanted model could not be loaded. The settings that worked before are in effect again."""
+
+
+@dataclass(frozen=True)
+class DownloadsChanged:
+    """A download of a model began, advanced or ended."""
 
 
 @dataclass(frozen=True)
@@ -174,8 +176,8 @@ class UserNotice:
 
 
 Update = (
-    PathChanged | EntryAdded | EntryChanged | StatusChanged | FellBack | BeamsChanged | TimingArrived
-    | NetworkChanged | UserNotice
+    PathChanged | EntryAdded | EntryChanged | StatusChanged | SettingsChanged | FellBack | DownloadsChanged
+    | BeamsChanged | TimingArrived | NetworkChanged | UserNotice
 )  # fmt: skip
 
 
