@@ -1,7 +1,9 @@
-"""What the tests of the torch runtime share: loading with ours, running transformers' own, comparing the two."""
+"""transformers' own models, which every runtime must be equal to: running them and ours, and comparing the two."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from engine.ipc.messages import Load
 from engine.runtimes import runtime_named
-from engine.runtimes.protocol import Logits
+from engine.runtimes.protocol import LoadedModel, Logits
 from engine.runtimes.torch.model import TorchModel
 
-STEPS = 24
+STEPS = 12
 
 
 def no_progress(stage: str, done: int, total: int, unit: str) -> None:
@@ -39,24 +41,41 @@ def chunks_of(tokens: list[int], chunks: int) -> list[list[int]]:
     return [tokens[start : start + size] for start in range(0, len(tokens), size)]
 
 
-def library_run(folder: Path, tokens: list[int], chunks: int, dtype: str = "auto") -> tuple[list[int], list[Logits]]:
-    """transformers' own model and cache: greedy tokens of STEPS steps, and the logits each was chosen from."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+@functools.cache
+def library_model(folder: Path, dtype: str = "auto") -> Any:
+    """transformers' own model of ``folder``, which nobody may change."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+def library_run(
+    folder: Path, tokens: Sequence[int], chunks: int, dtype: str = "auto"
+) -> tuple[list[int], list[Logits]]:
+    """transformers' own model and cache: greedy tokens of STEPS steps, and the logits each was chosen from. Run once a
+    session for the same arguments, whichever runtime is compared."""
+    answer, logits = _library_run(folder, tuple(tokens), chunks, dtype)
+    return list(answer), list(logits)
+
+
+@functools.cache
+def _library_run(
+    folder: Path, tokens: tuple[int, ...], chunks: int, dtype: str
+) -> tuple[tuple[int, ...], tuple[Logits, ...]]:
+    model = library_model(folder, dtype)
     answer: list[int] = []
     logits: list[Logits] = []
     past = None
     with torch.inference_mode():
-        for chunk in chunks_of(tokens, chunks):
+        for chunk in chunks_of(list(tokens), chunks):
             out = model(torch.tensor([chunk]), past_key_values=past, use_cache=True)
             past = out.past_key_values
         for _ in range(STEPS):
             logits.append(out.logits[0, -1].float().numpy())
             answer.append(int(logits[-1].argmax()))
             out = model(torch.tensor([[answer[-1]]]), past_key_values=past, use_cache=True)
-    return answer, logits
+    return tuple(answer), tuple(logits)
 
 
-def our_run(model: TorchModel, tokens: list[int], chunks: int, answer: list[int]) -> list[Logits]:
+def our_run(model: LoadedModel, tokens: list[int], chunks: int, answer: list[int]) -> list[Logits]:
     """Our logits where the library chose ``answer``."""
     rows = model.start()
     *first, last = chunks_of(tokens, chunks)
@@ -65,7 +84,7 @@ def our_run(model: TorchModel, tokens: list[int], chunks: int, answer: list[int]
     logits = [rows.extend(last)]
     logits += [rows.step([token])[0] for token in answer[:-1]]
     assert rows.length == len(tokens) + len(answer) - 1
-    return logits
+    return [each for each in logits if each is not None]
 
 
 def worst(ours: list[Logits], theirs: list[Logits]) -> float:
