@@ -20,18 +20,24 @@ class ModelError(Exception):
 
 
 class Cancelled(ModelError):
-    """Somebody asked to stop something long; what was done so far is kept where that is of use."""
+    """A long operation was stopped on request. What was done so far is kept where that is of use."""
 
 
 class PeerLost(Exception):
-    """A node of the epoch is gone; nothing of the epoch can be used any more.
+    """A node of the epoch is lost, and nothing of the epoch can be used any more.
 
-    ``ranks`` are those that are known to be gone (empty: not known which).
+    ``ranks`` are the nodes that are known to be gone; empty if that is not known. ``noticed_at`` are the nodes at which
+    the loss was noticed, which may only have followed others; by default ``ranks``. ``reason`` says what happened
+    without naming a machine; by default the whole text.
     """
 
-    def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
+    def __init__(
+        self, text: str, ranks: Sequence[int] = (), *, reason: str = "", noticed_at: Sequence[int] = ()
+    ) -> None:
         super().__init__(text)
         self.ranks = tuple(ranks)
+        self.noticed_at = tuple(noticed_at) or self.ranks
+        self.reason = (reason or text).rstrip(".")
 
 
 class LinkLost(PeerLost):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from discovery.names import plain_text
 from engine.cluster.transport.exchange import Buffer, Exchange, PeerLost
-from engine.cluster.waiting import Waits, patience
+from engine.cluster.waiting import Waits, exchange_timeout
 from engine.moe.timing import Recorder
 
 HEADER = struct.Struct("<IHBx8s")
@@ -58,7 +58,7 @@ class Trading:
 
         Nobody contributes more than ``capacity`` bytes. Raises PeerLost, RingProtocolError.
         """
-        self._layer, self._allowed = layer, patience(tokens, layer not in self._begun)
+        self._layer, self._allowed = layer, exchange_timeout(tokens, layer not in self._begun)
         begun = recorder.clock() if recorder is not None else 0.0
         with self.waits.on(self.exchange.missing, self._allowed):
             self.exchange.send(parts, capacity)

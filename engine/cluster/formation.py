@@ -1,4 +1,4 @@
-"""What forming a ring gives to the head's model: the border between control plane and model."""
+"""Interface between the control plane, which forms a ring, and the head's model, which uses it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from engine.runtimes.protocol import LoadedModel
 
 
 class PassControl(Protocol):
-    """The head's side of every pass: its beginning, and the ways out of one that is not wanted any more."""
+    """The head's control of a pass: beginning it, and ending one that is not wanted any more."""
 
     @property
     def waits(self) -> Waits:
-        """What the thread of the passes waits for. From any thread."""
+        """The current wait of the thread that runs the passes. From any thread."""
         ...
 
     def begin_pass(self) -> None:
@@ -49,7 +49,7 @@ class Formation(Protocol):
     @property
     def model(self) -> LoadedModel:
         """The head's own, loaded with its :class:`engine.runtimes.protocol.RingPlace`; an
-        :class:`engine.cluster.head.elsewhere.ElsewhereModel` where another machine computes."""
+        :class:`engine.cluster.head.remote_model.RemoteModel` where another machine computes."""
         ...
 
     @property
@@ -76,8 +76,8 @@ class Formation(Protocol):
         ...
 
     @property
-    def apart(self) -> Collection[str]:
-        """Names of machines that are there but left out because of their links, as :attr:`notices` explain."""
+    def without_links(self) -> Collection[str]:
+        """Names of live machines that are left out because of their links, as :attr:`notices` explain."""
         ...
 
     def why_lost(self, lost: PeerLost) -> PeerLost:
@@ -91,40 +91,45 @@ class Formation(Protocol):
         ...
 
     def lose(self, ranks: Sequence[int], why: str) -> None:
-        """End the epoch because of ``ranks``, which are there but failed as ``why`` describes. From any thread.
+        """End the epoch because of ``ranks``, which are alive but failed as ``why`` describes. From any thread.
 
-        The exchange is closed, and :meth:`lost` reports it. These nodes are not taken into the next ring unless it
-        needs them. Without ranks nobody is to blame.
+        The exchange is closed, and :meth:`lost` reports it. The next ring leaves these nodes out unless it needs them.
+        ``ranks`` is empty if no node in particular failed.
         """
         ...
 
     def close(self) -> None:
-        """End the epoch everywhere: followers unload, links close, and so does the head's model. May be called
-        twice."""
+        """End the epoch on all nodes: followers unload, the links and the head's model close. May be called twice."""
         ...
 
 
 class Former(Protocol):
     """Forms a model's ring with the wanted nodes that are there, as often as requested."""
 
-    def form(self, progress: ProgressCallback, say: Callable[[str], None] | None = None) -> Formation:
-        """A new epoch with those who are there now; the formation before must be closed. With ``say``, which hears of
-        it once, it waits until those who are there can hold the model.
+    def form(self, progress: ProgressCallback, notify: Callable[[str], None] | None = None) -> Formation:
+        """Form a new epoch with the present machines. The former formation must be closed.
 
-        Forming again takes those who were in it before or have their weights already, all others only if it cannot be
-        without them. Machines whose taking in was stopped by Cancelled are left out like those until they go and come
-        back, so that the conversation goes on with those who were there.
+        Plans, sends each node the weights it lacks, has every node load its shard, and measures and chooses the
+        exchange. If one machine alone is faster (and the person did not exclude that), the ring has one node, no link
+        and no exchange.
 
-        Plans, sends what a node lacks, has every node load its share, measures and chooses the exchange. If one
-        machine alone is faster (and that was not excluded), a ring of one: no link, no exchange.
-        Raises ModelError: it does not fit (memory, naming the missing gigabytes), a node refused (network), or
-        Cancelled.
+        With ``notify`` it waits while the present machines cannot hold the model, and calls ``notify`` once about that.
+
+        A later forming takes in the machines that were in the ring before or that have their weights. It takes in
+        others only if the model does not fit without them. A machine whose first forming was stopped by Cancelled
+        counts as one of the others until it leaves and comes back, so that the conversation goes on with the former
+        machines.
+
+        Raises ModelError if the model does not fit (memory, with the missing gigabytes) or a node refused (network).
+        Raises Cancelled from ``progress``.
         """
         ...
 
-    def changed(self, progress: ProgressCallback, say: Callable[[str], None]) -> bool:
-        """Whether a node of the wanted ones came back since :meth:`form`, or one of the ring went, or one is there that
-        has its weights already. Of others that are there ``say`` hears once each. Raises Cancelled from ``progress``.
+    def changed(self, progress: ProgressCallback, notify: Callable[[str], None]) -> bool:
+        """Whether the ring should be formed again: one of its nodes left, a member came back, or a machine came that
+        has its weights.
+
+        Calls ``notify`` once for each other machine that is present. Raises Cancelled from ``progress``.
         """
         ...
 

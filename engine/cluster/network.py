@@ -153,7 +153,7 @@ class ClusterNetwork:
             reporting, self._reporting = self._reporting, None
             former, self._former = self._former, None
         if former is not None and node is not None:
-            former.tell_over()
+            former.announce_end()
         if lender is not None:
             lender.close()
         if node is not None:

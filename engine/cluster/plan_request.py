@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from engine.cluster.head.apart import decide_together
+from engine.cluster.head.missing_links import plan_connected
 from engine.cluster.head.survey import Survey, Surveyor, candidates, planned_model
 from engine.cluster.membership.rpc_fanout import NodeRefused
 from engine.cluster.network import ClusterNetwork
@@ -61,7 +61,7 @@ def plan_ring_request(
     freed = loaded.trunk_bytes if loaded is not None and loaded.runtime != "native" else 0
     survey.facts[my_id] = msgspec.structs.replace(mine, memory_free=mine.memory_free + freed)
     order = [(my_id, my_name), *((one.node_id, one.name) for one in there)]
-    together = decide_together(headers, name, load, order, survey)
+    together = plan_connected(headers, name, load, order, survey)
     decision = together.decision
     notices += together.lines
     formed = decision.kind in ("ring", "elsewhere")

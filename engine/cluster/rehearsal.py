@@ -1,8 +1,8 @@
-"""Layers of a decoding step without a model, by all nodes of an epoch over the exchange that carries them.
+"""Rehearsal: all nodes of an epoch run the layers of a decoding step without a model, over one exchange.
 
-What one node measures by itself says little of several: they wake each other, find their caches cold, take turns at the
-cores and the memory of one machine. So the layers of the ring are run as in a step, framing and all, with memory that
-is read in place of trunk and experts; what a layer takes beside that reading is what the ring costs.
+Measurements of single nodes do not predict a ring: nodes wake one another, find their caches cold, and share the cores
+and the memory of one machine. The rehearsal therefore runs layers with their real framing. Reads of memory stand for
+the trunk and the experts. The remaining time of a layer is the overhead of the ring.
 """
 
 from __future__ import annotations
@@ -26,23 +26,30 @@ from engine.moe.kernels.pool import physical_cores, shared_pool
 from engine.moe.rank_context import HEAD, RankContext
 
 BLOCKS = 6
-"""Blocks of layers that are averaged each; the median block counts, so a moment's disturbance does not."""
+"""Number of blocks of layers. Each block is averaged, and the median block is used, so that a short disturbance does
+not count."""
 BLOCK_LAYERS = 12
+"""Layers per block."""
 LAYERS = BLOCKS * BLOCK_LAYERS
 WARM = 8
-"""Layers that are run first and do not count."""
+"""Number of warm-up layers, which are not measured."""
 READ_BYTES = 2 << 20
-"""Read in place of a layer's trunk, and of its experts."""
+"""Bytes read in place of a layer's trunk, and of its experts."""
 CYCLE_BYTES = 64 << 20
-"""What is read lies in so much memory, of which caches hold a part."""
+"""Bytes of the memory that is read, of which caches hold only a part."""
 LARGEST_WIDTH = 1 << 17
+"""Maximum hidden size that another machine may ask for."""
 LEAST_S = 1e-7
+"""Minimum result in seconds."""
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What is rehearsed at ``context``: layers of hidden states of ``width`` numbers and ``per_token`` experts per
-    token, on ``threads`` threads (None: one per core). ``one_by_one`` as in :class:`CentralHead`."""
+    """The rehearsal of one node at ``context``.
+
+    A layer has hidden states of ``width`` numbers and ``per_token`` experts per token. ``threads`` is the number of
+    threads; None: one per core. ``one_by_one`` is as in :class:`CentralHead`.
+    """
 
     context: RankContext
     width: int
@@ -50,16 +57,19 @@ class Rehearsal:
     threads: int | None = None
     one_by_one: bool = False
     machines: tuple[tuple[int, ...], ...] = ()
-    """Ranks that are on one machine with others; only the head knows."""
+    """Groups of ranks that share a machine. Only the head knows them."""
 
     def run(self, exchange: Exchange) -> float:
-        """Seconds of a MoE layer beside trunk and experts, this node's median. All nodes call this at once. Raises
-        PeerLost, RingProtocolError."""
+        """This node's median seconds of a MoE layer beside trunk and experts. All nodes must call this at the same
+        time.
+
+        Raises PeerLost, RingProtocolError.
+        """
         layers = _Layers(self, exchange)
         wholes = [layers.run(index) for index in range(WARM + LAYERS)]
-        told = _tell(exchange, [*layers.trunks, *layers.experts])
-        trunks = [node[WARM : WARM + LAYERS] for node in told]
-        experts = [node[2 * WARM + LAYERS :] for node in told]
+        seconds = _gather_seconds(exchange, [*layers.trunks, *layers.experts])
+        trunks = [node[WARM : WARM + LAYERS] for node in seconds]
+        experts = [node[2 * WARM + LAYERS :] for node in seconds]
         cores = physical_cores()
         shared = Shared(self.machines, max(1, cores // min(cores, self.threads or cores)))
         return max(LEAST_S, beside_work(wholes[WARM:], trunks, experts, self.context.mode == "central", shared))
@@ -67,19 +77,19 @@ class Rehearsal:
 
 @dataclass(frozen=True)
 class Shared:
-    """``machines``: ranks that are on one; ``places``: how many of them its cores run at the same time."""
+    """``machines`` are groups of ranks that share a machine, ``places`` how many of them its cores run in parallel."""
 
     machines: tuple[tuple[int, ...], ...] = ()
     places: int = 1
 
     def done(self, seconds: Sequence[float]) -> float:
-        """Until all nodes have worked for so long each: some have to wait until a core is free."""
+        """Seconds until all nodes are done, each having worked for ``seconds[rank]`` and waited for a free core."""
         queued = [sum(seconds[rank] for rank in ranks) / self.places for ranks in self.machines]
         return max([*seconds, *queued])
 
 
 def ranks_together(machines: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """``machines`` by rank: the ranks that are on one with others. Pure."""
+    """The groups of ranks that share a machine. ``machines`` are by rank. Pure."""
     found: dict[str, list[int]] = {}
     for rank, machine in enumerate(machines):
         found.setdefault(machine, []).append(rank)
@@ -96,9 +106,8 @@ def beside_work(
     """Seconds of a layer that are neither trunk nor experts: the median of the averages of blocks of layers.
 
     ``wholes`` are the head's seconds by layer; ``trunks`` and ``experts`` are [rank][layer]. In central mode only the
-    head has a trunk. In the other modes all nodes do both, and the slowest one is waited for. Which one that is changes
-    from layer to layer. A prediction knows only each node's average, so the time lost by that is part of the result.
-    Pure.
+    head has a trunk. In the other modes all nodes do both and wait for the slowest one, which differs from layer to
+    layer. A prediction knows only each node's average, so the time lost to that is part of the result. Pure.
     """
 
     def beside(block: slice) -> float:
@@ -114,7 +123,7 @@ def beside_work(
 
 
 class _Reader:
-    """Reads through memory, on as many threads as the node computes with."""
+    """Reads memory with the node's number of threads."""
 
     def __init__(self, threads: int | None) -> None:
         self._words = np.ones(CYCLE_BYTES // 8)
@@ -124,7 +133,7 @@ class _Reader:
             self._pool = shared_pool(threads or physical_cores())
 
     def read(self, nbytes: int) -> float:
-        """The next ``nbytes``; the seconds it took."""
+        """Read the next ``nbytes``. Returns the seconds it took."""
         first = self._at
         self._at = (first + nbytes) % CYCLE_BYTES
         words = self._words[first // 8 : (first + nbytes) // 8]
@@ -137,8 +146,10 @@ class _Reader:
 
 
 class _Layers:
-    """This node's part in the layers; ``trunks`` and ``experts`` are the seconds of its readings, by layer. It is the
-    runner of a central node's experts, too; see :class:`engine.cluster.central.ExpertRunner`."""
+    """This node's part in the layers. ``trunks`` and ``experts`` are the seconds of its reads, by layer.
+
+    Implements :class:`engine.cluster.central.ExpertRunner` for a node of central mode.
+    """
 
     def __init__(self, rehearsal: Rehearsal, exchange: Exchange) -> None:
         context = rehearsal.context
@@ -163,7 +174,7 @@ class _Layers:
             self._run = lambda index: self._as_node(layers, index)
 
     def run(self, index: int) -> float:
-        """Layer ``index`` of the rehearsal, counted from 0; its seconds."""
+        """Run layer ``index`` of the rehearsal, counted from 0. Returns its seconds."""
         began = time.perf_counter()
         self.experts.append(0.0)
         self.trunks.append(self._trunk())
@@ -179,7 +190,7 @@ class _Layers:
         return layers[index % len(layers)]
 
     def _routes(self, index: int) -> Routes:
-        """The same on all nodes."""
+        """The routes of a layer, equal on all nodes."""
         chosen = np.random.default_rng(index).permutation(self._context.placement.experts)[: self._per_token]
         weights = np.full((1, self._per_token), 1.0 / self._per_token, np.float32)
         return Routes(np.ascontiguousarray(chosen[None, :], np.int32), weights)
@@ -206,19 +217,19 @@ class _Layers:
         return self._rows
 
     def _compute(self) -> None:
-        """Once per layer, however often it is called."""
+        """Read in place of the experts, once per layer."""
         if not self.experts[-1]:
             self.experts[-1] = self._reader.read(READ_BYTES)
 
 
-def _tell(exchange: Exchange, mine: Sequence[float]) -> list[list[float]]:
-    """What every node says, by rank. Raises RingProtocolError for what is no such list of seconds."""
+def _gather_seconds(exchange: Exchange, mine: Sequence[float]) -> list[list[float]]:
+    """The seconds of every node, by rank. Raises RingProtocolError for an invalid list."""
     form = struct.Struct(f"<{len(mine)}d")
     exchange.send((form.pack(*mine),), form.size)
     found: list[list[float]] = []
     for part in exchange.receive():
         values: Any = form.unpack(part) if len(part) == form.size else ()
         if not values or not all(0.0 <= value < 1e6 for value in values):
-            raise RingProtocolError("A node told of a rehearsal that cannot have been.", kind="network")
+            raise RingProtocolError("A node sent impossible seconds of a rehearsal.", kind="network")
         found.append(list(values))
     return found

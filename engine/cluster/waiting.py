@@ -1,4 +1,4 @@
-"""What a thread of passes waits for of other machines, and how long it may: nobody waits for ever."""
+"""What a pass waits for from other machines, and the time limit of each wait."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ FIRST = 10
 """Factor for a layer's first exchange of an epoch: the weights may come from a cold disk."""
 
 
-def patience(tokens: int, first: bool) -> float:
-    """Seconds that machines which are there may let one exchange of ``tokens`` wait."""
+def exchange_timeout(tokens: int, first: bool) -> float:
+    """Maximum seconds for one exchange of ``tokens`` tokens while all machines are alive."""
     return (LIMIT_S + TOKEN_S * max(0, tokens - 1)) * (FIRST if first else 1)
 
 
 @dataclass(frozen=True)
 class Wait:
-    """A running wait. ``since`` is of :func:`time.monotonic`. ``missing`` returns the ranks that are waited for, as far
-    as known."""
+    """A running wait. ``since`` is a time of :func:`time.monotonic`. ``missing`` returns the ranks that are waited for,
+    as far as they are known."""
 
     since: float
     allowed_s: float

@@ -80,16 +80,15 @@ class TokenRows(ABC):
         positions after the shared prompt. Returns the bytes moved."""
 
     def step_choosing(self, token: int, draw: Draw) -> int | None:
-        """Decode ``token`` in the only row; returns the token that follows, chosen where the logits are.
+        """Decode ``token`` in the only row. Returns the next token, chosen on the device that has the logits.
 
-        None, and nothing was decoded: tokens are chosen on the host. The step after it may be begun before anybody has
-        seen its token; it is used by a call with the same ``draw`` and that token. Whatever else is asked of these
-        rows forgets a step that was begun so.
+        Returns None, with nothing decoded, if tokens are chosen on the host. The runtime may begin the next step ahead;
+        the next call uses it if it has the same ``draw`` and the returned token. Any other call discards it.
         """
         return None
 
     def settle(self) -> None:
-        """Forget a step that was begun ahead: nobody will ask for it."""
+        """Discard a step that was begun ahead."""
         return
 
 
@@ -98,11 +97,11 @@ class Interrupted(Exception):
 
 
 class Weights(Protocol):
-    """Weights in pieces, in the order in which a pass uses them. Asked from the page warmer's thread only."""
+    """Weights in pieces, in the order in which a pass uses them. Used by the page warmer's thread only."""
 
     @property
     def own_memory(self) -> bool:
-        """They are in a GPU driver's memory, not in pages of files."""
+        """Whether the weights are in a GPU driver's memory rather than in pages of files."""
         ...
 
     @property
@@ -111,33 +110,33 @@ class Weights(Protocol):
         ...
 
     def touch(self, index: int) -> None:
-        """Use the memory of a piece."""
+        """Touch the memory of a piece, which brings it into memory."""
         ...
 
     def resident(self, index: int) -> bool:
-        """Whether a piece need not be touched."""
+        """Whether a piece is in memory, so that it need not be touched."""
         ...
 
     def close(self) -> None: ...
 
 
 class LoadedWeights(ABC):
-    """Weights that were loaded, and where they are in memory: in pages of files, unless a runtime says otherwise."""
+    """Loaded weights and their place in memory: pages of files, unless a runtime overrides this."""
 
     weights_are_wired: bool = False
-    """The system keeps all of them in a GPU's memory by itself."""
+    """Whether the system keeps all weights in a GPU's memory by itself."""
 
     @property
     def mapped_files(self) -> Sequence[FileMapping]:
-        """The mappings that a pass reads, so that bringing them into memory leaves no page to its first pass."""
+        """All mappings that a pass reads. Once they are in memory, the first pass loads no page."""
         return ()
 
     def kept_weights(self) -> Weights | None:
-        """Weights in a GPU driver's memory (mlx), to be touched while the model does not answer; None: in files."""
+        """Weights in a GPU driver's memory (mlx), to be touched while the model is idle; None if they are in files."""
         return None
 
     def hold_weights(self, wanted: bool) -> None:
-        """False: the system need not keep them any more; True: it is to keep them as before. From any thread."""
+        """Tell the system to keep the weights in memory (True), or that it need not (False). From any thread."""
         return
 
     @abstractmethod
@@ -146,7 +145,7 @@ class LoadedWeights(ABC):
 
 
 class LoadedModel(LoadedWeights):
-    """A model ready to run. What a runtime cannot do has a default here."""
+    """A model that is ready to run. Optional abilities of runtimes have defaults here."""
 
     between_layers: Callable[[], None] | None = None
     """If set, called before each decoder layer of an :meth:`TokenRows.extend`; may raise :class:`Interrupted`. Runtimes
@@ -159,7 +158,7 @@ class LoadedModel(LoadedWeights):
     @property
     @abstractmethod
     def recorder(self) -> Recorder:
-        """Filled by the runtime while ``recorder.enabled``; hooks that cost time are off otherwise."""
+        """The recorder, filled by the runtime while ``recorder.enabled``. Hooks that cost time are off otherwise."""
 
     @abstractmethod
     def start(self) -> TokenRows:
@@ -167,12 +166,12 @@ class LoadedModel(LoadedWeights):
 
     @property
     def popularity(self) -> Popularity | None:
-        """Routes to each expert since the model was loaded, whether or not somebody watches; None where they are not
-        counted, as for a dense model."""
+        """The number of routes to each expert since the model was loaded; None if they are not counted, as for a dense
+        model."""
         return None
 
     def resize_experts(self, nbytes: int | None) -> ModelFacts:
-        """Give experts ``nbytes`` of the GPU's memory from now on (None: what is left free); the facts then.
+        """Give the experts ``nbytes`` of GPU memory (None: all that is free). Returns the new facts.
 
         Raises ModelError if no GPU shares the experts (bad-input), or it has too little (memory).
         """
@@ -183,32 +182,37 @@ class LoadedModel(LoadedWeights):
         )
 
     def memory_for_rows(self) -> int | None:
-        """Bytes of the GPU that keys and values may take, what experts would give up for them included; None where they
-        are elsewhere."""
+        """Bytes of GPU memory available to keys and values, including what experts would give up for them; None if they
+        are not on the GPU."""
         return None
 
     @property
     def context(self) -> RankContext | None:
-        """This node's place in the ring, which is another one after the ring was formed anew; None: on one machine."""
+        """This node's rank context, which changes when the ring is formed again; None on a single machine."""
         return None
 
     def turn(self, cancelled: Callable[[], bool]) -> None:
-        """A turn begins, or is over. ``cancelled``, which is asked from another thread, says whether it was stopped: a
-        pass ends then though other machines are waited for, with Interrupted or, where they do not answer, PeerLost."""
+        """Begin or end a turn. ``cancelled`` returns whether the turn was stopped; it is called from another thread.
+
+        When it returns True, a pass ends although other machines are waited for: with Interrupted, or with PeerLost if
+        they do not answer.
+        """
         return
 
-    def recover(self, lost: PeerLost, progress: ProgressCallback, say: Callable[[str], None]) -> None:
-        """After ``lost`` came out of a pass: form again with those who are left. All rows that were made before are
-        void. ``say`` is told each thing that the person should know as soon as it is known, a line each.
+    def recover(self, lost: PeerLost, progress: ProgressCallback, notify: Callable[[str], None]) -> None:
+        """Form the ring again with the remaining machines after a pass raised ``lost``. All older rows become invalid.
 
-        Raises ModelError if that cannot be done, naming the missing gigabytes (memory), and Cancelled from
-        ``progress``: then the next question forms.
+        ``notify`` is called with lines for the person, as soon as each is known. Raises ModelError if the ring cannot
+        be formed, with the missing gigabytes (memory), and Cancelled from ``progress``. The next question then tries
+        again.
         """
         raise ModelError(f"A machine of the ring is gone: {lost}.", kind="network") from lost
 
-    def between_turns(self, progress: ProgressCallback, say: Callable[[str], None]) -> bool:
-        """Called before a question: forms again if somebody is gone, or came back. Returns whether all rows that were
-        made before are void; they are, too, if it raises (as :meth:`recover`)."""
+    def between_turns(self, progress: ProgressCallback, notify: Callable[[str], None]) -> bool:
+        """Form the ring again if a machine left or came back. Called before each question.
+
+        Returns whether all older rows became invalid. They do, too, if it raises, as :meth:`recover` does.
+        """
         return False
 
 

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 from paired_nodes import Nodes, eventually
 
+from engine.cluster.head.capacity_wait import CapacityError
 from engine.cluster.head.lacked_model import LackedModel, find_lacked
 from engine.cluster.head.supply import PartialCopy, SourceFailed
-from engine.cluster.head.waiting import TooFewError
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.weights import share_store
 from engine.cluster.weights.own_share import KEPT, OwnShare
@@ -267,7 +267,7 @@ def test_damage_is_noticed_before_it_is_passed_on_and_named_if_nobody_else_has_i
     wanted = share_store.missing_in(model.folder, part, three.identities[0].node_id)
     with pytest.raises(SourceFailed):
         list(supply.chunks(part, wanted, lambda: None))
-    with pytest.raises(TooFewError) as failed:
+    with pytest.raises(CapacityError) as failed:
         supply.take(HELD, quiet)
     assert "arrived with another checksum than was offered" in str(failed.value)
     assert "(Bob: " in str(failed.value) and "privatellm models pull owner/tiny" in str(failed.value)
@@ -278,7 +278,7 @@ def test_damage_is_noticed_before_it_is_passed_on_and_named_if_nobody_else_has_i
 def test_another_version_of_the_model_is_not_mixed_in(three: Nodes, places: Places, tiny_model: TinyModel):
     model = lacked(three)
     places.folders = dict.fromkeys((1, 2), tiny_model("mixtral", dtype="bfloat16", shards=True, seed=9))
-    with pytest.raises(TooFewError, match=r"\(Bob: it has another version .* `privatellm models remove owner-tiny--"):
+    with pytest.raises(CapacityError, match=r"\(Bob: it has another version .* `privatellm models remove owner-tiny--"):
         model.supply(quiet).take(HELD, quiet)
     assert here(model) == {}
 

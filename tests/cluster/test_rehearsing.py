@@ -9,7 +9,7 @@ import pytest
 from linked_nodes import LinkedNodes
 from memory_exchange import MemoryRing
 
-from engine.cluster.rehearsal import LAYERS, Rehearsal, Shared, _tell, beside_work, ranks_together
+from engine.cluster.rehearsal import LAYERS, Rehearsal, Shared, _gather_seconds, beside_work, ranks_together
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.transport.mesh import Mesh
 from engine.moe.rank_context import Loading, Mode, RankContext
@@ -78,4 +78,4 @@ def test_a_node_that_tells_of_no_seconds_is_refused(told: bytes) -> None:
     ring = MemoryRing(2)
     ring.ends[1].send((told,), 1000)
     with pytest.raises(RingProtocolError):
-        _tell(ring.ends[0], [1e-3, 2e-3])
+        _gather_seconds(ring.ends[0], [1e-3, 2e-3])

@@ -97,10 +97,10 @@ def test_a_silent_machine_is_left_out(setting: Mute, monkeypatch: pytest.MonkeyP
 
 def test_a_slow_machine_is_not_taken_for_a_silent_one() -> None:
     """Weights that come from a cold disk, and a prompt's many tokens."""
-    step = waiting.patience(1, first=False)
+    step = waiting.exchange_timeout(1, first=False)
     assert step == waiting.LIMIT_S
-    assert waiting.patience(512, first=False) > 2 * step
-    assert waiting.patience(1, first=True) == waiting.FIRST * step
+    assert waiting.exchange_timeout(512, first=False) > 2 * step
+    assert waiting.exchange_timeout(1, first=True) == waiting.FIRST * step
 
 
 def test_a_command_that_nobody_takes_is_waited_for_no_longer(setting: Mute, monkeypatch: pytest.MonkeyPatch) -> None:

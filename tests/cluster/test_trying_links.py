@@ -12,9 +12,9 @@ from paired_nodes import Nodes, eventually
 from tests_models import tiny_mixtral
 
 from discovery.peers import new_peer
-from engine.cluster.head.apart import LeftOut, decide_together
 from engine.cluster.head.formed import what_broke
 from engine.cluster.head.forming import RingFormer
+from engine.cluster.head.missing_links import LinkRetry, plan_connected
 from engine.cluster.head.survey import Surveyor, candidates
 from engine.cluster.membership.client import CallGroup
 from engine.cluster.membership.links import LinkTrial, Tried, Way, all_ways
@@ -127,7 +127,7 @@ def test_a_ring_is_planned_with_those_who_reach_one_another(three: Three, tmp_pa
     order = [(three.anna, "Anna"), *((one.node_id, one.name) for one in candidates(three.head, []))]
     three.forgets(2, 1)
     survey = surveyor.survey(three.head, candidates(three.head, []), "native", lambda *_: None, to_send=False)
-    found = decide_together(surveyor.headers, "tiny", load, order, survey)
+    found = plan_connected(surveyor.headers, "tiny", load, order, survey)
     ((left, pairs),) = found.apart.items()
     assert pairs == {three.pair(three.bob, three.carl)}
     name, other = ("Bob", "Carl") if left == three.bob else ("Carl", "Bob")
@@ -138,7 +138,7 @@ def test_a_ring_is_planned_with_those_who_reach_one_another(three: Three, tmp_pa
     # The head's own link: the one that has it is in the ring, although the other two reach each other.
     survey.tried.broken.clear()
     survey.tried.broken[three.pair(three.anna, three.bob)] = "timed out"
-    found = decide_together(surveyor.headers, "tiny", load, order, survey)
+    found = plan_connected(surveyor.headers, "tiny", load, order, survey)
     assert found.decision.ranks == (three.anna, three.carl)
     assert found.lines == ["The link to Bob cannot be made (timed out); Bob is left out of the ring."]
 
@@ -155,7 +155,7 @@ def test_a_machine_is_wanted_again_when_its_link_works(three: Three, monkeypatch
         tries.append(0)
         return candidates(three.head, [])
 
-    watched = LeftOut(three.head, {three.carl: frozenset({between})}, there)
+    watched = LinkRetry(three.head, {three.carl: frozenset({between})}, there)
     try:
         eventually(lambda: len(tries) > 1)
         assert not watched.wanted.is_set()
@@ -188,7 +188,7 @@ def test_a_link_that_breaks_while_the_ring_is_formed(tmp_path: Path, monkeypatch
         formed = former.form(progress)
         assert [stage for stage in stages if stage.startswith("connecting to Bob")]
         assert formed.names == {0: "Anna"}
-        assert formed.apart == {"Bob"}
+        assert formed.without_links == {"Bob"}
         assert [line for line in formed.notices if line.startswith("The link to Bob cannot be made (")]
         assert not former.changed(progress, lambda text: None)
         eventually(lambda: lender.facts() is None)

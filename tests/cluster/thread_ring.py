@@ -131,7 +131,7 @@ class ThreadFormation:
 
     def lose(self, ranks: Sequence[int], why: str) -> None:
         names = ", ".join(self.names[rank] for rank in ranks)
-        self._lost = PeerLost(f"{names} {why}".strip(), ranks)
+        self._lost = PeerLost(f"{names} {why}".strip(), ranks, reason=why)
         self.silent += [self.names[rank] for rank in ranks]
         for end in self.memory.ends:
             end.close()

@@ -1,4 +1,4 @@
-"""What every node of a ring that is formed is told: its place, and how it reaches the others."""
+"""The epoch specification that each node of a new ring receives: its rank, and how it reaches the others."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from engine.planning.ring_plan import RingDecision
 
 @dataclass(frozen=True)
 class Trial:
-    """What only a benchmark changes. ``one_by_one``: central mode calls experts one after the other, the paper's naive
-    version; ``threads``: of every node, as they are processes of one machine, which does ``at_once`` nodes' work in the
-    time of one."""
+    """Settings that only benchmarks change.
+
+    ``one_by_one``: central mode calls experts one after the other, as the paper's naive version does. ``threads`` is
+    the number of threads of every node. ``at_once`` is how many nodes' work one machine does in the time of one, where
+    the nodes are processes of one machine.
+    """
 
     one_by_one: bool = False
     threads: int | None = None
@@ -29,7 +32,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Ring:
-    """What is about to be formed; ``followers`` by rank."""
+    """A ring that is being formed. ``followers`` are by rank."""
 
     epoch: str
     decision: RingDecision
@@ -49,8 +52,11 @@ def epoch_specs(
     trial: Trial,
     rehearse: bool,
 ) -> dict[int, EpochSpec]:
-    """By rank: the same epoch for all, with the addresses that each of them reaches the others at best. ``threads``: of
-    the others; None: theirs to decide. ``rehearse``: layers like the model's are to be."""
+    """The specification for each rank, with the best addresses at which this rank reaches the others.
+
+    ``threads`` is the followers' number of threads; None: their own choice. ``rehearse``: layers of the model's shape
+    are rehearsed over each exchange.
+    """
     decision = ring.decision
     sizes = decision.terms.model if rehearse and decision.terms is not None else None
     assert decision.placement is not None
@@ -98,10 +104,10 @@ def epoch_specs(
 
 
 def _best_first(ring: Ring, node: Node, from_id: str, to_id: str, rank: int) -> list[str]:
-    """Addresses of the link listener of ``to_id`` for ``from_id``."""
+    """Addresses at which ``from_id`` reaches the link listener of ``to_id``, the best first."""
     survey = ring.survey
     if rank == HEAD:
-        # It dials by itself, but engines that make their own connections must know where it is.
+        # The head dials, but transports that make their own connections need its address.
         own = listener_addresses(node.listening)
         link = survey.links.get((to_id, from_id)) or next(iter(survey.links.values()))
         near = own_ip_towards(link.address)

@@ -22,14 +22,16 @@ from engine.moe.rank_context import HEAD, RankContext
 from engine.runtimes.protocol import LoadedModel
 
 WATCH_S = 0.1
+"""Seconds between two checks of the nodes' states."""
 END_S = 1.0
-LEFT = "left the ring"
+"""Timeout in seconds for notifying a machine that the epoch is over."""
 
 
 class FormedRing:
     """See :class:`engine.cluster.formation.Formation`.
 
-    ``nodes``: node ids by rank; ``links`` None: one machine alone."""
+    ``nodes`` are node ids by rank. ``links`` is None if one machine computes alone.
+    """
 
     def __init__(
         self,
@@ -50,13 +52,13 @@ class FormedRing:
         self.names = dict(names)
         self.notices = notices
         self.newcomers: frozenset[str] = frozenset()
-        self.apart: frozenset[str] = frozenset()
+        self.without_links: frozenset[str] = frozenset()
         self.nodes = dict(nodes)
         self._table = table
         self._links = links
         self._lost: PeerLost | None = None
         self.silent: list[str] = []
-        """Node ids of machines that were there and contributed nothing."""
+        """Node ids of machines that were alive and contributed nothing."""
         self._seen: set[int] = set()
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -88,13 +90,13 @@ class FormedRing:
         """See :class:`engine.cluster.formation.Formation`."""
         self.silent += [self.nodes[rank] for rank in ranks]
         who = ", ".join(self.names[rank] for rank in ranks)
-        self._lose(PeerLost(f"{who} {why}".strip(), ranks))
+        self._lose(PeerLost(f"{who} {why}".strip(), ranks, reason=why))
 
     def forgotten(self, node_id: str) -> None:
         """End the ring now if the machine, which is no longer paired, is in it."""
         for rank, other in self.followers.items():
             if other == node_id:
-                self._lose(PeerLost(f"{self.names[rank]} is not paired any more", [rank]))
+                self._lose(self._lost_node(rank, "is not paired any more"))
 
     def close(self) -> None:
         with self._lock:
@@ -102,7 +104,7 @@ class FormedRing:
                 return
             self._closed.set()
         if self._lost is None:
-            # Told first, they do not take the closing of the links for a loss.
+            # The followers are notified first: they would take closing links for a loss.
             end_epoch(self._table, self.followers.values(), self.context.epoch)
         if self._links is not None:
             self._links.close()
@@ -113,42 +115,47 @@ class FormedRing:
         gone = [self.nodes[rank] for rank in self._lost.ranks if rank in self.nodes] if self._lost is not None else []
         self._table.set_ring([], gone)
         self.model.close()
-        # What refers to itself would keep the files mapped, and their memory, until it happens to be collected.
+        # Reference cycles would keep the files mapped until the next collection.
         gc.collect()
 
-    def tell_over(self) -> None:
-        """Notify the others that the epoch is over, as this machine's network closes. They then do not take it for a
-        loss."""
+    def announce_end(self) -> None:
+        """Notify the followers that the epoch is over because this machine's network closes.
+
+        They would take it for a loss otherwise.
+        """
         if not self._closed.is_set() and self._lost is None:
             end_epoch(self._table, self.followers.values(), self.context.epoch)
 
     def _watch(self) -> None:
-        """Watch for lost nodes and close the exchange then, so that nobody waits for them."""
+        """Close the exchange as soon as a node is lost, so that nobody waits for it."""
         while not self._closed.wait(WATCH_S):
             for rank, node_id in self.followers.items():
-                why = self._gone(rank, node_id)
-                if why:
-                    lost = PeerLost(f"{self.names[rank]} {why}", [rank])
-                    if why == LEFT:
-                        lost = what_broke(self._table, self.nodes, self.names, PeerLost(str(lost)))
-                        lost = lost if isinstance(lost, LinkLost) or lost.ranks else PeerLost(str(lost), [rank])
+                lost = self._check(rank, node_id)
+                if lost is not None:
                     self._lose(lost)
                     return
 
-    def _gone(self, rank: int, node_id: str) -> str:
+    def _check(self, rank: int, node_id: str) -> PeerLost | None:
+        """The loss of a follower, or None while it is in the epoch."""
         view = self._table.view(node_id)
         if view is None:
-            return "is not paired any more"
+            return self._lost_node(rank, "is not paired any more")
         if not view.alive:
-            return "does not answer any more"
+            return self._lost_node(rank, "does not answer any more")
         if not view.reachable:
-            return "cannot be reached any more"
+            return self._lost_node(rank, "cannot be reached any more")
         epoch = view.load.epoch if view.load is not None else ""
         if epoch == self.context.epoch:
             self._seen.add(rank)
         elif rank in self._seen:
-            return LEFT
-        return ""
+            left = self._lost_node(rank, "left the ring")
+            unknown = PeerLost(str(left), reason=left.reason, noticed_at=left.ranks)
+            cause = what_broke(self._table, self.nodes, self.names, unknown)
+            return cause if isinstance(cause, LinkLost) or cause.ranks else left
+        return None
+
+    def _lost_node(self, rank: int, reason: str) -> PeerLost:
+        return PeerLost(f"{self.names[rank]} {reason}", [rank], reason=reason)
 
     def _lose(self, lost: PeerLost) -> None:
         with self._lock:
@@ -160,7 +167,7 @@ class FormedRing:
 
 
 class AloneLayers:
-    """The layers of a ring of one, which exchanges nothing. A pass is stopped by the model's own means."""
+    """The layers of a ring of one machine, which exchanges nothing. The model itself stops a pass."""
 
     waits = Waits()
 
@@ -175,8 +182,7 @@ class AloneLayers:
 
 
 def end_epoch(table: PeerTable, nodes: Iterable[str], epoch: str) -> None:
-    """Notify ``nodes`` (node ids) at the same time that ``epoch`` is over. Whoever does not answer notices by
-    itself."""
+    """Notify ``nodes`` (node ids) in parallel that ``epoch`` is over. A node that does not answer notices by itself."""
     clients: list[PeerClient] = []
     for node_id in nodes:
         view = table.view(node_id)
@@ -196,14 +202,14 @@ def end_epoch(table: PeerTable, nodes: Iterable[str], epoch: str) -> None:
 # --- the cause of a loss ---------------------------------------------------------------------------------------------
 
 ASK_S = 1.0
-"""Seconds within which a machine that is there reports its state."""
+"""Timeout in seconds for a heartbeat that asks a live machine for its state."""
 
 
 def what_broke(table: PeerTable, nodes: Mapping[int, str], names: Mapping[int, str], lost: PeerLost) -> PeerLost:
-    """``lost``, or more exactly which machine is gone or which link broke. ``nodes``: node ids by rank.
+    """The cause of ``lost``: which machine is gone or which link broke, or ``lost`` itself if that cannot be found out.
 
-    Asks the followers for their state. A node whose link broke leaves the ring, and others that only hear of its
-    leaving follow it.
+    ``nodes`` are node ids by rank. The followers are asked for their state: a node whose link broke leaves the ring,
+    and the others follow it although their own links work.
     """
     moment = time.monotonic()
     table.send_heartbeats(ASK_S)
@@ -222,7 +228,8 @@ def what_broke(table: PeerTable, nodes: Mapping[int, str], names: Mapping[int, s
         if set(lost.ranks) & set(gone):
             return lost
         who = " and ".join(names[rank] for rank in gone)
-        return PeerLost(f"{who} {'does' if len(gone) == 1 else 'do'} not answer any more", gone)
+        reason = f"{'does' if len(gone) == 1 else 'do'} not answer any more"
+        return PeerLost(f"{who} {reason}", gone, reason=reason)
     links = [sorted(pair) for pair in sorted(map(sorted, broken)) if len(pair) == 2]
     if not links:
         return lost

@@ -1,4 +1,4 @@
-"""Forming a ring, as the head does it: who is there, what each can do, the plan, the weights, the links, the model."""
+"""Forming a ring on its head: survey the machines, plan, send the weights, connect, load the model."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import msgspec
 from engine.cluster.epoch_links import EpochLinks, connect_epoch, epoch_of, rank_context_of, rehearsal_of
 from engine.cluster.expert_runners import layers_for
 from engine.cluster.formation import PassControl
-from engine.cluster.head.apart import LeftOut, Together, decide_together
-from engine.cluster.head.elsewhere import load_elsewhere
+from engine.cluster.head.capacity_wait import CapacityError, CapacityWait
 from engine.cluster.head.epoch_specs import Ring, Trial, epoch_specs
 from engine.cluster.head.formed import AloneLayers, FormedRing, end_epoch
 from engine.cluster.head.lacked_model import LackedModel
-from engine.cluster.head.loading_nodes import LoadingNodes, told_by
+from engine.cluster.head.loading_nodes import LoadingNodes, notices_of
+from engine.cluster.head.missing_links import ConnectedPlan, LinkRetry, plan_connected
 from engine.cluster.head.rejoin_policy import RejoinPolicy
+from engine.cluster.head.remote_model import load_remote
 from engine.cluster.head.supply import Supply, WholeCopy
 from engine.cluster.head.survey import Survey, Surveyor, candidates
 from engine.cluster.head.upload import Sending
-from engine.cluster.head.waiting import Patience, TooFewError
 from engine.cluster.membership.client import CallGroup, Unreachable
 from engine.cluster.membership.control_messages import Connected, EpochSpec
 from engine.cluster.membership.heartbeat import FORMING, NOTIFIED_S, patience
@@ -52,18 +52,17 @@ from engine.planning.ring_speed import StepTerms
 from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime
 
 CERTAIN: tuple[ExchangeName, ...] = ("tls", "socket", "envoy")
-"""Those that are made wherever links are; the others are another library's, and may fail for its reasons."""
+"""Exchanges that can be opened wherever links can. The others belong to other libraries and may fail there."""
 MOST_LOSSES = 3
-"""In one forming: of links, or of machines of which it is not known who they are."""
+"""Maximum losses of links or of unknown machines during one forming."""
 CONNECT_S = 60.0
-"""Connecting and measuring every exchange that may be used."""
-
+"""Timeout in seconds for connecting and for measuring every allowed exchange."""
 
 _NO_TRIAL = Trial()
 
 
 class LinksBroke(Exception):
-    """Links of a ring that is formed cannot be made any more, or again."""
+    """Links of the ring that is being formed cannot be opened any more."""
 
     def __init__(self, tried: Tried) -> None:
         super().__init__(", ".join(tried.broken.values()))
@@ -73,7 +72,8 @@ class LinksBroke(Exception):
 class RingFormer:
     """See :class:`engine.cluster.formation.Former`.
 
-    The model ``name`` is whole in ``folder``, or ``lacked`` has its share there, and ``runtime`` runs it."""
+    ``folder`` contains the whole model ``name``, or the head's shard of it if ``lacked`` is given. ``runtime`` runs it.
+    """
 
     def __init__(
         self,
@@ -86,11 +86,11 @@ class RingFormer:
         trial: Trial = _NO_TRIAL,
         lacked: LackedModel | None = None,
     ) -> None:
-        """``load``: as this machine loads its own share, by ``runtime``; its ``ring`` is what the person chose."""
+        """``load`` describes how this machine loads its own shard; ``load.ring`` is the person's choice."""
         self._node = node
         self._name = name
         self.folder = folder
-        """From which this machine loads."""
+        """Folder from which this machine loads."""
         self._lacked = lacked
         self._runtime = runtime
         self._load = load
@@ -98,39 +98,39 @@ class RingFormer:
         self._surveyor = surveyor
         self._trial = trial
         self.decision: RingDecision | None = None
-        """Of the last forming."""
+        """Decision of the last forming."""
         self.terms: StepTerms | None = None
-        """What a step of the ring is predicted from, with what was measured of all its nodes together."""
+        """Terms of the predicted step time, with what all nodes measured together."""
         self._formed: FormedRing | None = None
         self._considered: dict[str, str] = {}
-        """Who was there when it was last formed, and those that were looked at since: node ids, and their processes."""
+        """Machines that the last forming or a later check has seen: node ids to processes."""
         self._rejoin_policy = RejoinPolicy(surveyor)
         self._chosen: ExchangeName | None = None
-        self._said: set[str] = set()
-        self._said_of_links: set[str] = set()
-        self._left_out = LeftOut(node, {}, self._there)
+        self._notified: set[str] = set()
+        self._notified_of_links: set[str] = set()
+        self._link_retry = LinkRetry(node, {}, self._present_machines)
         self._planned: set[str] = set()
-        """With whom it was planned last; some may be gone since."""
+        """Node ids of the last plan. Some of the machines may be gone since."""
         self._tried: Tried | None = None
-        """Which links can be made, if that is known before a survey."""
+        """Links that can be opened, if they were tried before the survey."""
         self._fallen_back = ""
         node.on_forgotten(self._forgotten)
 
     # --- see Former -----------------------------------------------------------------------------------------------
 
-    def form(self, progress: ProgressCallback, say: Callable[[str], None] | None = None) -> FormedRing:
+    def form(self, progress: ProgressCallback, notify: Callable[[str], None] | None = None) -> FormedRing:
         before = self._formed
         if before is not None:
             before.close()
             self._rejoin_policy.put_off((node_id, self._considered.get(node_id, "")) for node_id in before.silent)
         members = set(self._rejoin_policy.members)
-        self._left_out.close()
+        self._link_retry.close()
         self._node.lent = lambda: LentState(stage=FORMING)
         try:
             formed = self._formed = (
                 self._form(progress)
-                if say is None
-                else self._patience().formed(lambda: self._form(progress), progress, say)
+                if notify is None
+                else self._capacity_wait().form(lambda: self._form(progress), progress, notify)
             )
             formed.newcomers = frozenset(
                 name for rank, name in formed.names.items() if rank != HEAD and formed.nodes[rank] not in members
@@ -142,136 +142,136 @@ class RingFormer:
                 )
             raise
         finally:
-            # The others must not go on being patient with a head that is stopped from now on.
+            # From now on the others need not tolerate long pauses of this head.
             self._node.lent = LentState
             self._node.table.send_heartbeats(NOTIFIED_S)
         return self._formed
 
-    def changed(self, progress: ProgressCallback, say: Callable[[str], None]) -> bool:
+    def changed(self, progress: ProgressCallback, notify: Callable[[str], None]) -> bool:
         formed = self._formed
-        if formed is None or formed.lost() is not None or self._left_out.wanted.is_set():
+        if formed is None or formed.lost() is not None or self._link_retry.restored.is_set():
             return True
-        there = self._there()
-        # Who goes and comes back is news then.
-        now = {one.node_id for one in there} | set(formed.followers.values())
+        machines = self._present_machines()
+        # Machines that left are forgotten, so that they count as new when they come back.
+        now = {one.node_id for one in machines} | set(formed.followers.values())
         self._considered = {node_id: at for node_id, at in self._considered.items() if node_id in now}
-        fresh = [one for one in there if self._considered.get(one.node_id) != one.process]
+        fresh = [one for one in machines if self._considered.get(one.node_id) != one.process]
         if not fresh:
             return False
-        regular, others = self._rejoin_policy.split(there, formed.facts.mode == "central", progress)
+        regular, others = self._rejoin_policy.split(machines, formed.facts.mode == "central", progress)
         for line in self._rejoin_policy.lines(others):
-            say(line)
-        news = any(one in regular for one in fresh)
+            notify(line)
+        has_new_members = any(one in regular for one in fresh)
         self._considered.update((one.node_id, one.process) for one in others)
-        return news
+        return has_new_members
 
     def close(self) -> None:
-        self._left_out.close()
+        self._link_retry.close()
         if self._formed is not None:
             self._formed.close()
         self._node.off_forgotten(self._forgotten)
 
-    def tell_over(self) -> None:
-        """The network is about to close: the machines of the ring are told. From any thread."""
+    def announce_end(self) -> None:
+        """Notify the machines of the ring that this machine's network closes. From any thread."""
         formed = self._formed
         if formed is not None:
-            formed.tell_over()
+            formed.announce_end()
 
     # --- the steps ------------------------------------------------------------------------------------------------
 
-    def _there(self) -> list[Candidate]:
+    def _present_machines(self) -> list[Candidate]:
         return candidates(self._node, self._choice.nodes)
 
-    def _patience(self) -> Patience:
-        """For an answer that waits for a machine without which nobody can hold the model."""
+    def _capacity_wait(self) -> CapacityWait:
+        """Waits for machines while the present ones cannot hold the model."""
 
-        def there() -> frozenset[object]:
-            now: set[object] = {(one.node_id, one.process) for one in self._there()}
-            return frozenset(now | ({"its link"} if self._left_out.wanted.is_set() else set()))
+        def present() -> frozenset[object]:
+            now: set[object] = {(one.node_id, one.process) for one in self._present_machines()}
+            return frozenset(now | ({"restored link"} if self._link_retry.restored.is_set() else set()))
 
-        def away() -> list[str]:
-            ids = self._planned & {one.node_id for one in self._there()}
+        def absent() -> list[str]:
+            ids = self._planned & {one.node_id for one in self._present_machines()}
             return [self._node.table.name_of(one) for one in sorted(self._rejoin_policy.members - ids)]
 
-        return Patience(there, away, self._choice.wait_s)
+        return CapacityWait(present, absent, self._choice.wait_s)
 
     def _form(self, progress: ProgressCallback) -> FormedRing:
-        there, others = self._there(), list[Candidate]()
-        self._considered = {one.node_id: one.process for one in there}
+        machines, others = self._present_machines(), list[Candidate]()
+        self._considered = {one.node_id: one.process for one in machines}
         notices = absent_lines(self._node.table.facts(), self._choice.nodes, self._considered)
         before = self.decision
         if self._formed is None:
-            # The person asked for a ring with these: one that is lost in the forming is awaited like one of the ring.
+            # The person asked for a ring of these machines. One that is lost during the forming is waited for, too.
             self._rejoin_policy.members.update(self._considered)
         else:
-            there, others = self._rejoin_policy.split(there, self._formed.facts.mode == "central", progress)
+            machines, others = self._rejoin_policy.split(machines, self._formed.facts.mode == "central", progress)
         try:
-            formed = self._form_of(there, notices, progress)
+            formed = self._form_of(machines, notices, progress)
         except ModelError:
             planned = self.decision
             if not others or planned is None or planned is before or not planned.shortfall:
                 raise
-            return self._form_of([*there, *others], notices, progress)
+            return self._form_of([*machines, *others], notices, progress)
         formed.notices += self._rejoin_policy.lines(others)
         return formed
 
-    def _form_of(self, there: Sequence[Candidate], notices: list[str], progress: ProgressCallback) -> FormedRing:
+    def _form_of(self, machines: Sequence[Candidate], notices: list[str], progress: ProgressCallback) -> FormedRing:
         gone: set[str] = set()
         losses = 0
         while True:
             try:
-                formed = self._form_with(there, notices, progress)
-                formed.notices = [line for line in formed.notices if line not in self._said and line not in gone]
-                self._said.update(formed.notices)
+                formed = self._form_with(machines, notices, progress)
+                formed.notices = [line for line in formed.notices if line not in self._notified and line not in gone]
+                self._notified.update(formed.notices)
                 return formed
             except PeerLost as lost:
-                # Who is gone is known by the next survey.
+                # The next survey finds out which machine is gone.
                 losses += 1
                 if losses > MOST_LOSSES:
                     raise ModelError(f"The ring cannot be formed: {lost}", kind="network") from lost
             except LinksBroke as broke:
-                # They could be made a moment ago. Whoever is left may do without them.
+                # They could be opened a moment ago. The other machines may be enough without them.
                 losses += 1
                 if losses > MOST_LOSSES:
                     raise ModelError(f"The links of the ring cannot be made: {broke}.", kind="network") from broke
                 self._tried = broke.tried
             except NodeRefused as refused:
-                # Whoever is left may do without it; if not, the plan says what is missing.
+                # The other machines may be enough without it; if not, the plan says what is missing.
                 notices.append(f"{self._node.table.name_of(refused.node_id)} is left out of the ring: {refused}")
                 process = self._considered.get(refused.node_id, "")
                 if refused.gone or self._rejoin_policy.may_refuse(refused.node_id, process):
                     self._considered.pop(refused.node_id, None)
                 if refused.gone and self._formed is not None:
-                    # That it is lost is said in a line of its own.
+                    # The loss has a line of its own.
                     gone.add(notices[-1])
-                there = [one for one in there if one.node_id != refused.node_id]
+                machines = [one for one in machines if one.node_id != refused.node_id]
 
-    def _form_with(self, there: Sequence[Candidate], notices: list[str], progress: ProgressCallback) -> FormedRing:
-        # An answer waits where a machine was lost.
+    def _form_with(self, machines: Sequence[Candidate], notices: list[str], progress: ProgressCallback) -> FormedRing:
+        # After a loss an answer is waiting.
         hurry = self._formed is not None and self._formed.lost() is not None
         known, self._tried = self._tried, None
         if self._lacked is not None and (fetched := self._lacked.fetched) is not None:
             self._has_whole(fetched)
         survey = self._surveyor.survey(
-            self._node, there, self._load.runtime, progress, threads=self._trial.threads, hurry=hurry, known=known
+            self._node, machines, self._load.runtime, progress, threads=self._trial.threads, hurry=hurry, known=known
         )
-        together = self.plan(survey, there)
-        self._planned = {one.node_id for one in there} - together.apart.keys()
+        together = self.plan(survey, machines)
+        self._planned = {one.node_id for one in machines} - together.without_links.keys()
         decision = self.decision = together.decision
         notices = [*notices, *together.lines]
         if decision.kind == "refused":
-            said = " ".join([*notices, *decision.notices, decision.reason])
+            text = " ".join([*notices, *decision.notices, decision.reason])
             if decision.shortfall:
                 self._watch_links(together)
-                raise TooFewError(said, decision.shortfall, together.lines)
-            raise ModelError(said, kind="bad-input")
+                raise CapacityError(text, decision.shortfall, together.lines)
+            raise ModelError(text, kind="bad-input")
         if self._formed is None:
-            # Said once: the figures are a little different each time.
+            # Only once, as the figures differ a little each time.
             notices = [*notices, *decision.notices]
         if decision.kind == "alone" or len(decision.ranks) == 1:
             formed = self._alone(decision, [*notices, decision.reason], progress)
-            return self._without(formed, together, there)
-        by_id = {one.node_id: one for one in there}
+            return self._with_link_retry(formed, together, machines)
+        by_id = {one.node_id: one for one in machines}
         self._rejoin_policy.members.update(node_id for node_id in decision.ranks if node_id in by_id)
         assert decision.facts is not None and decision.placement is not None
         ring = Ring(
@@ -283,36 +283,38 @@ class RingFormer:
             key=secrets.token_bytes(32),
         )
         try:
-            return self._without(self._together(ring, notices, progress), together, there)
+            return self._with_link_retry(self._together(ring, notices, progress), together, machines)
         except BaseException:
             end_epoch(self._node.table, [one.node_id for one in ring.followers.values()], ring.epoch)
             raise
 
-    def _without(self, formed: FormedRing, together: Together, there: Sequence[Candidate]) -> FormedRing:
-        """``formed``, whose links are watched that it goes without."""
-        formed.apart = frozenset(one.name for one in there if one.node_id in together.apart)
+    def _with_link_retry(
+        self, formed: FormedRing, together: ConnectedPlan, machines: Sequence[Candidate]
+    ) -> FormedRing:
+        """``formed``, with its missing links being tried again."""
+        formed.without_links = frozenset(one.name for one in machines if one.node_id in together.without_links)
         self._watch_links(together)
-        # When such a link breaks again, that is news.
-        self._said -= self._said_of_links - set(together.lines)
-        self._said_of_links = set(together.lines)
+        # A link that is restored and breaks again is reported again.
+        self._notified -= self._notified_of_links - set(together.lines)
+        self._notified_of_links = set(together.lines)
         return formed
 
-    def _watch_links(self, together: Together) -> None:
-        self._left_out.close()
-        self._left_out = LeftOut(self._node, together.apart, self._there)
+    def _watch_links(self, together: ConnectedPlan) -> None:
+        self._link_retry.close()
+        self._link_retry = LinkRetry(self._node, together.without_links, self._present_machines)
 
-    def plan(self, survey: Survey, there: Sequence[Candidate]) -> Together:
-        """What the planner makes of the survey."""
-        order = [(self._node.identity.node_id, self._node.name), *((one.node_id, one.name) for one in there)]
-        return decide_together(self._surveyor.headers, self._name, self._load, order, survey, self._trial.at_once)
+    def plan(self, survey: Survey, machines: Sequence[Candidate]) -> ConnectedPlan:
+        """The plan for the surveyed machines."""
+        order = [(self._node.identity.node_id, self._node.name), *((one.node_id, one.name) for one in machines)]
+        return plan_connected(self._surveyor.headers, self._name, self._load, order, survey, self._trial.at_once)
 
     def _alone(self, decision: RingDecision, notices: list[str], progress: ProgressCallback) -> FormedRing:
         from engine.runtimes.loading import load_model
 
         if self._lacked is not None:
-            folder, said = self._lacked.take_whole(progress)
+            folder, line = self._lacked.take_whole(progress)
             self._has_whole(folder)
-            notices = [*notices, said]
+            notices = [*notices, line]
         model = load_model(self._runtime, self._name, self.folder, self._load, progress)
         placement = decision.placement or Placement((), 1, ())
         facts = decision.facts or RingFacts(mode="exact", exchange="auto", loading="selected", nodes=[])
@@ -331,7 +333,7 @@ class RingFormer:
         )
 
     def _has_whole(self, folder: Path) -> None:
-        """All of the model is here by now."""
+        """Note that ``folder`` now contains the whole model."""
         self._lacked = None
         self.folder = self._surveyor.folder = folder
 
@@ -350,7 +352,7 @@ class RingFormer:
             exchange, exchange_s = self._choose(medians, links)
             terms = ring.decision.terms
             self.terms = None if terms is None else terms.with_exchange(exchange_s, links.layer_s.get(exchange))
-            model, layers, said = self._load_all(ring, specs[HEAD], links, exchange, progress)
+            model, layers, lines = self._load_all(ring, specs[HEAD], links, exchange, progress)
         except BaseException:
             links.close()
             raise
@@ -366,11 +368,11 @@ class RingFormer:
             encrypted=exchange in ("tls", "envoy"),
             nodes=shares,
         )
-        said += self._take_fallen_back(exchange)
-        return self._formed_ring(ring, specs[HEAD], facts, model, layers, links, [*notices, *said])
+        lines += self._take_fallen_back(exchange)
+        return self._formed_ring(ring, specs[HEAD], facts, model, layers, links, [*notices, *lines])
 
     def _supply(self, decision: RingDecision, progress: ProgressCallback) -> Supply:
-        """Where weights come from; this machine's own are here then."""
+        """The source of the weights. On return this machine's own shard is here."""
         if self._lacked is None:
             return WholeCopy(self.folder, self._name)
         supply, placement = self._lacked.supply(progress), decision.placement
@@ -387,14 +389,14 @@ class RingFormer:
         notices: list[str],
         progress: ProgressCallback,
     ) -> FormedRing:
-        """One other machine computes everything."""
+        """Form a ring in which one other machine computes everything."""
         sizes = self._surveyor.headers.sizes
-        model, passes, said = load_elsewhere(ring, links, self._node.table, self._name, sizes, self._load, progress)
+        model, passes, lines = load_remote(ring, links, self._node.table, self._name, sizes, self._load, progress)
         self.terms = None
-        here, there = ring.facts.nodes
-        there = msgspec.structs.replace(there, has_bytes=has.get(there.rank, there.has_bytes))
-        facts = msgspec.structs.replace(ring.facts, epoch=ring.epoch, exchange="tls", nodes=[here, there])
-        return self._formed_ring(ring, spec, facts, model, passes, links, [*notices, ring.decision.reason, *said])
+        here, remote = ring.facts.nodes
+        remote = msgspec.structs.replace(remote, has_bytes=has.get(remote.rank, remote.has_bytes))
+        facts = msgspec.structs.replace(ring.facts, epoch=ring.epoch, exchange="tls", nodes=[here, remote])
+        return self._formed_ring(ring, spec, facts, model, passes, links, [*notices, ring.decision.reason, *lines])
 
     def _formed_ring(
         self,
@@ -420,8 +422,8 @@ class RingFormer:
         )
 
     def _take_fallen_back(self, exchange: ExchangeName) -> list[str]:
-        said, self._fallen_back = self._fallen_back, ""
-        return [f"{said}; {exchange} is used."] if said else []
+        line, self._fallen_back = self._fallen_back, ""
+        return [f"{line}; {exchange} is used."] if line else []
 
     # --- links ----------------------------------------------------------------------------------------------------
 
@@ -445,42 +447,42 @@ class RingFormer:
             together=len(set(machines)) < len(machines),
         )
         if allowed == ["mlx"]:
-            # It may not be had a second time (see below): the ring must not fail because of that.
+            # mlx may not be available a second time (see below). The ring must not fail because of that.
             allowed = ["tls", "mlx"]
         if self._chosen is not None:
-            # Forming again must be quick: nothing is compared, what was used before is taken, and tls where that fails.
-            # A process has one group of mlx in its life, so after a loss, or with other machines, there is none.
+            # Forming again must be quick: the former exchange is used without a comparison, or tls where it fails.
+            # A process can open one mlx group in its life, so none after a loss or with other machines.
             again = self._chosen in allowed and (self._chosen != "mlx" or self._formed is None)
             return list(dict.fromkeys([self._chosen if again else allowed[0], "tls"]))
-        # What may fail comes last: nodes that wait for it in vain have all they need by then.
+        # Exchanges that may fail come last: nodes that wait for them in vain have the others by then.
         return sorted(allowed, key=lambda name: CERTAIN.index(name) if name in CERTAIN else len(CERTAIN))
 
     def _connect(
         self, ring: Ring, specs: Mapping[int, EpochSpec], links: EpochLinks, progress: ProgressCallback
     ) -> dict[ExchangeName, float]:
-        """The median of each exchange that every node made, on the slowest one, in seconds."""
+        """The median seconds of each exchange that every node opened, as measured on the slowest node."""
         names = ", ".join(one.name for one in ring.followers.values())
         calls = CallGroup()
 
-        def tell() -> None:
+        def tick() -> None:
             progress(f"connecting to {names}, measuring the exchange", 0, 0, "")
 
         def stop() -> None:
             calls.end()
             links.close()
 
-        tell()
+        tick()
 
         def connect(rank: int, one: Candidate) -> Connected:
             return ask(one, lambda: one.client.call("Connect", specs[rank], Connected, CONNECT_S, calls))
 
         with (
-            stopped_by(tell, stop),
+            stopped_by(tick, stop),
             ThreadPoolExecutor(len(ring.followers), thread_name_prefix="connecting nodes") as pool,
         ):
             asked = {rank: pool.submit(connect, rank, one) for rank, one in ring.followers.items()}
             for future in asked.values():
-                # Links to a node that is gone are not waited for.
+                # A node that failed never connects, so waiting for its links ends here.
                 future.add_done_callback(lambda done: links.close() if done.exception() is not None else None)
             failure: Exception | None = None
             try:
@@ -497,7 +499,7 @@ class RingFormer:
         if (failure is not None or refused) and not unreachable:
             self._try_links(ring, progress)
         if isinstance(failure, ModelError) and len(refused) == len(answers) and not unreachable:
-            # It is nobody's fault in particular: the exchange that was asked for cannot be had.
+            # No node in particular failed: the wanted exchange is not available.
             raise failure
         if refused:
             raise most_likely(refused)
@@ -510,7 +512,7 @@ class RingFormer:
         }
 
     def _choose(self, medians: Mapping[ExchangeName, float], links: EpochLinks) -> tuple[ExchangeName, float]:
-        """The exchange that is used, and its median in seconds."""
+        """The exchange to use, and its median seconds."""
         wanted = self._choice.exchange
         before = self._chosen or (wanted if wanted != "auto" else None)
         if before is not None and before not in medians:
@@ -523,7 +525,7 @@ class RingFormer:
         return chosen, medians[chosen]
 
     def _try_links(self, ring: Ring, progress: ProgressCallback) -> None:
-        """Links were not made. Raises LinksBroke if that is because of one that cannot be made any more."""
+        """Find out why links could not be opened. Raises LinksBroke if one of them does not work any more."""
         tried = self._surveyor.try_links(self._node, list(ring.followers.values()), progress)
         if tried.broken:
             raise LinksBroke(tried)
@@ -533,7 +535,8 @@ class RingFormer:
     def _load_all(
         self, ring: Ring, spec: EpochSpec, links: EpochLinks, exchange: ExchangeName, progress: ProgressCallback
     ) -> tuple[LoadedModel, PassControl, list[str]]:
-        """Every node loads its share, at the same time; the head's model and layers, and lines for the person."""
+        """Have all nodes load their shards in parallel. Returns the head's model, its layers, and lines for the
+        person."""
         from engine.runtimes.loading import load_model
 
         layers = layers_for(rank_context_of(spec), links.keep(exchange), spec.one_by_one)
@@ -553,8 +556,8 @@ class RingFormer:
                 loading.cancel()
                 raise
         ready = {rank: future.result() for rank, future in asked.items()}
-        said = [line for rank, one in ready.items() for line in told_by(ring.followers[rank].name, one.notices)]
-        return model, layers, said
+        lines = [line for rank, one in ready.items() for line in notices_of(ring.followers[rank].name, one.notices)]
+        return model, layers, lines
 
     def _forgotten(self, node_id: str) -> None:
         if self._formed is not None:

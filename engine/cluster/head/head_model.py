@@ -12,7 +12,7 @@ import msgspec
 from engine.cluster import commands
 from engine.cluster.commands import Prefixes, RowsCommand
 from engine.cluster.formation import Formation, Former
-from engine.cluster.head.elsewhere import RANK
+from engine.cluster.head.remote_model import RANK
 from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.waiting import LIMIT_S
 from engine.errors import LinkLost, ModelError
@@ -27,16 +27,16 @@ Done = TypeVar("Done")
 
 
 STOPPED_S = 1.0
-"""Seconds that an exchange has to end after the answer was stopped, so that the ring can be kept."""
+"""Timeout in seconds for an exchange to end after the answer was stopped. The ring is kept if it ends in time."""
 LOOK_S = 0.1
 """Seconds between two checks of what the head waits for."""
 
 
 class PassWatch:
-    """Ends an epoch whose machines are there and contribute nothing, and one whose answer was stopped.
+    """Ends an epoch whose live machines contribute nothing, or whose answer was stopped.
 
-    Checks what the head waits for in the epoch of ``formation``, in a thread of its own, until :meth:`close`.
-    ``cancelled`` returns whether the answer was stopped. ``stopped``: whether the epoch was ended because of that.
+    A thread of its own checks what the head waits for in the epoch of ``formation``, until :meth:`close`.
+    ``cancelled`` returns whether the answer was stopped. ``stopped`` is whether the epoch was ended because of that.
     """
 
     def __init__(self, formation: Formation) -> None:
@@ -71,7 +71,7 @@ class PassWatch:
 
 
 class RunningEpoch:
-    """A formation and the commands to its followers. One thread at a time."""
+    """A formation and the commands to its followers. Not thread-safe."""
 
     def __init__(self, formation: Formation) -> None:
         self.formation = formation
@@ -85,11 +85,11 @@ class RunningEpoch:
         self._next_rows += 1
         return self._next_rows
 
-    def no_longer(self, rows: int) -> None:
-        """Nobody uses ``rows``; the followers are told with the next command. From any thread."""
+    def release(self, rows: int) -> None:
+        """Mark ``rows`` as unused. The next command tells the followers to drop them. From any thread."""
         self._unused.append(rows)
 
-    def tell(self, command: RowsCommand) -> None:
+    def send(self, command: RowsCommand) -> None:
         """Send ``command`` to every follower. Raises PeerLost."""
         links = self.formation.command_links
         if self.ended:
@@ -105,23 +105,23 @@ class RunningEpoch:
                 for frame in frames:
                     link.send(frame)
 
-    def ask(self, rank: int) -> memoryview:
-        """What node ``rank`` answers to the command that it was told last. Raises PeerLost."""
+    def receive_reply(self, rank: int) -> memoryview:
+        """The reply of node ``rank`` to the last command. Raises PeerLost."""
         with self.formation.layers.waits.on(lambda: (rank,), LIMIT_S):
             return self.formation.command_links[rank].receive(commands.REPLY_LIMIT)
 
     def end(self) -> None:
-        """Nothing of it can be used any more. May be called twice."""
+        """End the epoch. May be called twice."""
         self.ended = True
         if self.watch is not None:
             self.watch.close()
         self.formation.close()
 
     def run(self, work: Callable[[], Done]) -> Done:
-        """A pass on this node, the followers having been told of it.
+        """Run a pass on this node after its command was sent.
 
-        Raises what it raises; the followers are told of a pass that ended here, so that they do not wait in it.
-        Then ``finished_elsewhere`` says whether it was too late for that.
+        Raises what ``work`` raises. The followers are then notified that the pass ended here, so that they do not wait
+        in it. ``finished_elsewhere`` is whether they had finished it by then.
         """
         layers = self.formation.layers
         self.finished_elsewhere = False
@@ -139,7 +139,7 @@ class RunningEpoch:
 
 
 class RingRecorder(Recorder):
-    """The recorder of whatever epoch there is; frames have the followers' times beside the head's."""
+    """The recorder of the current epoch. Its frames contain the followers' times beside the head's."""
 
     def __init__(self, epoch: RunningEpoch, facts: ModelFacts) -> None:
         self._epoch = epoch
@@ -152,7 +152,7 @@ class RingRecorder(Recorder):
         return self._epoch.formation.model.recorder
 
     def follow(self, epoch: RunningEpoch) -> None:
-        """Another epoch has begun; measuring goes on there if it did."""
+        """Go on with another epoch. Measuring goes on there if it was enabled."""
         was = self.enabled
         self._epoch = epoch
         if was:
@@ -174,7 +174,7 @@ class RingRecorder(Recorder):
 
     @sampled.setter
     def sampled(self, wanted: bool) -> None:
-        """The node's own runtime says so."""
+        """Ignored: the node's own runtime decides this."""
 
     def reset(self) -> None:
         super().reset()
@@ -204,32 +204,32 @@ class RingRecorder(Recorder):
         if len(names) < 2:
             return own
         if self._epoch.formation.facts.elsewhere:
-            # What this machine does is wait.
-            found = self._ask().get(RANK)
+            # This machine only waits.
+            found = self._ask_times().get(RANK)
             if found is None:
                 return own
-            there = NodeTimes(rank=RANK, name=names[RANK], prefill=found.prefill, decode=found.decode)
-            return msgspec.structs.replace(own, prefill=found.prefill, decode=found.decode, nodes=[there])
+            remote = NodeTimes(rank=RANK, name=names[RANK], prefill=found.prefill, decode=found.decode)
+            return msgspec.structs.replace(own, prefill=found.prefill, decode=found.decode, nodes=[remote])
         nodes = [NodeTimes(rank=HEAD, name=names[HEAD], prefill=own.prefill, decode=own.decode)]
-        for rank, times in sorted(self._ask().items()):
+        for rank, times in sorted(self._ask_times().items()):
             nodes.append(NodeTimes(rank=rank, name=names[rank], prefill=times.prefill, decode=times.decode))
         return msgspec.structs.replace(own, nodes=nodes)
 
     def _measure(self, forget: bool) -> None:
-        """Tell the followers. A peer that is lost is noticed by the next pass, not by its being measured."""
+        """Send the setting to the followers. A lost peer is ignored here: the next pass raises PeerLost."""
         self._measuring_elsewhere = self.inner.enabled or forget
         try:
-            self._epoch.tell(commands.Measure(self.inner.enabled, forget))
+            self._epoch.send(commands.Measure(self.inner.enabled, forget))
         except PeerLost:
             return
 
-    def _ask(self) -> dict[int, commands.Times]:
+    def _ask_times(self) -> dict[int, commands.Times]:
         if self._epoch.ended:
             return {}
         try:
-            self._epoch.tell(commands.AskTimes())
+            self._epoch.send(commands.AskTimes())
             links = self._epoch.formation.command_links
-            return {rank: commands.decode_times(self._epoch.ask(rank)) for rank in links}
+            return {rank: commands.decode_times(self._epoch.receive_reply(rank)) for rank in links}
         except PeerLost:
             return {}
 
@@ -244,7 +244,7 @@ class RingRows(TokenRows):
         self._prefixes = prefixes
 
     def __del__(self) -> None:
-        self._epoch.no_longer(self._number)
+        self._epoch.release(self._number)
 
     @property
     def rows(self) -> int:
@@ -259,18 +259,18 @@ class RingRows(TokenRows):
         return self._rows.can_truncate
 
     def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
-        self._epoch.tell(commands.Extend(self._number, self._prefixes.state, list(tokens), want_logits))
+        self._epoch.send(commands.Extend(self._number, self._prefixes.state, list(tokens), want_logits))
         try:
             logits = self._epoch.run(lambda: self._rows.extend(tokens, want_logits))
         except Interrupted:
             if self._epoch.finished_elsewhere:
-                self._epoch.tell(commands.Truncate(self._number, self.length))
+                self._epoch.send(commands.Truncate(self._number, self.length))
             raise
         self._prefixes = self._prefixes.extended(tokens)
         return logits
 
     def step(self, tokens: Sequence[int]) -> Logits:
-        self._epoch.tell(commands.Step(self._number, self._prefixes.state, list(tokens)))
+        self._epoch.send(commands.Step(self._number, self._prefixes.state, list(tokens)))
         logits = self._epoch.run(lambda: self._rows.step(tokens))
         self._prefixes = self._prefixes.stepped(tokens)
         return logits
@@ -278,25 +278,26 @@ class RingRows(TokenRows):
     def truncate(self, length: int) -> None:
         self._rows.truncate(length)
         self._prefixes = self._prefixes.truncated(length)
-        self._epoch.tell(commands.Truncate(self._number, length))
+        self._epoch.send(commands.Truncate(self._number, length))
 
     def fan_out(self, rows: int) -> RingRows:
         into = self._epoch.new_rows()
         wide = RingRows(self._epoch, self._rows.fan_out(rows), into, self._prefixes.fanned_out(rows))
-        self._epoch.tell(commands.FanOut(self._number, into, rows))
+        self._epoch.send(commands.FanOut(self._number, into, rows))
         return wide
 
     def reorder(self, parents: Sequence[int]) -> int:
         moved = self._rows.reorder(parents)
         self._prefixes = self._prefixes.reordered(parents)
-        self._epoch.tell(commands.Reorder(self._number, list(parents)))
+        self._epoch.send(commands.Reorder(self._number, list(parents)))
         return moved
 
 
 class RingModel(LoadedModel):
-    """A model that a ring runs, on its head.
+    """The head's side of a model that a ring runs.
 
-    ``name`` is what the person calls the model. Forms the first epoch; raises ModelError if that cannot be done.
+    ``name`` is the model's name as the person wrote it. The constructor forms the first epoch. Raises ModelError if
+    that fails.
     """
 
     def __init__(self, name: str, former: Former, progress: ProgressCallback) -> None:
@@ -306,7 +307,7 @@ class RingModel(LoadedModel):
         self._recorder = RingRecorder(self._epoch, self.facts)
         self._cancelled: Callable[[], bool] = lambda: False
         self._gone: list[str] = []
-        """Who was said to be lost, and what became of it was not said yet."""
+        """Names of machines that were reported as lost and whose outcome was not reported yet."""
         for line in self._epoch.formation.notices:
             self._recorder.notice(line)
 
@@ -325,7 +326,7 @@ class RingModel(LoadedModel):
 
     @property
     def popularity(self) -> Popularity | None:
-        """Every node counts all routes, so the head's will do."""
+        """The head's own: every node counts all routes."""
         return self._epoch.formation.model.popularity
 
     @property
@@ -343,50 +344,47 @@ class RingModel(LoadedModel):
 
     def start(self) -> TokenRows:
         number = self._epoch.new_rows()
-        self._epoch.tell(commands.StartRows(number))
+        self._epoch.send(commands.StartRows(number))
         return RingRows(self._epoch, self._epoch.formation.model.start(), number, Prefixes())
 
     def close(self) -> None:
         self._end()
         self._former.close()
 
-    def recover(self, lost: PeerLost, progress: ProgressCallback, say: Callable[[str], None]) -> None:
+    def recover(self, lost: PeerLost, progress: ProgressCallback, notify: Callable[[str], None]) -> None:
         before = self._epoch.formation.names
         why = self._epoch.formation.why_lost(lost)
-        others = [name for rank, name in before.items() if rank != HEAD]
-        # A link that ends tells it by the name only.
-        gone = [before[rank] for rank in why.ranks if rank in before] or [
-            name for name in others if str(why).startswith(f"{name} ")
-        ]
-        reason = str(why).rstrip(".")
-        for name in others:
-            reason = reason.removeprefix(f"{name} is gone: ").removeprefix(f"{name} ")
-        what = reason if isinstance(why, LinkLost) else f"Lost {', '.join(gone) or 'a machine of the ring'}: {reason}"
-        say(f"{what}; forming the ring again.")
+        gone = [before[rank] for rank in why.noticed_at if rank in before]
+        what = why.reason
+        if not isinstance(why, LinkLost):
+            what = f"Lost {', '.join(gone) or 'a machine of the ring'}: {what}"
+        notify(f"{what}; forming the ring again.")
         self._gone = gone
         self._end()
-        self._begin(progress, say)
+        self._begin(progress, notify)
 
-    def between_turns(self, progress: ProgressCallback, say: Callable[[str], None]) -> bool:
+    def between_turns(self, progress: ProgressCallback, notify: Callable[[str], None]) -> bool:
         if not self._epoch.ended:
             lost = self._epoch.formation.lost()
             stopped = self._epoch.watch is not None and self._epoch.watch.stopped
             if lost is not None and not stopped:
-                self.recover(lost, progress, say)
+                self.recover(lost, progress, notify)
                 return True
-            # Stopped: the machines are there, but what they were at then is not to be waited for.
-            if not stopped and not self._former.changed(progress, say):
+            # After a stop the machines are still there, but their unfinished pass is not waited for.
+            if not stopped and not self._former.changed(progress, notify):
                 return False
             self._end()
-        self._begin(progress, say)
+        self._begin(progress, notify)
         return True
 
     def _outcome(self, before: Collection[str]) -> str:
-        """What became of the ring of those who were in it ``before``."""
+        """A line about who left, came back and joined, compared with the names ``before``."""
         formation = self._epoch.formation
         now = formation.names.values()
         gone, self._gone = self._gone, []
-        others = [name for name in before if name not in now and name not in gone and name not in formation.apart]
+        others = [
+            name for name in before if name not in now and name not in gone and name not in formation.without_links
+        ]
         fresh = [name for name in now if name not in before or name in gone]
         joined = [name for name in fresh if name in formation.newcomers]
         back = [name for name in fresh if name not in joined]
@@ -405,16 +403,16 @@ class RingModel(LoadedModel):
     def _end(self) -> None:
         self._epoch.end()
 
-    def _begin(self, progress: ProgressCallback, say: Callable[[str], None]) -> None:
-        """Whatever it raises: the epoch before is over, and the next question forms."""
+    def _begin(self, progress: ProgressCallback, notify: Callable[[str], None]) -> None:
+        """Form the next epoch. If this raises, the next question forms again."""
         before = self._epoch.formation.names.values()
         try:
-            formation = self._former.form(progress, say)
+            formation = self._former.form(progress, notify)
         except Interrupted:
             raise ModelError("Forming the ring again was stopped; ask once more.", kind="network") from None
         self._epoch = RunningEpoch(formation)
         self.turn(self._cancelled)
         self._recorder.follow(self._epoch)
-        say(self._outcome(before))
+        notify(self._outcome(before))
         for line in formation.notices:
             self._recorder.notice(line)

@@ -1,4 +1,4 @@
-"""A model that the head of a ring has not whole: it begins with what a machine that has it says of it."""
+"""A model of which the head of a ring has at most a shard. Its description comes from a machine that has it whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.models.store import ResolvedModel
 
 
 class LackedModel:
-    """``own`` is what is here of ``model``."""
+    """A model that is not whole on this machine. ``own`` is this machine's shard of ``model``."""
 
     def __init__(self, node: Node, model: ResolvedModel, own: OwnShare) -> None:
         self._node = node
@@ -29,26 +29,29 @@ class LackedModel:
 
     @property
     def name(self) -> str:
-        """For the screen."""
+        """The model's name on the screen."""
         return self._model.name
 
     @property
     def folder(self) -> Path:
-        """Configuration, tokenizer and headers are there, and what was taken of the weights."""
+        """The shard's folder: configuration, tokenizer, headers, and the weights that are here."""
         return self._own.folder
 
     @property
     def fetched(self) -> Path | None:
-        """The folder of the whole model, if it is here by now."""
+        """The folder of the whole model, if it was fetched meanwhile."""
         return self._model.folder
 
     def supply(self, progress: ProgressCallback) -> PartialCopy:
-        """For one forming."""
+        """The source of weights for one forming."""
         return PartialCopy(self._own, ModelSources(self._node, self._model, progress))
 
     def take_whole(self, progress: ProgressCallback) -> tuple[Path, str]:
-        """The folder of the whole model, copied from the machines that have it, and a line that says from where; this
-        machine's share is given up. Raises ModelError, TooFewError if nobody has it, Cancelled."""
+        """Copy the whole model from the machines that have it, and remove this machine's shard.
+
+        Returns the model's folder, and a line about where it came from. Raises ModelError, CapacityError if nobody has
+        the model, Cancelled.
+        """
         taken = Copier(self._node, self._model, progress, self._own).run()
         if taken is None:
             raise self.supply(progress).nowhere()
@@ -58,11 +61,11 @@ class LackedModel:
 
 
 def find_lacked(node: Node, model: ResolvedModel, progress: ProgressCallback) -> LackedModel | None:
-    """What this machine kept of ``model`` as a head, or what the machines that have it say of it; None if none has it
-    whole, nor several of them together.
+    """``model`` with this machine's shard of it, or with a new shard begun from the machines that have the model.
 
-    ``progress`` may raise Cancelled: within a tenth of a second everything ends. Raises ModelError: of this machine's
-    disk; network, if those that have it failed; for a model that cannot run here.
+    Returns None if no machine has it whole, nor several of them together. ``progress`` may raise Cancelled, which ends
+    everything within a tenth of a second. Raises ModelError for this machine's disk, for a model that cannot run here,
+    and (network) if the machines that have it failed.
     """
     me = node.identity.node_id
     own = OwnShare.find(model.name, me)

@@ -1,4 +1,4 @@
-"""While a ring is formed: the followers load their shares, and the head hears of it."""
+"""Following the followers' progress while they load their shards."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ from engine.ipc.messages.ring import ExchangeName
 from engine.ipc.progress import ProgressCallback
 
 POLL_S = 0.1
+"""Seconds between two progress reports."""
 SHOWN_NOTICES = 3
-"""Notices of one node that are shown; what a node says is as much as it likes."""
+"""Maximum notices shown of one node, as a node may send any number."""
 
 
 class LoadingNodes:
-    """The loading of ``followers`` (by rank), followed from threads, one per node. ``heard`` is told of every sign of
-    life by node id."""
+    """The loading of ``followers`` (by rank). Each is followed in a thread of its own.
+
+    ``on_alive`` is called with the node id whenever a follower reports.
+    """
 
     def __init__(
         self,
         followers: Mapping[int, Candidate],
         epoch: str,
         exchange: ExchangeName,
-        heard: Callable[[str], None],
+        on_alive: Callable[[str], None],
     ) -> None:
         self._followers = followers
-        self._heard = heard
+        self._on_alive = on_alive
         self._wanted = LoadShare(epoch=epoch, exchange=exchange)
         self._calls: list[AnswerStream[Forming]] = []
         self._lock = threading.Lock()
@@ -40,6 +43,7 @@ class LoadingNodes:
         self._stages: dict[int, Forming] = {}
 
     def follow(self, rank: int) -> Forming:
+        """Have a follower load its shard. Returns its final report. Raises NodeRefused."""
         one = self._followers[rank]
 
         def run() -> Forming:
@@ -51,7 +55,7 @@ class LoadingNodes:
                 call.cancel()
             for news in call:
                 self._stages[rank] = news
-                self._heard(one.node_id)
+                self._on_alive(one.node_id)
                 if news.ready:
                     return news
             raise PeerLost("it ended loading its share without a word")
@@ -59,7 +63,7 @@ class LoadingNodes:
         return ask(one, run)
 
     def wait(self, asked: Mapping[int, Future[Forming]], progress: ProgressCallback) -> None:
-        """Until all are ready. Raises NodeRefused as soon as one fails, and what ``progress`` raises."""
+        """Wait until all are ready. Raises NodeRefused as soon as one fails, and what ``progress`` raises."""
         noticing = self.noticing(asked, progress)
         for rank, future in asked.items():
             while not future.done():
@@ -70,7 +74,7 @@ class LoadingNodes:
         check_all(asked.values())
 
     def noticing(self, asked: Mapping[int, Future[Forming]], progress: ProgressCallback) -> ProgressCallback:
-        """``progress``, which ends what it is told of if a follower has failed meanwhile."""
+        """``progress``, wrapped to raise NodeRefused if a follower has failed meanwhile."""
 
         def checked(stage: str, done: int, total: int, unit: str) -> None:
             check_all(asked.values())
@@ -79,6 +83,7 @@ class LoadingNodes:
         return checked
 
     def cancel(self) -> None:
+        """End all calls. From any thread."""
         with self._lock:
             self._stopped = True
             calls = list(self._calls)
@@ -86,8 +91,9 @@ class LoadingNodes:
             call.cancel()
 
 
-def told_by(name: str, notices: Sequence[str]) -> list[str]:
-    """A line for each of ``notices`` of the node ``name``; of many the first :data:`SHOWN_NOTICES` and their number."""
+def notices_of(name: str, notices: Sequence[str]) -> list[str]:
+    """A line for each of the first :data:`SHOWN_NOTICES` notices of the node ``name``, and one with the number of the
+    others."""
     lines = [f"{name}: {plain_text(line)}" for line in notices[:SHOWN_NOTICES]]
     more = len(notices) - len(lines)
     return [*lines, f"{name}: and {more} more"] if more else lines

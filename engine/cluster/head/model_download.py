@@ -1,4 +1,4 @@
-"""A model that this machine lacks and a paired one that is lent has: it is copied from there."""
+"""Copying a model that this machine lacks from paired machines that are lent."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from engine.models.store import ResolvedModel
 
 
 class Copier:
-    """Looks for ``model``, which is not on this machine, on those that ``node`` knows."""
+    """Copies ``model`` from machines that ``node`` knows."""
 
     def __init__(
         self, node: Node, model: ResolvedModel, progress: ProgressCallback, own: OwnShare | None = None
     ) -> None:
-        """``progress`` may raise Cancelled: within a tenth of a second everything ends, and what has come is kept.
-        ``own``: what is here of it as a share, which is not sent again."""
+        """``progress`` may raise Cancelled, which ends the copy within a tenth of a second; received bytes are kept.
+        ``own`` is this machine's shard of the model, which is not sent again."""
         self._node = node
         self._model = model
         self._own = own
         self._sources = ModelSources(node, model, progress)
 
     def run(self) -> tuple[Path, str] | None:
-        """The folder, and from where the model came, in words; None if no machine that is lent has it whole, nor
+        """The model's folder and a line about where it came from; None if no lent machine has the model whole, nor
         several of them together.
 
-        Raises Cancelled, and ModelError: of this machine's disk; network, if all that have it failed; and for a model
-        that cannot run here.
+        Raises Cancelled. Raises ModelError for this machine's disk, for a model that cannot run here, and (network) if
+        all machines that have it failed.
         """
         wholes, parts = self._sources.look()
         failed: list[str] = []
@@ -55,7 +55,8 @@ class Copier:
         return None
 
     def _copy(self, machines: Sequence[Candidate]) -> Path:
-        """Raises NodeRefused of the machine that failed, NotWhole, ModelError, Cancelled."""
+        """Copy the model from ``machines`` together. Raises NodeRefused of the machine that failed, NotWhole,
+        ModelError, Cancelled."""
         offering: list[PeerSource] = []
         refused: NodeRefused | None = None
         for one in machines:
@@ -69,16 +70,20 @@ class Copier:
 
         def note(stage: str, done: int, total: int, unit: str) -> None:
             self._sources.at = (stage, done, total, unit)
-            if stage.startswith("checking"):
-                self._sources.tell()
 
+        def check(stage: str, done: int, total: int, unit: str) -> None:
+            # Nothing is streamed while the copy is checked, so the sources do not report the stage.
+            note(stage, done, total, unit)
+            self._sources.tick()
+
+        every = [*self._here(sources[0]), *sources]
         try:
-            return Taking(self._model, self._node.identity.node_id, [*self._here(sources[0]), *sources], note).run()
+            return Taking(self._model, self._node.identity.node_id, every, note, check).run()
         except RingProtocolError as error:
             raise NodeRefused(machines[0].node_id, f"{error}.") from error
 
     def _here(self, source: PeerSource) -> list[Source]:
-        """What the own share has of what ``source`` offers."""
+        """This machine's shard as a source, if it is of the version that ``source`` offers."""
         share = None if self._own is None else self._own.as_source()
         if share is None or version_of(share.offered) != version_of(source.offered):
             return []

@@ -1,4 +1,4 @@
-"""Machines that have a model which this one lacks: who they are, what they offer, and what is wanted of that."""
+"""Machines from which a model can be copied: which have it, what they offer, and the chunks that are requested."""
 
 from __future__ import annotations
 
@@ -19,33 +19,35 @@ from engine.models.store import ResolvedModel
 
 
 class ModelSources:
-    """Those that ``node`` knows, that are lent, and that have ``model``."""
+    """The lent machines known to ``node`` that have ``model``."""
 
     def __init__(self, node: Node, model: ResolvedModel, progress: ProgressCallback) -> None:
-        """``progress`` may raise Cancelled: within a tenth of a second everything ends."""
+        """``progress`` may raise Cancelled, which ends everything within a tenth of a second."""
         self._node = node
         self._wanted = WantedModel(key=model.plain_folder.name, name=model.name)
         self._progress = progress
         self.at: tuple[str, int, int, str] = ("asking the machines", 0, 0, "")
-        """What ``progress`` is told, again and again."""
+        """The arguments of the next call of ``progress``."""
 
-    def look(self, tell: Callable[[], None] | None = None) -> tuple[list[Candidate], list[Candidate]]:
-        """Who has it whole, and who has a part of it that this machine once sent. ``tell`` is called meanwhile in place
-        of ``progress``. Raises what that raises."""
-        there = candidates(self._node, ())
-        found = self._ask_all(there, tell or self.tell) if there else {}
+    def look(self, tick: Callable[[], None] | None = None) -> tuple[list[Candidate], list[Candidate]]:
+        """The machines that have the whole model, and those that have a part which this machine once sent.
+
+        ``tick`` is called meanwhile instead of ``progress``. Raises what it raises.
+        """
+        machines = candidates(self._node, ())
+        found = self._ask_all(machines, tick or self.tick) if machines else {}
         return (
-            [one for one in there if one.node_id in found and found[one.node_id].whole],
-            [one for one in there if one.node_id in found and found[one.node_id].part],
+            [one for one in machines if one.node_id in found and found[one.node_id].whole],
+            [one for one in machines if one.node_id in found and found[one.node_id].part],
         )
 
-    def offered_by(self, one: Candidate, tell: Callable[[], None] | None = None) -> PeerSource:
-        """``tell``: see :meth:`look`. Raises NodeRefused, Cancelled."""
+    def offered_by(self, one: Candidate, tick: Callable[[], None] | None = None) -> PeerSource:
+        """The offer of machine ``one``. ``tick`` is as in :meth:`look`. Raises NodeRefused, Cancelled."""
         data = bytearray()
 
         def take() -> Offer:
             call = one.client.stream("ModelOffer", self._wanted, OfferPiece)
-            with stopped_by(tell or self.tell, call.cancel):
+            with stopped_by(tick or self.tick, call.cancel):
                 for piece in call:
                     data.extend(piece.data)
                     if len(data) > OFFER_LIMIT:
@@ -57,13 +59,14 @@ class ModelSources:
             return decode_offer(bytes(data))
 
         self.at = (f"asking {one.name}", 0, 0, "")
-        return PeerSource(one, self._wanted, ask(one, take), self.tell)
+        return PeerSource(one, self._wanted, ask(one, take), self.tick)
 
-    def tell(self) -> None:
+    def tick(self) -> None:
+        """Report the current stage. Raises what ``progress`` raises."""
         self._progress(*self.at)
 
-    def _ask_all(self, there: Sequence[Candidate], tell: Callable[[], None]) -> dict[str, ModelHere]:
-        """What each of them has, by node id; those that do not answer, or not so, are left out."""
+    def _ask_all(self, machines: Sequence[Candidate], tick: Callable[[], None]) -> dict[str, ModelHere]:
+        """What each machine has, by node id, without those that fail to answer."""
         calls, found = CallGroup(), dict[str, ModelHere]()
 
         def ask_one(one: Candidate) -> None:
@@ -72,10 +75,10 @@ class ModelSources:
             except (Unreachable, PeerLost, ModelError):
                 return
 
-        with ThreadPoolExecutor(len(there), thread_name_prefix="asking for a model") as pool:
-            asked = [pool.submit(ask_one, one) for one in there]
+        with ThreadPoolExecutor(len(machines), thread_name_prefix="asking for a model") as pool:
+            asked = [pool.submit(ask_one, one) for one in machines]
             try:
-                until_done(asked, tell)
+                until_done(asked, tick)
             except BaseException:
                 calls.end()
                 raise
@@ -83,21 +86,24 @@ class ModelSources:
 
 
 class PeerSource:
-    """See :class:`engine.cluster.weights.taking.Source`."""
+    """Implements :class:`engine.cluster.weights.taking.Source`: the weights that one machine offers."""
 
-    def __init__(self, one: Candidate, wanted: WantedModel, offered: Offer, tell: Callable[[], None]) -> None:
+    def __init__(self, one: Candidate, wanted: WantedModel, offered: Offer, tick: Callable[[], None]) -> None:
         self.offered = offered
         self.node_id = one.node_id
         self._one = one
         self._wanted = wanted
-        self._tell = tell
+        self._tick = tick
 
     @property
     def name(self) -> str:
         return plain_text(self._one.name, 100)
 
-    def chunks(self, wanted: Sequence[Wanted], tell: Callable[[], None] | None = None) -> Generator[bytes]:
-        """Raises NodeRefused, and what ``tell`` raises, which is called meanwhile in place of the one given before."""
+    def chunks(self, wanted: Sequence[Wanted], tick: Callable[[], None] | None = None) -> Generator[bytes]:
+        """The ``wanted`` bytes as encoded chunks. ``tick`` is called meanwhile instead of the constructor's.
+
+        Raises NodeRefused, and what ``tick`` raises.
+        """
         asked = WantedWeights(
             model=self._wanted,
             layout=self.offered.layout,
@@ -106,7 +112,7 @@ class PeerSource:
         )
         call = self._one.client.stream("ModelWeights", asked, DataPiece)
         try:
-            with stopped_by(tell or self._tell, call.cancel):
+            with stopped_by(tick or self._tick, call.cancel):
                 while (piece := ask(self._one, lambda: next(call, None))) is not None:
                     yield piece.data
         finally:
@@ -114,12 +120,12 @@ class PeerSource:
 
 
 def version_of(offered: Offer) -> tuple[object, ...]:
-    """The same for all that is offered of one version of a model."""
+    """A key that is equal for all offers of the same version of a model."""
     return (offered.layout, offered.identity.weights, offered.files, offered.trunk_pieces)
 
 
 def most_alike(sources: Sequence[PeerSource]) -> list[PeerSource]:
-    """Of shares of two versions of a model, those of the version of which there is more."""
+    """The sources of the version of which the most items are offered, where ``sources`` offer several versions."""
     versions: dict[tuple[object, ...], list[PeerSource]] = {}
     for one in sources:
         versions.setdefault(version_of(one.offered), []).append(one)

@@ -26,12 +26,11 @@ class RejoinPolicy:
 
     def __init__(self, surveyor: Surveyor) -> None:
         self.members: set[str] = set()
-        """Node ids of the machines that were there when the person formed the ring, or with which it was planned
-        since."""
+        """Node ids of the machines that were present when the person formed the ring, or that later plans used."""
         self._surveyor = surveyor
         self._apart: set[tuple[str, str]] = set()
         """Node ids and processes of machines that are put off. A restarted one is checked again."""
-        self._said: set[str] = set()
+        self._notified: set[str] = set()
         self._refused: dict[str, str] = {}
 
     def put_off(self, nodes: Iterable[tuple[str, str]]) -> None:
@@ -40,12 +39,12 @@ class RejoinPolicy:
         self._apart.update(nodes)
 
     def split(
-        self, there: Sequence[Candidate], central: bool, progress: ProgressCallback
+        self, machines: Sequence[Candidate], central: bool, progress: ProgressCallback
     ) -> tuple[list[Candidate], list[Candidate]]:
-        """The members among ``there``, and the others. ``central``: only experts are sent. Raises Cancelled."""
-        self._apart &= {_key(one) for one in there}
+        """The members among ``machines``, and the others. ``central``: only experts are sent. Raises Cancelled."""
+        self._apart &= {_key(one) for one in machines}
         regular, others = list[Candidate](), list[Candidate]()
-        for one in there:
+        for one in machines:
             if _key(one) in self._apart:
                 others.append(one)
                 continue
@@ -53,7 +52,7 @@ class RejoinPolicy:
                 regular.append(one)
                 continue
             try:
-                has_share = self._has_share(one, len(there) + 1, central, progress)
+                has_share = self._has_share(one, len(machines) + 1, central, progress)
             except NodeRefused:
                 others.append(one)
                 continue
@@ -74,8 +73,8 @@ class RejoinPolicy:
 
     def lines(self, others: Sequence[Candidate]) -> list[str]:
         """A line for each of ``others`` that was checked. Each is returned once."""
-        fresh = [one for one in others if _key(one) in self._apart and one.node_id not in self._said]
-        self._said.update(one.node_id for one in fresh)
+        fresh = [one for one in others if _key(one) in self._apart and one.node_id not in self._notified]
+        self._notified.update(one.node_id for one in fresh)
         if self._surveyor.headers.profile is None:
             return []  # nothing of it could be shared
         return [

@@ -1,5 +1,5 @@
-"""Where the weights of a ring's shares come from: the head's whole copy, or its own share and the machines that have
-the rest."""
+"""Sources of the weights that a ring's nodes receive: the head's whole copy of the model, or its shard and the machines
+that have the rest."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from engine.cluster.head.capacity_wait import CapacityError
 from engine.cluster.head.model_sources import ModelSources, PeerSource, version_of
-from engine.cluster.head.waiting import TooFewError
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.weights.own_share import OwnShare
@@ -22,26 +22,27 @@ from engine.planning.units import byte_size
 
 
 class Supply(Protocol):
-    """Of one model, while a ring is formed."""
+    """The source of one model's weights while a ring is formed."""
 
     def offer(self, held: Mapping[int, Sequence[int]], trunk: bool, progress: ProgressCallback) -> Offer:
-        """What a node needs that holds the experts ``held``. Raises ModelError, and what ``progress`` raises."""
+        """The items that a node with the experts ``held`` needs. Raises ModelError, and what ``progress`` raises."""
         ...
 
-    def chunks(self, offered: Offer, wanted: Sequence[Wanted], tell: Callable[[], None]) -> Iterator[bytes]:
-        """What is wanted of an :meth:`offer`, encoded, in this order. From any thread; ``tell`` is called from others
-        meanwhile, and what it raises ends it.
+    def chunks(self, offered: Offer, wanted: Sequence[Wanted], tick: Callable[[], None]) -> Iterator[bytes]:
+        """The ``wanted`` items of an :meth:`offer` as encoded chunks, in this order. From any thread.
 
-        Raises ModelError if it cannot be had, SourceFailed if it can be had from somewhere else."""
+        ``tick`` is called from other threads meanwhile; what it raises ends the stream. Raises ModelError if an item is
+        not available, SourceFailed if another source has it.
+        """
         ...
 
 
 class SourceFailed(Exception):
-    """The machine that something came from failed; whoever wants the rest may ask for it again."""
+    """The machine that sent an item failed. The rest may be requested again."""
 
 
 class WholeCopy:
-    """The model ``name`` is whole in ``folder``."""
+    """The whole model ``name`` in ``folder``."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
@@ -51,45 +52,47 @@ class WholeCopy:
         """See Supply."""
         return offer(self._folder, held, progress, trunk=trunk, name=self._name)
 
-    def chunks(self, offered: Offer, wanted: Sequence[Wanted], tell: Callable[[], None]) -> Iterator[bytes]:
+    def chunks(self, offered: Offer, wanted: Sequence[Wanted], tick: Callable[[], None]) -> Iterator[bytes]:
         """See Supply."""
         return stream(self._folder, offered, wanted)
 
 
 class PartialCopy:
-    """This machine has the share ``own`` of the model; the rest comes from ``sources``, who are asked when it is
-    wanted."""
+    """This machine's shard ``own`` of the model. The rest is requested from ``sources`` when it is needed."""
 
     def __init__(self, own: OwnShare, sources: ModelSources) -> None:
         self._own = own
         self._sources = sources
         self._lock = threading.Lock()
         self._unasked: list[Candidate] | None = None
-        """Those that have something of it, and were not asked what; None: it is not known who does."""
+        """Machines that have parts of the model and were not asked for an offer yet; None before they are looked
+        for."""
         self._peers: list[PeerSource] = []
         self._failed: dict[str, str] = {}
-        """By the names of machines, why."""
+        """Reasons of failure by the names of machines."""
 
     def take(self, held: Mapping[int, Sequence[int]], progress: ProgressCallback) -> None:
-        """Bring the trunk and the experts ``held`` here. Raises TooFewError if nobody has them, ModelError (disk),
-        Cancelled; what came until then is kept."""
+        """Fetch the trunk and the experts ``held``. Received items are kept in any case.
+
+        Raises CapacityError if nobody has them, ModelError (disk), Cancelled.
+        """
         part = self._own.part(held, trunk=True)
         at = ["taking this machine's share", 0, 0, ""]
 
         def note(_: str, done: int, total: int, unit: str) -> None:
             at[1:] = [done, total, unit]
 
-        def tell() -> None:
+        def tick() -> None:
             progress(*at)  # type: ignore[arg-type]
 
         while wanted := self._own.missing(part):
             try:
-                with contextlib.closing(self.chunks(part, wanted, tell)) as chunks:
+                with contextlib.closing(self.chunks(part, wanted, tick)) as chunks:
                     self._own.receive(part, wanted, chunks, note)
             except SourceFailed:
                 continue
             except RingProtocolError:
-                # What came of an item before does not go with the rest of it: it is taken anew.
+                # The part of an item that was received before does not match the rest, so the item is fetched anew.
                 if not any(want.start for want in wanted):
                     raise
 
@@ -97,15 +100,15 @@ class PartialCopy:
         """See Supply."""
         return self._own.part(held, trunk)
 
-    def chunks(self, offered: Offer, wanted: Sequence[Wanted], tell: Callable[[], None]) -> Generator[bytes]:
-        """See Supply. Raises TooFewError before the first one if a part of it is nowhere."""
-        sources = self._sources_of(offered, wanted, tell)
-        # One call for all that comes from a machine: there the model is opened for each.
+    def chunks(self, offered: Offer, wanted: Sequence[Wanted], tick: Callable[[], None]) -> Generator[bytes]:
+        """See Supply. Raises CapacityError before the first chunk if no machine has an item."""
+        sources = self._sources_of(offered, wanted, tick)
+        # One call per machine, as each call opens the model there.
         with contextlib.ExitStack() as open_calls:
             streams: dict[PeerSource | None, Iterator[tuple[bytes, bool]]] = {}
             for source in dict.fromkeys(sources):
                 wants = [want for want, other in zip(wanted, sources, strict=True) if other is source]
-                given = self._stream(source, offered, wants, tell)
+                given = self._stream(source, offered, wants, tick)
                 streams[source] = open_calls.enter_context(contextlib.closing(given))
             for source in sources:
                 is_whole = False
@@ -116,9 +119,9 @@ class PartialCopy:
                 next(stream, None)
 
     def _stream(
-        self, source: PeerSource | None, offered: Offer, wanted: Sequence[Wanted], tell: Callable[[], None]
+        self, source: PeerSource | None, offered: Offer, wanted: Sequence[Wanted], tick: Callable[[], None]
     ) -> Generator[tuple[bytes, bool]]:
-        """The chunks of all that ``source`` gives (None: the share here), and whether an item is whole with each."""
+        """The chunks from ``source`` (None: this machine's shard), and whether each one completes its item."""
         if source is None:
             chunks: Iterator[bytes] = self._own.chunks(offered, wanted)
             try:
@@ -126,10 +129,10 @@ class PartialCopy:
             except RingProtocolError as error:
                 raise ModelError(f"{self._own.folder} is damaged ({error}); delete it, and ask again.") from error
             return
-        there = {item.key: number for number, item in enumerate(source.offered.items)}
-        wants = {there[offered.items[want.item].key]: want for want in wanted}
+        numbers = {item.key: number for number, item in enumerate(source.offered.items)}
+        wants = {numbers[offered.items[want.item].key]: want for want in wanted}
         asked = [Wanted(number, want.start) for number, want in wants.items()]
-        with contextlib.closing(source.chunks(asked, tell)) as theirs:
+        with contextlib.closing(source.chunks(asked, tick)) as theirs:
             try:
                 yield from _checked(theirs, wants, offered)
             except (NodeRefused, RingProtocolError) as error:
@@ -137,39 +140,40 @@ class PartialCopy:
                 raise SourceFailed(source.name) from error
 
     def _sources_of(
-        self, offered: Offer, wanted: Sequence[Wanted], tell: Callable[[], None]
+        self, offered: Offer, wanted: Sequence[Wanted], tick: Callable[[], None]
     ) -> list[PeerSource | None]:
-        """Who is asked for each of ``wanted``; None: it is here. Raises TooFewError, and what ``tell`` raises."""
+        """The source of each of ``wanted``; None: this machine's shard. Raises CapacityError, and what ``tick``
+        raises."""
         items = [offered.items[want.item] for want in wanted]
         with self._lock:
             here = self._own.here()
             has: dict[str, PeerSource | None] = {item.key: None for item in items if item.key in here}
             lacking = {item.key: item for item in items if item.key not in here}
 
-            def count_on(peer: PeerSource) -> None:
+            def use(peer: PeerSource) -> None:
                 for item in peer.offered.items:
                     if lacking.get(item.key) == item:
                         has[item.key] = peer
                         del lacking[item.key]
 
             for peer in self._peers:
-                count_on(peer)
-            while lacking and (found := self._next(tell)) is not None:
-                count_on(found)
+                use(peer)
+            while lacking and (found := self._next(tick)) is not None:
+                use(found)
         if lacking:
             raise self._nowhere(list(lacking.values()))
         return [has[item.key] for item in items]
 
-    def _next(self, tell: Callable[[], None]) -> PeerSource | None:
-        """One more machine that has something of it. Raises what ``tell`` raises."""
+    def _next(self, tick: Callable[[], None]) -> PeerSource | None:
+        """Another machine that has parts of the model, or None. Raises what ``tick`` raises."""
         if self._unasked is None:
-            wholes, parts = self._sources.look(tell)
+            wholes, parts = self._sources.look(tick)
             self._unasked = [*wholes, *parts]
         mine = self._own.offered
         while self._unasked:
             one = self._unasked.pop(0)
             try:
-                found = self._sources.offered_by(one, tell)
+                found = self._sources.offered_by(one, tick)
             except NodeRefused as error:
                 self._failed[one.name] = str(error).rstrip(".")
                 continue
@@ -187,12 +191,12 @@ class PartialCopy:
             self._failed[source.name] = why.rstrip(".")
             self._peers = [peer for peer in self._peers if peer is not source]
 
-    def nowhere(self) -> TooFewError:
-        """That the whole model is wanted, and nobody has it."""
+    def nowhere(self) -> CapacityError:
+        """The error for a whole model that no machine has."""
         here = self._own.here()
         return self._nowhere([item for item in self._own.offered.items if item.key not in here])
 
-    def _nowhere(self, missing: Sequence[Item]) -> TooFewError:
+    def _nowhere(self, missing: Sequence[Item]) -> CapacityError:
         name, nbytes = self._own.offered.identity.name, sum(item.nbytes for item in missing)
         had = " and ".join(self._own.had)
         failed = "".join(f" ({name}: {why})" for name, why in self._failed.items())
@@ -200,14 +204,15 @@ class PartialCopy:
             f"{byte_size(nbytes)} of {name} are on no machine that is there now{failed}; {had} had all of it: start "
             f"`privatellm join` there, or fetch the model with `privatellm models pull {name}`."
         )
-        return TooFewError(text, nbytes, [text])
+        return CapacityError(text, nbytes, [text])
 
 
 def _checked(chunks: Iterator[bytes], wants: Mapping[int, Wanted], offered: Offer) -> Generator[tuple[bytes, bool]]:
-    """``chunks`` under the numbers that their items have in ``offered``, and whether the item is whole with them;
-    ``wants`` by the numbers that they have where they come from.
+    """``chunks`` with the item numbers of ``offered``, and whether each one completes its item.
 
-    Raises RingProtocolError for what was not asked for or has another checksum than was offered."""
+    ``wants`` are by the item numbers of the source. Raises RingProtocolError for a chunk that was not requested, and
+    for an item whose checksum differs from the offered one.
+    """
     expected = iter(wants.items())
     number, want = next(expected)
     done, checksum = want.start, 0

@@ -1,4 +1,4 @@
-"""What the head finds out before it plans a ring: the figures of every node, and the links between all of them."""
+"""The head's survey before it plans a ring: measurements of every node, and of the links between them."""
 
 from __future__ import annotations
 
@@ -49,17 +49,22 @@ from engine.planning.ring_words import THIS_MACHINE
 from engine.runtimes.model_headers import Headers, read_headers
 
 FACTS_S = 60.0
-"""Measuring takes a second or two, on a machine that is busy longer."""
+"""Timeout in seconds for measuring a machine, which takes a second or two, and longer on a busy machine."""
 LINKS_S = 30.0
-THERE_S = 1.5
-"""A machine that is there says so within this time."""
+"""Timeout in seconds for measuring a link between two other machines."""
+ALIVE_S = 1.5
+"""Timeout in seconds for a heartbeat that asks whether a machine is alive."""
 LONGEST_KIND = 160
+"""Maximum characters of the description of what a node's results depend on."""
 
 
 @dataclass
 class Survey:
-    """``facts`` by node id, the head's too; ``links`` by (from, to), measured from there, of those that can be made;
-    ``tried``: which can. ``whole``: the head has all of the model; else its facts say what it has."""
+    """The measurements of all machines.
+
+    ``facts`` are by node id, the head included. ``links`` are the measured links by (from, to). ``tried`` says which
+    links can be opened. ``whole`` is whether the head has the whole model; otherwise its facts list its shard.
+    """
 
     facts: dict[str, NodeFacts] = field(default_factory=dict)
     links: dict[Way, LinkFacts] = field(default_factory=dict)
@@ -68,7 +73,7 @@ class Survey:
 
 
 def candidates(node: Node, wanted: Sequence[str]) -> list[Candidate]:
-    """Machines that are there, lend themselves and are free, in the order of their ids."""
+    """The reachable machines that are lent and free, in the order of their node ids."""
     found = []
     for view in node.table.views():
         if view.client is None or view.greeting is None or not view.greeting.lends:
@@ -88,12 +93,15 @@ def _others(view: PeerView) -> list[str]:
 
 
 class Surveyor:
-    """Measures what is not known yet; what was measured of the same processes is kept for the next epoch, links for
-    some minutes and as long as both sides have the addresses that they had."""
+    """Measures machines and links.
+
+    Measurements are kept for later epochs: of a machine while its process runs, of a link for some minutes while both
+    ends keep their addresses.
+    """
 
     def __init__(self, me: str, folder: Path, load: Load) -> None:
-        """``me``: this machine's node id. In ``folder`` is the model, or this machine's share of it. Raises ModelError
-        if it cannot be opened."""
+        """``me`` is this machine's node id. ``folder`` contains the model, or this machine's shard of it. Raises
+        ModelError if it cannot be opened."""
         self._me = me
         self._load = load
         self.folder = folder
@@ -101,8 +109,7 @@ class Surveyor:
 
     @property
     def threads(self) -> int | None:
-        """As many as all nodes are to compute with, as far as they can; None: theirs to decide. Torch adds up in an
-        order that depends on it."""
+        """Number of threads for all nodes; None: their own choice. It is fixed for torch, whose sums depend on it."""
         return threads_of(self._load) if self._load.runtime == "torch" else None
 
     @property
@@ -112,7 +119,7 @@ class Surveyor:
     def survey(
         self,
         node: Node | None,
-        there: Sequence[Candidate],
+        machines: Sequence[Candidate],
         runtime: RuntimeName,
         progress: ProgressCallback,
         to_send: bool = True,
@@ -120,16 +127,18 @@ class Surveyor:
         hurry: bool = False,
         known: Tried | None = None,
     ) -> Survey:
-        """``there`` are machines that ``node`` knows. Each is asked what it has of the weights; ``to_send``: it will be
-        sent the rest, for which the model here is read once; else it is asked only if that was done before.
-        ``threads``: that the others will use; None: theirs to decide. ``hurry``: links that were measured long ago will
-        do. ``known``: which links can be made, if that was tried just now.
+        """Measure ``machines``, which ``node`` knows, and this machine.
+
+        Each machine is asked which weights it has. With ``to_send`` it will be sent the others, for which the model
+        here is read once; without it, it is asked only if the model's fingerprint is known. ``threads`` is the others'
+        number of threads; None: their own choice. ``hurry``: old measurements of links are used, too. ``known`` says
+        which links can be opened, if that was tried just now.
 
         Raises NodeRefused for the first node that cannot be measured, Cancelled.
         """
         threads = threads or self.threads
         found = Survey()
-        weights = self._weights(progress, to_send) if there else ""
+        weights = self._weights(progress, to_send) if machines else ""
         progress("measuring the machines", 0, 0, "")
         wanted = WantedFacts(
             shape=self.headers.shape,
@@ -139,12 +148,12 @@ class Surveyor:
             dtype=self._load.dtype,
             runtime=runtime,
         )
-        # Processes of one machine must not measure at the same time, or each would find a part of it.
+        # Processes of one machine measure one after the other, or each would measure a part of the machine.
         hosts: dict[str, list[Candidate]] = {}
-        for one in there:
+        for one in machines:
             hosts.setdefault(one.client.address.rpartition(":")[0], []).append(one)
-        trial = self._trial(node, there) if node is not None and known is None else None
-        with _helpers(len(hosts) + len(there) + 1) as (pool, calls):
+        trial = self._trial(node, machines) if node is not None and known is None else None
+        with _helpers(len(hosts) + len(machines) + 1) as (pool, calls):
 
             def of_host(group: list[Candidate]) -> dict[str, NodeFacts]:
                 return {one.node_id: ask(one, partial(_facts_of, one, wanted, calls)) for one in group}
@@ -161,32 +170,32 @@ class Surveyor:
             has, trunk = here_already(known_weights(self.folder), self._me)
             found.facts[self._me] = msgspec.structs.replace(found.facts[self._me], has=has, has_trunk=trunk)
         if node is not None:
-            self._measure_links(node, there, found, progress, hurry)
+            self._measure_links(node, machines, found, progress, hurry)
         return found
 
-    def _trial(self, node: Node, there: Sequence[Candidate]) -> LinkTrial:
-        ways = all_ways(self._me, there)
+    def _trial(self, node: Node, machines: Sequence[Candidate]) -> LinkTrial:
+        ways = all_ways(self._me, machines)
         best = {way: link.address for way in ways if (link := self._links.last(way)) is not None}
-        return LinkTrial(node, there, ways, secrets.token_hex(8), best)
+        return LinkTrial(node, machines, ways, secrets.token_hex(8), best)
 
-    def try_links(self, node: Node, there: Sequence[Candidate], progress: ProgressCallback) -> Tried:
-        """Which of the links among ``node`` and ``there`` can be made now. Raises NodeRefused, Cancelled."""
-        trial = self._trial(node, there)
-        with _helpers(len(there) + 1) as (pool, calls):
+    def try_links(self, node: Node, machines: Sequence[Candidate], progress: ProgressCallback) -> Tried:
+        """Find out which links among ``node`` and ``machines`` can be opened now. Raises NodeRefused, Cancelled."""
+        trial = self._trial(node, machines)
+        with _helpers(len(machines) + 1) as (pool, calls):
             trying = trial.begin(pool, calls)
             until_done(trying, lambda: progress("trying the links", 0, 0, ""))
             return trial.result(trying)
 
     def _weights(self, progress: ProgressCallback, to_send: bool) -> str:
-        """The fingerprint of the weights here; empty if it is not worth reading them."""
+        """The fingerprint of the weights here; empty if it is unknown and nothing will be sent."""
         return known_weights(self.folder) or (identity_of(self.folder, progress).weights if to_send else "")
 
     def _measure_links(
-        self, node: Node, there: Sequence[Candidate], found: Survey, progress: ProgressCallback, hurry: bool
+        self, node: Node, machines: Sequence[Candidate], found: Survey, progress: ProgressCallback, hurry: bool
     ) -> None:
-        """One after the other, so that no measurement meets another one."""
+        """Measure the links one after the other, so that no measurement disturbs another one."""
         me = self._me
-        pairs = len(there) * (len(there) + 1) // 2
+        pairs = len(machines) * (len(machines) + 1) // 2
         done = 0
         epoch = secrets.token_hex(8)
         with _helpers(1) as (pool, calls):
@@ -209,13 +218,13 @@ class Surveyor:
                 done += 1
 
             here = listener_addresses(node.listening)
-            for one in there:
+            for one in machines:
                 ends = (*here, one.process, *one.listeners)
                 measure((me, one.node_id), ends, partial(_to, node, one, epoch))
                 if (me, one.node_id) in found.links:
                     node.table.set_link(one.node_id, found.links[me, one.node_id])
-            for index, first in enumerate(there):
-                for second in there[index + 1 :]:
+            for index, first in enumerate(machines):
+                for second in machines[index + 1 :]:
                     way = first.node_id, second.node_id
                     ends = (first.process, *first.listeners, second.process, *second.listeners)
                     measure(way, ends, partial(_between, node, first, second, epoch, calls))
@@ -223,8 +232,11 @@ class Surveyor:
 
 @contextlib.contextmanager
 def _helpers(threads: int) -> Iterator[tuple[ThreadPoolExecutor, CallGroup]]:
-    """Threads, and calls that they make. If something goes wrong within it, the calls are ended, and nobody waits for
-    the threads: a link to a machine that is gone takes seconds to fail."""
+    """A thread pool, and the group of its calls.
+
+    An exception inside ends the calls. The threads are not waited for, as a link to a dead machine takes seconds to
+    fail.
+    """
     pool, calls = ThreadPoolExecutor(max(1, threads), thread_name_prefix="asking nodes"), CallGroup()
     try:
         yield pool, calls
@@ -236,7 +248,7 @@ def _helpers(threads: int) -> Iterator[tuple[ThreadPoolExecutor, CallGroup]]:
 
 
 class LinkFailedError(Exception):
-    """A link cannot be measured although both of its ends are there."""
+    """A link cannot be measured although both of its ends are alive."""
 
 
 def _to(node: Node, one: Candidate, epoch: str) -> LinkFacts:
@@ -248,9 +260,9 @@ def _to(node: Node, one: Candidate, epoch: str) -> LinkFacts:
 
 
 def _failed(node: Node, ends: Sequence[Candidate], error: ModelError) -> Exception:
-    """What a measurement that ended with ``error`` means. Raises NodeRefused if one of the ``ends`` is gone."""
+    """The meaning of a measurement that ended with ``error``. Raises NodeRefused if one of the ``ends`` is gone."""
     for one in ends:
-        ask(one, partial(one.client.call, "Beat", node.load(), NodeLoad, THERE_S))
+        ask(one, partial(one.client.call, "Beat", node.load(), NodeLoad, ALIVE_S))
     return LinkFailedError(str(error).rstrip("."))
 
 
@@ -261,7 +273,7 @@ def _facts_of(one: Candidate, wanted: WantedFacts, calls: CallGroup) -> NodeFact
 
 
 def check_link(link: LinkFacts) -> None:
-    """Raises RingProtocolError for a link that another machine cannot have measured; ModelError for no address."""
+    """Raises RingProtocolError for impossible measurements, ModelError for an invalid address."""
     parse_address(link.address)
     if not 0 < link.latency_s < math.inf or not 0 < link.bytes_per_s < math.inf:
         raise RingProtocolError(f"A link of {link.latency_s} s and {link.bytes_per_s} bytes/s was measured.")
@@ -270,7 +282,7 @@ def check_link(link: LinkFacts) -> None:
 
 
 def _between(node: Node, first: Candidate, second: Candidate, epoch: str, calls: CallGroup) -> LinkFacts:
-    """The two need not know each other: the head vouches for both, for these measurements."""
+    """Measure the link between two followers. They need not be paired: the head vouches for both during this call."""
     certificates = {one.node_id: node.table.peer(one.node_id).certificate_pem.encode() for one in (first, second)}
     vouched = Linked(epoch=epoch, node_id=first.node_id, certificate=certificates[first.node_id])
     ask(second, lambda: second.client.call("MeasureLinks", vouched, MeasuredLink, LINKS_S, calls))
@@ -295,7 +307,8 @@ def decide(
 ) -> RingDecision:
     """The plan for the model ``name`` on the nodes ``order`` (ids and names, the head first), loaded as ``load``.
 
-    Its sentences call the head this machine; in its facts the head has its name."""
+    The plan's sentences call the head "this machine"; its facts contain the head's name.
+    """
     (me, my_name), *others = order
     nodes = planned_nodes(survey, [(me, THIS_MACHINE), *others], load.runtime, headers.sizes.dtype)
     popularity: list[list[float]] = []
@@ -314,7 +327,7 @@ def decide(
 
 
 def planned_model(headers: Headers, name: str, load: Load) -> RingModelFacts:
-    """The model as the planner takes it."""
+    """The planner's facts of the model."""
     sizes = headers.sizes
     profile = headers.profile
     return RingModelFacts(
@@ -327,8 +340,10 @@ def planned_model(headers: Headers, name: str, load: Load) -> RingModelFacts:
 
 
 def planned_nodes(survey: Survey, order: Sequence[tuple[str, str]], runtime: str, dtype: str) -> list[NodeMeasured]:
-    """``order``: node ids and names, the head first. Processes of one machine share its free memory, and those that
-    are sent weights the disk they are put on."""
+    """The planner's facts of the nodes ``order`` (node ids and names, the head first).
+
+    Processes of one machine divide its free memory, and those that receive weights divide their disk.
+    """
     machines: dict[str, int] = {}
     for node_id, _ in order:
         machine = survey.facts[node_id].machine
@@ -369,8 +384,10 @@ def _least(free: int, lent: int | None) -> int:
 
 
 def _kind(runs: str, facts: NodeFacts, dtype: str) -> str:
-    """All that the bits of a node depend on. Native kernels give the same for any number of threads and any processor
-    that has the instructions; what torch and mlx choose depends on more."""
+    """A description of everything that a node's exact results depend on.
+
+    Native kernels depend only on the instruction set; torch and mlx depend on more.
+    """
     words = f"{runs} {facts.libraries.get(runs, '')} {facts.instruction_set} {dtype}, {facts.system}"
     if runs != "native":
         words += f", {facts.processor}"
@@ -380,9 +397,10 @@ def _kind(runs: str, facts: NodeFacts, dtype: str) -> str:
 
 
 def _overheads(survey: Survey, head: str, node_id: str) -> dict[str, float]:
-    """What a layer costs the node beside its weights, by runtime; empty: it was not measured.
+    """Seconds of a layer beside its weights on a node, by runtime; empty if they were not measured.
 
-    What was measured on the head's machine holds for its other processes, whatever home they have."""
+    Other processes on the head's machine have the head's values, whatever their home is.
+    """
     facts = survey.facts[node_id]
     same = facts.machine == survey.facts[head].machine
     return survey.facts[head].layer_overhead_s if same else facts.layer_overhead_s
@@ -397,7 +415,7 @@ def planned_links(survey: Survey) -> list[PlannedLink]:
 # --- links that were measured before ---------------------------------------------------------------------------------
 
 LINK_AGE_S = 600.0
-"""A measurement is believed for so long: it may have met other traffic."""
+"""Seconds until a link is measured anew, as other traffic may have disturbed the measurement."""
 
 
 @dataclass(frozen=True)
@@ -408,25 +426,25 @@ class _Known:
 
 
 class KnownLinks:
-    """One link for each pair of node ids. ``clock``: seconds from any time on."""
+    """The last measured link of each pair of node ids. ``clock`` returns seconds, as time.monotonic does."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._known: dict[tuple[str, str], _Known] = {}
 
     def get(self, pair: tuple[str, str], ends: Iterable[str], hurry: bool = False) -> LinkFacts | None:
-        """The link of ``pair`` if it need not be measured: both have the ``ends`` (their processes and addresses) that
-        they had, and it is not long ago. ``hurry``: however long ago it is."""
+        """The link of ``pair`` if its measurement is recent and both ends have the same processes and addresses
+        (``ends``) as then. ``hurry``: the measurement may be old."""
         known = self._known.get(pair)
         if known is None or known.ends != frozenset(ends):
             return None
         return known.link if hurry or self._clock() - known.measured < LINK_AGE_S else None
 
     def last(self, pair: tuple[str, str]) -> LinkFacts | None:
-        """The link of ``pair`` as it was when it was measured last, whatever changed since."""
+        """The last measurement of ``pair``, whatever changed since."""
         known = self._known.get(pair)
         return known.link if known is not None else None
 
     def put(self, pair: tuple[str, str], ends: Iterable[str], link: LinkFacts) -> None:
-        """It was measured now."""
+        """Store a measurement that was made now."""
         self._known[pair] = _Known(frozenset(ends), self._clock(), link)

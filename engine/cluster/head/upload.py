@@ -1,4 +1,4 @@
-"""The weights of every follower's share, sent to all of them at once."""
+"""Sending the followers' shards, to all of them in parallel."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from engine.ipc.progress import ProgressCallback
 from engine.planning.ring_plan import RingDecision
 
 OFFER_S = 600.0
-"""A node that has a whole copy of the model reads it once to compare."""
+"""Timeout in seconds for the answer to an offer. A node with a whole copy of the model reads it once to compare."""
 SURE_S = 3.0
-"""Sending must have gone on for so long before it is said how long the rest takes."""
+"""Seconds of sending before the remaining time is estimated."""
 
 
 class Sending:
-    """Sends to ``followers`` (by rank) what ``decision`` gives them of the model that ``supply`` has."""
+    """Sends the shards that ``decision`` assigns to ``followers`` (by rank), from ``supply``."""
 
     def __init__(self, supply: Supply, decision: RingDecision, followers: Mapping[int, Candidate]) -> None:
         assert decision.placement is not None
@@ -38,8 +38,11 @@ class Sending:
         self._began = 0.0
 
     def send(self, progress: ProgressCallback) -> dict[int, int]:
-        """Per rank, the bytes that were there already. Raises NodeRefused, ModelError, Cancelled from ``progress``;
-        what was sent until then is kept by the node and not sent again."""
+        """Send everything that is missing. Returns, per rank, the bytes that the node already had.
+
+        A node keeps what it received, which is not sent again. Raises NodeRefused, ModelError, and Cancelled from
+        ``progress``.
+        """
         offers = {rank: self._offer(rank, progress) for rank in self._followers}
         with ThreadPoolExecutor(len(self._followers), thread_name_prefix="sending weights") as pool:
             try:
@@ -55,7 +58,7 @@ class Sending:
         return {rank: want.has_bytes for rank, want in found.items()}
 
     def _doing(self, wants: Mapping[int, Wants]) -> str:
-        """``sending weights to studio, attic · 40 s left``"""
+        """The stage for the screen, such as ``sending weights to studio, attic · 40 s left``."""
         names = [one.name for rank, one in self._followers.items() if wants[rank].nbytes]
         text = f"sending weights to {', '.join(names)}" if names else "sending weights"
         if not self._sent:
@@ -78,7 +81,7 @@ class Sending:
         return ask(one, lambda: one.client.upload("Offer", pieces, Wants, self._calls, OFFER_S))
 
     def _deliver(self, rank: int, offered: Offer, wants: Wants) -> None:
-        """Raises NodeRefused, and ModelError if what it wants cannot be had."""
+        """Send a node what it wants. Raises NodeRefused, and ModelError if an item is not available."""
         one = self._followers[rank]
         failed: list[ModelError | SourceFailed] = []
 
@@ -97,15 +100,15 @@ class Sending:
                 ask(one, lambda: one.client.upload("Receive", pieces(), Received, self._calls))
                 return
             except SourceFailed:
-                # It kept what came; the rest comes from somewhere else.
+                # The node kept what it received; another source has the rest.
                 wants = self._compare(rank, offered)
             except NodeRefused:
                 if failed and not isinstance(failed[0], RingProtocolError):
-                    # It is none of that machine's doing.
+                    # The source failed, not that machine.
                     raise failed[0] from None
                 raise
 
     def _check(self) -> None:
-        """Raises Cancelled when nothing is to be sent any more."""
+        """Raises Cancelled once sending was stopped."""
         if self._calls.ended.is_set():
             raise Cancelled("Sending weights was stopped.")

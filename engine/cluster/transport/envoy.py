@@ -196,10 +196,12 @@ class EnvoyExchange:
             raise RingProtocolError("The envoy of this machine sent something else.", kind="network")
         if kind == LOST:
             why = plain_text(payload.decode("utf-8", "replace"))
-            self._ended.setdefault(rank, PeerLost(f"{name} is gone: its stream ended ({why}).", (rank,)))
+            reason = f"its stream ended ({why})"
+            self._ended.setdefault(rank, PeerLost(f"{name} is gone: {reason}.", (rank,), reason=reason))
             return
         if kind == BYE:
-            self._ended.setdefault(rank, PeerLost(f"{name} left the ring."))
+            left = PeerLost(f"{name} left the ring.", reason="left the ring", noticed_at=(rank,))
+            self._ended.setdefault(rank, left)
             return
         pieces, complete = self._pieces[rank], self._complete[rank]
         # Another node can be one exchange ahead of this one: one contribution is looked at, one may wait.

@@ -199,7 +199,7 @@ class FramedSocket(ABC):
         if small:
             self._start = self._total
         if length == GOODBYE:
-            raise PeerLost(f"{self.peer} left the ring.")
+            raise PeerLost(f"{self.peer} left the ring.", reason="left the ring", noticed_at=self._ranks)
         return frame[HEADER.size : end]
 
     def _recv_into(self, space: memoryview, wait: bool) -> int:
@@ -297,7 +297,12 @@ class FramedSocket(ABC):
         if self.closing:
             return PeerLost(f"The link to {self.peer} was closed.")
         why = f" ({error.strerror})" if error is not None and error.strerror else ""
-        return PeerLost(f"{self.peer} is gone: its link ended{why}.", (self.rank,) if self.rank >= 0 else ())
+        return PeerLost(f"{self.peer} is gone: its link ended{why}.", self._ranks, reason=f"its link ended{why}")
+
+    @property
+    def _ranks(self) -> tuple[int, ...]:
+        """The peer's rank, if it is known."""
+        return (self.rank,) if self.rank >= 0 else ()
 
 
 def _prepare(connection: socket.socket) -> None:

@@ -1,8 +1,8 @@
-"""A whole model that is copied from other machines into the models folder, resumed where it broke off and checked.
+"""Copying a whole model from other machines into the models folder, resumed where it stopped, and checked.
 
-It lies in ``X.received.partial`` with the manifest of a share until everything is there; then it gets its name. The
-checks are those of shares, and what a download must be besides: a family and a configuration that can run, and no file
-beside the weights of a kind that a model has not.
+The copy is in ``X.received.partial``, with the manifest of a shard, until it is complete; then it gets its name. It is
+checked as shards are. Besides, its family and configuration must be able to run, and each file beside the weights must
+be of a kind that models have.
 """
 
 from __future__ import annotations
@@ -40,32 +40,45 @@ class Source(Protocol):
     def offered(self) -> Offer: ...
 
     def chunks(self, wanted: Sequence[Wanted]) -> Generator[bytes]:
-        """What is wanted of :attr:`offered`, encoded; whatever it raises ends the copying, which can go on later."""
+        """The ``wanted`` items of :attr:`offered`, as encoded chunks. What it raises ends the copy, which can be
+        resumed."""
         ...
 
 
 class NotWhole(Exception):
-    """The machines together have not the whole model."""
+    """The machines together do not have the whole model."""
 
 
 class Taking:
-    """Copies ``model`` from ``sources``, which offer parts of the same model; ``me`` is this machine's node id."""
+    """Copies ``model`` from ``sources``, which offer parts of the same model.
 
-    def __init__(self, model: ResolvedModel, me: str, sources: Sequence[Source], progress: ProgressCallback) -> None:
+    ``me`` is this machine's node id. ``progress`` is called while bytes are received, ``checking`` (by default the
+    same) while the complete copy is checked.
+    """
+
+    def __init__(
+        self,
+        model: ResolvedModel,
+        me: str,
+        sources: Sequence[Source],
+        progress: ProgressCallback,
+        checking: ProgressCallback | None = None,
+    ) -> None:
         self._model = model
         self._me = me
         self._sources = sources
         self._progress = progress
+        self._checking = checking or progress
         first = sources[0].offered
         self.folder = model.prepared_folder if first.form == "bank" else model.plain_folder
         key = model.plain_folder.name
         self._partial = model.plain_folder.with_name(f"{key}{store.RECEIVED}{store.PARTIAL}")
 
     def run(self) -> Path:
-        """The folder of the whole model.
+        """Copy the model. Returns its folder.
 
-        Raises NotWhole before anything large is received, ModelError (disk; model: one that cannot run), and
-        RingProtocolError for what no machine of this version sends; what has arrived is kept.
+        Received bytes are kept in any case. Raises NotWhole before anything large is received, ModelError (disk; model:
+        one that cannot run), and RingProtocolError for what no machine of this version sends.
         """
         ensure("models")
         with store.exclusive(self.folder):
@@ -80,7 +93,7 @@ class Taking:
             self._check_whole()
             missing = sum(nbytes for source in self._sources for nbytes in self._missing(source).values())
             names = " and ".join(source.name for source in self._sources)
-            # What several of them have is counted more than once here, and received once.
+            # Items that several sources have are counted more than once, and received once.
             largest = min(missing, sum(size for _, size in first.offered.files))
             store.check_space(self._partial, largest, f"Copying {self._model.name} from {names}")
             for source in self._sources:
@@ -89,7 +102,7 @@ class Taking:
         return self.folder
 
     def _missing(self, source: Source) -> dict[Wanted, int]:
-        """With the bytes of each."""
+        """The missing items that ``source`` offers, with the bytes of each."""
         wanted = missing_in(self._partial, source.offered, self._me)
         return {want: source.offered.items[want.item].nbytes - want.start for want in wanted}
 
@@ -98,31 +111,31 @@ class Taking:
         wanted = [want for want in self._missing(source) if chosen(offered.items[want.item])]
         if not wanted:
             return
-        there = offered.nbytes - sum(self._missing(source).values())
+        present = offered.nbytes - sum(self._missing(source).values())
 
         def progress(stage: str, done: int, total: int, unit: str) -> None:
-            self._progress(f"copying from {source.name}", there + done, offered.nbytes, "bytes")
+            self._progress(f"copying from {source.name}", present + done, offered.nbytes, "bytes")
 
         with contextlib.closing(source.chunks(wanted)) as chunks:
             receive_into(self._partial, offered, self._me, wanted, chunks, progress)
 
     def _check_whole(self) -> None:
-        """Raises NotWhole if something is offered by none of them. Headers and configuration are here."""
+        """Raises NotWhole if no source offers an item of the model. Headers and configuration must be here."""
         layout = layout_of(self._partial)
         offered = {item.key for source in self._sources for item in source.offered.items}
         if not places_of_items(layout).keys() <= offered:
             raise NotWhole
 
     def _finish(self) -> None:
-        """Raises RingProtocolError if it is another model than was offered; it is not kept then."""
+        """Check the copy and give it its name. Raises RingProtocolError if it is another model than was offered."""
         offered = self._sources[0].offered
         kept = {name for name, _ in offered.files}
         kept |= {item.key.partition("/")[2] for item in offered.items if not item.runs}
         for path in [path for path in self._partial.rglob("*") if path.is_file()]:
-            # Of another model that was begun under this name.
+            # The file belongs to another model whose copy was begun under this name.
             if str(path.relative_to(self._partial)) not in {*kept, store.SHARE_MANIFEST}:
                 path.unlink()
-        found = identity_of(self._partial, self._progress)
+        found = identity_of(self._partial, self._checking)
         (self._partial / store.SHARE_MANIFEST).unlink()
         if msgspec.structs.replace(found, name="") != msgspec.structs.replace(offered.identity, name=""):
             raise RingProtocolError(f"another model arrived than {offered.identity.name}, which was offered")
@@ -134,12 +147,12 @@ def refuse_unfit(folder: Path) -> None:
     """Raises ModelError if the model whose configuration is in ``folder`` cannot run here."""
     config = read_config(folder)
     check_supported(config)
-    # Of its size this machine may hold a part only.
+    # The size is not checked, as this machine may hold only a shard.
     refuse_download(config, 0)
 
 
 def is_small(item: Item) -> bool:
-    """Configuration, tokenizer and headers: what tells how large the model is, and whether it can run."""
+    """Whether the item is configuration, tokenizer or header: these show the model's size and whether it can run."""
     return not item.runs or item.key.startswith("header/")
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from engine.cluster.head.loading_nodes import SHOWN_NOTICES, told_by
+from engine.cluster.head.loading_nodes import SHOWN_NOTICES, notices_of
 
 
 def test_few_notices_are_shown_one_by_one() -> None:
-    assert told_by("studio", []) == []
-    assert told_by("studio", ["a", "b\x1b[2J"]) == ["studio: a", "studio: b [2J"]
+    assert notices_of("studio", []) == []
+    assert notices_of("studio", ["a", "b\x1b[2J"]) == ["studio: a", "studio: b [2J"]
 
 
 def test_many_are_counted() -> None:
-    lines = told_by("studio", [f"notice {number}" for number in range(60)])
+    lines = notices_of("studio", [f"notice {number}" for number in range(60)])
     assert lines == [*(f"studio: notice {number}" for number in range(SHOWN_NOTICES)), "studio: and 57 more"]

@@ -17,8 +17,8 @@ from engine.cluster import commands
 from engine.cluster.answers import DONE, FAILED, Answers, answer_limit, read_answer
 from engine.cluster.contributions import NodeFailed
 from engine.cluster.head import head_model
-from engine.cluster.head.elsewhere import ElsewhereModel, Passes
 from engine.cluster.head.head_model import RingModel
+from engine.cluster.head.remote_model import RemoteModel, RemotePasses
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.worker.follower import Follower
 from engine.errors import ModelError, PeerLost
@@ -75,8 +75,8 @@ class Formed:
         self.command_links = {1: LimitedLink(mine)}
         self.answers = Answers(self.theirs)
         self.there.between_layers = self.answers.check
-        self.layers = Passes(self.command_links[1], self.answers.stop)
-        self.model = ElsewhereModel(self.there.facts, self.layers, self.there.start().can_truncate)
+        self.layers = RemotePasses(self.command_links[1], self.answers.stop)
+        self.model = RemoteModel(self.there.facts, self.layers, self.there.start().can_truncate)
         self.follower = Follower(self.there, self.answers)
         self._hostile = hostile
         self._lost: PeerLost | None = None
@@ -102,7 +102,7 @@ class Formed:
             self.theirs.close()
 
     def kill(self) -> None:
-        self._lost = PeerLost("studio does not answer any more", [1])
+        self._lost = PeerLost("studio does not answer any more", [1], reason="does not answer any more")
         self._inner.close()
 
     def lost(self) -> PeerLost | None:

@@ -1,4 +1,4 @@
-"""A model that another machine runs by itself: the head's side has no weights, and its passes wait for logits."""
+"""A model that one other machine runs alone: the head has no weights, and its passes wait for logits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from discovery.names import plain_text
 from engine.cluster.answers import answer_limit, read_answer
 from engine.cluster.epoch_links import EpochLinks
 from engine.cluster.head.epoch_specs import Ring
-from engine.cluster.head.loading_nodes import LoadingNodes, told_by
+from engine.cluster.head.loading_nodes import LoadingNodes, notices_of
 from engine.cluster.membership.client import Unreachable
 from engine.cluster.membership.control_messages import MOST_TEXT, EmptyBody, Forming, StopPass
 from engine.cluster.membership.heartbeat import patience
@@ -30,15 +30,15 @@ from engine.runtimes.protocol import LoadedModel, Logits, TokenRows
 RANK = 1
 """Rank of the computing machine."""
 TOKEN_S = 2.0
-"""Seconds that a prompt's chunk may take per token after the first."""
+"""Additional seconds that a pass may take for each token after the first."""
 LOADING_S = 10 * LIMIT_S
-"""Factor for the first pass of an epoch: the weights may come from a cold disk."""
+"""Additional seconds for the first pass of an epoch, whose weights may come from a cold disk."""
 
 
-class Passes:
-    """See :class:`engine.cluster.formation.PassControl`: a pass is one wait for one answer.
+class RemotePasses:
+    """Implements :class:`engine.cluster.formation.PassControl`. A pass is one wait for one answer.
 
-    ``stop`` tells the machine, by another way than ``link``, that pass NUMBER, counted from one, is given up.
+    ``stop(number)`` gives up a pass, counted from one. It notifies the machine by other means than ``link``.
     """
 
     def __init__(self, link: Link, stop: Callable[[int], None]) -> None:
@@ -54,9 +54,9 @@ class Passes:
         self._number += 1
 
     def answer(self, rows: int, vocabulary: int, tokens: int) -> Logits:
-        """What comes of the pass that began, of ``tokens``: logits [rows, vocabulary].
+        """The logits [rows, vocabulary] of the running pass over ``tokens`` tokens.
 
-        Raises Interrupted, PeerLost, and RingProtocolError for what is no answer; nothing more can be asked then.
+        Raises Interrupted, PeerLost, and RingProtocolError for an invalid answer, after which the link is closed.
         """
         allowed = LIMIT_S + TOKEN_S * (tokens - 1) + (LOADING_S if self._number == 1 else 0.0)
         with self._lock:
@@ -78,13 +78,13 @@ class Passes:
             raise
 
     def abort(self) -> None:
-        """From any thread: the pass that is waited for ends before its next layer."""
+        """End the running pass before its next layer. From any thread."""
         with self._lock:
             wait, number = self.waits.now, self._number
             if not self._waiting or wait is None or self._stopped == number:
                 return
             self._stopped = number
-            # From now on it is waited for because it was stopped.
+            # The time limit of a stopped pass begins now.
             self.waits.now = Wait(time.monotonic(), wait.allowed_s, wait.missing)
         self._stop(number)
 
@@ -92,11 +92,14 @@ class Passes:
         return True
 
 
-class ElsewhereModel(LoadedModel):
-    """A model that another machine runs. Whoever uses it sends the commands, and only then runs a pass
-    or changes rows here. ``can_truncate``: of the rows there."""
+class RemoteModel(LoadedModel):
+    """A model that another machine runs.
 
-    def __init__(self, facts: ModelFacts, passes: Passes, can_truncate: bool) -> None:
+    Its user sends each command to that machine before it runs a pass or changes rows here. ``can_truncate`` describes
+    the other machine's rows.
+    """
+
+    def __init__(self, facts: ModelFacts, passes: RemotePasses, can_truncate: bool) -> None:
         self._facts = facts
         self._recorder = Recorder(facts.layers, facts.moe_layers, facts.experts)
         self._passes = passes
@@ -110,17 +113,19 @@ class ElsewhereModel(LoadedModel):
     def recorder(self) -> Recorder:
         return self._recorder
 
-    def start(self) -> ElsewhereRows:
-        return ElsewhereRows(self._passes, self.facts.vocabulary, self._can_truncate)
+    def start(self) -> RemoteRows:
+        return RemoteRows(self._passes, self.facts.vocabulary, self._can_truncate)
 
     def close(self) -> None:
-        """Nothing is held here."""
+        """Nothing to release."""
 
 
-class ElsewhereRows(TokenRows):
-    """How many rows of which length the other machine has."""
+class RemoteRows(TokenRows):
+    """The number and the length of the rows that the other machine holds."""
 
-    def __init__(self, passes: Passes, vocabulary: int, can_truncate: bool, rows: int = 1, length: int = 0) -> None:
+    def __init__(
+        self, passes: RemotePasses, vocabulary: int, can_truncate: bool, rows: int = 1, length: int = 0
+    ) -> None:
         self._rows = rows
         self._length = length
         self._can_truncate = can_truncate
@@ -154,11 +159,11 @@ class ElsewhereRows(TokenRows):
             raise ValueError(f"{self.rows} rows of {self.length} tokens cannot be cut to {length}")
         self._length = length
 
-    def fan_out(self, rows: int) -> ElsewhereRows:
-        return ElsewhereRows(self._passes, self._vocabulary, self.can_truncate, rows, self.length)
+    def fan_out(self, rows: int) -> RemoteRows:
+        return RemoteRows(self._passes, self._vocabulary, self.can_truncate, rows, self.length)
 
     def reorder(self, parents: Sequence[int]) -> int:
-        """Nothing is moved here."""
+        """Keep the number of rows. No bytes are moved here."""
         self._rows = len(parents)
         return 0
 
@@ -166,15 +171,19 @@ class ElsewhereRows(TokenRows):
 # --- forming it ------------------------------------------------------------------------------------------------------
 
 STOP_S = 1.0
+"""Timeout in seconds for the call that stops a pass."""
 _MATRICES = 3
-"""Matrices of an expert, each of the hidden size times the inner size."""
+"""Number of an expert's matrices, each with hidden size times inner size values."""
 
 
-def load_elsewhere(
+def load_remote(
     ring: Ring, links: EpochLinks, table: PeerTable, name: str, sizes: Sizes, load: Load, progress: ProgressCallback
-) -> tuple[ElsewhereModel, Passes, list[str]]:
-    """The machine loads the model ``name``; the head's side of it, and lines for the person. Raises NodeRefused,
-    ModelError, PeerLost, and what ``progress`` raises."""
+) -> tuple[RemoteModel, RemotePasses, list[str]]:
+    """Have the machine load the model ``name``.
+
+    Returns the head's side of the model, its passes, and lines for the person. Raises NodeRefused, ModelError,
+    PeerLost, and what ``progress`` raises.
+    """
     one = ring.followers[RANK]
     loading = LoadingNodes(ring.followers, ring.epoch, "tls", table.record_contact)
     watch = table.watch(one.node_id)
@@ -191,14 +200,16 @@ def load_elsewhere(
         with contextlib.suppress(ModelError, PeerLost, Unreachable):
             one.client.call("StopPass", StopPass(epoch=ring.epoch, number=number), EmptyBody, STOP_S)
 
-    passes = Passes(links.commands[RANK], stop)
-    model = ElsewhereModel(_facts(ring, one, ready, name, sizes, load), passes, ready.can_truncate)
-    return model, passes, told_by(one.name, ready.notices)
+    passes = RemotePasses(links.commands[RANK], stop)
+    model = RemoteModel(_facts(ring, one, ready, name, sizes, load), passes, ready.can_truncate)
+    return model, passes, notices_of(one.name, ready.notices)
 
 
 def _facts(ring: Ring, one: Candidate, ready: Forming, name: str, sizes: Sizes, load: Load) -> ModelFacts:
-    """From the model's own files here; what the machine says of itself is only how it computes. Nothing of the model
-    takes memory here."""
+    """Facts from the model's files on this machine. Only executor and device come from the other machine.
+
+    Byte counts are zero, as the model takes no memory here.
+    """
     assert ring.decision.placement is not None
     assert load.runtime != "auto"
     executor = plain_text(ready.executor, MOST_TEXT)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.cluster.head.waiting import RETRY_S, Patience, TooFewError
+from engine.cluster.head.capacity_wait import RETRY_S, CapacityError, CapacityWait
 from engine.errors import Cancelled, ModelError
 
 
@@ -21,7 +21,7 @@ class Scene:
         self.until = 1e9
         self._needed = needed
         self._events = events
-        self.patience = Patience(
+        self.wait = CapacityWait(
             lambda: frozenset(self.there),
             lambda: sorted(needed - self.there),
             limit_s,
@@ -34,7 +34,7 @@ class Scene:
         return next((there for at, there in sorted(self._events.items(), reverse=True) if at <= self.now), set())
 
     def __call__(self) -> str:
-        return self.patience.formed(self._form, self._progress, self.said.append)
+        return self.wait.form(self._form, self._progress, self.said.append)
 
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
@@ -48,7 +48,7 @@ class Scene:
         self.tries.append(self.now)
         missing = self._needed - self.there
         if missing:
-            raise TooFewError("It does not fit.", 3_100_000_000 * len(missing))
+            raise CapacityError("It does not fit.", 3_100_000_000 * len(missing))
         return " ".join(sorted(self.there))
 
 
@@ -93,7 +93,7 @@ def test_stopping_ends_it_at_once() -> None:
 @pytest.mark.parametrize("limit", [0.0, 25.0])
 def test_it_waits_no_longer_than_it_may(limit: float) -> None:
     scene = Scene({"attic"}, {0.0: set()}, limit)
-    with pytest.raises(TooFewError, match="does not fit") as found:
+    with pytest.raises(CapacityError, match="does not fit") as found:
         scene()
     assert found.value.kind == "memory"
     assert scene.now == pytest.approx(limit, abs=0.3)
@@ -109,4 +109,4 @@ def test_other_failures_are_not_waited_out() -> None:
 
     say: Callable[[str], None] = never
     with pytest.raises(ModelError, match="differ"):
-        Patience(frozenset, list).formed(fail, never, say)
+        CapacityWait(frozenset, list).formed(fail, never, say)
