@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from app.text_safety import one_line
-from engine.ipc.messages import LendingFacts, LinkFacts, NetworkState, NodeShare, PeerFacts, PeerState, RingFacts
+from engine.ipc.messages import LendingFacts, LinkFacts, NetworkState, NodeShard, PeerFacts, PeerState, RingFacts
 from engine.planning.units import byte_rate, byte_size
 
 STATES: dict[PeerState, str] = {
@@ -61,7 +61,7 @@ def fingerprint(words: Sequence[str]) -> str:
     return " ".join(map(one_line, words))
 
 
-def to_send(node: NodeShare) -> str:
+def to_send(node: NodeShard) -> str:
     """``482 MB to send``; ``up to`` in a plan, as a node is asked what it has only when the ring is formed."""
     held = node.trunk_bytes + node.expert_bytes
     if not node.rank or held <= node.has_bytes:
@@ -74,7 +74,7 @@ def short_id(node_id: str) -> str:
     return one_line(node_id[:SHOWN_OF_ID])
 
 
-def machine_name(peer: PeerFacts | NodeShare) -> str:
+def machine_name(peer: PeerFacts | NodeShard) -> str:
     """The machine's name; the beginning of its id if it is not paired, as its name is not known then."""
     return one_line(peer.name) or short_id(peer.node_id)
 

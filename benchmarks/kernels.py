@@ -45,7 +45,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Figure:
-    """``read_share``: of the rate at which the same bytes are read in the same rounds."""
+    """``read_shard``: of the rate at which the same bytes are read in the same rounds."""
 
     shape: str
     kernels: str
@@ -54,7 +54,7 @@ class Figure:
     milliseconds: float
     spread: float
     gigabytes_per_second: float
-    read_share: float
+    read_shard: float
     gigaflops: float
 
 
@@ -147,7 +147,7 @@ class Bench:
             milliseconds=middle * 1e3,
             spread=(high - low) / middle,
             gigabytes_per_second=nbytes / middle / 1e9,
-            read_share=statistics.median(reads) / middle,
+            read_shard=statistics.median(reads) / middle,
             gigaflops=6.0 * indices.size * shape.hidden * shape.ffn / middle / 1e9,
         )
 
@@ -177,7 +177,7 @@ def main() -> None:
                 print(
                     f"| {figure.shape} | {figure.kernels} | {figure.threads} | {figure.rows} | "
                     f"{figure.milliseconds:.2f} | {figure.spread:.0%} | {figure.gigabytes_per_second:.1f} | "
-                    f"{figure.read_share:.0%} | {figure.gigaflops:.0f} |",
+                    f"{figure.read_shard:.0%} | {figure.gigaflops:.0f} |",
                     flush=True,
                 )
         bench.close()

@@ -129,7 +129,7 @@ def kernel_verdicts(figures: Sequence[Mapping[str, Any]]) -> list[Verdict]:
     for kernels in dict.fromkeys(figure["kernels"] for figure in large):
         by_rows = {figure["rows"]: figure for figure in large if figure["kernels"] == kernels}
         one, four = by_rows.get(1), by_rows.get(4)
-        share = None if one is None else Spread.of([one["read_share"]])
+        share = None if one is None else Spread.of([one["read_shard"]])
         ratio = None if one is None or four is None else Spread.of([four["milliseconds"] / one["milliseconds"]])
         title = f"One expert ({kernels})"
         found.append(Verdict(title, "1 token: share of the streaming-read rate", READ_SHARE, True, share))

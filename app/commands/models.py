@@ -50,7 +50,7 @@ def rows() -> list[ModelRow]:
         ModelRow(name, "unfinished", nbytes, "", "") for name, nbytes in store.partial_downloads() if name not in names
     ]
     names |= {row.name for row in begun}
-    begun += [ModelRow(name, "share of a ring", nbytes, "", "") for name, nbytes in store.shares()]
+    begun += [ModelRow(name, "share of a ring", nbytes, "", "") for name, nbytes in store.shards()]
     begun += [
         ModelRow(
             name,

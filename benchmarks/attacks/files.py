@@ -249,14 +249,14 @@ def write_tokenizer(folder: Path) -> dict[str, Any]:
 def offers(home: Path) -> Iterator[Attempt]:
     """What a head offers a node, and the pieces of it, spoiled on the way."""
     from engine.cluster.transport.exchange import RingProtocolError
-    from engine.cluster.weights.share_store import ShareStore
+    from engine.cluster.weights.shard_store import ShardStore
     from engine.cluster.weights.transfer import decode_chunk, decode_offer, encode_offer, offer, stream
 
     folder = write_moe(home / "model", SHAPE, quiet)
     made = offer(folder, {layer: [0, 2] for layer in range(SHAPE.layers)}, quiet)
     encoded = encode_offer(made)
     (home / "node").mkdir()
-    shares = ShareStore(home / "node", "head")
+    shares = ShardStore(home / "node", "head")
     need = shares.need(made, quiet)
     chunks = list(stream(folder, made, need.wanted))
 

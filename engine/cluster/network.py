@@ -21,7 +21,7 @@ from engine.cluster.head.forming import RingFormer
 from engine.cluster.head.lacked_model import LackedModel, find_lacked
 from engine.cluster.head.survey import Surveyor
 from engine.cluster.membership.node import Node, default_name, network_folder
-from engine.cluster.weights.own_share import OwnShare
+from engine.cluster.weights.own_shard import OwnShard
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError
 from engine.ipc.messages import (
@@ -122,12 +122,12 @@ class ClusterNetwork:
         """See :func:`engine.cluster.head.lacked_model.find_lacked`."""
         return find_lacked(self.node, model, progress)
 
-    def kept_share(self, model: ResolvedModel) -> Path | None:
-        """Where this machine's share of ``model`` is if it has not the whole, and the network is open."""
+    def kept_shard(self, model: ResolvedModel) -> Path | None:
+        """The folder of this machine's shard of ``model``; None if it has the whole model or the network is closed."""
         node = self._node
         if node is None or model.kind != "hub" or model.folder is not None:
             return None
-        own = OwnShare.find(model.name, node.identity.node_id)
+        own = OwnShard.find(model.name, node.identity.node_id)
         return None if own is None else own.folder
 
     def former(
@@ -141,7 +141,7 @@ class ClusterNetwork:
 
     @property
     def loaded_from(self) -> Path | None:
-        """The folder from which this machine loads its share of the last ring."""
+        """The folder from which this machine loads its shard of the last ring."""
         return None if self._former is None else self._former.folder
 
     def close(self) -> None:

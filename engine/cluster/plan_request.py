@@ -10,7 +10,7 @@ from engine.cluster.head.missing_links import plan_connected
 from engine.cluster.head.survey import Survey, Surveyor, candidates, planned_model
 from engine.cluster.membership.rpc_fanout import NodeRefused
 from engine.cluster.network import ClusterNetwork
-from engine.ipc.messages import DeviceMemory, Load, ModelFacts, NodeShare
+from engine.ipc.messages import DeviceMemory, Load, ModelFacts, NodeShard
 from engine.moe.rank_context import HEAD, Mode
 from engine.planning.absent_machines import absent_lines
 from engine.planning.ring_nodes import RingModelFacts, beside_weights
@@ -69,20 +69,20 @@ def plan_ring_request(
     if decision.kind == "alone" and decision.alone_step is not None:
         tokens_per_s = decision.alone_step.tokens_per_s
     model = planned_model(headers, name, load)
-    shares = decision.facts.nodes if decision.facts is not None else []
+    shards = decision.facts.nodes if decision.facts is not None else []
     if decision.kind == "elsewhere":
-        shares = shares[1:]  # the head holds nothing
-    return RingRequest(decision, [_memory(share, survey, model, decision.mode) for share in shares], tokens_per_s)
+        shards = shards[1:]  # the head holds nothing
+    return RingRequest(decision, [_memory(shard, survey, model, decision.mode) for shard in shards], tokens_per_s)
 
 
-def _memory(share: NodeShare, survey: Survey, model: RingModelFacts, mode: Mode) -> DeviceMemory:
-    key_values, workspace = beside_weights(model, mode == "central" and share.rank != HEAD)
+def _memory(shard: NodeShard, survey: Survey, model: RingModelFacts, mode: Mode) -> DeviceMemory:
+    key_values, workspace = beside_weights(model, mode == "central" and shard.rank != HEAD)
     return DeviceMemory(
-        device=share.name,
-        total=survey.facts[share.node_id].memory_total,
-        free=share.memory_free,
-        trunk=share.trunk_bytes,
-        experts=share.expert_bytes,
+        device=shard.name,
+        total=survey.facts[shard.node_id].memory_total,
+        free=shard.memory_free,
+        trunk=shard.trunk_bytes,
+        experts=shard.expert_bytes,
         key_values=key_values,
         workspace=workspace,
     )

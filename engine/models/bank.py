@@ -26,7 +26,7 @@ from engine.models.families import ExpertLayers, Family, Part, expert_shape, lay
 from engine.models.files import Experts, ExpertWeights, StoredTensor
 from engine.models.mapped_file import WIDTHS, MappedFile, aligned
 from engine.models.safetensors_files import ALIGNMENT, TensorEntry, read_header
-from engine.models.share_files import Part as SharePart
+from engine.models.shard_files import Part as ShardPart
 from engine.models.wording import shown
 
 MANIFEST = "bank.json"
@@ -107,10 +107,10 @@ class BankExperts:
     """The routed experts of a bank. See :class:`engine.models.files.Experts`."""
 
     def __init__(
-        self, files: dict[int, MappedFile], layout: SlabLayout, count: int, share: SharePart | None = None
+        self, files: dict[int, MappedFile], layout: SlabLayout, count: int, shard: ShardPart | None = None
     ) -> None:
         self._files = files
-        self._share = share
+        self._shard = shard
         self.layout = layout
         self._count = count
         parts: dict[str, MatrixPlace] = {
@@ -135,15 +135,15 @@ class BankExperts:
     def nbytes(self) -> int:
         width = WIDTHS[self.dtype]
         expert = sum(math.prod(place.shape) * width for place in self.layout.parts)
-        return expert * (self._count * len(self._files) if self._share is None else self._share.count)
+        return expert * (self._count * len(self._files) if self._shard is None else self._shard.count)
 
     def held(self, layer: int) -> Sequence[int]:
-        return range(self.count) if self._share is None else self._share.held(layer)
+        return range(self.count) if self._shard is None else self._shard.held(layer)
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
         start = self.place(layer, expert).spans[0].start
-        if self._share is not None and expert not in self._share.held(layer):
-            raise IndexError(f"expert {expert} of layer {layer} is not in this share")
+        if self._shard is not None and expert not in self._shard.held(layer):
+            raise IndexError(f"expert {expert} of layer {layer} is not in this shard")
         file = self._files[layer]
         return ExpertWeights(
             **{
@@ -178,19 +178,19 @@ def _in_slab(dtype: str, shape: tuple[int, ...], offset: int) -> MatrixPlace:
 class Bank:
     """A prepared folder, opened. See :class:`engine.models.files.ModelFiles`."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], family: Family, share: SharePart | None = None) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], family: Family, shard: ShardPart | None = None) -> None:
         """Checks the manifest and the files' sizes, not their contents (:func:`verify` does).
 
         Raises ModelError naming the file and what is wrong with it.
         """
         self._folder = folder
         self._config = config
-        self._share = share
+        self._shard = shard
         self.manifest = read_manifest(folder)
         layer_count(config, family)
         self._trunk_entries: dict[str, TensorEntry] = read_header(folder / TRUNK)
         self._trunk_file = MappedFile(folder / TRUNK)
-        self._experts = _open_experts(folder, self.manifest, expert_shape(config, family), share)
+        self._experts = _open_experts(folder, self.manifest, expert_shape(config, family), shard)
         if self.manifest.family != family.model_type:
             raise ModelError(
                 f"{folder / MANIFEST} is of a {self.manifest.family} model and config.json of a {family.model_type} "
@@ -211,7 +211,7 @@ class Bank:
 
     @property
     def trunk_bytes(self) -> int:
-        if self._share is not None and not self._share.has_trunk:
+        if self._shard is not None and not self._shard.has_trunk:
             return 0
         return sum(entry.nbytes for entry in self._trunk_entries.values())
 
@@ -221,8 +221,8 @@ class Bank:
         return {name: (TRUNK, entry) for name, entry in self._trunk_entries.items()}
 
     def trunk(self) -> Iterator[tuple[str, StoredTensor]]:
-        if self._share is not None:
-            self._share.require_trunk()
+        if self._shard is not None:
+            self._shard.require_trunk()
         for name, entry in self._trunk_entries.items():
             stored = self._trunk_file.tensor(entry.dtype, entry.shape, entry.start)
             yield name, StoredTensor(stored.dtype, aligned(stored.words))
@@ -237,7 +237,7 @@ class Bank:
 
 
 def _open_experts(
-    folder: Path, manifest: Manifest, shape: ExpertLayers | None, share: SharePart | None
+    folder: Path, manifest: Manifest, shape: ExpertLayers | None, shard: ShardPart | None
 ) -> BankExperts | None:
     if shape is None:
         return None
@@ -261,7 +261,7 @@ def _open_experts(
                 f"{path} is damaged: it has {files[layer].size} bytes and should have {shape.count * slab.size}; "
                 "fetch or prepare the model again."
             )
-    return BankExperts(files, slab, shape.count, share)
+    return BankExperts(files, slab, shape.count, shard)
 
 
 def read_manifest(folder: Path) -> Manifest:

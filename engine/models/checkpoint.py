@@ -32,7 +32,7 @@ from engine.models.families import (
 from engine.models.files import Experts, ExpertWeights, StoredTensor
 from engine.models.mapped_file import MappedFile, aligned, words_dtype
 from engine.models.safetensors_files import TensorEntry, read_header
-from engine.models.share_files import Part as SharePart
+from engine.models.shard_files import Part as ShardPart
 from engine.models.wording import shown
 
 if TYPE_CHECKING:
@@ -59,14 +59,14 @@ class Checkpoint:
         folder: Path,
         config: dict[str, Any],
         family: Family,
-        share: SharePart | None = None,
+        shard: ShardPart | None = None,
         progress: ProgressCallback | None = None,
     ) -> None:
         """Opens and checks every file, telling ``progress`` before each. Raises ModelError naming the file and what is
         wrong with it."""
         self._folder = folder
         self._config = config
-        self._share = share
+        self._shard = shard
         self.family = family
         headers = _read_headers(folder, progress)
         self._files = {name: MappedFile(folder / name) for name in headers}
@@ -80,7 +80,7 @@ class Checkpoint:
                     self._trunk[name] = (file_name, entry)
         self._experts: PlainExperts | None = None
         if shape is not None and shape.layers:
-            self._experts = PlainExperts(collected.finish(folder), shape, self._files, share)
+            self._experts = PlainExperts(collected.finish(folder), shape, self._files, shard)
 
     @property
     def folder(self) -> Path:
@@ -96,7 +96,7 @@ class Checkpoint:
 
     @property
     def trunk_bytes(self) -> int:
-        if self._share is not None and not self._share.has_trunk:
+        if self._shard is not None and not self._shard.has_trunk:
             return 0
         return sum(entry.nbytes for _, entry in self._trunk.values())
 
@@ -106,8 +106,8 @@ class Checkpoint:
         return self._trunk
 
     def trunk(self) -> Iterator[tuple[str, StoredTensor]]:
-        if self._share is not None:
-            self._share.require_trunk()
+        if self._shard is not None:
+            self._shard.require_trunk()
         for name, (file_name, entry) in self._trunk.items():
             stored = self._files[file_name].tensor(entry.dtype, entry.shape, entry.start)
             yield name, StoredTensor(stored.dtype, aligned(stored.words))
@@ -159,10 +159,10 @@ class PlainExperts:
     """The routed experts of a plain checkpoint. See :class:`engine.models.files.Experts`."""
 
     def __init__(
-        self, sources: _Sources, shape: ExpertLayers, files: Mapping[str, MappedFile], share: SharePart | None = None
+        self, sources: _Sources, shape: ExpertLayers, files: Mapping[str, MappedFile], shard: ShardPart | None = None
     ) -> None:
         self._sources = sources
-        self._share = share
+        self._shard = shard
         self.shape = shape
         self._files = files
         per_layer: dict[int, list[tuple[int | None, Part]]] = {}
@@ -189,10 +189,10 @@ class PlainExperts:
     @property
     def nbytes(self) -> int:
         whole = sum(source.entry.nbytes for source in self._sources.values())
-        if self._share is None:
+        if self._shard is None:
             return whole
         # All experts of a model are of one size.
-        return whole // max(1, self.shape.count * len(self.shape.layers)) * self._share.count
+        return whole // max(1, self.shape.count * len(self.shape.layers)) * self._shard.count
 
     @property
     def strided(self) -> bool:
@@ -200,12 +200,12 @@ class PlainExperts:
         return any(source.tensor.strided for source in self._sources.values())
 
     def held(self, layer: int) -> Sequence[int]:
-        return range(self.count) if self._share is None else self._share.held(layer)
+        return range(self.count) if self._shard is None else self._shard.held(layer)
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
         place = self.place(layer, expert)
-        if self._share is not None and expert not in self._share.held(layer):
-            raise IndexError(f"expert {expert} of layer {layer} is not in this share")
+        if self._shard is not None and expert not in self._shard.held(layer):
+            raise IndexError(f"expert {expert} of layer {layer} is not in this shard")
         parts: dict[str, StoredTensor] = {}
         for name, matrix in place.matrices.items():
             span = place.spans[matrix.span]

@@ -97,7 +97,7 @@ class Experts(Protocol):
         ...
 
     def held(self, layer: int) -> Sequence[int]:
-        """The experts of ``layer`` that are here, ascending: all, but in a share of a ring."""
+        """The experts of ``layer`` that are here, ascending: all of them, except in a shard."""
         ...
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:

@@ -13,7 +13,7 @@ from engine.models.config_values import check_config
 from engine.models.families import check_supported
 from engine.models.files import ModelFiles
 from engine.models.json_files import SMALL_FILE, read_object
-from engine.models.share_files import part_of
+from engine.models.shard_files import part_of
 from engine.models.wording import shown
 
 if TYPE_CHECKING:
@@ -26,25 +26,26 @@ _QUANTIZATION_ADVICE = {
 
 
 def open_model(folder: Path, progress: ProgressCallback | None = None, as_whole: bool = False) -> ModelFiles:
-    """The model in ``folder``: one that :func:`engine.models.prepare.prepare` wrote, or plain safetensors; or the share
-    of either that a node of a ring keeps (:mod:`engine.models.share_files`), which hands out only what it holds.
+    """Open the model in ``folder``: one that :func:`engine.models.prepare.prepare` wrote, plain safetensors, or a shard
+    of either (:mod:`engine.models.shard_files`), which hands out only what it holds.
 
-    ``as_whole``: a share counts as the model that it is a part of, for whoever looks at types, shapes and sizes only.
-    Reads headers only and maps the files, telling ``progress`` before each, which may raise Cancelled.
-    Raises ModelError, naming the file and what is wrong with it, if the folder is damaged, its family is not supported,
-    or it needs what is refused: pickled weights, remote code, quantisation.
+    ``as_whole``: a shard is opened like the whole model, for reading types, shapes and sizes only. Only headers are
+    read, and the files are mapped. ``progress`` is called before each file and may raise Cancelled.
+
+    Raises ModelError, with the file and its defect, if the folder is damaged, its family is not supported, or it needs
+    something that is refused: pickled weights, remote code, quantisation.
     """
     if progress is not None:
         progress(OPENING, 0, 0, "")
     config = read_config(folder)
     family = check_supported(config)
     refuse_quantized(config)
-    share = None if as_whole else part_of(folder)
+    shard = None if as_whole else part_of(folder)
     if (folder / MANIFEST).is_file():
-        return Bank(folder, config, family, share)
+        return Bank(folder, config, family, shard)
     if (folder / JOURNAL).is_file():
         raise ModelError(f"{folder} is a preparation that was not finished; prepare the model again.")
-    return Checkpoint(folder, config, family, share, progress)
+    return Checkpoint(folder, config, family, shard, progress)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

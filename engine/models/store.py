@@ -1,14 +1,14 @@
-"""Which models are on this machine, and what a person means by a model's name.
+"""The models on this machine, and the meaning of a model's name.
 
 Layout of ``locate("models")``: one folder per model.
 
 - ``owner--name``: a download of the hub repo ``owner/name``; ``starter``; ``gguf--stem--fingerprint``: from a GGUF;
-- ``X.prepared``: the bank written for ``X``; ``local--name--fingerprint.prepared``: for a folder that lies elsewhere;
-- ``name--fingerprints.share``: this machine's part of a model that a ring runs, received from the ring's head;
-- ``X.partial``: something unfinished (a download to be resumed, a conversion that was killed): never opened as a model;
-- ``X.received.partial``: what has arrived of ``X`` from another machine.
+- ``X.prepared``: the bank written for ``X``; ``local--name--fingerprint.prepared``: for a folder outside of this one;
+- ``name--fingerprints.share``: this machine's shard of a model that a ring runs, received from the ring's head;
+- ``X.partial``: an unfinished download or conversion, which is never opened as a model;
+- ``X.received.partial``: the part of ``X`` that has arrived from another machine.
 
-A folder gets its final name only when it is complete, so a name without ``.partial`` is a promise.
+A folder gets its final name only when it is complete.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Kind = Literal["starter", "hub", "folder", "gguf"]
 
 PARTIAL = ".partial"
 PREPARED = ".prepared"
-SHARE = ".share"
+SHARD = ".share"
 RECEIVED = ".received"
-SHARE_MANIFEST = "share.json"
-"""Name of the file that marks a folder as a share of a model (:mod:`engine.models.share_files`)."""
+SHARD_MANIFEST = "share.json"
+"""Name of the file that marks a folder as a shard of a model (:mod:`engine.models.shard_files`)."""
 BANK_MANIFEST = "bank.json"
 """Name of the file that marks a folder as a prepared model (:mod:`engine.models.bank`)."""
 
@@ -104,16 +104,16 @@ class InstalledModel:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether ``folder`` is a finished model: it has a config, is no share of one, and does not carry the name of
-    something unfinished."""
-    if folder.suffix in (PARTIAL, SHARE) or _exists(folder / SHARE_MANIFEST):
+    """Whether ``folder`` is a finished model: it has a config, is not a shard, and has no name of something
+    unfinished."""
+    if folder.suffix in (PARTIAL, SHARD) or _exists(folder / SHARD_MANIFEST):
         return False
     return _exists(folder / "config.json")
 
 
-def refuse_share(folder: Path) -> None:
-    """Raises ModelError (bad-input) if ``folder`` is a share, which is no model to load by itself."""
-    if _exists(folder / SHARE_MANIFEST):
+def refuse_shard(folder: Path) -> None:
+    """Raises ModelError (bad-input) if ``folder`` is a shard, which cannot be loaded by itself."""
+    if _exists(folder / SHARD_MANIFEST):
         raise ModelError(
             f"{folder} is this machine's share of a model that a ring runs, not a whole model; name the model itself.",
             "bad-input",
@@ -180,29 +180,31 @@ def partial_downloads() -> list[tuple[str, int]]:
     return list(found.items())
 
 
-def shares() -> list[tuple[str, int]]:
-    """``(folder name, bytes on disk)`` of this machine's shares of models that rings run: not models, but removable."""
+def shards() -> list[tuple[str, int]]:
+    """``(folder name, bytes on disk)`` of this machine's shards. They are not models, but can be removed."""
     root = locate("models")
-    found = sorted(root.glob(f"*{SHARE}")) if root.is_dir() else []
+    found = sorted(root.glob(f"*{SHARD}")) if root.is_dir() else []
     return [(folder.name, _disk_bytes(folder)) for folder in found if folder.is_dir()]
 
 
 def banks_of_elsewhere() -> list[tuple[str, int]]:
-    """``(folder name, bytes)`` of the banks written for folders that lie elsewhere; removable by that name."""
+    """``(folder name, bytes)`` of the banks written for folders outside of the models folder. They can be removed by
+    these names."""
     root = locate("models")
     found = sorted(root.glob(f"local--*{PREPARED}")) if root.is_dir() else []
     return [(folder.name, folder_bytes(folder)) for folder in found if is_complete(folder)]
 
 
 def remove(name: str) -> int:
-    """Delete a model of the models folder, its bank, what is unfinished of it, and what was learned of its use; a
-    person's own folder or GGUF file is never touched (only what was made or learned of it). Or a share, by the name of
-    its folder. Returns the bytes freed.
+    """Delete a model of the models folder, its bank, its unfinished parts, and the records of its use.
+
+    A person's own folder or GGUF file is never touched; only what was made from it is deleted. A shard is deleted by
+    the name of its folder. Returns the freed bytes.
 
     Raises ModelError if there is nothing to delete or it cannot be deleted.
     """
     root = locate("models")
-    if name in (share for share, _ in shares()):
+    if name in (shard for shard, _ in shards()):
         freed = _disk_bytes(root / name)
         _delete([root / name])
         return freed
@@ -389,7 +391,7 @@ def _resolve_path(path: Path) -> ResolvedModel:
             )
         folder = models / f"gguf--{_safe(path.stem)}--{gguf_fingerprint(path)}"
         return ResolvedModel(path.name, "gguf", path, folder, folder.with_name(folder.name + PREPARED))
-    refuse_share(path)
+    refuse_shard(path)
     if path.suffix == PARTIAL:
         raise ModelError(f"{path} is an unfinished download; run `privatellm models pull` again.", "bad-input")
     if path.parent == models.absolute() and not path.name.startswith("local--"):

@@ -23,8 +23,8 @@ from engine.models.checkpoint import INDEX, Checkpoint
 from engine.models.families import check_supported, expert_shape
 from engine.models.opening import open_model, read_config
 from engine.models.safetensors_files import TensorEntry, read_header
-from engine.models.share_files import Form
-from engine.models.store import SHARE_MANIFEST
+from engine.models.shard_files import Form
+from engine.models.store import SHARD_MANIFEST
 
 PIECE_BYTES = 64 * 1024 * 1024
 """Approximate size in bytes of the pieces in which the trunk is sent; they are cut between tensors."""
@@ -73,7 +73,7 @@ class WeightLayout:
         """The small files beside the weights: configuration, tokenizer, chat template, licence."""
         from engine.models.prepare import is_setting
 
-        ours = {SHARE_MANIFEST, JOURNAL}
+        ours = {SHARD_MANIFEST, JOURNAL}
         wanted = (path for path in sorted(self.folder.iterdir()) if path.name not in ours)
         return tuple(path for path in wanted if is_setting(path) or path.name in (MANIFEST, INDEX))
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from msgspec import structs
 
-from engine.ipc.messages.ring import NodeShare, RingChoice, RingFacts
+from engine.ipc.messages.ring import NodeShard, RingChoice, RingFacts
 from engine.planning.cluster_load import load_outcomes
 from engine.planning.placement import Placement
 from engine.planning.placement_planner import NodeRoom, Shortfall, place
@@ -384,7 +384,7 @@ class _Planner:
                 mine = node.has.get(layer, ())
                 there += sizes.slab_bytes * sum(rank in row[expert] for expert in set(mine) if expert < len(row))
             shares.append(
-                NodeShare(
+                NodeShard(
                     rank=rank,
                     node_id=node.node_id,
                     name=node.name,

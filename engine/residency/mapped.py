@@ -24,7 +24,7 @@ from engine.errors import ModelError
 from engine.models.byte_map import Run, merged
 from engine.models.files import FileMapping
 from engine.models.mapped_file import SharedMapping
-from engine.models.share_files import part_of
+from engine.models.shard_files import part_of
 from engine.models.weight_layout import layout_of, runs_of
 from engine.planning.residency import lockable
 
@@ -63,12 +63,12 @@ class MappedWeights:
         """``held``: experts by layer that are used here; None: all that are here. ``trunk``: it is used, too.
         ``in_use``: the runtime's own mappings, which stay mapped until this is closed. Raises ModelError."""
         layout = layout_of(folder)
-        share = part_of(folder)
-        # Touching a hole of a share would fill memory with zeros.
-        pieces = layout.trunk if trunk and (share is None or share.has_trunk) else ()
+        shard = part_of(folder)
+        # Touching a hole of a shard would fill memory with zeros.
+        pieces = layout.trunk if trunk and (shard is None or shard.has_trunk) else ()
         runs: list[Run] = [run for piece in pieces for run in runs_of(piece)]
         for layer in layout.layers:
-            here: Sequence[int] = range(layout.count) if share is None else share.held(layer)
+            here: Sequence[int] = range(layout.count) if shard is None else shard.held(layer)
             mine = here if held is None else [expert for expert in held.get(layer, ()) if expert in here]
             runs += merged(run for expert in mine for run in layout.experts[layer, expert])
         self._files = [_mapping(folder / name) for name, _ in layout.files]

@@ -54,7 +54,7 @@ def on_one_machine(request: Load, runtime: str) -> Load:
 
 
 def as_ring_node(request: Load, runtime: str) -> Load:
-    """How a node of a ring loads its share with ``runtime``: by torch, a GPU shares its experts with the CPU."""
+    """How a node of a ring loads its shard with ``runtime``: by torch, a GPU shares its experts with the CPU."""
     return msgspec.structs.replace(request, partitioning="cpu" if runtime == "native" else "auto")
 
 

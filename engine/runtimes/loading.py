@@ -8,7 +8,7 @@ from pathlib import Path
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
-from engine.models.store import refuse_share
+from engine.models.store import refuse_shard
 from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime
 from engine.system.free_memory import ran_out_of_memory
 
@@ -21,12 +21,14 @@ def load_model(
     progress: ProgressCallback,
     ring: RingPlace | None = None,
     release: Callable[[], None] = lambda: None,
-    whole_share: bool = False,
+    known_whole: bool = False,
 ) -> LoadedModel:
-    """As ``runtime.load``, with running out of memory said as such; a share of a ring is not loaded without a ring,
-    unless it is known to hold everything (``whole_share``)."""
-    if ring is None and not whole_share:
-        refuse_share(folder)
+    """As ``runtime.load``, with a ModelError (memory) if memory runs out.
+
+    Outside of a ring, a shard is refused unless it is known to hold the whole model (``known_whole``).
+    """
+    if ring is None and not known_whole:
+        refuse_shard(folder)
     try:
         return runtime.load(folder, request, progress, ring, release)
     except Exception as error:

@@ -243,7 +243,7 @@ class Runtime(Protocol):
         ring: RingPlace | None = None,
         release: Callable[[], None] = lambda: None,
     ) -> LoadedModel:
-        """Load the model in ``folder`` (prepared, or plain Hugging Face safetensors; in a ring also a share of one).
+        """Load the model in ``folder`` (prepared, or plain Hugging Face safetensors; in a ring also a shard of it).
 
         With ``ring`` only the experts of its rank context are used, and every MoE layer goes through its exchange.
         ``release`` frees the model that was loaded before: it is called once, after all that can be refused without

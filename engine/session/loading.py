@@ -39,7 +39,7 @@ def load_session(
     one that is refused. Raises ModelError: unknown model (bad-input), not on this machine, damaged, unsupported,
     or too large (memory).
     """
-    from engine.models.store import refuse_share
+    from engine.models.store import refuse_shard
     from engine.models.tokenizer import load_tokenizer
     from engine.runtimes import runtime_named
     from engine.runtimes.choosing import choose_runtime
@@ -52,7 +52,7 @@ def load_session(
         name, folder = lacked.name, lacked.folder
     else:
         name, folder = find_folder(request.model, progress, should_stop)
-        refuse_share(folder)
+        refuse_shard(folder)
     choice = choose_runtime(request, folder, progress=progress)
     runtime = runtime_named(choice.name)
     progress("reading the tokenizer", 0, 0, "")

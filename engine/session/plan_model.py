@@ -87,7 +87,7 @@ def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: Cl
     from engine.cluster.plan_request import plan_ring_request
 
     resolved = resolve(load.model)
-    kept = network.kept_share(resolved) if network is not None else None
+    kept = network.kept_shard(resolved) if network is not None else None
     headers = read_headers(kept or _folder_of(resolved), load)
     runtime = planned_runtime(load, headers, None)
     alone = on_one_machine(load, runtime.name)

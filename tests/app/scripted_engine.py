@@ -36,7 +36,7 @@ from engine.ipc.messages import (
     ModelFacts,
     NetworkState,
     NodeId,
-    NodeShare,
+    NodeShard,
     Notice,
     OpenNetwork,
     Pair,
@@ -175,9 +175,9 @@ def answer_network(request: NetworkRequest, script: str) -> None:
 RING = RingFacts(
     mode="exact", exchange="tls", loading="selected", tokens_per_s=21.3, alone_tokens_per_s=14.2, exchange_s=1.4e-4,
     nodes=[
-        NodeShare(rank=0, node_id="a1" * 32, name="laptop", experts=640, expert_bytes=11_300_000_000,
+        NodeShard(rank=0, node_id="a1" * 32, name="laptop", experts=640, expert_bytes=11_300_000_000,
                   trunk_bytes=1_900_000_000, memory_free=24_000_000_000, expected_experts=2.1),
-        NodeShare(rank=1, node_id="b2" * 32, name="studio", experts=2432, expert_bytes=43_100_000_000,
+        NodeShard(rank=1, node_id="b2" * 32, name="studio", experts=2432, expert_bytes=43_100_000_000,
                   trunk_bytes=1_900_000_000, memory_free=96_000_000_000, expected_experts=5.9),
     ],
 )  # fmt: skip

@@ -365,10 +365,10 @@ def test_forgetting_ends_a_call_that_runs(pair: Nodes) -> None:
         finally:
             left.set()
 
-    pair.nodes[1].add_methods({"Form": RpcMethod(messages.LoadShare, slow, "down")})
+    pair.nodes[1].add_methods({"Form": RpcMethod(messages.LoadShard, slow, "down")})
     client = pair.client(1, pair.identities[0])
     try:
-        answers = client.stream("Form", messages.LoadShare(epoch="x", exchange="tls"), messages.Forming)
+        answers = client.stream("Form", messages.LoadShard(epoch="x", exchange="tls"), messages.Forming)
         assert next(answers).stage == "busy"
         assert entered.is_set()
         pair.peers[1].forget(pair.identities[0].node_id)

@@ -16,7 +16,7 @@ from paired_nodes import Nodes, eventually
 from engine.cluster.head.model_download import Copier
 from engine.cluster.membership.control_messages import ModelHere, OfferPiece, WantedModel, WantedWeights
 from engine.cluster.transport.exchange import RingProtocolError
-from engine.cluster.weights.share_store import ShareStore
+from engine.cluster.weights.shard_store import ShardStore
 from engine.cluster.weights.taking import NotWhole, Taking
 from engine.cluster.weights.transfer import Item, Offer, Wanted, decode_chunk, encode_chunk, offer, offer_whole, stream
 from engine.cluster.worker import giving
@@ -26,7 +26,7 @@ from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import LendTerms
 from engine.models import store
 from engine.models.prepare import prepare
-from engine.models.share_files import read_share
+from engine.models.shard_files import read_shard
 
 TinyModel = Callable[..., Path]
 KEY, NAME = "owner--tiny", "owner/tiny"
@@ -152,7 +152,7 @@ def test_parts_that_together_are_whole_are_put_together(
         held = {layer: [e for e in experts if e % 2 == node or e == 0] for layer, experts in whole.held.items()}
         wanted = offer(there, held, quiet, name=NAME)
         monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / f"node-{node}"))
-        shares = ShareStore(tmp_path / f"node-{node}" / "models", "me")
+        shares = ShardStore(tmp_path / f"node-{node}" / "models", "me")
         need = shares.need(wanted, quiet)
         folder = shares.receive(wanted, need.wanted, stream(there, wanted, need.wanted), quiet)
         halves.append(Lying(folder, Given(folder, NAME, False).offer(quiet)))
@@ -282,10 +282,10 @@ def test_unfinished_and_borrowed_folders_are_not_given(installed: Path, models: 
 
 def test_a_share_goes_back_only_to_the_head_that_sent_it(there: Path, models: Path):
     wanted = offer(there, {}, quiet, name=NAME)
-    shares = ShareStore(models, "head")
+    shares = ShardStore(models, "head")
     need = shares.need(wanted, quiet)
     folder = shares.receive(wanted, need.wanted, stream(there, wanted, need.wanted), quiet)
-    assert read_share(folder).head == "head"
+    assert read_shard(folder).head == "head"
     assert find_given(KEY, NAME, "head") == Given(folder, NAME, False)
     assert find_given(KEY, NAME, "another head") is None
     assert find_given(KEY, "owner/other", "head") is None

@@ -16,7 +16,7 @@ from app.tui.lending import leaving_question, lending_view
 from app.tui.render.ring_view import peer_lines, ring_lines
 from discovery.peers import new_peer
 from engine.ipc.messages import NetworkState
-from engine.ipc.messages.ring import LendingFacts, LinkFacts, NodeShare, RingFacts
+from engine.ipc.messages.ring import LendingFacts, LinkFacts, NodeShard, RingFacts
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
 
@@ -91,7 +91,7 @@ LINK = LinkFacts(interface=EVIL, address=EVIL, latency_s=1e-4, bytes_per_s=1e9, 
 
 def ring_of(text: str) -> RingFacts:
     shares = [
-        NodeShare(rank=rank, node_id=text, name=text, experts=1, expert_bytes=1, trunk_bytes=1, memory_free=1)
+        NodeShard(rank=rank, node_id=text, name=text, experts=1, expert_bytes=1, trunk_bytes=1, memory_free=1)
         for rank in range(2)
     ]
     return RingFacts(mode="exact", exchange="tls", loading="selected", epoch="e", nodes=shares, reason=text)

@@ -34,7 +34,7 @@ from engine.cluster.membership.control_messages import (
     EpochSpec,
     Forming,
     Linked,
-    LoadShare,
+    LoadShard,
     MeasuredLink,
     NodeFacts,
     WantedFacts,
@@ -344,7 +344,7 @@ def test_epoch_of_another_version_or_another_head_is_refused(three: Nodes) -> No
         with pytest.raises(ModelError, match="another head"):
             client.call("Connect", spec_for(three, members=members), Connected)
         with pytest.raises(ModelError, match="The epoch is over"):
-            list(client.stream("Form", LoadShare(epoch="none", exchange="tls"), Forming))
+            list(client.stream("Form", LoadShard(epoch="none", exchange="tls"), Forming))
         assert lender.facts() is None
     finally:
         client.close()

@@ -14,7 +14,7 @@ from engine.errors import ModelError
 from engine.ipc.messages import Load, NetworkState, Plan, Planned
 from engine.ipc.messages.ring import RingChoice
 from engine.models.prepare import prepare
-from engine.models.share_files import read_share
+from engine.models.shard_files import read_shard
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 PLAIN, BANK = "owner--plain", "owner--bank"
@@ -34,7 +34,7 @@ def shares(engine: LocalEngine) -> list[Path]:
 
 
 def held(folder: Path) -> int:
-    return sum(map(len, read_share(folder).experts.values()))
+    return sum(map(len, read_shard(folder).experts.values()))
 
 
 @pytest.mark.parametrize("key", [PLAIN, BANK])
@@ -115,7 +115,7 @@ def test_a_head_for_which_another_machine_computes_takes_no_weights(tmp_path: Pa
         loaded = ring.load(Path("owner/plain"), "native", 1, "bfloat16", even_if_slower=False)
         assert loaded.facts.ring is not None and loaded.facts.ring.elsewhere
         (mine,) = shares(ring.head)
-        assert held(mine) == 0 and not read_share(mine).has_trunk
+        assert held(mine) == 0 and not read_shard(mine).has_trunk
         answer = ring.answer()
         ring.alone(made[PLAIN], "native", "bfloat16")
         assert ring.answer() == answer

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cluster.weights import share_store as holes
+from engine.cluster.weights import shard_store as holes
 
 BYTES = 1 << 20
 

@@ -45,7 +45,7 @@ from engine.cluster.membership.control_messages import (
     Forming,
     Greeting,
     Linked,
-    LoadShare,
+    LoadShard,
     MeasuredLink,
     NodeFacts,
     NodeLoad,
@@ -317,10 +317,10 @@ def test_one_machine_cannot_take_all_the_calls(pair: Nodes) -> None:
         while caller.active() and not enough.wait(0.05):
             yield Forming(stage="busy")
 
-    pair.nodes[1].add_methods({"Form": RpcMethod(LoadShare, slow, "down")})
+    pair.nodes[1].add_methods({"Form": RpcMethod(LoadShard, slow, "down")})
     client = pair.client(1, pair.identities[0])
     try:
-        running = [client.stream("Form", LoadShare(epoch="x", exchange="tls"), Forming) for _ in range(40)]
+        running = [client.stream("Form", LoadShard(epoch="x", exchange="tls"), Forming) for _ in range(40)]
         begun = refused = 0
         for answers in running:
             try:

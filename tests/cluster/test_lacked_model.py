@@ -17,8 +17,8 @@ from engine.cluster.head.capacity_wait import CapacityError
 from engine.cluster.head.lacked_model import LackedModel, find_lacked
 from engine.cluster.head.supply import PartialCopy, SourceFailed
 from engine.cluster.transport.exchange import RingProtocolError
-from engine.cluster.weights import share_store
-from engine.cluster.weights.own_share import KEPT, OwnShare
+from engine.cluster.weights import shard_store
+from engine.cluster.weights.own_shard import KEPT, OwnShard
 from engine.cluster.weights.taking import NotWhole
 from engine.cluster.weights.transfer import Chunk, Offer, decode_chunk, encode_chunk, offer_whole, stream
 from engine.cluster.worker import giving
@@ -28,7 +28,7 @@ from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load
 from engine.models import store
 from engine.models.prepare import prepare
-from engine.models.share_files import read_share
+from engine.models.shard_files import read_shard
 from engine.models.tokenizer import load_tokenizer
 from engine.runtimes.choosing import choose_runtime
 from engine.runtimes.model_headers import read_headers
@@ -93,7 +93,7 @@ def test_headers_are_all_that_a_plan_takes(
         prepare(folder, tmp_path / "bank", quiet)
         folder = tmp_path / "bank"
     source = Having(folder)
-    own = OwnShare.begin([source], "me", quiet)  # type: ignore[list-item]
+    own = OwnShard.begin([source], "me", quiet)  # type: ignore[list-item]
     assert own.folder.parent == models
     assert not any(key.startswith(("trunk/", "expert/")) for key in source.asked)
     load = Load(id=0, model=NAME, partitioning="ring")
@@ -106,10 +106,10 @@ def test_headers_are_all_that_a_plan_takes(
     assert (load_tokenizer(own.folder) is None) == (load_tokenizer(folder) is None)
     # It is no model to load by itself, and found again when it is asked for once more.
     assert store.installed() == []
-    found = OwnShare.find(NAME, "me")
+    found = OwnShard.find(NAME, "me")
     assert found is not None and found.offered == own.offered == source.offered
-    assert OwnShare.find(NAME, "another") is None
-    assert OwnShare.find("owner/other", "me") is None
+    assert OwnShard.find(NAME, "another") is None
+    assert OwnShard.find("owner/other", "me") is None
 
 
 def moved(offered: Offer) -> Offer:
@@ -131,23 +131,23 @@ def test_an_offer_that_does_not_fit_its_own_headers_is_none(there: Path, models:
         (msgspec.structs.replace(honest, trunk_pieces=honest.trunk_pieces + 1), "another model arrived"),
     ):
         with pytest.raises(RingProtocolError, match=wrong):
-            OwnShare.begin([Having(there, lie)], "me", quiet)  # type: ignore[list-item]
+            OwnShard.begin([Having(there, lie)], "me", quiet)  # type: ignore[list-item]
     with pytest.raises(NotWhole):
-        OwnShare.begin([Having(there, msgspec.structs.replace(honest, items=honest.items[:-1]))], "me", quiet)  # type: ignore[list-item]
+        OwnShard.begin([Having(there, msgspec.structs.replace(honest, items=honest.items[:-1]))], "me", quiet)  # type: ignore[list-item]
     assert list(models.glob("*.share")) == []
 
 
 def test_what_is_kept_beside_the_share_is_believed_only_if_it_goes_with_it(there: Path, models: Path):
-    own = OwnShare.begin([Having(there)], "me", quiet)  # type: ignore[list-item]
+    own = OwnShard.begin([Having(there)], "me", quiet)  # type: ignore[list-item]
     kept = (own.folder / KEPT).read_bytes()
     for data in (b"", kept[:-1], kept[:40]):
         (own.folder / KEPT).write_bytes(data)
-        assert OwnShare.find(NAME, "me") is None
+        assert OwnShard.find(NAME, "me") is None
     (own.folder / KEPT).write_bytes(kept)
     config = (own.folder / "config.json").read_bytes()
     (own.folder / "config.json").write_bytes(config[:-1] + b" ")
-    assert OwnShare.find(NAME, "me") is None
-    assert OwnShare.begin([Having(there)], "me", quiet).offered == own.offered  # type: ignore[list-item]
+    assert OwnShard.find(NAME, "me") is None
+    assert OwnShard.begin([Having(there)], "me", quiet).offered == own.offered  # type: ignore[list-item]
     assert (own.folder / "config.json").read_bytes() == config
 
 
@@ -206,15 +206,15 @@ def lacked(nodes: Nodes, progress: Any = quiet) -> LackedModel:
 
 
 def here(model: LackedModel) -> dict[int, tuple[int, ...]]:
-    return {layer: experts for layer, experts in read_share(model.folder).experts.items() if experts}
+    return {layer: experts for layer, experts in read_shard(model.folder).experts.items() if experts}
 
 
 def test_the_head_takes_its_share_and_no_more(three: Nodes, places: Places, there: Path):
     model = lacked(three)
-    assert here(model) == {} and not read_share(model.folder).has_trunk
+    assert here(model) == {} and not read_shard(model.folder).has_trunk
     assert len(places.read) == 1
     model.supply(quiet).take(HELD, quiet)
-    assert here(model) == HELD and read_share(model.folder).has_trunk
+    assert here(model) == HELD and read_shard(model.folder).has_trunk
     whole, mine = sparse(there), sparse(model.folder)
     assert len(whole) == len(mine) and whole != mine
     # Nobody is asked for what is here; an expert more is one more call.
@@ -264,7 +264,7 @@ def test_damage_is_noticed_before_it_is_passed_on_and_named_if_nobody_else_has_i
     places.change = damage
     supply = model.supply(quiet)
     part = supply.offer(HELD, True, quiet)
-    wanted = share_store.missing_in(model.folder, part, three.identities[0].node_id)
+    wanted = shard_store.missing_in(model.folder, part, three.identities[0].node_id)
     with pytest.raises(SourceFailed):
         list(supply.chunks(part, wanted, lambda: None))
     with pytest.raises(CapacityError) as failed:
@@ -287,7 +287,7 @@ def test_the_disk_is_looked_at_before_anything_is_taken(three: Nodes, places: Pl
     model = lacked(three)
     places.read.clear()
     usage = shutil.disk_usage(model.folder)
-    monkeypatch.setattr(share_store.shutil, "disk_usage", lambda path: usage._replace(free=share_store.RESERVE_BYTES))
+    monkeypatch.setattr(shard_store.shutil, "disk_usage", lambda path: usage._replace(free=shard_store.RESERVE_BYTES))
     with pytest.raises(ModelError, match=r"on the disk of .* are missing") as refused:
         model.supply(quiet).take(HELD, quiet)
     assert refused.value.kind == "disk"
@@ -331,7 +331,7 @@ def test_what_is_here_and_what_is_elsewhere_come_in_the_order_that_was_asked_for
     places.read.clear()
     every = {layer: tuple(range(4)) for layer in range(3)}
     part = supply.offer(every, True, quiet)
-    wanted = share_store.missing_in(Path("nowhere"), part, "other")
+    wanted = shard_store.missing_in(Path("nowhere"), part, "other")
     came = [decode_chunk(data) for data in supply.chunks(part, wanted, lambda: None)]
     assert len(places.read) == 1
     whole = [decode_chunk(data) for data in stream(there, part, wanted)]

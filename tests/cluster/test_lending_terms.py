@@ -12,7 +12,7 @@ from paired_nodes import Nodes, eventually
 from engine.cluster.membership.control_messages import Connected, EpochMember, EpochSpec, NodeFacts, WantedFacts
 from engine.cluster.transport.addresses import listener_address
 from engine.cluster.transport.exchange import RingProtocolError
-from engine.cluster.weights.share_store import Need
+from engine.cluster.weights.shard_store import Need
 from engine.cluster.worker.follower_work import lent_threads, load_of
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError

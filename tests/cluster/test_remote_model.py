@@ -23,7 +23,7 @@ from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.worker.follower import Follower
 from engine.errors import ModelError, PeerLost
 from engine.ipc.messages import AnyEvent, Load, Piece, RingFacts, Timing
-from engine.ipc.messages.ring import NodeShare
+from engine.ipc.messages.ring import NodeShard
 from engine.ipc.progress import ProgressCallback
 from engine.models.opening import open_model
 from engine.moe.kernels.bindings import choose
@@ -65,7 +65,7 @@ class Formed:
         self.newcomers: frozenset[str] = frozenset()
         self.apart: frozenset[str] = frozenset()
         nodes = [
-            NodeShare(rank=rank, node_id=name, name=name, experts=rank, expert_bytes=0, trunk_bytes=0, memory_free=1)
+            NodeShard(rank=rank, node_id=name, name=name, experts=rank, expert_bytes=0, trunk_bytes=0, memory_free=1)
             for rank, name in self.names.items()
         ]
         self.facts = RingFacts(mode="exact", exchange="tls", loading="selected", nodes=nodes, elsewhere=True)

@@ -9,7 +9,7 @@ import pytest
 from real_rings import ANSWER, Machine, RealRing
 from tiny_models import write_tiny_model
 
-from engine.ipc.messages.ring import NodeShare, RingMode
+from engine.ipc.messages.ring import NodeShard, RingMode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -99,7 +99,7 @@ def test_another_division_moves_only_what_is_new(counted: Counted, model: Path) 
     assert counted.kept(mine) <= after[mine].trunk_bytes + after[mine].expert_bytes + SMALL
 
 
-def check_sent(share: NodeShare, received: int, kept: int) -> None:
+def check_sent(share: NodeShard, received: int, kept: int) -> None:
     expected = share.trunk_bytes + share.expert_bytes
     assert share.expert_bytes > 5_000_000  # what is added for small files is next to nothing
     assert expected <= received <= expected + SMALL

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.weights import transfer
-from engine.cluster.weights.share_store import ShareStore
+from engine.cluster.weights.shard_store import ShardStore
 from engine.cluster.weights.transfer import (
     CHUNK_BYTES,
     Chunk,
@@ -31,7 +31,7 @@ from engine.cluster.weights.transfer import (
 )
 from engine.errors import ModelError
 from engine.models.byte_map import Run, merged
-from engine.models.share_files import ModelIdentity, read_share
+from engine.models.shard_files import ModelIdentity, read_shard
 
 TinyModel = Callable[..., Path]
 IDENTITY = ModelIdentity(
@@ -184,7 +184,7 @@ def test_sizes_are_capped(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_share_is_not_written_through_a_link(tmp_path: Path):
-    shares = ShareStore(tmp_path / "node", "head")
+    shares = ShardStore(tmp_path / "node", "head")
     offered = an_offer()
     folder = shares.folder(offered)
     folder.mkdir(parents=True)
@@ -199,12 +199,12 @@ def test_a_share_is_not_written_through_a_link(tmp_path: Path):
 @given(st.lists(st.binary(min_size=1, max_size=40), max_size=6))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
 def test_any_stream_ends_in_one_error_and_counts_nothing(tmp_path: Path, stream: list[bytes]):
-    shares = ShareStore(tmp_path / "node", "head")
+    shares = ShardStore(tmp_path / "node", "head")
     offered = an_offer()
     need = shares.need(offered, quiet)
     with pytest.raises(ModelError):
         shares.receive(offered, need.wanted, stream, quiet)
-    manifest = read_share(need.folder)
+    manifest = read_shard(need.folder)
     assert manifest.other == () and manifest.experts == {}
 
 

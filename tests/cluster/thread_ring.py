@@ -14,7 +14,7 @@ from engine.cluster.transport.exchange import Buffer
 from engine.cluster.worker.follower import Follower
 from engine.errors import ModelError, PeerLost
 from engine.ipc.messages import Load, RingFacts
-from engine.ipc.messages.ring import NodeShare
+from engine.ipc.messages.ring import NodeShard
 from engine.ipc.progress import ProgressCallback
 from engine.moe.rank_context import Loading, Mode, RankContext
 from engine.planning.placement import Placement
@@ -88,7 +88,7 @@ class ThreadFormation:
         self._models = []
         self._links: list[MemoryLink] = []
         nodes = [
-            NodeShare(rank=rank, node_id=name, name=name, experts=1, expert_bytes=1, trunk_bytes=1, memory_free=1)
+            NodeShard(rank=rank, node_id=name, name=name, experts=1, expert_bytes=1, trunk_bytes=1, memory_free=1)
             for rank, name in enumerate(names)
         ]
         self.facts = RingFacts(mode="exact", exchange="socket", loading="selected", nodes=nodes)

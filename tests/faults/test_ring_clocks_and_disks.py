@@ -19,7 +19,7 @@ from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
 from engine.ipc.messages import Failed, Load, Loaded, NetworkState, Pair, Progress
-from engine.models.share_files import read_share
+from engine.models.shard_files import read_shard
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -160,14 +160,14 @@ def form(ring: Ring, model: Path) -> Loaded | Failed:
     return found
 
 
-def check_share(folder: Path, model: Path) -> int:
+def check_shard(folder: Path, model: Path) -> int:
     """What a share says that it holds is there, byte by byte; how many experts that is."""
     from engine.models.weight_layout import layout_of
 
     shares = [path for path in folder.iterdir() if path.name.endswith("share")]
     if not shares or not (shares[0] / "share.json").exists():
         return 0
-    manifest = read_share(shares[0])
+    manifest = read_shard(shares[0])
     whole = layout_of(model)
     count = 0
     for layer, experts in manifest.experts.items():
@@ -198,7 +198,7 @@ def test_disk_that_takes_no_such_file(larger: Path) -> None:
         assert "disk" in told
         assert len(first) == 8
         models = ring.followers[0].home / "models"
-        check_share(models, larger)
+        check_shard(models, larger)
         # Room is made: at the next loading it takes part, and goes on with what is there.
         ring.followers[0].kill()
         eventually(lambda: ring.state_of(ring.followers[0]) in ("lost", "paired"))
@@ -210,7 +210,7 @@ def test_disk_that_takes_no_such_file(larger: Path) -> None:
         assert again.facts.ring is not None
         assert len(again.facts.ring.nodes) == 2
         assert ring.answer(8).token_ids == first
-        assert check_share(models, larger) == again.facts.ring.nodes[1].experts
+        assert check_shard(models, larger) == again.facts.ring.nodes[1].experts
 
 
 @pytest.fixture
@@ -245,14 +245,14 @@ def test_a_disk_with_room_for_a_part_of_its_share_is_given_that_part(small_disk:
         told = " ".join([*ring.notices(since), *loaded.facts.notices])
         assert re.search(r"node 1 has disk space for 3\d MB of experts, less than it has memory for\.", told), told
         assert "left out" not in told
-        assert check_share(models, larger) == node.experts
+        assert check_shard(models, larger) == node.experts
         # What is there counts as room: formed again, it keeps its part, and nothing is sent.
         (small_disk / "still more").write_bytes(bytes(30_000_000))
         again = form(ring, larger)
         assert isinstance(again, Loaded), again
         assert again.facts.ring is not None
         kept = again.facts.ring.nodes[1]
-        assert kept.experts == check_share(models, larger) == node.experts
+        assert kept.experts == check_shard(models, larger) == node.experts
         assert kept.has_bytes >= kept.expert_bytes + kept.trunk_bytes
         assert ring.answer(8).token_ids == first
 
@@ -297,13 +297,13 @@ def test_disk_that_somebody_else_fills_meanwhile(small_disk: Path, larger: Path)
             pytest.skip("the weights had arrived before the disk was full")
         assert "node 1 is left out of the ring" in told
         assert "disk" in told
-        before = check_share(models, larger)
+        before = check_shard(models, larger)
         (small_disk / "something else").unlink()
         again = form(ring, larger)
         assert isinstance(again, Loaded), again
         assert again.facts.ring is not None
         assert len(again.facts.ring.nodes) == 2
-        assert check_share(models, larger) == again.facts.ring.nodes[1].experts > before
+        assert check_shard(models, larger) == again.facts.ring.nodes[1].experts > before
         assert ring.answer(8).token_ids == first
 
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from ring_faults import EXACT, Ring
 from tiny_models import write_tiny_model
 
-from engine.models.share_files import read_share
+from engine.models.shard_files import read_shard
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -41,7 +41,7 @@ def test_less_memory_is_lent_than_is_free(tmp_path: Path) -> None:
         assert 0 < node.experts < 16 and head.experts + node.experts == 32
         assert node.expert_bytes + node.trunk_bytes < LENT
         (share,) = [path for path in (ring.followers[0].home / "models").iterdir() if path.name.endswith("share")]
-        assert sum(map(len, read_share(share).experts.values())) == node.experts
+        assert sum(map(len, read_shard(share).experts.values())) == node.experts
         assert ring.answer(8).token_ids == answer
         state = ring.engine.state()
         assert state is not None

@@ -195,12 +195,12 @@ def test_lost_while_weights_are_sent(three: Ring, tmp_path: Path, alone: Oracle,
 
 SLOW_DISK = """
 import time
-from engine.cluster.weights import share_store
-_sync = share_store._Receiver._sync
+from engine.cluster.weights import shard_store
+_sync = shard_store._Receiver._sync
 def slow(self):
     time.sleep(1.5)
     _sync(self)
-share_store._Receiver._sync = slow
+shard_store._Receiver._sync = slow
 """
 
 

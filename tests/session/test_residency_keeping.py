@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from resident_memory import needs_smaps, resident_bytes
 
-from engine.cluster.weights.share_store import ShareStore
+from engine.cluster.weights.shard_store import ShardStore
 from engine.cluster.weights.transfer import offer, stream
 from engine.ipc.messages import Load
 from engine.models.durable_files import forget_cached
@@ -153,7 +153,7 @@ def test_of_a_share_only_what_is_here_is_touched(large: Path, tmp_path: Path):
     layout = layout_of(large)
     held = {layer: [1, 2] for layer in layout.layers}
     for trunk in (False, True):
-        shares = ShareStore(tmp_path / f"node-{trunk}", "head")
+        shares = ShardStore(tmp_path / f"node-{trunk}", "head")
         offered = offer(large, held, quiet, trunk=trunk)
         need = shares.need(offered, quiet)
         shares.receive(offered, need.wanted, stream(large, offered, need.wanted), quiet)

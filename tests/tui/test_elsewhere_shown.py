@@ -10,14 +10,14 @@ from app.commands.plan import ring_lines as plan_lines
 from app.ring_words import is_slower, ring_name
 from app.tui.panels.timing_panel import TimingView
 from app.tui.render.ring_view import ring_lines
-from engine.ipc.messages import LayerTimes, NodeShare, NodeTimes, PhaseTimes, RingFacts, Timing
+from engine.ipc.messages import LayerTimes, NodeShard, NodeTimes, PhaseTimes, RingFacts, Timing
 
 GB = 10**9
 
 
 def facts(epoch: str = "") -> RingFacts:
-    here = NodeShare(rank=0, node_id="a" * 64, name="laptop", experts=0, expert_bytes=0, trunk_bytes=0, memory_free=GB)
-    there = NodeShare(
+    here = NodeShard(rank=0, node_id="a" * 64, name="laptop", experts=0, expert_bytes=0, trunk_bytes=0, memory_free=GB)
+    there = NodeShard(
         rank=1, node_id="b" * 64, name="studio", experts=96, expert_bytes=9 * GB, trunk_bytes=GB, memory_free=64 * GB
     )
     return RingFacts(

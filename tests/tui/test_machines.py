@@ -27,7 +27,7 @@ from engine.ipc.messages import (
     LayerTimes,
     LinkFacts,
     Load,
-    NodeShare,
+    NodeShard,
     NodeTimes,
     Notice,
     OpenNetwork,
@@ -44,9 +44,9 @@ LINK = LinkFacts(interface="en5", address="10.0.0.2:47821", latency_s=85e-6, byt
 RING = RingFacts(
     mode="exact", exchange="tls", loading="selected", tokens_per_s=21.3, alone_tokens_per_s=14.2, exchange_s=140e-6,
     nodes=[
-        NodeShare(rank=0, node_id=ME.node_id, name="laptop", experts=640, expert_bytes=11_300_000_000,
+        NodeShard(rank=0, node_id=ME.node_id, name="laptop", experts=640, expert_bytes=11_300_000_000,
                   trunk_bytes=1_900_000_000, memory_free=24_000_000_000, expected_experts=2.1),
-        NodeShare(rank=1, node_id=STUDIO.node_id, name="studio", experts=2432, expert_bytes=43_100_000_000,
+        NodeShard(rank=1, node_id=STUDIO.node_id, name="studio", experts=2432, expert_bytes=43_100_000_000,
                   trunk_bytes=1_900_000_000, memory_free=96_000_000_000, expected_experts=5.9),
     ],
 )  # fmt: skip

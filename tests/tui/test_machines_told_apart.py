@@ -20,11 +20,11 @@ from app.tui.render.ring_view import peer_lines, ring_lines
 from app.tui.screens.dialogues import AskText
 from app.tui.screens.machines import MachinesScreen
 from app.tui.screens.settings import SettingRow, SettingsScreen
-from engine.ipc.messages import LendingFacts, NetworkState, NodeShare, Pair, Progress, RingFacts
+from engine.ipc.messages import LendingFacts, NetworkState, NodeShard, Pair, Progress, RingFacts
 
 WORDS = "prism saddle cabin walrus fiddle kitchen"
 NODES = [
-    NodeShare(rank=rank, node_id=node_id, name=name, experts=640, expert_bytes=11_300_000_000,
+    NodeShard(rank=rank, node_id=node_id, name=name, experts=640, expert_bytes=11_300_000_000,
               trunk_bytes=1_900_000_000, memory_free=24_000_000_000)
     for rank, (node_id, name) in enumerate([(ME.node_id, "laptop"), (STUDIO.node_id, "studio")])
 ]  # fmt: skip

@@ -19,7 +19,7 @@ from app.ring_words import (
 )
 from app.text_safety import one_line
 from app.tui.render.formatting import bar, flowing, rate, size
-from engine.ipc.messages import NodeShare, PeerFacts, PeerState, RingFacts
+from engine.ipc.messages import NodeShard, PeerFacts, PeerState, RingFacts
 
 _MUTED = "$foreground-muted"
 _BAR = 10
@@ -76,7 +76,7 @@ def _one_machine(ring: RingFacts, who: str, width: int) -> list[Content]:
     return lines
 
 
-def _settled(node: NodeShare) -> NodeShare:
+def _settled(node: NodeShard) -> NodeShard:
     """``node`` of a formed ring: it has its whole shard, and its free memory is shown with the machine instead."""
     return msgspec.structs.replace(node, memory_free=0, has_bytes=node.trunk_bytes + node.expert_bytes)
 
@@ -101,11 +101,11 @@ def _speed(ring: RingFacts) -> list[Content]:
     return [*items, Content.styled(alone, "bold" if slower else _MUTED)]
 
 
-def _name(node: NodeShare, me: str) -> str:
+def _name(node: NodeShard, me: str) -> str:
     return f"{machine_name(node)}{' (here)' if node.node_id == me else ''}"
 
 
-def _node(node: NodeShare, name: str, most: int, width: int, own_trunk: bool) -> Content:
+def _node(node: NodeShard, name: str, most: int, width: int, own_trunk: bool) -> Content:
     """One node, on as many lines as it needs."""
     held = node.trunk_bytes + node.expert_bytes
     title = Content.assemble((f"{node.rank + 1} ", _MUTED), (name, "bold"), "  ", bar(node.expert_bytes, most, _BAR))

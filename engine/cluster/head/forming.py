@@ -319,7 +319,7 @@ class RingFormer:
         placement = decision.placement or Placement((), 1, ())
         facts = decision.facts or RingFacts(mode="exact", exchange="auto", loading="selected", nodes=[])
         me = self._node.identity.node_id
-        facts = msgspec.structs.replace(facts, nodes=[share for share in facts.nodes if share.node_id == me])
+        facts = msgspec.structs.replace(facts, nodes=[shard for shard in facts.nodes if shard.node_id == me])
         return FormedRing(
             self._node.table,
             RankContext("", HEAD, placement),
@@ -356,8 +356,8 @@ class RingFormer:
         except BaseException:
             links.close()
             raise
-        shares = [
-            msgspec.structs.replace(share, has_bytes=has.get(share.rank, share.has_bytes)) for share in ring.facts.nodes
+        shards = [
+            msgspec.structs.replace(shard, has_bytes=has.get(shard.rank, shard.has_bytes)) for shard in ring.facts.nodes
         ]
         facts = msgspec.structs.replace(
             ring.facts,
@@ -366,7 +366,7 @@ class RingFormer:
             exchange_s=exchange_s,
             tokens_per_s=None if self.terms is None else self.terms.step().tokens_per_s,
             encrypted=exchange in ("tls", "envoy"),
-            nodes=shares,
+            nodes=shards,
         )
         lines += self._take_fallen_back(exchange)
         return self._formed_ring(ring, specs[HEAD], facts, model, layers, links, [*notices, *lines])

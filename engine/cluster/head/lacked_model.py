@@ -11,7 +11,7 @@ from engine.cluster.head.supply import PartialCopy
 from engine.cluster.membership.node import Node
 from engine.cluster.membership.rpc_fanout import NodeRefused
 from engine.cluster.transport.exchange import RingProtocolError
-from engine.cluster.weights.own_share import OwnShare
+from engine.cluster.weights.own_shard import OwnShard
 from engine.cluster.weights.taking import NotWhole
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
@@ -22,7 +22,7 @@ from engine.models.store import ResolvedModel
 class LackedModel:
     """A model that is not whole on this machine. ``own`` is this machine's shard of ``model``."""
 
-    def __init__(self, node: Node, model: ResolvedModel, own: OwnShare) -> None:
+    def __init__(self, node: Node, model: ResolvedModel, own: OwnShard) -> None:
         self._node = node
         self._model = model
         self._own = own
@@ -68,7 +68,7 @@ def find_lacked(node: Node, model: ResolvedModel, progress: ProgressCallback) ->
     and (network) if the machines that have it failed.
     """
     me = node.identity.node_id
-    own = OwnShare.find(model.name, me)
+    own = OwnShard.find(model.name, me)
     if own is not None:
         return LackedModel(node, model, own)
     sources = ModelSources(node, model, progress)
@@ -83,7 +83,7 @@ def find_lacked(node: Node, model: ResolvedModel, progress: ProgressCallback) ->
                 failed.append(f"{one.name}: {str(refused).rstrip('.')}")
         try:
             if alike := most_alike(offering):
-                return LackedModel(node, model, OwnShare.begin(alike, me, lambda *at: _note(sources, at)))
+                return LackedModel(node, model, OwnShard.begin(alike, me, lambda *at: _note(sources, at)))
         except NotWhole:
             continue
         except (NodeRefused, RingProtocolError) as error:

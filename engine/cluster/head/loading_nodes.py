@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 from discovery.names import plain_text
 from engine.cluster.membership.client import AnswerStream
-from engine.cluster.membership.control_messages import Forming, LoadShare
+from engine.cluster.membership.control_messages import Forming, LoadShard
 from engine.cluster.membership.rpc_fanout import Candidate, ask, check_all
 from engine.cluster.transport.exchange import PeerLost
 from engine.ipc.messages.ring import ExchangeName
@@ -36,7 +36,7 @@ class LoadingNodes:
     ) -> None:
         self._followers = followers
         self._on_alive = on_alive
-        self._wanted = LoadShare(epoch=epoch, exchange=exchange)
+        self._wanted = LoadShard(epoch=epoch, exchange=exchange)
         self._calls: list[AnswerStream[Forming]] = []
         self._lock = threading.Lock()
         self._stopped = False
@@ -58,7 +58,7 @@ class LoadingNodes:
                 self._on_alive(one.node_id)
                 if news.ready:
                     return news
-            raise PeerLost("it ended loading its share without a word")
+            raise PeerLost("it stopped loading its share without giving a reason")
 
         return ask(one, run)
 

@@ -9,7 +9,7 @@ from engine.cluster.head.model_sources import ModelSources, PeerSource, most_ali
 from engine.cluster.membership.node import Node
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused
 from engine.cluster.transport.exchange import RingProtocolError
-from engine.cluster.weights.own_share import OwnShare
+from engine.cluster.weights.own_shard import OwnShard
 from engine.cluster.weights.taking import NotWhole, Source, Taking
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
@@ -20,7 +20,7 @@ class Copier:
     """Copies ``model`` from machines that ``node`` knows."""
 
     def __init__(
-        self, node: Node, model: ResolvedModel, progress: ProgressCallback, own: OwnShare | None = None
+        self, node: Node, model: ResolvedModel, progress: ProgressCallback, own: OwnShard | None = None
     ) -> None:
         """``progress`` may raise Cancelled, which ends the copy within a tenth of a second; received bytes are kept.
         ``own`` is this machine's shard of the model, which is not sent again."""
@@ -84,7 +84,7 @@ class Copier:
 
     def _here(self, source: PeerSource) -> list[Source]:
         """This machine's shard as a source, if it is of the version that ``source`` offers."""
-        share = None if self._own is None else self._own.as_source()
-        if share is None or version_of(share.offered) != version_of(source.offered):
+        shard = None if self._own is None else self._own.as_source()
+        if shard is None or version_of(shard.offered) != version_of(source.offered):
             return []
-        return [share]
+        return [shard]

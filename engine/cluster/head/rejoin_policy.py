@@ -52,13 +52,13 @@ class RejoinPolicy:
                 regular.append(one)
                 continue
             try:
-                has_share = self._has_share(one, len(machines) + 1, central, progress)
+                has_shard = self._has_shard(one, len(machines) + 1, central, progress)
             except NodeRefused:
                 others.append(one)
                 continue
-            if not has_share:
+            if not has_shard:
                 self._apart.add(_key(one))
-            (regular if has_share else others).append(one)
+            (regular if has_shard else others).append(one)
         return regular, others
 
     def may_refuse(self, node_id: str, process: str) -> bool:
@@ -81,7 +81,7 @@ class RejoinPolicy:
             f"{one.name} is there now; to share the model with it, form the ring anew (f8, then r)." for one in fresh
         ]
 
-    def _has_share(self, one: Candidate, nodes: int, central: bool, progress: ProgressCallback) -> bool:
+    def _has_shard(self, one: Candidate, nodes: int, central: bool, progress: ProgressCallback) -> bool:
         """Whether almost nothing would have to be sent to it. Raises NodeRefused, Cancelled."""
         profile = self._surveyor.headers.profile
         weights = known_weights(self._surveyor.folder)

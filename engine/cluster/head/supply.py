@@ -14,7 +14,7 @@ from engine.cluster.head.capacity_wait import CapacityError
 from engine.cluster.head.model_sources import ModelSources, PeerSource, version_of
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused
 from engine.cluster.transport.exchange import RingProtocolError
-from engine.cluster.weights.own_share import OwnShare
+from engine.cluster.weights.own_shard import OwnShard
 from engine.cluster.weights.transfer import Chunk, Item, Offer, Wanted, decode_chunk, encode_chunk, offer, stream
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
@@ -60,7 +60,7 @@ class WholeCopy:
 class PartialCopy:
     """This machine's shard ``own`` of the model. The rest is requested from ``sources`` when it is needed."""
 
-    def __init__(self, own: OwnShare, sources: ModelSources) -> None:
+    def __init__(self, own: OwnShard, sources: ModelSources) -> None:
         self._own = own
         self._sources = sources
         self._lock = threading.Lock()

@@ -33,13 +33,13 @@ from engine.cluster.membership.node import Node, listener_addresses
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused, ask, until_done
 from engine.cluster.transport.addresses import parse_address
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
-from engine.cluster.weights.local_weights import here_already
+from engine.cluster.weights.local_weights import held_of
 from engine.cluster.weights.weight_fingerprint import identity_of, known_weights
 from engine.errors import ModelError
 from engine.ipc.messages import Load, RuntimeName
 from engine.ipc.messages.ring import LinkFacts
 from engine.ipc.progress import ProgressCallback
-from engine.models.share_files import is_share
+from engine.models.shard_files import is_shard
 from engine.moe.kernels.cpu_threads import threads_of
 from engine.moe.popularity_file import known_counts
 from engine.planning.hybrid import HybridRequest
@@ -165,9 +165,9 @@ class Surveyor:
                 found.facts.update(future.result())
             found.tried = trial.result(trying) if trial is not None else known or found.tried
         found.facts[self._me] = measure_node(wanted, self._load.cpu_threads)
-        if is_share(self.folder):
+        if is_shard(self.folder):
             found.whole = False
-            has, trunk = here_already(known_weights(self.folder), self._me)
+            has, trunk = held_of(known_weights(self.folder), self._me)
             found.facts[self._me] = msgspec.structs.replace(found.facts[self._me], has=has, has_trunk=trunk)
         if node is not None:
             self._measure_links(node, machines, found, progress, hurry)
@@ -320,7 +320,7 @@ def decide(
     if decision.facts is None:
         return decision
     named = [
-        msgspec.structs.replace(share, name=my_name) if share.node_id == me else share for share in decision.facts.nodes
+        msgspec.structs.replace(shard, name=my_name) if shard.node_id == me else shard for shard in decision.facts.nodes
     ]
     at_best = not all(_overheads(survey, me, node_id) for node_id, _ in order)
     return replace(decision, facts=msgspec.structs.replace(decision.facts, nodes=named, at_best=at_best))

@@ -291,7 +291,7 @@ class Connected(ControlBody, frozen=True, kw_only=True):
     problems: dict[str, str] = {}
 
 
-class LoadShare(ControlBody, frozen=True, kw_only=True):
+class LoadShard(ControlBody, frozen=True, kw_only=True):
     """``Form``: keep ``exchange``, load the shard and answer with ``Forming`` until ``ready``."""
 
     epoch: str
@@ -332,7 +332,7 @@ LENDING: dict[str, tuple[type[ControlBody], CallKind]] = {
     "Offer": (DataPiece, "up"),
     "Receive": (DataPiece, "up"),
     "Connect": (EpochSpec, "one"),
-    "Form": (LoadShare, "down"),
+    "Form": (LoadShard, "down"),
     "StopPass": (StopPass, "one"),
     "End": (EndEpoch, "one"),
     "ModelHere": (WantedModel, "one"),

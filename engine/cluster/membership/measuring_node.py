@@ -32,7 +32,7 @@ from engine.cluster.central import CentralHead, CentralNode
 from engine.cluster.membership.control_messages import NodeFacts, WantedFacts
 from engine.cluster.transport.exchange import Buffer
 from engine.cluster.transport.exchange_timing import between_exchanges
-from engine.cluster.weights.share_store import RESERVE_BYTES
+from engine.cluster.weights.shard_store import RESERVE_BYTES
 from engine.errors import ModelError
 from engine.models.locations import locate
 from engine.moe.expert_parallel import FLOAT32, Floats, HostRows, Indices, Routes

@@ -1,1 +1,1 @@
-"""Weights between machines, and the shares they keep."""
+"""Weights that travel between machines, and the shards that machines keep."""

@@ -15,7 +15,7 @@ from typing import Protocol
 import msgspec
 
 from engine.cluster.transport.exchange import RingProtocolError
-from engine.cluster.weights.share_store import missing_in, receive_into
+from engine.cluster.weights.shard_store import missing_in, receive_into
 from engine.cluster.weights.transfer import Item, Offer, Wanted, places_of_items
 from engine.cluster.weights.weight_fingerprint import identity_of
 from engine.ipc.progress import ProgressCallback
@@ -133,10 +133,10 @@ class Taking:
         kept |= {item.key.partition("/")[2] for item in offered.items if not item.runs}
         for path in [path for path in self._partial.rglob("*") if path.is_file()]:
             # The file belongs to another model whose copy was begun under this name.
-            if str(path.relative_to(self._partial)) not in {*kept, store.SHARE_MANIFEST}:
+            if str(path.relative_to(self._partial)) not in {*kept, store.SHARD_MANIFEST}:
                 path.unlink()
         found = identity_of(self._partial, self._checking)
-        (self._partial / store.SHARE_MANIFEST).unlink()
+        (self._partial / store.SHARD_MANIFEST).unlink()
         if msgspec.structs.replace(found, name="") != msgspec.structs.replace(offered.identity, name=""):
             raise RingProtocolError(f"another model arrived than {offered.identity.name}, which was offered")
         self._partial.rename(self.folder)

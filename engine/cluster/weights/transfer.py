@@ -1,8 +1,9 @@
-"""Weights on their way from one machine to another: what is offered, what is asked for, and the chunks of it.
+"""Transfer of weights between machines: offers, requests and chunks.
 
-An offer lists what one machine needs of a model: configuration and tokenizer files, the headers of the files of
-weights, the trunk in pieces, experts; each with its place in the files and its checksum. The other answers with what it
-lacks (:mod:`.share_store`), and gets that in chunks of at most a mebibyte. How the messages travel is not known here.
+An offer lists the items that one machine needs of a model: configuration and tokenizer files, the headers of the weight
+files, the trunk in pieces, and experts. Each item has its place in the files and its checksum. The other machine
+answers with the items that it lacks (:mod:`.shard_store`), and receives them in chunks of at most 1 MiB. The transport
+of the messages is not known here.
 """
 
 from __future__ import annotations
@@ -29,35 +30,38 @@ from engine.cluster.weights.weight_fingerprint import (
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.models.byte_map import Run, Runs
-from engine.models.share_files import Form, ModelIdentity, read_share
-from engine.models.store import SHARE_MANIFEST
+from engine.models.shard_files import Form, ModelIdentity, read_shard
+from engine.models.store import SHARD_MANIFEST
 from engine.models.weight_layout import WeightLayout, layout_of, runs_of
 from engine.models.wording import shown
 
 CHUNK_BYTES = 1024 * 1024
 OFFER_LIMIT = 8 * 1024 * 1024
-"""Largest encoded offer in bytes: one of 384 experts in each of 60 layers has 4 MB. Decoded it takes some 25 times
-that."""
+"""Maximum bytes of an encoded offer. An offer of 384 experts in each of 60 layers has 4 MB, and about 25 times as much
+once it is decoded."""
 _CHUNK_OVERHEAD = 64
 _SETTINGS_LIMIT = 1_000_000_000
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors|experts/layer-[0-9]{5}\.slabs")
 _SETTING_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,200}")
 _MOST_ITEMS = 100_000
 _MOST_RUNS = 100_000
-"""Of an item: all that is not an expert's may lie apart."""
+"""Maximum runs of one item. The bytes of a trunk piece may be scattered."""
 _MOST_FILES = 1000
-"""All of them are open while weights are received."""
+"""Maximum number of files, all of which are open while weights are received."""
 _LARGEST_FILE = 1 << 46
 _LONGEST_WORD = 200
 
 
 Spans = tuple[tuple[int, int, int], ...]
-"""(file, start, stop) in a model's files."""
+"""Byte ranges (file, start, stop) in a model's files."""
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Something that is sent whole. ``runs`` are (file, start, stop) in the model's files; a setting has none: it is
-    the file that its key names. ``checksum``: CRC-32 of the bytes."""
+    """A unit of transfer.
+
+    ``runs`` are its byte ranges (file, start, stop) in the model's files. A setting has none: its key names the file.
+    ``checksum`` is the CRC-32 of the bytes.
+    """
 
     key: str
     nbytes: int
@@ -66,13 +70,13 @@ class Item(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one node is to have of a model. Made by :func:`offer`; :func:`decode_offer` checks one that was received."""
+    """The items of a model that one node needs. Made by :func:`offer`; :func:`decode_offer` checks a received one."""
 
     identity: ModelIdentity
     form: Form
     layout: str
     files: Annotated[tuple[tuple[str, int], ...], msgspec.Meta(max_length=_MOST_ITEMS)]
-    """Names and sizes of the files of weights."""
+    """Names and sizes of the weight files."""
     items: Annotated[tuple[Item, ...], msgspec.Meta(max_length=_MOST_ITEMS)]
     trunk_pieces: int
 
@@ -82,7 +86,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def held(self) -> dict[int, tuple[int, ...]]:
-        """Layer to the experts offered."""
+        """The offered experts by layer."""
         found: dict[int, list[int]] = {}
         for item in self.items:
             place = expert_of(item.key)
@@ -92,14 +96,14 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Wanted(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An item of an offer, by its place there, of which the first ``start`` bytes have arrived before."""
+    """A requested item, by its index in the offer. Its first ``start`` bytes have arrived before."""
 
     item: int
     start: int = 0
 
 
 class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Bytes of an item from ``offset`` on; ``checksum`` is their CRC-32."""
+    """Bytes of an item, beginning at ``offset``. ``checksum`` is their CRC-32."""
 
     item: int
     offset: int
@@ -109,7 +113,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 @dataclass(frozen=True)
 class Outline:
-    """How large the parts of a model are, for planning: bytes on disk."""
+    """Sizes of a model's parts for planning, in bytes on the disk."""
 
     layers: tuple[int, ...]
     experts: int
@@ -118,7 +122,7 @@ class Outline:
 
 
 def outline(folder: Path) -> Outline:
-    """Reads headers only, also of quantised checkpoints. Raises ModelError if ``folder`` is no model."""
+    """The outline of the model in ``folder``, of which only headers are read. Raises ModelError if it is no model."""
     layout = layout_of(folder)
     return Outline(layout.layers, layout.count, layout.expert_bytes, layout.trunk_bytes)
 
@@ -130,11 +134,11 @@ def offer(
     trunk: bool = True,
     name: str = "",
 ) -> Offer:
-    """What a node that holds the experts ``held`` (by decoder layer) needs of the model in ``folder``.
+    """The offer for a node with the experts ``held`` (by decoder layer) of the model in ``folder``.
 
-    ``trunk`` False: without it, for a node that serves experts only. ``name`` is what the head calls the model. Weights
-    whose checksums are not known yet are read. Raises ModelError, IndexError for experts that the model lacks;
-    ``progress`` may raise Cancelled.
+    ``trunk`` is False for a node that serves experts only. ``name`` is the head's name of the model. Weights whose
+    checksums are unknown are read. Raises ModelError, and IndexError for experts that the model lacks. ``progress`` may
+    raise Cancelled.
     """
     layout = layout_of(folder)
     checksums = ItemChecksums(layout)
@@ -144,15 +148,17 @@ def offer(
 
 
 def offer_whole(folder: Path, progress: ProgressCallback, name: str = "") -> Offer:
-    """As :func:`offer`, of everything in ``folder``, which is a whole model."""
+    """As :func:`offer`, of the whole model in ``folder``."""
     layout = layout_of(folder)
     return offer(folder, dict.fromkeys(layout.layers, range(layout.count)), progress, name=name)
 
 
-def offer_of_share(folder: Path) -> Offer:
-    """What the share in ``folder`` holds, under the name and the identity that its head gave it. Weights whose
-    checksums are not known yet are read. Raises ModelError."""
-    manifest = read_share(folder)
+def offer_of_shard(folder: Path) -> Offer:
+    """The offer of all items of the shard in ``folder``, with the name and identity that its head gave it.
+
+    Weights whose checksums are unknown are read. Raises ModelError.
+    """
+    manifest = read_shard(folder)
     layout = layout_of(folder)
     pieces = [piece for piece in range(len(layout.trunk)) if trunk_key(piece) in manifest.other]
     return _offer(layout, ItemChecksums(layout), manifest.identity, manifest.experts, pieces)
@@ -165,7 +171,7 @@ def _offer(
     held: Mapping[int, Sequence[int]],
     trunk: Iterable[int],
 ) -> Offer:
-    """With the experts ``held`` and the pieces of the trunk ``trunk``."""
+    """An offer of the experts ``held`` and the trunk pieces ``trunk``."""
     items = [_setting_item(path, checksums) for path in layout.settings if path.stat().st_size]
     items += [
         Item(header_key(file), size, checksums.header(file), ((file, 0, size),))
@@ -191,7 +197,7 @@ def _offer(
 
 
 def part_of_offer(offered: Offer, held: Mapping[int, Sequence[int]], trunk: bool) -> Offer:
-    """What of ``offered`` a node needs that holds the experts ``held``; see :func:`offer`."""
+    """The part of ``offered`` for a node with the experts ``held``; see :func:`offer`."""
     experts = {expert_key(layer, expert) for layer, row in held.items() for expert in row}
 
     def is_needed(item: Item) -> bool:
@@ -201,7 +207,7 @@ def part_of_offer(offered: Offer, held: Mapping[int, Sequence[int]], trunk: bool
 
 
 def places_of_items(layout: WeightLayout) -> dict[str, Spans]:
-    """By key, where in the files of ``layout`` everything lies that is offered of it, the settings left out."""
+    """The byte ranges of all items of ``layout`` by key, without settings."""
     headers = [(file, size) for file, size in enumerate(layout.headers) if size]
     places: dict[str, Spans] = {header_key(file): ((file, 0, size),) for file, size in headers}
     places |= {trunk_key(piece): _spans(runs_of(tensors)) for piece, tensors in enumerate(layout.trunk)}
@@ -209,8 +215,10 @@ def places_of_items(layout: WeightLayout) -> dict[str, Spans]:
 
 
 def stream(folder: Path, offered: Offer, wanted: Sequence[Wanted]) -> Iterator[bytes]:
-    """The encoded chunks of what is wanted, in this order. Raises ModelError if a file was changed since it was
-    offered, RingProtocolError if something is wanted that was not offered."""
+    """The encoded chunks of the ``wanted`` items, in this order.
+
+    Raises ModelError if a file was changed since the offer, RingProtocolError if an item was not offered.
+    """
     _check_same_files(folder, offered)
     if len({want.item for want in wanted}) != len(wanted):
         raise RingProtocolError("the same weights were wanted more than once")
@@ -233,7 +241,7 @@ def stream(folder: Path, offered: Offer, wanted: Sequence[Wanted]) -> Iterator[b
 
 
 def expert_of(key: str) -> tuple[int, int] | None:
-    """Layer and expert of an item's key; None for any other item."""
+    """Layer and expert of an item's key; None if the item is not an expert."""
     parts = key.split("/")
     if parts[0] != "expert" or len(parts) != 3:
         return None
@@ -253,7 +261,7 @@ def encode_offer(offered: Offer) -> bytes:
 
 
 def decode_offer(data: bytes | memoryview) -> Offer:
-    """Raises RingProtocolError unless every name, place and size is one that a model can have."""
+    """The decoded and checked offer. Raises RingProtocolError for a name, place or size that no model can have."""
     if len(data) > OFFER_LIMIT:
         raise RingProtocolError(f"an offer of {len(data)} bytes is over the limit of {OFFER_LIMIT}")
     try:
@@ -269,7 +277,7 @@ def encode_wanted(wanted: Sequence[Wanted]) -> bytes:
 
 
 def decode_wanted(data: bytes | memoryview) -> tuple[Wanted, ...]:
-    """Raises RingProtocolError. Whether it was offered is seen by :func:`stream`."""
+    """The decoded request. Raises RingProtocolError. :func:`stream` checks that the items were offered."""
     if len(data) > OFFER_LIMIT:
         raise RingProtocolError(f"a request of {len(data)} bytes is over the limit of {OFFER_LIMIT}")
     try:
@@ -284,7 +292,7 @@ def encode_chunk(chunk: Chunk) -> bytes:
 
 
 def decode_chunk(data: bytes | memoryview) -> Chunk:
-    """Raises RingProtocolError if it is too large, not a chunk, or its checksum is wrong."""
+    """The decoded chunk. Raises RingProtocolError if it is too large, malformed, or has a wrong checksum."""
     if len(data) > CHUNK_BYTES + _CHUNK_OVERHEAD:
         raise RingProtocolError(f"a chunk of {len(data)} bytes is over the limit of {CHUNK_BYTES}")
     try:
@@ -300,7 +308,7 @@ def decode_chunk(data: bytes | memoryview) -> Chunk:
 
 
 def check_offer(offered: Offer) -> None:
-    """Raises RingProtocolError if the offer names a file that no model has, or bytes outside of its files."""
+    """Raises RingProtocolError for a file name that no model has, or bytes outside of the files."""
     names = [name for name, _ in offered.files]
     if len({name.casefold() for name in names}) != len(names) or not all(map(_FILE_NAME.fullmatch, names)):
         raise RingProtocolError("an offer names a file that is no file of weights")
@@ -350,10 +358,13 @@ def _is_good_key(kind: str, rest: str, item: Item, offered: Offer) -> bool:
 
 
 def _is_setting_name(name: str) -> bool:
-    """Never one that we or the weights have, but for a bank's own manifest and a checkpoint's index; nor one that some
-    file systems take for such a name."""
+    """Whether ``name`` can be a file beside the weights.
+
+    Names of weight files, of our own files and of code are excluded, also where a file system ignores case, dots or
+    spaces.
+    """
     folded = name.casefold().rstrip(". ")
-    return folded != SHARE_MANIFEST and not folded.endswith((".safetensors", ".slabs", ".part", ".py"))
+    return folded != SHARD_MANIFEST and not folded.endswith((".safetensors", ".slabs", ".part", ".py"))
 
 
 def _check_same_files(folder: Path, offered: Offer) -> None:

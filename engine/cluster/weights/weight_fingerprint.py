@@ -1,8 +1,8 @@
-"""Which model a folder holds, so that two machines can tell whether they have the same one.
+"""The identity of a model folder, by which two machines find out whether they have the same model.
 
-Checksums (CRC-32) are of items: files beside the weights, headers, pieces of the trunk, single experts. They are
-computed once and kept beside what else is known of the model, until a file's size or time of change differs; a bank
-brings those of its experts. They find damage and mix-ups, not malice: items travel between paired machines only.
+Checksums (CRC-32) are of items: files beside the weights, headers, trunk pieces, and single experts. They are computed
+once and kept until a file's size or modification time changes. A bank contains those of its experts. They detect damage
+and mix-ups, not malice, as items travel between paired machines only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.models.checkpoint import Checkpoint, PlainExperts
 from engine.models.durable_files import new_file
 from engine.models.locations import locate
 from engine.models.prepare import fill_slab
-from engine.models.share_files import ModelIdentity, is_share, read_share
+from engine.models.shard_files import ModelIdentity, is_shard, read_shard
 from engine.models.store import PREPARED, installed, profile_key
 from engine.models.weight_layout import (
     WeightLayout,
@@ -37,51 +37,53 @@ from engine.models.weight_layout import (
 )
 
 VERSION = 1
-"""Of :class:`ModelIdentity` and of how weights are sent."""
+"""Version of :class:`ModelIdentity` and of the transfer of weights."""
 
 _BLOCK = 8 * 1024 * 1024
 _TOKENIZER_PREFIXES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "spiece")
 _KEPT_LIMIT = 64 * 1024 * 1024
 
 
-def _unheard(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at the progress."""
+def _no_progress(stage: str, done: int, total: int, unit: str) -> None:
+    """Ignore the progress."""
 
 
-def identity_of(folder: Path, progress: ProgressCallback = _unheard) -> ModelIdentity:
-    """The identity of the model in ``folder``, which is a whole one.
+def identity_of(folder: Path, progress: ProgressCallback = _no_progress) -> ModelIdentity:
+    """The identity of the whole model in ``folder``.
 
-    The first time all weights are read (of a bank: the trunk only); ``progress`` may raise Cancelled, what was read so
-    far is then kept. Raises ModelError if the folder is no model or is damaged.
+    The first call reads all weights, or the trunk of a bank. ``progress`` may raise Cancelled; checksums computed until
+    then are kept. Raises ModelError if the folder is no model or is damaged.
     """
     layout = layout_of(folder)
     return identity_with(layout, ItemChecksums(layout), progress)
 
 
 class _UnreadError(Exception):
-    """Weights would have to be read."""
+    """The weights would have to be read."""
 
 
 def known_weights(folder: Path) -> str:
-    """The fingerprint of the weights in ``folder`` (see :class:`ModelIdentity`), of a share that of the whole model;
-    empty if they would have to be read for it, or the folder is no model."""
+    """The weight fingerprint of the model in ``folder`` (see :class:`ModelIdentity`); for a shard, of the whole model.
+
+    Empty if the weights would have to be read, or the folder is no model.
+    """
 
     def unread(stage: str, done: int, total: int, unit: str) -> None:
         raise _UnreadError
 
     try:
-        return read_share(folder).identity.weights if is_share(folder) else identity_of(folder, unread).weights
+        return read_shard(folder).identity.weights if is_shard(folder) else identity_of(folder, unread).weights
     except (_UnreadError, ModelError):
         return ""
 
 
 def identity_with(layout: WeightLayout, checksums: ItemChecksums, progress: ProgressCallback) -> ModelIdentity:
-    """As :func:`identity_of`, with what was opened already."""
+    """As :func:`identity_of`, for an open layout and its checksums."""
     return _described(layout, checksums.fingerprint(progress))
 
 
 def _described(layout: WeightLayout, weights: str) -> ModelIdentity:
-    """With that fingerprint of the weights; all else is in the files' headers and beside them."""
+    """The identity with the fingerprint ``weights``. Everything else comes from headers and the files beside them."""
     stored = layout.opened.experts.dtype if layout.opened is not None and layout.opened.experts is not None else ""
     if not stored:
         entries = [entry for piece in layout.trunk for _, _, entry in piece]
@@ -99,18 +101,18 @@ def _described(layout: WeightLayout, weights: str) -> ModelIdentity:
 
 
 def is_of_tokenizer(name: str) -> bool:
-    """Whether the file ``name`` beside the weights decides which text is which tokens."""
+    """Whether the file ``name`` beside the weights affects tokenization."""
     return name.lower().startswith(_TOKENIZER_PREFIXES)
 
 
 def why_unlike(theirs: ModelIdentity, here: str, there: str) -> str | None:
-    """As :func:`differences`, of the whole model that this machine has by the name of ``theirs``; None if it has none.
+    """As :func:`differences`, for this machine's whole model with the name of ``theirs``; None if it has none.
 
-    Weights are not read. Those of a copy that was damaged here differ, too, and that is mended by sending them.
+    Weights are not compared: a damaged copy here would differ, too, and sending the weights repairs that.
     """
     for model in installed():
         if model.name == theirs.name:
-            # What cannot be opened is no model to compare with.
+            # A model that cannot be opened is not compared.
             with contextlib.suppress(ModelError, OSError):
                 return differences(_described(layout_of(model.path), ""), theirs, here, there)
     return None
@@ -119,9 +121,9 @@ def why_unlike(theirs: ModelIdentity, here: str, there: str) -> str | None:
 def differences(
     mine: ModelIdentity, theirs: ModelIdentity, here: str = "this machine", there: str = "the other"
 ) -> str | None:
-    """A sentence that names both values of the first thing in which the models differ; None if they are the same.
+    """A sentence about the first difference between two models, with both values; None if they are the same.
 
-    ``here`` and ``there`` are the names of the machines. An empty fingerprint of weights is one that is not known.
+    ``here`` and ``there`` are the names of the machines. An empty weight fingerprint is unknown and is not compared.
     """
     named = [
         ("version of the model's description", str(mine.version), str(theirs.version)),
@@ -158,7 +160,7 @@ def expert_key(layer: int, expert: int) -> str:
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """What is kept of a folder's checksums; ``stamps``: size and time of change of each of its files."""
+    """The stored checksums of a folder. ``stamps`` are the size and modification time of each of its files."""
 
     version: int
     layout: str
@@ -168,13 +170,14 @@ class _Kept(msgspec.Struct, frozen=True):
 
 
 class ItemChecksums:
-    """The checksums of one folder's items, each computed when it is first asked for. Not for several threads."""
+    """The checksums of one folder's items, each computed when it is first needed. Not thread-safe."""
 
     def __init__(self, layout: WeightLayout) -> None:
         self._layout = layout
         self._items: dict[str, int] = {}
         self._parts: dict[str, int] = {}
-        """Of the trunk's tensors by name, and of experts in the form that a bank has: the same in any form."""
+        """Checksums that are equal in any form: of the trunk's tensors by name, and of experts as a bank stores
+        them."""
         self._path = locate("data") / "checksums" / f"{profile_key(layout.folder)}.{layout.form}.json"
         self._stamps = self._stamp()
         kept = self._read()
@@ -190,7 +193,8 @@ class ItemChecksums:
         return self._of(header_key(file), (Run(file, 0, self._layout.headers[file]),), None)
 
     def trunk(self, piece: int, report: Callable[[int], None] | None = None) -> int:
-        """Of one piece of the trunk, its tensors one after the other; those of the tensors are noted, too."""
+        """The checksum of one trunk piece, whose tensors follow one another. Each tensor's own checksum is noted,
+        too."""
         key = trunk_key(piece)
         if key not in self._items:
             whole = 0
@@ -206,7 +210,7 @@ class ItemChecksums:
         return self._of(expert_key(layer, expert), self._layout.experts[layer, expert], report)
 
     def fingerprint(self, progress: ProgressCallback) -> str:
-        """Of all weights, the same in any form that a bank can be made of."""
+        """The fingerprint of all weights, equal in any form from which a bank can be made."""
         total = self._layout.trunk_bytes + self._layout.expert_bytes * len(self._layout.experts)
         done = 0
 
@@ -229,11 +233,11 @@ class ItemChecksums:
         return digest.hexdigest()
 
     def keep(self) -> None:
-        """Write what was computed to the disk, if the files are still those it was computed from. Never fails."""
+        """Store the checksums if the files have not changed since. Errors are ignored."""
         if len(self._items) == self._known or self._stamp() != self._stamps:
             return
         kept = _Kept(VERSION, self._layout.fingerprint, self._stamps, self._items, self._parts)
-        # Without it the weights are read again.
+        # If this fails, the weights are read again the next time.
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with new_file(self._path) as file:
@@ -241,7 +245,7 @@ class ItemChecksums:
             self._known = len(self._items)
 
     def _canonical(self, report: Callable[[int], None]) -> Iterator[tuple[tuple[int, int], int]]:
-        """Every expert's checksum as a bank has it; of the form ``library``, as its bytes lie."""
+        """Every expert's checksum in the form of a bank; in the form ``library``, of its bytes as stored."""
         opened = self._layout.opened
         fill: Callable[[int, int], int] | None = None
         if isinstance(opened, Checkpoint) and isinstance(opened.experts, PlainExperts):
@@ -266,7 +270,7 @@ class ItemChecksums:
             yield (layer, expert), checksum
 
     def _kind(self) -> str:
-        """How experts are stored: float experts have a form that all folders share, others have only their own."""
+        """The form that the experts' checksums are of. Float experts have the same in all folders; others differ."""
         opened = self._layout.opened
         return "library" if opened is None else "" if opened.experts is None else opened.experts.dtype
 
@@ -310,8 +314,10 @@ class ItemChecksums:
 
 
 def read_runs(folder: Path, files: Sequence[str], runs: Iterable[Run], block: int) -> Iterator[bytes]:
-    """The bytes of ``runs``, one after the other, in blocks of at most ``block``. Raises ModelError if a file cannot be
-    read or is shorter than it was."""
+    """The bytes of ``runs``, one after the other, in blocks of at most ``block`` bytes.
+
+    Raises ModelError if a file cannot be read or became shorter.
+    """
     for run in runs:
         yield from _read_span(folder / files[run.file], run.start, run.stop, block)
 

@@ -1,1 +1,1 @@
-"""A machine that is lent: it loads its share and follows the head."""
+"""A machine that is lent: it loads its shard and follows the head."""

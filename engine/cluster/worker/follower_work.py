@@ -57,7 +57,7 @@ def load_of(spec: EpochSpec, terms: LendTerms) -> Load:
     return within_this_machine(wanted)[0]
 
 
-def share_bytes(folder: Path, spec: EpochSpec) -> int:
+def shard_bytes(folder: Path, spec: EpochSpec) -> int:
     """Bytes of memory for the weights of this node's shard. ``folder`` has the shard, or the whole model."""
     parts = outline(folder)
     return parts.expert_bytes * spec.placement.count_of(spec.rank) + (
@@ -118,7 +118,7 @@ class ModelWork:
         self._model: LoadedModel = load_model(runtime, spec.model, folder, load, task.progress, place)
         self._ready = ResidentModel(self._model, folder, load, held_in(context), task.warm, task.notice)
         lent = task.terms.lend_memory
-        memory = None if lent is None else max(0, lent - share_bytes(folder, spec))
+        memory = None if lent is None else max(0, lent - shard_bytes(folder, spec))
         self._follower = Follower(self._model, layers, task.ran, self._ready.passing, memory)
         self._link = link
 
@@ -150,11 +150,11 @@ class WholeWork:
         load = load_of(spec, task.terms)
         self.answers = Answers(link)
         runtime = runtime_named(spec.runtime)
-        self._model: LoadedModel = load_model(runtime, spec.model, folder, load, task.progress, whole_share=True)
+        self._model: LoadedModel = load_model(runtime, spec.model, folder, load, task.progress, known_whole=True)
         self._model.between_layers = self.answers.check
         self._ready = ResidentModel(self._model, folder, load, held_in(rank_context_of(spec)), task.warm, task.notice)
         lent = task.terms.lend_memory
-        memory = None if lent is None else max(0, lent - share_bytes(folder, spec))
+        memory = None if lent is None else max(0, lent - shard_bytes(folder, spec))
         self._follower = Follower(self._model, self.answers, task.ran, self._ready.passing, memory)
         self._link = link
 

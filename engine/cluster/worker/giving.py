@@ -28,7 +28,7 @@ from engine.cluster.weights.transfer import (
     Wanted,
     decode_wanted,
     encode_offer,
-    offer_of_share,
+    offer_of_shard,
     offer_whole,
     stream,
 )
@@ -36,10 +36,10 @@ from engine.errors import Cancelled, ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.models import store
 from engine.models.locations import locate
-from engine.models.share_files import read_share
+from engine.models.shard_files import read_shard
 
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
-_NEVER = (store.PARTIAL, store.SHARE, store.PREPARED)
+_NEVER = (store.PARTIAL, store.SHARD, store.PREPARED)
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Given:
     def offer(self, progress: ProgressCallback) -> Offer:
         """An offer of everything in the folder. The first time all of it is read; ``progress`` may raise Cancelled.
         Raises ModelError."""
-        return offer_whole(self.folder, progress, self.name) if self.whole else offer_of_share(self.folder)
+        return offer_whole(self.folder, progress, self.name) if self.whole else offer_of_shard(self.folder)
 
     def chunks(
         self, layout: str, weights: str, wanted: Sequence[Wanted], progress: ProgressCallback
@@ -81,9 +81,9 @@ def find_given(key: str, name: str, caller: str) -> Given | None:
     found = store.resolve_installed(key)
     if found is not None and found.folder is not None:
         return Given(found.folder, name, True)
-    for path in sorted(locate("models").glob(f"*{store.SHARE}")):
+    for path in sorted(locate("models").glob(f"*{store.SHARD}")):
         with contextlib.suppress(ModelError):
-            manifest = read_share(path)
+            manifest = read_shard(path)
             if manifest.head == caller and manifest.identity.name == name:
                 return Given(path, name, False)
     return None

@@ -24,7 +24,7 @@ from engine.cluster.membership.control_messages import (
     Forming,
     Linked,
     LinksTried,
-    LoadShare,
+    LoadShard,
     MeasuredLink,
     NodeFacts,
     Received,
@@ -42,11 +42,11 @@ from engine.cluster.membership.server import Caller, RpcMethod
 from engine.cluster.transport.epochs import check_certificate
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.transport.registry import available_exchanges
-from engine.cluster.weights.local_weights import here_already, perhaps_here
-from engine.cluster.weights.share_store import Need, ShareStore
+from engine.cluster.weights.local_weights import held_of, reusable_bytes
+from engine.cluster.weights.shard_store import Need, ShardStore
 from engine.cluster.weights.transfer import OFFER_LIMIT, Offer, decode_offer, encode_wanted, outline
 from engine.cluster.weights.weight_fingerprint import why_unlike
-from engine.cluster.worker.follower_work import Following, lent_threads, share_bytes
+from engine.cluster.worker.follower_work import Following, lent_threads, shard_bytes
 from engine.cluster.worker.giving import Giving
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import LendingFacts, LendTerms
@@ -81,7 +81,7 @@ class ClusterWorker:
         """Node ids to which its links of the last epoch broke."""
         self._stage = ""
         self._done = self._total = 0
-        self._share_bytes = 0
+        self._shard_bytes = 0
         """Bytes of the experts that this node is to hold."""
         self._vouched: dict[str, tuple[bytes, float]] = {}
         self._unwanted: set[str] = set()
@@ -132,7 +132,7 @@ class ClusterWorker:
                 rank=spec.rank if spec else 0,
                 nodes=spec.placement.nodes if spec else 0,
                 experts=mine or sum(len(experts) for experts in held.values()),
-                expert_bytes=following.expert_bytes if following else self._share_bytes,
+                expert_bytes=following.expert_bytes if following else self._shard_bytes,
                 stage=self._stage_now(),
                 done=warming[0] if warming else self._done,
                 total=warming[1] if warming else self._total,
@@ -185,7 +185,7 @@ class ClusterWorker:
             self._links = self._following = self._spec = self._offered = self._need = None
             self._head, self._stage, self._done, self._total = "", "", 0, 0
             self._vouched = {}
-            self._share_bytes = 0
+            self._shard_bytes = 0
             if over:
                 self._said = [*self._said[-4:], over]
         if links is not None:
@@ -277,9 +277,9 @@ class ClusterWorker:
     def _facts(self, caller: Caller, wanted: WantedFacts) -> NodeFacts:
         self._free_for(caller)
         facts = measure_node(wanted, lent_threads(self._terms, wanted.threads))
-        has, trunk = here_already(wanted.weights, caller.node_id)
+        has, trunk = held_of(wanted.weights, caller.node_id)
         exchanges = [str(name) for name in available_exchanges()]
-        disk = facts.disk_free + perhaps_here(wanted.weights, wanted.family, caller.node_id)
+        disk = facts.disk_free + reusable_bytes(wanted.weights, wanted.family, caller.node_id)
         return msgspec.structs.replace(
             facts, exchanges=exchanges, has=has, has_trunk=trunk, disk_free=disk, memory_lent=self._terms.lend_memory
         )
@@ -328,7 +328,7 @@ class ClusterWorker:
             raise ModelError(unlike, kind="bad-input")
         self._go_on("comparing weights")
         with self._one_transfer():
-            need = ShareStore(locate("models"), caller.node_id).need(offered, self._progress(caller))
+            need = ShardStore(locate("models"), caller.node_id).need(offered, self._progress(caller))
             with self._lock:
                 self._offered, self._need = offered, need
         return Wants(wanted=encode_wanted(need.wanted), nbytes=need.nbytes, has_bytes=need.has_bytes)
@@ -349,7 +349,7 @@ class ClusterWorker:
             offered, need = self._offered, self._need
         if offered is None or need is None:
             raise ModelError("Weights came that nobody offered; form the ring again.", kind="network")
-        store = ShareStore(locate("models"), caller.node_id)
+        store = ShardStore(locate("models"), caller.node_id)
         chunks = (piece.data for piece in pieces)
         with self._one_transfer():
             folder = store.receive(offered, need.wanted, chunks, self._progress(caller), lambda: not caller.active())
@@ -388,7 +388,7 @@ class ClusterWorker:
         with self._lock:
             before, following = self._links, self._following
             self._links, self._following, self._spec, self._broken = links, None, spec, []
-            self._share_bytes = self._bytes_of(spec)
+            self._shard_bytes = self._bytes_of(spec)
         if before is not None:
             before.close()
         if following is not None:
@@ -405,7 +405,7 @@ class ClusterWorker:
             problems={str(name): text[:300] for name, text in links.problems.items()},
         )
 
-    def _form(self, caller: Caller, wanted: LoadShare) -> Iterator[Forming]:
+    def _form(self, caller: Caller, wanted: LoadShard) -> Iterator[Forming]:
         """Load in a thread of its own, and report its progress."""
         with self._lock:
             spec, links, need = self._spec, self._links, self._need
@@ -435,7 +435,7 @@ class ClusterWorker:
             except BaseException as error:
                 said.put(error)
 
-        threading.Thread(target=load, name="loading a share", daemon=True).start()
+        threading.Thread(target=load, name="loading a shard", daemon=True).start()
         yield from self._told(caller, said, stop)
 
     def _told(
@@ -481,7 +481,7 @@ class ClusterWorker:
         """Raises ModelError if the shard would take more memory than its person lends."""
         if self._terms.lend_memory is None or self._need is None:
             return
-        taken = share_bytes(self._need.folder, spec)
+        taken = shard_bytes(self._need.folder, spec)
         if taken > self._terms.lend_memory:
             raise ModelError(
                 f"{self._node.name} lends {byte_size(self._terms.lend_memory)} of memory and its share would take "

@@ -72,7 +72,7 @@ class PeerFacts(msgspec.Struct, frozen=True, kw_only=True):
     memory_total: int = 0
     memory_free: int = 0
     runtime: str = ""
-    """What would run its share, e.g. ``native avx512_bf16``."""
+    """What would run its shard, e.g. ``native avx512_bf16``."""
     version: str = ""
     lent_to: str = ""
     """With the state ``busy``: name of the head that has it."""
@@ -80,7 +80,7 @@ class PeerFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Why it cannot be used, in a sentence."""
 
 
-class NodeShare(msgspec.Struct, frozen=True, kw_only=True):
+class NodeShard(msgspec.Struct, frozen=True, kw_only=True):
     """One node's part of a ring, planned or formed. ``rank`` 0 is the head."""
 
     rank: int
@@ -105,7 +105,7 @@ class RingFacts(msgspec.Struct, frozen=True, kw_only=True):
     mode: RingMode
     exchange: ExchangeName
     loading: LoadingName
-    nodes: list[NodeShare]
+    nodes: list[NodeShard]
     encrypted: bool = True
     tokens_per_s: float | None = None
     """Predicted."""

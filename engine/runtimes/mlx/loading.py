@@ -19,7 +19,7 @@ from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.mapped_file import WIDTHS
 from engine.models.opening import open_model, read_config
-from engine.models.share_files import part_of
+from engine.models.shard_files import part_of
 from engine.models.weight_layout import layout_of
 from engine.moe.executor import LocalExecutor, RingExecutor
 from engine.moe.held import check_held, held_by

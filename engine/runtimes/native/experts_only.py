@@ -33,7 +33,7 @@ def open_backend(
 
 
 def load_experts(folder: Path, request: Load, context: RankContext) -> NodeExperts:
-    """The experts of ``context`` from the model, or the share of one, in ``folder``.
+    """The experts of ``context`` from the model, or a shard of it, in ``folder``.
 
     Raises ModelError if the kernels cannot run them, saying why, or the rank context's plan does not fit.
     """

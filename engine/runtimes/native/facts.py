@@ -22,7 +22,7 @@ def describe(
     context: RankContext | None = None,
 ) -> ModelFacts:
     """The facts of the model in ``files``, which computes in ``dtype`` with the kernels ``choice``; ``context`` is its
-    place in a ring. Bytes are those of its share there, parameters those of the whole model."""
+    place in a ring. Bytes are those of its shard there, parameters those of the whole model."""
     experts = files.experts
     numbers = sum(math.prod(tensor.shape) for _, tensor in files.trunk())
     if experts is not None:

@@ -25,7 +25,7 @@ from engine.runtimes.torch.runtime import pick_dtype
 def load_experts(
     folder: Path, request: Load, context: RankContext, progress: ProgressCallback, gpu: GpuFinder = find_gpu
 ) -> NodeExperts:
-    """The experts of ``context`` from the model, or the share of one, in ``folder``.
+    """The experts of ``context`` from the model, or a shard of it, in ``folder``.
 
     ``gpu`` finds the device that shares them with the CPU.
 

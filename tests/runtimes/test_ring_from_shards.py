@@ -13,7 +13,7 @@ from memory_exchange import must_succeed, on_all_ranks
 from ring_places import placed, places
 
 from engine.cluster.expert_runners import load_experts
-from engine.cluster.weights.share_store import ShareStore
+from engine.cluster.weights.shard_store import ShardStore
 from engine.cluster.weights.transfer import offer, stream
 from engine.errors import ModelError
 from engine.ipc.messages import Load
@@ -39,7 +39,7 @@ def one_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def share_of(folder: Path, placement: Placement, rank: int, at: Path, trunk: bool = True) -> Path:
     held = {layer: list(placement.held(rank, layer)) for layer in placement.layers}
     offered = offer(folder, held, quiet) if trunk else offer(folder, held, quiet, trunk=False)
-    store = ShareStore(at / f"node-{rank}", "head")
+    store = ShardStore(at / f"node-{rank}", "head")
     need = store.need(offered, quiet)
     store.receive(offered, need.wanted, stream(folder, offered, need.wanted), quiet)
     return need.folder

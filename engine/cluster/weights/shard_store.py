@@ -1,12 +1,12 @@
-"""What a node keeps of the models that rings share with it: what it lacks of an offer, receiving that, giving up room.
+"""The shards that a node keeps: finding what it lacks of an offer, receiving it, and freeing disk space.
 
-Bytes are written where they lie in the head's files; what is not written is a hole. They count as here when they are on
-the disk, their checksum is right and ``share.json`` names them, in this order, so a machine that dies at any moment
-loses at most what came since the last time that was said. A model that changes under a loaded share is noticed by its
-files' time of change: load again after receiving.
+Bytes are written at their places in the head's files; the rest of a file is a hole. An item counts as present once it
+is on the disk, its checksum was compared, and ``share.json`` names it, in this order. A machine that dies at any moment
+therefore loses at most what arrived since the manifest was last written. A loaded shard notices changes by its files'
+modification times, so it must be loaded again after receiving.
 
-Which model it is, and that the bytes are its own, only the head says. So each head has shares of its own here: what a
-wrong one sent is used with that one only.
+Only the head vouches for the identity and the bytes of a model. Each head therefore has its own shards here: what one
+head sent is used with that head only.
 """
 
 from __future__ import annotations
@@ -49,43 +49,48 @@ from engine.models.durable_files import new_file
 from engine.models.families import check_supported
 from engine.models.opening import open_model, read_config
 from engine.models.prepare import BankPlan, fill_slab, is_setting, plan_bank
-from engine.models.share_files import FORMAT, Begun, FileSize, ShareManifest, is_share, read_share
+from engine.models.shard_files import FORMAT, Begun, FileSize, ShardManifest, is_shard, read_shard
 from engine.models.weight_layout import WeightLayout, config_fingerprint, layout_of
 from engine.planning.units import byte_size
 
 SYNC_BYTES = 64 * 1024 * 1024
-"""So much is received between two times that it is put on the disk for good."""
+"""Bytes received between two syncs to the disk."""
 RESERVE_BYTES = 64 * 1024 * 1024
-"""Left free on the disk."""
+"""Bytes left free on the disk."""
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
 class Need:
-    """What a node lacks of an offer. ``folder`` is what it will load: its share, or a whole copy of the same model that
-    it has anyway, which is used where it lies."""
+    """The items that a node lacks of an offer.
+
+    ``folder`` is the folder to load: the node's shard, or a whole copy of the same model that it has anyway.
+    """
 
     folder: Path
     wanted: tuple[Wanted, ...]
     nbytes: int
-    """To be received."""
+    """Bytes to receive."""
     has_bytes: int
-    """Of the offer, what is here."""
+    """Bytes of the offer that are here."""
     whole: bool = False
-    """``folder`` is a whole model."""
+    """Whether ``folder`` is a whole model."""
 
 
-class ShareStore:
-    """The shares in the folder ``models`` of what the head with the node id ``head`` sends."""
+class ShardStore:
+    """The shards in the folder ``models`` that the head with the node id ``head`` sent."""
 
     def __init__(self, models: Path, head: str) -> None:
         self._models = models
         self._head = head
 
     def need(self, offered: Offer, progress: ProgressCallback) -> Need:
-        """What of the offer is not here. A whole copy of the model is looked for first; the bytes that would be used of
-        it are read once and compared. Of a plain checkpoint, where a bank is offered, the share is made here.
-        ``progress`` may raise Cancelled. Raises ModelError, RingProtocolError."""
+        """Find out what of the offer is not here.
+
+        A whole copy of the model is looked for first: its offered bytes are read once and compared. If a bank is
+        offered and a plain checkpoint of the model is here, the shard is made from that. ``progress`` may raise
+        Cancelled. Raises ModelError, RingProtocolError.
+        """
         check_offer(offered)
         total = offered.nbytes
         for layout in self._copies(offered):
@@ -102,21 +107,21 @@ class ShareStore:
         return Need(folder, wanted, missing, total - missing)
 
     def _missing(self, offered: Offer) -> tuple[Wanted, ...]:
-        """What of the offer is not in the share."""
+        """The items of the offer that are not in the shard."""
         return missing_in(self.folder(offered), offered, self._head)
 
     def folder(self, offered: Offer) -> Path:
-        """Where the share of the offered model is, or will be."""
-        for path in sorted(self._models.glob(f"*{store.SHARE}")):
+        """The folder of the offered model's shard, which may not exist yet."""
+        for path in sorted(self._models.glob(f"*{store.SHARD}")):
             try:
-                manifest = read_share(path)
+                manifest = read_shard(path)
             except ModelError:
                 continue
             if _is_of(manifest, offered, self._head):
                 return path
         name = re.sub(r"[^A-Za-z0-9_.-]+", "-", offered.identity.name).strip(".-")[:60] or "model"
         said = "-".join((offered.identity.weights[:12], offered.layout[:8], self._head[:8]))
-        return self._models / f"{name}--{said}{store.SHARE}"
+        return self._models / f"{name}--{said}{store.SHARD}"
 
     def receive(
         self,
@@ -128,9 +133,11 @@ class ShareStore:
     ) -> Path:
         """Write the encoded chunks, which must be what is ``wanted`` (of :meth:`need`), in this order.
 
-        Experts of the share that the offer does not name are given up if the room is needed. Returns the share's
-        folder. Raises ModelError (disk: what is missing), RingProtocolError for anything that was not asked for or is
-        damaged, Cancelled; what came until then is kept, and not asked for again.
+        Experts of the shard that the offer does not name are deleted if the space is needed. Returns the shard's
+        folder. Received bytes are kept in any case and not requested again.
+
+        Raises ModelError (disk, with the missing bytes), RingProtocolError for chunks that were not requested or are
+        damaged, Cancelled.
         """
         check_offer(offered)
         folder = self.folder(offered)
@@ -140,17 +147,20 @@ class ShareStore:
 
     @staticmethod
     def keep_only(folder: Path, held: Mapping[int, Sequence[int]]) -> int:
-        """Give up the experts of a share that ``held`` does not name; the bytes of disk that this frees (0 where the
-        file system cannot free a part of a file). No model may have it loaded. Raises ModelError."""
+        """Delete the experts of a shard that ``held`` does not name. No model may have the shard loaded.
+
+        Returns the bytes of disk that were freed, which is 0 if the file system cannot free a part of a file. Raises
+        ModelError.
+        """
         layout = layout_of(folder)
-        manifest = read_share(folder)
+        manifest = read_shard(folder)
         kept = {
             layer: tuple(expert for expert in experts if expert in held.get(layer, ()))
             for layer, experts in manifest.experts.items()
         }
         gone = [(layer, expert) for layer, experts in manifest.experts.items() for expert in experts]
         gone = [place for place in gone if place[1] not in kept[place[0]]]
-        # First it is no longer said to be here, then it no longer is.
+        # The manifest is written first, so that it never names what was deleted.
         _write_manifest(folder, msgspec.structs.replace(manifest, experts=kept))
         spans = [
             (layout.files[run.file][0], run.start, run.stop) for place in gone for run in layout.experts.get(place, ())
@@ -158,7 +168,7 @@ class ShareStore:
         return punch(folder, spans)
 
     def _copies(self, offered: Offer) -> list[WeightLayout]:
-        """Whole models here whose files are like the offered ones."""
+        """Whole models here with the same files and layout as the offered one."""
         found = []
         for path in sorted(self._models.iterdir()) if self._models.is_dir() else ():
             if path.name.startswith(".") or not store.is_complete(path):
@@ -173,7 +183,7 @@ class ShareStore:
 
 
 def missing_in(folder: Path, offered: Offer, head: str) -> tuple[Wanted, ...]:
-    """What of the offer is not in ``folder``, into which it is received; see :func:`receive_into`."""
+    """The items of the offer that are not in ``folder``; see :func:`receive_into`."""
     state = _State.of(folder, offered, head)
     return tuple(
         Wanted(index, state.begun_at(item)) for index, item in enumerate(offered.items) if not state.has(item.key)
@@ -191,8 +201,10 @@ def receive_into(
     *,
     may_give_up: bool = False,
 ) -> None:
-    """As :meth:`ShareStore.receive`, into ``folder``, which has or gets the manifest of a share that ``head`` sent.
-    ``may_give_up``: experts that the offer does not name, if the room is needed."""
+    """As :meth:`ShardStore.receive`, into ``folder``, which has or gets the manifest of a shard that ``head`` sent.
+
+    ``may_give_up``: experts that the offer does not name are deleted if the disk space is needed.
+    """
     with store.exclusive(folder):
         receiver = _Receiver(folder, offered, head, wanted, progress)
         try:
@@ -204,8 +216,8 @@ def receive_into(
             receiver.close()
 
 
-def _is_of(manifest: ShareManifest, offered: Offer, head: str) -> bool:
-    """Whether it is a share of what ``head`` offers."""
+def _is_of(manifest: ShardManifest, offered: Offer, head: str) -> bool:
+    """Whether the manifest is of a shard of the model that ``head`` offers."""
     same = (manifest.layout, manifest.identity.weights) == (offered.layout, offered.identity.weights)
     return same and manifest.head == head
 
@@ -215,7 +227,7 @@ def _named(progress: ProgressCallback, stage: str) -> ProgressCallback:
 
 
 def _agrees(layout: WeightLayout, offered: Offer, progress: ProgressCallback) -> bool:
-    """Whether everything offered is in this whole model, byte by byte."""
+    """Whether this whole model contains everything that is offered, as their checksums say."""
     if config_fingerprint(layout.config) != offered.identity.config:
         return False
     checksums = ItemChecksums(layout)
@@ -240,7 +252,7 @@ def _checksum(item: Item, checksums: ItemChecksums, settings: Mapping[str, Path]
     if kind == "setting":
         if rest not in settings:
             return None
-        # These may differ in what does not change the model; those that do are compared by their own fingerprints.
+        # Other settings may differ without changing the model. Those that change it have their own fingerprints.
         return checksums.setting(settings[rest]) if is_of_tokenizer(rest) else item.checksum
     number = int(rest)
     if kind == "header":
@@ -253,7 +265,7 @@ def _checksum(item: Item, checksums: ItemChecksums, settings: Mapping[str, Path]
 
 @dataclass
 class _State:
-    """What of an offered model is on the disk."""
+    """The items of an offered model that are on the disk."""
 
     offered: Offer
     head: str
@@ -263,12 +275,12 @@ class _State:
 
     @classmethod
     def of(cls, folder: Path, offered: Offer, head: str) -> _State:
-        """Nothing, if the share is damaged or is of something else, or another head's."""
+        """The state of ``folder``; empty if its shard is damaged, of another model or of another head."""
         state = cls(offered, head)
-        if not is_share(folder):
+        if not is_shard(folder):
             return state
         try:
-            manifest = read_share(folder)
+            manifest = read_shard(folder)
             whole = all((folder / file.name).stat().st_size == file.size for file in manifest.files)
         except (ModelError, OSError):
             return state
@@ -295,14 +307,17 @@ class _State:
             self.experts.setdefault(place[0], set()).add(place[1])
 
     def begun_at(self, item: Item) -> int:
-        """How many bytes of an item arrived before. All of them, and it is not here: it was not compared; again."""
+        """The bytes of an unfinished item that arrived before.
+
+        0 if all arrived: they were not compared with the checksum, so the item is received again.
+        """
         begun = self.begun
         if begun is None or begun.key != item.key or not item.runs or begun.done >= item.nbytes:
             return 0
         return begun.done
 
-    def manifest(self) -> ShareManifest:
-        return ShareManifest(
+    def manifest(self) -> ShardManifest:
+        return ShardManifest(
             format=FORMAT,
             identity=self.offered.identity,
             head=self.head,
@@ -323,8 +338,8 @@ def _is_file_of(path: Path, item: Item) -> bool:
         return False
 
 
-def _write_manifest(folder: Path, manifest: ShareManifest) -> None:
-    with new_file(folder / store.SHARE_MANIFEST) as file:
+def _write_manifest(folder: Path, manifest: ShardManifest) -> None:
+    with new_file(folder / store.SHARD_MANIFEST) as file:
         file.write(msgspec.json.encode(manifest))
 
 
@@ -332,7 +347,7 @@ def _write_manifest(folder: Path, manifest: ShareManifest) -> None:
 
 
 class _Receiver:
-    """One stream into one share."""
+    """Receives one stream into one shard."""
 
     def __init__(
         self, folder: Path, offered: Offer, head: str, wanted: Sequence[Wanted], progress: ProgressCallback
@@ -346,18 +361,18 @@ class _Receiver:
         self._dirty: set[int] = set()
         self._unsynced = 0
         self._done_keys: list[str] = []
-        """Complete and compared, not yet known to be on the disk."""
+        """Keys of items that are complete and compared, but not yet synced to the disk."""
         self._total = sum(offered.items[want.item].nbytes - want.start for want in wanted)
         self._arrived = 0
         self._settled = 0
-        """Bytes of what arrived that ``share.json`` names."""
+        """Bytes of received items that ``share.json`` names."""
 
     @property
     def missing(self) -> int:
         return self._total - self._settled
 
     def prepare(self, may_give_up: bool) -> None:
-        """Check what is wanted, make room, and make the files, all of it holes. Raises ModelError."""
+        """Check what is wanted, free disk space if needed, and create the sparse files. Raises ModelError."""
         for want in self._wanted:
             item = self._offered.items[want.item]
             if self._state.has(item.key) or want.start != self._state.begun_at(item):
@@ -374,7 +389,7 @@ class _Receiver:
         _write_manifest(self._folder, self._state.manifest())
 
     def run(self, chunks: Iterable[bytes], should_stop: Callable[[], bool]) -> None:
-        """Raises RingProtocolError, OSError, Cancelled."""
+        """Receive everything that is wanted. Raises RingProtocolError, OSError, Cancelled."""
         stream: Iterator[bytes] = iter(chunks)
         try:
             for want in self._wanted:
@@ -382,7 +397,7 @@ class _Receiver:
             if next(stream, None) is not None:
                 raise RingProtocolError("more weights came than were asked for")
         except BaseException:
-            # What arrived is worth keeping, whatever ended it, if the disk still takes it.
+            # Received bytes are kept, whatever ended the stream, if the disk still takes them.
             with contextlib.suppress(OSError):
                 self._sync()
             raise
@@ -439,7 +454,7 @@ class _Receiver:
             self._sync()
 
     def _write(self, item: Item, offset: int, data: bytes) -> None:
-        """``data``, which is the item's from ``offset`` on, to its places in the files."""
+        """Write ``data``, which begins at ``offset`` of the item, to its places in the files."""
         view = memoryview(data)
         for file, start, stop in item.runs:
             if offset >= stop - start:
@@ -453,7 +468,7 @@ class _Receiver:
                 return
 
     def _sync(self) -> None:
-        """Put everything on the disk, then say that it is there."""
+        """Sync the files to the disk, then name the items in the manifest."""
         for file in self._dirty:
             os.fsync(self._files[file])
         self._dirty.clear()
@@ -465,14 +480,15 @@ class _Receiver:
         self._settled = self._arrived
 
     def _make_room(self, may_give_up: bool) -> None:
-        """Raises ModelError if what is missing does not fit on the disk, unwanted experts given up."""
+        """Delete unwanted experts if the disk needs the space. Raises ModelError if the missing items still do not
+        fit."""
         free = self._free()
         if self._total + RESERVE_BYTES <= free:
             return
         wanted = self._offered.held
         surplus = any(not experts <= set(wanted.get(layer, ())) for layer, experts in self._state.experts.items())
-        if surplus and may_give_up and is_share(self._folder):
-            ShareStore.keep_only(self._folder, wanted)
+        if surplus and may_give_up and is_shard(self._folder):
+            ShardStore.keep_only(self._folder, wanted)
             self._state = _State.of(self._folder, self._offered, self._state.head)
             free = self._free()
         if self._total + RESERVE_BYTES > free:
@@ -515,8 +531,10 @@ _UNABLE = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.EN
 
 
 def punch(folder: Path, spans: Iterable[tuple[str, int, int]]) -> int:
-    """Free ``spans`` (file, start, stop) of ``folder``; the bytes of disk that this freed. Where the file system cannot
-    do that, the bytes stay. Raises OSError."""
+    """Free the disk space of ``spans`` (file, start, stop) of ``folder``. Returns the freed bytes.
+
+    Nothing is freed if the file system cannot punch holes. Raises OSError.
+    """
     by_file: dict[str, list[tuple[int, int]]] = {}
     for name, start, stop in spans:
         by_file.setdefault(name, []).append((start, stop))
@@ -554,7 +572,7 @@ def _punch_linux(descriptor: int, start: int, stop: int) -> None:
 
 
 def _punch_mac(descriptor: int, start: int, stop: int) -> None:
-    """Whole blocks only."""
+    """Punch whole blocks only, as macOS requires."""
     import fcntl
 
     first, last = start + -start % _MAC_BLOCK, stop - stop % _MAC_BLOCK
@@ -562,11 +580,11 @@ def _punch_mac(descriptor: int, start: int, stop: int) -> None:
         fcntl.fcntl(descriptor, _MAC_PUNCH_HOLE, struct.pack("IIqq", 0, 0, first, last - first))
 
 
-# --- a whole copy that is here ---------------------------------------------------------------------------------------
+# --- making a shard from a local checkpoint --------------------------------------------------------------------------
 
 
 class LocalCopy:
-    """The bank that a checkpoint of this machine would become, of the same layout as the offered one."""
+    """The bank that a checkpoint on this machine would become, with the layout of the offered bank."""
 
     def __init__(self, plan: BankPlan, offered: Offer) -> None:
         self._plan = plan
@@ -579,7 +597,7 @@ class LocalCopy:
             position += tensor.nbytes
 
     def wanted(self, wanted: Sequence[Wanted]) -> list[Wanted]:
-        """Those of the items that can be made here and are right, from their beginnings."""
+        """The items that can be made here with the right checksum, each from its first byte."""
         return [want for want in wanted if want.start == 0 and self._is_right(self._offered.items[want.item])]
 
     def chunks(self, wanted: Sequence[Wanted]) -> Iterator[bytes]:
@@ -611,7 +629,7 @@ class LocalCopy:
         return slab.tobytes()
 
     def _setting(self, name: str) -> bytes:
-        """A file beside the weights; nothing if it is not here."""
+        """The contents of a file beside the weights; empty if it is not here."""
         path = self._plan.files.folder / name
         return path.read_bytes() if is_setting(path) else b""
 
@@ -626,7 +644,7 @@ class LocalCopy:
 
 
 def local_copy(models: Path, offered: Offer) -> LocalCopy | None:
-    """A checkpoint in ``models`` of which the offered bank could have been made; None if there is none."""
+    """A checkpoint in ``models`` from which the offered bank could have been made, or None."""
     if offered.form != "bank":
         return None
     for path in sorted(models.iterdir()) if models.is_dir() else ():
@@ -647,6 +665,6 @@ def local_copy(models: Path, offered: Offer) -> LocalCopy | None:
 
 
 def _sizes(plan: BankPlan) -> Mapping[str, int]:
-    """Names and sizes of the files of weights that the bank would have."""
+    """Names and sizes of the weight files that the bank would have."""
     slabs = {f"{EXPERTS_FOLDER}/{layer_path(Path(), layer).name}": plan.layer_bytes for layer in plan.experts.layers}
     return {TRUNK: plan.trunk_bytes, **slabs}

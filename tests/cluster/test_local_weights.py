@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from engine.cluster.weights.local_weights import here_already, perhaps_here
-from engine.cluster.weights.share_store import ShareStore
+from engine.cluster.weights.local_weights import held_of, reusable_bytes
+from engine.cluster.weights.shard_store import ShardStore
 from engine.cluster.weights.transfer import offer, stream
 from engine.models.store import folder_bytes
 from engine.models.weight_layout import layout_of
@@ -27,21 +27,23 @@ def test_what_may_be_of_the_model_counts_as_room(
     models = tmp_path / "models"
     models.mkdir()
     folder = tiny_model("mixtral")
-    assert perhaps_here("", "mixtral", "head") == 0
+    assert reusable_bytes("", "mixtral", "head") == 0
     # A share counts as long as its head does not say which weights it has; after that it is known what is there.
     layout = layout_of(folder)
     offered = offer(folder, {layer: [0, 1] for layer in layout.layers}, quiet)
-    store = ShareStore(models, "head")
+    store = ShardStore(models, "head")
     wanted = store.need(offered, quiet).wanted
     store.receive(offered, wanted, stream(folder, offered, wanted), quiet)
     sent = offered.nbytes
-    assert sent <= perhaps_here("", "mixtral", "head") < layout.trunk_bytes + layout.expert_bytes * len(layout.experts)
-    assert perhaps_here("", "mixtral", "another head") == 0
+    assert (
+        sent <= reusable_bytes("", "mixtral", "head") < layout.trunk_bytes + layout.expert_bytes * len(layout.experts)
+    )
+    assert reusable_bytes("", "mixtral", "another head") == 0
     weights = offered.identity.weights
-    assert perhaps_here(weights, "mixtral", "head") == 0
-    assert here_already(weights, "head") == ({layer: [0, 1] for layer in layout.layers}, True)
+    assert reusable_bytes(weights, "mixtral", "head") == 0
+    assert held_of(weights, "head") == ({layer: [0, 1] for layer in layout.layers}, True)
     # A whole model of the family may be the same one, and would be used where it lies.
     whole = models / "whole"
     shutil.copytree(folder, whole)
-    assert perhaps_here(weights, "mixtral", "head") == folder_bytes(whole)
-    assert perhaps_here(weights, "olmoe", "head") == 0
+    assert reusable_bytes(weights, "mixtral", "head") == folder_bytes(whole)
+    assert reusable_bytes(weights, "olmoe", "head") == 0

@@ -11,12 +11,12 @@ pytest.importorskip("mlx_lm")
 
 from mlx_oracle import QUANTISABLE, write_quantised  # noqa: E402
 
-from engine.cluster.weights.share_store import ShareStore  # noqa: E402
+from engine.cluster.weights.shard_store import ShardStore  # noqa: E402
 from engine.cluster.weights.transfer import offer, outline, stream  # noqa: E402
 from engine.cluster.weights.weight_fingerprint import differences, identity_of  # noqa: E402
 from engine.models.families import check_supported, expert_shape  # noqa: E402
 from engine.models.opening import read_config  # noqa: E402
-from engine.models.share_files import is_share, read_share  # noqa: E402
+from engine.models.shard_files import is_shard, read_shard  # noqa: E402
 from engine.models.weight_layout import layout_of  # noqa: E402
 
 
@@ -45,10 +45,10 @@ def test_held_rows_and_the_trunk_arrive_the_rest_is_holes(family: str, tmp_path:
     offered = offer(folder, held, quiet)
     assert offered.form == "library"
     assert offered.identity.quantisation == "4-bit in groups of 32"
-    shares = ShareStore(tmp_path / "node", "head")
+    shares = ShardStore(tmp_path / "node", "head")
     need = shares.need(offered, quiet)
     shares.receive(offered, need.wanted, stream(folder, offered, need.wanted), quiet)
-    assert read_share(need.folder).experts == {layer: tuple(rows) for layer, rows in held.items()}
+    assert read_shard(need.folder).experts == {layer: tuple(rows) for layer, rows in held.items()}
 
     layout = layout_of(folder)
     settings = sum(path.stat().st_size for path in layout.settings)
@@ -87,4 +87,4 @@ def test_sizes_of_a_quantised_model(tmp_path: Path):
         entry.nbytes  # type: ignore[attr-defined]
         for entry in tensors(folder).values()
     )
-    assert not is_share(folder)
+    assert not is_shard(folder)

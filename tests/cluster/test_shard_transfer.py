@@ -19,15 +19,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.cluster.transport.exchange import RingProtocolError
-from engine.cluster.weights import share_store, transfer
-from engine.cluster.weights.local_weights import here_already
-from engine.cluster.weights.share_store import Need, ShareStore
+from engine.cluster.weights import shard_store, transfer
+from engine.cluster.weights.local_weights import held_of
+from engine.cluster.weights.shard_store import Need, ShardStore
 from engine.cluster.weights.transfer import Offer, Wanted, decode_offer, encode_offer, offer, outline, stream
 from engine.errors import Cancelled, ModelError
 from engine.models import store
 from engine.models.opening import open_model
 from engine.models.prepare import prepare
-from engine.models.share_files import read_share
+from engine.models.shard_files import read_shard
 from engine.models.weight_layout import layout_of
 
 TinyModel = Callable[..., Path]
@@ -46,10 +46,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def shares(tmp_path: Path) -> ShareStore:
+def shares(tmp_path: Path) -> ShardStore:
     """A node's, with a folder of its own."""
     (tmp_path / "node").mkdir()
-    return ShareStore(tmp_path / "node", "head")
+    return ShardStore(tmp_path / "node", "head")
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def every_second(folder: Path, first: int = 0) -> dict[int, list[int]]:
     return {layer: list(range((first + layer) % 2, found.experts, 2)) for layer in found.layers}
 
 
-def send(shares: ShareStore, folder: Path, offered: Offer, **options: Any) -> Need:
+def send(shares: ShardStore, folder: Path, offered: Offer, **options: Any) -> Need:
     need = shares.need(offered, quiet)
     shares.receive(offered, need.wanted, stream(folder, offered, need.wanted), quiet, **options)
     return need
@@ -98,7 +98,7 @@ def assert_same_experts(share: Path, whole: Path, held: Mapping[int, Sequence[in
 @pytest.mark.parametrize("prepared", [False, True])
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "gpt_oss", "dbrx", "deepseek_v3", "llama4_text"])
 def test_a_share_hands_out_what_the_whole_model_has(
-    tiny_model: TinyModel, shares: ShareStore, tmp_path: Path, family: str, prepared: bool
+    tiny_model: TinyModel, shares: ShardStore, tmp_path: Path, family: str, prepared: bool
 ):
     folder = tiny_model(family, dtype="bfloat16", shards=not prepared)
     if prepared:
@@ -129,15 +129,15 @@ def test_what_a_wrong_head_sent_is_used_with_that_head_only(
     right, wrong = offer(bank, held, quiet, name="a model"), offer(tmp_path / "wrong", held, quiet, name="a model")
     assert wrong.identity != right.identity and wrong.layout == right.layout
     forged = msgspec.structs.replace(wrong, identity=right.identity)
-    theirs = send(ShareStore(models, "wrong head"), tmp_path / "wrong", forged)
-    shares = ShareStore(models, "head")
-    assert here_already(right.identity.weights, "head") == ({}, False)
+    theirs = send(ShardStore(models, "wrong head"), tmp_path / "wrong", forged)
+    shares = ShardStore(models, "head")
+    assert held_of(right.identity.weights, "head") == ({}, False)
     assert shares.need(right, quiet).nbytes == right.nbytes
     mine = send(shares, bank, right)
     assert_same_experts(mine.folder, bank, held)
     assert_same_experts(theirs.folder, tmp_path / "wrong", held)
     assert mine.folder != theirs.folder
-    assert here_already(right.identity.weights, "head") == ({layer: held[layer] for layer in held}, True)
+    assert held_of(right.identity.weights, "head") == ({layer: held[layer] for layer in held}, True)
     # Even in the very folder that the right head's share would have, as short forms of long names may be equal.
     shutil.rmtree(mine.folder)
     theirs.folder.rename(mine.folder)
@@ -146,7 +146,7 @@ def test_what_a_wrong_head_sent_is_used_with_that_head_only(
 
 
 def test_only_the_trunk_and_the_own_experts_are_sent_and_take_room(
-    tiny_model: TinyModel, shares: ShareStore, tmp_path: Path
+    tiny_model: TinyModel, shares: ShardStore, tmp_path: Path
 ):
     folder = tiny_model("mixtral", hidden_size=192, intermediate_size=384, vocab_size=200)
     layout = layout_of(folder)
@@ -168,7 +168,7 @@ def test_only_the_trunk_and_the_own_experts_are_sent_and_take_room(
     assert blocks(need.folder) < blocks(folder) / 2
 
 
-def test_a_share_without_trunk_has_experts_only(bank: Path, shares: ShareStore):
+def test_a_share_without_trunk_has_experts_only(bank: Path, shares: ShardStore):
     held = every_second(bank)
     offered = offer(bank, held, quiet, trunk=False)
     assert offered.nbytes < offer(bank, held, quiet).nbytes - layout_of(bank).trunk_bytes + 1
@@ -184,7 +184,7 @@ def test_a_share_without_trunk_has_experts_only(bank: Path, shares: ShareStore):
     assert len(list(open_model(later.folder).trunk())) == len(list(open_model(bank).trunk()))
 
 
-def test_a_later_placement_fetches_the_difference(bank: Path, shares: ShareStore):
+def test_a_later_placement_fetches_the_difference(bank: Path, shares: ShardStore):
     layout = layout_of(bank)
     send(shares, bank, offer(bank, every_second(bank), quiet))
     held = {layer: list(range(layout.count)) for layer in layout.layers}
@@ -195,7 +195,7 @@ def test_a_later_placement_fetches_the_difference(bank: Path, shares: ShareStore
     assert_same_experts(need.folder, bank, held)
 
 
-def test_experts_are_given_up_only_for_room(bank: Path, shares: ShareStore, monkeypatch: pytest.MonkeyPatch):
+def test_experts_are_given_up_only_for_room(bank: Path, shares: ShardStore, monkeypatch: pytest.MonkeyPatch):
     first, second = every_second(bank), every_second(bank, 1)
     folder = send(shares, bank, offer(bank, first, quiet)).folder
     layout = layout_of(bank)
@@ -209,14 +209,14 @@ def test_experts_are_given_up_only_for_room(bank: Path, shares: ShareStore, monk
     assert_same_experts(folder, bank, first)
 
     # Now there is room for one reserve only: those that are not wanted go.
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, share_store.RESERVE_BYTES))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, shard_store.RESERVE_BYTES))
     with pytest.raises(ModelError, match="are missing") as caught:
         send(shares, bank, offer(bank, second, quiet))
     assert caught.value.kind == "disk"
-    assert read_share(folder).experts == dict.fromkeys(layout.layers, ())
+    assert read_shard(folder).experts == dict.fromkeys(layout.layers, ())
 
 
-def test_a_node_that_has_the_model_is_sent_nothing(bank: Path, shares: ShareStore, tmp_path: Path):
+def test_a_node_that_has_the_model_is_sent_nothing(bank: Path, shares: ShardStore, tmp_path: Path):
     shutil.copytree(bank, tmp_path / "node" / "its-own-copy")
     held = every_second(bank)
     offered = offer(bank, held, quiet)
@@ -225,7 +225,7 @@ def test_a_node_that_has_the_model_is_sent_nothing(bank: Path, shares: ShareStor
 
 
 @pytest.mark.parametrize("what", ["an expert", "the trunk", "the tokenizer", "the configuration"])
-def test_a_copy_that_differs_is_not_used(tiny_model: TinyModel, shares: ShareStore, tmp_path: Path, what: str):
+def test_a_copy_that_differs_is_not_used(tiny_model: TinyModel, shares: ShardStore, tmp_path: Path, what: str):
     head = Path(shutil.copytree(tiny_model("mixtral"), tmp_path / "head"))
     (head / "tokenizer.json").write_text('{"version": "1.0"}')
     copy = Path(shutil.copytree(head, tmp_path / "node" / "copy"))
@@ -247,7 +247,7 @@ def test_a_copy_that_differs_is_not_used(tiny_model: TinyModel, shares: ShareSto
 
 
 def test_an_interrupted_transfer_goes_on_within_an_item(
-    bank: Path, shares: ShareStore, monkeypatch: pytest.MonkeyPatch
+    bank: Path, shares: ShardStore, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(transfer, "CHUNK_BYTES", 1000)
     held = every_second(bank)
@@ -275,7 +275,7 @@ def test_an_interrupted_transfer_goes_on_within_an_item(
     assert_same_experts(need.folder, bank, held)
 
 
-def test_it_can_be_stopped_and_what_came_is_kept(bank: Path, shares: ShareStore):
+def test_it_can_be_stopped_and_what_came_is_kept(bank: Path, shares: ShardStore):
     offered = offer(bank, every_second(bank), quiet)
     need = shares.need(offered, quiet)
     count = iter(range(1000))
@@ -286,7 +286,7 @@ def test_it_can_be_stopped_and_what_came_is_kept(bank: Path, shares: ShareStore)
     assert 0 < len(shares.need(offered, quiet).wanted) < len(need.wanted)
 
 
-def test_a_stream_that_ends_early_says_so(bank: Path, shares: ShareStore):
+def test_a_stream_that_ends_early_says_so(bank: Path, shares: ShardStore):
     offered = offer(bank, every_second(bank), quiet)
     need = shares.need(offered, quiet)
     with pytest.raises(ModelError, match="stopped sending after"):
@@ -294,7 +294,7 @@ def test_a_stream_that_ends_early_says_so(bank: Path, shares: ShareStore):
     assert len(shares.need(offered, quiet).wanted) == 2
 
 
-def test_damage_on_the_way_is_refused(bank: Path, shares: ShareStore):
+def test_damage_on_the_way_is_refused(bank: Path, shares: ShardStore):
     offered = offer(bank, every_second(bank), quiet)
     need = shares.need(offered, quiet)
     chunks = list(stream(bank, offered, need.wanted))
@@ -313,11 +313,11 @@ def test_damage_on_the_way_is_refused(bank: Path, shares: ShareStore):
         shares.receive(offered, left.wanted, [forged], quiet)
     assert shares.need(offered, quiet).wanted == left.wanted
     layer, expert = transfer.expert_of(offered.items[last.item].key) or (0, 0)
-    assert expert not in read_share(need.folder).experts[layer]
+    assert expert not in read_shard(need.folder).experts[layer]
 
 
 @pytest.mark.parametrize("order", ["reversed", "twice", "more"])
-def test_only_what_was_asked_for_is_taken(bank: Path, shares: ShareStore, order: str):
+def test_only_what_was_asked_for_is_taken(bank: Path, shares: ShardStore, order: str):
     offered = offer(bank, every_second(bank), quiet)
     need = shares.need(offered, quiet)
     chunks = list(stream(bank, offered, need.wanted))
@@ -328,7 +328,7 @@ def test_only_what_was_asked_for_is_taken(bank: Path, shares: ShareStore, order:
 
 @pytest.mark.parametrize("failing", ["pwrite", "fsync"])
 def test_a_full_disk_is_named_and_nothing_half_counted(
-    bank: Path, shares: ShareStore, monkeypatch: pytest.MonkeyPatch, failing: str
+    bank: Path, shares: ShardStore, monkeypatch: pytest.MonkeyPatch, failing: str
 ):
     held = every_second(bank)
     offered = offer(bank, held, quiet)
@@ -353,7 +353,7 @@ def test_a_full_disk_is_named_and_nothing_half_counted(
 
 
 def test_too_little_room_is_refused_before_anything_is_received(
-    bank: Path, shares: ShareStore, monkeypatch: pytest.MonkeyPatch
+    bank: Path, shares: ShardStore, monkeypatch: pytest.MonkeyPatch
 ):
     offered = offer(bank, every_second(bank), quiet)
     need = shares.need(offered, quiet)
@@ -363,7 +363,7 @@ def test_too_little_room_is_refused_before_anything_is_received(
     assert not need.folder.exists()
 
 
-def test_a_head_whose_files_changed_says_so(tiny_model: TinyModel, shares: ShareStore, tmp_path: Path):
+def test_a_head_whose_files_changed_says_so(tiny_model: TinyModel, shares: ShardStore, tmp_path: Path):
     head = Path(shutil.copytree(tiny_model("mixtral"), tmp_path / "head"))
     offered = offer(head, every_second(head), quiet)
     need = shares.need(offered, quiet)
@@ -382,24 +382,24 @@ def test_wanting_what_was_not_offered_is_refused(bank: Path):
 
 def test_a_share_is_no_model_to_load_or_list(bank: Path, home: Path):
     models = home / "models"
-    need = send(ShareStore(models, "head"), bank, offer(bank, every_second(bank), quiet, name="a model"))
+    need = send(ShardStore(models, "head"), bank, offer(bank, every_second(bank), quiet, name="a model"))
     assert need.folder.parent == models and need.folder.name.startswith("a-model--")
     assert store.installed() == []
     with pytest.raises(ModelError, match="share of a model that a ring runs"):
         store.resolve(str(need.folder))
     with pytest.raises(ModelError, match="There is no model"):
         store.resolve(need.folder.name)
-    assert store.shares() == [(need.folder.name, pytest.approx(need.nbytes, abs=200_000))]
-    freed = store.shares()[0][1]
+    assert store.shards() == [(need.folder.name, pytest.approx(need.nbytes, abs=200_000))]
+    freed = store.shards()[0][1]
     assert store.remove(need.folder.name) == freed > 0
-    assert store.shares() == [] and not need.folder.exists()
+    assert store.shards() == [] and not need.folder.exists()
 
 
-def test_a_damaged_or_foreign_share_is_received_anew(bank: Path, shares: ShareStore):
+def test_a_damaged_or_foreign_share_is_received_anew(bank: Path, shares: ShardStore):
     held = every_second(bank)
     offered = offer(bank, held, quiet)
     folder = send(shares, bank, offered).folder
-    (folder / store.SHARE_MANIFEST).write_bytes(b"{")
+    (folder / store.SHARD_MANIFEST).write_bytes(b"{")
     with pytest.raises(ModelError, match="is damaged"):
         open_model(folder)
     assert send(shares, bank, offered).nbytes == offered.nbytes
@@ -410,7 +410,7 @@ def test_a_damaged_or_foreign_share_is_received_anew(bank: Path, shares: ShareSt
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "dbrx", "qwen2_moe"])
 def test_of_a_plain_checkpoint_a_share_of_a_bank_is_made(
-    tiny_model: TinyModel, shares: ShareStore, tmp_path: Path, family: str
+    tiny_model: TinyModel, shares: ShardStore, tmp_path: Path, family: str
 ):
     plain = tiny_model(family, dtype="bfloat16")
     prepare(plain, tmp_path / "bank", quiet)
@@ -426,7 +426,7 @@ def test_of_a_plain_checkpoint_a_share_of_a_bank_is_made(
 
 
 def test_of_another_checkpoint_only_what_is_the_same_is_taken(
-    tiny_model: TinyModel, shares: ShareStore, tmp_path: Path
+    tiny_model: TinyModel, shares: ShardStore, tmp_path: Path
 ):
     plain = Path(shutil.copytree(tiny_model("mixtral", dtype="bfloat16"), tmp_path / "node" / "checkpoint"))
     prepare(plain, tmp_path / "bank", quiet)
@@ -440,20 +440,20 @@ def test_of_another_checkpoint_only_what_is_the_same_is_taken(
     assert [key for key in keys if not key.startswith("setting/")] == ["expert/1/3"]
 
 
-def test_an_item_that_came_whole_and_was_not_compared_comes_again(bank: Path, shares: ShareStore):
+def test_an_item_that_came_whole_and_was_not_compared_comes_again(bank: Path, shares: ShardStore):
     offered = offer(bank, every_second(bank), quiet)
     need = shares.need(offered, quiet)
     last = offered.items[need.wanted[-1].item]
     shares.receive(offered, need.wanted[:-1], stream(bank, offered, need.wanted[:-1]), quiet)
-    begun = share_store.Begun(last.key, last.nbytes, last.checksum)
-    share_store._write_manifest(need.folder, msgspec.structs.replace(read_share(need.folder), begun=begun))
+    begun = shard_store.Begun(last.key, last.nbytes, last.checksum)
+    shard_store._write_manifest(need.folder, msgspec.structs.replace(read_shard(need.folder), begun=begun))
     again = shares.need(offered, quiet)
     assert (again.wanted, again.nbytes) == (need.wanted[-1:], last.nbytes)
     shares.receive(offered, again.wanted, stream(bank, offered, again.wanted), quiet)
     assert shares.need(offered, quiet).wanted == ()
 
 
-def test_an_empty_file_beside_the_weights_is_not_missed(tiny_model: TinyModel, shares: ShareStore, tmp_path: Path):
+def test_an_empty_file_beside_the_weights_is_not_missed(tiny_model: TinyModel, shares: ShardStore, tmp_path: Path):
     folder = Path(shutil.copytree(tiny_model("mixtral"), tmp_path / "head"))
     (folder / "README.md").touch()
     offered = offer(folder, every_second(folder), quiet)
@@ -471,7 +471,7 @@ def test_whatever_placements_follow_each_other_nothing_is_sent_twice(
 ):
     layout = layout_of(bank)
     with tempfile.TemporaryDirectory() as node:
-        shares = ShareStore(Path(node), "head")
+        shares = ShardStore(Path(node), "head")
         here: set[tuple[int, int]] = set()
         for number, pairs in enumerate(placements):
             held = {layer: sorted(e for at, e in pairs if at == layer) for layer in layout.layers}

@@ -1,9 +1,9 @@
-"""A share: the part of a model that one node of a ring keeps, a sparse copy of another machine's model folder.
+"""A shard: the part of a model that one node of a ring keeps, as a sparse copy of another machine's model folder.
 
-Every file has the name and the size that it has there; written are only the trunk and the node's own experts, the rest
-are holes that take no room on the disk. So a share is read by the same code, in the same layout and with the same
-results as the whole. ``share.json`` says what is here, complete and compared with its checksum; what it does not name
-is not here, whatever the files hold. A share can be loaded as a node's part of a ring only.
+Every file has the same name and size as there. Only the trunk and the node's own experts are written; the rest of each
+file is a hole that takes no disk space. A shard is therefore read by the same code, in the same layout and with the
+same results as the whole model. ``shard.json`` names the items that are complete and compared with their checksums;
+other bytes of the files do not count. A shard can be loaded only as a node's part of a ring.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from engine.errors import ModelError
-from engine.models.store import SHARE_MANIFEST
+from engine.models.store import SHARD_MANIFEST
 
 FORMAT = 1
 _MANIFEST_LIMIT = 64 * 1024 * 1024
@@ -25,20 +25,20 @@ Form = Literal["bank", "plain", "library"]
 
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """What two machines compare before they share a model; all but ``name`` must be equal.
+    """The properties that two machines compare before they share a model. All but ``name`` must be equal.
 
     ``weights`` and ``tokenizer`` are fingerprints in hexadecimal digits. The same weights have the same fingerprint in
     any form, prepared or not.
     """
 
     version: int
-    """Of this description, and of what is sent."""
+    """Version of this description and of the transfer of weights."""
     name: str
     family: str
     quantisation: str
     """``bfloat16``, ``4-bit in groups of 64``, ..."""
     config: str
-    """Fingerprint of ``config.json`` without what does not change the model."""
+    """Fingerprint of ``config.json``, without entries that do not change the model."""
     tokenizer: str
     weights: str
 
@@ -58,8 +58,8 @@ class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checksum: int
 
 
-class ShareManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``share.json``. ``layout`` is the fingerprint of the folder's files (:mod:`engine.models.weight_layout`)."""
+class ShardManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``shard.json``. ``layout`` is the fingerprint of the folder's files (:mod:`engine.models.weight_layout`)."""
 
     format: int
     identity: ModelIdentity
@@ -69,11 +69,11 @@ class ShareManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: str
     files: tuple[FileSize, ...]
     experts: dict[int, tuple[int, ...]]
-    """Layer to the experts that are here, ascending."""
+    """The experts that are here by layer, ascending."""
     other: tuple[str, ...] = ()
-    """What else is here: keys of configuration and tokenizer files, headers and pieces of the trunk."""
+    """Keys of the other items that are here: configuration and tokenizer files, headers and trunk pieces."""
     trunk_pieces: int = 0
-    """How many the whole trunk has; 0 for a model without one."""
+    """Number of pieces of the whole trunk; 0 for a model without one."""
     begun: Begun | None = None
 
     @property
@@ -81,18 +81,18 @@ class ShareManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(key.startswith("trunk/") for key in self.other) >= self.trunk_pieces
 
 
-def is_share(folder: Path) -> bool:
-    """Whether ``folder`` is a share, complete or not."""
-    return (folder / SHARE_MANIFEST).is_file()
+def is_shard(folder: Path) -> bool:
+    """Whether ``folder`` is a shard, complete or not."""
+    return (folder / SHARD_MANIFEST).is_file()
 
 
-def read_share(folder: Path) -> ShareManifest:
-    """``share.json`` of ``folder``. Raises ModelError if it is missing, damaged, or of another version."""
-    path = folder / SHARE_MANIFEST
+def read_shard(folder: Path) -> ShardManifest:
+    """``shard.json`` of ``folder``. Raises ModelError if it is missing, damaged, or of another version."""
+    path = folder / SHARD_MANIFEST
     try:
         if path.stat().st_size > _MANIFEST_LIMIT:
             raise ModelError(f"{path} is damaged: it is over {_MANIFEST_LIMIT} bytes; {_remedy(folder)}.")
-        manifest = msgspec.json.decode(path.read_bytes(), type=ShareManifest)
+        manifest = msgspec.json.decode(path.read_bytes(), type=ShardManifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelError(f"{path} is damaged ({error}); {_remedy(folder)}.") from error
     except OSError as error:
@@ -103,9 +103,9 @@ def read_share(folder: Path) -> ShareManifest:
 
 
 class Part:
-    """What an opened folder needs to know to hand out no more than is here."""
+    """The experts that are present in a shard. An opened folder hands out no others."""
 
-    def __init__(self, folder: Path, manifest: ShareManifest) -> None:
+    def __init__(self, folder: Path, manifest: ShardManifest) -> None:
         self._folder = folder
         self._name = manifest.identity.name
         self.has_trunk = manifest.has_trunk
@@ -117,7 +117,7 @@ class Part:
 
     @property
     def count(self) -> int:
-        """(layer, expert) pairs that are here."""
+        """Number of (layer, expert) pairs that are here."""
         return sum(map(len, self._held.values()))
 
     def require_trunk(self) -> None:
@@ -130,8 +130,8 @@ class Part:
 
 
 def part_of(folder: Path) -> Part | None:
-    """What is here if ``folder`` is a share; None for a whole model. Raises ModelError if ``share.json`` is damaged."""
-    return Part(folder, read_share(folder)) if is_share(folder) else None
+    """The part of a shard that is here; None for a whole model. Raises ModelError if ``shard.json`` is damaged."""
+    return Part(folder, read_shard(folder)) if is_shard(folder) else None
 
 
 def _remedy(folder: Path) -> str:

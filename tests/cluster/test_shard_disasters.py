@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.cluster.weights.share_store import ShareStore
+from engine.cluster.weights.shard_store import ShardStore
 from engine.cluster.weights.transfer import Offer, encode_offer, offer, stream
 from engine.errors import ModelError
 from engine.models.opening import open_model
 from engine.models.prepare import prepare
-from engine.models.share_files import read_share
+from engine.models.shard_files import read_shard
 from engine.models.weight_layout import layout_of
 
 TinyModel = Callable[..., Path]
@@ -25,14 +25,14 @@ TinyModel = Callable[..., Path]
 RECEIVER = """
 import os, signal, sys
 from pathlib import Path
-from engine.cluster.weights import share_store
-from engine.cluster.weights.share_store import ShareStore
+from engine.cluster.weights import shard_store
+from engine.cluster.weights.shard_store import ShardStore
 from engine.cluster.weights.transfer import decode_offer, stream
 
-share_store.SYNC_BYTES = 200_000
+shard_store.SYNC_BYTES = 200_000
 models, source, offered, limit = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
 offered = decode_offer(offered.read_bytes())
-shares = ShareStore(models, "head")
+shares = ShardStore(models, "head")
 
 def progress(stage, done, total, unit):
     if stage == "receiving weights" and done >= limit:
@@ -65,7 +65,7 @@ def offered(bank: Path) -> Offer:
     return offer(bank, {layer: range(0, layout.count, 2) for layer in layout.layers}, quiet)
 
 
-def assert_complete(shares: ShareStore, offered: Offer, bank: Path) -> None:
+def assert_complete(shares: ShardStore, offered: Offer, bank: Path) -> None:
     need = shares.need(offered, quiet)
     assert need.wanted == ()
     share, whole = open_model(need.folder), open_model(bank)
@@ -84,7 +84,7 @@ def assert_complete(shares: ShareStore, offered: Offer, bank: Path) -> None:
 def test_a_node_that_is_killed_again_and_again(bank: Path, offered: Offer, tmp_path: Path):
     models, sent = tmp_path / "node", tmp_path / "offer"
     sent.write_bytes(encode_offer(offered))
-    shares = ShareStore(models, "head")
+    shares = ShardStore(models, "head")
     missing = [offered.nbytes]
     for _ in range(3):
         arguments = [sys.executable, "-c", RECEIVER, str(models), str(bank), str(sent), str(missing[-1] // 2)]
@@ -111,7 +111,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_disk_that_is_really_full(bank: Path, offered: Offer, small_disk: Path, monkeypatch: pytest.MonkeyPatch):
-    shares = ShareStore(small_disk, "head")
+    shares = ShardStore(small_disk, "head")
     need = shares.need(offered, quiet)
     with pytest.raises(ModelError, match="are missing; make room") as caught:
         shares.receive(offered, need.wanted, stream(bank, offered, need.wanted), quiet)
@@ -127,7 +127,7 @@ def test_a_disk_that_is_really_full(bank: Path, offered: Offer, small_disk: Path
     ) as caught:
         shares.receive(offered, need.wanted, stream(bank, offered, need.wanted), quiet)
     assert caught.value.kind == "disk"
-    manifest = read_share(need.folder)
+    manifest = read_shard(need.folder)
     named = sum(map(len, manifest.experts.values()))
     assert named < sum(map(len, offered.held.values()))
     again = shares.need(offered, quiet)

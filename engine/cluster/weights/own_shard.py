@@ -1,7 +1,7 @@
-"""The part of a model that this machine keeps as the head of a ring, where it has no whole copy of it.
+"""The shard of a model that this machine keeps as the head of a ring, if it has no whole copy.
 
-It is a share as followers have them, which this machine is the head of itself. Beside it is kept what was offered of
-the whole model: so followers can be told what is theirs, and a plan be made, without the machines that offered it.
+It has the same form as a follower's shard, with this machine as its head. The offer of the whole model is stored beside
+it, so that the head can plan and make offers to followers without the machines that sent it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from engine.cluster.transport.exchange import RingProtocolError
-from engine.cluster.weights.share_store import ShareStore, missing_in, receive_into
+from engine.cluster.weights.shard_store import ShardStore, missing_in, receive_into
 from engine.cluster.weights.taking import NotWhole, Source, check_settings, is_small, refuse_unfit
 from engine.cluster.weights.transfer import (
     OFFER_LIMIT,
@@ -32,24 +32,27 @@ from engine.ipc.progress import ProgressCallback
 from engine.models import store
 from engine.models.durable_files import new_file
 from engine.models.locations import ensure, locate
-from engine.models.share_files import read_share
+from engine.models.shard_files import read_shard
 from engine.models.weight_layout import config_fingerprint, layout_of
 
 KEPT = "whole.offer"
-"""The file of a share in which the offer of the whole model is kept."""
+"""Name of the file in a shard that contains the offer of the whole model."""
 _KEPT_LIMIT = OFFER_LIMIT + 1024 * 1024
 
 
 class _Kept(msgspec.Struct, frozen=True):
-    """``offered``: encoded. ``had``: names of the machines that offered it."""
+    """``offered`` is the encoded offer. ``had`` are the names of the machines that made it."""
 
     offered: bytes
     had: tuple[str, ...]
 
 
-class OwnShare:
-    """``offered`` is everything of the model; ``had``: names of the machines that had it; ``me``: this machine's node
-    id."""
+class OwnShard:
+    """This machine's own shard in ``folder``.
+
+    ``offered`` is the offer of the whole model. ``had`` are the names of the machines that made it. ``me`` is this
+    machine's node id.
+    """
 
     def __init__(self, folder: Path, offered: Offer, had: Sequence[str], me: str) -> None:
         self.folder = folder
@@ -58,11 +61,11 @@ class OwnShare:
         self._me = me
 
     @classmethod
-    def find(cls, name: str, me: str) -> OwnShare | None:
-        """The one that this machine has of the model that it calls ``name``."""
-        for path in sorted(locate("models").glob(f"*{store.SHARE}")):
+    def find(cls, name: str, me: str) -> OwnShard | None:
+        """This machine's shard of the model that it calls ``name``, or None."""
+        for path in sorted(locate("models").glob(f"*{store.SHARD}")):
             with contextlib.suppress(ModelError, OSError, msgspec.DecodeError):
-                manifest = read_share(path)
+                manifest = read_shard(path)
                 if manifest.head != me or manifest.identity.name != name:
                     continue
                 if (path / KEPT).stat().st_size > _KEPT_LIMIT:
@@ -75,17 +78,18 @@ class OwnShare:
         return None
 
     @classmethod
-    def begin(cls, sources: Sequence[Source], me: str, progress: ProgressCallback) -> OwnShare:
-        """A new one of the model that ``sources`` offer parts of: its configuration, tokenizer and headers.
+    def begin(cls, sources: Sequence[Source], me: str, progress: ProgressCallback) -> OwnShard:
+        """Begin a shard of the model of which ``sources`` offer parts: fetch its configuration, tokenizer and headers.
 
-        Raises NotWhole if they have not everything together, ModelError (disk; model: one that cannot run here),
-        RingProtocolError for what is no model, and what ``sources`` raise."""
+        Raises NotWhole if the sources together do not have everything, ModelError (disk; model: one that cannot run
+        here), RingProtocolError for an offer that is no model, and what ``sources`` raise.
+        """
         items = {item.key: item for source in reversed(sources) for item in source.offered.items}
         for source in sources:
             check_settings(source.offered)
         first = sources[0]
         ensure("models")
-        folder = ShareStore(locate("models"), me).folder(first.offered)
+        folder = ShardStore(locate("models"), me).folder(first.offered)
         wanted = [want for want in missing_in(folder, first.offered, me) if is_small(first.offered.items[want.item])]
         with contextlib.closing(first.chunks(wanted)) as chunks:
             receive_into(folder, first.offered, me, wanted, chunks, progress)
@@ -104,28 +108,28 @@ class OwnShare:
         return stream(self.folder, part, wanted)
 
     def as_source(self) -> Source:
-        """What is here, for a copy of the whole."""
+        """This shard as a source for a copy of the whole model."""
         here = self.here()
         items = tuple(item for item in self.offered.items if item.key in here)
         return _Here(self.folder, msgspec.structs.replace(self.offered, items=items))
 
     def part(self, held: Mapping[int, Sequence[int]], trunk: bool) -> Offer:
-        """What a node needs that holds the experts ``held``, and with ``trunk`` the trunk."""
+        """The offer for a node with the experts ``held``, and with the trunk if ``trunk``."""
         return part_of_offer(self.offered, held, trunk)
 
     def here(self) -> frozenset[str]:
-        """The keys of what is here."""
+        """The keys of the items that are here."""
         gone = {self.offered.items[want.item].key for want in self._missing()}
         return frozenset(item.key for item in self.offered.items if item.key not in gone)
 
     def missing(self, part: Offer) -> tuple[Wanted, ...]:
-        """What of a :meth:`part` is not here."""
+        """The items of ``part`` that are not here."""
         return missing_in(self.folder, part, self._me)
 
     def receive(
         self, part: Offer, wanted: Sequence[Wanted], chunks: Iterable[bytes], progress: ProgressCallback
     ) -> None:
-        """See :meth:`engine.cluster.weights.share_store.ShareStore.receive`."""
+        """See :meth:`engine.cluster.weights.shard_store.ShardStore.receive`."""
         receive_into(self.folder, part, self._me, wanted, chunks, progress, may_give_up=True)
 
     def _missing(self) -> tuple[Wanted, ...]:
@@ -133,7 +137,7 @@ class OwnShare:
 
 
 class _Here:
-    """See :class:`engine.cluster.weights.taking.Source`."""
+    """Implements :class:`engine.cluster.weights.taking.Source` for this machine's shard."""
 
     name = "this machine's share"
 
@@ -146,8 +150,10 @@ class _Here:
 
 
 def _checked(folder: Path, offered: Offer) -> Offer:
-    """``offered``, in the order of the model, if it is everything of a model that runs here, whose headers are in
-    ``folder``. Raises ModelError, RingProtocolError, NotWhole."""
+    """``offered``, sorted, if it is the whole of the model whose headers are in ``folder`` and that can run here.
+
+    Raises ModelError, RingProtocolError, NotWhole.
+    """
     refuse_unfit(folder)
     layout = layout_of(folder)
     named = (layout.fingerprint, layout.files, layout.form, len(layout.trunk), config_fingerprint(layout.config))

@@ -12,7 +12,7 @@ from memory_exchange import must_succeed, on_all_ranks
 from native_oracle import needs_kernels
 from ring_places import placed, places
 
-from engine.cluster.weights.share_store import ShareStore
+from engine.cluster.weights.shard_store import ShardStore
 from engine.cluster.weights.transfer import offer, stream
 from engine.errors import ModelError
 from engine.ipc.messages import Load
@@ -40,7 +40,7 @@ def sent(folder: Path, node: Path, placement: Placement, rank: int) -> Path:
     """The folder that ``rank`` loads."""
     held = {layer: placement.held(rank, layer) for layer in placement.layers}
     offered = offer(folder, held, quiet)
-    shares = ShareStore(node, "head")
+    shares = ShardStore(node, "head")
     need = shares.need(offered, quiet)
     return shares.receive(offered, need.wanted, stream(folder, offered, need.wanted), quiet)
 
