@@ -19,15 +19,18 @@ from engine.runtimes.protocol import Logits, TokenRows
 MAX_BEAMS = 16
 
 IMPOSSIBLE = np.float32(-1.0e9)
-"""Score of a token that cannot be chosen, as in transformers, whose sums are float32 too (which decides ties)."""
+"""Score of a token that cannot be chosen, as in transformers. Sums are float32 as there, which decides ties."""
 
 _HOPELESS = IMPOSSIBLE / 2
-"""Score below every sum of real log-probabilities: a beam with it continues past its end only for want of others."""
+"""Score below every sum of real log-probabilities. A beam with it continues past its end only if there are too few
+others."""
 
 
 @dataclass(frozen=True)
 class BeamRule:
-    """``width`` beams; a score is the sum of log-probabilities / generated length ** ``length_penalty``.
+    """The parameters of a search with ``width`` beams.
+
+    A score is the sum of log-probabilities / generated length ** ``length_penalty``.
 
     ``early_stopping``: end as soon as ``width`` sequences are finished, whatever the others might still reach.
     ``ends`` are the token ids that finish a sequence; ``hits_stop`` may finish one by its generated tokens.
@@ -43,7 +46,7 @@ class BeamRule:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A sequence of generated tokens (no prompt) and its score: ended, or as it stands."""
+    """A sequence of generated tokens, without the prompt, and its score. It may be finished or still running."""
 
     tokens: tuple[int, ...]
     score: float
@@ -67,7 +70,7 @@ class _Candidate:
 
 @dataclass(frozen=True)
 class Move:
-    """What the cache has to do before the next step: row i becomes a copy of row ``parents[i]``, then takes
+    """The changes of the cache before the next step: row i becomes a copy of row ``parents[i]``, then takes
     ``tokens[i]``."""
 
     parents: tuple[int, ...]
@@ -75,7 +78,7 @@ class Move:
 
 
 def check_beams(width: int, length_penalty: float) -> None:
-    """Raises ModelError (bad-input) for a width or penalty that means nothing."""
+    """Raises ModelError (bad-input) for an impossible width or penalty."""
     if not 1 <= width <= MAX_BEAMS:
         raise ModelError(f"Beam width is {width}, which is not between 1 and {MAX_BEAMS}.", kind="bad-input")
     if not np.isfinite(length_penalty) or abs(length_penalty) > 100:
@@ -106,7 +109,7 @@ def _top(scores: Sequence[np.float32], count: int) -> list[int]:
 
 @dataclass
 class BeamState:
-    """Where a search stands. ``running`` and ``finished`` are ordered best first."""
+    """The state of a search. ``running`` and ``finished`` are ordered best first."""
 
     rule: BeamRule
     step: int = 0
@@ -126,7 +129,7 @@ class BeamState:
         candidates = self._candidates(logits)
         width = self.rule.width
         self.step += 1
-        # Those that end here may not run on; if too few others are left they may, but with a hopeless score.
+        # Finished sequences do not run on, except with a hopeless score if too few others are left.
         totals = [entry.total + IMPOSSIBLE if entry.ends else entry.total for entry in candidates]
         chosen = _top(totals, width)
         parents = [self.running[candidates[index].parent].row for index in chosen]
@@ -145,8 +148,8 @@ class BeamState:
         )
 
     def hypotheses(self) -> list[Hypothesis]:
-        """The candidates as they stand, best first, at most ``width``: finished ones and, while the search goes on,
-        running ones with the score they would have if they ended here."""
+        """The current candidates, best first, at most ``width``: finished ones and, while the search goes on, running
+        ones with the score that they would have if they ended here."""
         if self._done:
             return list(self.finished)
         length = np.float32(float(max(1, self.step)) ** self.rule.length_penalty)
@@ -187,7 +190,8 @@ class BeamState:
         return found
 
     def _finish(self, candidates: Sequence[_Candidate]) -> None:
-        """Sequences that end here, among the ``width`` best candidates, compete with those finished before."""
+        """Let the sequences that end here compete with those that finished before, if they are among the ``width``
+        best candidates."""
         length = np.float32(float(self.step) ** self.rule.length_penalty)
         ended = [
             Hypothesis(self._tokens(entry), float(entry.total / length), True)
@@ -223,8 +227,8 @@ def _continuations(row: Logits, count: int) -> tuple[list[int], list[np.float32]
 class BeamRun:
     """A search over a cache. Iterate :meth:`steps`; stop iterating to cancel.
 
-    Its rows are given up afterwards: what a beam's keys and values are depends on who ran beside it, so nobody could
-    make them again. The row that holds the prompt is as it was.
+    Its rows are discarded afterwards: the bits of a beam's keys and values depend on the other beams of its passes, so
+    they could not be reproduced. The row that holds the prompt is unchanged.
     """
 
     state: BeamState
@@ -236,7 +240,7 @@ class BeamRun:
     _check: Callable[[], None] = lambda: None
 
     def steps(self, logits: Logits) -> Iterator[BeamState]:
-        """Runs the search from the logits after the prompt, [vocabulary]; yields the state after each step."""
+        """Run the search from the logits after the prompt, [vocabulary]. Yields the state after each step."""
         move = self.state.advance(logits[None, :])
         yield self.state
         while not self.state.done:
@@ -245,7 +249,8 @@ class BeamRun:
             yield self.state
 
     def _step(self, move: Move) -> Logits:
-        """Logits [rows, vocabulary] after ``move``; the rows are made anew if what they lay on is lost."""
+        """Logits [rows, vocabulary] after ``move``. If a machine that held a part of the rows is lost, they are
+        computed again."""
         try:
             if self._wide is None:
                 self._wide = self._rows.fan_out(len(move.tokens))
@@ -258,10 +263,9 @@ class BeamRun:
         return stepped
 
     def _again(self, lost: PeerLost, last: Move) -> Logits:
-        """New rows that made every move since the prompt, and the logits after ``last``.
+        """Compute new rows with every move since the prompt. Returns the logits after ``last``.
 
-        Rows that were given up meanwhile ran in the same passes, and sums may round by who is in a pass: to reach the
-        same bits they are run again too.
+        Rows that were discarded meanwhile are run again, too: the rounding of sums may depend on the rows in a pass.
         """
         if self._restore is None:
             raise lost
@@ -289,7 +293,9 @@ def beam_run(
     restore: Callable[[PeerLost], TokenRows] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> BeamRun:
-    """A search from ``rows``: one row that holds the prompt, which stays as it is. ``restore`` gives another such row
-    when a machine that held a part of it is lost; without it that is raised. ``check`` is called before each step that
-    is run again, and may raise."""
+    """A search from ``rows``, one row that holds the prompt and is not changed.
+
+    ``restore`` returns another such row if a machine that held a part of it is lost; without it, PeerLost is raised.
+    ``check`` is called before each step that is run again, and may raise.
+    """
     return BeamRun(BeamState(rule), rows, _restore=restore, _check=check)

@@ -1,7 +1,7 @@
 """Choosing the next token from logits: greedy, or drawn after temperature, top-k, top-p and min-p, in that order.
 
-The order and the exact rule of each filter are those of transformers' logits processors, so a seedless comparison of
-which tokens survive is exact; the draw itself uses numpy's generator and is reproducible from a seed.
+The order and the rule of each filter equal those of transformers' logits processors, so the same tokens survive. The
+draw uses numpy's generator and is reproducible from a seed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from engine.runtimes.protocol import Logits
 
 _SEED_LIMIT = 2**64
 _COLDEST = 1e-30
-"""Lowest temperature that weights are computed with; even there only the likeliest tokens have one in float32."""
+"""Lowest temperature that is used for weights. At this temperature only the likeliest tokens have a weight in
+float32."""
 _BLOCK = 512
-"""Number of weights summed at once when a token is drawn: running sums of a large vocabulary take milliseconds."""
+"""Number of weights summed at once when a token is drawn. Running sums of a large vocabulary would take
+milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,10 @@ def _in_range(name: str, value: float, low: float, high: float, advice: str) -> 
 
 
 def sampling_rule(asked: Sampling, defaults: Mapping[str, Any]) -> SamplingRule:
-    """What ``asked`` means for a model whose ``generation_config.json`` holds ``defaults``.
+    """The rule for the request ``asked`` and a model whose ``generation_config.json`` holds ``defaults``.
 
-    What was not asked for is taken from the model. A model that does not ask for sampling is decoded greedily, unless
-    a filter was asked for: then the temperature is 1.
-    Raises ModelError (bad-input) for a value that means nothing.
+    Values that were not requested come from the model. A model whose defaults do not sample is decoded greedily, unless
+    a filter was requested; the temperature is then 1. Raises ModelError (bad-input) for an impossible value.
     """
     wants_filter = any(value is not None for value in (asked.top_p, asked.top_k, asked.min_p))
     model_samples = bool(defaults.get("do_sample", False))
@@ -101,8 +102,8 @@ def largest(values: Logits, count: int) -> NDArray[np.int64]:
     candidates = np.arange(len(values))
     block = len(values) // (8 * count)
     if block > 1:
-        # The count-th largest of the maxima of blocks is no more than the count-th largest value: one fast pass
-        # leaves a few candidates to sort, where partitioning a large vocabulary costs milliseconds.
+        # The count-th largest block maximum is at most the count-th largest value. One fast pass therefore leaves a few
+        # candidates to sort; partitioning a large vocabulary would take milliseconds.
         maxima = values[: block * 8 * count].reshape(8 * count, block).max(axis=1)
         candidates = np.flatnonzero(values >= np.partition(maxima, -count)[-count])
     among = values[candidates]
@@ -111,7 +112,7 @@ def largest(values: Logits, count: int) -> NDArray[np.int64]:
 
 
 def weighed(logits: Logits, rule: SamplingRule) -> tuple[NDArray[np.int64] | None, Logits]:
-    """Token ids that may be drawn, ascending (None: the whole vocabulary), and what each weighs, the likeliest 1.
+    """The token ids that may be drawn, ascending (None: the whole vocabulary), and their weights, the largest being 1.
 
     ``logits`` is [vocabulary]; ``rule`` must not be greedy.
     """
@@ -120,8 +121,8 @@ def weighed(logits: Logits, rule: SamplingRule) -> tuple[NDArray[np.int64] | Non
     if 0 < rule.top_k < len(logits):
         tokens = largest(logits, rule.top_k)
         logits = logits[tokens]
-    # Relative to the best before the division, so that a temperature near 0 leaves the best and nothing that is no
-    # number. In float32, whose exponential numpy computes sixteen at a time: a vocabulary has 200,000 tokens.
+    # The best logit is subtracted before the division, so that a temperature near 0 causes no overflow. float32 is used
+    # because numpy computes sixteen of its exponentials at a time, and a vocabulary has up to 200,000 tokens.
     weights = np.subtract(logits, best, dtype=np.float32)
     weights /= np.float32(max(rule.temperature, _COLDEST))
     np.exp(weights, out=weights)
@@ -138,12 +139,12 @@ def _nucleus(weights: Logits, top_p: float) -> NDArray[np.int64]:
     """Indices, ascending, of the fewest likeliest tokens that hold ``top_p`` of the whole weight, but at least one."""
     whole = float(weights.sum(dtype=np.float64))
     target = whole * top_p
-    # A token and all less likely hold at most its weight times their number, so most of a large vocabulary drops out
-    # at once. (The likeliest never does, but for rounding.)
+    # A token and all less likely ones together weigh at most its weight times their number, so most of a large
+    # vocabulary is excluded at once. (The likeliest token never is, except by rounding.)
     likely = np.flatnonzero(weights >= whole * (1.0 - top_p) / len(weights) * (1.0 - 1e-6))
     among = weights[likely]
-    # Sorting costs milliseconds, so only the weights near the border are sorted. The upper bits of positive floats are
-    # in the order of the floats: they name bins, each as wide as a sixteenth of its weights.
+    # Sorting takes milliseconds, so only the weights near the border are sorted. The upper bits of positive floats have
+    # the same order as the floats, and name bins that are each as wide as a sixteenth of their weights.
     bins = among.view(np.uint32) >> np.uint32(19)
     held = np.bincount(bins, weights=among)[::-1]
     above = np.cumsum(held) - held
@@ -155,14 +156,14 @@ def _nucleus(weights: Logits, top_p: float) -> NDArray[np.int64]:
     surplus = np.count_nonzero(ordered[:count] == last) - np.count_nonzero(ordered == last)
     kept = among >= last
     if surplus:
-        # Of those that weigh the same as the last, the lowest ids.
+        # Among tokens with the same weight as the last one, those with the lowest ids are kept.
         kept[np.flatnonzero(among == last)[surplus:]] = False
     survivors: NDArray[np.int64] = likely[kept]
     return survivors
 
 
 def _drawn(weights: Logits, point: float) -> int:
-    """The index at which the weights' running sum passes the share ``point`` (0 <= point < 1) of the whole."""
+    """The index at which the running sum of the weights passes the fraction ``point`` (0 <= point < 1) of the total."""
     starts = np.arange(0, len(weights), _BLOCK)
     ends = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
     target = point * float(ends[-1])
@@ -173,7 +174,7 @@ def _drawn(weights: Logits, point: float) -> int:
     index = int(starts[block] + np.searchsorted(within, target, side="right"))
     if index < len(weights) and weights[index] > 0:
         return index
-    # The sum by blocks and the running sum differ in their last bits: the target lies behind a block's last weight.
+    # The sum by blocks and the running sum differ in their last bits, so the target may lie behind a block's end.
     return int(np.flatnonzero(weights[: starts[block] + _BLOCK])[-1])
 
 

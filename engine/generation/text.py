@@ -1,6 +1,6 @@
-"""From token ids to text as it comes: pieces never split a character, and stop strings never leak.
+"""From token ids to text, piece by piece: pieces never split a character, and stop strings never appear.
 
-Both classes hold text back for as long as what follows could change it, and no longer.
+Both classes hold text back only while later tokens could change it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ REPLACEMENT = "\ufffd"
 """Character that a decoder puts in place of bytes that are not (yet) a character."""
 
 _PATIENCE = 8
-"""Maximum tokens ending in an unfinished character before its bytes count as garbage; a character has at most four."""
+"""Maximum tokens ending in an unfinished character before its bytes count as invalid. A character has at most four
+bytes."""
 
 _UNFINISHED = 3
 """Maximum replacement characters at the end that the next token may still complete."""
@@ -34,13 +35,13 @@ class IncrementalDecoder:
         self._emitted = len(decode(self._window)) if context else 0
 
     def push(self, token: int) -> str:
-        """The new whole characters after ``token``, often none."""
+        """The whole characters that ``token`` completes, often none."""
         self._window.append(token)
         text = self._decode(self._window)
         if not text.endswith(REPLACEMENT):
             piece = text[self._emitted :]
             if piece:
-                # The tokens decoded just now become the context of the next ones.
+                # The tokens decoded here become the context of the next ones.
                 del self._window[: self._settled]
                 self._settled = len(self._window)
                 self._emitted = len(self._decode(self._window))
@@ -51,7 +52,7 @@ class IncrementalDecoder:
         return self._take(text[: len(text) - unfinished])
 
     def flush(self) -> str:
-        """What was held back; an unfinished character becomes U+FFFD. Call it once, at the end."""
+        """The text that was held back. An unfinished character becomes U+FFFD. Must be called once, at the end."""
         return self._take(self._decode(self._window)) if self._window else ""
 
     def _take(self, text: str) -> str:
@@ -61,9 +62,9 @@ class IncrementalDecoder:
 
 
 class StopStrings:
-    """Cuts a stream of text at the first stop string, also when it comes in pieces.
+    """Cuts a stream of text at the first stop string, even if it arrives in pieces.
 
-    The stop string whose last character comes first counts (of several, the longest), however the text is cut.
+    The first stop string is the one whose last character comes first, and the longest of several that end there.
     Raises ModelError (bad-input) for an empty stop string.
     """
 
@@ -75,7 +76,7 @@ class StopStrings:
         self.stopped = False
 
     def push(self, piece: str) -> str:
-        """The text that is certain not to belong to a stop string. After a stop string, always empty."""
+        """The text that certainly belongs to no stop string. Always empty after a stop string."""
         if self.stopped:
             return ""
         if not self._stops:
@@ -91,19 +92,19 @@ class StopStrings:
         return text[: len(text) - keep]
 
     def flush(self) -> str:
-        """What was held back, at the end of the stream."""
+        """The text that was held back. Must be called at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
 
 def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where the first stop string to be complete begins in ``text``, or None."""
+    """The index in ``text`` at which the first complete stop string begins, or None."""
     found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     return min(found)[1] if found else None
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``stop``, but not all of it."""
+    """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):
             return length

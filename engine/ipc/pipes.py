@@ -1,4 +1,4 @@
-"""The engine's side of the pipes: frames keep descriptors of their own, everything else printed goes to a log.
+"""The engine's side of the pipes: frames have descriptors of their own, and everything else printed goes to a log.
 
 A library that prints, in Python or in native code, would otherwise corrupt the stream of frames.
 """
@@ -22,17 +22,17 @@ LOG_LIMIT = 4 * 1024 * 1024
 
 
 class LogFile:
-    """Descriptors 1 and 2, appended to one file that is put aside when it grows large."""
+    """The log of descriptors 1 and 2. The file is renamed when it grows large."""
 
     def __init__(self, path: Path, limit: int = LOG_LIMIT) -> None:
         self.path = path
         self._limit = limit
         self.problem: str | None = None
-        """Why nothing is logged, if so: one sentence."""
+        """A sentence on why nothing is logged; None if the log works."""
         self.open()
 
     def open(self) -> None:
-        """Point descriptors 1 and 2 at the file; at nothing if it cannot be written."""
+        """Point descriptors 1 and 2 at the file, or at the null device if it cannot be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self.path.exists() and self.path.stat().st_size > self._limit:
@@ -46,7 +46,7 @@ class LogFile:
         os.close(target)
 
     def roll_if_large(self) -> None:
-        """Call now and then."""
+        """Rename the file if it is too large. Must be called now and then."""
         if self.problem is None:
             with contextlib.suppress(OSError):
                 if os.fstat(1).st_size > self._limit:
@@ -75,7 +75,7 @@ def claim_standard_streams(log: Path) -> Pipes:
 
 
 class _Forgiving(io.FileIO):
-    """A log on a full disk must not turn somebody's print into an error."""
+    """A stream that ignores errors: a full disk must not turn a print into an exception."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -90,7 +90,7 @@ def _printing_to(descriptor: int) -> TextIO:
 
 
 class EventWriter:
-    """Writes events as frames; one at a time, from any thread."""
+    """Writes events as frames. Thread-safe."""
 
     def __init__(self, descriptor: int, on_closed: Callable[[], None]) -> None:
         self._descriptor = descriptor
@@ -98,7 +98,7 @@ class EventWriter:
         self._lock = threading.Lock()
 
     def send(self, event: Event) -> None:
-        """Write ``event``; if nobody reads any more, ``on_closed`` is called."""
+        """Write ``event``. Calls ``on_closed`` if the reader is gone."""
         frame = memoryview(pack(event))
         try:
             with self._lock:

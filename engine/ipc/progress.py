@@ -1,4 +1,4 @@
-"""How long work tells what it is doing."""
+"""Progress reports of long operations."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ from engine.errors import Cancelled
 from engine.ipc.messages import AnyEvent, Progress
 
 ProgressCallback = Callable[[str, int, int, str], None]
-"""``(stage, done, total, unit)`` as in :class:`engine.ipc.messages.Progress`; it may raise
+"""Callback ``(stage, done, total, unit)``, with the fields of :class:`engine.ipc.messages.Progress`. It may raise
 :class:`engine.errors.Cancelled`."""
 
 INTERVAL_S = 0.1
 
 
 class Reports:
-    """The :data:`ProgressCallback` of one request: events for the screen, at most ten a second beside new stages and
-    their ends. It raises Cancelled as soon as ``cancelled()``. One thread at a time."""
+    """The :data:`ProgressCallback` of one request, which emits events for the screen.
+
+    Emits each new stage and its end at once, and otherwise at most ten events per second. Raises Cancelled as soon as
+    ``cancelled()`` returns True. Not thread-safe.
+    """
 
     def __init__(self, request_id: int, emit: Callable[[AnyEvent], None], cancelled: Callable[[], bool]) -> None:
         self._id = request_id

@@ -1,1 +1,1 @@
-"""Keeping a model's weights in fast memory: warm-up, the standby pass between questions, wiring and locking."""
+"""Keeping a model's weights in fast memory: warm-up, standby passes between questions, wiring and locking."""

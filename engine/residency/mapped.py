@@ -1,10 +1,9 @@
-"""Weights that lie in mapped files: which pages of them this node uses, whether they are in memory, touching and
-locking them.
+"""Weights in mapped files: the pages that this node uses, whether they are in memory, touching and locking them.
 
-The files are mapped a second time, shared and read-only: all mappings show the same pages of the system's cache, so
-what is locked here is there for the runtime. (Locking its own mapping, which is copy-on-write, would copy the pages.)
-What is touched is touched in the runtime's mapping where it has one: a page in memory costs the first question a fault
-as long as that mapping has not shown it.
+The files are mapped a second time, shared and read-only. All mappings show the same pages of the system's cache, so
+pages locked here stay in memory for the runtime. (Locking the runtime's own mapping, which is copy-on-write, would copy
+the pages.) Pages are touched in the runtime's mapping, if it has one, because the first access through a mapping faults
+even if the page is in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from engine.models.weight_layout import layout_of, runs_of
 from engine.planning.residency import lockable
 
 PIECE_BYTES = 8 * 1024 * 1024
-"""Size in bytes of a piece that is touched at once; between two pieces an answer may begin."""
+"""Size in bytes of a piece that is touched at once. An answer may begin between two pieces."""
 _PAGE = mmap.PAGESIZE
 _POPULATE_READ = 22
 """Linux's MADV_POPULATE_READ (5.14), which Python does not name: all pages at once, without a fault for each."""
@@ -37,7 +36,7 @@ _POPULATE_READ = 22
 
 @dataclass(frozen=True)
 class Locked:
-    """What was locked of what was wanted, in bytes, and why not more."""
+    """The result of locking: the locked and the wanted bytes, and why not more was locked."""
 
     nbytes: int
     wanted: int
@@ -60,8 +59,8 @@ class MappedWeights:
         trunk: bool = True,
         in_use: Iterable[FileMapping] = (),
     ) -> None:
-        """``held``: experts by layer that are used here; None: all that are here. ``trunk``: it is used, too.
-        ``in_use``: the runtime's own mappings, which stay mapped until this is closed. Raises ModelError."""
+        """``held`` are the experts in use, by layer; None: all that are here. ``trunk`` is whether the trunk is in use.
+        ``in_use`` are the runtime's own mappings, which must stay mapped until this is closed. Raises ModelError."""
         layout = layout_of(folder)
         shard = part_of(folder)
         # Touching a hole of a shard would fill memory with zeros.
@@ -93,8 +92,8 @@ class MappedWeights:
         piece = self._pieces[index]
         begin = self._touched[piece.file].address
         first = piece.start - piece.start % _PAGE
-        # A failure for another reason than not being known means a file that is shorter now or a disk that fails, which
-        # reading would end the process for.
+        # Any other error than an unknown advice means that the file became shorter or the disk fails. Reading would
+        # then end the process.
         if sys.platform == "linux" and (
             not _libc.madvise(begin + first, piece.stop - first, _POPULATE_READ) or ctypes.get_errno() != errno.EINVAL
         ):
@@ -145,7 +144,7 @@ class MappedWeights:
         return None
 
     def _present(self, index: int) -> tuple[int, int]:
-        """Pages of a piece that are in memory, and how many it has."""
+        """The number of a piece's pages that are in memory, and the number of all its pages."""
         address, nbytes = self._pages(self._pieces[index])
         pages = -(-nbytes // _PAGE)
         states = np.zeros(pages, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""The thread that keeps weights in memory: it warms them up once and touches them again between questions."""
+"""The page warmer: a thread that brings weights into memory once and touches them again between questions."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from engine.runtimes.protocol import Weights
 from engine.system.free_memory import available_bytes
 
 IDLE_S = 10.0
-"""Idle time in seconds after which the next first token counts as the idle probe."""
+"""Seconds of idling after which the next first pass counts as the idle probe."""
 QUIET_S = 0.3
-"""Time in seconds after an answer, or a pass for the ring's head, in which nothing is touched: the next may follow."""
+"""Seconds after an answer, or after a pass for the ring's head, in which nothing is touched, as another may follow."""
 _PROGRESS_S = 0.25
-"""Time between two progress reports of the warm-up, in seconds."""
+"""Seconds between two progress reports of the warm-up."""
 CHECK_S = 15.0
-"""Time between two checks whether to let go of the weights, in seconds."""
+"""Seconds between two checks whether to release the weights."""
 
 
 class IdleProbe:
-    """The time of the first token after idling: a long one shows that weights were unwired or dropped meanwhile."""
+    """Measures the first pass after idling. A long one shows that weights were unwired or dropped meanwhile."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._ended = clock()
         self._idle = False
         self.probe_s: float | None = None
-        """Seconds, as last measured; None: no question came after more than IDLE_S of idling."""
+        """Seconds of the last probe; None if no question came after more than IDLE_S seconds of idling."""
 
     def begin(self) -> None:
-        """Called when a question arrives, or a pass for the ring's head."""
+        """Must be called when a question arrives, or a pass for the ring's head."""
         self._idle = self._clock() - self._ended > IDLE_S
 
     def first_token(self, seconds: float) -> float | None:
-        """Called with the first token's time in seconds; returns it if the question came after idling, else None."""
+        """Record the seconds of the first pass. Returns them if the question came after idling, else None."""
         if not self._idle:
             return None
         self._idle = False
@@ -45,18 +45,18 @@ class IdleProbe:
         return seconds
 
     def end(self) -> None:
-        """Called at the end of an answer: idling begins."""
+        """Must be called at the end of an answer, when idling begins."""
         self._ended = self._clock()
 
 
 class PageWarmer:
-    """Warms ``weights`` up, and touches them again while no answer runs. Closing it ends its thread.
+    """Brings ``weights`` into memory, and touches them again while no answer runs. :meth:`close` ends its thread.
 
-    ``on_progress(done, total)`` gets the warm-up's progress in bytes, at most four times a second. ``after_warm_up``
-    (locking) is called once, in the warmer's thread. ``wired``: weights once warm stay so by themselves. The warmer
-    pauses while an answer runs (:meth:`answering`). An error in a pass, of the disk for example, ends the warmer only.
-    ``lets_go(seconds)`` decides after so many idle seconds whether the weights are let go (None: never). Then
-    ``hold(False)`` is called, and ``hold(True)`` when the next answer begins.
+    ``on_progress(done, total)`` is called with the warm-up's progress in bytes, at most four times per second.
+    ``after_warm_up`` (locking) is called once, in the warmer's thread. ``wired``: warm weights stay in memory by
+    themselves. The warmer pauses while an answer runs (:meth:`answering`). An error in a pass, such as a disk error,
+    ends only the warmer. ``lets_go(seconds)`` returns whether to release the weights after so many idle seconds (None:
+    never). ``hold(False)`` is called then, and ``hold(True)`` when the next answer begins.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class PageWarmer:
         self._available = available
         self._clock = clock
         self._used = clock()
-        """The time of the last answer's beginning or end; before the first answer, of the warm-up's end."""
+        """Time of the last answer's beginning or end; before the first answer, the end of the warm-up."""
         self._changed = threading.Condition()
         self._answering = 0
         self._quiet_until = -math.inf
@@ -91,9 +91,9 @@ class PageWarmer:
         self.passes = 0
         """Number of finished standby passes."""
         self.touched = 0
-        """Bytes touched in all."""
+        """Number of bytes touched so far."""
         self.problem = ""
-        """The error that ended the warmer; empty: none."""
+        """The error that ended the warmer; empty if there was none."""
         self._thread = threading.Thread(target=self._work, name="residency", daemon=True)
 
     def start(self) -> None:
@@ -101,7 +101,7 @@ class PageWarmer:
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Within it nothing is touched; entering waits for the piece at hand (some milliseconds)."""
+        """Pause the warmer. Entering waits for the current piece, which takes some milliseconds."""
         with self._changed:
             self._answering += 1
             while self._touching:
@@ -120,11 +120,11 @@ class PageWarmer:
                 self._changed.notify_all()
 
     def wait_until_warm(self, timeout: float | None = None) -> bool:
-        """Whether the warm-up is over (done, or given up)."""
+        """Whether the warm-up is over, completed or given up."""
         return self._warm.wait(timeout)
 
     def close(self) -> None:
-        """Stop, and let go of the weights. May be called twice."""
+        """Stop the thread and release the weights. May be called twice."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -157,12 +157,12 @@ class PageWarmer:
             self._weights.close()
 
     def _period(self, seconds: float) -> float | None:
-        """How long to rest after a pass that took ``seconds``; None: until it is closed."""
+        """Seconds to rest after a pass that took ``seconds``; None: until it is closed."""
         standby = standby_period(seconds, self._wired, self._weights.own_memory)
         return CHECK_S if standby is None and self._lets_go is not None else standby
 
     def _let_go(self) -> bool:
-        """Let go of the weights if it is time to, and wait for the next answer. Returns whether it did."""
+        """Release the weights if it is time to, and wait for the next answer. Returns whether it did."""
         with self._changed:
             idle = self._clock() - self._used
             if self._answering or self._closed or self._lets_go is None or not self._lets_go(idle):
@@ -174,8 +174,10 @@ class PageWarmer:
             return True
 
     def _pass(self, share: float, everything: bool) -> float:
-        """Touch as many pieces as fit in memory (``everything``: also those that are there), at ``share`` of the time.
-        Returns the seconds that the touching took."""
+        """Touch as many pieces as fit in memory, using the fraction ``share`` of the time.
+
+        ``everything``: pieces that are in memory are touched, too. Returns the seconds spent touching.
+        """
         sizes = self._weights.sizes
         count = touchable(sizes, self._available())
         total, done, next_report, seconds = sum(sizes[:count]), 0, 0.0, 0.0
@@ -200,7 +202,7 @@ class PageWarmer:
         return seconds
 
     def _begin_touching(self) -> bool:
-        """Wait until no answer runs or has just ended. False: closed."""
+        """Wait until no answer runs or has just ended. Returns False if closed."""
         with self._changed:
             while not self._closed:
                 left = self._quiet_until - self._clock()
@@ -216,8 +218,8 @@ class PageWarmer:
             self._changed.notify_all()
 
     def _rest(self, seconds: float | None, only_pause: bool = False) -> bool:
-        """Wait ``seconds`` (None: until closed). An answer restarts the wait, except with ``only_pause``. False:
-        closed."""
+        """Wait ``seconds`` (None: until closed). An answer restarts the wait, except with ``only_pause``. Returns False
+        if closed."""
         with self._changed:
             until = None if seconds is None else self._clock() + seconds
             while not self._closed:

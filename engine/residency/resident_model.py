@@ -1,4 +1,4 @@
-"""A loaded model kept in fast memory: its page warmer, and the probe that measures what idling costs."""
+"""A loaded model that is kept in fast memory: its page warmer, and the probe of the cost of idling."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from engine.system.free_memory import available_bytes
 from engine.system.machine import on_battery
 
 Held = Mapping[int, Sequence[int]]
-"""Decoder layer to the experts that this node runs."""
+"""The experts that this node runs, by decoder layer."""
 
 
 class ResidentModel:
     """Keeps ``model``, which was loaded from ``folder``, in fast memory until it is closed.
 
-    ``trunk``: False for a model of experts only. ``held``: the experts it runs in a ring; None: all of them.
-    ``on_progress(done, total)`` gets the warm-up's progress in bytes, ``notice(text)`` what a person should know. Both
-    are called in the warmer's thread. If ``request`` switches keeping off, or the files cannot be opened, only the
-    probe works.
+    ``trunk`` is False for a model of experts only. ``held`` are the experts that it runs in a ring; None: all of them.
+    ``on_progress(done, total)`` is called with the warm-up's progress in bytes, ``notice(text)`` with lines for the
+    person, both in the warmer's thread. If ``request`` switches this off, or the files cannot be opened, only the probe
+    works.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ResidentModel:
         try:
             weights = model.kept_weights()
             if weights is not None:
-                # The others of a ring wait for the slowest: a node of it is kept ready as long as it is one.
+                # All nodes of a ring wait for the slowest one, so a node's weights are never released.
                 resting = None if held is not None else _lets_go
                 self.warmer = PageWarmer(
                     weights, on_progress, wired=model.weights_are_wired, lets_go=resting, hold=model.hold_weights
@@ -68,14 +68,14 @@ class ResidentModel:
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Around an answer: within it no weights are touched."""
+        """Encloses an answer, during which no weights are touched."""
         self.probe.begin()
         with self._busy():
             yield
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """Around one pass that a follower runs for the head; the first one after idling is the probe."""
+        """Encloses one pass that a follower runs for the head. The first one after idling is the probe."""
         with self.answering():
             begun = self._clock()
             yield
@@ -83,8 +83,8 @@ class ResidentModel:
 
     @contextlib.contextmanager
     def part_of_pass(self, first: bool, last: bool) -> Iterator[None]:
-        """As :meth:`passing`, around one part of a pass that arrives in parts. Between two parts the warmer may work,
-        as the last part may never arrive."""
+        """As :meth:`passing`, for one part of a pass that arrives in parts. The warmer may work between two parts, as
+        the last one may never arrive."""
         if first:
             self.probe.begin()
             self._pass_began = self._clock()
@@ -102,8 +102,10 @@ class ResidentModel:
             self.probe.end()
 
     def probed(self, finished: Finished, first_pass_s: float | None) -> Finished:
-        """``finished``, within :meth:`answering`, with the probe's figure if this was the first answer after idling:
-        the time of its first pass, which a long prompt does not change."""
+        """``finished``, with the seconds of its first pass if this was the first answer after idling.
+
+        Must be called within :meth:`answering`. A long prompt does not change the time of the first pass.
+        """
         if first_pass_s is None:
             return finished
         found = self.probe.first_token(first_pass_s)
@@ -111,17 +113,17 @@ class ResidentModel:
 
     @property
     def probe_s(self) -> float | None:
-        """Seconds of the first pass after more than ten seconds of idling, as last measured."""
+        """Seconds of the last first pass after more than ten seconds of idling."""
         return self.probe.probe_s
 
     def close(self) -> None:
-        """Stop; call it before the model is closed. May be called twice."""
+        """Stop. Must be called before the model is closed. May be called twice."""
         if self.warmer is not None:
             self.warmer.close()
 
 
 class Residency:
-    """The loaded model of a host, kept in fast memory; in a ring, the experts of its present place in it."""
+    """Keeps the engine's loaded model in fast memory; in a ring, the experts of its current rank."""
 
     def __init__(self, send: Callable[[AnyEvent], None]) -> None:
         self._send = send
@@ -129,10 +131,10 @@ class Residency:
         self._made: tuple[LoadedModel, Callable[[], Path], Load] | None = None
         self._context: RankContext | None = None
         self._warming = 0
-        """Total bytes of a warm-up that is running; 0: none is."""
+        """Total bytes of the running warm-up; 0 if none is running."""
 
     def loaded(self, model: LoadedModel, folder: Callable[[], Path], request: Load) -> None:
-        """Keep ``model`` from now on; ``folder`` tells where its weights are, which a ring formed anew may change."""
+        """Keep ``model`` from now on. ``folder`` returns the folder of its weights, which a new ring may change."""
         self.release()
         self._made = (model, folder, request)
         self._context = model.context
@@ -147,7 +149,7 @@ class Residency:
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Around an answer or a measurement. If the ring was formed anew within it, its new experts are kept."""
+        """Encloses an answer or a measurement. If the ring is formed again inside, its new experts are kept."""
         try:
             with self._ready.answering() if self._ready is not None else contextlib.nullcontext():
                 yield
@@ -156,20 +158,20 @@ class Residency:
                 self.loaded(*self._made)
 
     def probed(self, finished: Finished, first_pass_s: float | None) -> Finished:
-        """See :meth:`ResidentModel.probed`. A ring that was formed anew meanwhile loaded its weights, which is no
-        idling."""
+        """See :meth:`ResidentModel.probed`. A ring that was formed again meanwhile loaded its weights, so there is no
+        probe."""
         if self._ready is None or self._made is None or self._made[0].context is not self._context:
             return finished
         return self._ready.probed(finished, first_pass_s)
 
     def release(self) -> None:
-        """Stop keeping the model; to be called before it is closed."""
+        """Stop keeping the model. Must be called before it is closed."""
         ready, self._ready, self._made = self._ready, None, None
         if ready is not None:
             ready.close()
         total, self._warming = self._warming, 0
         if total:
-            # The warm-up has ended early: the screen must not wait for the rest.
+            # The warm-up ended early, and the screen must not wait for the rest.
             self._send(WarmUp(done=total, total=total))
 
     def _on_progress(self, done: int, total: int) -> None:
@@ -178,7 +180,7 @@ class Residency:
 
 
 def held_in(context: RankContext) -> dict[int, Sequence[int]]:
-    """The experts of a place in a ring, by layer."""
+    """The experts of a rank, by layer."""
     return {layer: context.placement.held(context.rank, layer) for layer in context.placement.layers}
 
 

@@ -1,4 +1,4 @@
-"""From a model's name to a session: resolve, convert if need be, pick the runtime, load, read what ends an answer."""
+"""From a model's name to a session: resolve, convert if needed, choose the runtime, load, find the end tokens."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def load_session(
 ) -> Session:
     """Load ``request.model`` and make a session of it. Opens no socket; a GGUF file is converted once.
 
-    With partitioning ``ring``, ``network`` must be open, and the machines there share the model's experts. A model of
-    the hub that is not here is taken from those that have it, as much of it as this machine is to hold.
+    With partitioning ``ring``, ``network`` must be open, and its machines share the model's experts. If a hub model is
+    not on this machine, this machine's shard of it is fetched from the machines that have it.
 
-    ``release`` is called before memory is taken: it frees the model that was loaded before, which is not given up for
-    one that is refused. Raises ModelError: unknown model (bad-input), not on this machine, damaged, unsupported,
-    or too large (memory).
+    ``release`` frees the model that was loaded before. It is called just before memory is needed, so that the old model
+    is kept if the new one is refused. Raises ModelError: unknown model (bad-input), not on this machine, damaged,
+    unsupported, or too large (memory).
     """
     from engine.models.store import refuse_shard
     from engine.models.tokenizer import load_tokenizer
@@ -83,7 +83,7 @@ def load_session(
 
 
 def check_request(request: Load) -> None:
-    """Raises ModelError (bad-input) for numbers that mean nothing."""
+    """Raises ModelError (bad-input) for impossible numbers."""
     if request.prefill_chunk < 1:
         raise ModelError(f"The prefill chunk is {request.prefill_chunk} tokens; it takes at least 1.", kind="bad-input")
     if request.context_limit is not None and request.context_limit < 2:
@@ -102,13 +102,13 @@ def find_folder(name: str, progress: ProgressCallback, should_stop: Callable[[],
         from engine.models.gguf_model import convert_gguf
 
         convert_gguf(resolved.source, progress, should_stop)
-    # A person's own folder without a config is opened all the same: that says best what is wrong with it.
+    # A person's own folder without a config is opened, too, because opening gives the best error message.
     own = resolved.kind == "folder" and resolved.source.is_dir()
     return resolved.name, resolved.folder or (resolved.source if own else resolved.require_folder())
 
 
 def find_in_ring(name: str, network: ClusterNetwork, progress: ProgressCallback) -> LackedModel | None:
-    """A model of the hub that is not on this machine and that machines of the ring have; None for any other."""
+    """A hub model that is not on this machine but on machines of the ring; None for any other."""
     from engine.models import store
 
     resolved = store.resolve(name)
@@ -116,7 +116,7 @@ def find_in_ring(name: str, network: ClusterNetwork, progress: ProgressCallback)
 
 
 def settings_not_applied(defaults: dict[str, Any]) -> list[str]:
-    """One line if the model's own generation settings ask for something that sampling here does not have."""
+    """A line about each of the model's generation settings that sampling here does not support."""
     penalty = defaults.get("repetition_penalty")
     if penalty in (None, 1, 1.0):
         return []

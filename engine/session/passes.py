@@ -1,7 +1,7 @@
-"""The passes that made the keys and values in a cache, and where the cache may be cut.
+"""The passes that computed the keys and values in a cache, and the places where the cache may be cut.
 
-The last bits of a token's keys and values depend on how many tokens ran in the same pass. To be made a second time, to
-the bit, a cache is filled by the same passes and cut only where one of them ended.
+The last bits of a token's keys and values depend on the number of tokens in the same pass. To reproduce a cache to the
+bit, it is filled by the same passes and cut only at the end of one of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ REMEMBERED = 4096
 
 
 class PassSequence:
-    """The passes over one row of tokens from its start; a value.
+    """The passes over one row of tokens from its start. Immutable.
 
     A positive run is one prefill pass of that many tokens. A negative run is that many tokens decoded one by one; two
     negative runs never follow one another.
@@ -37,17 +37,17 @@ class PassSequence:
         return f"PassSequence({list(self.runs)})"
 
     def prefilled(self, tokens: int) -> PassSequence:
-        """These, then one pass over ``tokens`` of a prompt."""
+        """This sequence, followed by one pass over ``tokens`` of a prompt."""
         return PassSequence((*self.runs, tokens))
 
     def decoded(self, tokens: int = 1) -> PassSequence:
-        """These, then ``tokens`` one by one."""
+        """This sequence, followed by ``tokens`` decoded one by one."""
         if not self.runs or self.runs[-1] > 0:
             return PassSequence((*self.runs, -tokens))
         return PassSequence((*self.runs[:-1], self.runs[-1] - tokens))
 
     def up_to(self, length: int, chunk: int) -> PassSequence:
-        """These, then a prompt's passes of at most ``chunk`` tokens until there are ``length``."""
+        """This sequence, followed by passes of at most ``chunk`` tokens up to a total of ``length``."""
         missing = length - self.length
         whole, rest = divmod(missing, chunk)
         return PassSequence((*self.runs, *[chunk] * whole, *([rest] if rest else [])))

@@ -1,7 +1,7 @@
-"""``Plan``: from a model's name to where it would lie and how fast it should be. Reads headers, loads nothing.
+"""``Plan``: the placement and the predicted speed of a model. Only headers are read, and nothing is loaded.
 
-The decisions are :mod:`engine.planning.hybrid`'s; here is what they are made from: the model's sizes, this machine's
-memory, what was measured on it before, and the person's own use of the model.
+:mod:`engine.planning.hybrid` decides. This module collects its inputs: the model's sizes, this machine's memory, its
+measurements, and the person's own use of the model.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 
 
 def plan_model(request: Plan, loaded: ModelFacts | None = None, network: ClusterNetwork | None = None) -> Planned:
-    """The plan for ``request.load``. ``loaded``: the model that is loaded now and would make room. ``network``: where
-    the machines of a ring are, for partitioning ``ring``.
+    """The plan for ``request.load``.
+
+    ``loaded`` is the model that is loaded now, whose memory would be freed. ``network`` gives the machines for
+    partitioning ``ring``.
 
     Raises ModelError as loading would: an unknown model (bad-input), one that is not on this machine, damaged,
     unsupported.
@@ -83,7 +85,7 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Cluster
 
 
 def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: ClusterNetwork | None) -> Planned:
-    """The same with the machines of ``network``, as far as they can be asked now."""
+    """The plan with the machines of ``network`` that can be reached now."""
     from engine.cluster.plan_request import plan_ring_request
 
     resolved = resolve(load.model)
@@ -132,8 +134,7 @@ def gpu_for(load: Load) -> Gpu | None:
 
 
 def planned_runtime(load: Load, headers: Headers, graphics: Gpu | None) -> RuntimeChoice:
-    """The runtime that loading takes, by what is known of the model's headers already. Raises ModelError if it refuses
-    the model."""
+    """The runtime that loading would choose, from the model's headers. Raises ModelError if it refuses the model."""
     choice = choose_runtime(load, headers.folder, graphics is not None, lambda: headers.not_native)
     if choice.name == "native" and headers.refused is not None:
         raise headers.refused
@@ -143,12 +144,12 @@ def planned_runtime(load: Load, headers: Headers, graphics: Gpu | None) -> Runti
 def _machine(
     headers: Headers, graphics: Gpu | None, speed: MachineSpeed | None, loaded: ModelFacts | None
 ) -> HybridMachine:
-    """This machine as it will be once the loaded model has made room."""
+    """This machine as it will be once the loaded model is freed."""
     on_gpu = loaded is not None and loaded.device.startswith("cuda")
     freed = loaded.trunk_bytes if loaded is not None and loaded.runtime != "native" else 0
     cpu = Device("CPU", memory().total, available_bytes() + (0 if on_gpu else freed))
     memory_read = speed.memory_read if speed is not None else None
-    # Reading from the disk to learn its rate takes a moment: only where it will matter.
+    # Measuring the disk takes a moment, so it is done only where the result matters.
     beyond = headers.largest is not None and headers.sizes.expert_bytes + headers.sizes.trunk_bytes > cpu.free
     disk = disk_rate(headers.largest) if headers.largest is not None and beyond else None
     if graphics is None:
@@ -161,7 +162,7 @@ def _machine(
 def _measured(
     load: Load, headers: Headers, graphics: Gpu | None, runtime: str, notices: list[str]
 ) -> tuple[Calibration | None, MachineSpeed | None]:
-    """The calibration of the model's experts on this machine, and what else was measured here."""
+    """The calibration of the model's experts on this machine, and the machine's other measurements."""
     dtype, shape = headers.sizes.dtype, headers.shape
     name = graphics.name if graphics is not None else None
     key = calibration_key(dtype, load.cpu_threads, name)
@@ -211,8 +212,11 @@ def _said(notices: list[str]) -> list[PlannedChoice]:
 
 
 def _overhead(speed: MachineSpeed | None, runtime: str) -> float:
-    """Seconds per layer and step that ``runtime`` adds. No other adds less than the native one: where only that was
-    measured, it stands in, so that nobody is told that an unmeasured runtime is the faster one."""
+    """Seconds per layer and step that ``runtime`` adds.
+
+    The native runtime adds the least. Its figure is used for a runtime that was not measured, which would seem faster
+    than it otherwise.
+    """
     known = speed.layer_overhead_s if speed is not None else {}
     return known.get(runtime, known.get("native", 0.0))
 

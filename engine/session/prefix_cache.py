@@ -1,9 +1,8 @@
-"""The keys and values of a conversation: which tokens are in the cache, and how others are prefilled.
+"""The prefix cache: the keys and values of a conversation, and the prefill of what is missing.
 
-The same question asked again gets the same answer, to the bit. For that a prompt is prefilled by the same passes as
-before, and new passes continue only where an earlier pass ended (see :mod:`engine.session.passes`). In a ring a part of
-the cache lies on other machines. When one is lost, the remaining machines form a new ring and run the same passes
-again.
+A repeated question gets the same answer, to the bit. To ensure this, a prompt is prefilled by the same passes as
+before, and new passes continue only where an earlier pass ended (see :mod:`engine.session.passes`). In a ring, parts of
+the cache are on other machines. When one is lost, the remaining machines form a new ring and run the same passes again.
 """
 
 from __future__ import annotations
@@ -35,9 +34,10 @@ REPLAY_INTERVAL_S = 1 / 4
 
 
 class PrefixCache:
-    """``rows`` holds the keys and values of ``tokens``; None: of nothing. ``chunk`` is the tokens of a prefill chunk.
+    """The cache of one conversation. ``rows`` holds the keys and values of ``tokens``, or is None if it is empty.
 
-    After an exception in a forward pass the caller must call :meth:`forget`, as the cache is then in an unknown state.
+    ``chunk`` is the number of tokens of a prefill chunk. After an exception in a forward pass the caller must call
+    :meth:`forget`, as the cache is then in an unknown state.
     """
 
     def __init__(self, model: LoadedModel, chunk: int) -> None:
@@ -51,7 +51,7 @@ class PrefixCache:
         """The last prompt's length in tokens and the logits after it, so that it can be answered again."""
         self._remembered = RememberedPasses()
         self._lost: tuple[list[int], PassSequence] | None = None
-        """Tokens and passes that were in the cache when the ring was formed anew between two questions."""
+        """Tokens and passes that were in the cache when the ring was formed again between two questions."""
         self._repeatable = True
         self._formed_again = 0
 
@@ -62,9 +62,10 @@ class PrefixCache:
         self._known = None
 
     def take_back_peers(self, turn: Turn) -> None:
-        """Called before a question: the ring may be formed anew, which empties the cache. Raises Cancelled, ModelError.
+        """Form the ring again if its machines changed, which empties the cache. Called before each question.
 
-        Until :meth:`turn_over`, waiting for the ring's machines ends when ``turn`` is cancelled.
+        Until :meth:`turn_over`, waiting for the ring's machines ends when ``turn`` is cancelled. Raises Cancelled,
+        ModelError.
         """
         self._formed_again = 0
         self._model.turn(turn.cancelled)
@@ -81,10 +82,10 @@ class PrefixCache:
         self._model.turn(lambda: False)
 
     def prefill(self, prompt: list[int], turn: Turn, repeatable: bool) -> Logits | None:
-        """Bring ``prompt`` into the cache, again if a peer is lost; the logits after it, or None if cancelled.
+        """Bring ``prompt`` into the cache. Returns the logits after it, or None if cancelled.
 
-        ``repeatable``: the same prompt gets the same logits as before, to the bit, though it may take longer. An
-        answer drawn without a seed does not need that.
+        If a peer is lost, everything is run again. ``repeatable``: the same prompt gets the same logits as before, to
+        the bit, which may take longer. Answers drawn without a seed do not need this.
         """
         self._repeatable = repeatable
         passes = self._passes_for(prompt)
@@ -100,8 +101,8 @@ class PrefixCache:
         return logits
 
     def step(self, token: int, turn: Turn) -> Logits | None:
-        """The logits after one more ``token``. If a peer is lost, what is left of the ring runs all of it again; None
-        if that was cancelled."""
+        """The logits after one more ``token``. If a peer is lost, the remaining machines run everything again; None if
+        that was cancelled."""
         assert self.rows is not None
         try:
             logits: Logits = self.rows.step([token])[0]
@@ -113,7 +114,7 @@ class PrefixCache:
         return logits
 
     def step_choosing(self, token: int, draw: Draw) -> int | None:
-        """The token after one more ``token``, where the rows choose it themselves; None where they do not."""
+        """The token after one more ``token`` if the rows choose it themselves, else None."""
         chosen = None if self.rows is None else self.rows.step_choosing(token, draw)
         if chosen is not None:
             self._append([token], self._passes.decoded())
@@ -154,8 +155,10 @@ class PrefixCache:
         return self._known is not None and self._known[0] == length
 
     def _begin(self, tokens: list[int], passes: PassSequence) -> TokenRows:
-        """The cache cut back to what it has in common with ``tokens`` that were made by ``passes``; never to all of
-        them unless the logits are known."""
+        """Cut the cache back to its common prefix with ``tokens`` under the same ``passes``.
+
+        The prefix never contains all tokens unless the logits after them are known.
+        """
         kept = passes.shared(self._passes).cut(_shared(self.tokens, tokens))
         if kept == passes and not self._knows(passes.length):
             kept = passes.cut(passes.length - 1)
@@ -215,7 +218,7 @@ class PrefixCache:
         self._passes = passes
 
     def _run_again(self, lost: PeerLost, tokens: list[int], passes: PassSequence, turn: Turn) -> Logits | None:
-        """After ``lost``: form the ring again and run everything again, until it succeeds or is given up."""
+        """Form the ring and run everything again after ``lost``, until it succeeds or the maximum is reached."""
         if not self._repeatable:
             passes = PassSequence().up_to(len(tokens), self._chunk)
         while self._form_again(lost, turn):
@@ -226,8 +229,8 @@ class PrefixCache:
         return None
 
     def _form_again(self, lost: PeerLost, turn: Turn) -> bool:
-        """Form the ring again with an empty cache. False: cancelled. Raises ModelError if the machines left cannot go
-        on."""
+        """Form the ring again with an empty cache. Returns False if cancelled. Raises ModelError if the remaining
+        machines cannot go on."""
         self.forget()
         if turn.cancelled():
             return False
@@ -244,7 +247,7 @@ class PrefixCache:
 
     @contextlib.contextmanager
     def _interruptible(self, turn: Turn) -> Iterator[None]:
-        """Within it, a forward pass ends early if the turn is cancelled and the runtime can do that."""
+        """Let a forward pass inside end early when the turn is cancelled, if the runtime supports that."""
         self._model.between_layers = turn.check
         try:
             yield

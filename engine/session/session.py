@@ -1,4 +1,4 @@
-"""A loaded model and the conversation's prefix in its cache: one question at a time, only what is new is run."""
+"""A session: a loaded model with the conversation's prefix in its cache. Only new tokens are run."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ SHORTEST_BEAM_ANSWER = 64
 """Tokens that must fit in memory for a beam search whose request sets no maximum."""
 
 STOP_MARGIN = 8
-"""Tokens decoded beyond as many as the longest stop string has characters, when a beam is checked for one."""
+"""Number of tokens decoded in addition to the length of the longest stop string, when a beam is checked for one."""
 
 CONTEXT_TOKENS = 8
-"""Tokens at the prompt's end that are decoded together with the first tokens of an answer that continues it."""
+"""Number of the prompt's last tokens that are decoded together with an answer that continues them."""
 
 
 class Session:
@@ -77,7 +77,7 @@ class Session:
         self._cache = PrefixCache(model, prefill_chunk)
         self._context: list[int] = []
         self.first_pass_s: float | None = None
-        """Seconds of the first pass of the last question; None: nothing was run."""
+        """Seconds of the first pass of the last question; None if nothing was run."""
 
     def _free_memory(self) -> int:
         """Bytes that keys and values may take."""
@@ -86,12 +86,12 @@ class Session:
 
     @property
     def model(self) -> LoadedModel:
-        """For measuring it beside the conversation: with rows of its own."""
+        """The model, for measurements beside the conversation with rows of their own."""
         return self._model
 
     @property
     def cached_tokens(self) -> tuple[int, ...]:
-        """The tokens whose keys and values are in the cache: the prefix the next question may share."""
+        """The tokens whose keys and values are in the cache, which the next question can reuse."""
         return tuple(self._cache.tokens)
 
     def close(self) -> None:
@@ -100,9 +100,9 @@ class Session:
         self._model.close()
 
     def resize(self, gpu_expert_bytes: int | None) -> ModelFacts:
-        """Give the experts so much GPU memory (None: what is left free); the facts as they are then.
+        """Give the experts ``gpu_expert_bytes`` of GPU memory (None: all that is free). Returns the new facts.
 
-        Raises ModelError if nothing is shared with a GPU (bad-input), or there is too little memory (memory).
+        Raises ModelError if no GPU shares the experts (bad-input), or it has too little memory (memory).
         """
         found = self._model.resize_experts(gpu_expert_bytes)
         self.facts = msgspec.structs.replace(
@@ -111,16 +111,16 @@ class Session:
         return self.facts
 
     def generate(self, request: Generate, emit: Emit, control: TurnControl) -> Finished:
-        """Answer ``request``: Prefill, Piece, BeamProgress and Timing go to ``emit``, the rest is returned.
+        """Answer ``request``. Emits Prefill, Piece, BeamProgress and Timing, and returns the final event.
 
-        When ``control`` cancels, the answer ends with what there is; what was computed stays in the cache.
-        Raises ModelError (bad-input, context, memory, model); what was emitted before it remains true.
+        When ``control`` cancels, the answer ends with the text so far, and the cache keeps what was computed. Raises
+        ModelError (bad-input, context, memory, model); events emitted before it remain valid.
         """
         try:
             prompt = self._prompt(request, control.cancelled)
         except Cancelled:
             return cancelled_answer(request.id)
-        # Text that goes on from the prompt's is decoded after it: a word's space may be part of its first token.
+        # Text that continues the prompt's is decoded together with it: a word's space may be part of its first token.
         self._context = prompt[-CONTEXT_TOKENS:] if request.continue_last else []
         check_beams(request.beams, request.length_penalty)
         if request.beams > 1 and (request.sampling.temperature or 0.0) > 0.0:
@@ -159,14 +159,14 @@ class Session:
             self._keep_facts(emit)
 
     def _keep_facts(self, emit: Emit) -> None:
-        """Take over the facts that a newly formed ring changed, and emit RingChanged."""
+        """Take over the facts of a newly formed ring, and emit RingChanged."""
         found = self._model.facts
         if (found.ring, found.executor) != (self.facts.ring, self.facts.executor):
             self.facts = msgspec.structs.replace(self.facts, ring=found.ring, executor=found.executor)
             emit(RingChanged(ring=found.ring, executor=found.executor))
 
     def estimate_beams(self, request: EstimateBeams) -> BeamEstimates:
-        """What beams would cost. Raises ModelError (bad-input) for a width or context that means nothing."""
+        """The cost of beams. Raises ModelError (bad-input) for an impossible width or context."""
         for width in request.widths:
             check_beams(width, 1.0)
         if request.context_tokens < 0:
@@ -216,7 +216,7 @@ class Session:
         return prompt
 
     def _most_tokens(self, request: Generate, prompt_tokens: int) -> int:
-        """How long the answer may get. Raises ModelError if there is no room for one."""
+        """Maximum tokens of the answer. Raises ModelError if there is no room for one."""
         limit = self.facts.context_limit
         room = limit - prompt_tokens
         if room < 1:
@@ -252,7 +252,7 @@ class Session:
         decoder = IncrementalDecoder(self._tokenizer.decode, self._context) if self._tokenizer else None
         stream = turn.stream(decoder, stops)
         rule = sampler.rule
-        # What is drawn with a seed is drawn by the host, from the same numbers on every runtime.
+        # With a seed the host draws, from the same numbers on every runtime.
         draw = Draw(rule.temperature, rule.top_k, rule.top_p, rule.min_p, sampler.choose)
         device_draws = rule.greedy or rule.seed is None
         tokens: list[int] = []
@@ -285,8 +285,10 @@ class Session:
         return Answer(stream.finish(), tokens, reason)
 
     def _following(self, token: int, turn: Turn, sampler: Sampler, draw: Draw | None) -> int | None:
-        """The token after ``token``; None if that was cancelled. With ``draw`` the rows may choose it themselves, but
-        not in a step that is measured: nothing else may run beside that."""
+        """The token after ``token``; None if cancelled.
+
+        With ``draw`` the rows may choose it themselves, except in a measured step, which nothing else may disturb.
+        """
         if draw is not None and not self._model.recorder.enabled:
             chosen = self._cache.step_choosing(token, draw)
             if chosen is not None:
@@ -330,7 +332,7 @@ class Session:
         ]
 
     def _ended(self, best: Hypothesis, stops: Sequence[str]) -> bool:
-        """Whether a finished hypothesis ended by itself, rather than for want of room."""
+        """Whether a finished hypothesis ended by itself rather than at the maximum length."""
         check = self._stop_check(stops)
         return best.tokens[-1] in self._ends or (check is not None and check(best.tokens))
 
@@ -360,7 +362,7 @@ class Session:
 
     @contextlib.contextmanager
     def _consistent_cache(self) -> Iterator[None]:
-        """Within it, a forward pass that fails empties the cache: what the cache holds is then unknown."""
+        """Empty the cache if a forward pass inside fails, as its contents are then unknown."""
         try:
             yield
         except BaseException as error:

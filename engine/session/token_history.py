@@ -1,8 +1,7 @@
-"""The tokens of a conversation as they were generated, beside its text.
+"""The token history: the tokens of a conversation as they were generated, beside its text.
 
-The tokens of a sampled answer are often not those that the tokenizer makes of its text. If the next question's prompt
-were tokenized from text alone, the cache would hold another prefix from the first such boundary on, and everything
-after it would be run again.
+The tokenizer often splits the text of a sampled answer into other tokens than were sampled. A prompt that is tokenized
+from its text alone would then differ from the cache, and everything after the first difference would be run again.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Protocol
 from engine.ipc.messages import Message
 
 TRIES = 4
-"""Boundaries that are tried, the latest first, before the whole prompt is tokenized from its text."""
+"""Number of boundaries tried, the latest first, before the whole prompt is tokenized from its text."""
 
 REMEMBERED_TOKENS = 2_000_000
 """Maximum tokens of remembered prompts; each token takes four bytes."""
@@ -46,7 +45,7 @@ class _Boundary:
 
 
 class TokenHistory:
-    """The conversation up to the last answer. It only chooses among tokens of the same text."""
+    """The history up to the last answer. It changes only how a text is split into tokens, never the text."""
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
         self._tokenizer = tokenizer
@@ -54,7 +53,7 @@ class TokenHistory:
         self._tokens: list[int] = []
         self._boundaries: list[_Boundary] = []
         self._asked: OrderedDict[bytes, array[int]] = OrderedDict()
-        """The tokens of earlier prompts by a hash of their text: a repeated prompt gets the same tokens."""
+        """The tokens of earlier prompts by a hash of their text, so that a repeated prompt gets the same tokens."""
         self._asked_tokens = 0
 
     def prompt(
@@ -63,9 +62,11 @@ class TokenHistory:
         continue_last: bool = False,
         should_stop: Callable[[], bool] = lambda: False,
     ) -> list[int]:
-        """The token ids of ``messages`` through the chat template: the recorded tokens as far as the text is the same,
-        the tokenizer's for the rest. Raises ModelError if the template refuses the messages, Cancelled as soon as
-        ``should_stop()``."""
+        """The token ids of ``messages`` through the chat template.
+
+        They are the recorded tokens as far as the text is the same, and the tokenizer's for the rest. Raises ModelError
+        if the template refuses the messages, and Cancelled as soon as ``should_stop()`` returns True.
+        """
         text = self._tokenizer.render_chat(messages, continue_last, should_stop)
         same = [boundary for boundary in self._boundaries if text.startswith(self._text[: boundary.characters])]
         key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -86,7 +87,7 @@ class TokenHistory:
         for boundary in same[: -TRIES - 1 : -1]:
             rest = text[boundary.characters :]
             tail = self._tokenizer.encode_rendered(rest, beginning=False) if rest else []
-            # Only where the tokenizer itself makes the same tokens after this boundary, whatever precedes it.
+            # A boundary is used only if the tokens after it do not depend on the text before it.
             if fresh[len(fresh) - len(tail) :] == tail:
                 return self._tokens[: boundary.tokens] + tail, same[: same.index(boundary) + 1]
         return fresh, []
@@ -98,9 +99,9 @@ class TokenHistory:
             self._asked_tokens -= len(self._asked.popitem(last=False)[1])
 
     def answered(self, text: str, tokens: Sequence[int]) -> None:
-        """``tokens`` (without one that ends the turn) answered the last prompt with ``text``.
+        """Record the answer ``text`` to the last prompt and its ``tokens``, without one that ends the turn.
 
-        They are not recorded if they decode to more or less than the text: a special token, or a cut at a stop string.
+        Nothing is recorded if the tokens do not decode to the text, because of a special token or a stop string.
         """
         if tokens and self._tokenizer.decode_exactly(tokens) == text:
             self._text += text

@@ -1,4 +1,4 @@
-"""One question and its answer while it runs: its measurements, and how often which event is emitted."""
+"""One question and its answer while it runs: measurements, and the rates of its events."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Emit = Callable[[AnyEvent], None]
 
 
 class TurnControl(Protocol):
-    """What another thread may change while a turn runs. Asked at least once per step, from the turn's thread."""
+    """Switches that another thread may change while a turn runs. The turn reads them at least once per step."""
 
     def cancelled(self) -> bool: ...
 
@@ -45,8 +45,10 @@ class Answer:
 
 
 class Turn:
-    """The clocks and events of one turn. ``prefilled`` counts the prompt tokens that were run. ``first_pass_s`` is the
-    time of the first pass over them, in seconds."""
+    """The clocks and events of one turn.
+
+    ``prefilled`` is the number of prompt tokens that were run. ``first_pass_s`` are the seconds of the first pass.
+    """
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class Turn:
         self.emit = emit
         self.cancelled = control.cancelled
         self.report: ProgressCallback = Reports(request.id, emit, control.cancelled)
-        """Progress of what delays the answer; raises Cancelled."""
+        """Reports the progress of work that delays the answer. Raises Cancelled."""
         self.prefilled = 0
         self.first_pass_s: float | None = None
         self._always = request.with_timing
@@ -80,14 +82,14 @@ class Turn:
     # --- clocks ---------------------------------------------------------------------------------------------------
 
     def count_token(self) -> None:
-        """One more token of the answer is decided."""
+        """Count one more token of the answer."""
         self._last = self._clock()
         self._first = self._first if self._count else self._last
         self._count += 1
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """Around a pass of the model over tokens of the prompt."""
+        """Encloses a pass of the model over tokens of the prompt."""
         begun = self._clock()
         yield
         if self.first_pass_s is None:
@@ -99,7 +101,7 @@ class Turn:
             raise Interrupted
 
     def ran_of_prompt(self, first: int, end: int) -> None:
-        """Tokens ``first`` to ``end`` were run; those of the prompt count."""
+        """Record that tokens ``first`` to ``end`` were run. Only those of the prompt count."""
         self.prefilled += max(0, min(end, self._prompt_tokens) - first)
 
     @property
@@ -107,7 +109,7 @@ class Turn:
         return self._count
 
     def tokens_per_s(self) -> float:
-        """Rate after the first token: its time is the prefill's."""
+        """Tokens per second after the first token, whose time belongs to the prefill."""
         elapsed = self._last - self._first
         return (self._count - 1) / elapsed if elapsed > 0 else 0.0
 
@@ -122,10 +124,9 @@ class Turn:
     # --- timing panel ---------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Measure the coming step if the panel is open. Where measuring slows a step down, only steps that are
-        shown."""
+        """Measure the next step if the panel is open. If measuring slows steps down, only shown steps are measured."""
         wanted = self._always or self._control.watching()
-        # The first step of each phase is always one of them.
+        # The first step of each phase is always measured.
         phase = "decode sample" if self._count else "prefill sample"
         self._recorder.enabled = wanted and (not self._recorder.sampled or self.due(phase, TIMING_INTERVAL_S))
         self._measured = self._measured or self._recorder.enabled
@@ -138,7 +139,7 @@ class Turn:
     # --- the answer -----------------------------------------------------------------------------------------------
 
     def stream(self, decoder: IncrementalDecoder | None, stops: StopStrings) -> TextStream:
-        """Where the answer's tokens go; without ``decoder`` only their number is emitted."""
+        """A stream for the answer's tokens. Without ``decoder`` only their number is emitted."""
         self._stream = TextStream(self, decoder, stops)
         return self._stream
 
@@ -165,7 +166,7 @@ class Turn:
         )
 
     def _emit_notices(self) -> None:
-        """Emit what happened in the runtime that the person should see."""
+        """Emit the runtime's notices for the person."""
         for text in self._recorder.take_notices():
             self.emit(Notice(text=text))
 
@@ -178,7 +179,7 @@ class Turn:
 
 
 class TextStream:
-    """An answer's tokens on their way to the screen, in pieces at most fifteen a second, the first one at once."""
+    """Emits an answer's text in pieces, the first one at once and then at most fifteen per second."""
 
     def __init__(self, turn: Turn, decoder: IncrementalDecoder | None, stops: StopStrings) -> None:
         self._turn = turn
@@ -195,7 +196,7 @@ class TextStream:
             self.send()
 
     def finish(self) -> str:
-        """All of the answer's text; what stop strings or unfinished characters held back is let go."""
+        """The whole text of the answer, including what was held back for stop strings or unfinished characters."""
         if self._decoder is not None:
             self._waiting += self._stops.push(self._decoder.flush())
             self._waiting += self._stops.flush()
@@ -203,7 +204,7 @@ class TextStream:
         return "".join(self._sent)
 
     def send(self) -> None:
-        """Send the piece that waits, if there is anything new."""
+        """Send the pending piece, if any."""
         if not self._waiting and (self._decoder is not None or self._counted == self._turn.tokens):
             return
         piece, self._waiting = self._waiting, ""

@@ -25,7 +25,7 @@ class Hello(Event, frozen=True, kw_only=True, tag="hello"):
 
 
 class Progress(Event, frozen=True, kw_only=True, tag="progress"):
-    """Something long goes on: ``stage`` in a few words, ``done`` of ``total`` in ``unit`` (total 0: unknown)."""
+    """A long operation: its ``stage`` in a few words, and ``done`` of ``total`` in ``unit`` (total 0: unknown)."""
 
     stage: str
     done: int = 0
@@ -46,7 +46,7 @@ class Prefill(Event, frozen=True, kw_only=True, tag="prefill"):
 
 
 class Piece(Event, frozen=True, kw_only=True, tag="piece"):
-    """A piece of the answer's text, whole characters only; ``tokens`` is how many the answer has so far."""
+    """A piece of the answer's text, in whole characters. ``tokens`` is the answer's number of tokens so far."""
 
     text: str
     tokens: int
@@ -54,7 +54,7 @@ class Piece(Event, frozen=True, kw_only=True, tag="piece"):
 
 
 class BeamProgress(Event, frozen=True, kw_only=True, tag="beam_progress"):
-    """The candidates as they stand, best first."""
+    """The current candidates, best first."""
 
     step: int
     beams: list[Beam]
@@ -62,8 +62,10 @@ class BeamProgress(Event, frozen=True, kw_only=True, tag="beam_progress"):
 
 
 class NodeTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """One node's times in a ring, as :class:`Timing` has the head's: ``exchange`` is handing over and receiving,
-    ``wait`` is waiting for the slowest node."""
+    """One node's times in a ring, like the head's in :class:`Timing`.
+
+    ``exchange`` is the time for sending and receiving, ``wait`` the time waiting for the slowest node.
+    """
 
     rank: int
     name: str
@@ -83,10 +85,10 @@ class Timing(Event, frozen=True, kw_only=True, tag="timing"):
     resident: list[list[int]] = []
     """Per MoE layer, the experts that are in GPU memory now; empty where none are kept there."""
     nodes: list[NodeTimes] = []
-    """Every node of the ring in rank order, the head first; only the one that computes where that is another machine
-    by itself; empty on one machine."""
+    """Times of the ring's nodes in rank order, the head first; only the computing node's if one other machine computes
+    everything; empty on one machine."""
     sampled: bool = False
-    """Only some of the steps were measured, at most four a second."""
+    """Whether only some of the steps were measured, at most four per second."""
 
 
 class Finished(Event, frozen=True, kw_only=True, tag="finished"):
@@ -97,15 +99,15 @@ class Finished(Event, frozen=True, kw_only=True, tag="finished"):
     finish_reason: FinishReason
     prompt_tokens: int
     prefilled_tokens: int
-    """Prompt tokens actually run; the others were in the cache."""
+    """Number of prompt tokens that were run; the others were in the cache."""
     completion_tokens: int
     ttft_s: float
     tokens_per_s: float
     beams: list[Beam] = []
     timing: Timing | None = None
     probe_s: float | None = None
-    """Seconds of the first pass, if this was the first answer after more than ten seconds of idling: what weights that
-    were unwired or dropped meanwhile cost. None for any other answer."""
+    """Seconds of the first pass if this was the first answer after more than ten seconds of idling, else None. It shows
+    the cost of weights that were unwired or dropped meanwhile."""
 
 
 class BeamEstimate(msgspec.Struct, frozen=True):
@@ -123,7 +125,7 @@ class BeamEstimates(Event, frozen=True, kw_only=True, tag="beam_estimates"):
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """What one device's memory would hold, in bytes. ``total`` 0: unknown."""
+    """The planned contents of one device's memory, in bytes. ``total`` 0: unknown."""
 
     device: str
     """``CPU``, or the GPU's name."""
@@ -144,8 +146,11 @@ class PlannedChoice(msgspec.Struct, frozen=True):
 
 
 class Planned(Event, frozen=True, kw_only=True, tag="planned"):
-    """The plan for a model. ``tokens_per_s`` and ``prefill_tokens_per_s`` are predictions, None if there is no basis
-    for one; ``basis`` says what they rest on. ``shortfall`` is how many bytes of memory are missing, 0 if it fits."""
+    """The plan for a model.
+
+    ``tokens_per_s`` and ``prefill_tokens_per_s`` are predictions, or None without a basis; ``basis`` describes it.
+    ``shortfall`` is the missing memory in bytes, 0 if the model fits.
+    """
 
     model: str
     family: str
@@ -161,7 +166,7 @@ class Planned(Event, frozen=True, kw_only=True, tag="planned"):
 
 
 class BenchResult(Event, frozen=True, kw_only=True, tag="bench_result"):
-    """One table. Cells are text, numbers or None; ``data`` is the same and more, for ``--json``."""
+    """One table. Cells are text, numbers or None. ``data`` contains the same and more for ``--json``."""
 
     title: str
     columns: list[str]
@@ -178,38 +183,43 @@ class Done(Event, frozen=True, kw_only=True, tag="done"):
 
 
 class Failed(Event, frozen=True, kw_only=True, tag="failed"):
-    """The request failed: one sentence saying what is wrong, with the value, and what to do."""
+    """The request failed. The text is one sentence: what is wrong, with the value, and what to do."""
 
     error: str
     kind: ErrorKind = "internal"
 
 
 class NetworkState(Event, frozen=True, kw_only=True, tag="network_state"):
-    """Who is there. Sent when something changed, at most four times a second."""
+    """The machines on the network. Sent after changes, at most four times per second."""
 
     me: NodeId
     open: bool
     peers: list[PeerFacts] = []
     code: str = ""
-    """The one-time code to be typed on the other machine; empty: none is valid now."""
+    """The one-time code to type on the other machine; empty if none is valid now."""
     code_seconds: int = 0
     code_tries: int = 0
     lending: LendingFacts | None = None
     problems: list[str] = []
-    """What keeps machines from being found, each with what to do."""
+    """Problems that keep machines from being found, each with its remedy."""
 
 
 class WarmUp(Event, frozen=True, kw_only=True, tag="warm_up"):
-    """The weights are being brought into memory in the background: ``done`` of ``total`` bytes. Belongs to no request;
-    answers may come meanwhile, which it waits for. The last one has ``done`` equal to ``total``."""
+    """The weights are being brought into memory in the background: ``done`` of ``total`` bytes.
+
+    Belongs to no request, and pauses during answers. The last event has ``done`` equal to ``total``.
+    """
 
     done: int
     total: int
 
 
 class RingChanged(Event, frozen=True, kw_only=True, tag="ring_changed"):
-    """The ring that runs the loaded model is another one, or none (``ring`` None): a machine was lost, or taken back.
-    Belongs to no request; it comes while an answer goes on, or before the first one after it."""
+    """The loaded model is now run by another ring, or by this machine alone (``ring`` None), because a machine was lost
+    or came back.
+
+    Belongs to no request. It is emitted during an answer, or before the next one.
+    """
 
     ring: RingFacts | None
     executor: str
@@ -217,7 +227,7 @@ class RingChanged(Event, frozen=True, kw_only=True, tag="ring_changed"):
 
 
 class Notice(Event, frozen=True, kw_only=True, tag="notice"):
-    """One line the person should see (a fallback taken, a file put aside)."""
+    """One line for the person, such as a fallback that was taken or a file that was put aside."""
 
     text: str
 
@@ -243,4 +253,4 @@ AnyEvent = (
 )
 
 TERMINAL_EVENTS = (Loaded, Finished, BeamEstimates, Planned, BenchResult, Done, Failed)
-"""Events that end a request: no other event follows."""
+"""Events that end a request. No other event of the request follows."""

@@ -1,4 +1,4 @@
-"""What requests and events are made of."""
+"""Parts of requests and events."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ RuntimeName = Literal["auto", "native", "torch", "mlx"]
 DtypeName = Literal["auto", "bfloat16", "float32"]
 Partitioning = Literal["auto", "cpu", "hybrid", "ring"]
 ExpertPolicy = Literal["balanced", "twiddler", "monde", "layers", "lru-offload", "stream"]
-"""How GPU and CPU share the experts: ours, the papers', and the papers' baselines (see engine.planning.policy)."""
+"""Policy by which GPU and CPU share the experts: ours, the papers', and the papers' baselines (see
+engine.planning.policy)."""
 BenchKind = Literal["decode", "prefill", "beams", "experts", "exchange", "ring", "residency"]
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One message of a conversation, as a chat template takes it."""
+    """One message of a conversation, in the form that chat templates take."""
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How the next token is chosen. ``None`` means: what the model's own generation settings say."""
+    """The choice of the next token. None: as the model's own generation settings say."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -36,7 +37,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LayerTimes(msgspec.Struct, frozen=True):
-    """Where one layer's time went, in milliseconds."""
+    """One layer's times, in milliseconds."""
 
     attention: float = 0.0
     router: float = 0.0
@@ -86,25 +87,26 @@ class ExpertMovement(msgspec.Struct, frozen=True, kw_only=True):
     misses: int = 0
     moved: int = 0
     learned: int = 0
-    """Experts copied while the link was idle, to be there the next time; in ``weight_bytes``, not in the seconds."""
+    """Number of experts copied ahead while the link was idle. They count in ``weight_bytes``, but not in the
+    seconds."""
     cpu_s: float = 0.0
-    """The CPU ran experts."""
+    """Seconds in which the CPU ran experts."""
     gpu_s: float = 0.0
-    """The GPU copied weights or ran experts."""
+    """Seconds in which the GPU copied weights or ran experts."""
     both_s: float = 0.0
-    """Both at once."""
+    """Seconds in which both worked."""
     total_s: float = 0.0
-    """All MoE layers, from routes to weighted sum."""
+    """Seconds of all MoE layers, from routes to weighted sum."""
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a loaded model."""
+    """Properties of a loaded model."""
 
     name: str
     family: str
     runtime: Literal["native", "torch", "mlx"]
     executor: str
-    """How experts run, e.g. ``local (torch, cpu)``; for a dense model ``none (dense)``."""
+    """The experts' executor, e.g. ``local (torch, cpu)``; ``none (dense)`` for a dense model."""
     device: str
     dtype: str
     layers: int
@@ -121,44 +123,44 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     load_s: float = 0.0
     trunk: str = ""
-    """What runs the trunk, e.g. ``native (avx512_bf16, 2 threads)`` or ``transformers (torch, cpu)``."""
+    """The trunk's implementation, e.g. ``native (avx512_bf16, 2 threads)`` or ``transformers (torch, cpu)``."""
     policy: ExpertPolicy | None = None
     """How GPU and CPU share the experts; None where they do not."""
     gpu_expert_bytes: int = 0
-    """GPU memory that holds experts."""
+    """Bytes of GPU memory that hold experts."""
     ring: RingFacts | None = None
     """The ring that runs the model; None on one machine."""
     notices: list[str] = []
-    """Each fallback in one line (no silent fallback)."""
+    """One line for each fallback, as none is silent."""
     has_chat_template: bool = True
     has_tokenizer: bool = True
-    """False: the model takes and gives token ids only, and answers have no text."""
+    """Whether the model has a tokenizer. Without one it takes and gives token ids only."""
 
 
 class DoctorFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``python -m engine.doctor_facts`` tells of the native kernels, and of what a model would run on."""
+    """The output of ``python -m engine.doctor_facts``: the native kernels, and how a model would run."""
 
     built: bool
-    """There is a library of native kernels."""
+    """Whether there is a library of native kernels."""
     instruction_sets: list[str]
-    """Those of it that this processor has, best first."""
+    """The library's instruction sets that this processor has, best first."""
     threads: int
     kernels: str = "none"
-    """The set that runs."""
+    """The instruction set in use."""
     kernels_reason: str = ""
     kernels_way_out: str = ""
-    """What to do to have native kernels, where none can be used; may be empty."""
+    """The way to get native kernels if none can be used; may be empty."""
     kernels_problem: str = ""
-    """Why none can be chosen; then nothing runs until that is mended."""
+    """The reason why none can be chosen. Nothing runs until it is removed."""
     runtime: RuntimeName = "auto"
-    """What would run the model's trunk; ``auto``: not known, because of ``model_problem``."""
+    """The runtime that would run the model; ``auto`` if it is unknown because of ``model_problem``."""
     runtime_reason: str = ""
     calibrated: bool | None = None
-    """None: the model has no experts, or cannot be opened."""
+    """Whether the model's experts were measured; None if it has none or cannot be opened."""
     calibration: str = ""
-    """What it was measured with, or why there is none."""
+    """The conditions of that measurement, or why there is none."""
     model_problem: str = ""
     memory_total: int = 0
-    """Bytes that this process may use: the machine's, or the limit of its container or control group."""
+    """Bytes of memory that this process may use: the machine's, or the limit of its container or control group."""
     memory_free: int = 0
     memory_of_machine: int = 0

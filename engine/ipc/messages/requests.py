@@ -11,32 +11,33 @@ from engine.ipc.messages.ring import RingChoice
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Base of requests. ``id`` is chosen by the app; every event answering it carries the same id.
+    """Base of requests. The app chooses ``id``, and every event of the request carries it.
 
-    A request with options for machines derives from these options instead, and has an ``id`` of its own.
+    A request with options for machines derives from those options instead, and has its own ``id``.
     """
 
     id: int
 
 
 class MachineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a machine runs its part of a model: its own person decides, whoever asks for the model."""
+    """Options of how a machine runs its part of a model, chosen by the person at that machine."""
 
     cpu_threads: int | None = None
-    """Threads for computing; None: one per physical core."""
+    """Number of threads; None: one per physical core."""
     keep_resident: bool = True
-    """Bring the weights into memory in the background, and look after them between questions; on Apple Silicon: keep
-    them wired."""
+    """Whether to bring the weights into memory in the background and keep them there between questions; on Apple
+    Silicon, whether to keep them wired."""
     lock_memory: bool = False
-    """Lock them in memory as well, as far as the system allows; where GPU and CPU share one memory they are wired."""
+    """Whether to lock the weights in memory as well, as far as the system allows. Where GPU and CPU share one memory
+    they are wired."""
 
     def machine_options(self) -> dict[str, Any]:
-        """These options alone by their names, for another struct that has them."""
+        """The values of these options by name, for another struct that has them."""
         return {name: getattr(self, name) for name in MachineOptions.__struct_fields__}
 
 
 class LoadOptions(MachineOptions, frozen=True, kw_only=True):
-    """Which model is loaded, and how. Settings and flags become it in :mod:`app.settings.schema`."""
+    """The model to load, and how. :mod:`app.settings.schema` makes it of settings and flags."""
 
     model: str
     """Catalogue name, Hugging Face repo id, local folder or GGUF file."""
@@ -46,11 +47,11 @@ class LoadOptions(MachineOptions, frozen=True, kw_only=True):
     context_limit: int | None = None
     policy: ExpertPolicy = "balanced"
     gpu_expert_bytes: int | None = None
-    """GPU memory for experts; None: what trunk, keys and values and workspace leave free."""
+    """Bytes of GPU memory for experts; None: all that trunk, keys and values and workspace leave free."""
     prefill_chunk: int = 512
-    """Tokens per prefill chunk: cancellation and progress happen between chunks."""
+    """Tokens per prefill chunk. Cancellation and progress happen between chunks."""
     ring: RingChoice = RingChoice()
-    """Counts with partitioning ``ring`` only."""
+    """Options for partitioning ``ring``."""
 
 
 class Load(LoadOptions, frozen=True, kw_only=True, tag_field="type", tag="load"):
@@ -61,44 +62,51 @@ class Load(LoadOptions, frozen=True, kw_only=True, tag_field="type", tag="load")
 
 
 class Resize(Request, frozen=True, kw_only=True, tag="resize"):
-    """Give the loaded model's experts other GPU memory; nothing is loaded again, the conversation stays. An answer that
-    runs is finished first. Events: Loaded, with the facts as they are now, or Failed."""
+    """Change the GPU memory of the loaded model's experts. Nothing is loaded again, and the conversation stays.
+
+    A running answer is finished first. Events: Loaded, with the new facts, or Failed.
+    """
 
     gpu_expert_bytes: int | None = None
     """As in :class:`LoadOptions`."""
 
 
 class Plan(Request, frozen=True, kw_only=True, tag="plan"):
-    """What would loading with the choices of ``load`` need and give? Nothing is loaded. Events: Planned or Failed."""
+    """Plan the loading that ``load`` describes. Nothing is loaded. Events: Planned or Failed."""
 
     load: Load
 
 
 class Bench(Request, frozen=True, kw_only=True, tag="bench"):
-    """Measure ``kind`` on the model that ``load`` names (it becomes the loaded model). Events: Progress*, then
-    BenchResult or Failed. ``decode``: one row; ``prefill``: prompts of several lengths; ``beams``: 1, 4, 8, 12 rows;
-    ``experts``: the calibration (Twiddler paper, figure 7), which is kept for later decisions; ``exchange``: the
-    transports of the exchange between processes on this machine; ``ring``: tables 3 and 4 of the paper of private LLMs
-    on Apple Silicon; ``residency``: its algorithms 1 and 2."""
+    """Measure ``kind`` on the model that ``load`` names, which becomes the loaded model.
+
+    ``decode``: one row. ``prefill``: prompts of several lengths. ``beams``: 1, 4, 8 and 12 rows. ``experts``: the
+    calibration (Twiddler paper, figure 7), which is stored for later decisions. ``exchange``: the transports between
+    processes on this machine. ``ring``: tables 3 and 4 of the paper of private LLMs on Apple Silicon. ``residency``:
+    its algorithms 1 and 2. Events: Progress*, then BenchResult or Failed.
+    """
 
     kind: BenchKind
     load: Load
     rounds: int = 5
     even_if_busy: bool = False
-    """Keep what was measured though other programs were at work meanwhile."""
+    """Whether to store measurements although other programs were busy meanwhile."""
     nodes: list[int] = msgspec.field(default_factory=lambda: [2, 3, 4])
-    """``ring``: numbers of processes on this machine, one after the other. Without a model in ``load`` it measures the
-    starter, and one made up on the spot."""
+    """``ring``: the numbers of processes on this machine, measured one after the other. Without a model in ``load``,
+    the starter and a synthetic model are measured."""
 
 
 class Generate(Request, frozen=True, kw_only=True, tag="generate"):
-    """Answer. Exactly one of ``messages`` and ``prompt_ids``. Events: Prefill*, (Piece | BeamProgress)*, Timing*, and
-    Progress* wherever a ring is formed again, then Finished or Failed."""
+    """Answer a question. Exactly one of ``messages`` and ``prompt_ids`` is given.
+
+    Events: Prefill*, (Piece | BeamProgress)*, Timing*, and Progress* while a ring is formed again, then Finished or
+    Failed.
+    """
 
     messages: list[Message] | None = None
     prompt_ids: list[int] | None = None
     continue_last: bool = False
-    """The last message is an assistant's beginning of the answer, to be continued rather than closed."""
+    """Whether the last message is the beginning of the assistant's answer, which is continued."""
     sampling: Sampling = Sampling()
     max_tokens: int | None = None
     stop: list[str] = []
@@ -106,31 +114,35 @@ class Generate(Request, frozen=True, kw_only=True, tag="generate"):
     length_penalty: float = 1.0
     early_stopping: bool = False
     with_timing: bool = False
-    """Measure from the first token on, whether or not somebody watches."""
+    """Whether to measure from the first token on, even if the timing panel is closed."""
 
 
 class Cancel(Request, frozen=True, kw_only=True, tag="cancel"):
-    """Stop the request ``target``: it ends with Finished(finish_reason="cancelled") and what there is."""
+    """Stop the request ``target``. It ends with Finished(finish_reason="cancelled") and the answer so far."""
 
     target: int
 
 
 class Watch(Request, frozen=True, kw_only=True, tag="watch"):
-    """Somebody opened (or closed) the timing panel: measure and send Timing frames, at most four a second."""
+    """The timing panel was opened or closed. While it is open, Timing events are sent, at most four per second."""
 
     timing: bool
 
 
 class EstimateBeams(Request, frozen=True, kw_only=True, tag="estimate_beams"):
-    """What would ``widths`` cost at ``context_tokens``? Event: BeamEstimates or Failed. Needs a loaded model."""
+    """Estimate the cost of beam searches of ``widths`` at ``context_tokens``. Needs a loaded model. Event:
+    BeamEstimates or Failed."""
 
     widths: list[int]
     context_tokens: int
 
 
 class Pull(Request, frozen=True, kw_only=True, tag="pull"):
-    """Copy a model from a paired machine that is lent and has it, if the network is open; else download it (or build
-    it, for the starter). Events: Progress*, then Done (``detail``: from which machine) or Failed."""
+    """Copy a model from a lent machine that has it, if the network is open; otherwise download it, or build the
+    starter.
+
+    Events: Progress*, then Done (``detail``: from which machine) or Failed.
+    """
 
     model: str
 
@@ -146,28 +158,30 @@ class Shutdown(Request, frozen=True, kw_only=True, tag="shutdown"):
 
 
 class LendTerms(MachineOptions, frozen=True, kw_only=True):
-    """On which terms a person lends this machine: so it runs its share of a model, whoever the head is."""
+    """The terms on which a person lends this machine. They hold for every head."""
 
     lend_memory: int | None = None
-    """Bytes of memory that a share of a model may take; None: what is free."""
+    """Maximum bytes of memory for a shard; None: all that is free."""
     give_models: bool = True
-    """Paired machines may copy a model from here that they name, while this one is lent."""
+    """Whether paired machines may copy a model that they name, while this machine is lent."""
 
 
 class OpenNetwork(LendTerms, frozen=True, kw_only=True, tag_field="type", tag="open_network"):
-    """Announce this machine and look for others; no socket is open before. Events: Done, then a NetworkState (id 0)
-    whenever something changed; or Failed."""
+    """Announce this machine and look for others. No socket is open before.
+
+    Events: Done, then a NetworkState (id 0) after each change; or Failed.
+    """
 
     id: int
     """As in :class:`Request`."""
     name: str = ""
-    """What paired machines see; empty: the host's name."""
+    """This machine's name for paired machines; empty: the host's name."""
     listen: str = ""
     """``HOST:PORT``; empty: all interfaces, the usual port or the next free one. The link listener is at PORT + 1."""
     peers: list[str] = []
-    """``HOST:PORT`` of machines to try where multicast does not reach."""
+    """``HOST:PORT`` of machines to try, for networks without multicast."""
     lend: bool = False
-    """``join``: take part in the rings of paired heads, and show a code to be paired by."""
+    """Whether this machine is lent (``join``): it takes part in the rings of paired heads, and shows a pairing code."""
 
 
 class CloseNetwork(Request, frozen=True, kw_only=True, tag="close_network"):
@@ -175,7 +189,7 @@ class CloseNetwork(Request, frozen=True, kw_only=True, tag="close_network"):
 
 
 class ShowCode(Request, frozen=True, kw_only=True, tag="show_code"):
-    """Make a new one-time code for a machine to be paired with this one. Events: Done, and a NetworkState with it."""
+    """Make a new one-time code for pairing. Events: Done, and a NetworkState with the code."""
 
 
 class Pair(Request, frozen=True, kw_only=True, tag="pair"):
@@ -187,14 +201,15 @@ class Pair(Request, frozen=True, kw_only=True, tag="pair"):
 
 
 class ForgetPeer(Request, frozen=True, kw_only=True, tag="forget_peer"):
-    """Trust the machine no longer; a live link is cut. Events: Done or Failed. Needs no open network."""
+    """Unpair a machine and cut its links. Needs no open network. Events: Done or Failed."""
 
     peer: str
     """Name, or node id (or the beginning of it)."""
 
 
 class ListPeers(Request, frozen=True, kw_only=True, tag="list_peers"):
-    """Events: a NetworkState with this id: what is paired and, while the network is open, what is there."""
+    """List the paired machines and, while the network is open, the machines on it. Event: a NetworkState with this
+    id."""
 
 
 AnyRequest = (

@@ -1,4 +1,4 @@
-"""What screen and engine say about peers on the network and the ring they form."""
+"""Parts of messages about peers on the network and about rings."""
 
 from __future__ import annotations
 
@@ -7,122 +7,126 @@ from typing import Literal
 import msgspec
 
 PeerState = Literal["found", "paired", "ready", "ring", "busy", "lost", "refused"]
-"""``found``: announced, not paired; ``paired``: known, not reachable now; ``ready``: paired and reachable; ``ring``: in
-the ring; ``busy``: lent to another head; ``lost``: was in the ring and is gone; ``refused``: see ``problem``."""
+"""State of a peer. ``found``: announced, not paired; ``paired``: known, not reachable now; ``ready``: paired and
+reachable; ``ring``: in the ring; ``busy``: lent to another head; ``lost``: was in the ring and is gone; ``refused``:
+see ``problem``."""
 RingMode = Literal["auto", "exact", "fast", "central"]
-"""``exact``: un-weighted outputs are exchanged, the sums are those of one machine to the bit; ``fast``: weighted sums;
-``central``: the head routes, the others run no trunk."""
+"""Mode of a ring. ``exact``: unweighted outputs are exchanged, and sums equal those of one machine to the bit;
+``fast``: weighted sums are exchanged; ``central``: the head routes, and the others run no trunk."""
 ExchangeName = Literal["auto", "tls", "socket", "envoy", "gloo", "mlx"]
-"""``tls``: our framed socket in TLS; ``socket``: the same in plain text with a key per epoch; ``envoy``: a process of
-its own with gRPC streams; ``gloo``: torch's; ``mlx``: mx.distributed's. ``auto``: the fastest allowed, measured."""
+"""Transport of the exchange. ``tls``: our framed socket over TLS; ``socket``: the same in plain text, authenticated
+with a key per epoch; ``envoy``: a separate process with gRPC streams; ``gloo``: torch's; ``mlx``: mx.distributed's;
+``auto``: the fastest allowed one, as measured."""
 LoadingName = Literal["auto", "selected", "router-aided", "busy-full"]
-"""Which experts a node runs besides those it owns of the routes: none; as many as the busiest node runs, the least
-recently used first (the paper's L_R); all it holds (L_B). ``auto``: router-aided where idle memory gets unwired."""
+"""Rule for the experts that a node runs in addition to its own routes'. ``selected``: none; ``router-aided``: as many
+as the busiest node runs, the least recently used first (the paper's L_R); ``busy-full``: all it holds (L_B); ``auto``:
+router-aided on systems that unwire idle memory."""
 
 
 class RingChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """How a model is to be shared with other machines (:class:`engine.ipc.messages.Load`, partitioning ``ring``)."""
+    """Options for sharing a model with other machines (:class:`engine.ipc.messages.Load`, partitioning ``ring``)."""
 
     nodes: list[str] = []
-    """Node ids; empty: every paired machine that is there."""
+    """Node ids of the wanted machines; empty: every paired machine that is reachable."""
     mode: RingMode = "auto"
     exchange: ExchangeName = "auto"
     loading: LoadingName = "auto"
     overlap: bool = True
-    """Experts may be held by more than one node where memory allows."""
+    """Whether several nodes may hold replicas of an expert where memory allows."""
     shares: dict[str, int] = {}
-    """By hand: node id to bytes of experts it may hold; nodes that are absent hold what memory allows."""
+    """Maximum bytes of experts by node id, set by the person. Other nodes hold what their memory allows."""
     even_if_slower: bool = False
-    """Form the ring although one machine alone would be faster."""
+    """Whether to form the ring although one machine alone would be faster."""
     trusted: list[str] = []
     """Networks (``192.168.7.0/24``, ``10.0.0.2``) on which the person allows an exchange in plain text."""
     wait_s: float | None = None
-    """Seconds that an answer waits for a machine without which nobody can hold the model; None: until it is stopped."""
+    """Maximum seconds that an answer waits for machines while the present ones cannot hold the model; None: no
+    limit."""
 
 
 class LinkFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """The link to a peer that is used: the fastest that was measured."""
+    """The link in use to a peer: the fastest one measured."""
 
     interface: str
     address: str
     latency_s: float
-    """Half a round trip of 12 KiB."""
+    """Half a round trip of 12 KiB, in seconds."""
     bytes_per_s: float
     others: list[str] = []
-    """The slower ones, as ``interface address: latency`` in words."""
+    """The slower links, each as ``interface address: latency``."""
 
 
 class PeerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """A machine on the network. ``name`` is empty until it is paired: what is announced is a hint, never trusted."""
+    """A machine on the network. ``name`` is empty until it is paired, as announcements are not trusted."""
 
     node_id: str
     """Fingerprint of its certificate, hexadecimal."""
     words: list[str] = []
-    """The fingerprint in words, to be compared with those on its own screen."""
+    """The fingerprint in words, for comparison with those on its own screen."""
     name: str = ""
-    """No two have the same: where two machines call themselves alike, the beginning of the id stands behind it."""
+    """Unique name. If two machines have the same name, the beginning of the node id is appended."""
     former_name: str = ""
-    """What it called itself before; settings may still name it so."""
+    """The machine's former name, which settings may still contain."""
     state: PeerState = "found"
     lends: bool = False
-    """It is there and may be used by rings of others (``join``)."""
+    """Whether it is reachable and lent (``join``)."""
     addresses: list[str] = []
     """``HOST:PORT``, the one in use first."""
     link: LinkFacts | None = None
     memory_total: int = 0
     memory_free: int = 0
     runtime: str = ""
-    """What would run its shard, e.g. ``native avx512_bf16``."""
+    """The runtime of its shard, e.g. ``native avx512_bf16``."""
     version: str = ""
     lent_to: str = ""
-    """With the state ``busy``: name of the head that has it."""
+    """Name of the head that uses it, in the state ``busy``."""
     problem: str = ""
-    """Why it cannot be used, in a sentence."""
+    """A sentence on why it cannot be used."""
 
 
 class NodeShard(msgspec.Struct, frozen=True, kw_only=True):
-    """One node's part of a ring, planned or formed. ``rank`` 0 is the head."""
+    """One node's part of a planned or formed ring. ``rank`` 0 is the head."""
 
     rank: int
     node_id: str
     name: str
     experts: int
-    """(layer, expert) pairs it holds."""
+    """Number of (layer, expert) pairs that it holds."""
     expert_bytes: int
     trunk_bytes: int
     memory_free: int
     expected_experts: float = 0.0
-    """Experts it runs per layer and token, on average."""
+    """Average number of experts that it runs per layer and token."""
     has_bytes: int = 0
-    """Of those bytes, what it has already and is not sent."""
+    """Bytes of its shard that it has already and that are not sent."""
 
 
 class RingFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A ring, planned or formed."""
 
     epoch: str = ""
-    """Empty: only planned."""
+    """Id of the epoch; empty if the ring is only planned."""
     mode: RingMode
     exchange: ExchangeName
     loading: LoadingName
     nodes: list[NodeShard]
     encrypted: bool = True
     tokens_per_s: float | None = None
-    """Predicted."""
+    """Predicted tokens per second."""
     at_best: bool = False
-    """Of some machine it is not known what a layer costs beside its weights: the predictions are upper bounds."""
+    """Whether the predictions are upper bounds, because some machine's overhead per layer was not measured."""
     alone_tokens_per_s: float | None = None
-    """Predicted for the best single node; None if the model fits on none, or nothing was measured."""
+    """Predicted tokens per second of the best single node; None if the model fits on none, or nothing was measured."""
     exchange_s: float | None = None
-    """Measured median of one exchange of a decoding step."""
+    """Measured median seconds of one exchange of a decoding step."""
     reason: str = ""
-    """Why this ring, or why one machine is used instead."""
+    """The reason for this ring, or for using one machine instead."""
     elsewhere: bool = False
-    """The second of the nodes computes everything by itself, and the head holds nothing."""
+    """Whether the second node computes everything, and the head holds nothing."""
 
 
 class LendingFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a machine that was lent with ``join`` does for a ring."""
+    """The current work of a machine that is lent with ``join``."""
 
     head: str
     """Name of the head."""
@@ -132,15 +136,15 @@ class LendingFacts(msgspec.Struct, frozen=True, kw_only=True):
     experts: int
     expert_bytes: int
     stage: str
-    """``receiving weights``, ``loading``, ``warming up``, ``ready``, ``answering``."""
+    """One of ``receiving weights``, ``loading``, ``warming up``, ``ready``, ``answering``, or another in words."""
     done: int = 0
     total: int = 0
     tokens: int = 0
-    """Run since it joined."""
+    """Number of tokens run since it joined."""
     busy: float = 0.0
-    """Share of the last seconds in which it computed."""
+    """Fraction of the last seconds in which it computed."""
     probe_s: float | None = None
-    """First token after idle, as last measured."""
+    """Seconds of the first pass after idling, as last measured."""
     link: LinkFacts | None = None
 
 
@@ -150,8 +154,8 @@ class NodeId(msgspec.Struct, frozen=True, kw_only=True):
     node_id: str
     name: str
     listening: list[str] = []
-    """``HOST:PORT`` of the control port; empty: no socket is open."""
+    """``HOST:PORT`` of the control port; empty if no socket is open."""
     words: list[str] = []
-    """The fingerprint in words, to be compared by two people."""
+    """The fingerprint in words, for comparison by two people."""
     key_storage: str = ""
-    """Where the private key is: ``the system's keyring`` or a file."""
+    """Place of the private key: ``the system's keyring`` or a file."""
