@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from engine.models.files import FileMapping
+from engine.models.byte_map import FileMapping
 
 SAMPLE_BYTES = 256 * 2**20
 """Maximum bytes read to measure a disk."""

@@ -23,7 +23,7 @@ from engine.cluster.contributions import (
     MOST_BYTES,
     REASON_BYTES,
     NodeFailed,
-    Trading,
+    NumberedGather,
     reason_in,
 )
 from engine.cluster.transport.exchange import Buffer, Exchange, PeerLost, RingProtocolError
@@ -39,9 +39,9 @@ FEW_LAYERS = 256
 
 
 class RingLayers:
-    """See :class:`engine.moe.expert_parallel.LayerExchange`. One thread at a time, but for :meth:`abort`.
+    """Implements :class:`engine.moe.expert_parallel.LayerExchange`. Only :meth:`abort` is thread-safe.
 
-    ``recorder`` gets times and notices; it may be set later, when the model is loaded.
+    ``recorder`` receives times and notices. It may be set later, when the model is loaded.
     """
 
     needs_hidden = False
@@ -52,15 +52,13 @@ class RingLayers:
         self.context = context
         self.recorder = recorder
         self.disagreements = 0
-        """Layers in which the routers of nodes disagreed, since the epoch began."""
-        self._trading = Trading(exchange)
+        """Number of layers of the epoch in which the nodes' routers disagreed."""
+        self._gather = NumberedGather(exchange)
         self._router = Router(context)
         self._layers = context.placement.layers
         self._next = 0
-        self._number = 0
         self._over = False
         self._aborted = False
-        self._lost: PeerLost | None = None
         self._layer = 0
         self._routes = Routes(np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
         self._shared = SharedRoutes(self._routes.indices, ((),) * context.nodes, (), b"", False)
@@ -72,32 +70,31 @@ class RingLayers:
 
     @property
     def waits(self) -> Waits:
-        """What this node's thread waits for of others; from any thread."""
-        return self._trading.waits
+        """The current wait of this node's thread. From any thread."""
+        return self._gather.waits
 
     # --- passes -----------------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """A pass of the model begins. An :meth:`abort` that came before it is forgotten."""
+        """Begin a pass of the model. An earlier :meth:`abort` is discarded."""
         self._next = 0
         self._over = False
         self._aborted = False
 
     def abort(self) -> None:
-        """On the head, from any thread: end the pass at its next layer, on all nodes."""
+        """End the pass at its next layer, on all nodes. On the head only, from any thread."""
         self._aborted = True
 
     def give_up(self, reason: str = "") -> bool:
-        """The pass ended here, outside a layer: tell the others, who wait in the next one or will come to it.
+        """Notify the others, which wait in the next layer, that the pass ended here between two layers.
 
-        On the head they raise Interrupted then; elsewhere they raise NodeFailed with ``reason``. Returns False if there
-        was nobody to tell: all layers of the pass were through, so that the others have finished or will finish it.
-        True also if they know already. Raises PeerLost.
+        If this node is the head, they raise Interrupted; otherwise NodeFailed with ``reason``. Returns False if all
+        layers of the pass were through, so that the others finish it. Returns True if they were notified, now or
+        before. Raises PeerLost.
         """
         if self._over:
             return True
-        if self._lost is not None:
-            raise self._lost
+        self._gather.check()
         if self._next >= len(self._layers):
             return False
         self._leave(self._layers[self._next], GAVE_UP if self.context.is_head else FAILED, reason)
@@ -122,18 +119,18 @@ class RingLayers:
         """See :class:`engine.moe.expert_parallel.LayerExchange`."""
         exact, own = self.context.mode == "exact", self._shared.rows[self.context.rank]
         self._mine, self._width, self._word = mine, width, word
-        self._header = self._packed(self._layer, 0, self._shared.hash)
+        self._header = self._gather.header(self._layer, routes=self._shared.hash)
         parts: list[Buffer] = [self._header]
         if mine is not None and len(own):
             parts.append(_bytes_of(mine.take(own, axis=0) if exact else mine))
         tokens = self._routes.indices.shape[0]
         rows = self._routes.indices.size if exact else tokens
-        self._begin(self._layer, parts, rows * width * word.itemsize, tokens)
+        self._send(self._layer, parts, rows * width * word.itemsize, tokens)
 
     def receive(self) -> Gathered | Routes:
         """See :class:`engine.moe.expert_parallel.LayerExchange`. Raises NodeFailed if another node cannot go on."""
         layer = self._layer
-        received = self._end()
+        received = self._gather.receive(self.recorder)
         if not self._agreed(layer, self._header, received):
             if self._mended:
                 raise self._refused(f"the routes of layer {layer} differ although they came from one node")
@@ -146,8 +143,7 @@ class RingLayers:
         self._leave(self._layer, GAVE_UP if self.context.is_head else FAILED, str(error) or type(error).__name__)
 
     def _enter(self, layer: int) -> None:
-        if self._lost is not None:
-            raise self._lost
+        self._gather.check()
         if layer == self._layers[0] and (self._over or self._next >= len(self._layers)):
             self._next = 0
             self._over = False
@@ -155,7 +151,7 @@ class RingLayers:
             raise ValueError(f"layer {layer} is out of turn; layers {self._layers} run in this order")
 
     def _together(self, received: list[memoryview]) -> Gathered:
-        """What the nodes contributed to the layer, whose routes are the same on all of them."""
+        """The nodes' results of the layer, whose routes are the same on all of them."""
         mine, routes, width, word = self._mine, self._routes, self._width, self._word
         owned = self._shared.rows
         self._mine = None
@@ -172,14 +168,14 @@ class RingLayers:
         return Gathered(routes.indices, routes.weights, sums=sums)
 
     def _mended_routes(self, layer: int, indices: Indices, weights: Floats) -> Routes:
-        """The head's routes, which it sends to all others."""
+        """Repeat the layer with the head's routes, which it sends to all others. Returns them."""
         self._note_disagreement(layer)
-        parts: list[Buffer] = [self._packed(layer, 0, bytes(8))]
+        parts: list[Buffer] = [self._gather.header(layer)]
         if self.context.is_head and indices.size:
             parts += [_bytes_of(np.ascontiguousarray(indices, np.int32)), _bytes_of(np.asarray(weights, np.float32))]
         header = bytes(parts[0])
-        self._begin(layer, parts, indices.size * 8, len(indices))
-        received = self._end()
+        self._send(layer, parts, indices.size * 8, len(indices))
+        received = self._gather.receive(self.recorder)
         if not self._agreed(layer, header, received):
             raise self._refused(f"the nodes disagree on what layer {layer} is at")
         shape, count = indices.shape, indices.size
@@ -194,14 +190,14 @@ class RingLayers:
 
     def _note_disagreement(self, layer: int) -> None:
         self.disagreements += 1
-        self._recent.append(self._number)
+        self._recent.append(self._gather.number)
         if self.recorder is None:
             return
         if self.disagreements == 1:
             self.recorder.notice(
                 f"The nodes chose different experts in layer {layer}; the layer was run again with the head's choice."
             )
-        elif len(self._recent) == MANY_DISAGREEMENTS and self._recent[0] + FEW_LAYERS > self._number:
+        elif len(self._recent) == MANY_DISAGREEMENTS and self._recent[0] + FEW_LAYERS > self._gather.number:
             self._recent.clear()
             self.recorder.notice(
                 f"The nodes chose different experts in {self.disagreements} layers so far, each of which was run "
@@ -210,36 +206,12 @@ class RingLayers:
 
     # --- the exchange -----------------------------------------------------------------------------------------------
 
-    def _packed(self, layer: int, flags: int, routes: bytes) -> bytes:
-        """The header of this node's contribution."""
-        return HEADER.pack(self._number & 0xFFFFFFFF, layer, flags, routes)
-
-    def _begin(self, layer: int, parts: Sequence[Buffer], payload: int, tokens: int) -> None:
+    def _send(self, layer: int, parts: Sequence[Buffer], payload: int, tokens: int) -> None:
         """Begin an exchange of at most ``payload`` bytes beside the header."""
-        try:
-            self._trading.send(parts, HEADER.size + max(payload, REASON_BYTES), layer, tokens, self.recorder)
-        except BaseException as error:
-            self._ended(error)
-            raise
-
-    def _end(self) -> list[memoryview]:
-        """What all nodes contributed to the exchange that was begun."""
-        try:
-            received = self._trading.receive(self.recorder)
-        except BaseException as error:
-            self._ended(error)
-            raise
-        self._number += 1
-        return received
-
-    def _ended(self, error: BaseException) -> None:
-        """An exchange ended with ``error``; a lost peer stays lost."""
-        self._number += 1
-        if isinstance(error, PeerLost):
-            self._lost = error
+        self._gather.send(parts, HEADER.size + max(payload, REASON_BYTES), layer, tokens, self.recorder)
 
     def _agreed(self, layer: int, header: bytes, received: list[memoryview]) -> bool:
-        """Whether all nodes sent ``header``. Raises what those who sent another one have to say."""
+        """Whether all nodes sent ``header``. Raises what the flags of another header mean."""
         same = True
         for rank, view in enumerate(received):
             if view[: HEADER.size] != header:
@@ -248,7 +220,7 @@ class RingLayers:
         return same
 
     def _check(self, rank: int, view: memoryview, layer: int, header: bytes) -> None:
-        """Raises for what contribution ``view`` says, unless only its routes are others."""
+        """Raise what contribution ``view`` reports, unless only its routes differ."""
         if len(view) < HEADER.size:
             raise self._refused(f"node {rank} sent {len(view)} bytes, less than a header")
         number, at, flags, _ = HEADER.unpack_from(view)
@@ -267,26 +239,21 @@ class RingLayers:
             raise self._refused(f"node {rank} sent flags {flags}, which it must not send")
 
     def _leave(self, layer: int, flag: int, reason: str = "") -> None:
-        """Take part in an exchange only to say that the pass ends here."""
-        parts: list[Buffer] = [self._packed(layer, flag, bytes(8))]
+        """Take part in an exchange only to end the pass."""
+        parts: list[Buffer] = [self._gather.header(layer, flag)]
         if flag == FAILED:
             parts.append(reason.encode()[:REASON_BYTES])
         self._over = True
-        try:
-            self._trading.send(parts, MOST_BYTES, layer, 1)
-            self._trading.receive()
-        except BaseException as error:
-            self._ended(error)
-            raise
-        self._number += 1
+        self._gather.send(parts, MOST_BYTES, layer, 1)
+        self._gather.receive()
 
     def _refused(self, text: str) -> RingProtocolError:
-        """The error to raise; the epoch cannot be used any more."""
-        self._lost = PeerLost(f"The ring ended: {text}.")
+        """End the epoch because of ``text``. Returns the error to raise."""
+        self._gather.lost = PeerLost(f"The ring ended: {text}.")
         return RingProtocolError(f"The ring ended: {text}; start it again.")
 
     def _rows(self, rank: int, view: memoryview, rows: int, width: int, word: np.dtype[Any]) -> Words:
-        """The results in contribution ``view``: a view of it."""
+        """The results in contribution ``view``, without a copy."""
         expected = HEADER.size + rows * width * word.itemsize
         if len(view) != expected:
             raise self._refused(f"node {rank} sent {len(view)} bytes where {expected} were expected")

@@ -1,8 +1,8 @@
 """Central mode: the head routes and asks each node for its experts' results; two messages per MoE layer.
 
-For nodes whose bits would differ: only the head runs a trunk, and what it sends and gets are float32 rows whatever the
-nodes compute in (figures 2 and 3 of the paper of private LLMs on Apple Silicon). The others keep no state between two
-layers, so a pass may end anywhere without telling them.
+This mode is for nodes whose results would differ in their last bits: only the head runs a trunk. It sends and receives
+float32 rows, whatever the nodes compute in (figures 2 and 3 of the paper of private LLMs on Apple Silicon). The others
+keep no state between two layers, so a pass may end anywhere without notifying them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from engine.cluster.contributions import (
     HEADER,
     REASON_BYTES,
     NodeFailed,
-    Trading,
+    NumberedGather,
     reason_in,
 )
 from engine.cluster.transport.exchange import Buffer, Exchange, PeerLost, RingProtocolError
@@ -43,9 +43,9 @@ from engine.moe.timing import Recorder
 from engine.runtimes.protocol import Interrupted
 
 SHAPE = struct.Struct("<IIIB3x")
-"""Tokens, experts per token, numbers of a hidden state, whether the input is scaled by the weights."""
+"""Shape of a request: tokens, experts per token, hidden size, whether the weights scale the input."""
 MOST_TOKENS = 1 << 20
-"""Of a layer, unless a node is told that there will be fewer."""
+"""Maximum tokens of a layer, unless a node has a lower limit."""
 _NOTHING = bytes(8)
 
 
@@ -66,16 +66,17 @@ class ExpertRunner(Protocol):
         extra: Sequence[int],
         scale: bool,
     ) -> Floats:
-        """Un-weighted results [tokens * k, width] in the order of the routes; what rows of -1 hold does not matter.
+        """Unweighted results [tokens * k, width] in the order of the routes. Rows of routes -1 may hold anything.
 
-        ``hidden`` [tokens, width]; ``indices`` [tokens, k], -1 for routes of other nodes; ``scale``: the inputs are
-        multiplied by ``weights`` [tokens, k] (llama4). ``extra`` experts are run on any token, for nothing.
+        ``hidden`` is [tokens, width]; ``indices`` [tokens, k] are -1 for routes of other nodes. ``scale``: the inputs
+        are multiplied by ``weights`` [tokens, k] (llama4). ``extra`` experts are run on any token and their results
+        dropped.
         """
         ...
 
 
 class CentralHead:
-    """The head's :class:`engine.moe.expert_parallel.LayerExchange` in central mode. One thread, but for :meth:`abort`.
+    """The head's :class:`engine.moe.expert_parallel.LayerExchange` in central mode. Only :meth:`abort` is thread-safe.
 
     ``one_by_one``: experts are called one after the other, the paper's naive version.
     """
@@ -89,44 +90,40 @@ class CentralHead:
             raise ValueError(f"rank {context.rank} is not the head")
         self.context = context
         self.recorder = recorder
-        self._trading = Trading(exchange)
+        self._gather = NumberedGather(exchange)
         self._router = Router(context)
         self._one_by_one = one_by_one
-        self._number = 0
         self._aborted = False
-        self._lost: PeerLost | None = None
         self._layer = 0
         self._routes = Routes(np.empty((0, 0), np.int32), np.empty((0, 0), np.float32))
         self._shared: SharedRoutes | None = None
-        """Who runs what of the layer; None where nothing is run."""
+        """The assignment of the layer's routes; None if nothing is run."""
         self._mine: Words | None = None
         self._width = self._asked_width = 0
 
     @property
     def waits(self) -> Waits:
-        """What the head's thread waits for of others; from any thread."""
-        return self._trading.waits
+        """The current wait of the head's thread. From any thread."""
+        return self._gather.waits
 
     def begin_pass(self) -> None:
-        """A pass begins. An :meth:`abort` that came before it is forgotten."""
+        """Begin a pass. An earlier :meth:`abort` is discarded."""
         self._aborted = False
 
     def abort(self) -> None:
-        """From any thread: end the pass at its next layer."""
+        """End the pass at its next layer. From any thread."""
         self._aborted = True
 
     def give_up(self, reason: str = "") -> bool:
-        """The pass ended: nobody else is in it. Raises PeerLost."""
-        if self._lost is not None:
-            raise self._lost
+        """Return True: no other node is in the pass. Raises PeerLost."""
+        self._gather.check()
         return True
 
     def assign(
         self, layer: int, routes: Routes, hidden: HostRows | None = None, mended: bool = False
     ) -> Sequence[Call]:
         """See :class:`engine.moe.expert_parallel.LayerExchange`; the other nodes are asked for their results."""
-        if self._lost is not None:
-            raise self._lost
+        self._gather.check()
         if self._aborted:
             raise Interrupted
         if hidden is None:
@@ -153,7 +150,7 @@ class CentralHead:
         self._mine = None
         if shared is None:
             return Gathered(routes.indices, routes.weights, outputs=np.empty((0, width), np.float32))
-        received = self._end()
+        received = self._gather.receive(self.recorder)
         outputs = np.empty((routes.indices.size, width), np.float32) if mine is None else mine
         outputs = outputs if outputs.flags.writeable else outputs.copy()
         for rank, view in enumerate(received):
@@ -166,59 +163,37 @@ class CentralHead:
         """See :class:`engine.moe.expert_parallel.LayerExchange`: the other nodes' results are taken and dropped."""
         assert self._shared is not None, "no experts were called"
         self._begin_answers(self._shared, GAVE_UP, self._asked_width)
-        self._end()
+        self._gather.receive(self.recorder)
 
     def _ask(self, layer: int, routes: Routes, hidden: HostRows) -> None:
         """The first message: the routes and the hidden states."""
         rows, scale = np.ascontiguousarray(hidden.rows, np.float32), hidden.scale_input
         shape = SHAPE.pack(*routes.indices.shape, rows.shape[1], scale)
         parts: list[Buffer] = [
-            self._header(layer, 0) + shape,
+            self._gather.header(layer) + shape,
             _bytes_of(np.ascontiguousarray(routes.indices, np.int32)),
         ]
         if scale:
             parts.append(_bytes_of(np.ascontiguousarray(routes.weights, np.float32)))
         self._asked_width = int(rows.shape[1])
-        # The others only say that they are there.
-        self._begin([*parts, _bytes_of(rows)], HEADER.size)
-        self._end()
+        # The others contribute only a header.
+        self._send([*parts, _bytes_of(rows)], HEADER.size)
+        self._gather.receive(self.recorder)
 
     def _begin_answers(self, shared: SharedRoutes, flags: int, width: int) -> None:
-        """The second message, in which the others give their results."""
-        self._begin([self._header(self._layer, flags)], most_results(shared, width))
+        """Begin the second message, in which the others contribute their results."""
+        self._send([self._gather.header(self._layer, flags)], most_results(shared, width))
 
-    def _header(self, layer: int, flags: int) -> bytes:
-        return HEADER.pack(self._number & 0xFFFFFFFF, layer, flags, _NOTHING)
-
-    def _begin(self, parts: Sequence[Buffer], capacity: int) -> None:
-        try:
-            self._trading.send(parts, capacity, self._layer, len(self._routes.indices), self.recorder)
-        except BaseException as error:
-            self._ended(error)
-            raise
-
-    def _end(self) -> list[memoryview]:
-        try:
-            received = self._trading.receive(self.recorder)
-        except BaseException as error:
-            self._ended(error)
-            raise
-        self._number += 1
-        return received
-
-    def _ended(self, error: BaseException) -> None:
-        """An exchange ended with ``error``; a lost peer stays lost."""
-        self._number += 1
-        if isinstance(error, PeerLost):
-            self._lost = error
+    def _send(self, parts: Sequence[Buffer], capacity: int) -> None:
+        self._gather.send(parts, capacity, self._layer, len(self._routes.indices), self.recorder)
 
     def _results(self, layer: int, rank: int, view: memoryview, rows: int, width: int) -> Floats:
-        flags = check_header(view, rank, self._number - 1)
+        flags = check_header(view, rank, self._gather.number - 1)
         if flags & FAILED:
             raise NodeFailed(reason_in(view), [rank])
         expected = HEADER.size + rows * width * 4
         if flags or len(view) != expected:
-            self._lost = PeerLost(f"The ring ended: node {rank} sent what it must not send.", [rank])
+            self._gather.lost = PeerLost(f"The ring ended: node {rank} sent what it must not send.", [rank])
             raise RingProtocolError(
                 f"The ring ended: node {rank} sent {len(view)} bytes for layer {layer} where {expected} were expected; "
                 "start it again."
@@ -227,10 +202,10 @@ class CentralHead:
 
 
 class CentralNode:
-    """A node that runs experts for the head, in central mode; see :class:`CentralHead`.
+    """A node that runs experts for the head in central mode; see :class:`CentralHead`.
 
-    ``ran`` is told the tokens of every layer; ``around`` makes, of a layer's number, what it is answered within.
-    A layer has at most ``most_tokens``.
+    ``ran`` is called with the tokens of every layer. ``around`` returns the context in which a layer is answered. A
+    layer has at most ``most_tokens`` tokens.
     """
 
     def __init__(
@@ -254,18 +229,20 @@ class CentralNode:
         self._number = 0
 
     def serve(self) -> None:
-        """Answer the head until the epoch ends: that raises PeerLost. Raises as :meth:`serve_layer`."""
+        """Answer the head until the epoch ends, which raises PeerLost. Raises as :meth:`serve_layer`."""
         while True:
             self.serve_layer()
 
     def serve_layer(self) -> None:
-        """Answer what the head asks next. Raises PeerLost, RingProtocolError, and what the experts raised, which the
-        head is told."""
+        """Answer the head's next request.
+
+        Raises PeerLost, RingProtocolError, and what the experts raised, of which the head is notified.
+        """
         width = self._runner.width
         most = HEADER.size + SHAPE.size + self._most_tokens * (8 * self._context.placement.experts + 4 * width)
         asked = self._trade([HEADER.pack(self._number & 0xFFFFFFFF, 0, 0, _NOTHING)], most)
         problem: BaseException | None = None
-        # The other nodes' results come here, too; of an ask that makes no sense, they say so.
+        # The other nodes' results arrive here, too, or their reasons for refusing an invalid request.
         others = HEADER.size + REASON_BYTES
         try:
             layer, hidden, indices, weights, scale = self._parsed(asked)
@@ -282,7 +259,7 @@ class CentralNode:
             raise problem
 
     def _trade(self, parts: Sequence[Buffer], capacity: int) -> memoryview:
-        """One exchange; what the head contributed."""
+        """Run one exchange. Returns the head's contribution."""
         self._exchange.send(parts, capacity)
         self._number += 1
         return self._exchange.receive()[HEAD]
@@ -296,7 +273,7 @@ class CentralNode:
         weights: Floats,
         scale: bool,
     ) -> list[Buffer]:
-        """The results of this node's routes, float32, in the order of the routes."""
+        """The contribution with the results of this node's routes, float32, in the order of the routes."""
         header = HEADER.pack(self._number & 0xFFFFFFFF, layer, 0, _NOTHING)
         self._ran(len(indices))
 
@@ -338,7 +315,7 @@ class CentralNode:
 
 
 def most_results(routes: SharedRoutes, width: int) -> int:
-    """Bytes of the largest contribution with the results of a layer's routes, or with the reason why there are none."""
+    """Maximum bytes of a contribution with the results of a layer's routes, or with a reason for a failure."""
     return HEADER.size + max(REASON_BYTES, 4 * width * max(map(len, routes.rows)))
 
 

@@ -1,9 +1,10 @@
-"""What nodes contribute to an exchange of a layer: the header with which each begins, and one such exchange, timed."""
+"""The contributions of nodes to a layer's all-gather: their header, and the numbered and timed exchange of them."""
 
 from __future__ import annotations
 
+import contextlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from discovery.names import plain_text
 from engine.cluster.transport.exchange import Buffer, Exchange, PeerLost
@@ -11,40 +12,52 @@ from engine.cluster.waiting import Waits, exchange_timeout
 from engine.moe.timing import Recorder
 
 HEADER = struct.Struct("<IHBx8s")
-"""Number of the exchange (modulo 2**32), decoder layer, flags, hash of the routes."""
+"""Header of a contribution: number of the exchange (modulo 2**32), decoder layer, flags, hash of the routes."""
 GAVE_UP = 1
-"""The head ends the pass here."""
+"""Flag: the head ends the pass here."""
 FAILED = 2
-"""This node cannot go on; the rest of the contribution says why, in UTF-8."""
+"""Flag: this node cannot go on. The rest of the contribution is the reason, in UTF-8."""
 REASON_BYTES = 512
-"""A reason is cut there."""
+"""Maximum bytes of a reason."""
 MOST_BYTES = 2**30
-"""What another node may contribute to an exchange in which this node only says that it leaves the pass."""
+"""Maximum bytes of another node's contribution to an exchange in which this node only leaves the pass."""
 
 
 class NodeFailed(PeerLost):
-    """A node of the epoch said that it cannot go on, and why; all nodes are still in step."""
+    """A node of the epoch reported that it cannot go on, and why. All nodes are still in step."""
 
 
 def reason_in(view: memoryview) -> str:
-    """Why a node cannot go on, as its contribution says: foreign text, made fit for a sentence."""
+    """The reason in a contribution, made safe for a sentence."""
     return plain_text(bytes(view[HEADER.size : HEADER.size + REASON_BYTES]).decode("utf-8", "replace"), REASON_BYTES)
 
 
-class Trading:
-    """This node's exchange, one contribution after the other: :meth:`send`, then :meth:`receive`.
+class NumberedGather:
+    """This node's all-gathers of an epoch, one after the other: :meth:`send`, then :meth:`receive`.
 
-    ``waits`` is what its thread waits for meanwhile; whoever watches over it may close the exchange.
+    ``waits`` is what its thread waits for meanwhile; another thread may close the exchange to end a wait. ``number`` is
+    the number of exchanges that have ended. ``lost`` is the loss that ended the epoch, if any.
     """
 
     def __init__(self, exchange: Exchange) -> None:
         self.waits = Waits()
         self.exchange = exchange
+        self.number = 0
+        self.lost: PeerLost | None = None
         self._begun: set[int] = set()
-        """The layers that were exchanged before."""
+        """Layers that were exchanged before."""
         self._layer = 0
         self._allowed = 0.0
         self._sending_s = 0.0
+
+    def check(self) -> None:
+        """Raises PeerLost if the epoch has ended."""
+        if self.lost is not None:
+            raise self.lost
+
+    def header(self, layer: int, flags: int = 0, routes: bytes = bytes(8)) -> bytes:
+        """The header of this node's contribution to the next exchange."""
+        return HEADER.pack(self.number & 0xFFFFFFFF, layer, flags, routes)
 
     def send(
         self,
@@ -54,29 +67,41 @@ class Trading:
         tokens: int,
         recorder: Recorder | None = None,
     ) -> None:
-        """Begin an exchange of ``layer``, in which ``tokens`` are run: this node's ``parts`` are on their way.
+        """Begin an exchange of ``layer``, in which ``tokens`` are run, with this node's ``parts``.
 
-        Nobody contributes more than ``capacity`` bytes. Raises PeerLost, RingProtocolError.
+        Each other node contributes at most ``capacity`` bytes. Raises PeerLost, RingProtocolError.
         """
         self._layer, self._allowed = layer, exchange_timeout(tokens, layer not in self._begun)
         begun = recorder.clock() if recorder is not None else 0.0
-        with self.waits.on(self.exchange.missing, self._allowed):
+        with self._ending(), self.waits.on(self.exchange.missing, self._allowed):
             self.exchange.send(parts, capacity)
         self._sending_s = recorder.clock() - begun if recorder is not None else 0.0
 
     def receive(self, recorder: Recorder | None = None) -> list[memoryview]:
-        """All contributions to the exchange that was begun, by rank.
+        """End the exchange. Returns all contributions by rank.
 
-        ``recorder`` gets what the exchange took, without what was done between the two calls, and what of it was
-        waiting. Raises PeerLost, RingProtocolError.
+        ``recorder`` gets the time of both calls, and the part of it that was waiting. Raises PeerLost,
+        RingProtocolError.
         """
         exchange = self.exchange
         begun, idle = recorder.clock() if recorder is not None else 0.0, exchange.idle_s
-        with self.waits.on(exchange.missing, self._allowed):
+        with self._ending(), self.waits.on(exchange.missing, self._allowed):
             received = exchange.receive()
+        self.number += 1
         self._begun.add(self._layer)
         if recorder is not None and recorder.enabled:
             waited = exchange.idle_s - idle
             recorder.add(self._layer, "wait", waited)
             recorder.add(self._layer, "exchange", self._sending_s + recorder.clock() - begun - waited)
         return received
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Count an exchange that failed inside. A lost peer stays lost."""
+        try:
+            yield
+        except BaseException as error:
+            self.number += 1
+            if isinstance(error, PeerLost):
+                self.lost = error
+            raise

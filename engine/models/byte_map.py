@@ -9,10 +9,8 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from engine.models.files import FileMapping
+from pathlib import Path
+from typing import Protocol
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -31,6 +29,25 @@ class Run:
 
 
 Runs = tuple[Run, ...]
+
+
+class FileMapping(Protocol):
+    """A file of the model as it is mapped into this process."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def address(self) -> int:
+        """Where the mapping begins in this process's memory."""
+        ...
+
+    def check_unchanged(self) -> None:
+        """Raises ModelError if the file at this path is no longer the one that was mapped, or was changed."""
+        ...
 
 
 @dataclass(frozen=True)

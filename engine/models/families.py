@@ -23,7 +23,7 @@ PARTS: tuple[Part, ...] = get_args(Part)
 Stacking = Literal["separate", "stacked", "rows"]
 """``separate``: one tensor per expert. ``stacked``: [experts, ...]. ``rows``: [experts * rows, columns]."""
 
-Activation = Literal["gated", "clamped"]
+ActivationKind = Literal["gated", "clamped"]
 """``gated``: act(gate) * up with the configuration's act. ``clamped``: gpt-oss's, with limits, (up + 1) * glu(gate)."""
 
 
@@ -69,7 +69,7 @@ class Family:
     model_type: str
     layers_prefix: str = "model.layers."
     layouts: tuple[Layout, ...] = ()
-    activation: Activation = "gated"
+    activation: ActivationKind = "gated"
     config_section: str | None = None
     """Where in ``config.json`` the language model is described, if not at the top."""
     moe_layers: Callable[[Mapping[str, Any], int], list[int]] | None = None

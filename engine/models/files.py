@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from engine.models.byte_map import ExpertPlace
+from engine.models.byte_map import ExpertPlace, FileMapping
 
 
 @dataclass(frozen=True)
@@ -54,25 +54,6 @@ class ExpertWeights:
     gate_bias: StoredTensor | None = None
     up_bias: StoredTensor | None = None
     down_bias: StoredTensor | None = None
-
-
-class FileMapping(Protocol):
-    """A file of the model as it is mapped into this process."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def address(self) -> int:
-        """Where the mapping begins in this process's memory."""
-        ...
-
-    def check_unchanged(self) -> None:
-        """Raises ModelError if the file at this path is no longer the one that was mapped, or was changed."""
-        ...
 
 
 class Experts(Protocol):

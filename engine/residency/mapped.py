@@ -20,8 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.errors import ModelError
-from engine.models.byte_map import Run, merged
-from engine.models.files import FileMapping
+from engine.models.byte_map import FileMapping, Run, merged
 from engine.models.mapped_file import SharedMapping
 from engine.models.shard_files import part_of
 from engine.models.weight_layout import layout_of, runs_of

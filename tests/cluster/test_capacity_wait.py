@@ -109,4 +109,4 @@ def test_other_failures_are_not_waited_out() -> None:
 
     say: Callable[[str], None] = never
     with pytest.raises(ModelError, match="differ"):
-        CapacityWait(frozenset, list).formed(fail, never, say)
+        CapacityWait(frozenset, list).form(fail, never, say)

@@ -63,7 +63,7 @@ class Formed:
         self.names = {0: "head", 1: "studio"}
         self.notices: list[str] = []
         self.newcomers: frozenset[str] = frozenset()
-        self.apart: frozenset[str] = frozenset()
+        self.without_links: frozenset[str] = frozenset()
         nodes = [
             NodeShard(rank=rank, node_id=name, name=name, experts=rank, expert_bytes=0, trunk_bytes=0, memory_free=1)
             for rank, name in self.names.items()

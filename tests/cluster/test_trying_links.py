@@ -128,7 +128,7 @@ def test_a_ring_is_planned_with_those_who_reach_one_another(three: Three, tmp_pa
     three.forgets(2, 1)
     survey = surveyor.survey(three.head, candidates(three.head, []), "native", lambda *_: None, to_send=False)
     found = plan_connected(surveyor.headers, "tiny", load, order, survey)
-    ((left, pairs),) = found.apart.items()
+    ((left, pairs),) = found.without_links.items()
     assert pairs == {three.pair(three.bob, three.carl)}
     name, other = ("Bob", "Carl") if left == three.bob else ("Carl", "Bob")
     (line,) = found.lines
@@ -144,9 +144,9 @@ def test_a_ring_is_planned_with_those_who_reach_one_another(three: Three, tmp_pa
 
 
 def test_a_machine_is_wanted_again_when_its_link_works(three: Three, monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.cluster.head import apart
+    from engine.cluster.head import missing_links
 
-    monkeypatch.setattr(apart, "AGAIN_S", 0.02)
+    monkeypatch.setattr(missing_links, "RETRY_S", 0.02)
     three.forgets(2, 1)
     between = three.pair(three.bob, three.carl)
     tries: list[int] = []
@@ -158,9 +158,9 @@ def test_a_machine_is_wanted_again_when_its_link_works(three: Three, monkeypatch
     watched = LinkRetry(three.head, {three.carl: frozenset({between})}, there)
     try:
         eventually(lambda: len(tries) > 1)
-        assert not watched.wanted.is_set()
+        assert not watched.restored.is_set()
         three.nodes.peers[2].add(new_peer(three.nodes.identities[1].certificate_der, "Bob"))
-        eventually(watched.wanted.is_set)
+        eventually(watched.restored.is_set)
     finally:
         watched.close()
 

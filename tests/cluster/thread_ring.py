@@ -79,7 +79,7 @@ class ThreadFormation:
         self.command_links: dict[int, MemoryLink] = {}
         self.notices: list[str] = []
         self.newcomers: frozenset[str] = frozenset()
-        self.apart: frozenset[str] = frozenset()
+        self.without_links: frozenset[str] = frozenset()
         self.failures: dict[int, BaseException] = {}
         self.followers: dict[int, Follower] = {}
         self.silent: list[str] = []

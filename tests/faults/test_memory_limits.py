@@ -23,7 +23,8 @@ from engine.cluster.membership.control_messages import WantedFacts
 from engine.cluster.membership.measuring_node import measure_node
 from engine.doctor_facts import doctor_facts
 from engine.ipc.messages import Load, Plan
-from engine.models.files import Experts, FileMapping
+from engine.models.byte_map import FileMapping
+from engine.models.files import Experts
 from engine.models.opening import open_model
 from engine.models.prepare import prepare
 from engine.moe.kernels import bindings

@@ -17,6 +17,7 @@ from engine.cluster.answers import Answers
 from engine.cluster.central import CentralNode
 from engine.cluster.epoch_links import EpochLinks, rank_context_of
 from engine.cluster.expert_runners import layers_for, load_experts
+from engine.cluster.formation import PassControl
 from engine.cluster.membership.control_messages import EpochSpec, Forming
 from engine.cluster.membership.measuring_node import runtimes
 from engine.cluster.transport.exchange import Buffer, Exchange, Link, PeerLost
@@ -106,25 +107,17 @@ class FollowerTask:
     notice: Callable[[str], None]
 
 
-class ModelWork:
-    """Decentralised: the trunk and this node's experts. The head's commands run on rows of its own."""
+class _ModelFollowing:
+    """A model of this node, kept in memory, on which the head's commands from ``link`` run."""
 
-    def __init__(self, task: FollowerTask, exchange: Exchange, link: Link) -> None:
-        spec, folder = task.spec, task.folder
-        context, load = rank_context_of(spec), load_of(spec, task.terms)
-        layers = layers_for(context, exchange)
-        place = RingPlace(context, layers, logits=False)
-        runtime = runtime_named(spec.runtime)
-        self._model: LoadedModel = load_model(runtime, spec.model, folder, load, task.progress, place)
-        self._ready = ResidentModel(self._model, folder, load, held_in(context), task.warm, task.notice)
-        lent = task.terms.lend_memory
+    def __init__(self, task: FollowerTask, model: LoadedModel, passes: PassControl | Answers, link: Link) -> None:
+        spec, folder, lent = task.spec, task.folder, task.terms.lend_memory
+        held = held_in(rank_context_of(spec))
+        self._model = model
+        self._ready = ResidentModel(model, folder, load_of(spec, task.terms), held, task.warm, task.notice)
         memory = None if lent is None else max(0, lent - shard_bytes(folder, spec))
-        self._follower = Follower(self._model, layers, task.ran, self._ready.passing, memory)
+        self._follower = Follower(model, passes, task.ran, self._ready.passing, memory)
         self._link = link
-
-    @property
-    def executor(self) -> str:
-        return self._model.facts.executor
 
     @property
     def notices(self) -> list[str]:
@@ -142,21 +135,32 @@ class ModelWork:
         self._model.close()
 
 
-class WholeWork:
-    """Elsewhere: the whole model on this machine alone. The head's commands run here, and it gets the logits."""
+class ModelWork(_ModelFollowing):
+    """Decentralised modes: this node runs the trunk and its experts, with rows of its own."""
+
+    def __init__(self, task: FollowerTask, exchange: Exchange, link: Link) -> None:
+        spec = task.spec
+        context, load = rank_context_of(spec), load_of(spec, task.terms)
+        layers = layers_for(context, exchange)
+        place = RingPlace(context, layers, logits=False)
+        model = load_model(runtime_named(spec.runtime), spec.model, task.folder, load, task.progress, place)
+        super().__init__(task, model, layers, link)
+
+    @property
+    def executor(self) -> str:
+        return self._model.facts.executor
+
+
+class WholeWork(_ModelFollowing):
+    """This machine runs the whole model alone and sends the logits to the head."""
 
     def __init__(self, task: FollowerTask, link: Link) -> None:
-        spec, folder = task.spec, task.folder
-        load = load_of(spec, task.terms)
+        spec = task.spec
+        load, runtime = load_of(spec, task.terms), runtime_named(spec.runtime)
+        model = load_model(runtime, spec.model, task.folder, load, task.progress, known_whole=True)
         self.answers = Answers(link)
-        runtime = runtime_named(spec.runtime)
-        self._model: LoadedModel = load_model(runtime, spec.model, folder, load, task.progress, known_whole=True)
-        self._model.between_layers = self.answers.check
-        self._ready = ResidentModel(self._model, folder, load, held_in(rank_context_of(spec)), task.warm, task.notice)
-        lent = task.terms.lend_memory
-        memory = None if lent is None else max(0, lent - shard_bytes(folder, spec))
-        self._follower = Follower(self._model, self.answers, task.ran, self._ready.passing, memory)
-        self._link = link
+        model.between_layers = self.answers.check
+        super().__init__(task, model, self.answers, link)
 
     @property
     def executor(self) -> str:
@@ -165,21 +169,6 @@ class WholeWork:
     @property
     def can_truncate(self) -> bool:
         return self._model.start().can_truncate
-
-    @property
-    def notices(self) -> list[str]:
-        return list(self._model.facts.notices)
-
-    @property
-    def probe_s(self) -> float | None:
-        return self._ready.probe_s
-
-    def run(self) -> None:
-        self._follower.follow(self._link)
-
-    def close(self) -> None:
-        self._ready.close()
-        self._model.close()
 
 
 class CentralWork:

@@ -76,7 +76,7 @@ class Matrix(ctypes.Structure):
     )
 
 
-class Activation(ctypes.Structure):
+class CActivation(ctypes.Structure):
     """``pllm_activation``."""
 
     _fields_ = (
@@ -108,7 +108,7 @@ class Layer(ctypes.Structure):
         ("count", ctypes.c_int64),
         ("hidden", ctypes.c_int64),
         ("ffn", ctypes.c_int64),
-        ("activation", Activation),
+        ("activation", CActivation),
         ("set", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
     )

@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Iterable
 
 from engine.errors import ModelError
-from engine.models.files import FileMapping
+from engine.models.byte_map import FileMapping
 from engine.moe.kernels.bindings import load, path
 
 

@@ -14,7 +14,7 @@ from engine.models.files import Experts, ExpertWeights, StoredTensor
 from engine.moe.kernels.bindings import (
     ACTIVATIONS,
     WEIGHT_DTYPES,
-    Activation,
+    CActivation,
     Expert,
     KernelChoice,
     Layer,
@@ -111,7 +111,7 @@ class LayerExperts:
             count=count,
             hidden=hidden,
             ffn=ffn,
-            activation=Activation(kind=ACTIVATIONS[gate.kind], alpha=gate.alpha, limit=gate.limit),
+            activation=CActivation(kind=ACTIVATIONS[gate.kind], alpha=gate.alpha, limit=gate.limit),
             set=choice.number,
             dtype=WEIGHT_DTYPES[first.gate.dtype],
         )

@@ -155,7 +155,7 @@ def _quantisation(config: Config) -> Config | None:
 
 def _read(
     plan: _Plan, request: Load, progress: ProgressCallback, with_trunk: bool = True
-) -> tuple[str, weights.Loaded]:
+) -> tuple[str, weights.Assembled]:
     """The weights, and their type in words."""
     translated = translate_config(plan.config)
     entries = weights.entries_for_library(plan.folder)
@@ -210,7 +210,7 @@ def _wanted_dtype(plan: _Plan, request: Load, stored: str) -> Any:
     return None if stored == "F32" else mx.float32
 
 
-def _assemble(plan: _Plan, request: Load, loaded: weights.Loaded, dtype: str, place: RingPlace | None) -> MlxModel:
+def _assemble(plan: _Plan, request: Load, loaded: weights.Assembled, dtype: str, place: RingPlace | None) -> MlxModel:
     layout = LAYOUTS.get(plan.config["model_type"])
     spans = Spans(Recorder(len(loaded.layers), loaded.moe_layers, loaded.count))
     spans.recorder.sampled = plan.device == "gpu"
@@ -253,7 +253,7 @@ def _assemble(plan: _Plan, request: Load, loaded: weights.Loaded, dtype: str, pl
 
 
 def _executor(
-    plan: _Plan, loaded: weights.Loaded, spans: Spans, place: RingPlace | None
+    plan: _Plan, loaded: weights.Assembled, spans: Spans, place: RingPlace | None
 ) -> LocalExecutor[Any] | RingPass:
     backend = _backend(plan, loaded)
     if place is None:
@@ -263,7 +263,7 @@ def _executor(
     return RingPass(executor, backend)
 
 
-def _backend(plan: _Plan, loaded: weights.Loaded) -> MlxBackend:
+def _backend(plan: _Plan, loaded: weights.Assembled) -> MlxBackend:
     if plan.context is None:
         return MlxBackend(loaded.experts, plan.device)
     placement, rank = plan.context.placement, plan.context.rank

@@ -37,7 +37,7 @@ _LIBRARY_NAMES = (".switch_mlp.", ".experts.gate_proj.weight", ".embed_q.weight"
 
 
 @dataclass(frozen=True)
-class Loaded:
+class Assembled:
     """An mlx-lm model without its routed experts, and those: ``experts[layer]`` is a ``SwitchGLU``, evaluated."""
 
     model: Any
@@ -78,7 +78,7 @@ def from_files(
     dtype: Any,
     progress: ProgressCallback,
     with_trunk: bool = True,
-) -> Loaded:
+) -> Assembled:
     """Builds the model of ``files`` in ``dtype`` (None: as stored), with the experts that ``held`` holds.
 
     ``config`` is translated for mlx-lm. Without a trunk only the experts can be used. Raises ModelError if a tensor is
@@ -118,7 +118,7 @@ def from_files(
         else:
             del experts[layer]
         progress("loading weights", done, total, "bytes")
-    return Loaded(model, layers, experts, held.count if held else 0, tuple(expected))
+    return Assembled(model, layers, experts, held.count if held else 0, tuple(expected))
 
 
 def from_library(
@@ -129,7 +129,7 @@ def from_library(
     progress: ProgressCallback,
     held: Mapping[int, Sequence[int]] | None = None,
     with_trunk: bool = True,
-) -> Loaded:
+) -> Assembled:
     """Loads a folder written by mlx-lm with mlx-lm's own loader, and evaluates it layer by layer.
 
     ``config`` is translated for mlx-lm. ``dtype`` is for what is not quantised (None: as stored). ``held[layer]`` are
@@ -161,7 +161,7 @@ def from_library(
         progress("loading weights", index + 1, len(layers), "layers")
     if with_trunk:
         mx.eval(model.parameters())
-    return Loaded(model, layers, experts, count, moe_layers)
+    return Assembled(model, layers, experts, count, moe_layers)
 
 
 def keep_experts(module: Any, held: Sequence[int]) -> None:

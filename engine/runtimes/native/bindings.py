@@ -73,7 +73,7 @@ class Trunk(ctypes.Structure):
     )
 
 
-class Segment(ctypes.Structure):
+class CSegment(ctypes.Structure):
     """``pllm_segment``."""
 
     _fields_ = (
@@ -95,7 +95,7 @@ class Pass(ctypes.Structure):
         ("ids", ctypes.c_void_p),
         ("cosine", ctypes.c_void_p),
         ("sine", ctypes.c_void_p),
-        ("segments", ctypes.POINTER(Segment)),
+        ("segments", ctypes.POINTER(CSegment)),
         ("logits", ctypes.c_void_p),
         ("seconds", ctypes.c_void_p),
         ("workspace", ctypes.c_void_p),

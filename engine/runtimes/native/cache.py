@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.runtimes.native.bindings import KEY_BLOCK
-from engine.runtimes.native.bindings import Segment as CSegment
+from engine.runtimes.native.bindings import KEY_BLOCK, CSegment
 
 SMALLEST_PAGE = 128
 """Positions of a page, at least; pages of long rows have an eighth of what is before them, so that they stay few."""

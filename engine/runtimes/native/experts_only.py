@@ -16,12 +16,12 @@ from engine.moe.kernels.layers import Gate
 from engine.moe.kernels.pool import Pool, physical_cores, shared_pool
 from engine.moe.rank_context import RankContext
 from engine.runtimes.native.dtypes import compute_dtype
-from engine.runtimes.native.shape import ACTIVATIONS, Activation, why_not_shape
+from engine.runtimes.native.shape import ACTIVATIONS, ActivationName, why_not_shape
 from engine.runtimes.node_experts import NodeExperts
 
 
 def open_backend(
-    experts: Experts, context: RankContext, activation: Activation, choice: KernelChoice, pool: Pool
+    experts: Experts, context: RankContext, activation: ActivationName, choice: KernelChoice, pool: Pool
 ) -> KernelBackend:
     """The experts of ``context``, ready to be run. The weights stay in the mapped files.
 

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.ipc.messages import ModelFacts
-from engine.models.files import FileMapping, ModelFiles
+from engine.models.byte_map import FileMapping
+from engine.models.files import ModelFiles
 from engine.moe.kernels.file_guard import FileGuard
 from engine.moe.kernels.pool import Pool
 from engine.moe.popularity import Popularity

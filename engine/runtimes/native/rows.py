@@ -12,7 +12,7 @@ from engine.runtimes.native.cache import Segments
 from engine.runtimes.protocol import Logits, TokenRows
 
 
-class ForwardPasses(Protocol):
+class NativePasses(Protocol):
     """What rows need of the model they belong to."""
 
     def run(self, phase: Phase, tokens: list[list[int]], cache: Segments, want_logits: bool) -> Logits | None: ...
@@ -24,7 +24,7 @@ class NativeTokenRows(TokenRows):
     ``shared`` is how many leading positions all rows have in common by reference: the prompt of a beam search.
     """
 
-    def __init__(self, model: ForwardPasses, cache: Segments, shared: int = 0) -> None:
+    def __init__(self, model: NativePasses, cache: Segments, shared: int = 0) -> None:
         self._model = model
         self._cache = cache
         # [row, row]: how many leading positions two rows have in common; those need not be moved.

@@ -18,9 +18,9 @@ from engine.runtimes.native import rotary
 HeadNorm = Literal["none", "per-head", "whole"]
 """Norms of queries and keys: none; each head by itself (qwen3); the whole projection (olmoe)."""
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
-ACTIVATIONS: Mapping[str, Activation] = {
+ACTIVATIONS: Mapping[str, ActivationName] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -200,7 +200,7 @@ class Shape:
     vocabulary: int
     context: int
     epsilon: float
-    activation: Activation
+    activation: ActivationName
     windows: tuple[int, ...]
     moe_layers: tuple[int, ...]
     top_k: int

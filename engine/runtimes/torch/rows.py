@@ -16,7 +16,7 @@ from engine.runtimes.torch.cache import AnyCache
 Done = TypeVar("Done")
 
 
-class ForwardPasses(Protocol):
+class TorchPasses(Protocol):
     """What rows need of the model they belong to."""
 
     device: torch.device
@@ -37,7 +37,7 @@ class TorchTokenRows(TokenRows):
     ``shared`` is how many leading positions all rows have in common: the prompt, which reordering never touches.
     """
 
-    def __init__(self, model: ForwardPasses, cache: AnyCache, rows: int = 1, shared: int = 0) -> None:
+    def __init__(self, model: TorchPasses, cache: AnyCache, rows: int = 1, shared: int = 0) -> None:
         self._model = model
         self._cache = cache
         self._rows = rows

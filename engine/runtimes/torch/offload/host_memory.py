@@ -18,8 +18,8 @@ import torch
 
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
-from engine.models.byte_map import FileSpan
-from engine.models.files import Experts, FileMapping, first_held
+from engine.models.byte_map import FileMapping, FileSpan
+from engine.models.files import Experts, first_held
 from engine.models.mapped_file import SharedMapping
 from engine.runtimes.torch.offload.devices import HostPiece, PartView, SlotLayout
 from engine.system.free_memory import memory
