@@ -8,6 +8,7 @@ a process that has used Apple's frameworks must not be forked.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import io
 import json
@@ -25,6 +26,7 @@ import fork_server
 import pytest
 
 from engine.calibration.calibration_file import calibration_key, save_speed
+from engine.system.child_processes import start_module
 
 FORKS = sys.platform == "linux"
 START_S = 120.0
@@ -119,11 +121,13 @@ class ForkServer:
         self._control.settimeout(START_S)
         atexit.register(self.close)
 
-    def start(self, job: Mapping[str, Any], standard: Sequence[int]) -> tuple[int, socket.socket]:
-        """The new process's id, and the socket on which its end is reported."""
+    def start(
+        self, job: Mapping[str, Any], standard: Sequence[int], kept: Sequence[int] = ()
+    ) -> tuple[int, socket.socket]:
+        """The new process's id, and the socket on which its end is reported. ``kept``: the job's ``descriptors``."""
         report, theirs = socket.socketpair()
         with theirs, self._lock:
-            socket.send_fds(self._control, [json.dumps(job).encode()], [*standard, theirs.fileno()])
+            socket.send_fds(self._control, [json.dumps(job).encode()], [*standard, theirs.fileno(), *kept])
         return number_on(report), report
 
     def close(self) -> None:
@@ -159,20 +163,71 @@ def forked(
         )
     flag, what = list(arguments)[-2:]
     assert flag == "-c" or (flag, what) == ("-m", "engine.host")
-    requests, stdin = os.pipe()
-    stdout, events = os.pipe()
+    code = what if flag == "-c" else None
+    return _forked(code, environment, subprocess.PIPE, subprocess.PIPE, None, (), *more)
+
+
+def forked_module(
+    module: str,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    stdin: int | None = None,
+    stdout: int | None = None,
+    stderr: int | None = None,
+    pass_fds: Sequence[int] = (),
+    libraries: bool = False,
+) -> ForkedProcess | subprocess.Popen[bytes]:
+    """A process of the program beside the engine, started as by ``engine.system.child_processes.start_module``.
+
+    ``libraries``: it has imported torch and mlx already.
+    """
+    whole = {**os.environ, **(environment or {})}
+    if not FORKS or needs_a_cold_start(whole):
+        return start_module(
+            module, arguments, environment, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=pass_fds
+        )
+    code = f"import runpy, sys\nsys.argv = ['-m', *{list(arguments)!r}]\nrunpy._run_module_as_main({module!r})"
+    return _forked(code, whole, stdin, stdout, stderr, pass_fds, *(["libraries"] if libraries else []))
+
+
+def _forked(
+    code: str | None,
+    environment: Mapping[str, str],
+    stdin: int | None,
+    stdout: int | None,
+    stderr: int | None,
+    pass_fds: Sequence[int],
+    *more: str,
+) -> ForkedProcess:
+    """``stdin`` and so on: as ``subprocess.Popen`` takes them; of pipes, input and output only."""
     job = {
-        "code": what if flag == "-c" else None,
+        "code": code,
         "environment": dict(environment),
         "folder": str(Path.cwd()),
         "session": False,
+        "descriptors": list(pass_fds),
     }
-    try:
-        pid, report = server(*more).start(job, [requests, events, 2])
-    finally:
-        os.close(requests)
-        os.close(events)
-    return ForkedProcess(pid, report, os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"))
+    with contextlib.ExitStack() as theirs:
+
+        def descriptor(wanted: int | None, inherited: int, pipe_end: int | None) -> int:
+            if wanted is None:
+                return inherited
+            if wanted == subprocess.DEVNULL:
+                pipe_end = os.open(os.devnull, os.O_RDWR)
+            assert pipe_end is not None
+            theirs.callback(os.close, pipe_end)
+            return pipe_end
+
+        requests, to_it = os.pipe() if stdin == subprocess.PIPE else (None, None)
+        from_it, events = os.pipe() if stdout == subprocess.PIPE else (None, None)
+        standard = [descriptor(stdin, 0, requests), descriptor(stdout, 1, events), descriptor(stderr, 2, None)]
+        pid, report = server(*more).start(job, standard, pass_fds)
+    return ForkedProcess(
+        pid,
+        report,
+        None if to_it is None else os.fdopen(to_it, "wb"),  # type: ignore[arg-type]
+        None if from_it is None else os.fdopen(from_it, "rb"),
+    )
 
 
 def with_libraries(arguments: Sequence[str], environment: Mapping[str, str]) -> ForkedProcess | subprocess.Popen[bytes]:

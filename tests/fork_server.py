@@ -2,8 +2,8 @@
 
 ``python fork_server.py CONTROL [libraries]``: CONTROL is the descriptor of a socket. Each packet on it is a job, with
 four descriptors: standard input, output and errors, and a socket on which the process id and, at its end, the exit
-status are reported. The process stays a zombie until the other side has closed that socket, so that its id is not given
-away before.
+status are reported; then those that the process is given under the numbers of the job's ``descriptors``. The process
+stays a zombie until the other side has closed that socket, so that its id is not given away before.
 
 No thread and no gRPC object may exist here: neither survives a fork.
 """
@@ -11,6 +11,7 @@ No thread and no gRPC object may exist here: neither survives a fork.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -35,6 +36,9 @@ NO_MODULE = ("engine.moe.kernels._native",)
 """The library of the kernels, which is no Python module."""
 
 PACKET_BYTES = 1 << 20
+STANDARD = 4
+"""Descriptors of every job: standard streams and the report socket."""
+MOST_DESCRIPTORS = 16
 REPORT = 8
 """Bytes of a number on a report socket."""
 
@@ -86,15 +90,15 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
                         _report(ended[pid], os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT))
                         selector.register(ended[pid], selectors.EVENT_READ, pid)
                 elif key.fileobj is control:
-                    packet, descriptors, _, _ = socket.recv_fds(control, PACKET_BYTES, 4)
+                    packet, descriptors, _, _ = socket.recv_fds(control, PACKET_BYTES, MOST_DESCRIPTORS)
                     if not packet:
                         return None
                     job = json.loads(packet)
                     pid = os.fork()
                     if pid == 0:
-                        become(job, descriptors[:3])
+                        become(job, descriptors)
                         return dict(job)
-                    for descriptor in descriptors[:3]:
+                    for descriptor in (*descriptors[:3], *descriptors[STANDARD:]):
                         os.close(descriptor)
                     running[pid] = socket.socket(fileno=descriptors[3])
                     _send(running[pid], pid)
@@ -125,15 +129,24 @@ def _send(report: socket.socket, number: int) -> None:
         report.sendall(number.to_bytes(REPORT, "little", signed=True))
 
 
-def become(job: dict[str, Any], standard: list[int]) -> None:
+def become(job: dict[str, Any], descriptors: list[int]) -> None:
     """Make this forked process look as one that ``subprocess`` has just started."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if job["session"]:
         os.setsid()
-    for number, descriptor in enumerate(standard):
+    wanted = dict(zip([0, 1, 2, *job["descriptors"]], [*descriptors[:3], *descriptors[STANDARD:]], strict=True))
+    # First out of the way: a descriptor that came may have the number that another one is to have.
+    above = max(*wanted, *descriptors) + 1
+    for number, descriptor in wanted.items():
+        wanted[number] = fcntl.fcntl(descriptor, fcntl.F_DUPFD, above)
+    for number, descriptor in wanted.items():
         os.dup2(descriptor, number)
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    free = 3
+    for number in sorted(job["descriptors"]):
+        os.closerange(free, number)
+        free = number + 1
+    os.closerange(free, os.sysconf("SC_OPEN_MAX"))
     os.chdir(job["folder"])
     os.environ.clear()
     os.environ.update(job["environment"])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 from pathlib import Path
 
 import psutil
 import pytest
-from engine_forks import FORKS, ForkedProcess, forked
+from engine_forks import FORKS, ForkedProcess, forked, forked_module
 
 pytestmark = pytest.mark.skipif(not FORKS, reason="processes are forked on Linux only")
 
@@ -97,3 +98,23 @@ def test_what_is_read_at_the_start_makes_it_a_cold_one(name: str) -> None:
     assert process.stdout.read() == b"False\n"
     process.stdout.close()
     assert process.wait() == 0
+
+
+def test_a_module_has_its_arguments_and_the_descriptors_that_are_passed() -> None:
+    """The envoy speaks over one, and ends with it."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            process = forked_module(
+                "engine.cluster.transport.envoy_process",
+                [str(theirs.fileno())],
+                {"SOME_VARIABLE": "some value"},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        assert isinstance(process, ForkedProcess)
+        assert process.stdin is None and process.stdout is None
+        assert process.poll() is None
+        ours.shutdown(socket.SHUT_WR)
+        assert ours.recv(1) == b""
+        assert process.wait() == 0

@@ -10,7 +10,6 @@ import hashlib
 import secrets
 import statistics
 import subprocess
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -36,6 +35,7 @@ from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Bench, BenchResult
 from engine.ipc.messages.ring import ExchangeName
 from engine.ipc.progress import ProgressCallback
+from engine.system.child_processes import ModuleStarter, start_module
 from engine.system.machine import processor
 
 SIZES = (12 * 1024, 96 * 1024, 1 << 20)
@@ -65,7 +65,9 @@ class Measured:
     problems: dict[ExchangeName, str] = field(default_factory=dict)
 
 
-def bench_exchange(request: Bench, report: ProgressCallback, cancelled: Callable[[], bool]) -> BenchResult:
+def bench_exchange(
+    request: Bench, report: ProgressCallback, cancelled: Callable[[], bool], start: ModuleStarter = start_module
+) -> BenchResult:
     """Median and range of an exchange by transport, number of nodes and size. Needs no model.
 
     Raises ModelError (bad-input, network), Cancelled.
@@ -77,15 +79,19 @@ def bench_exchange(request: Bench, report: ProgressCallback, cancelled: Callable
     measured = []
     for index, nodes in enumerate(request.nodes):
         report("measuring exchanges", index, len(request.nodes), "")
-        measured.append(measure_nodes(nodes, request.rounds, available_exchanges(), cancelled))
+        measured.append(measure_nodes(nodes, request.rounds, available_exchanges(), cancelled, start))
     return as_result(request, measured)
 
 
 def measure_nodes(
-    nodes: int, rounds: int, exchanges: Sequence[ExchangeName], cancelled: Callable[[], bool]
+    nodes: int,
+    rounds: int,
+    exchanges: Sequence[ExchangeName],
+    cancelled: Callable[[], bool],
+    start: ModuleStarter = start_module,
 ) -> Measured:
     """Start ``nodes`` processes, measure, and end them. Raises ModelError (network), Cancelled."""
-    processes = [_NodeProcess(rank) for rank in range(nodes)]
+    processes = [_NodeProcess(rank, start) for rank in range(nodes)]
     try:
         return _measure(processes, rounds, exchanges, cancelled)
     finally:
@@ -154,11 +160,11 @@ def _ask_all(processes: Sequence[_NodeProcess], message: msgspec.Struct, kind: t
 class _NodeProcess:
     """One node, its pipes, and its end."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, start: ModuleStarter) -> None:
         self.rank = rank
         self.private_key, self.certificate = make_certificate()
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "engine.bench.exchange_node"],
+        self._process = start(
+            "engine.bench.exchange_node",
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+ModuleStarter = Callable[..., subprocess.Popen[bytes]]
+"""A function that is called as :func:`start_module`."""
 
 
 def start_module(

@@ -8,14 +8,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from engine_forks import forked_module
+
 from discovery import certificates
 from discovery.identity import Identity
 from discovery.link_listener import LinkListener
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.connecting import connect_mesh
+from engine.cluster.transport.envoy import connect_envoy
 from engine.cluster.transport.epochs import Epoch, Member
+from engine.cluster.transport.exchange import Exchange
 from engine.cluster.transport.link_probe import answer_measuring
 from engine.cluster.transport.mesh import Mesh
+from engine.cluster.transport.registry import open_exchange
+from engine.ipc.messages.ring import ExchangeName
 
 LOOPBACK = ("127.0.0.0/8",)
 
@@ -38,6 +44,13 @@ class LinkedNode:
     def close(self) -> None:
         self.links.close()
         self.listener.close()
+
+
+def opened(node: LinkedNode, transport: ExchangeName) -> Exchange:
+    """The exchange of that node, as ``open_exchange`` connects it; its envoy is forked."""
+    if transport == "envoy":
+        return connect_envoy(node.links, node.epoch, start=forked_module)  # type: ignore[arg-type]
+    return open_exchange(transport, node.links, node.epoch)
 
 
 class LinkedNodes:
@@ -63,6 +76,9 @@ class LinkedNodes:
         """``act`` on all nodes at once, in threads; results by rank."""
         with ThreadPoolExecutor(len(self.nodes)) as pool:
             return list(pool.map(act, self.nodes))
+
+    def exchanges(self, transport: ExchangeName) -> list[Exchange]:
+        return self.everywhere(lambda node: opened(node, transport))
 
     def meshes(self, transport: str) -> list[Mesh]:
         return self.everywhere(lambda node: connect_mesh(node.links, node.epoch, transport))  # type: ignore[arg-type]

@@ -14,7 +14,8 @@ from engine.cluster.membership.node import Node
 from engine.cluster.membership.server import Credentials
 from engine.ipc.messages import OpenNetwork
 
-WAIT_S = 20.0
+WAIT_S = 120.0
+"""A test that hangs fails after so long."""
 
 
 def eventually(what: Callable[[], object], seconds: float = WAIT_S) -> None:

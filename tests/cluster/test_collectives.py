@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,10 +15,12 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
+from engine_forks import forked, forked_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linked_nodes import LinkedNode, LinkedNodes
 from memory_exchange import MemoryRing, must_succeed, on_all_ranks
+from paired_nodes import eventually
 
 from discovery import certificates
 from engine.bench.exchange_node import (
@@ -73,6 +75,12 @@ def memory_ring(size: int) -> list[CollectiveExchange]:
     return [CollectiveExchange(MemoryGathering(rank, size, shared)) for rank in range(size)]
 
 
+def close_when_it_waits(exchange: Any) -> None:
+    """From another thread than the one that receives: its all-gather has begun, and cannot end."""
+    eventually(exchange._asked.empty)
+    exchange.close()
+
+
 def payload(rank: int, nbytes: int) -> bytes:
     return bytes((rank * 31 + position) % 251 for position in range(nbytes))
 
@@ -115,7 +123,7 @@ def test_more_than_the_capacity_is_refused() -> None:
 def test_close_wakes_who_waits_and_nothing_works_afterwards() -> None:
     ring = memory_ring(2)
     ring[0].send([b"x"], 10)
-    closing = threading.Timer(0.1, ring[0].close)
+    closing = threading.Thread(target=close_when_it_waits, args=(ring[0],))
     closing.start()
     with pytest.raises(PeerLost):
         ring[0].receive()
@@ -167,7 +175,7 @@ def test_gloo_notices_a_peer_that_closed(linked_nodes: Callable[..., LinkedNodes
 def test_gloo_is_closed_from_another_thread(linked_nodes: Callable[..., LinkedNodes]) -> None:
     ring = gloo_ring(linked_nodes(2))
     ring[0].send([b"x"], 10)
-    closing = threading.Timer(0.1, ring[0].close)
+    closing = threading.Thread(target=close_when_it_waits, args=(ring[0],))
     closing.start()
     with pytest.raises(PeerLost):
         ring[0].receive()
@@ -212,7 +220,7 @@ from engine.cluster.transport.collective import CollectiveExchange
 from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.transport.mlx_group import MlxGathering
 
-rank, size = int(sys.argv[1]), int(sys.argv[2])
+rank, size = {rank}, {size}
 exchange = CollectiveExchange(MlxGathering(mx.distributed.init(strict=True, backend="ring")))
 assert (exchange.rank, exchange.size, exchange.name) == (rank, size, "mlx")
 for nbytes in (0, 5, 12304, 50000):
@@ -220,7 +228,7 @@ for nbytes in (0, 5, 12304, 50000):
     exchange.send([own], nbytes * size)
     assert [bytes(v) for v in exchange.receive()] == [bytes([r + 1]) * (nbytes * r) for r in range(size)], nbytes
 print("equal", flush=True)
-if len(sys.argv) > 3 and rank == 1:
+if rank == 1:
     sys.stdin.read()
 exchange.send([b"x"], 1)
 try:
@@ -231,66 +239,44 @@ except PeerLost:
 """
 
 
-def mlx_processes(folder: Path, size: int, *more: str) -> list[subprocess.Popen[str]]:
-    ports = []
-    for _ in range(size):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            ports.append(probe.getsockname()[1])
-    hosts = folder / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", MLX_NODE, str(rank), str(size), *more],
-            env=os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-
-
 @pytest.fixture
-def ended() -> Iterator[list[subprocess.Popen[str]]]:
-    processes: list[subprocess.Popen[str]] = []
+def ended() -> Iterator[list[Any]]:
+    """Processes, which are at an end afterwards."""
+    processes: list[Any] = []
     yield processes
     for process in processes:
         process.kill()
         process.wait()
         for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                stream.close()
+            stream.close()
 
 
-def test_mlx_gives_what_everybody_gave(tmp_path: Path, ended: list[subprocess.Popen[str]]) -> None:
+def test_mlx_gives_what_everybody_gave_until_a_peer_is_killed(tmp_path: Path, ended: list[Any]) -> None:
     pytest.importorskip("mlx.core")
-    ended += mlx_processes(tmp_path, 2)
-    for process in ended:
-        assert process.stdout is not None
-        assert [process.stdout.readline().strip() for _ in range(2)] == ["equal", "received"]
-
-
-def test_mlx_notices_a_peer_that_is_killed(tmp_path: Path, ended: list[subprocess.Popen[str]]) -> None:
-    pytest.importorskip("mlx.core")
-    ended += mlx_processes(tmp_path, 2, "stays")
-    for process in ended:
-        assert process.stdout is not None and process.stdout.readline().strip() == "equal"
+    with contextlib.ExitStack() as held:
+        ports = []
+        for _ in range(2):
+            # Held until mlx listens there: nobody else is given the port meanwhile.
+            probe = held.enter_context(socket.socket())
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", 0))
+            ports.append(probe.getsockname()[1])
+        hosts = tmp_path / "hosts.json"
+        hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+        for rank in range(2):
+            environment = os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)}
+            ended.append(forked(["-c", MLX_NODE.format(rank=rank, size=2)], environment))
+        assert [process.stdout.readline() for process in ended] == [b"equal\n"] * 2
     ended[1].kill()
-    assert ended[0].stdout is not None and ended[0].stdout.readline().strip() == "lost"
+    assert ended[0].stdout.readline() == b"lost\n"
 
 
-def test_mlx_nodes_tell_each_other_their_ports(ended: list[subprocess.Popen[str]]) -> None:
+def test_mlx_nodes_tell_each_other_their_ports(ended: list[Any]) -> None:
     pytest.importorskip("mlx.core")
     neighbours = []
     for rank in range(2):
         key, certificate = certificates.make_certificate()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "engine.bench.exchange_node"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        process = forked_module("engine.bench.exchange_node", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         ended.append(process)
         told = ask(process, NodeSetup(rank=rank, certificate=certificate, private_key=key), NodePort)
         neighbours.append(NeighbourNode(certificate=certificate, port=told.port))
@@ -302,9 +288,8 @@ def test_mlx_nodes_tell_each_other_their_ports(ended: list[subprocess.Popen[str]
     assert all(len(each.seconds["mlx"]["12288"]) == 5 for each in times)  # type: ignore[union-attr]
 
 
-def ask(process: subprocess.Popen[str], message: msgspec.Struct, kind: type[Any]) -> Any:
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(msgspec.json.encode(message).decode() + "\n")
+def ask(process: Any, message: msgspec.Struct, kind: type[Any]) -> Any:
+    process.stdin.write(msgspec.json.encode(message) + b"\n")
     process.stdin.flush()
     return msgspec.json.decode(process.stdout.readline(), type=kind)
 

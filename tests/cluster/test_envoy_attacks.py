@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
 import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +17,11 @@ from pathlib import Path
 import grpc
 import msgspec
 import pytest
+from engine_forks import forked_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linked_nodes import LinkedNodes, make_identity
+from paired_nodes import eventually
 
 from discovery.identity import Identity
 from discovery.tls import TLS_NAME
@@ -40,6 +44,13 @@ from engine.cluster.transport.epochs import Epoch, Member
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
 
 EPOCH = "the epoch"
+PATIENCE_S = 120.0
+"""A test that hangs fails after so long."""
+
+
+def envoy_process(connection: socket.socket) -> subprocess.Popen[bytes]:
+    descriptor = connection.fileno()
+    return forked_module("engine.cluster.transport.envoy_process", [str(descriptor)], pass_fds=[descriptor])  # type: ignore[return-value]
 
 
 class LoneEnvoy:
@@ -49,10 +60,7 @@ class LoneEnvoy:
         self.mine, self.identity = make_identity(), make_identity()
         ours, theirs = socket.socketpair()
         with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "engine.cluster.transport.envoy_process", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-            )
+            self.process = envoy_process(theirs)
         members = tuple(
             Member(rank, one.node_id, one.certificate_pem) for rank, one in enumerate((self.mine, self.identity))
         )
@@ -66,10 +74,10 @@ class LoneEnvoy:
                 private_key=self.identity.key_pem,
                 peers=[peer],
                 addresses=["127.0.0.1"],
-                seconds=20.0,
+                seconds=PATIENCE_S,
             )
         )
-        self.port = self.exchange.receive_control(EnvoyPorts, time.monotonic() + 20).ports["127.0.0.1"]
+        self.port = self.exchange.receive_control(EnvoyPorts, time.monotonic() + PATIENCE_S).ports["127.0.0.1"]
         self.exchange.send_control(EnvoyTargets(targets={}))
 
     def call(
@@ -95,11 +103,11 @@ class LoneEnvoy:
         def requests() -> Iterator[bytes]:
             yield from messages or ()
             if wait is not None:
-                wait.wait(10)
+                wait.wait(PATIENCE_S)
 
         with channel:
             stream = channel.stream_stream(method)
-            return list(stream(requests(), metadata=(("epoch", epoch), ("rank", rank)), timeout=10))
+            return list(stream(requests(), metadata=(("epoch", epoch), ("rank", rank)), timeout=PATIENCE_S))
 
     def close(self) -> None:
         self.exchange.close()
@@ -112,32 +120,40 @@ def envoy() -> Iterator[LoneEnvoy]:
     lone.close()
 
 
-def test_a_client_without_a_certificate_gets_nothing(envoy: LoneEnvoy) -> None:
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[LoneEnvoy]:
+    """An envoy to which nobody comes who is let in."""
+    lone = LoneEnvoy()
+    yield lone
+    lone.close()
+
+
+def test_a_client_without_a_certificate_gets_nothing(refusing: LoneEnvoy) -> None:
     with pytest.raises(grpc.RpcError) as refused:
-        envoy.call(None)
+        refusing.call(None)
     assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
-def test_a_stranger_gets_nothing(envoy: LoneEnvoy) -> None:
+def test_a_stranger_gets_nothing(refusing: LoneEnvoy) -> None:
     with pytest.raises(grpc.RpcError) as refused:
-        envoy.call(make_identity())
+        refusing.call(make_identity())
     assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
 @pytest.mark.parametrize(
     "changes", [{"epoch": "another"}, {"rank": "1"}, {"rank": "7"}, {"rank": "zero"}, {"rank": ""}]
 )
-def test_a_peer_with_the_wrong_words_gets_nothing(envoy: LoneEnvoy, changes: dict[str, str]) -> None:
+def test_a_peer_with_the_wrong_words_gets_nothing(refusing: LoneEnvoy, changes: dict[str, str]) -> None:
     with pytest.raises(grpc.RpcError) as refused:
-        envoy.call(envoy.mine, **changes)
+        refusing.call(refusing.mine, **changes)
     assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
     assert refused.value.details() == ""
 
 
 @pytest.mark.parametrize("method", ["/privatellm.Envoy/Other", "/other/Exchange", "/privatellm.Control/Hello"])
-def test_there_is_one_method(envoy: LoneEnvoy, method: str) -> None:
+def test_there_is_one_method(refusing: LoneEnvoy, method: str) -> None:
     with pytest.raises(grpc.RpcError) as refused:
-        envoy.call(envoy.mine, method=method)
+        refusing.call(refusing.mine, method=method)
     assert refused.value.code() == grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -145,12 +161,12 @@ def test_a_second_stream_of_the_same_node_is_refused(envoy: LoneEnvoy) -> None:
     hold = threading.Event()
     first = threading.Thread(target=envoy.call, args=(envoy.mine, [bytes((BYE,))]), kwargs={"wait": hold})
     first.start()
-    assert not envoy.exchange.receive_control(EnvoyReady, time.monotonic() + 20).problem
+    assert not envoy.exchange.receive_control(EnvoyReady, time.monotonic() + PATIENCE_S).problem
     with pytest.raises(grpc.RpcError) as refused:
         envoy.call(envoy.mine)
     assert refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
     hold.set()
-    first.join(15)
+    first.join(PATIENCE_S)
     assert not first.is_alive()
 
 
@@ -168,13 +184,13 @@ def test_a_message_that_no_envoy_sends_ends_the_stream(envoy: LoneEnvoy, message
 
     thread = threading.Thread(target=call)
     thread.start()
-    assert not envoy.exchange.receive_control(EnvoyReady, time.monotonic() + 20).problem
+    assert not envoy.exchange.receive_control(EnvoyReady, time.monotonic() + PATIENCE_S).problem
     envoy.exchange.send((b"mine",), 100)
     with pytest.raises(PeerLost) as lost:
         envoy.exchange.receive()
     assert lost.value.ranks == (0,)
     hold.set()
-    thread.join(15)
+    thread.join(PATIENCE_S)
 
 
 def test_a_peer_that_sends_ahead_without_end_is_refused(envoy: LoneEnvoy) -> None:
@@ -186,14 +202,20 @@ def test_a_peer_that_sends_ahead_without_end_is_refused(envoy: LoneEnvoy) -> Non
 
     thread = threading.Thread(target=call)
     thread.start()
-    assert not envoy.exchange.receive_control(EnvoyReady, time.monotonic() + 20).problem
+    assert not envoy.exchange.receive_control(EnvoyReady, time.monotonic() + PATIENCE_S).problem
+    frame = FRAME.size + len(b"more")
+    eventually(lambda: readable(envoy.exchange._socket) >= 10 * frame)
     with pytest.raises(RingProtocolError, match="more than the exchange asks for"):
         for _ in range(10):
             envoy.exchange.send((b"mine",), 100)
             envoy.exchange.receive()
-            time.sleep(0.2)
     hold.set()
-    thread.join(15)
+    thread.join(PATIENCE_S)
+
+
+def readable(connection: socket.socket) -> int:
+    """Bytes that have arrived and were not received yet."""
+    return int.from_bytes(fcntl.ioctl(connection, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def test_random_bytes_on_its_port_do_not_end_it(envoy: LoneEnvoy) -> None:
@@ -203,7 +225,7 @@ def test_random_bytes_on_its_port_do_not_end_it(envoy: LoneEnvoy) -> None:
     hold = threading.Event()
     hold.set()
     threading.Thread(target=envoy.call, args=(envoy.mine, [bytes((LAST,)) + b"hello"]), kwargs={"wait": hold}).start()
-    assert not envoy.exchange.receive_control(EnvoyReady, time.monotonic() + 20).problem
+    assert not envoy.exchange.receive_control(EnvoyReady, time.monotonic() + PATIENCE_S).problem
     envoy.exchange.send((b"mine",), 100)
     assert [bytes(part) for part in envoy.exchange.receive()] == [b"hello", b"mine"]
 
@@ -212,14 +234,11 @@ def test_an_envoy_that_is_told_nonsense_ends() -> None:
     for said in (b"\xff" * 100, FRAME.pack(5, CONTROL, 0) + b"hello", FRAME.pack(3, LAST, 0) + b"abc", b""):
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "engine.cluster.transport.envoy_process", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-            )
+            process = envoy_process(theirs)
             theirs.close()
             ours.sendall(said)
             ours.shutdown(socket.SHUT_WR)
-            assert process.wait(20) == 0
+            assert process.wait(PATIENCE_S) == 0
 
 
 def test_nobody_to_connect_to_is_said_in_time() -> None:
@@ -227,10 +246,7 @@ def test_nobody_to_connect_to_is_said_in_time() -> None:
     lone.mine, lone.identity = make_identity(), make_identity()
     ours, theirs = socket.socketpair()
     with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "engine.cluster.transport.envoy_process", str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),),
-        )
+        process = envoy_process(theirs)
     exchange = EnvoyExchange(Epoch(EPOCH, 1, (), bytes(32)), ours, process)
     peer = EnvoyPeer(rank=0, node_id="0" * 64, certificate=lone.mine.certificate_pem, name="the laptop")
     exchange.send_control(
@@ -244,9 +260,9 @@ def test_nobody_to_connect_to_is_said_in_time() -> None:
             seconds=0.3,
         )
     )
-    exchange.receive_control(EnvoyPorts, time.monotonic() + 20)
+    exchange.receive_control(EnvoyPorts, time.monotonic() + PATIENCE_S)
     exchange.send_control(EnvoyTargets(targets={}))
-    assert "the laptop" in exchange.receive_control(EnvoyReady, time.monotonic() + 20).problem
+    assert "the laptop" in exchange.receive_control(EnvoyReady, time.monotonic() + PATIENCE_S).problem
     exchange.close()
     assert process.poll() is not None
 
@@ -288,7 +304,7 @@ def test_control_messages_are_read_one_by_one() -> None:
     exchange, other = bare_exchange()
     payload = msgspec.msgpack.encode(EnvoyReady())
     other.sendall(FRAME.pack(len(payload), CONTROL, 0) + payload + FRAME.pack(3, LAST, 1) + b"abc")
-    assert exchange.receive_control(EnvoyReady, time.monotonic() + 5).problem == ""
+    assert exchange.receive_control(EnvoyReady, time.monotonic() + PATIENCE_S).problem == ""
     exchange.send((b"",), 10)
     assert [bytes(part) for part in exchange.receive()] == [b"", b"abc"]
     other.sendall(struct.pack(">I", 3))

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linked_nodes import LinkedNode, LinkedNodes, make_identity
+from linked_nodes import LinkedNode, LinkedNodes, make_identity, opened
 
 from discovery.errors import DiscoveryError
 from discovery.link_listener import LinkListener, dial
@@ -23,7 +23,6 @@ from engine.cluster.transport.epochs import LINK_KIND, Epoch, LinkRequest, Membe
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
 from engine.cluster.transport.framed_socket import FramedSocket
 from engine.cluster.transport.link_probe import measure_link
-from engine.cluster.transport.registry import open_exchange
 from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
 
@@ -188,7 +187,7 @@ def test_links_over_ipv6(linked_nodes: Make) -> None:
     for name in exchanges:
 
         def act(node: LinkedNode, name: ExchangeName = name) -> list[bytes]:
-            exchange = open_exchange(name, node.links, node.epoch)
+            exchange = opened(node, name)
             exchange.send((bytes([node.epoch.rank]),), 1)
             got = [bytes(part) for part in exchange.receive()]
             exchange.close()

@@ -15,7 +15,6 @@ from test_sharing import LAYERS, CountedExperts, contexts, one_pass, routes_for,
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.central import CentralHead, CentralNode
 from engine.cluster.transport.exchange import PeerLost
-from engine.cluster.transport.registry import open_exchange
 from engine.ipc.messages.ring import ExchangeName
 from engine.moe.rank_context import RankContext
 from engine.runtimes.protocol import Interrupted
@@ -25,7 +24,7 @@ TRANSPORTS: tuple[ExchangeName, ...] = ("tls", "socket", "envoy", "gloo")
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_giving_up_and_mending(transport: ExchangeName, linked_nodes: Callable[..., LinkedNodes]) -> None:
-    ends = linked_nodes(3).everywhere(lambda node: open_exchange(transport, node.links, node.epoch))
+    ends = linked_nodes(3).exchanges(transport)
     layers = [RingLayers(context, end) for context, end in zip(contexts(3, overlap=True), ends, strict=True)]
 
     def work(rank: int) -> tuple[int, list[Any]]:
@@ -54,7 +53,7 @@ def test_giving_up_and_mending(transport: ExchangeName, linked_nodes: Callable[.
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_central_mode(transport: ExchangeName, linked_nodes: Callable[..., LinkedNodes]) -> None:
-    ends = linked_nodes(2).everywhere(lambda node: open_exchange(transport, node.links, node.epoch))
+    ends = linked_nodes(2).exchanges(transport)
     both = [RankContext("epoch", rank, placed((0, 2), 4, 2), "central") for rank in range(2)]
     head, node = CentralHead(both[0], ends[0]), CentralNode(both[1], ends[1], Doubling())
 

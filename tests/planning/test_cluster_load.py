@@ -40,7 +40,7 @@ def layers(draw: st.DrawFn) -> tuple[int, int, Rows]:
 
 
 @given(layers(), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_equal_to_enumeration(layer: tuple[int, int, Rows], data: st.DataObject) -> None:
     nodes, k, holders = layer
     use = data.draw(st.lists(st.integers(0, 50), min_size=len(holders), max_size=len(holders)))

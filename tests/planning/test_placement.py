@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import pairwise
 
 from engine.planning.cluster_load import expected_experts
 from engine.planning.placement import Placement
@@ -140,28 +141,32 @@ def best_possible(
     return min(known.values())
 
 
-SMALL = [
-    (experts, k, slots, seconds, use)
-    for experts, slots in (
-        (4, (2, 2)),
-        (5, (3, 4)),
-        (6, (3, 3)),
-        (6, (4, 4)),
-        (6, (5, 2)),
-        (5, (2, 2, 2)),
-        (6, (2, 2, 2)),
-        (6, (3, 3, 2)),
-    )
-    for k in (2, 3)
-    for seconds in ((1.0, 1.0, 1.0), (1.0, 1.0, 2.0), (1.0, 3.0, 1.5))
-    for use in ((), (50, 20, 20, 5, 3, 2), (10, 9, 8, 1, 1, 1))
+Shape = tuple[int, tuple[int, ...]]
+SHAPES: list[Shape] = [
+    (4, (2, 2)),
+    (5, (3, 4)),
+    (6, (3, 3)),
+    (6, (4, 4)),
+    (6, (5, 2)),
+    (5, (2, 2, 2)),
+    (6, (2, 2, 2)),
+    (6, (3, 3, 2)),
 ]
+"""Experts, and how many of them each node has room for."""
+PER_TOKEN = (2, 3)
+SECONDS = ((1.0, 1.0, 1.0), (1.0, 1.0, 2.0), (1.0, 3.0, 1.5))
+USES: tuple[tuple[int, ...], ...] = ((), (50, 20, 20, 5, 3, 2), (10, 9, 8, 1, 1, 1))
+FEW = pairwise(SHAPES, PER_TOKEN, SECONDS, USES)
+REST = [row for row in itertools.product(SHAPES, PER_TOKEN, SECONDS, USES) if row not in FEW]
 
 
-@pytest.mark.parametrize(("experts", "k", "slots", "seconds", "use"), SMALL)
+@pytest.mark.parametrize(
+    ("shape", "k", "seconds", "use"), [*FEW, *(pytest.param(*row, marks=pytest.mark.soak) for row in REST)]
+)
 def test_as_good_as_the_best_of_all_placements(
-    experts: int, k: int, slots: tuple[int, ...], seconds: tuple[float, ...], use: tuple[int, ...]
+    shape: Shape, k: int, seconds: tuple[float, ...], use: tuple[int, ...]
 ) -> None:
+    experts, slots = shape
     seconds, use = seconds[: len(slots)], use[:experts]
     grid = ExpertGrid((0,), experts, k, MB)
     rooms = [NodeRoom(slot * MB, each) for slot, each in zip(slots, seconds, strict=True)]

@@ -85,7 +85,7 @@ def assignments(active: Sequence[ActiveExpert]) -> list[tuple[Place, ...]]:
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(calibrations(), st.one_of(actives(8, 4), actives(8, 500)))
 def test_is_as_good_as_the_best_of_all_assignments(measured: Calibration, active: list[ActiveExpert]) -> None:
     decision = Balanced().decide(0, active, measured)
@@ -111,9 +111,10 @@ def test_every_place_suits_its_expert_and_the_answer_is_always_the_same(
 def no_assignment_is_below(active: Sequence[ActiveExpert], measured: Calibration, known: float) -> float:
     """A time that no assignment undercuts: the best over (CPU's seconds, copies) of the GPU's least computing.
 
-    CPU seconds are rounded down to ``known`` / 4000 each, and the last copied expert's computing is left out.
+    CPU seconds are rounded down, by less than a 32nd of ``known`` for all experts together, and the last copied
+    expert's computing is left out.
     """
-    buckets = 4000
+    buckets = 32 * len(active)
     width = known / buckets
     missing = sum(not each.resident for each in active)
     least = np.full((missing + 1, buckets + 1), math.inf)
@@ -143,7 +144,8 @@ def no_assignment_is_below(active: Sequence[ActiveExpert], measured: Calibration
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", ["one each", "even", "few hot", "geometric"])
 @pytest.mark.parametrize("resident", [0.0, 0.25, 0.6])
-def test_128_experts_are_within_5_percent_of_any_assignment(tokens: str, resident: float) -> None:
+@pytest.mark.parametrize("experts", [48, pytest.param(128, marks=pytest.mark.soak)])
+def test_many_experts_are_within_5_percent_of_any_assignment(tokens: str, resident: float, experts: int) -> None:
     chance = random.Random(f"{tokens} {resident}")
     for _ in range(2):
         counts = {
@@ -152,7 +154,7 @@ def test_128_experts_are_within_5_percent_of_any_assignment(tokens: str, residen
             "few hot": lambda place: max(1, int(800 / (place + 1) ** 1.2)),
             "geometric": lambda place: max(1, int(chance.expovariate(1 / 20))),
         }[tokens]
-        active = [ActiveExpert(place, counts(place), chance.random() < resident) for place in range(128)]
+        active = [ActiveExpert(place, counts(place), chance.random() < resident) for place in range(experts)]
         cpu = 10.0 ** chance.uniform(-4, -2)
         measured = calibration(
             cpu=curve(cpu, chance.choice([1, 4, 8]), cpu * chance.choice([0.0, 0.05])),

@@ -67,7 +67,7 @@ def test_all_maximal_sets_and_no_other(count: int, broken: set[Pair]) -> None:
 
 @pytest.mark.slow
 @given(memories, pairs)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_no_larger_set_holds_the_model_and_none_of_its_size_is_faster(memory: list[int], broken: set[Pair]) -> None:
     others, plan = planning(memory)
     found = plan_reaching("h", others, broken, plan)

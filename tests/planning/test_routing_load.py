@@ -38,7 +38,7 @@ def sorted_loads(owners: Sequence[int], sizes: Sequence[int], weights: Sequence[
 
 
 @given(layers(), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_few_tokens_are_shared_out_best(layer: tuple[int, Rows], data: st.DataObject) -> None:
     nodes, holders = layer
     weights = data.draw(st.lists(st.sampled_from([1.0, 1.3, 2.0, 5.0]), min_size=nodes, max_size=nodes))
@@ -52,7 +52,7 @@ def test_few_tokens_are_shared_out_best(layer: tuple[int, Rows], data: st.DataOb
 
 
 @given(layers(), st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_many_tokens_are_shared_out_best_too_if_few_experts_have_them(
     layer: tuple[int, Rows], data: st.DataObject
 ) -> None:

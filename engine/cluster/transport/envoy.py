@@ -42,7 +42,7 @@ from engine.cluster.transport.exchange import Buffer, PeerLost, RingProtocolErro
 from engine.cluster.transport.framed_socket import CLOSE_WAIT_S, LARGEST_FRAME, FramedSocket, pull_by
 from engine.cluster.transport.grpc_environment import ONLY_TLS_1_3
 from engine.errors import ModelError
-from engine.system.child_processes import start_module
+from engine.system.child_processes import ModuleStarter, start_module
 
 END_S = 1.0
 """Seconds that a closed envoy has to end before it is killed."""
@@ -285,7 +285,9 @@ class EnvoyExchange:
             raise RingProtocolError(f"The envoy of this machine sent something else ({error}).") from None
 
 
-def connect_envoy(links: Links, epoch: Epoch, seconds: float = CONNECT_S) -> EnvoyExchange:
+def connect_envoy(
+    links: Links, epoch: Epoch, seconds: float = CONNECT_S, start: ModuleStarter = start_module
+) -> EnvoyExchange:
     """Start this node's envoy and connect it to the others'. Every node of ``epoch`` calls this at about the same time.
 
     The envoys' ports are exchanged over TLS links of our own, so no further port has to be known or open before. Raises
@@ -298,13 +300,15 @@ def connect_envoy(links: Links, epoch: Epoch, seconds: float = CONNECT_S) -> Env
         for framed in sockets.values():
             framed.cut()
 
-    return made_while_wanted(epoch, lambda: _connected(links, epoch, sockets, by), EnvoyExchange.close, wake)
+    return made_while_wanted(epoch, lambda: _connected(links, epoch, sockets, by, start), EnvoyExchange.close, wake)
 
 
-def _connected(links: Links, epoch: Epoch, sockets: Mapping[int, FramedSocket], by: float) -> EnvoyExchange:
+def _connected(
+    links: Links, epoch: Epoch, sockets: Mapping[int, FramedSocket], by: float, start: ModuleStarter
+) -> EnvoyExchange:
     exchange: EnvoyExchange | None = None
     try:
-        exchange = _started(links, epoch, sockets, by)
+        exchange = _started(links, epoch, sockets, by, start)
         targets = _exchange_ports(exchange, epoch, sockets, by)
         exchange.send_control(EnvoyTargets(targets=targets))
         ready = exchange.receive_control(EnvoyReady, by + END_S)
@@ -324,10 +328,12 @@ def _connected(links: Links, epoch: Epoch, sockets: Mapping[int, FramedSocket], 
             framed.close()
 
 
-def _started(links: Links, epoch: Epoch, sockets: Mapping[int, FramedSocket], by: float) -> EnvoyExchange:
+def _started(
+    links: Links, epoch: Epoch, sockets: Mapping[int, FramedSocket], by: float, start: ModuleStarter
+) -> EnvoyExchange:
     mine, theirs = socket.socketpair()
     with theirs:
-        process = start_module(
+        process = start(
             "engine.cluster.transport.envoy_process",
             [str(theirs.fileno())],
             {"GRPC_VERBOSITY": "NONE", **ONLY_TLS_1_3},
