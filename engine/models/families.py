@@ -225,6 +225,7 @@ _COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 MOST_LAYERS = 10_000
 _MOST_EXPERTS = 100_000
+_EXPERTS_PER_TOKEN_KEYS = ("num_experts_per_tok", "experts_per_token", "num_selected_experts", "moe_top_k", "moe_k")
 _MOST_PAIRS = 1_000_000
 """Maximum (layer, expert) pairs, far above any model. A file with more is damaged, and would cost memory just to
 count."""
@@ -271,7 +272,8 @@ def layer_count(config: Mapping[str, Any], family: Family) -> int:
 def expert_shape(config: Mapping[str, Any], family: Family) -> ExpertLayers | None:
     """Sizes of the routed experts as ``config.json`` gives them; None for a dense family.
 
-    Raises ModelError naming the setting that is missing or is not a positive whole number.
+    Raises ModelError naming the setting that is missing or is not a positive whole number, or if a token is sent to
+    more experts than there are.
     """
     if family.is_dense:
         return None
@@ -286,12 +288,28 @@ def expert_shape(config: Mapping[str, Any], family: Family) -> ExpertLayers | No
             f"config.json asks for {count} experts in each of {len(moe_layers)} layers, over {_MOST_PAIRS} in all; "
             "fetch the model again."
         )
+    per_token = stated_experts_per_token(section)
+    if per_token is not None and per_token > count:
+        raise ModelError(
+            f"config.json sends every token to {per_token} experts, but there are {count}; fetch the model again."
+        )
     return ExpertLayers(
         hidden=_integer(section, _first_present(section, "hidden_size", "d_model")),
         ffn=_integer(section, family.ffn_key),
         count=count,
         layers=tuple(moe_layers),
     )
+
+
+def stated_experts_per_token(config: Mapping[str, Any]) -> int | None:
+    """How many experts each token is sent to; None where ``config.json`` does not say it."""
+    for section in (config, config.get("ffn_config")):
+        if isinstance(section, Mapping):
+            for key in _EXPERTS_PER_TOKEN_KEYS:
+                value = section.get(key)
+                if isinstance(value, int) and value > 0:
+                    return value
+    return None
 
 
 def match_tensor(family: Family, name: str) -> Match | None:

@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from engine.errors import ModelError
-from engine.models.families import check_supported, expert_shape, language_config, layer_count
+from engine.models.families import (
+    check_supported,
+    expert_shape,
+    language_config,
+    layer_count,
+    stated_experts_per_token,
+)
 from engine.models.files import ModelFiles
 from engine.models.weight_layout import WeightLayout
 from engine.models.wording import shown
@@ -15,7 +21,6 @@ from engine.planning.prediction import ModelSizes
 
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_TOP_K = ("num_experts_per_tok", "experts_per_token", "num_selected_experts", "moe_top_k", "moe_k")
 _SHARED = frozenset(("shared_expert", "shared_experts", "shared_expert_gate"))
 """Parts of the names of shared experts, which a ring computes during the exchange."""
 _FEW = 2
@@ -159,13 +164,7 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
 
 def experts_per_token(config: Mapping[str, Any]) -> int:
     """How many experts each token is sent to, wherever the family's ``config.json`` says it."""
-    for section in (config, config.get("ffn_config")):
-        if isinstance(section, Mapping):
-            for key in _TOP_K:
-                value = section.get(key)
-                if isinstance(value, int) and value > 0:
-                    return value
-    return _FEW
+    return stated_experts_per_token(config) or _FEW
 
 
 def key_value_numbers(config: Mapping[str, Any]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pairwise import pairwise
 from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
@@ -125,9 +127,16 @@ def assert_equal(ours: list[Hypothesis], theirs: list[tuple[list[int], float]]) 
     np.testing.assert_allclose([beam.score for beam in ours], [score for _, score in theirs], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("width", [2, 3, 8, 16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "width"),
+    [
+        *zip(FAMILIES, (2, 16, 3, 8, 3, 8), strict=True),
+        *(
+            pytest.param(*row, marks=pytest.mark.soak, id="all-{}-{}".format(*row))
+            for row in product(FAMILIES, (2, 3, 8, 16))
+        ),
+    ],
+)
 def test_equals_transformers(models: dict[str, Any], family: str, width: int) -> None:
     model = models[family]
     ended_early = 0
@@ -139,10 +148,10 @@ def test_equals_transformers(models: dict[str, Any], family: str, width: int) ->
     assert ended_early or width == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("early_stopping", [False, True])
-@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 0.6, 2.0])
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "length_penalty", "early_stopping"),
+    pairwise(("mixtral", "gpt_oss"), (-1.0, 0.0, 0.6, 2.0), (False, True)),
+)
 def test_equals_transformers_with_penalties(
     models: dict[str, Any], family: str, length_penalty: float, early_stopping: bool
 ) -> None:

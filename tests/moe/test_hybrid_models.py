@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
 import msgspec
 import numpy as np
 import pytest
+from pairwise import pairwise
 from tiny_models import TINY_MOE_FAMILIES
 
 from benchmarks.stand_in_device import Speeds, StandInDevice, calibration_of
@@ -65,42 +67,71 @@ def same(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-@pytest.fixture(scope="module", params=TINY_MOE_FAMILIES)
-def forms(
-    request: pytest.FixtureRequest, tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[list[Path]]:
-    """A family's tiny model as plain checkpoint and as bank."""
-    plain = tiny_model(request.param)
-    prepared = tmp_path_factory.mktemp("bank") / request.param
-    prepare(plain, prepared, silent)
-    yield [plain, prepared]
+def cached(experts_per_layer: int, kept: str) -> int | None:
+    """Experts for which the cache has room: of none, of a few, of all (None)."""
+    return {"nothing": 0, "some": experts_per_layer + 1, "everything": None}[kept]
 
 
-@pytest.mark.slow
-def test_families_give_the_same_bits_for_every_policy_and_cache(forms: list[Path]) -> None:
-    for folder in forms:
-        experts = open_model(folder).experts
-        assert experts is not None
-        slab = experts.nbytes // (experts.count * len(experts.layers)) + 64
-        alone = load(folder, None)
-        expected = greedy(alone)
-        reference = None
-        for policy in POLICIES:
-            # Nothing kept, something, and everything.
-            for slots in (0, experts.count + 1, 1000) if policy == "balanced" else (0, experts.count + 1):
-                device = StandInDevice(MEMORY)
-                model = load(folder, device, policy=policy, gpu_expert_bytes=slots * slab if slots < 1000 else None)
-                assert model.facts.policy == policy
-                assert model.facts.executor.startswith(f"hybrid ({policy}")
-                found = greedy(model)
-                reference = reference or found
-                assert same(found, reference)
-                if policy not in ("layers",):
-                    assert any(op.kind in ("copy", "run") for op in device.trace)
-                model.close()
-        for ours, theirs in zip(reference or [], expected, strict=True):
-            assert int(ours.argmax()) == int(theirs.argmax())
-            assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
+PLACES: tuple[tuple[ExpertPolicy, str], ...] = (
+    ("balanced", "everything"),
+    ("lru-offload", "some"),
+    ("stream", "nothing"),
+    ("layers", "nothing"),
+)
+"""The device runs all experts, what it holds or is sent, what it is sent, and none."""
+ALL_PLACES = [*product(POLICIES, ("nothing", "some")), ("balanced", "everything")]
+FORMS = ("plain", "prepared")
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[Path, tuple[list[np.ndarray], list[np.ndarray]]]:
+    """By folder: the logits of the CPU alone, and those with a device, which are the same whatever it does."""
+    return {}
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "policy", "kept"),
+    [
+        *((family, form, *place) for family, form, place in pairwise(TINY_MOE_FAMILIES, FORMS, PLACES)),
+        *(
+            pytest.param(family, form, *place, marks=pytest.mark.soak, id=f"all-{family}-{form}-{'-'.join(place)}")
+            for family, form, place in product(TINY_MOE_FAMILIES, FORMS, ALL_PLACES)
+        ),
+    ],
+)
+def test_families_give_the_same_bits_for_every_policy_and_cache(
+    family: str,
+    form: str,
+    policy: ExpertPolicy,
+    kept: str,
+    tiny_model: Callable[..., Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    answers: dict[Path, tuple[list[np.ndarray], list[np.ndarray]]],
+) -> None:
+    folder = tiny_model(family)
+    if form == "prepared":
+        bank = tmp_path_factory.getbasetemp() / f"hybrid-{family}"
+        if not bank.exists():
+            prepare(folder, bank, silent)
+        folder = bank
+    experts = open_model(folder).experts
+    assert experts is not None
+    if folder not in answers:
+        answers[folder] = (greedy(load(folder, None)), greedy(load(folder, StandInDevice(MEMORY), policy="stream")))
+    alone, reference = answers[folder]
+    slab = experts.nbytes // (experts.count * len(experts.layers)) + 64
+    slots = cached(experts.count, kept)
+    device = StandInDevice(MEMORY)
+    model = load(folder, device, policy=policy, gpu_expert_bytes=None if slots is None else slots * slab)
+    assert model.facts.policy == policy
+    assert model.facts.executor.startswith(f"hybrid ({policy}")
+    found = greedy(model)
+    assert same(found, reference)
+    assert policy == "layers" or any(op.kind in ("copy", "run") for op in device.trace)
+    model.close()
+    for ours, theirs in zip(found, alone, strict=True):
+        assert int(ours.argmax()) == int(theirs.argmax())
+        assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
 
 
 def test_bfloat16_and_another_dtype_than_the_stored_one(tiny_model: Callable[..., Path]) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from memory_exchange import MemoryRing, on_all_ranks
+from pairwise import pairwise
 from ring_conversation import all_conversations, assert_same, conversation
 from ring_places import PLACEMENTS, placed, places
 from torch_oracle import no_progress
@@ -69,39 +70,49 @@ def ran(device: StandInDevice | None) -> int:
     return 0 if device is None else sum(operation.kind == "run" for operation in device.trace)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "llama4_text", "deepseek_v3", "gpt_oss"])
+FAMILIES = ("mixtral", "qwen2_moe", "llama4_text", "deepseek_v3", "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "count", "how"),
+    [
+        (family, dtype, *ring)
+        for family, dtype, ring in pairwise(FAMILIES, ("float32", "bfloat16"), ((2, "unequal"), (3, "overlapping")))
+    ],
+)
 def test_a_ring_with_devices_is_one_machine_to_the_bit(
-    family: str, dtype: str, tiny_model: Callable[..., Path]
+    family: str, dtype: str, count: int, how: str, tiny_model: Callable[..., Path]
 ) -> None:
     folder = tiny_model(family)
     alone = conversation(load(folder, None, None, dtype=dtype))
-    for count, how in ((2, "unequal"), (3, "overlapping")):
-        devices: Devices = [StandInDevice(MEMORY) if rank != 1 else None for rank in range(count)]
-        models = ring_of(folder, devices, how, dtype=dtype)
-        assert_same(all_conversations(models), alone)
-        assert ran(devices[0]) > 0
-        for model in models:
-            model.close()
-        assert all(device is None or device.buffers == {} for device in devices)
+    devices: Devices = [StandInDevice(MEMORY) if rank != 1 else None for rank in range(count)]
+    models = ring_of(folder, devices, how, dtype=dtype)
+    assert_same(all_conversations(models), alone)
+    assert ran(devices[0]) > 0
+    for model in models:
+        model.close()
+    assert all(device is None or device.buffers == {} for device in devices)
 
 
-@pytest.mark.parametrize("how", PLACEMENTS)
-@pytest.mark.parametrize("kernels", ["native", "off"])
+@pytest.mark.parametrize(
+    ("how", "kernels", "policy", "room"), pairwise(PLACEMENTS, ("native", "off"), POLICIES, (0, FEW_EXPERTS, None))
+)
 def test_no_policy_changes_a_bit(
-    how: str, kernels: str, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    how: str,
+    kernels: str,
+    policy: ExpertPolicy,
+    room: int | None,
+    tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if kernels == "off":
         monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
     folder = tiny_model("qwen3_moe")
     alone = conversation(load(folder, None, None, dtype="float32"))
-    for policy in POLICIES:
-        for room in (0, FEW_EXPERTS, None):
-            devices: Devices = [StandInDevice(MEMORY), StandInDevice(MEMORY)]
-            options = {"policy": policy, "gpu_expert_bytes": room, "dtype": "float32"}
-            models = ring_of(folder, devices, how, **options)
-            assert_same(all_conversations(models), alone)
-            assert policy == "layers" or sum(map(ran, devices)) > 0
+    devices: Devices = [StandInDevice(MEMORY), StandInDevice(MEMORY)]
+    models = ring_of(folder, devices, how, policy=policy, gpu_expert_bytes=room, dtype="float32")
+    assert_same(all_conversations(models), alone)
+    assert policy == "layers" or sum(map(ran, devices)) > 0
 
 
 def test_a_device_keeps_its_own_nodes_experts_only(tiny_model: Callable[..., Path]) -> None:

@@ -40,28 +40,6 @@ def reconfigured(folder: Path, family: str = "mixtral", **changes: object) -> Pa
     return folder
 
 
-def test_a_missing_trunk_tensor_is_named(tmp_path: Path) -> None:
-    folder = damaged(tmp_path, lambda tensors: tensors.pop("model.layers.1.self_attn.q_proj.weight"))
-    with pytest.raises(ModelError, match=r"model\.layers\.1\.self_attn\.q_proj\.weight is missing"):
-        load(folder)
-
-
-def test_an_unexpected_trunk_tensor_is_named(tmp_path: Path) -> None:
-    def add(tensors: Tensors) -> None:
-        tensors["model.layers.1.self_attn.surprise.weight"] = torch.zeros(3)
-
-    with pytest.raises(ModelError, match=r"self_attn\.surprise\.weight has no place in a mixtral model"):
-        load(damaged(tmp_path, add))
-
-
-def test_a_wrong_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
-    def shorten(tensors: Tensors) -> None:
-        tensors["model.norm.weight"] = torch.ones(47)
-
-    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[47\], but config\.json asks for \[48\]"):
-        load(damaged(tmp_path, shorten))
-
-
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
     def add(tensors: Tensors) -> None:
         tensors["model.layers.3.embed_tokens.weight"] = torch.zeros(4, 4)
@@ -90,65 +68,12 @@ def test_numbers_that_do_not_fit_together(tmp_path: Path) -> None:
         load(folder)
 
 
-def test_an_unsupported_family_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"'switch_transformers' are not supported; supported are .*mixtral"):
-        load(reconfigured(tmp_path, model_type="switch_transformers"))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"partitioning": "ring"}, "place in a ring"), ({"cpu_threads": 0}, "0 CPU threads")],
-)
-def test_requests_that_cannot_be_met(tmp_path: Path, options: dict[str, object], words: str) -> None:
-    write_tiny_model(tmp_path, "llama")
-    with pytest.raises(ModelError, match=words) as error:
-        load(tmp_path, **options)
-    assert error.value.kind == "bad-input"
-
-
 def test_hybrid_without_a_gpu_runs_on_the_cpu_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     model = load(write_tiny_model(tmp_path, "mixtral"), partitioning="hybrid")
     assert model.facts.device == "cpu"
     assert any("No GPU" in notice for notice in model.facts.notices)
     assert load(tmp_path, partitioning="cpu").facts.notices == []
-
-
-def test_context_limit_is_the_smaller_one(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path, "llama")
-    assert load(tmp_path).facts.context_limit == 512
-    assert load(tmp_path, context_limit=100).facts.context_limit == 100
-    assert load(tmp_path, context_limit=10**6).facts.context_limit == 512
-
-
-def test_progress_reaches_the_whole_trunk(tmp_path: Path) -> None:
-    from engine.ipc.messages import Load
-
-    seen: list[tuple[str, int, int, str]] = []
-    folder = write_tiny_model(tmp_path, "mixtral")
-    model = runtimes.runtime_named("torch").load(folder, Load(id=1, model="m"), lambda *step: seen.append(step))
-    trunk = [(done, total) for stage, done, total, unit in seen if unit == "bytes"]
-    assert trunk[-1] == (model.facts.trunk_bytes, model.facts.trunk_bytes)
-    assert [done for done, _ in trunk] == sorted(done for done, _ in trunk)
-
-
-def test_a_closed_model_says_so(tmp_path: Path) -> None:
-    model = load(write_tiny_model(tmp_path, "mixtral"))
-    rows = model.start()
-    model.close()
-    with pytest.raises(ModelError, match="is closed"):
-        model.start()
-    with pytest.raises(ModelError, match="is closed"):
-        rows.extend([3])
-
-
-def test_a_changed_file_is_noticed_before_it_is_read(tmp_path: Path) -> None:
-    model = load(write_tiny_model(tmp_path, "mixtral"))
-    model.start().extend([3, 4])
-    with (tmp_path / "model.safetensors").open("ab") as file:
-        file.write(b"more")
-    with pytest.raises(ModelError, match="changed"):
-        model.start()
 
 
 def test_one_row_uses_other_kernels_and_puts_them_back(tmp_path: Path) -> None:
@@ -200,15 +125,6 @@ def test_dbrx_keeps_the_rotary_base_of_the_published_configuration(tmp_path: Pat
 
     np.testing.assert_array_equal(kept, wanted)
     assert np.abs(other - wanted).max() > 1e-3
-
-
-def test_the_head_gets_the_last_position_without_the_strides_of_the_prompt(tmp_path: Path) -> None:
-    model = load(write_tiny_model(tmp_path / "llama", "llama"))
-    seen: list[tuple[int, ...]] = []
-    head = model._module.get_output_embeddings()
-    head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].stride()))
-    model.start().extend(prompt(model, 20))
-    assert seen == [(model.facts.hidden, model.facts.hidden, 1)]
 
 
 KERNELS = """

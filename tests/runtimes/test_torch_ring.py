@@ -17,7 +17,6 @@ from subjects import no_progress
 
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.contributions import NodeFailed
-from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.opening import open_model
 from engine.moe.backend import ExpertBackend
@@ -61,11 +60,6 @@ def test_torch_experts_too(
     assert "torch, cpu" in alone.facts.executor
     models = load_ring(folder, placement_for(folder, nodes, how), dtype=dtype)
     assert_same(all_conversations(models), conversation(alone))
-
-
-def test_a_ring_is_refused_without_a_place_in_one(tiny_model: Callable[..., Path]) -> None:
-    with pytest.raises(ModelError, match="place in a ring"):
-        load(tiny_model("mixtral"), None, partitioning="ring")
 
 
 # --- what can happen in a ring --------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Person:
         self._tokens = 0
         self.model.seen.clear()
         self.model.passes.clear()
-        asked = Generate(id=1, messages=messages, max_tokens=14, **options)
+        asked = Generate(id=1, messages=messages, max_tokens=10, **options)
         answer = self.session.generate(asked, self._take, self)
         rows = self.session._cache.rows
         assert (rows.length if rows is not None else 0) == len(self.session.cached_tokens)
@@ -132,9 +132,20 @@ def kind_of(number: int) -> tuple[int, int | None]:
     return [(1, None), (1, 5), (1, 6), (1, 5), (3, None)][number % 5]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=5)
 @given(steps=STEPS)
 def test_every_question_has_one_answer(person: Person, steps: list[tuple[str, int]]) -> None:
+    check_one_answer(person, steps)
+
+
+@pytest.mark.soak
+@settings(max_examples=40)
+@given(steps=STEPS)
+def test_every_question_has_one_answer_in_many_conversations(person: Person, steps: list[tuple[str, int]]) -> None:
+    check_one_answer(person, steps)
+
+
+def check_one_answer(person: Person, steps: list[tuple[str, int]]) -> None:
     asked = Asked(person)
     for what, number in steps:
         before = list(asked.answers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +50,30 @@ def frequent_ends(session: Session, count: int) -> list[int]:
     return sorted(token for token, _ in counts.most_common(count))
 
 
-@pytest.mark.parametrize(("runtime", "family"), CASES)
-def test_equals_transformers(tmp_path: Path, runtime: RuntimeName, family: str) -> None:
+SEARCHES = (((4, 1.0, 1), (16, -0.5, 3)), ((5, 0.4, 2), (3, 2.0, 2)))
+"""Widths, penalties of the length and numbers of ends: two searches for a family, the other two for the next."""
+
+
+@pytest.mark.parametrize(
+    ("runtime", "family", "searches"),
+    [
+        *((*case, SEARCHES[number % 2]) for number, case in enumerate(CASES)),
+        *(pytest.param(*case, SEARCHES[number % 2 - 1], marks=pytest.mark.soak) for number, case in enumerate(CASES)),
+    ],
+)
+def test_equals_transformers(
+    tiny_model: Callable[..., Path],
+    runtime: RuntimeName,
+    family: str,
+    searches: tuple[tuple[int, float, int], ...],
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    folder = write_tiny_model(tmp_path / family, family)
+    folder = tiny_model(family)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     session = open_session(folder, runtime)
     ended_early = 0
-    for width, penalty, count in ((4, 1.0, 1), (5, 0.4, 2), (16, -0.5, 3), (3, 2.0, 2)):
+    for width, penalty, count in searches:
         ends = frequent_ends(session, count)
         session._ends = frozenset(ends)
         found = ask(session, beams=width, length_penalty=penalty)
