@@ -157,4 +157,4 @@ def _messages(home: Path) -> Iterator[Callable[[], None]]:
 
 
 COUNT = len(SETTINGS) + 4 + len(TEMPLATES) + 12 + 5
-ATTACKS = [Attack("small things that ask for much", COUNT, bombs, memory_bytes=600 << 20, cpu_s=30.0)]
+ATTACKS = [Attack("small requests with large effects", COUNT, bombs, memory_bytes=600 << 20, cpu_s=30.0)]

@@ -281,5 +281,5 @@ ATTACKS = [
     Attack("manifests of prepared models", 10_000, banks),
     Attack("GGUF files", 20_000, ggufs),
     Attack("tokenizers and templates", 10_000, tokenizers),
-    Attack("offers and pieces of shares", 20_000, offers),
+    Attack("offers and pieces of shards", 20_000, offers),
 ]
