@@ -1,9 +1,9 @@
 """The bank: a prepared model folder, in which one (expert, layer) is one contiguous, 64-byte-aligned slab.
 
-The folder holds ``bank.json`` (the manifest, written last), ``experts/layer-NNNNN.slabs`` (one file per layer that has
-experts), ``trunk.safetensors`` (every other tensor under the name it has in the checkpoint), and copies of the
-configuration and tokenizer files. One file per layer, not one for all: finished layers survive an interrupted
-preparation, a node of a ring needs only some of them, and no single mapping is larger than a layer.
+The folder contains ``bank.json`` (the manifest, written last), ``experts/layer-NNNNN.slabs`` (one file per layer that
+has experts), ``trunk.safetensors`` (every other tensor under its name in the checkpoint), and copies of the
+configuration and tokenizer files. There is one file per layer, so that finished layers survive an interrupted
+preparation, and no mapping is larger than a layer.
 
 In a slab gate, up and down lie one after the other, [out, in], then the biases if the family has any; each part begins
 64-byte aligned except ``up``, which follows ``gate`` without a gap so that both are one matrix [2*ffn, hidden].
@@ -41,7 +41,7 @@ _CHUNK = 8 * 1024 * 1024
 
 
 class PartPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A part of an expert in its slab: ``offset`` in bytes from the slab's beginning."""
+    """A part of an expert in its slab. ``offset`` is in bytes from the slab's beginning."""
 
     name: Part
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class PartPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SlabLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How every slab of a bank is laid out. ``size`` in bytes is a multiple of the alignment."""
+    """The layout of every slab of a bank. ``size`` in bytes is a multiple of the alignment."""
 
     dtype: str
     size: int
@@ -88,7 +88,7 @@ def layer_path(folder: Path, layer: int) -> Path:
 
 
 def slab_layout(dtype: str, shape: ExpertLayers, has_bias: bool) -> SlabLayout:
-    """Where the parts of an expert go."""
+    """The layout of the parts of an expert."""
     names: tuple[Part, ...] = ("gate", "up", "down")
     if has_bias:
         names += ("gate_bias", "up_bias", "down_bias")
@@ -179,7 +179,7 @@ class Bank:
     """A prepared folder, opened. See :class:`engine.models.files.ModelFiles`."""
 
     def __init__(self, folder: Path, config: dict[str, Any], family: Family, shard: ShardPart | None = None) -> None:
-        """Checks the manifest and the files' sizes, not their contents (:func:`verify` does).
+        """Check the manifest and the files' sizes, but not their contents, which :func:`verify` does.
 
         Raises ModelError naming the file and what is wrong with it.
         """
@@ -217,7 +217,7 @@ class Bank:
 
     @property
     def trunk_entries(self) -> dict[str, tuple[str, TensorEntry]]:
-        """The trunk's tensors by name: their file, and where they lie in it."""
+        """The trunk's tensors by name: their file, and their place in it."""
         return {name: (TRUNK, entry) for name, entry in self._trunk_entries.items()}
 
     def trunk(self) -> Iterator[tuple[str, StoredTensor]]:
@@ -288,9 +288,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, on_bytes: Callable[[int], None] | None = None) -> None:
-    """Reads a prepared folder and compares every slab and the trunk with the manifest's checksums.
+    """Read a prepared folder and compare every slab and the trunk with the manifest's checksums.
 
-    ``on_bytes`` is told how many bytes were read since it was last called. Raises ModelError naming the file, layer
+    ``on_bytes`` is called with the number of bytes read since the last call. Raises ModelError naming the file, layer
     and expert that differ.
     """
     manifest = read_manifest(folder)

@@ -1,7 +1,7 @@
-"""Where the bytes of a model's experts lie: which matrix in which file, at which offset, in which number format.
+"""The byte map: the place of every matrix of a model's experts, with file, offset and number format.
 
-The one place for it. The runtimes' views, copies to a device, prefetching, residency and what travels between the
-machines of a ring all start from an :class:`ExpertPlace`, which the opened bank or checkpoint gives.
+The runtimes' views, copies to a device, prefetching, residency and the transfer between machines all start from an
+:class:`ExpertPlace`, which the opened bank or checkpoint provides.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class FileMapping(Protocol):
 
     @property
     def address(self) -> int:
-        """Where the mapping begins in this process's memory."""
+        """Address of the mapping in this process's memory."""
         ...
 
     def check_unchanged(self) -> None:
@@ -100,11 +100,11 @@ class ExpertPlace:
         return sum(span.nbytes for span in self.spans)
 
     def runs(self, numbers: Mapping[str, int]) -> Runs:
-        """The spans in the order of the files, adjacent ones as one. ``numbers``: file name to file number."""
+        """The spans in the order of the files, adjacent ones merged. ``numbers`` are the file numbers by name."""
         return merged(Run(numbers[span.file.path.name], span.start, span.stop) for span in self.spans)
 
     def page_ranges(self) -> list[tuple[int, int]]:
-        """(address, bytes) of the whole pages that hold the expert, ascending; adjacent ones as one range."""
+        """(address, bytes) of the whole pages that hold the expert, ascending, adjacent ones merged."""
         ranges: list[tuple[int, int]] = []
         for span in sorted(self.spans, key=lambda span: span.address):
             start, stop = span.address, span.address + span.nbytes
@@ -117,7 +117,7 @@ class ExpertPlace:
 
 
 def merged(runs: Iterable[Run]) -> Runs:
-    """``runs`` in the order of the files, adjacent ones as one."""
+    """``runs`` in the order of the files, adjacent ones merged."""
     found: list[Run] = []
     for run in sorted(runs):
         if run.nbytes == 0:

@@ -27,10 +27,10 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     family: str
     """``model_type`` in transformers."""
     gigabytes: float
-    """What the download takes on disk."""
+    """Disk space of the download, in decimal gigabytes."""
     parameters_billion: float
     active_billion: float
-    """Parameters a token passes through."""
+    """Billions of parameters that a token uses."""
     experts: int
     experts_per_token: int
     runtime: Literal["any", "mlx"] = "any"
@@ -46,7 +46,7 @@ class _CatalogueFile(msgspec.Struct, forbid_unknown_fields=True):
 
 @functools.cache
 def catalogue() -> tuple[CatalogueEntry, ...]:
-    """All known models, in the order in which they are worth showing (small ones first)."""
+    """All known models in the order for the screen, small ones first."""
     text = importlib.resources.files("assets").joinpath("catalogue.toml").read_text(encoding="utf-8")
     return parse_catalogue(tomllib.loads(text))
 
@@ -64,7 +64,7 @@ def parse_catalogue(data: dict[str, Any]) -> tuple[CatalogueEntry, ...]:
 
 
 def find(name: str) -> CatalogueEntry | None:
-    """The entry called ``name`` or whose repo is ``name``, whatever the case; None if there is none."""
+    """The entry whose name or repo is ``name``, ignoring case; None if there is none."""
     wanted = name.casefold()
     for entry in catalogue():
         if wanted == entry.name.casefold() or (entry.repo and wanted == entry.repo.casefold()):

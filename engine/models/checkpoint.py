@@ -1,4 +1,4 @@
-"""A plain Hugging Face folder, opened: safetensors files as they were published, experts as views of them."""
+"""An open plain Hugging Face folder: safetensors files as published, and experts as views of them."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class _Source:
 
 _Key = tuple[int, int | None, Part]
 _Sources = dict[_Key, _Source]
-"""(layer, expert or None for all of them, first part) -> where it is."""
+"""Sources by (layer, expert or None for all of them, first part)."""
 
 
 class PlainExperts:
@@ -211,13 +211,13 @@ class PlainExperts:
             span = place.spans[matrix.span]
             file = self._files[span.file.path.name]
             stored = file.strided(matrix.format, matrix.shape, matrix.stride, span.start + matrix.offset)
-            # Both as one matrix only where they lie in the file, and are not copies of their own.
+            # Both form one matrix only if they are views of the file rather than copies.
             if name != "gate_up" or stored.words.ctypes.data == span.address + matrix.offset:
                 parts[name] = stored
         return ExpertWeights(**parts)
 
     def place(self, layer: int, expert: int) -> ExpertPlace:
-        """One span per tensor: an expert's bytes are in one piece in every tensor, even where its matrices are not."""
+        """One span per tensor. In every tensor an expert's bytes are contiguous, even if its matrices are not."""
         if layer not in self._tensors or not 0 <= expert < self.count:
             raise IndexError(f"no expert {expert} in layer {layer}")
         spans: list[FileSpan] = []
@@ -237,7 +237,7 @@ class PlainExperts:
         key = (tensor, dtype, span)
         if key not in self._matrices:
             alone = replace(tensor, stacking="separate")
-            # Views of one word, repeated: only their offsets and strides are wanted.
+            # Views of one repeated word, as only their offsets and strides are needed.
             one = np.zeros(1, words_dtype(dtype))
             shape = stored_shape(alone, self.shape)
             strides = [one.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
@@ -269,7 +269,7 @@ class PlainExperts:
 
 
 class _Collected:
-    """Sorts a checkpoint's tensors into trunk and experts, and checks that the experts are all there."""
+    """Sorts a checkpoint's tensors into trunk and experts, and checks that all experts are present."""
 
     def __init__(self, family: Family, shape: ExpertLayers | None, layers: int) -> None:
         self._family = family
@@ -321,7 +321,7 @@ class _Collected:
         self._dtypes.setdefault(entry.dtype, name)
 
     def finish(self, folder: Path) -> _Sources:
-        """Everything noted. Raises ModelError naming the first tensor that is missing, or experts of several types."""
+        """The collected sources. Raises ModelError for a missing tensor, or experts of several types."""
         assert self._shape is not None
         if len(self._dtypes) > 1:
             (first, name), (second, other) = list(self._dtypes.items())[:2]

@@ -1,8 +1,8 @@
-"""What may stand in a ``config.json``: every setting that something here or in a library computes with has its kind.
+"""Types and bounds of the settings in ``config.json`` that this program or a library computes with.
 
-Files are not trusted. A number where a table belongs is an exception in the middle of a library, and a number without
-bounds is memory or time without bounds; so the kinds and bounds are looked at once, when the file is read. A setting
-that is not listed is passed on as it is.
+Files are not trusted. A number in place of a table would raise an exception inside a library, and an unbounded number
+would take unbounded memory or time. Types and bounds are therefore checked once, when the file is read. Settings that
+are not listed are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.models.json_files import check_values
 from engine.models.wording import shown
 
 LARGEST = 2**31 - 1
-"""Largest whole number of any setting; the kernels count with numbers of that width."""
+"""Maximum of any whole number, as the kernels count with 32-bit numbers."""
 
 _Rule = Callable[[Any], str | None]
 """Function that returns None for a valid value, else what the value must be."""
@@ -142,7 +142,7 @@ _IMPLEMENTATIONS = (
     "_experts_implementation_internal",
     "use_kernels",
 )
-"""Settings that choose how something is computed, possibly with code that is fetched; they are left out."""
+"""Settings that choose implementations, possibly with downloaded code. They are removed."""
 
 
 def check_config(config: dict[str, Any], name: str) -> None:
@@ -156,7 +156,7 @@ def check_config(config: dict[str, Any], name: str) -> None:
 
 
 def without_implementations(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` without what chooses implementations: that is decided here, not by a file."""
+    """``config`` without settings that choose implementations, which this program decides."""
     return {
         key: without_implementations(value) if isinstance(value, Mapping) else value
         for key, value in config.items()

@@ -1,10 +1,10 @@
-"""What a person types or pastes is text: a control token spelled out in it is encoded as the characters it is.
+"""Encoding of control tokens that are spelled out in a message: they are text, not control tokens.
 
-Before the chat template runs, a mark is put inside every control token that a message spells out, behind its first
-character. The template may then trim or cut the message as it likes, and what is a control token in the rendered text
-was written by the template. Text without marks is encoded in one piece. With marks, a copy of the tokenizer that takes
-control tokens for text encodes it in one piece; the template's own control tokens stand in it under other names, which
-nobody can guess. So everything around them is encoded as without the marks.
+Before the chat template runs, a mark is inserted after the first character of every control token in a message.
+Whatever the template does to the message, a control token without a mark in the rendered text was then written by the
+template. Text without marks is encoded in one piece. Text with marks is encoded in one piece by a copy of the tokenizer
+that treats control tokens as text and has secret names for the template's own. Everything around them is encoded as it
+would be without the marks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Library
 
 MARK = "\ufdd0"
-"""Code point that is no character and does not occur in text. If a message contains it all the same, U+FFFD replaces
-it."""
+"""Code point that is not a character and does not occur in normal text. In a message it is replaced by U+FFFD."""
 
 
 class ControlTokens:
@@ -38,8 +37,11 @@ class ControlTokens:
         self._as_text: _AsText | None = None
 
     def mark(self, content: str, *, own_words: bool = False) -> str:
-        """``content`` with marks. ``own_words``: the model said it, and may have used tokens that are not special, such
-        as those around its reasoning, which templates look for."""
+        """``content`` with marks.
+
+        ``own_words``: the model wrote it. It may then contain tokens that are not special, such as those around its
+        reasoning, which templates look for.
+        """
         content = content.replace(MARK, "\ufffd")
         pattern = self._special if own_words else self._all
         return pattern.sub(lambda found: found[0][0] + MARK + found[0][1:], content)
@@ -75,10 +77,10 @@ class _AsText:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         named = self._pattern.sub(self._name, text)
-        # A name is between marks of its own, which stay.
+        # A name is enclosed in its own marks, which stay.
         ids = self._encode(_without_marks(named, ""), add_special_tokens)
         if ids is None:
-            # The vocabulary has the characters of a control token as a word: they must not meet.
+            # The vocabulary may contain the characters of a control token as a word, so they must be kept apart.
             ids = self._encode(_without_marks(named, self._break), add_special_tokens, whatever=True)
         assert ids is not None
         return ids

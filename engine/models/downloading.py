@@ -1,4 +1,4 @@
-"""Files from a server, resumed where they broke off and checked: what every download here has in common."""
+"""Downloads of files: resumable and checked."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ if TYPE_CHECKING:
     from engine.models.hub import RemoteFile
 
 StopCheck = Callable[[], bool] | None
-"""Function that is called now and then and returns True to stop; None: it cannot be stopped."""
+"""Function that is called now and then and returns True to stop; None if the download cannot be stopped."""
 
 RETRY_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Pauses after failures without a byte of progress in between; then the download gives up (and can be resumed)."""
+"""Seconds to pause after each failure without any progress in between. After the last one the download fails, and can
+be resumed."""
 
 STOP_INTERVAL_S = 0.05
-"""Time between two checks whether to stop while waiting for the network, in seconds."""
+"""Seconds between two checks whether to stop while waiting for the network."""
 
 _CHUNK = 1 << 20
 _JOURNAL = "verified.json"
@@ -42,8 +43,10 @@ _JOURNAL = "verified.json"
 
 @dataclass
 class Download:
-    """Files of ``what`` (a repository, for messages) on their way into ``folder``, resumed where they broke off and
-    checked. ``url_of(name)`` is where a file is; ``raise_for_status`` says in one line what a refusal means."""
+    """Downloads the files of ``what`` (a repository, for messages) into ``folder``.
+
+    ``url_of(name)`` is the address of a file. ``raise_for_status`` raises ModelError with a line for a refusal.
+    """
 
     client: httpx2.Client
     what: str
@@ -136,7 +139,7 @@ class Download:
 
     @contextlib.contextmanager
     def _stoppable(self, response: httpx2.Response) -> Iterator[None]:
-        """Within it, a server that sends nothing cannot keep a download from being stopped."""
+        """Let the download inside be stopped although the server sends nothing."""
         stop = self.should_stop
         stream = response.extensions.get("network_stream")
         connection = stream.get_extra_info("socket") if stream is not None else None
@@ -148,7 +151,7 @@ class Download:
         def watch() -> None:
             while not finished.wait(STOP_INTERVAL_S):
                 if stop():
-                    # Wakes the thread that reads; an encrypted connection's own shutdown would wait for it.
+                    # This wakes the reading thread; the orderly shutdown of an encrypted connection would wait for it.
                     with contextlib.suppress(OSError):
                         socket.socket.shutdown(connection, socket.SHUT_RDWR)
                     return
@@ -194,7 +197,8 @@ class _Busy(Exception):
 
 
 def _part(folder: Path, file: RemoteFile) -> Path:
-    """The digest in the name keeps a newer revision of a file from being glued to an older beginning."""
+    """The path of a partial file. Its name contains the digest, so that a newer revision is not appended to an older
+    one."""
     return folder / f"{file.name}.{file.digest.partition(':')[2][:12]}.part"
 
 

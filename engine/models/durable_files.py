@@ -1,4 +1,4 @@
-"""Files that are there completely or not at all, whenever the process or the machine dies."""
+"""Files that exist completely or not at all, whenever the process or the machine dies."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def flush(file: BinaryIO) -> None:
-    """Put what was written to ``file`` on the disk."""
+    """Sync the contents of ``file`` to the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def flush_folder(folder: Path) -> None:
-    """Put new and changed names in ``folder`` on the disk."""
+    """Sync new and changed names in ``folder`` to the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -40,7 +40,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def forget_cached(path: Path) -> None:
-    """Ask the system to drop the file from the page cache, where it can be asked."""
+    """Ask the system to drop the file from the page cache, if the system supports that."""
     if not hasattr(os, "posix_fadvise"):
         return
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The families of models that run here, and how each names and lays out its routed experts on disk.
+"""The supported families of models, and the names and layouts of their routed experts on disk.
 
 A table and pure functions over names, shapes and ``config.json``; nothing heavy is imported. To add a family, add an
 entry here and the tiny model of it to the tests: the runtimes take everything else from transformers or mlx-lm.
@@ -29,10 +29,10 @@ ActivationKind = Literal["gated", "clamped"]
 
 @dataclass(frozen=True)
 class ExpertTensor:
-    """How one kind of checkpoint tensor holds routed experts.
+    """The layout of one kind of checkpoint tensor with routed experts.
 
-    ``template`` is its name with ``{layer}`` and, if there is one tensor per expert, ``{expert}``. ``parts`` are what
-    it holds, one under the other, or row by row in turn if ``interleaved``. ``transposed``: stored [in, out].
+    ``template`` is its name with ``{layer}`` and, if there is one tensor per expert, ``{expert}``. ``parts`` are its
+    contents, one below the other, or alternating by row if ``interleaved``. ``transposed``: stored [in, out].
     """
 
     template: str
@@ -71,13 +71,13 @@ class Family:
     layouts: tuple[Layout, ...] = ()
     activation: ActivationKind = "gated"
     config_section: str | None = None
-    """Where in ``config.json`` the language model is described, if not at the top."""
+    """Section of ``config.json`` that describes the language model; empty for the top level."""
     moe_layers: Callable[[Mapping[str, Any], int], list[int]] | None = None
     """Layers with experts, from the configuration and the number of layers; None: all."""
     expert_count_key: str = "num_local_experts"
     ffn_key: str = "intermediate_size"
     extra_layers: bool = False
-    """Checkpoints may carry layers for multi-token prediction after the last; they are not used."""
+    """Whether checkpoints may have further layers for multi-token prediction, which are not used."""
 
     @property
     def is_dense(self) -> bool:
@@ -264,7 +264,7 @@ def language_config(config: Mapping[str, Any], family: Family) -> Mapping[str, A
 
 
 def layer_count(config: Mapping[str, Any], family: Family) -> int:
-    """Decoder layers. Raises ModelError if ``config.json`` does not say."""
+    """The number of decoder layers. Raises ModelError if ``config.json`` does not contain it."""
     section = language_config(config, family)
     return _integer(section, _first_present(section, "num_hidden_layers", "n_layers"), maximum=MOST_LAYERS)
 
@@ -313,7 +313,7 @@ def stated_experts_per_token(config: Mapping[str, Any]) -> int | None:
 
 
 def match_tensor(family: Family, name: str) -> Match | None:
-    """What routed experts the checkpoint tensor ``name`` holds; None if it belongs to the trunk."""
+    """The routed experts in the checkpoint tensor ``name``; None if it belongs to the trunk."""
     for pattern, tensor in _patterns(family.model_type):
         found = pattern.fullmatch(name)
         if found:

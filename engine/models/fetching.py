@@ -1,6 +1,6 @@
-"""Getting a model onto this machine: from the hub, or made here.
+"""Getting a model onto this machine: downloading it from the hub, or building it.
 
-A download lies in ``owner--name.partial`` until every file has the digest that the hub states; then it gets its name.
+A download is in ``owner--name.partial`` until every file has the digest that the hub states; then it gets its name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 _ORIGIN = "origin.json"
 
 Refuse = Callable[[Mapping[str, Any], int], None]
-"""Function of config.json and the bytes of all weights; raises ModelError if nothing on this machine runs the model."""
+"""Function of config.json and the bytes of all weights. Raises ModelError if no runtime on this machine can run the
+model."""
 
 
 def _refuse_quantised(config: Mapping[str, Any], nbytes: int) -> None:
@@ -34,11 +35,11 @@ def _refuse_quantised(config: Mapping[str, Any], nbytes: int) -> None:
 def pull(
     model: str, progress: ProgressCallback, should_stop: StopCheck = None, refuse: Refuse = _refuse_quantised
 ) -> Path:
-    """Get ``model`` onto this machine; returns its folder. What is here already is not fetched again.
+    """Get ``model`` onto this machine. Returns its folder. Present files are not fetched again.
 
-    The starter is built, a GGUF file converted, a hub repo downloaded; a local folder is returned as it is.
-    ``refuse`` is asked before the weights are fetched.
-    Raises ModelError (network, disk, bad-input, model), or Cancelled; a partial download is kept for the next time.
+    The starter is built, a GGUF file is converted, a hub repo is downloaded, and a local folder is returned unchanged.
+    ``refuse`` is called before the weights are fetched. Raises ModelError (network, disk, bad-input, model), or
+    Cancelled. A partial download is kept and resumed the next time.
     """
     resolved = store.resolve(model)
     if resolved.folder is not None:
@@ -88,7 +89,7 @@ def _download(repo: str, folder: Path, progress: ProgressCallback, should_stop: 
             check_supported(config)
             index = partial / hub.WEIGHT_INDEX
             weights = hub.weight_files(repository, index if index.is_file() else None)
-            # Said before gigabytes are fetched, not after.
+            # Checked before gigabytes are fetched.
             refuse(config, hub.total_bytes(weights))
             task.fetch([*small, *weights], hub.total_bytes([*small, *weights]))
             _finish(partial, folder, repository, {file.name for file in [*small, *weights]})

@@ -1,7 +1,7 @@
-"""A model's weights on disk as the runtimes see them: memory-mapped tensors, and the routed experts in one shape.
+"""Interface between the model files and the runtimes: memory-mapped tensors, and routed experts in one shape.
 
-This module is the contract; :mod:`engine.models.checkpoint` opens plain Hugging Face folders and
-:mod:`engine.models.bank` prepared ones. No torch, no mlx: a tensor is raw words in a numpy array.
+:mod:`engine.models.checkpoint` opens plain Hugging Face folders and :mod:`engine.models.bank` prepared ones. Neither
+torch nor mlx is needed: a tensor is raw words in a numpy array.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.models.byte_map import ExpertPlace, FileMapping
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as it lies in a file.
+    """A tensor in a file.
 
     ``dtype`` is safetensors' name (``BF16``, ``F32``, ``F16``, ...). ``words`` has the tensor's logical shape and may
     be strided; its numpy dtype is the unsigned integer of the same width (so BF16 is uint16). It is a copy-on-write
@@ -41,10 +41,10 @@ class StoredTensor:
 class ExpertWeights:
     """One routed expert, in one shape whatever the family: gate, up [ffn, hidden]; down [hidden, ffn]; biases or None.
 
-    ``y = down @ (activation(gate @ x + gate_bias) * (up @ x + up_bias)) + down_bias``; what ``activation`` and the
-    product are exactly is the family's business (gpt-oss clamps).
-    In a bank, gate, up and down (and biases) lie one after the other in one 64-byte-aligned slab, and ``gate_up`` is
-    gate and up as one view [2*ffn, hidden]; in a plain checkpoint ``gate_up`` is None unless contiguous.
+    ``y = down @ (activation(gate @ x + gate_bias) * (up @ x + up_bias)) + down_bias``. The family defines
+    ``activation`` and the product exactly (gpt-oss clamps). In a bank, gate, up, down and biases follow one another in
+    one 64-byte-aligned slab, and ``gate_up`` is a view of gate and up together [2*ffn, hidden]. In a plain checkpoint
+    ``gate_up`` is None unless both are contiguous.
     """
 
     gate: StoredTensor
@@ -86,17 +86,17 @@ class Experts(Protocol):
         ...
 
     def place(self, layer: int, expert: int) -> ExpertPlace:
-        """Where the expert's matrices lie in the mapped files. Raises IndexError for an expert that the model lacks."""
+        """The place of the expert in the mapped files. Raises IndexError for an expert that the model lacks."""
         ...
 
     def check_unchanged(self, layer: int | None = None) -> None:
-        """Raises ModelError if a file was changed or shortened since it was opened. ``layer``: look only at the files
-        of that layer, as far as they are known apart."""
+        """Raises ModelError if a file was changed or shortened since it was opened. ``layer``: only the files of that
+        layer are checked, if they are separate."""
         ...
 
 
 def first_held(experts: Experts) -> tuple[int, int] | None:
-    """Layer and number of the first expert that is here, which stands for all: they are alike. None if none is."""
+    """Layer and number of the first present expert, which stands for all, as they are alike; None if there is none."""
     return next(((layer, held[0]) for layer in experts.layers if (held := experts.held(layer))), None)
 
 
@@ -128,7 +128,7 @@ class ModelFiles(Protocol):
 
     @property
     def mapped_files(self) -> tuple[FileMapping, ...]:
-        """Every file that tensors lie in, the trunk's too."""
+        """All files with tensors, including the trunk's."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Reads a GGUF file: its metadata, and its tensors as float32 rows.
 
-The header is parsed here because the ``gguf`` package's reader trusts every length it finds (a damaged count makes it
-loop for ever) and takes seconds for a large vocabulary; dequantizing is the package's own.
+The header is parsed here because the ``gguf`` package's reader trusts every length (a damaged count makes it loop
+forever) and takes seconds for a large vocabulary. The package is used for dequantizing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A GGUF file of a dense Llama-like model becomes a plain folder of bfloat16 safetensors, which every runtime can load.
+"""Conversion of a dense Llama-like GGUF file to a plain folder of bfloat16 safetensors, which every runtime can load.
 
 The reading half (:func:`dense_config`, :func:`dense_plan`, :func:`write_tensors`) also makes the starter model.
 """
@@ -48,9 +48,9 @@ Order = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor to write: which GGUF tensor it comes from, and in what order its rows and columns are taken.
+    """A tensor to write: its source in the GGUF, and the order of its rows and columns.
 
-    ``values`` (float32) stands in for a tensor that the GGUF does not hold.
+    ``values`` (float32) replace a tensor that the GGUF does not contain.
     """
 
     name: str
@@ -102,7 +102,7 @@ def check_convertible(path: Path) -> None:
 
 
 def fresh_partial(folder: Path) -> Path:
-    """An empty ``folder.partial``; what an earlier, killed run left there is deleted."""
+    """An empty ``folder.partial``. Files of an earlier, killed run are deleted."""
     partial = folder.with_name(folder.name + store.PARTIAL)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -119,7 +119,7 @@ def write_model(
 ) -> None:
     """Fill ``folder``: weights, tokenizer, generation settings, and the config last. Raises ModelError."""
     try:
-        # The tokenizer first: it may be refused, and the weights take long.
+        # The tokenizer comes first, as it may be refused and the weights take long.
         end_ids = write_tokenizer(folder, gguf.metadata, should_stop)
         write_tensors(folder / "model.safetensors", gguf, plan, progress, should_stop)
         generation = {"eos_token_id": end_ids, "bos_token_id": config.get("bos_token_id")}
@@ -197,7 +197,7 @@ def dense_plan(gguf: GgufFile) -> Iterator[PlannedTensor]:
     config = dense_config(gguf)
     expected: dict[str, tuple[str, tuple[int, ...]]] = {}
     for source, wanted in _expected_tensors(config):
-        # At the first that is missing it is over: a file may claim any number of layers.
+        # The first missing tensor ends this, as a file may claim any number of layers.
         _tensor_shape(gguf, source)
         expected[source] = wanted
     unknown = sorted(set(gguf.tensors) - set(expected) - {"rope_freqs.weight"})

@@ -1,8 +1,7 @@
 """The tokenizer inside a GGUF file, written as ``tokenizer.json`` and ``tokenizer_config.json``.
 
-A GGUF names how its byte-level BPE splits text before merging (``tokenizer.ggml.pre``) but does not hold the rule, so
-the rules of the models known here are in a table; another one is refused by name, since a wrong rule gives
-subtly wrong prompts.
+A GGUF names the rule by which its byte-level BPE splits text before merging (``tokenizer.ggml.pre``), but does not
+contain it. The known rules are in a table. Any other is refused by name, as a wrong rule gives subtly wrong prompts.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
 
 def check_tokenizer(metadata: dict[str, Any]) -> None:
-    """Raises ModelError if the tokenizer of a GGUF with ``metadata`` is of a kind that is not known, or cannot be."""
+    """Raises ModelError if the tokenizer of a GGUF with ``metadata`` is of an unknown kind, or invalid."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise ModelError(f"The GGUF's tokenizer is of the kind {shown(ascii(kind))}; supported are gpt2 and llama.")

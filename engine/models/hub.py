@@ -1,7 +1,7 @@
-"""What a model repository holds, as the Hugging Face hub tells it, and which of its files are wanted.
+"""The contents of a model repository on the Hugging Face hub, and the files of it that are needed.
 
-Two plain HTTP requests with ``httpx2`` (which huggingface-hub stands on) instead of huggingface-hub's own downloader:
-that one reports no bytes, and it is switched off for the whole process where the engine promises to open no socket.
+Two plain HTTP requests with ``httpx2``, on which huggingface-hub is based, replace huggingface-hub's own downloader: it
+reports no bytes, and it is switched off for the whole process because the engine promises to open no socket.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def unlock(client: httpx2.Client, response: httpx2.Response) -> bool:
 
 
 def _refuse_packed(response: httpx2.Response) -> None:
-    """A small answer that unpacks to gigabytes is not unpacked: nobody asked for a packed one."""
+    """Refuse compressed answers, which were not requested: a small one could unpack to gigabytes."""
     if response.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise ModelError(f"{response.request.url.host} sends a packed answer, which was not asked for.", "network")
 
@@ -128,7 +128,7 @@ def file_url(repository: Repository, name: str) -> str:
 
 
 def list_repository(client: httpx2.Client, repo: str) -> Repository:
-    """What is in ``repo`` now. Raises ModelError (network; bad-input for a repo that is not there or not open)."""
+    """The current contents of ``repo``. Raises ModelError (network; bad-input for a missing or closed repo)."""
     try:
         body = _answer_about(client, repo) or _answer_about(client, repo)
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
@@ -151,7 +151,7 @@ def list_repository(client: httpx2.Client, repo: str) -> Repository:
 
 
 def _answer_about(client: httpx2.Client, repo: str) -> bytes | None:
-    """What the hub says of ``repo``, unread beyond a limit; None: ask again, with the token that was asked for."""
+    """The hub's answer about ``repo``, read up to a limit; None if the request must be repeated with the token."""
     body = bytearray()
     address = f"{endpoint()}/api/models/{repo}/revision/main"
     with client.stream("GET", address, params={"blobs": "true"}) as response:
@@ -191,8 +191,8 @@ def small_files(repository: Repository) -> list[RemoteFile]:
 
 
 def weight_files(repository: Repository, index: Path | None) -> list[RemoteFile]:
-    """The safetensors files that make up the model: those of the index where there is one (some repositories hold the
-    weights a second time in another layout). Raises ModelError if the index names a file that is not there or not safe.
+    """The safetensors files of the model: those of the index, if there is one, as some repositories contain the weights
+    a second time in another layout. Raises ModelError if the index names a file that is missing or not safe.
     """
     if index is None:
         whole = repository.files.get("model.safetensors")

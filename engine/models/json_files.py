@@ -1,4 +1,4 @@
-"""The small files of a model's folder, read at the border: limits on what a file nobody here wrote may hold."""
+"""Reading the small files of a model's folder, with limits, as they are not trusted."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def _read(path: Path, limit: int) -> bytes:
 
 
 def check_values(settings: dict[str, Any], name: str) -> None:
-    """Raises ModelError naming the setting whose number has more than 64 bits, whose list is too long, or that is
-    nested too deeply: what no model needs, and what counting or computing with would take memory or time without end.
+    """Raises ModelError naming a setting whose number has more than 64 bits, whose list is too long, or that is nested
+    too deeply. No model needs these, and they could take unlimited memory or time.
     """
     waiting: list[tuple[str, Any, int]] = [("", settings, 0)]
     while waiting:

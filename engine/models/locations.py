@@ -1,4 +1,4 @@
-"""Where things are on this machine. ``PRIVATELLM_HOME`` moves all of it under one folder."""
+"""The folders of this program on this machine. ``PRIVATELLM_HOME`` moves all of them under one folder."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ def ensure(kind: Kind) -> Path:
 
 
 def _leave_out_of_backups(folder: Path) -> None:
-    """Time Machine need not keep gigabytes that can be fetched again. A person who wants them kept says so with
-    ``tmutil removeexclusion``: it is asked only once, when the folder is made."""
+    """Exclude the folder from Time Machine, as its gigabytes can be fetched again.
+
+    This is done once, when the folder is made, so that ``tmutil removeexclusion`` has a lasting effect.
+    """
     with suppress(OSError, subprocess.SubprocessError):
         subprocess.run(
             ["/usr/bin/tmutil", "addexclusion", str(folder)],
@@ -70,7 +72,7 @@ def profile_paths(key: str) -> tuple[Path, Path]:
 
 
 def remove_profiles(key: str) -> int:
-    """Delete what was learned of the model called ``key``; the bytes freed. What cannot be deleted stays."""
+    """Delete the popularity files of the model called ``key``, as far as possible. Returns the freed bytes."""
     freed = 0
     for path in profile_paths(key):
         try:

@@ -1,4 +1,4 @@
-"""Files of weights as they are mapped into this process: copy-on-write for reading, shared for locking their pages."""
+"""Weight files mapped into this process: copy-on-write for reading, and shared for locking their pages."""
 
 from __future__ import annotations
 
@@ -33,16 +33,18 @@ def words_dtype(dtype: str) -> np.dtype[Any]:
 
 
 def aligned(words: NDArray[Any]) -> NDArray[Any]:
-    """``words`` where C may read them one by one: as they lie, or a copy if a file's header has an odd length, as old
-    programs wrote it. Reading a number at an address that is no multiple of its width is undefined there."""
+    """``words``, or a copy of them if they are not aligned, as after a header of odd length that old programs wrote.
+
+    Reading a number at an unaligned address is undefined in C.
+    """
     return words if words.flags.aligned else words.copy()
 
 
 def _private_mapping_flags() -> int:
     """Flags of a private mapping that the kernel does not count as memory we might fill.
 
-    A writable private mapping larger than the machine's memory is refused otherwise, and that is just what a large
-    model's file is. Python names the flag from 3.13 on.
+    Without them a writable private mapping that is larger than the machine's memory is refused. Python names the flag
+    from 3.13 on.
     """
     flags = mmap.MAP_PRIVATE
     if sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64", "arm64"):
@@ -51,7 +53,7 @@ def _private_mapping_flags() -> int:
 
 
 class MappedFile:
-    """A file mapped copy-on-write: reading it costs file-backed pages only, and nothing can change the file."""
+    """A file mapped copy-on-write. Reading it uses file-backed pages only, and nothing can change the file."""
 
     def __init__(self, path: Path) -> None:
         """Raises ModelError if the file cannot be opened or mapped, or is empty."""
@@ -126,5 +128,5 @@ class SharedMapping:
         self.size = int(array.nbytes)
 
     def close(self) -> None:
-        """Unmap the file; nobody may read from ``address`` any more."""
+        """Unmap the file. ``address`` must not be used afterwards."""
         self._mapping.close()

@@ -49,8 +49,8 @@ def open_model(folder: Path, progress: ProgressCallback | None = None, as_whole:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` of ``folder``. Raises ModelError if there is none, it is damaged, a setting cannot be what it is,
-    or it asks for remote code."""
+    """``config.json`` of ``folder``. Raises ModelError if it is missing, damaged, has an invalid setting, or asks for
+    remote code."""
     path = folder / "config.json"
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"

@@ -1,7 +1,7 @@
-"""Where a wheel lies, as pip and uv would find it: their settings, and the pages of package indexes.
+"""Finding a wheel as pip and uv do: their settings, and the pages of package indexes.
 
-Needed because an installation by ``uv tool`` has no pip. What is found is trusted for nothing: whoever fetches a wheel
-knows its digest.
+This is needed because an installation by ``uv tool`` has no pip. The results are not trusted: the wheel's digest is
+known to the caller.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ class IndexSettings:
 
 
 def index_settings(environment: Mapping[str, str], files: Sequence[Path] = ()) -> IndexSettings:
-    """What ``environment`` and pip's configuration ``files`` (later ones count) say; PyPI where they say nothing."""
+    """The settings of ``environment`` and of pip's configuration ``files``, of which later ones win; PyPI by
+    default."""
     kept = _read_files(files)
 
     def setting(key: str, *names: str) -> str:
-        """Of the first variable that is set, else of the files."""
+        """The value of the first variable that is set, else of the files."""
         pip = "PIP_" + key.upper().replace("-", "_")
         return next((environment[name] for name in (pip, *names) if environment.get(name)), kept.get(key, ""))
 
@@ -83,7 +84,7 @@ def config_files(environment: Mapping[str, str]) -> list[Path]:
 
 
 def new_client(settings: IndexSettings) -> httpx2.Client:
-    """A client that trusts and asks whom pip would. Raises OSError if the file of authorities cannot be read."""
+    """A client with pip's certificates and proxies. Raises OSError if the file of authorities cannot be read."""
     trust: Any = ssl.create_default_context(cafile=settings.certificate) if settings.certificate else True
     headers = {"User-Agent": "privatellm", "Accept-Encoding": "identity"}
     timeout = httpx2.Timeout(20.0, connect=10.0)

@@ -1,8 +1,8 @@
 """Writing the bank of a model: routed experts prestacked into slabs, the trunk beside them.
 
-It streams: whatever the model, one expert at a time is in memory. It is written under ``<destination>.partial`` and
-renamed when complete; each file there is written under a temporary name, flushed, read back and compared before the
-journal says that it is done. A run that was killed, stopped or found the disk full is taken up where the journal ends.
+Only one expert at a time is in memory. The bank is written as ``<destination>.partial`` and renamed when it is
+complete. Each file is written under a temporary name, synced, read back and compared before the journal records it. A
+run that was killed, stopped or ended by a full disk is resumed where the journal ends.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def needs_preparing(folder: Path) -> tuple[bool, str]:
-    """Whether writing a bank of the model in ``folder`` gains anything, and why in one sentence.
+    """Whether writing a bank of the model in ``folder`` gains anything, and the reason in one sentence.
 
     Raises ModelError if the folder cannot be opened.
     """
@@ -90,9 +90,9 @@ def prepare(
 ) -> None:
     """Write the bank of the model in ``source`` as the folder ``destination``.
 
-    If ``destination`` is already a sound bank of this source, it is only checked. Progress is in bytes, written and
-    checked. Raises ModelError (kind ``disk`` if there is no room), or Cancelled; what was finished is then kept in
-    ``<destination>.partial`` and used by the next call.
+    If ``destination`` is already a valid bank of this source, it is only checked. Progress is in bytes, written and
+    checked. Raises ModelError (kind ``disk`` if there is no room), or Cancelled. Finished parts are then kept in
+    ``<destination>.partial`` for the next call.
     """
     files = open_model(source)
     if not isinstance(files, Checkpoint):
@@ -114,13 +114,13 @@ def prepare(
 
 @dataclass(frozen=True)
 class BankPlan:
-    """The bank that is to be written of a checkpoint, to the byte but for its manifest."""
+    """The plan of a checkpoint's bank: all of its bytes except the manifest."""
 
     files: Checkpoint
     experts: PlainExperts
     slab: SlabLayout
     source: str
-    """Identifies the source's files: names, sizes, times of change."""
+    """Identity of the source's files: names, sizes, modification times."""
     trunk: list[tuple[str, StoredTensor]]
     trunk_header: bytes
 

@@ -2,7 +2,7 @@
 
 Every file has the same name and size as there. Only the trunk and the node's own experts are written; the rest of each
 file is a hole that takes no disk space. A shard is therefore read by the same code, in the same layout and with the
-same results as the whole model. ``shard.json`` names the items that are complete and compared with their checksums;
+same results as the whole model. ``share.json`` names the items that are complete and compared with their checksums;
 other bytes of the files do not count. A shard can be loaded only as a node's part of a ring.
 """
 
@@ -59,7 +59,7 @@ class Begun(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ShardManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``shard.json``. ``layout`` is the fingerprint of the folder's files (:mod:`engine.models.weight_layout`)."""
+    """``share.json``. ``layout`` is the fingerprint of the folder's files (:mod:`engine.models.weight_layout`)."""
 
     format: int
     identity: ModelIdentity
@@ -87,7 +87,7 @@ def is_shard(folder: Path) -> bool:
 
 
 def read_shard(folder: Path) -> ShardManifest:
-    """``shard.json`` of ``folder``. Raises ModelError if it is missing, damaged, or of another version."""
+    """``share.json`` of ``folder``. Raises ModelError if it is missing, damaged, or of another version."""
     path = folder / SHARD_MANIFEST
     try:
         if path.stat().st_size > _MANIFEST_LIMIT:
@@ -130,7 +130,7 @@ class Part:
 
 
 def part_of(folder: Path) -> Part | None:
-    """The part of a shard that is here; None for a whole model. Raises ModelError if ``shard.json`` is damaged."""
+    """The part of a shard that is here; None for a whole model. Raises ModelError if ``share.json`` is damaged."""
     return Part(folder, read_shard(folder)) if is_shard(folder) else None
 
 

@@ -1,4 +1,4 @@
-"""How large a model is, from its files' headers and its ``config.json`` alone: no weights are read, no torch."""
+"""The sizes of a model, from its files' headers and its ``config.json``, without reading weights or using torch."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _SHARED = frozenset(("shared_expert", "shared_experts", "shared_expert_gate"))
 """Parts of the names of shared experts, which a ring computes during the exchange."""
 _FEW = 2
-"""Experts per token where ``config.json`` gives none, as in the commonest family."""
+"""Default experts per token if ``config.json`` gives none, as in the commonest family."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What loading and running a model needs. Bytes as computed with ``dtype``; experts stay as they are stored."""
+    """The sizes that loading and running a model need. Bytes are for computing in ``dtype``; experts stay as stored."""
 
     family: str
     dtype: str
-    """``bfloat16`` or ``float32``: as asked for, else what most of the model is stored in."""
+    """``bfloat16`` or ``float32``: the requested one, else that of most of the stored model."""
     stored: str
-    """What most of the model is stored in."""
+    """Dtype of most of the stored model."""
     layers: int
     moe_layers: int
     experts: int
     experts_per_token: int
     hidden: int
     ffn: int
-    """Of a routed expert, or of the dense layers."""
+    """Inner size of a routed expert, or of the dense layers."""
     vocabulary: int
     context_limit: int
     trunk_bytes: int
     embedding_bytes: int
-    """Part of the trunk of which one token reads only a row; 0 where the embedding is the head as well."""
+    """Bytes of the embedding, of which a token reads only one row; 0 if the embedding is also the head."""
     expert_bytes: int
     key_value_bytes_per_token: int
     shared_bytes: int = 0
-    """Part of the trunk: shared experts, which every token runs beside the routed ones."""
+    """Bytes of the shared experts, which are part of the trunk and are run for every token."""
 
     @property
     def width(self) -> int:
-        """Bytes of a number computed with."""
+        """Bytes of one number in ``dtype``."""
         return _WIDTHS.get(self.dtype, 2)
 
     def for_planning(self, name: str = "", bytes_per_weight: int | None = None) -> ModelSizes:
-        """What a planner takes of it. ``bytes_per_weight``: of a runtime that computes with another width."""
+        """The planner's sizes. ``bytes_per_weight`` is for a runtime that computes with another width."""
         return ModelSizes(
             name=name,
             layers=self.layers,
@@ -121,7 +121,7 @@ def sizes_in_library(layout: WeightLayout, dtype: str = "auto") -> Sizes:
     """
     entries = [(name, entry) for piece in layout.trunk for name, _, entry in piece]
     trunk = _trunk(entries, layout.config)
-    # Norms are never quantised: what they are stored in is what the library computes with.
+    # Norms are never quantised: the library computes in their dtype.
     norm = next((entry.dtype for name, entry in entries if name.endswith("norm.weight")), "BF16")
     nbytes = layout.expert_bytes * len(layout.experts)
     routed = _Routed(len(layout.layers), layout.count, nbytes, norm) if layout.experts else None

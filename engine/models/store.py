@@ -47,17 +47,17 @@ _REPO = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """What a model's name stands for, and where it lies on this machine."""
+    """The meaning of a model's name, and the model's folders on this machine."""
 
     name: str
-    """For the screen: catalogue name, repo id, or the name of the folder or file."""
+    """Name on the screen: catalogue name, repo id, or the name of the folder or file."""
     kind: Kind
     source: Path
     """The plain model: a folder of safetensors, or a GGUF file. It may not exist yet (starter, hub)."""
     plain_folder: Path
-    """Folder of safetensors: the source itself, or what a GGUF is converted to."""
+    """Folder of safetensors: the source itself, or the result of converting a GGUF file."""
     prepared_folder: Path
-    """Where its bank is, or would be written."""
+    """Folder of its bank, which may not exist yet."""
     repo: str | None = None
     entry: CatalogueEntry | None = None
 
@@ -94,7 +94,7 @@ class InstalledModel:
     """A complete model in the models folder."""
 
     name: str
-    """What to type to use it."""
+    """The name by which it is used."""
     path: Path
     family: str
     """``model_type`` of its config; empty if the config cannot be read."""
@@ -121,11 +121,11 @@ def refuse_shard(folder: Path) -> None:
 
 
 def resolve(model: str) -> ResolvedModel:
-    """What ``model`` means: catalogue name, hub repo id, local folder, or GGUF file. Opens no socket.
+    """The meaning of ``model``: catalogue name, hub repo id, local folder, or GGUF file. Opens no socket.
 
-    A path is meant by anything that exists, or starts with ``/``, ``.`` or ``~``, or ends in ``.gguf``; a catalogue
-    name comes before a folder of that name in the current directory. Raises ModelError for anything else, naming what
-    is nearest.
+    Anything that exists, starts with ``/``, ``.`` or ``~``, or ends in ``.gguf`` is a path. A catalogue name takes
+    precedence over a folder of that name in the current directory. Raises ModelError for anything else, with the most
+    similar name.
     """
     text = model.strip()
     if not text:
@@ -148,7 +148,7 @@ def resolve(model: str) -> ResolvedModel:
 
 
 def installed() -> list[InstalledModel]:
-    """The complete models in the models folder, by name. What is damaged or partial is left out, never an error."""
+    """The complete models in the models folder, by name. Damaged and partial ones are left out without an error."""
     root = locate("models")
     if not root.is_dir():
         return []
@@ -170,7 +170,7 @@ def installed() -> list[InstalledModel]:
 
 
 def partial_downloads() -> list[tuple[str, int]]:
-    """``(name, bytes so far)`` of what was begun and not finished, by name."""
+    """``(name, bytes so far)`` of unfinished models, by name."""
     root = locate("models")
     found: dict[str, int] = {}
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
@@ -243,8 +243,8 @@ def _delete(folders: list[Path]) -> None:
 
 
 def profile_key(folder: Path) -> str:
-    """What is learned of the model in ``folder`` is kept under this name: one for its plain folder, its bank, and what
-    is being received of it."""
+    """The name under which the records of the model in ``folder`` are kept: the same for its plain folder, its bank,
+    and its unfinished copy."""
     folder = folder.absolute()
     if folder.parent == locate("models").absolute():
         return _key_of(folder.name)
@@ -257,13 +257,13 @@ def repo_folder_name(repo: str) -> str:
 
 
 def download_cache(folder: Path) -> Path:
-    """Where what ``folder`` is made from is kept until it is made."""
+    """The folder for the sources of ``folder`` until it is finished."""
     return folder.with_name(f".{folder.name}.download")
 
 
 @contextlib.contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Hold the right to write ``folder`` (in the models folder); released by the system if the process dies.
+    """Hold the exclusive right to write ``folder`` in the models folder. The system releases it if the process dies.
 
     Raises ModelError at once if another process holds it.
     """
@@ -283,7 +283,7 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 
 def check_name_is_free(folder: Path) -> None:
-    """Raises ModelError if something that is not a complete model lies where one is to be put."""
+    """Raises ModelError if ``folder`` exists and is not a complete model."""
     if os.path.lexists(folder):
         raise ModelError(
             f"{folder} is in the way: it is not a complete model; move it away, or run: "
@@ -293,7 +293,7 @@ def check_name_is_free(folder: Path) -> None:
 
 
 def check_space(folder: Path, needed: int, what: str) -> None:
-    """Raises ModelError (disk) if ``needed`` bytes and a small reserve do not fit where ``folder`` is (to be)."""
+    """Raises ModelError (disk) if ``needed`` bytes and a small reserve do not fit on the disk of ``folder``."""
     there = folder
     while not there.exists():
         there = there.parent
@@ -333,7 +333,7 @@ def folder_bytes(folder: Path) -> int:
 
 
 def _disk_bytes(folder: Path) -> int:
-    """Bytes of disk that the files below ``folder`` take: the holes of sparse files take none."""
+    """Bytes of disk that the files below ``folder`` occupy, without the holes of sparse files."""
     total = 0
     for base, _, names in os.walk(folder):
         for name in names:

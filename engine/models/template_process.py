@@ -1,4 +1,4 @@
-"""Chat templates rendered in a process of their own, which is killed when it takes too long or is not wanted."""
+"""Rendering of chat templates in a separate process, which is killed when it takes too long or is cancelled."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from engine.models.wording import shown
 from engine.system.child_processes import start_module
 
 DEADLINE_S = 30.0
-"""Time in seconds after which a renderer is given up that neither answers nor reaches its limit of CPU time."""
+"""Maximum seconds for an answer of the renderer, if it does not reach its limit of CPU time before."""
 LOOK_S = 0.02
-"""Time between two checks whether to stop, in seconds."""
+"""Seconds between two checks whether to stop."""
 MEMORY_BYTES = 768 << 20
-"""Bytes of memory at which a renderer is killed where the system cannot limit it."""
+"""Maximum bytes of a renderer's memory, after which it is killed if the system cannot limit it."""
 ANSWER_BYTES = 256 << 20
 """Maximum bytes of one answer."""
 
@@ -33,7 +33,7 @@ StopCheck = Callable[[], bool]
 
 
 class TemplateProcess:
-    """A process that renders one model's chat template; started at once, and again after it had to be killed.
+    """A process that renders one model's chat template. It is started at once, and again after it was killed.
 
     From any thread, one rendering at a time. It ends with this object, and with this process.
     """
