@@ -115,7 +115,7 @@ def sizes_of(files: ModelFiles, dtype: str = "auto") -> Sizes:
 
 
 def sizes_in_library(layout: WeightLayout, dtype: str = "auto") -> Sizes:
-    """The same of a folder that mlx-lm wrote, whose weights may be quantised: those stay as they are stored.
+    """The sizes of a folder that mlx-lm wrote. Quantised weights stay as stored.
 
     Raises ModelError.
     """
@@ -163,12 +163,12 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
 
 
 def experts_per_token(config: Mapping[str, Any]) -> int:
-    """How many experts each token is sent to, wherever the family's ``config.json`` says it."""
+    """The number of experts per token, from whichever setting the family uses."""
     return stated_experts_per_token(config) or _FEW
 
 
 def key_value_numbers(config: Mapping[str, Any]) -> int:
-    """Numbers one token adds to the cache: keys and values of every layer that keeps them.
+    """Numbers that one token adds to the cache: keys and values of every layer that keeps them.
 
     Latent attention (deepseek) caches the latents and the rotated part; recurrent layers keep a state of fixed size.
     """
