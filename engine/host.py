@@ -366,16 +366,14 @@ def popularity_writer_for(session: Session, model: str, notice: Callable[[str], 
     """What keeps the use of ``session``'s experts; None for a dense model, or a runtime that does not count it."""
     from engine.models.locations import profile_paths
     from engine.models.store import profile_key, resolve
-    from engine.moe.popularity_file import PopularityWriter, ProfileModel
+    from engine.moe.popularity_file import PopularityWriter
 
-    popularity = session.model.popularity
-    if popularity is None:
+    popularity, profile = session.model.popularity, session.profile
+    if popularity is None or profile is None:
         return None
-    facts = session.facts
     resolved = resolve(model)
     path, _ = profile_paths(profile_key(resolved.folder or resolved.plain_folder))
-    profile = ProfileModel(tuple(facts.moe_layers), facts.experts, facts.expert_bytes)
-    return PopularityWriter(path, profile, popularity, facts.experts_per_token, notice)
+    return PopularityWriter(path, profile, popularity, session.facts.experts_per_token, notice)
 
 
 def _prepare(task: Task, request: Prepare) -> AnyEvent:

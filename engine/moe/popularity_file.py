@@ -52,7 +52,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def model_of(experts: Experts) -> ProfileModel:
-    return ProfileModel(tuple(experts.layers), experts.count, experts.nbytes)
+    """Identity of the whole model, of which a share of a ring has only some experts: all are of one size."""
+    here = sum(len(experts.held(layer)) for layer in experts.layers)
+    each = experts.nbytes // here if here else 0
+    return ProfileModel(tuple(experts.layers), experts.count, each * experts.count * len(experts.layers))
 
 
 def load_profile(path: Path, model: ProfileModel, notice: Callable[[str], None] = lambda text: None) -> Counts | None:

@@ -43,6 +43,7 @@ def load_session(
     from engine.models.tokenizer import load_tokenizer
     from engine.runtimes import runtime_named
     from engine.runtimes.choosing import choose_runtime
+    from engine.runtimes.model_headers import read_headers
     from engine.session.session import Session
 
     started = time.perf_counter()
@@ -79,7 +80,11 @@ def load_session(
         notices=[*said, *model.facts.notices, *(words.notices if words else ()), *settings_not_applied(defaults)],
         context_limit=min(model.facts.context_limit, request.context_limit or model.facts.context_limit),
     )
-    return Session(model, words, ends=ends, defaults=defaults, facts=facts, prefill_chunk=request.prefill_chunk)
+    # Of the files, as in a ring the loaded model is this machine's share.
+    profile = None if model.popularity is None else read_headers(folder, request).profile
+    return Session(
+        model, words, ends=ends, defaults=defaults, facts=facts, profile=profile, prefill_chunk=request.prefill_chunk
+    )
 
 
 def check_request(request: Load) -> None:

@@ -24,6 +24,7 @@ from engine.ipc.messages import (
     ModelFacts,
     RingChanged,
 )
+from engine.moe.popularity_file import ProfileModel
 from engine.planning.memory import ModelCosts, estimate_beams, extra_beam_memory, longest_answer
 from engine.planning.units import byte_size
 from engine.runtimes.protocol import (
@@ -62,11 +63,14 @@ class Session:
         ends: Collection[int],
         defaults: Mapping[str, Any],
         facts: ModelFacts | None = None,
+        profile: ProfileModel | None = None,
         prefill_chunk: int = 512,
         memory: Callable[[], int] | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.facts = facts or model.facts
+        self.profile = profile
+        """Identity of the whole model for the profile of its experts' use; None where that is not known."""
         self._model = model
         self._tokenizer = tokenizer
         self._history = TokenHistory(tokenizer) if tokenizer is not None else None
