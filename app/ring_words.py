@@ -69,6 +69,11 @@ def to_send(node: NodeShard) -> str:
     return f"{'' if node.has_bytes else 'up to '}{byte_size(held - node.has_bytes)} to send"
 
 
+def gpu_words(node: NodeShard) -> str:
+    """``8.1 GB of them on NVIDIA GeForce RTX 4070``; empty where no GPU shares the node's experts."""
+    return f"{byte_size(node.gpu_expert_bytes)} of them on {one_line(node.gpu)}" if node.gpu else ""
+
+
 def short_id(node_id: str) -> str:
     """The beginning of a node id: enough to tell machines apart, and short enough to type."""
     return one_line(node_id[:SHOWN_OF_ID])

@@ -21,7 +21,13 @@ from app.settings.ring import open_network
 from app.text_safety import one_line
 from engine.ipc.messages import OpenNetwork
 
-_FLAGS = {"ring_name": "--name", "ring_listen": "--listen", "ring_peers": "--peer", "ring_memory": "--memory"}
+_FLAGS = {
+    "ring_name": "--name",
+    "ring_listen": "--listen",
+    "ring_peers": "--peer",
+    "ring_memory": "--memory",
+    "ring_gpu_memory": "--gpu-memory",
+}
 """The flag of each setting that has one here."""
 
 
@@ -34,6 +40,8 @@ class JoinFlags:
     peers: tuple[str, ...] = ()
     plain: bool = False
     memory: float | None = None
+    """GiB."""
+    gpu_memory: float | None = None
     """GiB."""
 
 
@@ -64,7 +72,12 @@ def network_from(flags: JoinFlags) -> OpenNetwork:
     for notice in file.notices:
         notify(f"note: {notice}")
     settings = file.settings
-    given = {"ring_name": flags.name, "ring_listen": flags.listen, "ring_memory": flags.memory}
+    given = {
+        "ring_name": flags.name,
+        "ring_listen": flags.listen,
+        "ring_memory": flags.memory,
+        "ring_gpu_memory": flags.gpu_memory,
+    }
     try:
         for key, value in given.items():
             settings = settings.with_value(key, value) if value is not None else settings

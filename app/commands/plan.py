@@ -10,7 +10,7 @@ from app.commands.engine_work import Interruption, do, run_with_engine, with_rin
 from app.commands.options import LoadFlags, load_from
 from app.commands.output import ProgressLine, WorkFailed, answer, as_json, figure
 from app.engine_client import EngineClient
-from app.ring_words import how_it_runs, machine_name, speed_words, to_send
+from app.ring_words import gpu_words, how_it_runs, machine_name, speed_words, to_send
 from app.text_safety import one_line
 from engine.ipc.messages import DeviceMemory, Plan, Planned, RingFacts
 from engine.planning.units import byte_size
@@ -74,7 +74,9 @@ def ring_lines(ring: RingFacts) -> list[str]:
     nodes = [
         f"{node.rank + 1}  {machine_name(node):{names}}  {node.experts:,} experts {byte_size(node.expert_bytes)}, "
         f"trunk {byte_size(node.trunk_bytes)}, {byte_size(node.memory_free)} free, "
-        f"{node.expected_experts:.1f} run a layer" + (f", {sending}" if (sending := to_send(node)) else "")
+        f"{node.expected_experts:.1f} run a layer"
+        + (f", {on_gpu}" if (on_gpu := gpu_words(node)) else "")
+        + (f", {sending}" if (sending := to_send(node)) else "")
         for node in ring.nodes
     ]
     reason = [one_line(ring.reason)] if ring.reason else []

@@ -279,13 +279,26 @@ def bench(
 @click.option("--listen", metavar="HOST:PORT", help="Absent: all interfaces, port 47820 or the next free one.")
 @_peer_option
 @click.option("--memory", metavar="GIB", type=float, help="Memory that a share may take; absent: what is free.")
+@click.option(
+    "--gpu-memory",
+    metavar="GIB",
+    type=float,
+    help="GPU memory that a share may take; absent: half of the GPU; 0: none.",
+)
 @click.option("--plain", is_flag=True, help="Lines instead of a screen: for a service.")
-def join(name: str | None, listen: str | None, peers: tuple[str, ...], memory: float | None, plain: bool) -> int:
+def join(
+    name: str | None,
+    listen: str | None,
+    peers: tuple[str, ...],
+    memory: float | None,
+    gpu_memory: float | None,
+    plain: bool,
+) -> int:
     """Lend this machine to the rings of paired machines, until you leave."""
     from app.commands.join import JoinFlags
     from app.commands.join import join as run_join
 
-    return run_join(JoinFlags(name, listen, peers, plain, memory))
+    return run_join(JoinFlags(name, listen, peers, plain, memory, gpu_memory))
 
 
 @privatellm.group("peers", cls=_InOrder, invoke_without_command=True)

@@ -92,6 +92,11 @@ class RingSettings:
         "GiB that a share of a model may take here while this machine is lent (join); empty: what is free.",
         minimum=0.1, maximum=65_536.0, optional=True, takes_effect="reload",
     )  # fmt: skip
+    ring_gpu_memory: float | None = setting(
+        "ring", "number", "GPU memory to lend", None,
+        "GiB of GPU memory that a share may take while this machine is lent (join); empty: half of it; 0: none.",
+        minimum=0.0, maximum=65_536.0, optional=True, takes_effect="reload",
+    )  # fmt: skip
     ring_give_models: bool = setting(
         "ring", "flag", "Give models", True,
         "While this machine is lent (join), paired machines may copy a model from it that they name.",

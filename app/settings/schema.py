@@ -237,7 +237,12 @@ class Settings(RingSettings):
     def terms(self) -> LendTerms:
         """On which terms this machine is lent."""
         own = {name: getattr(self, name) for name in MachineOptions.__struct_fields__}
-        return LendTerms(lend_memory=_bytes(self.ring_memory), give_models=self.ring_give_models, **own)
+        return LendTerms(
+            lend_memory=_bytes(self.ring_memory),
+            lend_gpu_memory=_bytes(self.ring_gpu_memory),
+            give_models=self.ring_give_models,
+            **own,
+        )
 
     def loads_like(self, other: Settings) -> bool:
         """Whether the same model would be loaded in the same way."""

@@ -20,7 +20,7 @@ from engine.models.files import Experts, first_held
 from engine.models.locations import ensure, locate
 from engine.moe.kernels.bindings import choose
 from engine.moe.kernels.pool import physical_cores
-from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
+from engine.planning.calibration import CALIBRATION_VERSION, Calibration, ExpertShape, check_calibration
 from engine.system.machine import processor
 
 _FILE_LIMIT = 1_000_000
@@ -99,31 +99,6 @@ def save_calibration(calibration: Calibration) -> Path:
     with new_file(path) as file:
         file.write(msgspec.json.format(msgspec.json.encode(calibration)) + b"\n")
     return path
-
-
-def check_calibration(calibration: Calibration) -> None:
-    """Raises ValueError for figures that cannot have been measured."""
-    rates = [calibration.memory_read, calibration.cpu_overlapped, calibration.copy_overlapped]
-    if not all(math.isfinite(rate) and rate > 0 for rate in rates):
-        raise ValueError("a rate is not a positive number")
-    if calibration.cpu_overlapped < 1 or calibration.copy_overlapped < 1:
-        raise ValueError("a factor of overlap is below 1")
-    if not (math.isfinite(calibration.weight_copy) and calibration.weight_copy >= 0):
-        raise ValueError("the time of a copy is not a number")
-    if calibration.gpu is not None and (calibration.weight_copy == 0 or calibration.activation_copy is None):
-        raise ValueError("there is a GPU's curve without the copies to that GPU")
-    for curve in (calibration.cpu, calibration.gpu, calibration.activation_copy):
-        if curve is not None:
-            _check_curve(curve)
-
-
-def _check_curve(curve: Curve) -> None:
-    if not curve.tokens or len(curve.tokens) != len(curve.seconds):
-        raise ValueError("a curve has no points, or not one time for each number of tokens")
-    if curve.tokens[0] < 1 or any(left >= right for left, right in zip(curve.tokens, curve.tokens[1:], strict=False)):
-        raise ValueError("a curve's numbers of tokens do not ascend from 1 on")
-    if not all(math.isfinite(seconds) and seconds > 0 for seconds in curve.seconds):
-        raise ValueError("a curve holds a time that is not a positive number")
 
 
 class _Versioned(msgspec.Struct):

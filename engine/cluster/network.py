@@ -40,6 +40,7 @@ from engine.ipc.messages import (
 from engine.ipc.messages.ring import NodeId, PeerFacts
 from engine.ipc.progress import ProgressCallback
 from engine.models.store import ResolvedModel
+from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes.choosing import as_ring_node
 from engine.runtimes.protocol import Runtime
 from engine.system.awake import AWAKE
@@ -131,12 +132,21 @@ class ClusterNetwork:
         return None if own is None else own.folder
 
     def former(
-        self, name: str, folder: Path, runtime: Runtime, load: Load, lacked: LackedModel | None = None
+        self,
+        name: str,
+        folder: Path,
+        runtime: Runtime,
+        load: Load,
+        lacked: LackedModel | None = None,
+        choice: RuntimeChoice | None = None,
     ) -> RingFormer:
         """What forms rings for the model ``name`` in ``folder``; see :class:`RingFormer`. Raises ModelError."""
         as_node = msgspec.structs.replace(as_ring_node(load, runtime.name), runtime=runtime.name)
         surveyor = self.surveyor(self.node.identity.node_id, folder, as_node)
-        self._former = RingFormer(self.node, name, folder, runtime, as_node, surveyor, lacked=lacked)
+        chosen_here = choice if load.runtime == "auto" else None
+        self._former = RingFormer(
+            self.node, name, folder, runtime, as_node, surveyor, lacked=lacked, choice=chosen_here
+        )
         return self._former
 
     @property

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
-from engine.cluster.head.missing_links import plan_connected
+from engine.cluster.head.missing_links import ConnectedPlan, plan_connected
+from engine.cluster.head.ring_runtime import RuntimePlan, plan_by_runtime
 from engine.cluster.head.survey import Survey, Surveyor, candidates, planned_model
-from engine.cluster.membership.rpc_fanout import NodeRefused
+from engine.cluster.membership.node import Node
+from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused
 from engine.cluster.network import ClusterNetwork
 from engine.ipc.messages import DeviceMemory, Load, ModelFacts, NodeShard
 from engine.moe.rank_context import HEAD, Mode
 from engine.planning.absent_machines import absent_lines
+from engine.planning.hybrid import workspace_bytes
 from engine.planning.ring_nodes import RingModelFacts, beside_weights
 from engine.planning.ring_plan import RingDecision
 from engine.planning.ring_words import THIS_MACHINE
+from engine.planning.runtime_choice import RuntimeChoice
+from engine.runtimes.choosing import as_ring_node
 from engine.runtimes.model_headers import Headers
 
 
 @dataclass(frozen=True)
 class RingRequest:
-    """A planned ring. ``memory``: one entry per node."""
+    """A planned ring. ``memory``: an entry for each node, and for its GPU. ``choice``: the runtime it is planned by."""
 
     decision: RingDecision
     memory: list[DeviceMemory]
     tokens_per_s: float | None
+    choice: RuntimeChoice
 
 
 def plan_ring_request(
@@ -33,14 +40,17 @@ def plan_ring_request(
     headers: Headers,
     name: str,
     load: Load,
+    choice: RuntimeChoice,
     loaded: ModelFacts | None,
     notices: list[str],
 ) -> RingRequest:
     """Plan a ring for the model ``name``. Raises ModelError.
 
-    ``load``: how this machine would load its own shard. ``loaded``: the model that makes room here. Lines for the
-    person are added to ``notices``.
+    ``load``: as the person asked. ``choice``: the runtime without a look at the GPUs of the machines. ``loaded``: the
+    model that makes room here. Lines for the person are added to ``notices``.
     """
+    asked = load.runtime
+    load = msgspec.structs.replace(as_ring_node(load, choice.name), runtime=choice.name)
     node = network.open_node() if network is not None else None
     if node is None:
         notices.append("The network is closed, so only this machine is planned with; open it to find others.")
@@ -50,20 +60,16 @@ def plan_ring_request(
     me = node.me if node is not None else None
     my_id, my_name = (me.node_id, me.name) if me is not None else (THIS_MACHINE, THIS_MACHINE)
     surveyor = _surveyor(network, my_id, headers, load)
+    order = (my_id, my_name)
     while True:
         try:
-            survey = surveyor.survey(node, there, load.runtime, lambda *_: None, to_send=False)
+            found = _planned(surveyor, node, there, headers, name, order, load, choice, asked == "auto", loaded)
             break
         except NodeRefused as refused:
             notices.append(f"{next(one.name for one in there if one.node_id == refused.node_id)}: {refused}")
             there = [one for one in there if one.node_id != refused.node_id]
-    mine = survey.facts[my_id]
-    freed = loaded.trunk_bytes if loaded is not None and loaded.runtime != "native" else 0
-    survey.facts[my_id] = msgspec.structs.replace(mine, memory_free=mine.memory_free + freed)
-    order = [(my_id, my_name), *((one.node_id, one.name) for one in there)]
-    together = plan_connected(headers, name, load, order, survey)
-    decision = together.decision
-    notices += together.lines
+    survey, decision = found.survey, found.together.decision
+    notices += found.together.lines
     formed = decision.kind in ("ring", "elsewhere")
     tokens_per_s = decision.facts.tokens_per_s if decision.facts is not None and formed else None
     if decision.kind == "alone" and decision.alone_step is not None:
@@ -72,20 +78,67 @@ def plan_ring_request(
     shards = decision.facts.nodes if decision.facts is not None else []
     if decision.kind == "elsewhere":
         shards = shards[1:]  # the head holds nothing
-    return RingRequest(decision, [_memory(shard, survey, model, decision.mode) for shard in shards], tokens_per_s)
+    memory = [part for shard in shards for part in _memory(shard, survey, model, decision.mode)]
+    return RingRequest(decision, memory, tokens_per_s, found.choice)
 
 
-def _memory(shard: NodeShard, survey: Survey, model: RingModelFacts, mode: Mode) -> DeviceMemory:
+def _planned(
+    surveyor: Surveyor,
+    node: Node | None,
+    there: Sequence[Candidate],
+    headers: Headers,
+    name: str,
+    head: tuple[str, str],
+    load: Load,
+    choice: RuntimeChoice,
+    is_open: bool,
+    loaded: ModelFacts | None,
+) -> RuntimePlan:
+    """The plan for the machines ``there`` with the ``head`` (its id and name). ``is_open``: torch may be taken instead
+    of ``choice``. Raises NodeRefused."""
+    me = head[0]
+    freed = loaded.trunk_bytes if loaded is not None and loaded.runtime != "native" else 0
+
+    def survey(how: Load) -> Survey:
+        found = surveyor.survey(node, there, how.runtime, lambda *_: None, to_send=False)
+        mine = found.facts[me]
+        found.facts[me] = msgspec.structs.replace(mine, memory_free=mine.memory_free + freed)
+        return found
+
+    def plan(found: Survey, how: Load) -> ConnectedPlan:
+        order = [head, *((one.node_id, one.name) for one in there)]
+        return plan_connected(headers, name, how, order, found)
+
+    first = survey(load)
+    plain = RuntimePlan(choice, load, first, plan(first, load))
+    return plan_by_runtime(plain, plan, survey, me) if is_open else plain
+
+
+def _memory(shard: NodeShard, survey: Survey, model: RingModelFacts, mode: Mode) -> list[DeviceMemory]:
+    """The memory of a node, and of its GPU if it has one."""
     key_values, workspace = beside_weights(model, mode == "central" and shard.rank != HEAD)
-    return DeviceMemory(
+    facts = survey.facts[shard.node_id]
+    memory = DeviceMemory(
         device=shard.name,
-        total=survey.facts[shard.node_id].memory_total,
+        total=facts.memory_total,
         free=shard.memory_free,
         trunk=shard.trunk_bytes,
-        experts=shard.expert_bytes,
+        experts=shard.expert_bytes - shard.gpu_expert_bytes,
         key_values=key_values,
         workspace=workspace,
     )
+    if not shard.gpu or facts.gpu is None:
+        return [memory]
+    on_gpu = DeviceMemory(
+        device=f"{shard.name}, {shard.gpu}",
+        total=facts.gpu.memory_total,
+        free=facts.gpu.memory_free,
+        trunk=0,
+        experts=shard.gpu_expert_bytes,
+        key_values=0,
+        workspace=workspace_bytes(model.sizes, model.prefill_chunk, gpu=True),
+    )
+    return [memory, on_gpu]
 
 
 def _surveyor(network: ClusterNetwork | None, me: str, headers: Headers, load: Load) -> Surveyor:

@@ -6,6 +6,7 @@ is only what was measured, and what follows from it. (Twiddler paper, section 3.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 
 import msgspec
@@ -98,6 +99,13 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """A copy takes so many times as long while the CPU runs experts (at least 1)."""
 
 
+GUESSED_CPU = Processor(memory_rate=40e9, operations_rate=1e12, fixed_s=20e-6)
+GUESSED_GPU = Processor(memory_rate=600e9, operations_rate=60e12, fixed_s=40e-6)
+GUESSED_PCIE = 20e9
+"""Rates of a machine that was not measured, in bytes and operations per second: a desktop computer with a GPU of the
+middle class."""
+
+
 def estimated(
     shape: ExpertShape,
     *,
@@ -129,3 +137,46 @@ def estimated(
         weight_copy=shape.expert_bytes / pcie_rate if gpu else 0.0,
         activation_copy=Curve(ESTIMATED_TOKENS, activations) if gpu else None,
     )
+
+
+def guessed(shape: ExpertShape, bytes_per_weight: int = 2, cpu: Curve | None = None) -> Calibration:
+    """The calibration of a machine with a GPU that was not measured. ``cpu``: what was measured of its CPU."""
+    found = estimated(
+        shape, cpu=GUESSED_CPU, gpu=GUESSED_GPU, pcie_rate=GUESSED_PCIE, bytes_per_weight=bytes_per_weight
+    )
+    return found if cpu is None else msgspec.structs.replace(found, cpu=cpu)
+
+
+def with_trunk_on_host(calibration: Calibration) -> Calibration:
+    """``calibration`` for a trunk that is on the CPU: activations travel to the GPU and back, and not to the CPU."""
+    gpu, copy = calibration.gpu, calibration.activation_copy
+    if gpu is None or copy is None:
+        return calibration
+    points = tuple(sorted({*gpu.tokens, *copy.tokens}))
+    both = Curve(points, tuple(gpu.at(tokens) + copy.at(tokens) for tokens in points))
+    return msgspec.structs.replace(calibration, gpu=both, activation_copy=None)
+
+
+def check_calibration(calibration: Calibration) -> None:
+    """Raises ValueError for figures that cannot have been measured."""
+    rates = [calibration.memory_read, calibration.cpu_overlapped, calibration.copy_overlapped]
+    if not all(math.isfinite(rate) and rate > 0 for rate in rates):
+        raise ValueError("a rate is not a positive number")
+    if calibration.cpu_overlapped < 1 or calibration.copy_overlapped < 1:
+        raise ValueError("a factor of overlap is below 1")
+    if not (math.isfinite(calibration.weight_copy) and calibration.weight_copy >= 0):
+        raise ValueError("the time of a copy is not a number")
+    if calibration.gpu is not None and (calibration.weight_copy == 0 or calibration.activation_copy is None):
+        raise ValueError("there is a GPU's curve without the copies to that GPU")
+    for curve in (calibration.cpu, calibration.gpu, calibration.activation_copy):
+        if curve is not None:
+            _check_curve(curve)
+
+
+def _check_curve(curve: Curve) -> None:
+    if not curve.tokens or len(curve.tokens) != len(curve.seconds):
+        raise ValueError("a curve has no points, or not one time for each number of tokens")
+    if curve.tokens[0] < 1 or any(left >= right for left, right in zip(curve.tokens, curve.tokens[1:], strict=False)):
+        raise ValueError("a curve's numbers of tokens do not ascend from 1 on")
+    if not all(math.isfinite(seconds) and seconds > 0 for seconds in curve.seconds):
+        raise ValueError("a curve holds a time that is not a positive number")

@@ -32,6 +32,7 @@ __all__ = [
     "HybridPlan",
     "HybridRequest",
     "ModelSizes",
+    "experts_only",
     "gpu_room",
     "plan",
     "slabs_kept",
@@ -113,6 +114,12 @@ def gpu_room(model: ModelSizes, gpu: Device, context_tokens: int, prefill_chunk:
     """Bytes of the GPU that are left for experts; negative: the trunk and what goes with it do not fit."""
     needed = model.trunk_bytes + context_tokens * model.key_value_bytes_per_token
     return gpu.free - needed - workspace_bytes(model, prefill_chunk, gpu=True)
+
+
+def experts_only(model: ModelSizes) -> ModelSizes:
+    """``model`` as a GPU of a ring sees it: trunk, keys and values are on the CPU, where their bits are those of other
+    machines."""
+    return replace(model, trunk_bytes=0, shared_bytes=0, key_value_bytes_per_token=0)
 
 
 def slabs_kept(model: ModelSizes, policy: Policy, room: int) -> int:

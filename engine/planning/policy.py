@@ -91,6 +91,8 @@ class Decision:
 class Policy(Protocol):
     """A frozen value; deciding changes nothing, and observing gives the next policy."""
 
+    def __hash__(self) -> int: ...
+
     @property
     def name(self) -> ExpertPolicy: ...
 

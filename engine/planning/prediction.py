@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import comb
 
 from engine.planning.calibration import Calibration, Curve
@@ -83,10 +84,12 @@ class Shares:
 
 @dataclass(frozen=True)
 class Speed:
-    """Predicted seconds: of one decoding step, and of a prompt of PREFILL_TOKENS tokens."""
+    """Predicted seconds: of one decoding step, and of a prompt of PREFILL_TOKENS tokens. ``layer_s``: of one MoE
+    layer's experts within a step."""
 
     step_s: float
     prefill_s: float
+    layer_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:
@@ -131,18 +134,15 @@ def hybrid_speed(
     rate = _weight_rate(calibration.gpu, calibration)
     per_s = _operations_rate(calibration.gpu, calibration, model)
     other = model.layers * layer_overhead_s
-    if policy.cache.kind == "layers":
-        whole = slots_per_layer / model.experts if model.experts else 0.0
-        decode = whole * _decode_layer(model, calibration, policy, 1.0)
-        decode += (1.0 - whole) * _decode_layer(model, calibration, policy, 0.0)
-        prefill = whole * _prefill_layer(model, calibration, policy, model.experts, shares)
-        prefill += (1.0 - whole) * _prefill_layer(model, calibration, policy, 0, shares)
-    else:
-        decode = _decode_layer(model, calibration, policy, shares.caught(slots_per_layer))
-        prefill = _prefill_layer(model, calibration, policy, slots_per_layer, shares)
+    by_layer = policy.cache.kind == "layers"
+    resident = slots_per_layer / model.experts if by_layer and model.experts else shares.caught(slots_per_layer)
+    active = min(model.experts_per_token, model.experts)
+    decode = decode_layer_s(active, resident, calibration, policy)
+    prefill = prefill_layer_s(_tokens(model, shares), slots_per_layer, calibration, policy)
     return Speed(
         step_s=other + _trunk(model, 1, rate, per_s) + model.moe_layers * decode,
         prefill_s=other + _trunk(model, PREFILL_TOKENS, rate, per_s) + model.moe_layers * prefill,
+        layer_s=decode,
     )
 
 
@@ -170,31 +170,47 @@ def disk_seconds(model: ModelSizes, in_memory: float, disk_read: float, rows: in
     return (1.0 - in_memory) * distinct * model.moe_layers * model.slab_bytes / disk_read
 
 
-def _decode_layer(model: ModelSizes, calibration: Calibration, policy: Policy, hit_rate: float) -> float:
-    """Expected seconds of a layer for one token, every one of its experts being resident with that probability."""
-    active = min(model.experts_per_token, model.experts)
+@lru_cache(maxsize=4096)
+def decode_layer_s(active: int, resident: float, calibration: Calibration, policy: Policy) -> float:
+    """Expected seconds of a layer for one token and its ``active`` experts.
+
+    Each of them is on the GPU with the probability ``resident``; by a policy that keeps whole layers, all or none are.
+    Raises ValueError if the calibration knows no GPU.
+    """
+    if not active:
+        return 0.0
+    if policy.cache.kind == "layers":
+        chances = [1.0 - resident, *([0.0] * (active - 1)), resident]
+    else:
+        chances = [
+            comb(active, hits) * resident**hits * (1 - resident) ** (active - hits) for hits in range(active + 1)
+        ]
     expected = 0.0
-    for hits in range(active + 1):
-        chance = comb(active, hits) * hit_rate**hits * (1.0 - hit_rate) ** (active - hits)
+    for hits, chance in enumerate(chances):
         if chance > 0.0:
             decision = policy.decide(0, [ActiveExpert(e, 1, e < hits) for e in range(active)], calibration)
             expected += chance * max(decision.cpu_s, decision.gpu_s)
     return expected
 
 
-def _prefill_layer(
-    model: ModelSizes, calibration: Calibration, policy: Policy, slots_per_layer: float, shares: Shares
-) -> float:
-    tokens = _tokens(model, shares)
+def prefill_layer_s(tokens: Sequence[int], slots: float, calibration: Calibration, policy: Policy) -> float:
+    """Seconds of a layer whose experts have ``tokens`` tokens each, most used first.
 
-    def with_slots(slots: int) -> float:
-        active = [ActiveExpert(expert, count, expert < slots) for expert, count in enumerate(tokens) if count]
+    The first ``slots`` of them are on the GPU, the mean over the layers; by a policy that keeps whole layers, those of
+    as many layers. Raises ValueError if the calibration knows no GPU.
+    """
+
+    def with_slots(first: int) -> float:
+        active = [ActiveExpert(expert, count, expert < first) for expert, count in enumerate(tokens) if count]
         decision = policy.decide(0, active, calibration)
         return max(decision.cpu_s, decision.gpu_s)
 
-    whole = int(slots_per_layer)
-    part = slots_per_layer - whole
-    return (1.0 - part) * with_slots(whole) + (part * with_slots(whole + 1) if part else 0.0)
+    if policy.cache.kind == "layers":
+        whole = min(1.0, slots / len(tokens)) if tokens else 0.0
+        return whole * with_slots(len(tokens)) + (1.0 - whole) * with_slots(0)
+    least = int(slots)
+    part = slots - least
+    return (1.0 - part) * with_slots(least) + (part * with_slots(least + 1) if part else 0.0)
 
 
 def _tokens(model: ModelSizes, shares: Shares) -> list[int]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from engine.planning.calibration import Curve
-from engine.planning.hybrid import workspace_bytes
+import msgspec
+
+from engine.ipc.messages import ExpertPolicy
+from engine.planning.calibration import Calibration, Curve, ExpertShape, guessed, with_trunk_on_host
+from engine.planning.hybrid import Device, experts_only, gpu_room, slabs_kept, workspace_bytes
 from engine.planning.placement_planner import ExpertGrid
-from engine.planning.prediction import ModelSizes
-from engine.planning.ring_speed import NodeCosts, costs_of
+from engine.planning.policy import policy_named
+from engine.planning.prediction import PREFILL_TOKENS, ModelSizes, Shares, hybrid_speed
+from engine.planning.ring_speed import GpuCosts, NodeCosts, PassTime, alone_time, costs_of
 
 GIB = 1024**3
 
@@ -29,6 +33,21 @@ UNIFIED_RESERVE = Reserve(8 * GIB, 0.25)
 """Memory left free on Apple Silicon, where wired memory cannot be taken back."""
 MAPPED_RESERVE = Reserve(GIB // 2, 0.05)
 """Memory left free elsewhere, where the experts are mapped files."""
+
+
+@dataclass(frozen=True)
+class NodeGpu:
+    """The GPU that shares a node's experts with its CPU. Bytes."""
+
+    name: str
+    total: int
+    free: int
+    """What may be taken: what is free, or what of it is lent."""
+    calibration: Calibration | None = None
+    """One expert of this model; None: not measured."""
+    policy: ExpertPolicy = "balanced"
+    expert_bytes: int | None = None
+    """What its person gives to experts; None: all that is left."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +79,8 @@ class NodeMeasured:
     has_trunk: bool = False
     disk_free: int | None = None
     """None: unknown, and no limit."""
+    gpu: NodeGpu | None = None
+    """None: it has none, or none that runs experts in this ring."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +118,34 @@ def beside_weights(model: RingModelFacts, central_follower: bool = False) -> tup
     return key_values, workspace_bytes(model.sizes, model.prefill_chunk, gpu=False)
 
 
-def expert_room(model: RingModelFacts, node: NodeMeasured, central_follower: bool = False) -> int:
-    """Bytes for experts on ``node``, beside the trunk, keys and values, workspace and reserve; negative: even those do
-    not fit. A follower of central mode keeps no trunk and no keys and values."""
+def memory_room(model: RingModelFacts, node: NodeMeasured, central_follower: bool = False) -> int:
+    """Bytes for experts in the memory of ``node``'s CPU, beside the trunk, keys and values, workspace and reserve;
+    negative: even those do not fit. A follower of central mode keeps no trunk and no keys and values."""
     sizes = model.sizes
     reserve = (UNIFIED_RESERVE if node.unified else MAPPED_RESERVE).of(node.memory_total)
     taken = sum(beside_weights(model, central_follower)) + (0 if central_follower else sizes.trunk_bytes)
     return min(node.memory_free, node.memory_total - reserve) - taken
+
+
+def slabs_on(gpu: NodeGpu, sizes: ModelSizes, context_tokens: int, prefill_chunk: int) -> int:
+    """Experts that the memory of a node's GPU keeps in a ring, where nothing else of the model is on it."""
+    few = experts_only(sizes)
+    room = gpu_room(few, Device(gpu.name, gpu.total, gpu.free), context_tokens, prefill_chunk)
+    chosen = room if gpu.expert_bytes is None else min(room, gpu.expert_bytes)
+    return slabs_kept(few, policy_named(gpu.policy, few.experts), chosen)
+
+
+def gpu_slabs(model: RingModelFacts, node: NodeMeasured) -> int:
+    """Experts that the memory of ``node``'s GPU keeps; 0 without one."""
+    if node.gpu is None:
+        return 0
+    return slabs_on(node.gpu, model.sizes, model.context_tokens, model.prefill_chunk)
+
+
+def expert_room(model: RingModelFacts, node: NodeMeasured, central_follower: bool = False) -> int:
+    """Bytes for experts on ``node``, in its memory and in that of its GPU; negative as in :func:`memory_room`."""
+    room = memory_room(model, node, central_follower)
+    return room if room < 0 else room + gpu_slabs(model, node) * model.sizes.slab_bytes
 
 
 def disk_room(model: RingModelFacts, node: NodeMeasured, central_follower: bool) -> int | None:
@@ -125,7 +167,7 @@ def node_costs(model: RingModelFacts, node: NodeMeasured) -> NodeCosts | None:
         # Beyond a few tokens an expert is bound by arithmetic, of which nothing is known: as if by sixteen per reading.
         reading = model.sizes.slab_bytes / node.memory_read
         expert = Curve((1, 16, 512), (reading, reading, 32 * reading))
-    return costs_of(
+    costs = costs_of(
         model.sizes,
         expert,
         node.memory_read,
@@ -134,3 +176,46 @@ def node_costs(model: RingModelFacts, node: NodeMeasured) -> NodeCosts | None:
         node.machine,
         central_s=node.central_s,
     )
+    return with_gpu(model, node, costs)
+
+
+def with_gpu(model: RingModelFacts, node: NodeMeasured, costs: NodeCosts) -> NodeCosts:
+    """``costs`` of ``node``'s CPU, and its GPU beside it; without one as they are."""
+    gpu = node.gpu
+    if gpu is None:
+        return replace(costs, gpu=None)
+    calibration = with_trunk_on_host(gpu_calibration(model, gpu, costs.expert, node.memory_read or 0.0))
+    return replace(
+        costs, gpu=GpuCosts(calibration, policy_named(gpu.policy, model.sizes.experts), gpu_slabs(model, node))
+    )
+
+
+def gpu_calibration(model: RingModelFacts, gpu: NodeGpu, cpu: Curve, memory_read: float) -> Calibration:
+    """What was measured of ``gpu``, or is guessed of it, beside a CPU whose experts take ``cpu``."""
+    sizes = model.sizes
+    shape = ExpertShape(hidden=sizes.hidden, ffn=0, dtype="", expert_bytes=sizes.slab_bytes)
+    if gpu.calibration is None or gpu.calibration.gpu is None:
+        return guessed(shape, sizes.bytes_per_weight, cpu)
+    rate = memory_read or gpu.calibration.memory_read
+    return msgspec.structs.replace(gpu.calibration, shape=shape, cpu=cpu, memory_read=rate)
+
+
+def alone_times(model: RingModelFacts, node: NodeMeasured, costs: NodeCosts) -> tuple[PassTime, PassTime]:
+    """A decoding step and a prompt of PREFILL_TOKENS on ``node``, which holds everything.
+
+    With a GPU that has room for them, trunk, keys and values are on it, unless the CPU is faster.
+    """
+    sizes, gpu = model.sizes, node.gpu
+    on_cpu = alone_time(sizes, replace(costs, gpu=None)), alone_time(sizes, replace(costs, gpu=None), PREFILL_TOKENS)
+    if gpu is None:
+        return on_cpu
+    room = gpu_room(sizes, Device(gpu.name, gpu.total, gpu.free), model.context_tokens, model.prefill_chunk)
+    policy = policy_named(gpu.policy, sizes.experts)
+    slabs = slabs_kept(sizes, policy, room if gpu.expert_bytes is None else min(room, gpu.expert_bytes))
+    calibration = gpu_calibration(model, gpu, costs.expert, node.memory_read or 0.0)
+    shares = Shares.even(sizes.experts)
+    speed = hybrid_speed(sizes, calibration, policy, slabs / sizes.moe_layers, shares, node.layer_overhead_s)
+    if room < 0 or speed.step_s > on_cpu[0].seconds:
+        return on_cpu
+    moe = sizes.moe_layers * speed.layer_s
+    return PassTime(moe, 0.0, speed.step_s - moe), PassTime(0.0, 0.0, speed.prefill_s, PREFILL_TOKENS)

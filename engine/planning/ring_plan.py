@@ -1,7 +1,8 @@
 """Whether and how machines form a ring for a model: who holds what, in which mode, how fast, or why not. Pure.
 
 Every node of a ring keeps the trunk, its keys and values and a workspace, and a reserve is left to the system; what
-remains of its memory holds experts. The decision names its reason in a sentence for the person.
+remains of its memory, and the memory of its GPU, hold experts. The decision names its reason in a sentence for the
+person.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from engine.planning.ring_nodes import (
     LinkFigures,
     NodeMeasured,
     RingModelFacts,
+    alone_times,
     disk_room,
     expert_room,
+    gpu_slabs,
     node_costs,
+    with_gpu,
 )
 from engine.planning.ring_speed import (
     Mode,
@@ -32,7 +36,7 @@ from engine.planning.ring_speed import (
     RingSetting,
     StepTerms,
     WireSpeed,
-    alone_time,
+    expert_seconds,
     pass_time,
 )
 from engine.planning.ring_words import (
@@ -116,7 +120,7 @@ def plan_ring(
         raise ValueError("a ring needs at least its head")
     if not model.sizes.experts:
         return RingDecision("refused", "The model has no experts to share: run it on one machine, partitioning auto.")
-    costs = _alike([node_costs(model, node) for node in nodes], nodes)
+    costs = _alike(model, [node_costs(model, node) for node in nodes], nodes)
     known = {node.node_id: each for node, each in zip(nodes, costs, strict=True) if each is not None}
     planner = _Planner(model, known, links, choice, popularity, at_once)
     chosen = [nodes[0], *(node for node in nodes[1:] if not choice.nodes or node.node_id in choice.nodes)]
@@ -189,22 +193,36 @@ class _Planner:
                 room = on_disk
             rooms.append(room if hand is None else min(max(0, hand), room))
         known = [self._costs[node.node_id] for node in nodes if node.node_id in self._costs]
-        seconds = [each.expert.at(1) for each in known] if len(known) == len(nodes) else [1.0] * len(nodes)
-        grid = self.model.grid
-        placement = place(
-            grid,
-            [NodeRoom(room, each) for room, each in zip(rooms, seconds, strict=True)],
+        costs = known if len(known) == len(nodes) else []
+        placement = self._place(nodes, rooms, costs)
+        if isinstance(placement, Shortfall):
+            by_hand = any(node.node_id in self.choice.shares for node in nodes)
+            reason = shortfall_sentence(placement, [node.name for node in nodes], rooms, by_hand)
+            return RingDecision("refused", reason, shortfall=placement.missing_bytes, notices=tuple(notices))
+        found = [self._decided(nodes, placement, costs, central, notices)]
+        if costs:
+            # Experts beyond a GPU's memory make its node slower: perhaps others had better hold them.
+            for few in _gpu_only(self.model, nodes, rooms):
+                other = self._place(nodes, few, costs)
+                if not isinstance(other, Shortfall) and other != placement:
+                    found.append(self._decided(nodes, other, costs, central, notices))
+        return min(found, key=lambda one: one.step.seconds if one.step is not None else 0.0)
+
+    def _place(
+        self, nodes: Sequence[NodeMeasured], rooms: Sequence[int], costs: Sequence[NodeCosts]
+    ) -> Placement | Shortfall:
+        """Who holds what of the ``rooms``, by the experts' seconds where each node holds all that it can."""
+        sizes = self.model.sizes
+        slots = [min(max(0, room) // sizes.slab_bytes, sizes.slabs) for room in rooms]
+        seconds = [each.expert_s(sizes, slot) for each, slot in zip(costs, slots, strict=True)] if costs else []
+        return place(
+            self.model.grid,
+            [NodeRoom(room, each) for room, each in zip(rooms, seconds or [1.0] * len(nodes), strict=True)],
             self._popularity,
             self.choice.overlap,
             [self._head_has(nodes[0]), *(node.has for node in nodes[1:])],
             self.choice.even_if_slower or bool(self.choice.nodes),
         )
-        if isinstance(placement, Shortfall):
-            by_hand = any(node.node_id in self.choice.shares for node in nodes)
-            reason = shortfall_sentence(placement, [node.name for node in nodes], rooms, by_hand)
-            return RingDecision("refused", reason, shortfall=placement.missing_bytes, notices=tuple(notices))
-        weights = tuple(each / min(seconds) for each in seconds)
-        return self._decided(nodes, placement, weights, known if len(known) == len(nodes) else [], central, notices)
 
     def _head_has(self, head: NodeMeasured) -> Mapping[int, Sequence[int]]:
         """Experts on its disk, by layer; where that has no limit, the whole model, whatever it was counted to have."""
@@ -224,7 +242,7 @@ class _Planner:
         costs = self._costs.get(node.node_id)
         if costs is None or expert_room(self.model, node) < self.model.sizes.expert_bytes:
             return None
-        return alone_time(self.model.sizes, costs)
+        return alone_times(self.model, node, costs)[0]
 
     def elsewhere(self, head: NodeMeasured, node: NodeMeasured) -> tuple[PassTime, PassTime] | None:
         """A decoding step and a prompt of PREFILL_TOKENS for ``head`` on ``node`` by itself, the way there and back
@@ -238,7 +256,7 @@ class _Planner:
             return None
         wire = self.wire([head, node], central=True)
         there_and_back = 2 * wire.latency_s + LOGIT_BYTES * self.model.vocabulary / wire.bytes_per_s
-        prefill = alone_time(self.model.sizes, costs, PREFILL_TOKENS)
+        prefill = alone_times(self.model, node, costs)[1]
         return replace(step, exchange_s=there_and_back), replace(prefill, exchange_s=there_and_back)
 
     def decided_elsewhere(
@@ -272,7 +290,11 @@ class _Planner:
 
     def slowest(self, nodes: Sequence[NodeMeasured]) -> list[NodeMeasured]:
         """Of the others than the head: the one whose experts take longest, and the one with the slowest links."""
-        step = {name: alone_time(self.model.sizes, each).seconds for name, each in self._costs.items()}
+        step = {
+            node.node_id: alone_times(self.model, node, self._costs[node.node_id])[0].seconds
+            for node in nodes
+            if node.node_id in self._costs
+        }
         by_work = max(nodes[1:], key=lambda node: step.get(node.node_id, 0.0))
         by_link = max(
             nodes[1:], key=lambda node: sorted(self._latency(node, other) for other in nodes if other is not node)
@@ -299,11 +321,12 @@ class _Planner:
         self,
         nodes: Sequence[NodeMeasured],
         placement: Placement,
-        weights: tuple[float, ...],
         costs: Sequence[NodeCosts],
         central: bool,
         notices: list[str],
     ) -> RingDecision:
+        seconds = expert_seconds(self.model.sizes, placement, costs) if costs else [1.0] * len(nodes)
+        weights = tuple(each / min(seconds) for each in seconds)
         loading, why_loading = self._loading(nodes)
         mode: Mode = "central" if central else "fast" if self.choice.mode == "fast" else "exact"
         step = prefill = terms = None
@@ -379,6 +402,7 @@ class _Planner:
         for rank, (node, expected) in enumerate(zip(nodes, outcomes.per_rank(), strict=True)):
             trunk = 0 if mode == "central" and rank > 0 else sizes.trunk_bytes
             experts = placement.count_of(rank)
+            on_gpu = min(experts, gpu_slabs(self.model, node))
             there = trunk if node.has_trunk else 0
             for layer, row in zip(placement.layers, placement.holders, strict=True):
                 mine = node.has.get(layer, ())
@@ -394,6 +418,8 @@ class _Planner:
                     memory_free=node.memory_free,
                     expected_experts=expected,
                     has_bytes=there,
+                    gpu=node.gpu.name if node.gpu is not None else "",
+                    gpu_expert_bytes=min(on_gpu * sizes.slab_bytes, sizes.expert_bytes),
                 )
             )
         return RingFacts(
@@ -406,10 +432,20 @@ class _Planner:
         )
 
 
-def _alike(costs: Sequence[NodeCosts | None], nodes: Sequence[NodeMeasured]) -> list[NodeCosts | None]:
+def _gpu_only(model: RingModelFacts, nodes: Sequence[NodeMeasured], rooms: Sequence[int]) -> list[list[int]]:
+    """``rooms`` without the memory of CPUs beside a GPU, for one such node after the other and for all of them."""
+    there = [gpu_slabs(model, node) * model.sizes.slab_bytes for node in nodes]
+    shared = [rank for rank, room in enumerate(rooms) if 0 < there[rank] < room]
+    sets = [[rank] for rank in shared] + ([shared] if len(shared) > 1 else [])
+    return [[there[rank] if rank in few else room for rank, room in enumerate(rooms)] for few in sets]
+
+
+def _alike(
+    model: RingModelFacts, costs: Sequence[NodeCosts | None], nodes: Sequence[NodeMeasured]
+) -> list[NodeCosts | None]:
     """``costs`` with the fastest measured for nodes that are the same hardware: what they measured apart is what else
     went on meanwhile. That holds for processes of one kind on one machine, whatever they measured, and for machines
-    with the same processor as long as they differ by no more than NOISE."""
+    with the same processor as long as they differ by no more than NOISE. Each node keeps its own GPU."""
     found = list(costs)
     for index, (node, each) in enumerate(zip(nodes, costs, strict=True)):
         if each is None:
@@ -420,7 +456,7 @@ def _alike(costs: Sequence[NodeCosts | None], nodes: Sequence[NodeMeasured]) -> 
             if other is not None and _same_hardware(node, one, each, other)
         ]
         best = min(same, key=lambda other: other.expert.at(1))
-        found[index] = replace(best, machine=each.machine)
+        found[index] = with_gpu(model, node, replace(best, machine=each.machine))
     return found
 
 

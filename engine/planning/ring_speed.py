@@ -18,10 +18,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from engine.planning.calibration import Curve
+from engine.planning.calibration import Calibration, Curve
 from engine.planning.cluster_load import LoadOutcomes, load_outcomes
 from engine.planning.placement import Placement
-from engine.planning.prediction import DECODE_CONTEXT, ModelSizes, Shares, expected_tokens
+from engine.planning.policy import Policy
+from engine.planning.prediction import (
+    DECODE_CONTEXT,
+    ModelSizes,
+    Shares,
+    decode_layer_s,
+    expected_tokens,
+    prefill_layer_s,
+)
 from engine.planning.routing_load import Assigner, LoadingRule, spare_quota, whole_weights
 
 Mode = Literal["exact", "fast", "central"]
@@ -32,6 +40,20 @@ PER_PEER = 0.14
 """Share of a link's latency that each peer beyond the first adds to an exchange. The paper's table 4 has 38, 44 and
 48 ms per token for two, three and four nodes."""
 _HEADER_BYTES = 64
+
+
+@dataclass(frozen=True)
+class GpuCosts:
+    """A node's GPU, which keeps ``slabs`` of its experts. What a layer's experts take with it is predicted as on one
+    machine (:mod:`engine.planning.layer_time`), with the trunk on the CPU."""
+
+    calibration: Calibration
+    policy: Policy
+    slabs: int
+
+    def resident(self, held: float) -> float:
+        """Fraction of the ``held`` experts of the node that are on the GPU."""
+        return min(1.0, self.slabs / held) if held > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -52,6 +74,34 @@ class NodeCosts:
     """In central mode, per layer, the head and another node together: asking, reading it, answering, reading that."""
     machine: str = ""
     """Nodes with the same name are processes of one machine; empty: a machine of its own."""
+    gpu: GpuCosts | None = None
+
+    def decode_s(self, run: float, resident: float) -> float:
+        """One token's ``run`` experts of a layer, a mean. ``resident``: the fraction of the node's experts, as they
+        are used, that its GPU keeps."""
+        if self.gpu is None:
+            return run * self.expert.at(1)
+        few = int(run)
+        seconds = decode_layer_s(few, resident, self.gpu.calibration, self.gpu.policy)
+        if run == few:
+            return seconds
+        more = decode_layer_s(few + 1, resident, self.gpu.calibration, self.gpu.policy)
+        return seconds + (run - few) * (more - seconds)
+
+    def prefill_s(self, tokens: Sequence[int], layers: int) -> float:
+        """A layer's experts with so many ``tokens`` each; ``layers``: MoE layers among which the GPU's memory is
+        divided."""
+        if self.gpu is None or not tokens:
+            return sum(self.expert.at(count) for count in tokens)
+        ranked = sorted(tokens, reverse=True)
+        return prefill_layer_s(ranked, self.gpu.slabs / layers, self.gpu.calibration, self.gpu.policy)
+
+    def expert_s(self, model: ModelSizes, held: int) -> float:
+        """Seconds per expert where the node holds ``held`` and runs all of a token's; nodes share the work by it."""
+        if self.gpu is None:
+            return self.expert.at(1)
+        together = max(1, min(model.experts_per_token, model.experts))
+        return self.decode_s(together, self.gpu.resident(held)) / together
 
 
 @dataclass(frozen=True)
@@ -182,9 +232,10 @@ def step_time(
 ) -> PassTime:
     """One decoding step of one token. ``nodes`` in rank order. Raises ValueError for another number of nodes than the
     placement's."""
-    weights = _weights(nodes, placement)
+    weights = expert_seconds(model, placement, nodes)
     outcomes = load_outcomes(placement, model.experts_per_token, popularity, weights)
-    return _of_outcomes(model, placement, nodes, wire, setting, outcomes, weights)
+    resident = [_resident(node, placement, rank, popularity) for rank, node in enumerate(nodes)]
+    return _of_outcomes(model, placement, nodes, wire, setting, outcomes, weights, resident)
 
 
 def pass_time(
@@ -199,7 +250,7 @@ def pass_time(
     """One forward pass of ``tokens`` tokens, such as a chunk of a prompt. For one token :func:`step_time`."""
     if tokens <= 1:
         return step_time(model, placement, nodes, wire, setting, popularity)
-    weights = _weights(nodes, placement)
+    weights = expert_seconds(model, placement, nodes)
     assigner = Assigner(placement, weights)
     moe = exchange = attention = 0.0
     known: dict[tuple[object, ...], tuple[float, float, float]] = {}
@@ -210,10 +261,11 @@ def pass_time(
             counts = _tokens_of(use, placement.experts, model.experts_per_token, tokens)
             active = [expert for expert, count in enumerate(counts) if count]
             owners = assigner.owners(layer, active, [counts[expert] for expert in active])
-            experts, rows = [0.0] * len(nodes), [0] * len(nodes)
+            runs: list[list[int]] = [[] for _ in nodes]
             for expert, owner in zip(active, owners, strict=True):
-                experts[owner] += nodes[owner].expert.at(counts[expert])
-                rows[owner] += counts[expert]
+                runs[owner].append(counts[expert])
+            experts = [node.prefill_s(run, len(placement.layers)) for node, run in zip(nodes, runs, strict=True)]
+            rows = [sum(run) for run in runs]
             known[key] = _layer(nodes, setting, wire, model, tokens, experts, rows)
         trunk, computing, travelling = known[key]
         attention, moe, exchange = attention + trunk, moe + computing, exchange + travelling
@@ -222,7 +274,7 @@ def pass_time(
 
 
 def alone_time(model: ModelSizes, node: NodeCosts, tokens: int = 1) -> PassTime:
-    """One pass on one machine that holds everything."""
+    """One pass on the CPU of one machine that holds everything."""
     layers = model.moe_layers
     if tokens <= 1:
         experts = min(model.experts_per_token, model.experts) * node.expert.at(1)
@@ -296,10 +348,30 @@ def measured_costs(
     )
 
 
-def _weights(nodes: Sequence[NodeCosts], placement: Placement) -> list[float]:
+def expert_seconds(model: ModelSizes, placement: Placement, nodes: Sequence[NodeCosts]) -> list[float]:
+    """Seconds per expert of each node, by which the nodes share the routes that more than one could run.
+
+    Raises ValueError for another number of nodes than the placement's.
+    """
     if len(nodes) != placement.nodes:
         raise ValueError(f"a placement on {placement.nodes} nodes needs as many costs, not {len(nodes)}")
-    return [node.expert.at(1) for node in nodes]
+    return [node.expert_s(model, placement.count_of(rank)) for rank, node in enumerate(nodes)]
+
+
+def _resident(node: NodeCosts, placement: Placement, rank: int, popularity: Sequence[Sequence[float]]) -> float:
+    """Fraction of the routes of ``node`` whose experts its GPU keeps: the most used of those that it holds."""
+    if node.gpu is None or not placement.count_of(rank):
+        return 0.0
+    if not popularity or node.gpu.policy.cache.kind == "layers":
+        return node.gpu.resident(placement.count_of(rank))
+    slots = node.gpu.slabs / len(placement.layers)
+    caught = total = 0.0
+    for row, holders in zip(popularity, placement.holders, strict=True):
+        mine = sorted((use for use, ranks in zip(row, holders, strict=True) if rank in ranks), reverse=True)
+        if sum(mine) > 0:
+            caught += sum(mine) * Shares(tuple(use / sum(mine) for use in mine)).caught(slots)
+            total += sum(mine)
+    return caught / total if total else node.gpu.resident(placement.count_of(rank))
 
 
 def _of_outcomes(
@@ -310,6 +382,7 @@ def _of_outcomes(
     setting: RingSetting,
     outcomes: LoadOutcomes,
     weights: Sequence[float],
+    resident: Sequence[float],
 ) -> PassTime:
     layers = len(placement.layers)
     held = [placement.count_of(rank) / layers if layers else 0.0 for rank in range(placement.nodes)]
@@ -317,7 +390,7 @@ def _of_outcomes(
     moe = exchange = attention = 0.0
     for chance, counts in outcomes.outcomes:
         run = _with_spare(counts, held, whole, setting.loading)
-        experts = [n * node.expert.at(1) for n, node in zip(run, nodes, strict=True)]
+        experts = [node.decode_s(n, there) for n, node, there in zip(run, nodes, resident, strict=True)]
         trunk, computing, travelling = _layer(nodes, setting, wire, model, 1, experts, counts)
         attention, moe, exchange = attention + chance * trunk, moe + chance * computing, exchange + chance * travelling
     outside = _together(nodes, [node.outside.at(1) for node in nodes], setting)

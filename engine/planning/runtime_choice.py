@@ -31,8 +31,8 @@ class RuntimeChoice:
 def candidates(*, apple_silicon: bool, gpu: bool, partitioning: str = "auto") -> tuple[Runtime, ...]:
     """What ``auto`` tries on a machine, the best first; the last one runs every family.
 
-    ``gpu``: torch would use a GPU. ``partitioning``: what the person chose; a GPU is not used with ``cpu``, nor by
-    torch in a ``ring``.
+    ``gpu``: torch would use a GPU. ``partitioning``: what the person chose; a GPU is not used with ``cpu``. Whether a
+    ``ring`` runs by torch for the GPUs of its nodes is :func:`ring_choice`'s to say, once they are known.
     """
     if apple_silicon and partitioning != "cpu":
         return ("mlx", "native", "torch")
@@ -53,6 +53,51 @@ def first_supported(names: Sequence[Runtime], unsupported: Callable[[Runtime], s
             return _chosen(name, reasons)
         reasons.append(f"the faster native trunk is not used, because {reason}" if name == "native" else reason)
     return _chosen(names[-1], reasons)
+
+
+@dataclass(frozen=True)
+class RingForecast:
+    """What is predicted of a ring by one runtime. ``fits``: there is one; ``step_s``: seconds of its decoding step,
+    None where too little was measured."""
+
+    fits: bool
+    step_s: float | None = None
+
+
+def ring_choice(
+    choice: RuntimeChoice,
+    plain: RingForecast,
+    with_gpus: RingForecast,
+    gpus: Sequence[str],
+    guessed: Sequence[str] = (),
+) -> RuntimeChoice:
+    """``choice``, which is made without looking at other machines, or torch where the GPUs of the ring are worth it.
+
+    ``plain``: by ``choice``, which uses none of the ``gpus``; ``with_gpus``: by torch. ``gpus`` are in words, such as
+    ``NVIDIA L4 of studio``; of those in ``guessed`` the speed was not measured.
+    """
+    if not gpus or choice.name != "native" or not with_gpus.fits:
+        return choice
+    who = " and ".join([", ".join(gpus[:-1]), gpus[-1]] if len(gpus) > 1 else gpus)
+    basis = f" ({' and '.join(guessed)}: a guess until `privatellm bench experts` runs there)" if guessed else ""
+    if not plain.fits:
+        return RuntimeChoice("torch", f"only with {who} is there memory for all experts{basis}")
+    before, after = plain.step_s, with_gpus.step_s
+    if not before or not after:
+        return RuntimeChoice("native", f"{who} would need torch, and too little was measured to compare the two")
+    if after < before:
+        faster = f"{1 / after:.1f} tokens/s are predicted with {who}, {1 / before:.1f} by native without"
+        return RuntimeChoice("torch", faster + basis)
+    slower = f"{1 / before:.1f} tokens/s are predicted, {1 / after:.1f} by torch with {who}"
+    return RuntimeChoice("native", slower + basis)
+
+
+def experts_runtime(ring: str, installed: Sequence[str]) -> str:
+    """What runs the experts of a node that has the runtimes ``installed``, best first, in a ring of the runtime
+    ``ring``: that one where it is there, for then the bits are those of the head."""
+    if ring in installed:
+        return ring
+    return "mlx" if installed[:1] == ["mlx"] else "torch" if "torch" in installed else next(iter(installed), "none")
 
 
 def _chosen(name: Runtime, reasons: Sequence[str]) -> RuntimeChoice:

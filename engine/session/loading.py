@@ -66,7 +66,7 @@ def load_session(
     else:
         from engine.cluster.head.head_model import RingModel
 
-        former = network.former(name, folder, runtime, request, lacked)
+        former = network.former(name, folder, runtime, request, lacked, choice)
         # Forming asks what memory is free.
         release()
         model = RingModel(name, former, progress)

@@ -10,8 +10,6 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from engine.calibration.calibration_file import MLX_GPU, MachineSpeed, calibration_key, load_calibration, load_speed
 from engine.calibration.disk_rate import disk_rate
 from engine.ipc.messages import Load, ModelFacts, Plan, Planned, PlannedChoice
@@ -24,7 +22,7 @@ from engine.planning.hybrid import Device, HybridMachine, HybridPlan, HybridRequ
 from engine.planning.hybrid import plan as plan_placement
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
-from engine.runtimes.choosing import choose_runtime, on_one_machine
+from engine.runtimes.choosing import choose_runtime
 from engine.runtimes.model_headers import Headers, read_headers
 from engine.session.loading import check_request
 from engine.system.free_memory import available_bytes, memory
@@ -91,13 +89,11 @@ def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: Cl
     resolved = resolve(load.model)
     kept = network.kept_shard(resolved) if network is not None else None
     headers = read_headers(kept or _folder_of(resolved), load)
-    runtime = planned_runtime(load, headers, None)
-    alone = on_one_machine(load, runtime.name)
     notices: list[str] = []
     plan = plan_ring_request(
-        network, headers, resolved.name, msgspec.structs.replace(alone, runtime=runtime.name), loaded, notices
+        network, headers, resolved.name, load, planned_runtime(load, headers, None), loaded, notices
     )
-    decision, memory = plan.decision, plan.memory
+    decision, memory, runtime = plan.decision, plan.memory, plan.choice
     context = min(headers.sizes.context_limit, load.context_limit or HybridRequest().context_tokens)
     return Planned(
         id=request.id,

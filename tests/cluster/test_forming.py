@@ -16,6 +16,7 @@ from tests_models import tiny_mixtral
 from discovery.addresses import shown_address
 from engine.cluster.head.forming import RingFormer
 from engine.cluster.head.survey import (
+    TORCH_LAYER_S,
     Candidate,
     NodeRefused,
     Survey,
@@ -33,6 +34,7 @@ from engine.cluster.membership.control_messages import (
     EpochMember,
     EpochSpec,
     Forming,
+    GpuFacts,
     Linked,
     LoadShard,
     MeasuredLink,
@@ -138,6 +140,50 @@ def test_no_more_than_what_is_lent_is_planned_with() -> None:
     assert [node.memory_free for node in nodes] == [2 * 10**9, 10**9, 2 * 10**9]
 
 
+def test_a_gpu_is_planned_with_where_torch_runs_experts() -> None:
+    gpu = GpuFacts(name="an\x1b[31m L4", memory_total=24 << 30, memory_free=20 << 30)
+    survey = Survey(
+        facts={
+            "head": facts(gpu=gpu, machine="head"),
+            "lent": facts(gpu=msgspec.structs.replace(gpu, memory_lent=2 << 30), machine="two"),
+            "near": facts(gpu=gpu, machine="three"),
+            "beside": facts(gpu=gpu, machine="three"),
+            "plain": facts(machine="four"),
+            "without": facts(gpu=gpu, machine="five", runtimes=["native"]),
+        }
+    )
+    order = [(name, name) for name in survey.facts]
+    assert all(node.gpu is None for node in planned_nodes(survey, order, "native", "bfloat16"))
+    own = Load(id=0, model="m", policy="twiddler", gpu_expert_bytes=1 << 30)
+    found = [node.gpu for node in planned_nodes(survey, order, "torch", "bfloat16", own)]
+    assert [each and each.free >> 30 for each in found] == [20, 2, 10, 10, None, None]
+    assert [each and each.total >> 30 for each in found] == [24, 24, 12, 12, None, None]
+    head, lent = found[:2]
+    assert head is not None and lent is not None
+    assert (head.policy, head.expert_bytes, lent.policy, lent.expert_bytes) == ("twiddler", 1 << 30, "balanced", None)
+    assert "\x1b" not in head.name
+    on_cpu = msgspec.structs.replace(own, partitioning="cpu")
+    assert planned_nodes(survey, order, "torch", "bfloat16", on_cpu)[0].gpu is None
+
+
+@pytest.mark.parametrize(
+    ("measured", "runtime", "seconds"),
+    [
+        ({}, "torch", 0.0),
+        ({"native": 3e-5}, "native", 3e-5),
+        ({"native": 3e-5}, "torch", TORCH_LAYER_S),
+        ({"native": 3e-5, "torch": 2e-4}, "torch", 2e-4),
+        ({"native": 2.0}, "torch", 2.0),
+    ],
+)
+def test_torch_is_not_taken_to_cost_as_little_as_native(
+    measured: dict[str, float], runtime: str, seconds: float
+) -> None:
+    survey = Survey(facts={"a": facts(layer_overhead_s=measured)})
+    (found,) = planned_nodes(survey, [("a", "a")], runtime, "bfloat16")
+    assert found.layer_overhead_s == seconds
+
+
 def test_processes_that_are_sent_weights_share_the_disk_they_are_put_on() -> None:
     survey = Survey(
         facts={
@@ -187,7 +233,7 @@ def test_nodes_of_torch_are_told_the_heads_threads(tmp_path: Path) -> None:
     chosen = Load(id=1, model="m", cpu_threads=1)
     for runtime, threads in (("torch", 1), ("native", None), ("mlx", None)):
         load = msgspec.structs.replace(chosen, runtime=runtime)
-        assert Surveyor("head", tmp_path, load).threads == threads
+        assert Surveyor("head", tmp_path, load).threads_for(runtime) == threads
 
 
 def test_measured_links_reach_the_planner() -> None:

@@ -43,6 +43,7 @@ from engine.cluster.membership.control_messages import (
     EpochMember,
     EpochSpec,
     Forming,
+    GpuFacts,
     Greeting,
     Linked,
     LoadShard,
@@ -52,6 +53,7 @@ from engine.cluster.membership.control_messages import (
     WantedFacts,
     check_facts,
     check_spec,
+    pack,
     unpack,
 )
 from engine.cluster.membership.heartbeat import MOST_ADDRESSES, PeerWatch
@@ -70,7 +72,7 @@ from engine.cluster.worker.follower import BEAMS_LIMIT, Follower
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError
 from engine.ipc.messages.ring import LinkFacts
-from engine.planning.calibration import Curve, ExpertShape
+from engine.planning.calibration import Calibration, Curve, ExpertShape
 from engine.planning.placement import Placement
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
@@ -355,8 +357,26 @@ def good_facts(**changes: Any) -> NodeFacts:
     return NodeFacts(**(values | changes))
 
 
+def good_gpu(calibration: dict[str, Any] | None = None, **changes: Any) -> GpuFacts:
+    curve = Curve((1, 64), (1e-4, 1e-3))
+    figures: dict[str, Any] = {
+        "version": 1,
+        "machine": "here",
+        "shape": ExpertShape(64, 96, "BF16", 36864),
+        "cpu": curve,
+        "memory_read": 1e10,
+        "gpu": curve,
+        "weight_copy": 1e-3,
+        "activation_copy": curve,
+    }
+    values: dict[str, Any] = {"name": "a GPU", "memory_total": 8 << 30, "memory_free": 4 << 30}
+    return GpuFacts(**(values | {"calibration": Calibration(**(figures | (calibration or {})))} | changes))
+
+
 def test_figures_of_a_machine_are_accepted() -> None:
     check_facts(good_facts())
+    check_facts(good_facts(gpu=good_gpu()))
+    check_facts(good_facts(gpu=good_gpu(memory_lent=0, calibration=None)))
     check_facts(good_facts(expert=None, runtimes=[]))
 
 
@@ -380,11 +400,44 @@ def test_figures_of_a_machine_are_accepted() -> None:
         {"layer_overhead_s": {"native": math.inf}},
         {"layer_overhead_s": {"native": -1.0}},
         {"processor": "x" * 5000},
+        {"gpu": good_gpu(memory_total=0, memory_free=0)},
+        {"gpu": good_gpu(memory_total=1 << 62)},
+        {"gpu": good_gpu(memory_free=-1)},
+        {"gpu": good_gpu(memory_free=9 << 30)},
+        {"gpu": good_gpu(memory_lent=-1)},
+        {"gpu": good_gpu({"gpu": None})},
+        {"gpu": good_gpu({"gpu": Curve((), ())})},
+        {"gpu": good_gpu({"gpu": Curve((1, 2), (1e-4,))})},
+        {"gpu": good_gpu({"gpu": Curve((1,), (math.nan,))})},
+        {"gpu": good_gpu({"gpu": Curve((1,), (-1.0,))})},
+        {"gpu": good_gpu({"gpu": Curve((1,), (1e300,))})},
+        {"gpu": good_gpu({"cpu": Curve((1,), (0.0,))})},
+        {"gpu": good_gpu({"cpu": Curve(tuple(range(1, 100)), (1e-4,) * 99)})},
+        {"gpu": good_gpu({"activation_copy": None})},
+        {"gpu": good_gpu({"activation_copy": Curve((2, 1), (1e-4, 1e-4))})},
+        {"gpu": good_gpu({"weight_copy": math.inf})},
+        {"gpu": good_gpu({"weight_copy": 0.0})},
+        {"gpu": good_gpu({"memory_read": 0.0})},
+        {"gpu": good_gpu({"cpu_overlapped": 0.5})},
+        {"gpu": good_gpu({"copy_overlapped": 1e9})},
     ],
 )
 def test_figures_that_no_machine_has_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(RingProtocolError):
         check_facts(good_facts(**changes))
+
+
+def test_a_machine_of_a_version_without_gpus_is_understood_and_understands() -> None:
+    """The fields were added without another protocol: those who do not know them go without."""
+    known = set(NodeFacts.__struct_fields__) - {"gpu"}
+    before = msgspec.defstruct("NodeFacts", [(name, Any) for name in NodeFacts.__struct_fields__ if name in known])
+    old = {name: value for name, value in msgspec.to_builtins(good_facts()).items() if name in known}
+    found = unpack(msgspec.msgpack.encode(old), NodeFacts)
+    check_facts(found)
+    assert found == good_facts() and found.gpu is None
+    new = msgspec.msgpack.decode(pack(good_facts(gpu=good_gpu())), type=before)
+    assert new.memory_total == good_facts().memory_total
+    assert unpack(pack(good_facts(gpu=good_gpu())), NodeFacts).gpu == good_gpu()
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,19 @@ import msgspec
 import pytest
 from paired_nodes import Nodes, eventually
 
-from engine.cluster.membership.control_messages import Connected, EpochMember, EpochSpec, NodeFacts, WantedFacts
+from engine.cluster.membership.control_messages import (
+    Connected,
+    EpochMember,
+    EpochSpec,
+    GpuFacts,
+    NodeFacts,
+    WantedFacts,
+)
 from engine.cluster.transport.addresses import listener_address
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.weights.shard_store import Need
-from engine.cluster.worker.follower_work import lent_threads, load_of
+from engine.cluster.worker import lending
+from engine.cluster.worker.follower_work import gpu_shard_bytes, lent_gpu, lent_threads, load_of
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError
 from engine.ipc.messages import LendTerms, OpenNetwork
@@ -81,6 +89,54 @@ def test_a_head_is_told_what_is_lent(pair: Nodes) -> None:
     finally:
         client.close()
         lender.close()
+
+
+@pytest.mark.parametrize(
+    ("lent", "told", "partitioning", "most", "share"),
+    [(None, 12 << 30, "auto", None, 0.5), (3 << 30, 3 << 30, "auto", 3 << 30, 1.0), (0, None, "cpu", 0, 1.0)],
+)
+def test_of_a_gpu_half_is_lent_or_what_its_person_says(
+    lent: int | None, told: int | None, partitioning: str, most: int | None, share: float, pair: Nodes
+) -> None:
+    gpu = GpuFacts(name="an L4", memory_total=24 << 30, memory_free=20 << 30)
+    terms = LendTerms(lend_gpu_memory=lent)
+    found = lent_gpu(gpu, terms)
+    assert (None if found is None else found.memory_lent) == told
+    assert lent_gpu(None, terms) is None
+    spec = msgspec.structs.replace(spec_of(pair, Placement((0,), 2, (((0,), (1,)),))), runtime="torch")
+    load = load_of(spec, terms)
+    assert (load.partitioning, load.most_gpu_memory, load.most_gpu_share) == (partitioning, most, share)
+
+
+def test_what_a_gpu_keeps_needs_no_other_memory(
+    pair: Nodes, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A share beyond the memory that is lent is taken if lent GPU memory holds the rest, and by torch only."""
+    folder = tiny_model("mixtral")
+    layout = layout_of(folder)
+    rows = tuple(((1,),) + ((0,),) * (layout.count - 1) for _ in layout.layers)
+    placement = Placement(layout.layers, 2, rows)
+    held = layout.expert_bytes * len(layout.layers)
+    gpu = GpuFacts(name="an L4", memory_total=24 << 30, memory_free=20 << 30)
+    monkeypatch.setattr(lending, "torch_gpu", lambda *_: gpu)
+    spec = msgspec.structs.replace(spec_of(pair, placement), runtime="torch")
+    assert gpu_shard_bytes(folder, spec, gpu, LendTerms()) == held
+    assert gpu_shard_bytes(folder, spec, gpu, LendTerms(lend_gpu_memory=0)) == 0
+    assert gpu_shard_bytes(folder, spec, gpu, LendTerms(lend_gpu_memory=1 << 20)) == 0
+    assert gpu_shard_bytes(folder, spec, None, LendTerms()) == 0
+    assert gpu_shard_bytes(folder, msgspec.structs.replace(spec, runtime="native"), gpu, LendTerms()) == 0
+    for lent, said in ((None, "not connect"), (0, "Bob lends .* of memory and its share would take")):
+        lender = ClusterWorker(
+            pair.nodes[1], terms=LendTerms(lend_memory=layout.trunk_bytes + 1000, lend_gpu_memory=lent)
+        )
+        lender._need = Need(folder, (), 0, 0)
+        client = pair.client(1, pair.identities[0])
+        try:
+            with pytest.raises(ModelError, match=said):
+                client.call("Connect", spec, Connected, 30)
+        finally:
+            client.close()
+            lender.close()
 
 
 def test_heartbeats_show_no_more_than_what_is_lent(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ring_conversation import all_conversations, assert_same, conversation
 from ring_places import PLACEMENTS, placed, places
 from torch_oracle import no_progress
 
-from benchmarks.stand_in_device import Faults, StandInDevice
+from benchmarks.stand_in_device import Faults, Speeds, StandInDevice, calibration_of
 from engine.cluster.central import CentralHead, CentralNode
 from engine.errors import PeerLost
 from engine.ipc.messages import ExpertPolicy, Load
@@ -24,6 +24,7 @@ from engine.moe.rank_context import Mode, RankContext
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.planning.placement import Placement
 from engine.runtimes.protocol import RingPlace
+from engine.runtimes.torch import gpu_memory_plan
 from engine.runtimes.torch.experts_only import load_experts
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.offload.hybrid import HybridBackend
@@ -34,6 +35,8 @@ MEMORY = 2 * GPU_RUNTIME_BYTES
 FEW_EXPERTS = 3 * 3 * 48 * 56 * 4
 """Bytes of three experts of the smallest models."""
 
+SPEEDS = Speeds(copy_s=0.2)
+
 Devices = list[StandInDevice | None]
 
 
@@ -43,6 +46,8 @@ def one_kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     other."""
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    # A machine whose GPU is worth its copies for the smallest experts too: nothing is measured here.
+    monkeypatch.setattr(gpu_memory_plan, "guessed", lambda shape, width: calibration_of(SPEEDS, shape.expert_bytes))
 
 
 def load(folder: Path, place: RingPlace | None, device: StandInDevice | None, **options: Any) -> TorchModel:
@@ -204,3 +209,36 @@ def test_partitioning_cpu_leaves_the_device_alone(tiny_model: Callable[..., Path
     model = load(folder, place, device, partitioning="cpu")
     assert model.executor is not None and not isinstance(model.executor.backend, HybridBackend)
     assert device.trace == [] and device.buffers == {}
+
+
+@pytest.mark.parametrize(
+    ("lent", "keeps"),
+    [
+        ({}, True),
+        ({"most_gpu_share": 0.5}, False),
+        ({"most_gpu_memory": MEMORY // 2}, False),
+        ({"most_gpu_memory": MEMORY - 1}, True),
+    ],
+)
+def test_no_more_of_a_device_is_taken_than_is_lent(
+    lent: dict[str, Any], keeps: bool, tiny_model: Callable[..., Path]
+) -> None:
+    """Half of this one is less than what its own libraries take."""
+    folder = tiny_model("mixtral")
+    device = StandInDevice(MEMORY)
+    place = places(placement_for(folder, 1, "even"))[0]
+    model = load(folder, place, device, **lent)
+    assert model.executor is not None
+    assert isinstance(model.executor.backend, HybridBackend) == keeps
+    said = [line for line in model.facts.notices if "are lent" in line]
+    assert bool(said) != keeps
+    assert all("`privatellm join --gpu-memory` lends more" in line for line in said)
+
+
+def test_no_more_pages_are_locked_than_memory_is_lent(tiny_model: Callable[..., Path]) -> None:
+    folder = tiny_model("mixtral")
+    for most, locked in ((None, True), (1, False)):
+        device = StandInDevice(MEMORY)
+        model = load(folder, places(placement_for(folder, 1, "even"))[0], device, most_memory=most)
+        assert bool(device.locked) == locked
+        model.close()

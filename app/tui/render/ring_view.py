@@ -7,6 +7,7 @@ from textual.content import Content
 
 from app.ring_words import (
     fingerprint,
+    gpu_words,
     how_it_runs,
     is_slower,
     link_words,
@@ -110,10 +111,12 @@ def _node(node: NodeShard, name: str, most: int, width: int, own_trunk: bool) ->
     held = node.trunk_bytes + node.expert_bytes
     title = Content.assemble((f"{node.rank + 1} ", _MUTED), (name, "bold"), "  ", bar(node.expert_bytes, most, _BAR))
     parts = [Content(f"{node.experts:,} experts {size(node.expert_bytes)}")]
+    if on_gpu := gpu_words(node):
+        parts.append(Content.styled(on_gpu, _MUTED))
     if own_trunk:
         parts.append(Content.styled(f"trunk {size(node.trunk_bytes)}", _MUTED))
     if node.memory_free:
-        short = held > node.memory_free
+        short = held - node.gpu_expert_bytes > node.memory_free
         parts.append(Content.styled(f"of {size(node.memory_free)} free", "$text-error" if short else _MUTED))
     if node.expected_experts:
         parts.append(Content.styled(f"{node.expected_experts:.1f} run a layer", _MUTED))

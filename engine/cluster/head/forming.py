@@ -20,6 +20,7 @@ from engine.cluster.head.loading_nodes import LoadingNodes, notices_of
 from engine.cluster.head.missing_links import ConnectedPlan, LinkRetry, plan_connected
 from engine.cluster.head.rejoin_policy import RejoinPolicy
 from engine.cluster.head.remote_model import load_remote
+from engine.cluster.head.ring_runtime import RuntimePlan, plan_by_runtime
 from engine.cluster.head.supply import Supply, WholeCopy
 from engine.cluster.head.survey import Survey, Surveyor, candidates
 from engine.cluster.head.upload import Sending
@@ -49,6 +50,8 @@ from engine.planning.absent_machines import absent_lines
 from engine.planning.placement import Placement
 from engine.planning.ring_plan import RingDecision
 from engine.planning.ring_speed import StepTerms
+from engine.planning.runtime_choice import RuntimeChoice
+from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime
 
 CERTAIN: tuple[ExchangeName, ...] = ("tls", "socket", "envoy")
@@ -85,8 +88,12 @@ class RingFormer:
         surveyor: Surveyor,
         trial: Trial = _NO_TRIAL,
         lacked: LackedModel | None = None,
+        choice: RuntimeChoice | None = None,
     ) -> None:
-        """``load`` describes how this machine loads its own shard; ``load.ring`` is the person's choice."""
+        """``load`` describes how this machine loads its own shard; ``load.ring`` is the person's choice.
+
+        ``choice``: that of ``runtime`` if nobody asked for it; GPUs of the machines may speak for torch instead.
+        """
         self._node = node
         self._name = name
         self.folder = folder
@@ -114,6 +121,8 @@ class RingFormer:
         self._tried: Tried | None = None
         """Links that can be opened, if they were tried before the survey."""
         self._fallen_back = ""
+        self._open_choice = choice
+        """Until the ring was formed first: the runtime stays the same then, for the sake of the answers."""
         node.on_forgotten(self._forgotten)
 
     # --- see Former -----------------------------------------------------------------------------------------------
@@ -256,6 +265,9 @@ class RingFormer:
             self._node, machines, self._load.runtime, progress, threads=self._trial.threads, hurry=hurry, known=known
         )
         together = self.plan(survey, machines)
+        if self._open_choice is not None and self._formed is None:
+            survey, together, lines = self._by_runtime(self._open_choice, survey, together, machines, progress)
+            notices = [*notices, *lines]
         self._planned = {one.node_id for one in machines} - together.without_links.keys()
         decision = self.decision = together.decision
         notices = [*notices, *together.lines]
@@ -303,10 +315,44 @@ class RingFormer:
         self._link_retry.close()
         self._link_retry = LinkRetry(self._node, together.without_links, self._present_machines)
 
-    def plan(self, survey: Survey, machines: Sequence[Candidate]) -> ConnectedPlan:
-        """The plan for the surveyed machines."""
+    def plan(self, survey: Survey, machines: Sequence[Candidate], load: Load | None = None) -> ConnectedPlan:
+        """What the planner makes of the survey. ``load``: as this machine would load its share; None: as it does."""
         order = [(self._node.identity.node_id, self._node.name), *((one.node_id, one.name) for one in machines)]
-        return plan_connected(self._surveyor.headers, self._name, self._load, order, survey, self._trial.at_once)
+        headers, load = self._surveyor.headers, load or self._load
+        return plan_connected(headers, self._name, load, order, survey, self._trial.at_once)
+
+    def _by_runtime(
+        self,
+        choice: RuntimeChoice,
+        survey: Survey,
+        together: ConnectedPlan,
+        machines: Sequence[Candidate],
+        progress: ProgressCallback,
+    ) -> tuple[Survey, ConnectedPlan, list[str]]:
+        """Survey and plan by the runtime that suits these machines, which is used from now on, and a line about it."""
+
+        def survey_again(load: Load) -> Survey:
+            return self._surveyor.survey(
+                self._node,
+                machines,
+                load.runtime,
+                progress,
+                threads=self._trial.threads,
+                hurry=True,
+                known=survey.tried,
+            )
+
+        me = self._node.identity.node_id
+        found = plan_by_runtime(
+            RuntimePlan(choice, self._load, survey, together),
+            lambda one, load: self.plan(one, machines, load),
+            survey_again,
+            me,
+        )
+        if found.load.runtime != self._load.runtime:
+            self._load, self._runtime = found.load, runtime_named(found.choice.name)
+        said = [] if found.choice == choice else [f"The ring runs by {found.choice.name}: {found.choice.reason}."]
+        return found.survey, found.together, said
 
     def _alone(self, decision: RingDecision, notices: list[str], progress: ProgressCallback) -> FormedRing:
         from engine.runtimes.loading import load_model
@@ -339,7 +385,7 @@ class RingFormer:
 
     def _together(self, ring: Ring, notices: list[str], progress: ProgressCallback) -> FormedRing:
         has = Sending(self._supply(ring.decision, progress), ring.decision, ring.followers).send(progress)
-        threads = self._trial.threads or (None if ring.decision.mode == "central" else self._surveyor.threads)
+        threads = self._trial.threads or self._threads(ring.decision)
         elsewhere = ring.decision.kind == "elsewhere"
         exchanges = [] if elsewhere else self._exchanges(ring)
         rehearse = self._chosen is None and not elsewhere  # forming again must be quick
@@ -370,6 +416,10 @@ class RingFormer:
         )
         lines += self._take_fallen_back(exchange)
         return self._formed_ring(ring, specs[HEAD], facts, model, layers, links, [*notices, *lines])
+
+    def _threads(self, decision: RingDecision) -> int | None:
+        """Threads of the others; None: theirs to decide."""
+        return None if decision.mode == "central" else self._surveyor.threads_for(self._load.runtime)
 
     def _supply(self, decision: RingDecision, progress: ProgressCallback) -> Supply:
         """The source of the weights. On return this machine's own shard is here."""

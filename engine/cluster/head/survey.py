@@ -6,7 +6,7 @@ import contextlib
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,6 +19,7 @@ from engine.cluster.membership.client import CallGroup, Unreachable
 from engine.cluster.membership.control_messages import (
     MOST_ADDRESSES,
     MOST_TEXT,
+    GpuFacts,
     Linked,
     MeasuredLink,
     NodeFacts,
@@ -43,9 +44,11 @@ from engine.models.shard_files import is_shard
 from engine.moe.kernels.cpu_threads import threads_of
 from engine.moe.popularity_file import known_counts
 from engine.planning.hybrid import HybridRequest
+from engine.planning.ring_nodes import NodeGpu
 from engine.planning.ring_plan import LinkFigures as PlannedLink
 from engine.planning.ring_plan import NodeMeasured, RingDecision, RingModelFacts, plan_ring
 from engine.planning.ring_words import THIS_MACHINE
+from engine.planning.runtime_choice import experts_runtime
 from engine.runtimes.model_headers import Headers, read_headers
 
 FACTS_S = 60.0
@@ -56,6 +59,10 @@ ALIVE_S = 1.5
 """Timeout in seconds for a heartbeat that asks whether a machine is alive."""
 LONGEST_KIND = 160
 """Maximum characters of the description of what a node's results depend on."""
+LONGEST_GPU = 60
+"""Maximum characters of a GPU's name."""
+TORCH_LAYER_S = 1e-3
+"""Seconds that torch adds to a layer in Python and small operations where that was not measured."""
 
 
 @dataclass
@@ -107,10 +114,10 @@ class Surveyor:
         self.folder = folder
         self._links = KnownLinks()
 
-    @property
-    def threads(self) -> int | None:
-        """Number of threads for all nodes; None: their own choice. It is fixed for torch, whose sums depend on it."""
-        return threads_of(self._load) if self._load.runtime == "torch" else None
+    def threads_for(self, runtime: str) -> int | None:
+        """As many as all nodes are to compute with, as far as they can; None: theirs to decide. Torch adds up in an
+        order that depends on it."""
+        return threads_of(self._load) if runtime == "torch" else None
 
     @property
     def headers(self) -> Headers:
@@ -136,7 +143,7 @@ class Surveyor:
 
         Raises NodeRefused for the first node that cannot be measured, Cancelled.
         """
-        threads = threads or self.threads
+        threads = threads or self.threads_for(runtime)
         found = Survey()
         weights = self._weights(progress, to_send) if machines else ""
         progress("measuring the machines", 0, 0, "")
@@ -310,7 +317,7 @@ def decide(
     The plan's sentences call the head "this machine"; its facts contain the head's name.
     """
     (me, my_name), *others = order
-    nodes = planned_nodes(survey, [(me, THIS_MACHINE), *others], load.runtime, headers.sizes.dtype)
+    nodes = planned_nodes(survey, [(me, THIS_MACHINE), *others], load.runtime, headers.sizes.dtype, load)
     popularity: list[list[float]] = []
     if headers.profile is not None:
         counts = known_counts(headers.folder, headers.profile, headers.sizes.experts_per_token, lambda text: None)
@@ -339,10 +346,13 @@ def planned_model(headers: Headers, name: str, load: Load) -> RingModelFacts:
     )
 
 
-def planned_nodes(survey: Survey, order: Sequence[tuple[str, str]], runtime: str, dtype: str) -> list[NodeMeasured]:
+def planned_nodes(
+    survey: Survey, order: Sequence[tuple[str, str]], runtime: str, dtype: str, own: Load | None = None
+) -> list[NodeMeasured]:
     """The planner's facts of the nodes ``order`` (node ids and names, the head first).
 
-    Processes of one machine divide its free memory, and those that receive weights divide their disk.
+    Processes of one machine divide its free memory, and those that receive weights divide their disk. ``own``: how the
+    head loads its shard; None: with all defaults.
     """
     machines: dict[str, int] = {}
     for node_id, _ in order:
@@ -354,8 +364,9 @@ def planned_nodes(survey: Survey, order: Sequence[tuple[str, str]], runtime: str
         shared = machines[facts.machine]
         taking = order[1:] if survey.whole else order
         disk = sum(survey.facts[other].disk == facts.disk for other, _ in taking) if facts.disk else 1
-        runs = runtime if runtime in facts.runtimes else next(iter(facts.runtimes), "none")
+        runs = experts_runtime(runtime, facts.runtimes)
         overhead = _overheads(survey, order[0][0], node_id)
+        gpu = None if runs != "torch" or facts.gpu is None else _gpu_of(facts.gpu, shared, None if nodes else own)
         nodes.append(
             NodeMeasured(
                 node_id=node_id,
@@ -366,7 +377,7 @@ def planned_nodes(survey: Survey, order: Sequence[tuple[str, str]], runtime: str
                 unified=facts.unified_memory,
                 expert=facts.expert,
                 memory_read=facts.memory_read,
-                layer_overhead_s=overhead.get(runs, overhead.get("native", 0.0)),
+                layer_overhead_s=_overhead_s(overhead, runs),
                 fence_s=facts.fence_s,
                 central_s=facts.central_s,
                 machine=facts.machine if shared > 1 else "",
@@ -374,9 +385,32 @@ def planned_nodes(survey: Survey, order: Sequence[tuple[str, str]], runtime: str
                 has={layer: tuple(experts) for layer, experts in facts.has.items()},
                 has_trunk=facts.has_trunk,
                 disk_free=facts.disk_free // disk if nodes or not survey.whole else None,
+                gpu=gpu,
             )
         )
     return nodes
+
+
+def _gpu_of(facts: GpuFacts, shared: int, own: Load | None) -> NodeGpu | None:
+    """The GPU of a machine that ``shared`` nodes share, as one of them uses it. ``own``: how the head loads; others use
+    what is lent by the default policy."""
+    if own is not None and own.partitioning == "cpu":
+        return None
+    return NodeGpu(
+        name=plain_text(facts.name, LONGEST_GPU),
+        total=facts.memory_total // shared,
+        free=_least(facts.memory_free // shared, facts.memory_lent),
+        calibration=facts.calibration,
+        policy=own.policy if own is not None else "balanced",
+        expert_bytes=own.gpu_expert_bytes if own is not None else None,
+    )
+
+
+def _overhead_s(measured: Mapping[str, float], runtime: str) -> float:
+    """Seconds that ``runtime`` adds to a layer. Torch is never taken to add as little as the native runtime."""
+    if runtime not in measured and runtime == "torch" and measured:
+        return max(TORCH_LAYER_S, measured.get("native", 0.0))
+    return measured.get(runtime, measured.get("native", 0.0))
 
 
 def _least(free: int, lent: int | None) -> int:

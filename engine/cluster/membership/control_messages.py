@@ -13,7 +13,7 @@ from engine.cluster.transport.exchange import RingProtocolError
 from engine.ipc.messages.parts import DtypeName, RuntimeName
 from engine.ipc.messages.ring import ExchangeName, LinkFacts
 from engine.moe.rank_context import Loading, Mode
-from engine.planning.calibration import Curve, ExpertShape
+from engine.planning.calibration import Calibration, Curve, ExpertShape, check_calibration
 from engine.planning.placement import Placement
 
 CONTROL_PROTOCOL = 1
@@ -30,7 +30,11 @@ MOST_NODES = 64
 MOST_ADDRESSES = 64
 MOST_TEXT = 4096
 MOST_NOTICES = 64
+MOST_POINTS = 64
+"""Maximum points of a curve that another machine measured."""
 _LARGEST = 1 << 60
+_LONGEST_S = 1e6
+"""Maximum seconds that another machine may say that one expert, or a copy of it, takes."""
 _EPOCH = re.compile(r"[0-9A-Za-z_-]{1,64}")
 
 Text = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
@@ -96,6 +100,18 @@ class WantedFacts(ControlBody, frozen=True, kw_only=True):
     """None: as many as the node has cores."""
 
 
+class GpuFacts(ControlBody, frozen=True, kw_only=True):
+    """A node's GPU that torch uses. Memory in bytes."""
+
+    name: Text
+    memory_total: int
+    memory_free: int
+    memory_lent: int | None = None
+    """Bytes of its memory that its person lends; None: whatever is free."""
+    calibration: Calibration | None = None
+    """One expert of ``shape`` as this machine measured it; None: it did not."""
+
+
 class NodeFacts(ControlBody, frozen=True, kw_only=True):
     """A node's own measurements, in bytes, bytes per second and seconds."""
 
@@ -131,6 +147,8 @@ class NodeFacts(ControlBody, frozen=True, kw_only=True):
     """Identifier of the machine, the same for all its processes."""
     unified_memory: bool = False
     """Whether CPU and GPU share the memory, so that the system needs a reserve."""
+    gpu: GpuFacts | None = None
+    """None: it has none that torch uses, lends nothing of it, or is of a version before."""
 
 
 class Linked(ControlBody, frozen=True, kw_only=True):
@@ -412,6 +430,29 @@ def check_facts(facts: NodeFacts) -> None:
         > MOST_TEXT
     ):
         raise RingProtocolError("A machine describes itself in too many words.")
+    if facts.gpu is not None:
+        _check_gpu(facts.gpu)
+
+
+def _check_gpu(gpu: GpuFacts) -> None:
+    sizes = (gpu.memory_total, gpu.memory_free, gpu.memory_lent or 0)
+    if not all(0 <= size < _LARGEST for size in sizes) or not 0 < gpu.memory_total >= gpu.memory_free:
+        raise RingProtocolError(
+            f"A machine says that its GPU has {gpu.memory_free} bytes free of {gpu.memory_total} bytes."
+        )
+    found = gpu.calibration
+    if found is None:
+        return
+    try:
+        check_calibration(found)
+    except ValueError as error:
+        raise RingProtocolError(f"A machine measured its GPU in a way that cannot be: {error}.") from error
+    curves = [curve for curve in (found.cpu, found.gpu, found.activation_copy) if curve is not None]
+    times = [found.weight_copy, *(seconds for curve in curves for seconds in curve.seconds)]
+    if found.gpu is None or max(len(curve.tokens) for curve in curves) > MOST_POINTS:
+        raise RingProtocolError("A machine measured its GPU in no points, or in too many.")
+    if max(times) > _LONGEST_S or max(found.cpu_overlapped, found.copy_overlapped) > _LONGEST_S:
+        raise RingProtocolError("A machine says that its GPU takes longer for an expert than any does.")
 
 
 def check_placement(placement: Placement) -> None:

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from engine.calibration.calibration_file import MLX_GPU, calibration_key, load_speed
+from engine.calibration.calibration_file import MLX_GPU, calibration_key, load_calibration, load_speed
 from engine.calibration.memory_rate import memory_rate
 from engine.calibration.synthetic_experts import check_shape, expert_curve
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.central import CentralHead, CentralNode
-from engine.cluster.membership.control_messages import NodeFacts, WantedFacts
+from engine.cluster.membership.control_messages import GpuFacts, NodeFacts, WantedFacts
 from engine.cluster.transport.exchange import Buffer
 from engine.cluster.transport.exchange_timing import between_exchanges
 from engine.cluster.weights.shard_store import RESERVE_BYTES
@@ -42,7 +42,9 @@ from engine.moe.kernels.pool import physical_cores
 from engine.moe.rank_context import HEAD, RankContext
 from engine.planning.calibration import ExpertShape
 from engine.planning.placement import Placement
+from engine.runtimes import gpu_present
 from engine.system.free_memory import available_bytes, memory
+from engine.system.machine import gpu as first_gpu
 from engine.system.machine import processor
 
 if TYPE_CHECKING:
@@ -98,6 +100,27 @@ def measure_node(wanted: WantedFacts, threads: int | None = None) -> NodeFacts:
         layer_overhead_s=dict(speed.layer_overhead_s) if speed is not None else {},
         machine=this_machine(),
         unified_memory=sys.platform == "darwin" and platform.machine() == "arm64",
+        gpu=torch_gpu(wanted.shape, dtype, threads),
+    )
+
+
+def torch_gpu(shape: ExpertShape | None, dtype: str, threads: int | None) -> GpuFacts | None:
+    """The GPU that torch uses here, and what `privatellm bench experts` measured on it with experts of ``shape``.
+
+    None if there is no GPU, or torch cannot use it. Nothing is measured now: that would take the GPU for a minute.
+    """
+    if importlib.util.find_spec("torch") is None or not gpu_present():
+        return None
+    found = first_gpu()
+    if found is None:
+        return None
+    calibration = None if shape is None else load_calibration(shape, calibration_key(dtype, threads, found.name))
+    measured = calibration if calibration is not None and calibration.gpu is not None else None
+    return GpuFacts(
+        name=found.name,
+        memory_total=found.total,
+        memory_free=min(found.free, found.total),
+        calibration=measured,
     )
 
 

@@ -13,24 +13,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from engine.cluster.answers import Answers
 from engine.cluster.central import CentralNode
 from engine.cluster.epoch_links import EpochLinks, rank_context_of
 from engine.cluster.expert_runners import layers_for, load_experts
 from engine.cluster.formation import PassControl
-from engine.cluster.membership.control_messages import EpochSpec, Forming
+from engine.cluster.membership.control_messages import EpochSpec, Forming, GpuFacts
 from engine.cluster.membership.measuring_node import runtimes
 from engine.cluster.transport.exchange import Buffer, Exchange, Link, PeerLost
 from engine.cluster.weights.transfer import outline
 from engine.cluster.worker.follower import BEAMS_LIMIT, Follower
 from engine.errors import ModelError
-from engine.ipc.messages import ExchangeName, LendTerms, Load
+from engine.ipc.messages import LENT_GPU_SHARE, ExchangeName, LendTerms, Load
 from engine.ipc.progress import ProgressCallback
 from engine.moe.kernels.cpu_threads import within_this_machine
 from engine.moe.rank_context import HEAD
+from engine.planning.hybrid import HybridRequest
+from engine.planning.ring_nodes import NodeGpu, slabs_on
+from engine.planning.runtime_choice import experts_runtime
 from engine.residency.resident_model import ResidentModel, held_in
 from engine.runtimes import runtime_named
 from engine.runtimes.loading import load_model
+from engine.runtimes.model_headers import read_headers
 from engine.runtimes.protocol import LoadedModel, RingPlace
 
 WINDOW_S = 5.0
@@ -42,6 +48,14 @@ def lent_threads(terms: LendTerms, wanted: int | None) -> int | None:
     return min((each for each in (wanted, terms.cpu_threads) if each is not None), default=None)
 
 
+def lent_gpu(gpu: GpuFacts | None, terms: LendTerms) -> GpuFacts | None:
+    """``gpu`` with what is lent of it; None if that is nothing."""
+    if gpu is None or terms.lend_gpu_memory == 0:
+        return None
+    lent = terms.lend_gpu_memory
+    return msgspec.structs.replace(gpu, memory_lent=round(LENT_GPU_SHARE * gpu.memory_total) if lent is None else lent)
+
+
 def load_of(spec: EpochSpec, terms: LendTerms) -> Load:
     """How the shard is loaded: as the head loads its own, on this machine's ``terms``."""
     own = terms.machine_options() | {"cpu_threads": lent_threads(terms, spec.cpu_threads)}
@@ -50,9 +64,12 @@ def load_of(spec: EpochSpec, terms: LendTerms) -> Load:
         model=spec.model,
         runtime=spec.runtime,
         dtype=spec.dtype,
-        partitioning="cpu" if spec.runtime == "native" else "auto",
+        partitioning="cpu" if spec.runtime == "native" or terms.lend_gpu_memory == 0 else "auto",
         context_limit=spec.context_limit,
         prefill_chunk=spec.prefill_chunk,
+        most_memory=terms.lend_memory,
+        most_gpu_memory=terms.lend_gpu_memory,
+        most_gpu_share=LENT_GPU_SHARE if terms.lend_gpu_memory is None else 1.0,
         **own,
     )
     return within_this_machine(wanted)[0]
@@ -64,6 +81,22 @@ def shard_bytes(folder: Path, spec: EpochSpec) -> int:
     return parts.expert_bytes * spec.placement.count_of(spec.rank) + (
         0 if spec.mode == "central" else parts.trunk_bytes
     )
+
+
+def gpu_shard_bytes(folder: Path, spec: EpochSpec, gpu: GpuFacts | None, terms: LendTerms) -> int:
+    """Bytes of this node's experts that ``gpu`` may keep on ``terms``, so that they need no other memory.
+
+    ``folder`` as in :func:`shard_bytes`. Raises ModelError if it cannot be read.
+    """
+    lent = lent_gpu(gpu, terms)
+    if lent is None or experts_runtime(spec.runtime, runtimes()) != "torch":
+        return 0
+    load = load_of(spec, terms)
+    sizes = read_headers(folder, load).sizes
+    context = min(sizes.context_limit, load.context_limit or HybridRequest().context_tokens)
+    free = min(lent.memory_free, lent.memory_lent or 0)
+    slabs = slabs_on(NodeGpu(lent.name, lent.memory_total, free), sizes.for_planning(), context, load.prefill_chunk)
+    return min(slabs, spec.placement.count_of(spec.rank)) * outline(folder).expert_bytes
 
 
 class Work(Protocol):
@@ -115,7 +148,7 @@ class _ModelFollowing:
         held = held_in(rank_context_of(spec))
         self._model = model
         self._ready = ResidentModel(model, folder, load_of(spec, task.terms), held, task.warm, task.notice)
-        memory = None if lent is None else max(0, lent - shard_bytes(folder, spec))
+        memory = None if lent is None else max(0, lent + model.facts.gpu_expert_bytes - shard_bytes(folder, spec))
         self._follower = Follower(model, passes, task.ran, self._ready.passing, memory)
         self._link = link
 
@@ -178,7 +211,7 @@ class CentralWork:
         spec, folder = task.spec, task.folder
         here = runtimes()
         # The head's, where it is installed: then the bits are those of one machine.
-        own = spec.runtime if spec.runtime in here else "mlx" if here[:1] == ["mlx"] else "torch"
+        own = experts_runtime(spec.runtime, here)
         context = rank_context_of(spec)
         load = load_of(spec, task.terms)
         self._experts = load_experts(own, folder, load, context, task.progress)

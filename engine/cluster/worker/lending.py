@@ -36,7 +36,7 @@ from engine.cluster.membership.control_messages import (
 )
 from engine.cluster.membership.heartbeat import FORMING
 from engine.cluster.membership.links import measure_best, try_own
-from engine.cluster.membership.measuring_node import measure_node
+from engine.cluster.membership.measuring_node import measure_node, torch_gpu
 from engine.cluster.membership.node import LentState, Node
 from engine.cluster.membership.server import Caller, RpcMethod
 from engine.cluster.transport.epochs import check_certificate
@@ -46,7 +46,7 @@ from engine.cluster.weights.local_weights import held_of, reusable_bytes
 from engine.cluster.weights.shard_store import Need, ShardStore
 from engine.cluster.weights.transfer import OFFER_LIMIT, Offer, decode_offer, encode_wanted, outline
 from engine.cluster.weights.weight_fingerprint import why_unlike
-from engine.cluster.worker.follower_work import Following, lent_threads, shard_bytes
+from engine.cluster.worker.follower_work import Following, gpu_shard_bytes, lent_gpu, lent_threads, shard_bytes
 from engine.cluster.worker.giving import Giving
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import LendingFacts, LendTerms
@@ -281,7 +281,13 @@ class ClusterWorker:
         exchanges = [str(name) for name in available_exchanges()]
         disk = facts.disk_free + reusable_bytes(wanted.weights, wanted.family, caller.node_id)
         return msgspec.structs.replace(
-            facts, exchanges=exchanges, has=has, has_trunk=trunk, disk_free=disk, memory_lent=self._terms.lend_memory
+            facts,
+            exchanges=exchanges,
+            has=has,
+            has_trunk=trunk,
+            disk_free=disk,
+            memory_lent=self._terms.lend_memory,
+            gpu=lent_gpu(facts.gpu, self._terms),
         )
 
     def _measure_links(self, caller: Caller, linked: Linked) -> MeasuredLink:
@@ -481,7 +487,10 @@ class ClusterWorker:
         """Raises ModelError if the shard would take more memory than its person lends."""
         if self._terms.lend_memory is None or self._need is None:
             return
-        taken = shard_bytes(self._need.folder, spec)
+        folder = self._need.folder
+        taken = shard_bytes(folder, spec)
+        if taken > self._terms.lend_memory:
+            taken -= gpu_shard_bytes(folder, spec, torch_gpu(None, "bfloat16", None), self._terms)
         if taken > self._terms.lend_memory:
             raise ModelError(
                 f"{self._node.name} lends {byte_size(self._terms.lend_memory)} of memory and its share would take "

@@ -61,6 +61,7 @@ from engine.ipc.messages.parts import (
     Sampling as Sampling,
 )
 from engine.ipc.messages.requests import (
+    LENT_GPU_SHARE as LENT_GPU_SHARE,
     AnyRequest as AnyRequest,
     Bench as Bench,
     Cancel as Cancel,

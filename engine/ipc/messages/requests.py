@@ -9,6 +9,9 @@ import msgspec
 from engine.ipc.messages.parts import BenchKind, DtypeName, ExpertPolicy, Message, Partitioning, RuntimeName, Sampling
 from engine.ipc.messages.ring import RingChoice
 
+LENT_GPU_SHARE = 0.5
+"""Fraction of a GPU's memory that is lent where its person says nothing."""
+
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
     """Base of requests. The app chooses ``id``, and every event of the request carries it.
@@ -48,6 +51,12 @@ class LoadOptions(MachineOptions, frozen=True, kw_only=True):
     policy: ExpertPolicy = "balanced"
     gpu_expert_bytes: int | None = None
     """Bytes of GPU memory for experts; None: all that trunk, keys and values and workspace leave free."""
+    most_memory: int | None = None
+    """Bytes of memory whose pages may be locked for copies to a GPU; None: what is free."""
+    most_gpu_memory: int | None = None
+    """Bytes of GPU memory that all of the model may take; None: what is free."""
+    most_gpu_share: float = 1.0
+    """Fraction of the GPU's memory that all of the model may take at most."""
     prefill_chunk: int = 512
     """Tokens per prefill chunk. Cancellation and progress happen between chunks."""
     ring: RingChoice = RingChoice()
@@ -162,6 +171,8 @@ class LendTerms(MachineOptions, frozen=True, kw_only=True):
 
     lend_memory: int | None = None
     """Maximum bytes of memory for a shard; None: all that is free."""
+    lend_gpu_memory: int | None = None
+    """Bytes of GPU memory that a share of a model may take; None: LENT_GPU_SHARE of what the GPU has; 0: none of it."""
     give_models: bool = True
     """Whether paired machines may copy a model that they name, while this machine is lent."""
 

@@ -99,6 +99,10 @@ class NodeShard(msgspec.Struct, frozen=True, kw_only=True):
     """Average number of experts that it runs per layer and token."""
     has_bytes: int = 0
     """Bytes of its shard that it has already and that are not sent."""
+    gpu: str = ""
+    """Name of the GPU that shares its experts; empty: none does."""
+    gpu_expert_bytes: int = 0
+    """Of :attr:`expert_bytes`, what the GPU's memory keeps."""
 
 
 class RingFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,13 +19,14 @@ from engine.models.files import Experts, ModelFiles
 from engine.models.sizes import sizes_of
 from engine.moe.popularity_file import seed_counts, seed_order
 from engine.moe.timing import Recorder
-from engine.planning.calibration import Calibration, Processor, estimated
+from engine.planning.calibration import Calibration, guessed, with_trunk_on_host
 from engine.planning.hybrid import (
     GPU_RUNTIME_BYTES,
     Device,
     HybridMachine,
     HybridRequest,
     ModelSizes,
+    experts_only,
     gpu_room,
     plan,
     slabs_kept,
@@ -40,11 +41,6 @@ from engine.runtimes.torch.offload.hybrid import HybridBackend
 from engine.runtimes.torch.offload.local import make_cpu_backend
 from engine.runtimes.torch.offload.torch_tensors import NAMES
 from engine.system.free_memory import available_bytes, memory
-
-GUESSED_CPU = Processor(memory_rate=40e9, operations_rate=1e12, fixed_s=20e-6)
-GUESSED_GPU = Processor(memory_rate=600e9, operations_rate=60e12, fixed_s=40e-6)
-GUESSED_PCIE = 20e9
-"""What a machine is taken for until it was measured: a desktop computer with a GPU of the middle class."""
 
 GpuFinder = Callable[[], ExpertDevice | None]
 
@@ -82,7 +78,7 @@ def find_room(
         return None, []
     try:
         device = find_gpu()
-        free, total = device.memory() if device is not None else (0, 0)
+        there, total = device.memory() if device is not None else (0, 0)
     except DeviceLost as error:
         return None, [
             f"The GPU cannot be used ({error}), so everything runs on the CPU; leave privatellm and start it again to "
@@ -97,11 +93,12 @@ def find_room(
                 "partitioning cpu says that this is wanted."
             ]
         return None, []
+    free = _may_take(request, there, total)
     sizes = sizes_of(files, NAMES[dtype])
     context = min(sizes.context_limit, request.context_limit or HybridRequest().context_tokens)
     needed = sizes.for_planning(bytes_per_weight=dtype.itemsize)
     if in_ring:
-        needed = replace(needed, trunk_bytes=0, key_value_bytes_per_token=0)
+        needed = experts_only(needed)
     room = gpu_room(needed, Device(device.name, total, free), context, request.prefill_chunk)
     wanted = request.gpu_expert_bytes
     if room >= (wanted or 0):
@@ -109,6 +106,11 @@ def find_room(
         if slower is not None:
             return None, [f"Everything runs on the CPU: {slower}."]
         return Room(device, needed, context, room if wanted is None else wanted, in_ring), []
+    if free < there:
+        return None, [
+            f"{byte_size(free)} of {device.name} are lent, {byte_size(-room)} less than it takes to run experts there, "
+            "so everything runs on the CPU; `privatellm join --gpu-memory` lends more."
+        ]
     if request.partitioning == "auto" and wanted is None:
         return None, [
             f"{device.name} lacks {byte_size(-room)} of memory for the trunk, keys and values, and workspace, so "
@@ -120,6 +122,12 @@ def find_room(
         "GPU memory for experts, a smaller context limit, or partitioning cpu.",
         kind="memory",
     )
+
+
+def _may_take(request: Load, free: int, total: int) -> int:
+    """Bytes of a GPU's memory that ``request`` may take of what is free."""
+    lent = request.most_gpu_memory
+    return min(free, round(request.most_gpu_share * total), free if lent is None else lent)
 
 
 def _slower(
@@ -170,6 +178,8 @@ def make_hybrid(
     notices += said
     policy = policy_named(request.policy, experts.count)
     calibration = find_calibration(experts, dtype, request, room.device.name, notices)
+    if room.in_ring:
+        calibration = with_trunk_on_host(calibration)
     per_token, on_device = room.sizes.experts_per_token, not room.in_ring
     backend = HybridBackend(
         HostExperts(experts), room.device, cpu, gates, policy, calibration, dtype, recorder, per_token, on_device
@@ -187,14 +197,14 @@ def find_calibration(experts: Experts, dtype: torch.dtype, request: Load, gpu: s
         f"What runs where rests on a guess, because {gpu} and this CPU were not measured with these experts; "
         "`privatellm bench experts` does it in a minute."
     )
-    return estimated(shape, cpu=GUESSED_CPU, gpu=GUESSED_GPU, pcie_rate=GUESSED_PCIE, bytes_per_weight=dtype.itemsize)
+    return guessed(shape, dtype.itemsize)
 
 
 def open_cache(
     backend: HybridBackend, room: Room, files: ModelFiles, request: Load, top_k: int, progress: ProgressCallback
 ) -> list[str]:
     """Fill the GPU's memory with experts, the trunk being there; a line for each fallback."""
-    notices = backend.lock_pages(progress)
+    notices = backend.lock_pages(progress, request.most_memory)
     policy: Policy = policy_named(request.policy)
     free, total = room.device.memory()
     filled = replace(room.sizes, trunk_bytes=0)

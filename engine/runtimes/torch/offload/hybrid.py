@@ -32,7 +32,7 @@ from engine.runtimes.torch.offload.host_memory import HostExperts
 from engine.runtimes.torch.offload.routes import HostShare, SortedRoutes, host_share, sort_routes
 from engine.runtimes.torch.offload.slab_cache import Key, SlabCache
 from engine.runtimes.torch.offload.tensor_backend import TensorBackend
-from engine.system.free_memory import RESERVE_BYTES
+from engine.system.free_memory import RESERVE_BYTES, memory
 
 WORTH_EVERY = 4
 """One in so many layers is asked what it would take without the cache: a decision costs as much as it does."""
@@ -136,9 +136,13 @@ class HybridBackend(TensorBackend):
 
     # --- the device's memory --------------------------------------------------------------------------------------
 
-    def lock_pages(self, progress: ProgressCallback) -> list[str]:
-        """Lock the host's pages that hold experts; a line for the person if that is refused."""
-        return self._host.lock(self._device.lock_pages, self._device.unlock_pages, progress)
+    def lock_pages(self, progress: ProgressCallback, most: int | None = None) -> list[str]:
+        """Lock the host's pages that hold experts; a line for the person if that is refused.
+
+        ``most`` bytes of memory may be taken; None: what is free.
+        """
+        available = None if most is None else min(most, memory().free)
+        return self._host.lock(self._device.lock_pages, self._device.unlock_pages, progress, available)
 
     def open_cache(
         self, nbytes: int, order: Sequence[Key], reserve: int, progress: ProgressCallback = lambda *_: None
