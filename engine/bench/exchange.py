@@ -104,9 +104,9 @@ def _measure(
 ) -> Measured:
     result = Measured(len(processes))
     for process in processes:
-        process.tell(NodeSetup(rank=process.rank, certificate=process.certificate, private_key=process.private_key))
+        process.send(NodeSetup(rank=process.rank, certificate=process.certificate, private_key=process.private_key))
     neighbours = [
-        NeighbourNode(certificate=process.certificate, port=process.hear(NodePort).port) for process in processes
+        NeighbourNode(certificate=process.certificate, port=process.receive(NodePort).port) for process in processes
     ]
     plan = NodePlan(
         epoch=secrets.token_hex(8), key=secrets.token_bytes(32), neighbours=neighbours, exchanges=list(exchanges)
@@ -153,8 +153,8 @@ def _compare(processes: Sequence[_NodeProcess], exchanges: list[ExchangeName]) -
 
 def _ask_all(processes: Sequence[_NodeProcess], message: msgspec.Struct, kind: type[_Message]) -> list[_Message]:
     for process in processes:
-        process.tell(message)
-    return [process.hear(kind) for process in processes]
+        process.send(message)
+    return [process.receive(kind) for process in processes]
 
 
 class _NodeProcess:
@@ -170,8 +170,8 @@ class _NodeProcess:
             stderr=subprocess.DEVNULL,
         )
 
-    def tell(self, message: msgspec.Struct) -> None:
-        """Raises ModelError (network) if the process is gone."""
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message. Raises ModelError (network) if the process is gone."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(msgspec.json.encode(message) + b"\n")
@@ -179,8 +179,8 @@ class _NodeProcess:
         except OSError:
             raise self._lost() from None
 
-    def hear(self, kind: type[_Message]) -> _Message:
-        """Its next answer. Raises ModelError (network) if it is gone, or silent for too long."""
+    def receive(self, kind: type[_Message]) -> _Message:
+        """The node's next answer. Raises ModelError (network) if it is gone or silent for too long."""
         assert self._process.stdout is not None
         giving_up = threading.Timer(ANSWER_S, self._process.kill)
         giving_up.daemon = True
@@ -194,10 +194,10 @@ class _NodeProcess:
         try:
             return msgspec.json.decode(line, type=kind)
         except msgspec.DecodeError as error:
-            raise ModelError(f"Node {self.rank} of the benchmark said something else ({error}).", "internal") from None
+            raise ModelError(f"Node {self.rank} of the benchmark sent something else ({error}).", "internal") from None
 
     def close(self) -> None:
-        """End it: by closing its stdin, and by force if that is not enough."""
+        """End the process by closing its stdin, and kill it if that is not enough."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             self._process.stdin.close()

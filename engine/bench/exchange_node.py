@@ -1,4 +1,4 @@
-"""One node of ``bench exchange``: ``python -m engine.bench.exchange_node`` is told by its stdin what to measure.
+"""One node of ``bench exchange``: ``python -m engine.bench.exchange_node`` reads its requests from stdin.
 
 Each line in and out is one message in JSON. The process ends with its stdin.
 """
@@ -189,48 +189,48 @@ def _processor_seconds() -> float:
     return total
 
 
-class _Told:
-    """What the bench says, read by a thread of its own: that it is gone must be noticed also while this node waits for
-    other nodes, or connects."""
+class _Requests:
+    """The benchmark's requests. A thread of its own reads them, so that the end of the benchmark is noticed while this
+    node waits for other nodes."""
 
     def __init__(self) -> None:
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="reading the bench", daemon=True).start()
 
-    def hear(self, kind: type[Any]) -> Any:
-        """The next message; None once the bench is gone."""
+    def receive(self, kind: type[Any]) -> Any:
+        """The next message; None once the benchmark is gone."""
         line = self._lines.get()
         return msgspec.json.decode(line, type=kind) if line else None
 
     def _read(self) -> None:
         while line := sys.stdin.buffer.readline(MOST_LINE):
             self._lines.put(line)
-        # Whatever this node does may wait for nodes that were ended already: it ends all the same.
+        # This node may be waiting for nodes that have ended already. It must end in any case.
         ending = threading.Timer(END_S, os._exit, (0,))
         ending.daemon = True
         ending.start()
         self._lines.put(b"")
 
 
-def _say(message: msgspec.Struct) -> None:
+def _send(message: msgspec.Struct) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
     sys.stdout.buffer.flush()
 
 
 def main() -> None:
     """Serve the bench until it closes this process's stdin."""
-    told = _Told()
-    setup = told.hear(NodeSetup)
+    requests = _Requests()
+    setup = requests.receive(NodeSetup)
     if setup is None:
         return
     node = BenchNode(setup)
     try:
-        _say(NodePort(port=node.port))
-        plan = told.hear(NodePlan)
+        _send(NodePort(port=node.port))
+        plan = requests.receive(NodePlan)
         if plan is not None:
-            _say(node.connect(plan))
-            while (wanted := told.hear(NodeRound)) is not None:
-                _say(node.measure(wanted))
+            _send(node.connect(plan))
+            while (wanted := requests.receive(NodeRound)) is not None:
+                _send(node.measure(wanted))
     finally:
         # An exchange of another library may hang: see above.
         threading.Timer(END_S, os._exit, (0,)).start()

@@ -1,7 +1,7 @@
-"""Further nodes on this machine: engine processes of their own, paired with this one, on loopback only.
+"""Further nodes on this machine: separate engine processes, paired with this one, on loopback only.
 
-What the ring's benchmark and its tests run on. Every process has a PRIVATELLM_HOME of its own, in a temporary folder
-that is removed at the end, and everything ends with the object.
+The ring's benchmark and tests use them. Every process has its own PRIVATELLM_HOME in a temporary folder, which is
+removed at the end. All processes end with the object.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ E = TypeVar("E", bound=AnyEvent)
 
 
 class ChildProcess(Protocol):
-    """The part of ``subprocess.Popen`` that a started engine is used by."""
+    """The part of ``subprocess.Popen`` that is used for an engine process."""
 
     pid: int
     returncode: int | None
@@ -69,8 +69,8 @@ def launch_python(arguments: Sequence[str], environment: Mapping[str, str]) -> C
 class LocalEngine:
     """An engine process of this machine, and the events it sent. From any thread.
 
-    ``arguments``: of the Python interpreter, for a process that is prepared before it calls ``engine.host.main()``.
-    ``launch``: how the process is started; tests fork it from one that has imported everything.
+    ``arguments`` of the Python interpreter may prepare the process before it calls ``engine.host.main()``. ``launch``
+    starts the process; tests fork it from one that has imported everything.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class LocalEngine:
     ) -> None:
         self.home = home
         env = {**os.environ, "PRIVATELLM_HOME": str(home), "GRPC_VERBOSITY": "NONE", **(environment or {})}
-        # A keyring is the person's: processes that are gone in a minute keep their keys in files.
+        # The keyring belongs to the person: short-lived processes keep their keys in files.
         env["PYTHON_KEYRING_BACKEND"] = "keyring.backends.null.Keyring"
         self.process = launch(arguments, env)
         self.events: list[AnyEvent] = []
@@ -112,7 +112,7 @@ class LocalEngine:
         return found
 
     def wait(self, wanted: Callable[[AnyEvent], bool], seconds: float = START_S, since: int = 0) -> AnyEvent:
-        """The first event from ``since`` on that is wanted. Raises ModelError if none comes in time."""
+        """The first wanted event with index ``since`` or higher. Raises ModelError if none comes in time."""
         by = time.monotonic() + seconds
         with self._news:
             while True:
@@ -125,13 +125,13 @@ class LocalEngine:
                     raise ModelError(f"An engine process on this machine {what} ({self.home}).", kind="internal")
 
     def state(self) -> NetworkState | None:
-        """The last one it sent."""
+        """The last state that it sent."""
         with self._news:
             states = [event for event in self.events if isinstance(event, NetworkState)]
         return states[-1] if states else None
 
     def close(self) -> None:
-        """End the process, by force if it does not go by itself; may be called twice."""
+        """End the process, and kill it if it does not end by itself. May be called twice."""
         with contextlib.suppress(OSError, ValueError):
             self.send(Shutdown(id=0))
         with contextlib.suppress(OSError, ValueError):
@@ -165,7 +165,7 @@ class LocalEngine:
 
 
 def pair_homes(homes: Sequence[Path], with_all: bool = False) -> list[Identity]:
-    """Give every home an identity, and pair the first with each other one (or all with all), as a code would."""
+    """Give every home an identity, and pair the first with each other one, or all with all, as a code would."""
     identities = [load_identity(home / NETWORK) for home in homes]
     for index, one in enumerate(identities):
         for other in range(index):
@@ -182,8 +182,9 @@ def _trust(home: Path, peer: Identity, name: str) -> None:
 class LocalRing:
     """``followers`` lent engine processes, each paired with the head whose home is ``head``, and listening.
 
-    ``models``: model folders that they find as their own, so that no weights are sent. ``threads``: of libraries that
-    choose for themselves (what a ring computes with is in its Load); ``cpus``: where each may run, if not anywhere.
+    ``models`` are model folders that they find as their own, so that no weights are sent. ``threads`` is the number for
+    libraries that choose by themselves; a ring's own number is in its Load. ``cpus`` are the hardware threads of each
+    process; None: all.
     """
 
     def __init__(
@@ -212,7 +213,7 @@ class LocalRing:
                 engine = LocalEngine(home, environment, launch=launch)
                 self.engines.append(engine)
                 if index < len(cpus):
-                    # Before it has other threads, which will be there too.
+                    # This is done before the process has other threads, which inherit it.
                     os.sched_setaffinity(engine.process.pid, cpus[index])
             self.addresses = [
                 open_network(engine, f"node {index + 1}", lend=True) for index, engine in enumerate(self.engines)
@@ -237,7 +238,7 @@ class LocalRing:
 
 
 def open_network(engine: LocalEngine, name: str, lend: bool = False, peers: Sequence[str] = ()) -> str:
-    """Open the network of ``engine`` on loopback; the address of its control port. Raises ModelError."""
+    """Open the network of ``engine`` on loopback. Returns the address of its control port. Raises ModelError."""
     request = OpenNetwork(id=engine.new_id(), name=name, listen="127.0.0.1:0", peers=list(peers), lend=lend)
     engine.ask(request)
     state = engine.wait(lambda event: isinstance(event, NetworkState) and bool(event.me.listening))
@@ -250,7 +251,7 @@ _TASKS = Path("/proc/self/task")
 
 
 def shared_out(cores: Sequence[frozenset[int]], processes: int) -> list[frozenset[int]]:
-    """Of ``cores`` (the hardware threads of each), as many for each process; empty if there are too few. Pure."""
+    """Divide ``cores`` (the hardware threads of each) evenly among the processes; empty if there are too few. Pure."""
     each = len(cores) // processes
     if not each:
         return []
@@ -258,7 +259,7 @@ def shared_out(cores: Sequence[frozenset[int]], processes: int) -> list[frozense
 
 
 def cores_here(topology: Path = _TOPOLOGY) -> list[frozenset[int]]:
-    """The hardware threads this process may run on, core by core; empty where processes cannot be bound to them."""
+    """The hardware threads available to this process, by core; empty if processes cannot be bound to them."""
     if not hasattr(os, "sched_setaffinity"):
         return []
     allowed = os.sched_getaffinity(0)
@@ -274,7 +275,7 @@ def cores_here(topology: Path = _TOPOLOGY) -> list[frozenset[int]]:
 
 @contextlib.contextmanager
 def bound(cpus: Iterable[int]) -> Iterator[None]:
-    """Within it, all threads of this process run on ``cpus`` alone; without any, wherever they ran before."""
+    """Bind all threads of this process to ``cpus``, until the end of the context; without ``cpus``, change nothing."""
     wanted = set(cpus)
     before = _affinities() if wanted else {}
     for thread in before:
@@ -288,7 +289,7 @@ def bound(cpus: Iterable[int]) -> Iterator[None]:
 
 
 def _affinities() -> dict[int, set[int]]:
-    """By thread of this process."""
+    """The hardware threads of each thread of this process."""
     found = {}
     for task in _TASKS.iterdir():
         with contextlib.suppress(OSError):  # it has ended

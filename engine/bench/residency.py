@@ -1,8 +1,8 @@
-"""``bench residency``: what idling costs, by how weights are packed (the paper of private LLMs, algorithms 1 and 2).
+"""``bench residency``: the cost of idling for two packings of weights (the paper of private LLMs, algorithms 1 and 2).
 
-A chain of matrix products stands for the layers of a model; between two layers the benchmark waits, longer and longer,
-and sees whether the weights are then still where they were. Unstacked, every matrix lies in a file and an array of its
-own; prestacked, all of them in one. No model is loaded.
+A chain of matrix products stands for the layers of a model. Between two layers the benchmark waits, longer and longer,
+and measures whether the weights are still in memory. Unstacked, every matrix has its own file and array; prestacked,
+all of them are in one. No model is loaded.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LARGEST = 8192
 _STEP = 256
 _MEMORY_SHARE = 0.1
 _WAITING_S = 20.0
-"""Maximum waiting for the samples of one wait in seconds; one sample is always taken."""
+"""Maximum seconds of waiting for the samples of one wait. One sample is always taken."""
 _TENSOR = "weight"
 _ROWS_AT_ONCE = 1024
 
@@ -65,7 +65,7 @@ class Size:
 
     @property
     def nbytes(self) -> int:
-        """Of one packing."""
+        """Bytes of one packing."""
         return self.layers * MATRICES * self.n * self.n * 2
 
 
@@ -85,13 +85,13 @@ class Multiplier(Protocol):
 
 
 def size_for(memory: int, layers: int = LAYERS) -> Size:
-    """The largest matrices of which ``layers`` take a tenth of ``memory`` bytes, at most the paper's. Pure."""
+    """The largest matrices of which ``layers`` layers take a tenth of ``memory`` bytes, at most the paper's. Pure."""
     n = int((_MEMORY_SHARE * memory / (layers * MATRICES * 2)) ** 0.5) // _STEP * _STEP
     return Size(layers, max(_STEP, min(LARGEST, n)))
 
 
 def samples_for(wait_ms: int, layers: int, most: int) -> int:
-    """How often a wait is measured: ``most`` times, fewer where that took too long. Pure."""
+    """The number of samples of a wait: ``most``, or fewer if that took too long. Pure."""
     return max(1, min(most, int(_WAITING_S / max(1e-9, wait_ms * layers / 1000.0))))
 
 
@@ -226,7 +226,7 @@ def _wants_mlx(request: Bench) -> bool:
 
 @contextmanager
 def _folder(size: Size) -> Iterator[Path]:
-    """A folder for the matrices, gone afterwards."""
+    """A folder for the matrices, which is deleted afterwards."""
     base = ensure("data")
     check_space(base, 2 * size.nbytes, "This benchmark")
     with temporary_folder("bench-residency-", base) as folder:
@@ -254,14 +254,14 @@ def _stacked_matrices(path: Path, size: Size, places: list[list[tuple[int, int]]
 
 
 def _random_words(random: np.random.Generator, rows: int, columns: int) -> NDArray[np.uint16]:
-    """bfloat16 words of such a size that a chain of products neither grows nor fades."""
+    """bfloat16 words whose size keeps a chain of products from growing or vanishing."""
     values = random.standard_normal((rows, columns), dtype=np.float32) / np.float32(columns**0.5)
     words: NDArray[np.uint16] = (values.view(np.uint32) >> 16).astype(np.uint16)
     return words
 
 
 def _wait(seconds: float, cancelled: Callable[[], bool]) -> None:
-    """Sleep, and look now and then whether to stop."""
+    """Sleep, and check now and then whether to stop."""
     until = time.perf_counter() + seconds
     while (left := until - time.perf_counter()) > 0:
         time.sleep(min(left, 0.1))

@@ -1,9 +1,8 @@
 """``bench ring``: tables 3 and 4 of the paper of private LLMs on Apple Silicon, with processes on this machine.
 
-The nodes are engine processes of their own, on loopback, which share this machine's cores and memory: what can be
-compared is how the methods' parts relate, not how many tokens a cluster would write. Beside every measurement stands
-what the model of the cluster predicted: as planned before the ring was formed, and with the terms that were measured
-on one node alone and on the exchange of all.
+The nodes are separate engine processes on loopback, which share this machine's cores and memory. The figures therefore
+compare the methods, not the speed of a cluster. Beside every measurement is the prediction of the cluster's model: as
+planned before the ring was formed, and with the terms that were measured on one node alone and on the exchange of all.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ PROMPT = 32
 MOST_NODES = 8
 THERE_S = 30.0
 SWEEPS = 2
-"""Times that each ring is formed, the second time in the opposite order, so that warming up and other programs affect
-all rings alike."""
+"""Number of times that each ring is formed. The second time is in the opposite order, so that warming up and other
+programs affect all rings alike."""
 TRIES = 2
 """Attempts to form a ring that loses a node meanwhile."""
 MADE_UP = "synthetic-moe"
@@ -63,8 +62,8 @@ MADE_UP = "synthetic-moe"
 
 @dataclass(frozen=True)
 class RingMethod:
-    """A version of the paper's table 3. P, prestacking, is how every model lies here; the naive one calls its experts
-    one by one instead."""
+    """A version of the paper's table 3. Every model is prestacked (P) here; the naive version calls its experts one by
+    one instead."""
 
     name: str
     mode: RingMode
@@ -80,13 +79,14 @@ TABLE_3 = (NAIVE, BUSY_FULL, DECENTRALISED)
 
 @dataclass
 class Samples:
-    """What one method took on so many nodes, per token: a part per round; of the ring as last formed, the rest."""
+    """Measurements of one method on a number of nodes, per token. Lists have an entry per round; the rest is of the
+    last formed ring."""
 
     method: RingMethod | None
     """None: one node by itself."""
     nodes: int
     in_parts: bool = False
-    """By itself, but as a node of a ring runs it: cut at every MoE layer, for an exchange with nobody."""
+    """Whether the node runs as a node of a ring does, interrupted at every MoE layer, but with no other node."""
     parts: list[PassTime] = field(default_factory=list)
     planned: PassTime | None = None
     terms: StepTerms | None = None
@@ -103,10 +103,10 @@ class Samples:
 def bench_ring(
     request: Bench, report: ProgressCallback, cancelled: Callable[[], bool], made_up: MoeShape | None = None
 ) -> BenchResult:
-    """The methods of table 3 on the fewest nodes asked for, then the last of them on more (table 4); for the model of
-    ``request``, or without one for the starter and one made up (of the shape ``made_up``).
+    """Measure the methods of table 3 on the smallest number of nodes, then the last of them on more (table 4).
 
-    Raises ModelError (bad-input, disk), Cancelled.
+    Without a model in ``request``, the starter and a synthetic model of the shape ``made_up`` are measured. Raises
+    ModelError (bad-input, disk), Cancelled.
     """
     if not request.nodes or not all(2 <= nodes <= MOST_NODES for nodes in request.nodes):
         raise ModelError(
@@ -365,7 +365,7 @@ class LoneExchange:
 
 
 def ring_of_one(layers: Sequence[int], experts: int) -> RingPlace:
-    """The only node holds all ``experts`` of all MoE ``layers``; sums travel (fast mode), as far as anything does."""
+    """The context of a single node that holds all ``experts`` of all MoE ``layers``, in fast mode."""
     placement = Placement(tuple(layers), 1, (((HEAD,),) * experts,) * len(layers))
     context = RankContext("alone", HEAD, placement, "fast")
     return RingPlace(context, RingLayers(context, LoneExchange()))

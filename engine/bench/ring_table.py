@@ -1,4 +1,4 @@
-"""The table of ``bench ring``: what was measured beside what was predicted."""
+"""The table of ``bench ring``: measurements beside predictions."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ COLUMNS = ("model", "method", "nodes", *MEASURED, "planned", "predicted", "error
 
 @dataclass(frozen=True)
 class RingRow:
-    """What one method took on so many nodes: medians over the rounds, seconds per token, the head's.
+    """The result of one method on a number of nodes: medians over the rounds, in seconds per token on the head.
 
-    ``low`` and ``high``: the fastest and slowest round's; ``planned``: predicted before the ring was formed,
-    ``predicted``: with what was measured of one node alone and of the exchange; None where there is nothing to go by.
+    ``low`` and ``high`` are of the fastest and slowest round. ``planned`` was predicted before the ring was formed,
+    ``predicted`` with the measurements of one node alone and of the exchange; None without a basis.
     """
 
     model: str
@@ -32,7 +32,7 @@ class RingRow:
     planned: PassTime | None = None
     predicted: PassTime | None = None
     at_once: float = 1.0
-    """How many nodes' experts this machine runs in the time of one's."""
+    """Number of nodes whose experts this machine runs in the time of one node's."""
     exchange: str = ""
     exchange_s: float | None = None
 

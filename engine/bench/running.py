@@ -30,7 +30,7 @@ MOST_ROUNDS = 1000
 
 
 def check_bench(request: Bench) -> None:
-    """Raises ModelError (bad-input) for a number of rounds that means nothing."""
+    """Raises ModelError (bad-input) for an impossible number of rounds."""
     if not 1 <= request.rounds <= MOST_ROUNDS:
         raise ModelError(
             f"A benchmark of {request.rounds} rounds means nothing; choose 1 to {MOST_ROUNDS}.", kind="bad-input"
@@ -38,7 +38,7 @@ def check_bench(request: Bench) -> None:
 
 
 def load_for(request: Bench) -> Load:
-    """How the model is loaded for ``request``: measuring experts needs the GPU's memory for itself."""
+    """The Load for ``request``: measuring experts needs the GPU's memory for itself."""
     if request.kind != "experts":
         return request.load
     # By default on the CPU, whose kernels are measured; mlx, where it was chosen, has nothing but its GPU.
@@ -48,9 +48,9 @@ def load_for(request: Bench) -> Load:
 def run_bench(
     request: Bench, session: Session, folder: Path, report: ProgressCallback, cancelled: Callable[[], bool]
 ) -> BenchResult:
-    """Measure ``session``'s model, which is loaded from ``folder``. Raises ModelError, and Cancelled if told to stop.
+    """Measure ``session``'s model, which is loaded from ``folder``. Raises ModelError, and Cancelled if stopped.
 
-    Nothing of the conversation in the session's cache is lost: every measurement has rows of its own.
+    The session's cache is not changed, as every measurement has its own rows.
     """
     ran = msgspec.structs.replace(request.load, runtime=session.facts.runtime)
     sizes = read_headers(folder, ran).sizes

@@ -1,4 +1,4 @@
-"""What every measurement of a loaded model has in common."""
+"""The common parts of all measurements of a loaded model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ WARM_UP_STEPS = 2
 
 @dataclass(frozen=True)
 class BenchSubject:
-    """A loaded model to be measured. ``threads``: CPU threads it uses; ``weight_bytes``: read to decode one token."""
+    """A loaded model to measure. ``threads`` is its number of CPU threads. ``weight_bytes`` are read to decode a
+    token."""
 
     model: LoadedModel
     facts: ModelFacts
@@ -57,7 +58,7 @@ class BenchSubject:
 
 
 def random_tokens(seed: int, count: int, vocabulary: int) -> list[int]:
-    """Token ids that repeat nothing: greedy loops would use the same few experts again and again."""
+    """Token ids without repetition, as greedy loops would use the same few experts again and again."""
     lowest = min(3, vocabulary - 1)
     tokens: list[int] = np.random.default_rng(seed).integers(lowest, vocabulary, count).tolist()
     return tokens

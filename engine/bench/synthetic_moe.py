@@ -1,4 +1,4 @@
-"""A Mixture-of-Experts made up on the spot, so that a ring can be measured without fetching one."""
+"""A synthetic Mixture-of-Experts, so that a ring can be measured without downloading a model."""
 
 from __future__ import annotations
 

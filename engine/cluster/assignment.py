@@ -1,4 +1,4 @@
-"""Who runs which route of a layer: decided from the routes alone, so that every node comes to the same answer."""
+"""The assignment of a layer's routes to nodes. It depends only on the routes, so that all nodes agree."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from engine.moe.rank_context import RankContext
 from engine.planning.routing_load import Assigner, LoadingRules
 
 FEW_ROUTES = 64
-"""Up to here routes are sorted in Python, above by numpy: Python wins while there are few of them."""
+"""Maximum number of routes that are sorted in Python, which is faster than numpy for few of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedRoutes:
-    """A layer's routes, shared out. ``mine`` [tokens, k] are this node's, -1 elsewhere; ``rows[r]`` are the routes of
-    rank r, counted token by token, ascending; ``extra`` the experts to run besides."""
+    """The assignment of a layer's routes.
+
+    ``mine`` [tokens, k] are this node's routes, -1 elsewhere. ``rows[r]`` are the routes of rank r, counted token by
+    token, ascending. ``extra`` are the experts to run in addition.
+    """
 
     mine: Indices
     rows: tuple[Any, ...]
@@ -41,7 +44,7 @@ class SharedRoutes:
 
 
 class Router:
-    """Shares out the routes of each layer among the nodes of ``context``'s epoch."""
+    """Assigns the routes of each layer to the nodes of ``context``'s epoch."""
 
     def __init__(self, context: RankContext) -> None:
         self._rank = context.rank
@@ -51,7 +54,7 @@ class Router:
         self._rules = LoadingRules(context.placement, context.rank, context.loading, context.weights)
 
     def share(self, layer: int, indices: Indices, with_extra: bool) -> SharedRoutes:
-        """``indices`` [tokens, k]. ``with_extra``: with the experts that the loading rule adds."""
+        """The assignment of ``indices`` [tokens, k]. ``with_extra``: with the experts that the loading rule adds."""
         with_extra = with_extra and indices.size > 0  # there must be a token to run them on
         hashed = blake2b(indices.tobytes(), digest_size=8).digest()
         if indices.size <= FEW_ROUTES:

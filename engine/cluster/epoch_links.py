@@ -20,8 +20,8 @@ from engine.moe.rank_context import RankContext
 
 
 class EpochLinks:
-    """The links of an epoch, made by :func:`connect_epoch`. :meth:`close` wakes who waits; from any thread, also
-    twice."""
+    """The links of an epoch, made by :func:`connect_epoch`. :meth:`close` wakes waiting threads; it may be called from
+    any thread, and twice."""
 
     def __init__(self, epoch: Epoch) -> None:
         self.epoch = epoch

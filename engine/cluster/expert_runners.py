@@ -1,4 +1,4 @@
-"""Who is what in a ring, by its mode: the head's layers, and a follower's experts in central mode."""
+"""The roles of nodes by the ring's mode: the layers of a model, and a follower's experts in central mode."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from engine.runtimes.node_experts import NodeExperts
 
 
 def layers_for(context: RankContext, exchange: Exchange, one_by_one: bool = False) -> RingLayers | CentralHead:
-    """What the model of the node at ``context`` is loaded with. In central mode only the head has one; ``one_by_one``:
-    it calls its experts one after the other, the paper's naive version."""
+    """The layer exchange for the model of the node at ``context``. In central mode only the head has a model.
+
+    ``one_by_one``: the head calls experts one after the other, as the paper's naive version does.
+    """
     if context.mode == "central":
         return CentralHead(context, exchange, one_by_one=one_by_one)
     return RingLayers(context, exchange)

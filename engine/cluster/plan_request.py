@@ -1,4 +1,4 @@
-"""The ``Plan`` request for a ring: who would hold what, and the predicted speed. Nothing is sent or loaded."""
+"""The ``Plan`` request for a ring: the placement and the predicted speed. Nothing is sent or loaded."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def plan_ring_request(
     model = planned_model(headers, name, load)
     shards = decision.facts.nodes if decision.facts is not None else []
     if decision.kind == "elsewhere":
-        shards = shards[1:]  # the head holds nothing
+        shards = shards[1:]  # the head holds no weights
     memory = [part for shard in shards for part in _memory(shard, survey, model, decision.mode)]
     return RingRequest(decision, memory, tokens_per_s, found.choice)
 

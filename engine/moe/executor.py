@@ -38,17 +38,17 @@ class Executor(ABC, Generic[Array]):
     backend: ExpertBackend[Array]
 
     in_ring: bool
-    """Whether other machines come to every layer, too, so that it is to be run even without tokens."""
+    """Whether other machines take part in every layer, so that it must be run even without tokens."""
 
     @property
     @abstractmethod
     def description(self) -> str:
-        """How the experts run, in a few words."""
+        """A short description of how the experts run."""
 
     @property
     @abstractmethod
     def popularity(self) -> Popularity | None:
-        """How often each expert was used since the model was loaded, whoever ran it; None where nobody counts."""
+        """The number of routes to each expert since the model was loaded, on any machine; None if not counted."""
 
     @abstractmethod
     def run(
@@ -63,13 +63,13 @@ class Executor(ABC, Generic[Array]):
         """The weighted sum of the experts of ``layer``, [tokens, width] in the dtype of ``hidden`` [tokens, width].
 
         ``indices`` [tokens, k] are the experts of each token, distinct within a token; ``weights`` [tokens, k] are in
-        the model's dtype or float32. ``scale_input``: the weights multiply what goes into an expert. ``meanwhile`` is
-        work of the trunk that an executor does while it waits for others; where there are none it is not done.
+        the model's dtype or float32. ``scale_input``: the weights multiply an expert's input. ``meanwhile`` is work of
+        the trunk that a ring's executor does while it waits for other machines; other executors do not call it.
         """
 
 
 class LocalExecutor(Executor[Array]):
-    """All experts are this machine's."""
+    """The executor of a machine that has all experts."""
 
     in_ring = False
 
@@ -114,10 +114,10 @@ class LocalExecutor(Executor[Array]):
 
 
 class RingExecutor(Executor[Array]):
-    """The experts of ``context`` are this machine's, the results of the others come by ``exchange``.
+    """The executor of a node of a ring, which runs the experts of ``context`` and gets other results by ``exchange``.
 
-    In exact mode un-weighted results travel as the backend makes them, and the sum is that of one machine to the bit.
-    In central mode they travel as float32. In fast mode every machine's weighted sum travels.
+    In exact mode unweighted results are exchanged in the backend's dtype, and the sum equals that of one machine to the
+    bit. In central mode they are exchanged as float32. In fast mode every machine's weighted sum is exchanged.
     """
 
     in_ring = True
@@ -147,7 +147,7 @@ class RingExecutor(Executor[Array]):
 
     @property
     def popularity(self) -> Popularity:
-        """Of all routes, whoever ran them."""
+        """The popularity of all routes, on any machine."""
         return self._popularity
 
     def run(
@@ -194,7 +194,7 @@ class RingExecutor(Executor[Array]):
         return call.word if self._context.mode == "exact" else FLOAT32
 
     def _contribution(self, call: LayerCall[Array], weights: Floats, mine: Indices, extra: tuple[int, ...]) -> Words:
-        """What this machine sends of a layer."""
+        """This machine's contribution to a layer."""
         recorder, measured = self._recorder, self._recorder.enabled
         began = recorder.clock() if measured else 0.0
         if self._context.mode == "fast":

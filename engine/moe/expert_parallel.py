@@ -91,7 +91,7 @@ class LayerExchange(Protocol):
         ...
 
     def leave(self, error: BaseException) -> None:
-        """In place of :meth:`send`: the calls raised ``error``. The other nodes are told that the pass ends here."""
+        """Replace :meth:`send` after the calls raised ``error``: notify the other nodes that the pass ends here."""
         ...
 
 

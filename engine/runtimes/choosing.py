@@ -1,4 +1,5 @@
-"""Which runtime loads a model on this machine: what :mod:`engine.planning.runtime_choice` decides is found out here."""
+"""The choice of the runtime for a model on this machine. It collects the facts from which
+:mod:`engine.planning.runtime_choice` decides."""
 
 from __future__ import annotations
 
@@ -107,5 +108,5 @@ def _why_not_mlx(folder: Path, request: Load) -> str | None:
     from engine.runtimes.mlx.eligible import why_not
 
     if is_library(folder):
-        return None  # Nothing else reads it: what mlx says of it is what a person should hear.
+        return None  # No other runtime reads it, so mlx's own reason is the one to show.
     return why_not(folder, request)

@@ -1,4 +1,4 @@
-"""What plans need to know of a model's files, read once: a settings screen asks again with every change."""
+"""The facts of a model's files that plans need, read once, as a settings screen plans after every change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from engine.runtimes.choosing import mlx_by_default
 from engine.runtimes.native.runtime import check_native, why_not
 
 REMEMBERED = 8
-"""Models and choices; the files themselves are not kept open."""
+"""Maximum models and choices whose facts are kept. The files are not kept open."""
 
 _Key = tuple[object, ...]
 

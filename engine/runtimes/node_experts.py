@@ -1,4 +1,4 @@
-"""A node's experts without a trunk: what it is in central mode, by any backend."""
+"""A node's experts without a trunk, for central mode, on any backend."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a runtime is: it runs the trunk, owns the key/value cache, and asks the executor for the experts' weighted sum.
+"""The base classes of runtimes. A runtime runs the trunk, owns the KV cache, and has the executor compute the experts.
 
-Everything above (session, sampling, beam search) is written against these base classes only, so all runtimes share it.
-Token ids are Python ints; logits are float32 numpy arrays on the CPU.
+Session, sampling and beam search use only these base classes, so all runtimes share them. Token ids are Python ints;
+logits are float32 numpy arrays on the CPU.
 """
 
 from __future__ import annotations

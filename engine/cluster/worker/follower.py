@@ -125,7 +125,7 @@ class Follower:
         except PeerLost:
             raise
         except Exception as error:
-            # The others wait in the next layer: they are told what is wrong here.
+            # The others wait in the next layer and must be notified of the reason.
             self._layers.give_up(str(error) or type(error).__name__)
             raise
         self._ran(tokens)

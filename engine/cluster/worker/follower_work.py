@@ -210,7 +210,7 @@ class CentralWork:
     def __init__(self, task: FollowerTask, exchange: Exchange) -> None:
         spec, folder = task.spec, task.folder
         here = runtimes()
-        # The head's, where it is installed: then the bits are those of one machine.
+        # The head's runtime, if it is installed here, gives the bits of one machine.
         own = experts_runtime(spec.runtime, here)
         context = rank_context_of(spec)
         load = load_of(spec, task.terms)
@@ -420,7 +420,7 @@ class Following:
             self._thread.join(JOIN_S)
         if not self._thread.is_alive():
             self._work.close()
-        # What refers to itself would keep the files mapped, and their memory, until it happens to be collected.
+        # Reference cycles would keep the files mapped until the next collection.
         gc.collect()
 
     def _run(self) -> None:

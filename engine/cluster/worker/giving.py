@@ -123,21 +123,21 @@ class Giving:
             return
         who, what = self._node.table.name_of(caller.node_id), plain_text(wanted.name, 100)
         self._notice(f"{who} copies {what} from this machine.")
-        said: queue.SimpleQueue[OfferPiece | Offer | BaseException] = queue.SimpleQueue()
+        queued: queue.SimpleQueue[OfferPiece | Offer | BaseException] = queue.SimpleQueue()
 
         def progress(stage: str, done: int, total: int, unit: str) -> None:
             if not caller.active():
                 raise Cancelled("Nobody waits for the offer any more.")
-            said.put(OfferPiece(done=done, total=total))
+            queued.put(OfferPiece(done=done, total=total))
 
         def read() -> None:
             try:
-                said.put(found.offer(progress))
+                queued.put(found.offer(progress))
             except BaseException as error:
-                said.put(error)
+                queued.put(error)
 
         threading.Thread(target=read, name="offering a model", daemon=True).start()
-        yield from _told(said)
+        yield from _pieces(queued)
 
     def _weights(self, caller: Caller, wanted: WantedWeights) -> Iterator[DataPiece]:
         found = self._find(caller, wanted.model)
@@ -153,10 +153,10 @@ class Giving:
             yield DataPiece(data=chunk)
 
 
-def _told(said: queue.SimpleQueue[OfferPiece | Offer | BaseException]) -> Iterator[OfferPiece]:
+def _pieces(queued: queue.SimpleQueue[OfferPiece | Offer | BaseException]) -> Iterator[OfferPiece]:
     last = 0.0
     while True:
-        match said.get():
+        match queued.get():
             case OfferPiece() as news:
                 if time.monotonic() - last > REPORT_S:
                     last = time.monotonic()

@@ -90,7 +90,7 @@ class ClusterWorker:
         """Held during a transfer. A head that starts over must wait for its broken transfer, which still writes what
         has arrived."""
         self._closed = threading.Event()
-        self._said: list[str] = []
+        self._notices: list[str] = []
         answers: dict[str, Callable[..., object]] = {
             "Facts": self._facts,
             "MeasureLinks": self._measure_links,
@@ -101,7 +101,7 @@ class ClusterWorker:
             "Form": self._form,
             "StopPass": self._stop_pass,
             "End": self._end,
-            **Giving(node, self._terms.give_models, self._say).answers,
+            **Giving(node, self._terms.give_models, self._notify).answers,
         }
         node.add_methods({name: RpcMethod(LENDING[name][0], answers[name], LENDING[name][1]) for name in LENDING})
         node.on_forgotten(self._forgotten)
@@ -145,12 +145,12 @@ class ClusterWorker:
     def take_notices(self) -> list[str]:
         """Lines for the person since the last call."""
         with self._lock:
-            said, self._said = self._said, []
-        return said
+            taken, self._notices = self._notices, []
+        return taken
 
-    def _say(self, line: str) -> None:
+    def _notify(self, line: str) -> None:
         with self._lock:
-            self._said = [*self._said[-4:], line]
+            self._notices = [*self._notices[-4:], line]
         self._changed()
 
     def _stage_now(self) -> str:
@@ -178,23 +178,23 @@ class ClusterWorker:
             if only is not None and only is not following:
                 return
             if following is not None and following.failed_here:
-                # The head, which was told, may be quicker to end the epoch than this machine is to notice.
+                # The notified head may end the epoch before this machine notices its own failure.
                 why = following.ended or why
             self._broken = following.broken if following is not None else self._broken
-            over = "" if self._spec is None else self._said_at_end(why)
+            over = "" if self._spec is None else self._end_line(why)
             self._links = self._following = self._spec = self._offered = self._need = None
             self._head, self._stage, self._done, self._total = "", "", 0, 0
             self._vouched = {}
             self._shard_bytes = 0
             if over:
-                self._said = [*self._said[-4:], over]
+                self._notices = [*self._notices[-4:], over]
         if links is not None:
             links.close()
         if following is not None:
             following.close()
         self._changed()
 
-    def _said_at_end(self, why: str) -> str:
+    def _end_line(self, why: str) -> str:
         ran = self._following.tokens if self._following is not None else 0
         after = f" after {ran:,} token{'' if ran == 1 else 's'}" if ran else ""
         because = f": {why.rstrip('.')}" if why else ""
@@ -417,18 +417,18 @@ class ClusterWorker:
             spec, links, need = self._spec, self._links, self._need
         if spec is None or links is None or spec.epoch != wanted.epoch:
             raise ModelError("The epoch is over; form the ring again.", kind="network")
-        said: queue.SimpleQueue[Forming | BaseException] = queue.SimpleQueue()
+        queued: queue.SimpleQueue[Forming | BaseException] = queue.SimpleQueue()
         stop = threading.Event()
 
         def progress(stage: str, done: int, total: int, unit: str) -> None:
             if stop.is_set():
                 raise Cancelled("The head gave up forming.")
-            said.put(Forming(stage=stage, done=done, total=total, unit=unit))
+            queued.put(Forming(stage=stage, done=done, total=total, unit=unit))
 
         def load() -> None:
             try:
                 folder = self._folder(spec, need)
-                following = Following(spec, links, wanted.exchange, folder, progress, self._terms, self._say)
+                following = Following(spec, links, wanted.exchange, folder, progress, self._terms, self._notify)
                 with self._lock:
                     current = self._links is links and not stop.is_set()
                     if current:
@@ -437,22 +437,22 @@ class ClusterWorker:
                     following.close()
                     raise Cancelled("The epoch ended while its share was loaded.")
                 following.start()
-                said.put(following.ready())
+                queued.put(following.ready())
             except BaseException as error:
-                said.put(error)
+                queued.put(error)
 
         threading.Thread(target=load, name="loading a shard", daemon=True).start()
-        yield from self._told(caller, said, stop)
+        yield from self._reports(caller, queued, stop)
 
-    def _told(
-        self, caller: Caller, said: queue.SimpleQueue[Forming | BaseException], stop: threading.Event
+    def _reports(
+        self, caller: Caller, queued: queue.SimpleQueue[Forming | BaseException], stop: threading.Event
     ) -> Iterator[Forming]:
         self._go_on("loading")
         last = 0.0
         try:
             while True:
                 with contextlib.suppress(queue.Empty):
-                    news = said.get(timeout=REPORT_S)
+                    news = queued.get(timeout=REPORT_S)
                     if isinstance(news, BaseException):
                         raise news
                     if news.ready:

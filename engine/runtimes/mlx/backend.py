@@ -1,7 +1,7 @@
 """Experts in mlx's memory: mlx-lm's ``SwitchGLU`` modules, and which of a layer's experts are in them.
 
-In a ring, routes and results cross the border to the host, where the exchange is: the GPU is waited for twice per MoE
-layer. The results of all machines are added up with the very expression of one machine.
+In a ring, routes and results are copied to the host, where the exchange runs, so the GPU is waited for twice per MoE
+layer. The results of all machines are added up by the same expression as on one machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.planning.placement import Placement
 Array = Any
 
 SORTED_FROM = 64
-"""Fewest routes that mlx-lm's experts sort, which may choose another kernel."""
+"""Minimum number of routes that mlx-lm's experts sort, which may choose another kernel."""
 _WORDS: dict[Any, np.dtype[Any]] = {
     mx.float32: np.dtype(np.float32),
     mx.bfloat16: np.dtype(np.uint16),
@@ -79,7 +79,7 @@ class MlxBackend(ExpertBackend[Array]):
     ) -> _MlxCall:
         if scale_input:
             raise _scales()
-        # All that crosses the border is converted first, so that the GPU is waited for once here, and once for results.
+        # Everything for the host is converted first, so that the GPU is waited for once here, and once for results.
         routes, scales = indices.astype(mx.int32), weights.astype(mx.float32)
         floats = hidden.astype(mx.float32) if rows_too else hidden
         mx.eval(hidden, routes, scales, floats)
@@ -156,7 +156,7 @@ class MlxBackend(ExpertBackend[Array]):
         if len(routes):
             out[mx.array(routes.astype(np.int32))] = found[: len(routes)]
         else:
-            # Nobody asks for it: it is run so that the experts' memory stays wired.
+            # The result is not used: the experts run so that their memory stays wired.
             mx.async_eval(found)  # type: ignore[no-untyped-call]
         return out
 

@@ -1,7 +1,8 @@
 """Keys and values of one layer for rows of equal length, on mlx-lm's growing cache.
 
-All layers keep every position, also those that attend to a sliding window: the window is what they read. Truncating is
-then moving the offset, whatever the family. mlx-lm's rotating cache would keep less memory and could not go back.
+All layers keep every position, also those that attend to a sliding window, which limits only what they read. Truncating
+therefore only moves the offset, for all families. mlx-lm's rotating cache would use less memory, but could not be cut
+back.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""From a model's config.json to the one mlx-lm's classes read.
+"""Translation of a model's config.json to the form that mlx-lm's classes read.
 
-transformers 5 writes ``rope_theta`` and the rotary scaling inside ``rope_parameters`` and renames some keys; mlx-lm
-reads the older names at the top level and falls back to its own defaults when they are missing. And where a key is
-left out, the defaults of the two differ (``tie_word_embeddings`` of llama). So the configuration is completed by
-transformers first, and translated then.
+transformers 5 writes ``rope_theta`` and the rotary scaling inside ``rope_parameters`` and renames some keys. mlx-lm
+reads the older names at the top level and falls back to its own defaults if they are missing. The defaults of the two
+differ (``tie_word_embeddings`` of llama). The configuration is therefore completed by transformers first, and then
+translated.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Choosing the next token where the logits are, by the rules of :mod:`engine.generation.sampling`, lazily.
+"""Choosing the next token on the GPU, by the rules of :mod:`engine.generation.sampling`, lazily.
 
-Nothing here waits for the GPU: what is chosen can be fed into the next step before the host has seen it.
+Nothing here waits for the GPU: the chosen token can enter the next step before the host has seen it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.runtimes.protocol import Draw
 Array = Any
 
 _COLDEST = 1e-30
-"""As on the host: below it nothing but the likeliest tokens has a weight in float32 anyway."""
+"""Lowest temperature in use, as on the host. Below it only the likeliest tokens have a weight in float32."""
 
 
 def draw_token(logits: Array, draw: Draw, key: Array) -> Array:
@@ -36,7 +36,7 @@ def surviving(logits: Array, draw: Draw) -> Array:
         held = mx.exp(mx.take_along_axis(weights, order, axis=-1))
         before = mx.cumsum(held, axis=-1) - held
         inside = before < draw.top_p * mx.sum(held, axis=-1, keepdims=True)
-        # The likeliest stays, whatever is asked for.
+        # The likeliest token always stays.
         inside = inside | (mx.arange(logits.shape[-1]) == 0)
         kept = mx.put_along_axis(mx.zeros(logits.shape, mx.bool_), order, inside, axis=-1)
         weights = mx.where(kept, weights, nothing)

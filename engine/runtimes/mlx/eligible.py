@@ -1,4 +1,4 @@
-"""Whether the mlx runtime takes a model on this machine, told by its headers before anything is loaded or released.
+"""Whether the mlx runtime can run a model on this machine, decided from its headers before anything is loaded or freed.
 
 Importable without mlx, which is asked only how much memory the GPU may have.
 """
@@ -24,8 +24,8 @@ _LEFT_TO_MACOS = 4_000_000_000
 
 
 def why_not(folder: Path, request: Load) -> str | None:
-    """Why mlx does not run the model in ``folder`` as ``request`` asks, in a few words; None if nothing that its
-    headers tell speaks against it. Raises ModelError if the model cannot be opened."""
+    """Why mlx does not run the model in ``folder`` as ``request`` asks, in a few words; None if its headers show no
+    reason. Raises ModelError if the model cannot be opened."""
     config = read_config(folder)
     problem = why_not_config(config) or why_not_quantised(config)
     if problem is not None:
@@ -38,7 +38,7 @@ def why_not(folder: Path, request: Load) -> str | None:
 
 
 def why_not_quantised(config: Mapping[str, Any]) -> str | None:
-    """What of a checkpoint's quantisation mlx does not read; None if it is not quantised, or as mlx-lm quantises."""
+    """Why mlx cannot read a checkpoint's quantisation; None if it is not quantised, or as mlx-lm quantises."""
     settings = quantisation_of(config)
     method = settings.get("quant_method") if settings else None
     if method in (None, "mxfp4"):
@@ -53,7 +53,7 @@ def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def working_set_bytes() -> int | None:
-    """What the system recommends that the GPU takes of the memory that it shares with the CPU; None on a CPU.
+    """The recommended maximum bytes of GPU memory on a Mac, which GPU and CPU share; None on a CPU.
 
     Raises ModelError if mlx is installed and does not work.
     """

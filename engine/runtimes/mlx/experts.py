@@ -1,8 +1,7 @@
 """The MoE block of a decoder layer: the family's routing, then an executor that owns the routed experts.
 
 mlx-lm's blocks call their ``SwitchGLU`` and multiply by the router's weights outside it. Here the whole block is ours,
-and what crosses the border to the experts is one vector per token: [..., hidden] once per layer instead of
-[..., k, hidden].
+and the experts return one vector per token, [..., hidden] instead of [..., k, hidden].
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A node's experts without a trunk, by mlx: what it is in central mode."""
+"""A node's experts without a trunk, on mlx, for central mode."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ from engine.moe.kernels.bindings import Matrix, load
 from engine.moe.timing import Part
 
 KEY_BLOCK = 16
-"""PLLM_KEY_BLOCK: keys lie in blocks of so many positions, transposed."""
+"""Positions per block of keys, which are stored transposed (PLLM_KEY_BLOCK)."""
 
 HEAD_NORMS = {"none": 0, "per-head": 1, "whole": 2}
 
 PARTS: tuple[Part, ...] = ("attention", "router", "experts", "other")
-"""What the spans of a layer are, in the order of the library."""
+"""The timed parts of a layer, in the order of the library."""
 
 MEANING = {-1: "this CPU lacks the instruction set", -2: "memory ran out", -3: "its numbers do not fit together"}
 

@@ -1,10 +1,10 @@
 """Keys and values in pages: grown without copying, and shared by reference between rows of tokens.
 
-A page is one allocation for all layers. Rows see pages through segments: a run of positions of one page. A segment that
-somebody else sees too is never written again; what comes after it goes behind it, or into another page.
+A page is one allocation for all layers. Rows refer to pages through segments, each a run of positions of one page. A
+shared segment is never written again; later positions go behind it or into another page.
 
-Attention adds up segment by segment, so where one ends has a part in the last bits. For a row by itself that depends
-on the position alone, never on how the row grew or was cut back.
+Attention adds up segment by segment, so the borders of segments affect the last bits. For a single row the borders
+depend only on the position, never on how the row grew or was cut back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from engine.runtimes.native.bindings import KEY_BLOCK, CSegment
 
 SMALLEST_PAGE = 128
-"""Positions of a page, at least; pages of long rows have an eighth of what is before them, so that they stay few."""
+"""Minimum positions of a page. A page of a long row has an eighth of the row's length, so that pages stay few."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Segments:
             if segment.start >= length:
                 break
             count = min(segment.count, length - segment.start)
-            # What others see behind the cut must stay as it is.
+            # Positions behind the cut that other rows refer to must not change.
             grows = segment.grows and segment.offset + count >= segment.page.frozen
             kept.append(replace(segment, count=count, grows=grows))
         self._segments = kept

@@ -1,4 +1,4 @@
-"""What a model computes in: what it is stored as, unless the person says otherwise."""
+"""The dtype in which a model computes: the stored one, unless the person chooses another."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loaded native model tells about itself."""
+"""The facts of a loaded native model."""
 
 from __future__ import annotations
 

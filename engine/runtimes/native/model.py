@@ -26,13 +26,13 @@ from engine.runtimes.native.weights import TrunkWeights
 from engine.runtimes.protocol import LoadedModel, Logits
 
 PIECE = 512
-"""A longer prefill is run in pieces of so many positions, so that its buffers stay small."""
+"""Maximum positions of one pass. A longer prefill is run in pieces, so that its buffers stay small."""
 
 KEPT_BYTES = 8 * 1024 * 1024
-"""A workspace up to this is kept for the next pass."""
+"""Maximum bytes of a workspace that is kept for the next pass."""
 
 _ANGLES = 512
-"""Positions whose cosines and sines are computed at a time."""
+"""Number of positions whose cosines and sines are computed at a time."""
 
 
 class Angles:
@@ -51,7 +51,7 @@ class Angles:
         wanted = max(-(-positions // _ANGLES) * _ANGLES, have + have // 4)
         angles = np.arange(have, wanted, dtype=np.float32)[:, None] * self._rotary.inverse_frequencies[None]
         factor = np.float32(self._rotary.factor)
-        # In float64 and rounded: numpy's float32 routines differ by CPU, and nodes of a ring must not.
+        # Computed in float64 and rounded, as numpy's float32 routines differ by CPU, and nodes of a ring must not.
         exact = angles.astype(np.float64)
         self.cosine = np.concatenate([self.cosine, np.cos(exact).astype(np.float32) * factor])
         self.sine = np.concatenate([self.sine, np.sin(exact).astype(np.float32) * factor])

@@ -1,4 +1,5 @@
-"""A forward pass whose routed experts are run by a ring: cut at every MoE layer, where the ring's executor goes on."""
+"""A forward pass whose routed experts are run by a ring. It is interrupted at every MoE layer for the ring's
+executor."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from engine.moe.kernel_backend import KernelBackend
 from engine.runtimes.native.bindings import MEANING, Cut, Pass, native
 
 KEPT_PLACES = 16
-"""Most arrays over the trunk's workspace that are kept: making one takes longer than reading it."""
+"""Maximum arrays over the trunk's workspace that are kept, as making one takes longer than reading it."""
 
 _FLOATS, _NUMBERS = np.dtype(np.float32), np.dtype(np.int32)
 
@@ -85,7 +86,7 @@ class RingTrunk:
             if first == layers and not self.logits:
                 break
         for layer in expected[done:]:
-            # Nothing of it is wanted, here as on all nodes; they stay in step.
+            # No node needs the result of this layer, and all of them omit it, so they stay in step.
             self._run_experts(layer, 0, None)
         self._backend.end_pass()
 

@@ -1,4 +1,4 @@
-"""Loading a model with the native trunk, and saying why one cannot be."""
+"""Loading a model with the native trunk, and the reasons why it cannot load one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models the native trunk runs: one table of families and what distinguishes them, read with ``config.json``.
+"""The models that the native trunk runs: a table of families and their traits, read with ``config.json``.
 
 Every family here is the same decoder: RMS norm, rotary grouped-query attention, residual, RMS norm, gated
 feed-forward or routed experts, residual. To add one, add a row to the table and its tiny model to the tests.
@@ -100,18 +100,18 @@ class Traits:
     output_bias: bool | str = False
     mlp_bias: bool | str = False
     default_width: int | None = None
-    """Of a head, where ``config.json`` gives none and it is not hidden / heads."""
+    """Size of a head if ``config.json`` gives none and it is not hidden / heads."""
     default_key_value_heads: int | None = None
-    """None: as many as heads."""
+    """Number of key-value heads; None: as many as heads."""
     default_epsilon: float = 1e-6
     default_base: float = 10_000.0
     default_top_k: int = 0
     routers: tuple[str, ...] = ()
-    """Names a checkpoint may use for the router; none: a dense family."""
+    """Names that a checkpoint may use for the router; empty for a dense family."""
     normalise: bool | str = False
-    """The chosen experts' weights are divided by their sum: never, always, or as this setting says."""
+    """Whether the chosen experts' weights are divided by their sum: never, always, or as this setting says."""
     shared_expert: bool = False
-    """One expert for all tokens, scaled by a gate of its own (qwen2_moe)."""
+    """Whether one expert runs for all tokens, scaled by its own gate (qwen2_moe)."""
     clip: bool = False
     """``clip_qkv`` limits queries, keys and values (olmoe)."""
     multipliers: bool = False
@@ -181,7 +181,7 @@ TABLE: Mapping[str, Traits] = {
 """transformers' ``model_type`` -> traits."""
 
 _DEFAULT_ON = ("qkv_bias",)
-"""Settings that transformers takes for true where ``config.json`` does not have them."""
+"""Settings that transformers assumes to be true if ``config.json`` does not contain them."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A model's tensors as the native trunk takes them: addresses into the mapped files, checked against the shape."""
+"""A model's tensors in the form of the native trunk: addresses into the mapped files, checked against the shape."""
 
 from __future__ import annotations
 
