@@ -1,4 +1,4 @@
-"""What ``privatellm doctor`` asks of the engine's side: ``python -m engine.doctor_facts``.
+"""The engine's part of ``privatellm doctor``: ``python -m engine.doctor_facts``.
 
 Reads a Load as JSON from stdin, writes :class:`engine.ipc.messages.DoctorFacts` as JSON to stdout. Nothing is loaded,
 and torch is not imported; that a kernel library is damaged can end only this process.
@@ -52,7 +52,7 @@ def _kernels(load: Load) -> DoctorFacts:
 
 
 def _about_model(facts: DoctorFacts, load: Load) -> DoctorFacts:
-    """Raises ModelError: there is no such model on this machine, or it cannot be opened."""
+    """Raises ModelError if there is no such model on this machine, or it cannot be opened."""
     folder = resolve(load.model).require_folder()
     headers = read_headers(folder, load)
     graphics = gpu_for(load)

@@ -85,7 +85,7 @@ EXIT_THREAD_FAILED = 4
 
 
 class Task:
-    """A request on its way, and whether somebody asked to stop it."""
+    """A request in progress, and whether it was cancelled."""
 
     def __init__(self, request: AnyRequest, host: Host) -> None:
         self.request = request
@@ -104,7 +104,7 @@ class Task:
 
 
 class Host:
-    """Takes requests, answers with events. ``send`` must be callable from any thread."""
+    """Takes requests and emits events. ``send`` must be callable from any thread."""
 
     def __init__(self, send: Callable[[AnyEvent], None], between_tasks: Callable[[], None] = lambda: None) -> None:
         self.send = send
@@ -161,7 +161,7 @@ class Host:
             self._between_tasks()
 
     def _finish_beside(self, task: Task) -> None:
-        """In a thread of its own, or in this one if the system starts no more."""
+        """Run in a thread of its own, or in this one if the system cannot start another."""
         try:
             threading.Thread(target=self._finish, args=(task,), daemon=True).start()
         except RuntimeError:
@@ -333,7 +333,7 @@ class Host:
             session.close()
 
     def keep_popularity(self) -> None:
-        """Put what was learned of the loaded model's use on the disk. From any thread."""
+        """Store the loaded model's popularity counts. From any thread."""
         writer = self._popularity_writer
         if writer is not None:
             writer.save()
@@ -353,7 +353,7 @@ class Host:
                 self._popularity_writer.save_if_due()
 
     def _undisturbed(self) -> contextlib.AbstractContextManager[None]:
-        """Within it the weights are not touched by anything but the model."""
+        """Ensure that only the model touches the weights until the end of the context."""
         return contextlib.nullcontext() if self._residency is None else self._residency.answering()
 
     def _loaded(self) -> Session:
@@ -408,12 +408,12 @@ def _kind(error: BaseException) -> ErrorKind:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """What libraries are told before they are imported: nothing goes to the network by itself, nothing spins, and
-    nothing is kept that is not needed.
+    """Settings of libraries before they are imported: no network access by themselves, little spinning, small caches.
 
-    OpenMP threads that spin between two operations collapse when another process, such as the screen, wants the cores;
-    threads that sleep at once take half as long again on a quiet machine. They spin for some tens of microseconds.
-    oneDNN, and torch in front of it, keep a thousand kernels, one for every number of rows, of half a megabyte each.
+    OpenMP threads that spin between two operations become very slow when another process, such as the screen, needs the
+    cores. Threads that sleep at once take half as long again on a quiet machine. They therefore spin for some tens of
+    microseconds. oneDNN, and torch in front of it, keep a thousand kernels, one for every number of rows, of half a
+    megabyte each.
     """
     kernels = str(KERNELS_KEPT)
     return {
@@ -452,8 +452,10 @@ def end_process(status: int) -> NoReturn:
 
 
 def end_with_thread(failure: threading.ExceptHookArgs, notice: Callable[[str], None]) -> None:
-    """End the process if ``failure`` ended a thread that ran code of ours: somebody may wait for it, and a process that
-    has ended is started again, where one that hangs is not. Other libraries' threads are their own business."""
+    """End the process if ``failure`` ended a thread that ran our code, as others may wait for that thread.
+
+    An ended process is started again, but a hanging one is not. Threads of other libraries are ignored.
+    """
     name = "a thread" if failure.thread is None else failure.thread.name
     traceback.print_exception(failure.exc_type, failure.exc_value, failure.exc_traceback)
     frames = traceback.walk_tb(failure.exc_traceback)
@@ -487,8 +489,7 @@ def serve(pipes: Pipes) -> NoReturn:
 
 
 def leave(host: Host) -> NoReturn:
-    """End the process; what was learned of the model's use is kept, if the disk does not make us wait for it, and
-    the other machines are told."""
+    """End the process. Popularity counts are stored if the disk is quick, and the other machines are notified."""
     leaving = [threading.Thread(target=last, daemon=True) for last in (host.keep_popularity, host.close_network)]
     for thread in leaving:
         thread.start()

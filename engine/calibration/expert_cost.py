@@ -1,8 +1,8 @@
-"""Measuring the cost of one expert on this machine: the Twiddler paper's figure 7, and both sides at work at once.
+"""Measuring the cost of one expert on this machine: the Twiddler paper's figure 7, and CPU and GPU working together.
 
-Everything that is timed stands behind two small protocols, and the clock is a parameter. This module decides what is
-measured how often, and makes a :class:`engine.planning.calibration.Calibration` of it. The measurements take turns, one
-of each per round, so that a slow moment of the machine affects all of them.
+The timed work is behind two small protocols, and the clock is a parameter. This module decides what is measured how
+often, and makes a :class:`engine.planning.calibration.Calibration` of it. Each round has one measurement of each kind,
+so that a slow moment of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Protocol
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
 
 TOKENS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256)
-"""Numbers of tokens measured, as far as the time allows; the curve continues straight beyond the last one."""
+"""Numbers of tokens to measure, as far as the time allows. The curve continues linearly beyond the last one."""
 FEWEST_POINTS = 6
-"""Minimum numbers of tokens measured, however slow the machine is: decisions about beams need them."""
+"""Minimum count of numbers of tokens to measure, however slow the machine is, as decisions about beams need them."""
 FEWEST_ROUNDS = 3
-"""Minimum rounds, however slow the machine is."""
+"""Minimum number of rounds, however slow the machine is."""
 MOST_ROUNDS = 25
 BUDGET_S = 30.0
-"""Time for all measurements in seconds."""
+"""Seconds for all measurements."""
 GPU_SHARE = 0.4
-"""Share of the time for a GPU, if there is one: its copies and computing, and both sides at once."""
+"""Fraction of the time for a GPU, if there is one: its copies and computing, and both sides together."""
 OVERLAP_S = 0.1
-"""Time of each measurement of both sides together in seconds."""
+"""Seconds of each measurement of both sides together."""
 
 Clock = Callable[[], float]
 Report = Callable[[str, int, int, str], None]
@@ -38,16 +38,16 @@ class CpuSide(Protocol):
 
     @property
     def experts_per_call(self) -> int:
-        """How many different experts one :meth:`run` runs, as a layer does."""
+        """Number of different experts that one :meth:`run` runs, as a layer does."""
         ...
 
     def prepare(self, tokens: int) -> None:
-        """Make what :meth:`run` needs for ``tokens`` tokens; not timed."""
+        """Prepare :meth:`run` for ``tokens`` tokens. Not timed."""
         ...
 
     def run(self, tokens: int) -> None:
-        """Run the next experts on ``tokens`` tokens each; others than the last time, so that the caches do not hold
-        them."""
+        """Run the next experts on ``tokens`` tokens each. They differ from the last ones, so that the caches do not
+        hold them."""
         ...
 
 
@@ -58,36 +58,36 @@ class GpuSide(Protocol):
     def name(self) -> str: ...
 
     def run(self, tokens: int) -> None:
-        """An expert whose weights are there, on ``tokens`` tokens."""
+        """Run a resident expert on ``tokens`` tokens."""
         ...
 
     def copy(self) -> None:
-        """One expert's weights from host memory; others than the last time."""
+        """Copy one expert's weights from host memory. It differs from the last one."""
         ...
 
     def activations(self, tokens: int) -> None:
-        """Activations of ``tokens`` tokens to the CPU, and as many results back."""
+        """Copy activations of ``tokens`` tokens to the CPU, and as many results back."""
         ...
 
     def start_copies(self, count: int) -> Callable[[], tuple[float, float]]:
-        """Begin ``count`` copies behind one another; the function returned waits for them and says when the first
+        """Begin ``count`` copies, one after the other. The returned function waits for them, and returns when the first
         began and the last ended, in seconds of the same clock."""
         ...
 
 
 @dataclass
 class Figures:
-    """Seconds as measured, one figure per round. Keys of the curves are numbers of tokens."""
+    """Measured seconds, one figure per round. Keys of the curves are numbers of tokens."""
 
     cpu: dict[int, list[float]] = field(default_factory=dict)
     gpu: dict[int, list[float]] = field(default_factory=dict)
     activations: dict[int, list[float]] = field(default_factory=dict)
     weight_copy: list[float] = field(default_factory=list)
     cpu_overlapped: list[float] = field(default_factory=list)
-    """How many times as long the CPU took while copies were under way."""
+    """Factors by which the CPU was slower while copies ran."""
     copy_overlapped: list[float] = field(default_factory=list)
     memory_read: list[float] = field(default_factory=list)
-    """Bytes per second."""
+    """Rate at which memory is read, in bytes per second."""
 
 
 def measure(
@@ -159,7 +159,7 @@ def _measure_cpu(
         longest = max(longest, _timed(lambda tokens=tokens: cpu.run(tokens), clock))  # type: ignore[misc]
         points.append(tokens)
         spent = clock() - start
-        # A point twice as far on costs at most about twice as much, in every round.
+        # A point with twice the tokens takes at most about twice as long, in every round.
         if len(points) >= FEWEST_POINTS and spent + FEWEST_ROUNDS * (spent + 2 * longest) > budget_s:
             break
     figures.cpu = {tokens: [] for tokens in points}
@@ -196,7 +196,7 @@ def _measure_gpu(cpu: CpuSide, gpu: GpuSide, figures: Figures, clock: Clock, rep
 
 
 def _measure_both(cpu: CpuSide, gpu: GpuSide, figures: Figures, clock: Clock, copy_alone: float) -> None:
-    """One row per expert on the CPU while weights are copied: how much either slows the other."""
+    """Measure one row per expert on the CPU while weights are copied, and how much either slows the other."""
     call = statistics.median(figures.cpu[TOKENS[0]]) * cpu.experts_per_call
     if call <= 0 or copy_alone <= 0:
         return
@@ -217,17 +217,17 @@ def _measure_both(cpu: CpuSide, gpu: GpuSide, figures: Figures, clock: Clock, co
 
 
 def slowed_by(took: float, both: float, alone: float) -> float | None:
-    """How many times as long work takes while the other side is at it, too.
+    """The factor by which work is slower while the other side works, too.
 
-    It took ``took`` seconds, ``both`` of them beside the other, and takes ``alone`` by itself: the rest went at its own
-    speed. None if both hardly met.
+    The work took ``took`` seconds, ``both`` of them beside the other side, and takes ``alone`` seconds by itself. None
+    if both hardly overlapped.
     """
     share = alone - (took - both)
     return both / share if both > 0 and share > 0.1 * alone else None
 
 
 def _rounds(budget_s: float, clock: Clock) -> Iterator[int]:
-    """Numbers of rounds, until the next one would go over the budget; never fewer than FEWEST_ROUNDS."""
+    """Numbers of the rounds until the next one would exceed the budget; never fewer than FEWEST_ROUNDS."""
     start = clock()
     for index in range(MOST_ROUNDS):
         if index >= FEWEST_ROUNDS and (clock() - start) * (index + 1) / index > budget_s:
@@ -244,7 +244,7 @@ def _timed(work: Callable[[], object], clock: Clock) -> float:
 def curve_of(samples: dict[int, list[float]]) -> Curve:
     """The medians of ``samples`` (seconds, by number of tokens) as a curve that never falls."""
     tokens = sorted(samples)
-    # A clock that is too coarse must not say that something takes no time at all.
+    # A coarse clock must not give a time of zero.
     medians = [max(1e-9, statistics.median(samples[count])) for count in tokens]
     return Curve(tuple(tokens), tuple(never_falling(medians)))
 

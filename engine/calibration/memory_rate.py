@@ -1,4 +1,4 @@
-"""The rate at which this machine's memory can be read in one pass; decoding speed is compared with it."""
+"""The rate at which this machine's memory can be read in one pass, with which decoding speed is compared."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from engine.moe.kernels.pool import Pool, shared_pool
 from engine.system.free_memory import available_bytes
 
 BUFFER_BYTES = 1 << 30
-"""Size of the buffer of a benchmark in bytes, far over any processor's caches."""
+"""Bytes of a benchmark's buffer, much more than any processor's caches."""
 SHORT_BUFFER_BYTES = 256 << 20
-"""Size of the buffer in bytes where a ring waits for the figure."""
+"""Bytes of the buffer while a ring waits for the figure."""
 SMALLEST_BYTES = 64 << 20
-"""Smallest buffer in bytes, however little memory is free."""
+"""Minimum bytes of the buffer, however little memory is free."""
 _SHORT_ROUNDS = 3
 _ROW = 4096
 
@@ -27,11 +27,10 @@ _known: dict[int, float] = {}
 
 
 class StreamingRead:
-    """Reads a buffer of its own of ``nbytes``, or a quarter of the free memory if that is less, with ``threads``
-    threads.
+    """Reads its own buffer of ``nbytes``, or of a quarter of the free memory if that is less, with ``threads`` threads.
 
-    The rate is the best of plain reductions over the same memory, by numpy and by the native kernels where they are
-    built: which of them is the fastest differs between machines.
+    The rate is the best of plain reductions over the same memory, by numpy and by the native kernels if they are built.
+    Which of them is the fastest differs between machines.
     """
 
     def __init__(

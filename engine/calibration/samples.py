@@ -1,6 +1,6 @@
-"""Figures that were measured several times: their spread, how it is written, and whether the machine was steady.
+"""Repeated measurements: their spread, its notation, and whether the machine was steady.
 
-What was measured while other programs were at work is not kept for later decisions.
+Measurements made while other programs were busy are not stored for later decisions.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import psutil
 
 MOST_SHARE = 0.1
-"""Largest share of all processors' time that other programs may use during a measurement."""
+"""Maximum fraction of all processors' time that other programs may use during a measurement."""
 MOST_UNSTEADY = 3.0
-"""Largest ratio of the highest to the lowest sample. Beyond it the machine changed meanwhile: its memory was used by
-others, or its processor was slowed down."""
+"""Maximum ratio of the highest to the lowest sample. Beyond it other programs used the memory, or the processor was
+slowed down."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ def milliseconds(seconds: Sequence[float]) -> Spread:
 
 
 def per_second(seconds: Sequence[float], things: float) -> Spread:
-    """How many of ``things`` per second, if that many take each of ``seconds``."""
+    """The rates of ``things`` per second, if they take each of ``seconds``."""
     return Spread.of(seconds).mapped(lambda value: things / value if value > 0 else 0.0)
 
 
 @dataclass(frozen=True)
 class ProcessorTimes:
-    """Seconds until a moment: of the clock, of all processors at work for any program, and of this process at work."""
+    """A moment: seconds of the clock, of all processors' work for any program, and of this process's work."""
 
     clock_s: float
     busy_s: float
@@ -87,7 +87,7 @@ class ProcessorTimes:
 
 
 def share_of_others(before: ProcessorTimes, after: ProcessorTimes, processors: int) -> float:
-    """Share of the time of ``processors`` that others than this process used between two moments, 0 to 1."""
+    """Fraction of the time of ``processors`` that other processes used between two moments, 0 to 1."""
     passed = (after.clock_s - before.clock_s) * processors
     others = (after.busy_s - before.busy_s) - (after.own_s - before.own_s)
     return min(1.0, max(0.0, others / passed)) if passed > 0 else 0.0
@@ -104,7 +104,7 @@ def why_not_kept(share: float, samples: Sequence[float]) -> str:
 
 
 class OtherPrograms:
-    """Watches what other programs use from its creation on."""
+    """Measures what other programs use from its creation on."""
 
     def __init__(self) -> None:
         self._before = ProcessorTimes.now()

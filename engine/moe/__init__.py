@@ -1,1 +1,1 @@
-"""The routed experts: what turns hidden states and routes into the experts' weighted sum."""
+"""The routed experts: from hidden states and routes to the experts' weighted sum."""

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 WINDOW = 128
-"""Layers that are measured before anything is concluded."""
+"""Number of layers that are measured before a decision."""
 
 Verdict = Literal["try-without", "keep", "off"]
 
 
 @dataclass
 class CacheWorth:
-    """A window of layers that takes longer with the cache than it should without is followed by one window without;
-    the better of the two is kept for good.
+    """Decides whether the cache is worth keeping.
 
-    Both windows are compared with what the same layers should take without a cache, so that it does not matter how
-    many tokens they had.
+    If a window of layers takes longer with the cache than predicted without it, a window without the cache is measured,
+    and the better of the two is used from then on. Both are compared with the predicted time of the same layers without
+    a cache, so that their numbers of tokens do not matter.
     """
 
     window: int = WINDOW
@@ -32,11 +32,11 @@ class CacheWorth:
 
     @property
     def asks(self) -> bool:
-        """Whether :meth:`add` is still of use."""
+        """Whether :meth:`add` still has an effect."""
         return self.state != "decided"
 
     def add(self, measured_s: float, without_s: float) -> Verdict | None:
-        """A layer took ``measured_s``; without a cache it should take ``without_s``."""
+        """Record a layer that took ``measured_s`` and is predicted to take ``without_s`` without a cache."""
         self._measured += measured_s
         self._expected += without_s
         self._count += 1

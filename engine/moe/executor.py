@@ -1,6 +1,6 @@
-"""What a trunk asks for the weighted sum of a layer's routed experts: this machine alone, or a ring of machines.
+"""Executors: a trunk has them compute the weighted sum of a layer's routed experts, on this machine or in a ring.
 
-Both are compositions of a backend, which knows where the experts are, and know nothing of how it runs them.
+An executor uses a backend, which knows where the experts are and how to run them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder
 
 FEW_ROUTES = 64
-"""Most routes that are counted in Python; numpy is slower on few and faster on many."""
+"""Maximum number of routes that are counted in Python, which is faster than numpy for few of them."""
 
 
 class Executor(ABC, Generic[Array]):

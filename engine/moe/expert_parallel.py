@@ -1,4 +1,4 @@
-"""What an executor needs of a ring: who runs which routes of a layer, and what all nodes contributed."""
+"""Expert parallelism: the interface of an executor to a ring, for the assignment of routes and all nodes' results."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from engine.moe.timing import Recorder
 Indices = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Words = NDArray[Any]
-"""Numbers as they travel: float32, or two-byte floats as uint16 words."""
+"""Numbers in the form in which they are exchanged: float32, or two-byte floats as uint16 words."""
 Call = tuple[Indices, tuple[int, ...]]
-"""Routes [tokens, k] to run in one call, -1 for those of others, and experts to run on any one token besides."""
+"""Routes [tokens, k] to run in one call, -1 for those of other nodes, and further experts to run on any one token."""
 
 FLOAT32 = np.dtype(np.float32)
 
@@ -39,11 +39,11 @@ class HostRows:
 
 @dataclass(frozen=True)
 class Gathered:
-    """What came together of a layer.
+    """The gathered results of a layer.
 
-    ``outputs`` [tokens * k, width] are the un-weighted results of all routes (exact and central mode). Otherwise
-    ``sums`` has one weighted sum [tokens, width] per rank that ran any route, to be added in this order (fast mode).
-    ``indices`` and ``weights`` are the routes that were run: the head's, where nodes disagreed.
+    ``outputs`` [tokens * k, width] are the unweighted results of all routes (exact and central mode). In fast mode
+    ``sums`` has one weighted sum [tokens, width] per rank that ran any route, to be added in this order. ``indices``
+    and ``weights`` are the routes that were run; if nodes disagreed, they are the head's.
     """
 
     indices: Indices
@@ -60,10 +60,10 @@ class LayerExchange(Protocol):
     """
 
     recorder: Recorder | None
-    """Gets times and notices; set by the runtime that uses the exchange."""
+    """Receives times and notices. The runtime that uses the exchange sets it."""
 
     needs_hidden: bool
-    """Whether :meth:`assign` is to be given the hidden states: they are sent to other nodes (central mode)."""
+    """Whether :meth:`assign` needs the hidden states, which are sent to other nodes in central mode."""
 
     def assign(
         self, layer: int, routes: Routes, hidden: HostRows | None = None, mended: bool = False
@@ -83,7 +83,7 @@ class LayerExchange(Protocol):
         ...
 
     def receive(self) -> Gathered | Routes:
-        """What came together, or the head's routes if the nodes' routes differ: the layer is then to be run again.
+        """The gathered results, or the head's routes if the nodes' routes differ; the layer must then be run again.
 
         Raises NodeFailed if another node cannot go on, and :class:`engine.runtimes.protocol.Interrupted` on every node
         if the head gave the pass up.

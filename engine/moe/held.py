@@ -1,4 +1,4 @@
-"""The experts of a model that one node of a ring runs, whatever lies on its disk."""
+"""The experts of a model that one node of a ring runs, of all those on its disk."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class HeldExperts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the held ones."""
+        """Bytes of the held experts."""
         return sum(
             _nbytes(self.expert(layer, numbers[0])) * len(numbers) for layer, numbers in self._held.items() if numbers
         )
 
     @property
     def mapped_files(self) -> Sequence[Any]:
-        """The files they lie in, as far as ``experts`` tells."""
+        """The files that contain them, as far as ``experts`` knows."""
         found: Sequence[Any] = getattr(self._experts, "mapped_files", ())
         return found
 

@@ -1,4 +1,4 @@
-"""How often each expert is used: what a placement is seeded with, and what the heat map shows."""
+"""Popularity: how often each expert is used. It seeds placements and is shown by the heat map."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Popularity:
         self._counts = {layer: array("q", bytes(8 * experts)) for layer in layers}
 
     def add(self, layer: int, expert: int, routes: int) -> None:
-        """``routes`` tokens were sent to ``expert`` of ``layer``."""
+        """Add ``routes`` tokens that were sent to ``expert`` of ``layer``."""
         self._counts[layer][expert] += routes
 
     def counts(self, layer: int) -> Sequence[int]:
@@ -21,7 +21,7 @@ class Popularity:
         return tuple(self._counts[layer])
 
     def address(self, layer: int) -> int:
-        """Where the counts of ``layer`` lie, as 64-bit integers: the kernels add to them directly."""
+        """Address of the counts of ``layer``, which are 64-bit integers, so that the kernels can add to them."""
         return self._counts[layer].buffer_info()[0]
 
     @property
@@ -34,6 +34,6 @@ class Popularity:
         return [(layer, expert) for _, layer, expert in sorted(pairs)[:count]]
 
     def share(self, pairs: Iterable[tuple[int, int]]) -> float:
-        """The share of all routes that went to ``pairs``, 0.0 to 1.0; 0.0 if nothing was counted."""
+        """The fraction of all routes that went to ``pairs``, 0.0 to 1.0; 0.0 if nothing was counted."""
         total = sum(map(sum, self._counts.values()))
         return sum(self._counts[layer][expert] for layer, expert in pairs) / total if total else 0.0

@@ -1,8 +1,9 @@
-"""Which experts a person's own use of a model favours, learned on this machine and kept on it alone.
+"""The popularity of experts in a person's own use of a model, learned on this machine and kept only there.
 
-Two files per model under ``data/popularity``: counts from the person's own conversations, which fade so that they stay
-recent, and counts from the calibration prompts (``bench experts``), which stand in while there is little use yet. Both
-hold nothing but numbers of routes per expert, may be deleted at any time, and go with the model (``models remove``).
+There are two files per model under ``data/popularity``: counts from the person's own conversations, in which older
+routes count less, and counts from the calibration prompts (``bench experts``), which are used while there is little own
+use. Both contain only numbers of routes per expert. They may be deleted at any time, and are deleted with the model
+(``models remove``).
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from engine.moe.popularity import Popularity
 
 PROFILE_VERSION = 1
 HALF_LIFE_TOKENS = 50_000
-"""After so many tokens through a layer, what was counted before weighs half."""
+"""Number of tokens through a layer after which earlier counts weigh half."""
 CALIBRATION_TOKENS = 5_000
-"""The calibration prompts weigh as much as so many tokens of the person's own use."""
+"""Number of tokens of own use whose weight the calibration prompts have."""
 SAVE_INTERVAL_S = 60.0
 
 _FILE_LIMIT = 50_000_000
 
 Counts = Mapping[int, Sequence[float]]
-"""Routes per expert for each decoder layer that has routed experts; numbers that faded need not be whole."""
+"""Routes per expert for each decoder layer that has routed experts. Faded numbers need not be whole."""
 
 
 class ProfileModel(msgspec.Struct, frozen=True):
-    """What a profile is of: a model replaced by another one under its name starts anew."""
+    """The model of a profile. If another model takes its name, a new profile begins."""
 
     layers: tuple[int, ...]
     experts: int
@@ -91,7 +92,7 @@ def save_profile(path: Path, model: ProfileModel, counts: Counts) -> None:
 
 
 def faded(old: Counts | None, new: Counts, experts_per_token: int) -> dict[int, list[float]]:
-    """``new`` added to ``old``, of which half is forgotten every HALF_LIFE_TOKENS tokens of ``new``."""
+    """``new`` added to ``old``, which is halved for every HALF_LIFE_TOKENS tokens of ``new``."""
     merged = {}
     for layer, row in new.items():
         tokens = sum(row) / max(1, experts_per_token)
@@ -117,7 +118,7 @@ def combined(own: Counts | None, calibration: Counts | None, experts_per_token: 
 def seed_counts(
     files: ModelFiles, experts_per_token: int = 1, notice: Callable[[str], None] = lambda text: None
 ) -> dict[int, list[float]] | None:
-    """What is known of the use of the model's experts, both files together; None if nothing is. Dense: None."""
+    """The known use of the model's experts, from both files; None without any, and for a dense model."""
     if files.experts is None:
         return None
     return known_counts(files.folder, model_of(files.experts), experts_per_token, notice)
@@ -147,9 +148,9 @@ def seed_order(
 
 
 class PopularityWriter:
-    """Adds what a loaded model counts to its profile in ``path``, now and then and at the end.
+    """Adds a loaded model's counts to its profile in ``path``, now and then and at the end.
 
-    ``popularity`` counts from the model's loading on. Safe to call from any thread; a disk that refuses is said once.
+    ``popularity`` counts from the model's loading on. Thread-safe. A disk error is reported once.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class PopularityWriter:
             self.save()
 
     def save(self) -> None:
-        """Add what was counted since the last time to the file, which somebody may have deleted meanwhile."""
+        """Add the counts since the last time to the file, which may have been deleted meanwhile."""
         with self._lock:
             self._due = self._clock() + SAVE_INTERVAL_S
             now = self._now()
@@ -202,7 +203,7 @@ class PopularityWriter:
             self._saved = now
 
     def leave_out(self) -> None:
-        """What was counted up to now is no use of the person's (a benchmark) and is not learned."""
+        """Discard the counts so far, which are a benchmark's and not the person's own use."""
         with self._lock:
             self._saved = self._now()
 

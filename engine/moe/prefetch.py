@@ -1,4 +1,4 @@
-"""Prefetching experts that do not fit in memory: the system is asked to read them before the kernels touch them."""
+"""Prefetching experts that do not fit in memory: the system reads them before the kernels touch them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
     import torch
 
 _ASK_BYTES = 2**20
-"""Bytes per request: the system reads ahead no more than about that."""
+"""Bytes per request, as the system prefetches about as much at a time."""
 _WILL_NEED = 3
 """Linux's and macOS's MADV_WILLNEED."""
 
 
 class ReadAhead:
-    """Tells the system which experts a layer is about to read, so that the disk reads them in parallel instead of page
-    by page when the kernels get there."""
+    """Announces to the system the experts that a layer will read, so that the disk reads them in parallel instead of
+    page by page."""
 
     def __init__(self, experts: Experts) -> None:
         self._experts = experts

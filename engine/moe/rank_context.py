@@ -1,4 +1,4 @@
-"""What one node knows of the epoch it is in."""
+"""The rank context: one node's knowledge of its epoch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ HEAD = 0
 
 @dataclass(frozen=True)
 class RankContext:
-    """One node's place in an epoch. ``weights`` are relative seconds per expert of each rank: who runs an expert that
-    several hold is decided by them, the same way on every node."""
+    """One node's place in an epoch.
+
+    ``weights`` are the relative seconds per expert of each rank. They decide which holder of a replicated expert runs
+    it, in the same way on every node.
+    """
 
     epoch: str
     rank: int

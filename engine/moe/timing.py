@@ -1,8 +1,8 @@
-"""Spans per layer: where each token's time goes. Measured only while somebody looks.
+"""Times per layer of each token, measured only while the timing panel is open.
 
-A runtime calls :meth:`Recorder.begin_step`, :meth:`Recorder.add` and :meth:`Recorder.end_step` around what it does, and
-only if :attr:`Recorder.enabled` is true; the recorder turns that into the frames of :mod:`engine.ipc.messages`.
-Seconds go in, milliseconds per token come out.
+While :attr:`Recorder.enabled` is true, a runtime calls :meth:`Recorder.begin_step`, :meth:`Recorder.add` and
+:meth:`Recorder.end_step` around its work. The recorder makes the frames of :mod:`engine.ipc.messages`: it takes seconds
+and returns milliseconds per token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Phase = Literal["prefill", "decode"]
 
 @dataclass
 class MovementSums:
-    """What :class:`engine.ipc.messages.ExpertMovement` tells, while it is added up."""
+    """The running sums of :class:`engine.ipc.messages.ExpertMovement`."""
 
     tokens: int = 0
     weight_bytes: int = 0
@@ -40,15 +40,15 @@ class MovementSums:
 
 
 class SharedExperts(Protocol):
-    """An executor that shares experts with another device. It adds to :attr:`Recorder.movement` all the time, whether
-    or not somebody looks: a few additions per layer."""
+    """An executor that shares experts with another device. It always adds to :attr:`Recorder.movement`, which takes a
+    few additions per layer."""
 
     def settle(self) -> None:
-        """Add what is still on its way; waits for it."""
+        """Wait for pending work and add it."""
         ...
 
     def resident(self) -> list[list[int]]:
-        """Per MoE layer, the experts that are in the device's memory."""
+        """The experts in the device's memory, by MoE layer."""
         ...
 
 
@@ -76,10 +76,10 @@ class _PhaseSums:
 
 
 class Recorder:
-    """Adds up spans per layer and phase, and how often each expert was used.
+    """Adds up times per layer and phase, and the routes to each expert. Not thread-safe.
 
-    One thread at a time. ``layers`` is the number of decoder layers, ``moe_layers`` which of them have routed experts,
-    ``experts`` how many each of those has.
+    ``layers`` is the number of decoder layers, ``moe_layers`` are those with routed experts, and ``experts`` is the
+    number of experts in each of these.
     """
 
     def __init__(
@@ -87,8 +87,8 @@ class Recorder:
     ) -> None:
         self.enabled = False
         self.sampled = False
-        """Measuring waits for a GPU after each part of each layer: whoever switches it on does so for a few steps a
-        second only. Set by the runtime."""
+        """Whether measuring waits for a GPU after each part of each layer, so that only a few steps per second should
+        be measured. Set by the runtime."""
         self.clock = clock
         self._layers = layers
         self._moe_layers = list(moe_layers)
@@ -98,7 +98,7 @@ class Recorder:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything measured (at the start of a turn)."""
+        """Discard all measurements, at the start of a turn."""
         if self._shared is not None:
             self._shared.settle()
         self.movement = MovementSums()
@@ -111,20 +111,20 @@ class Recorder:
         self._use = {layer: [0] * self._experts for layer in self._moe_layers}
 
     def share(self, shared: SharedExperts | None) -> None:
-        """Experts are shared with a device from now on (or no longer): frames tell what is moved and what is there."""
+        """Set the executor that shares experts with a device (None: no longer). Frames then describe its movements."""
         self._shared = shared
 
     def notice(self, text: str) -> None:
-        """Something the person should see, as one line: it is kept until :meth:`take_notices`."""
+        """Keep a line for the person until :meth:`take_notices`."""
         self._notices.append(text)
 
     def take_notices(self) -> list[str]:
-        """The lines that came since this was last asked."""
+        """The lines since the last call."""
         taken, self._notices = self._notices, []
         return taken
 
     def begin_step(self, phase: Phase, tokens: int) -> None:
-        """A forward pass over ``tokens`` token positions begins."""
+        """Begin a forward pass over ``tokens`` token positions."""
         self._current = self._phases[phase]
         self._current.tokens += tokens
         self._step_start = self.clock()
@@ -136,16 +136,16 @@ class Recorder:
             self._current = None
 
     def add(self, layer: int, part: Part, seconds: float) -> None:
-        """``part`` of ``layer`` took ``seconds`` in the current step; ignored outside a step."""
+        """Add ``seconds`` to ``part`` of ``layer`` in the current step. Ignored outside of a step."""
         if self._current is not None:
             self._current.parts[layer][part] += seconds
 
     def measured(self, layer: int) -> float:
-        """Seconds added to ``layer`` so far, in the phase of the current step; 0 outside a step."""
+        """Seconds added to ``layer`` so far, in the phase of the current step; 0 outside of a step."""
         return sum(self._current.parts[layer].values()) if self._current is not None else 0.0
 
     def add_routes(self, layer: int, counts: Iterable[int]) -> None:
-        """``counts[e]`` tokens were sent to expert e of ``layer`` in the current step."""
+        """Add ``counts[e]`` tokens that were sent to expert e of ``layer`` in the current step."""
         use = self._use[layer]
         for expert, count in enumerate(counts):
             use[expert] += count

@@ -1,1 +1,1 @@
-"""What the operating system offers: memory, processors, power, temporary folders."""
+"""Services of the operating system: memory, processors, power, temporary folders."""

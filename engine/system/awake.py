@@ -1,7 +1,7 @@
-"""No sleep while something goes on that nobody touches the keyboard for: a long answer, a download, lending.
+"""Preventing idle sleep during long tasks: a long answer, a download, lending.
 
-The system's own program holds off its idle sleep while it runs, and ends with this process whatever becomes of it. A
-lid that is closed puts a laptop to sleep all the same.
+The system's own program prevents idle sleep while it runs, and ends with this process in any case. A laptop sleeps when
+its lid is closed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 AFTER_S = 20.0
-"""Time in seconds after which a task holds off sleep; no system falls asleep sooner after a key was pressed."""
+"""Seconds after which a task prevents sleep. No system sleeps sooner after a key was pressed."""
 
 
 def holding_command(pid: int, platform: str = sys.platform, systemd: Path = Path("/run/systemd/system")) -> list[str]:
@@ -34,7 +34,7 @@ def holding_command(pid: int, platform: str = sys.platform, systemd: Path = Path
 
 
 class Awake:
-    """Keeps the system awake from ``after_s`` seconds on in which anybody holds it. From any thread."""
+    """Keeps the system awake while it is held, after ``after_s`` seconds. Thread-safe."""
 
     def __init__(self, command: Sequence[str], after_s: float = AFTER_S) -> None:
         self._command = list(command)
@@ -51,7 +51,7 @@ class Awake:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Within it the system does not fall asleep by itself."""
+        """Prevent idle sleep until the end of the context."""
         with self._lock:
             self._holders += 1
             if self._command and self._holders == 1:

@@ -1,4 +1,4 @@
-"""Processes of this program's own modules beside the engine: how they are started."""
+"""Starting further processes of this program's own modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory this process may still take, in bytes; and giving back what it has freed."""
+"""The bytes of memory that this process may still take, and returning freed memory to the system."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Memory:
     """The machine's memory as far as this process may use it, in bytes."""
 
     total: int
-    """The machine's, or the tightest limit of a control group around this process if that is less."""
+    """The machine's memory, or the lowest limit of a control group of this process if that is less."""
     free: int
     machine: int
-    """What the machine has."""
+    """The machine's memory."""
 
 
 def memory() -> Memory:
-    """Of this process, now. Pages of memory-mapped files count as free."""
+    """The memory of this process, now. Pages of memory-mapped files count as free."""
     import psutil
 
     machine = psutil.virtual_memory()
@@ -119,7 +119,7 @@ def _limit_of(folder: Path) -> tuple[int, int] | None:
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` is how Python, torch or mlx say that memory ran out."""
+    """Whether ``error`` of Python, torch or mlx means that memory ran out."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     text = str(error).lower()

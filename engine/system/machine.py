@@ -1,4 +1,4 @@
-"""What this machine is, found without importing torch: its processor's name, and its GPUs with their memory."""
+"""This machine's processor and GPUs with their memory, found without importing torch."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ class Gpu:
 def gpu() -> Gpu | None:
     """The GPU that the torch runtime would use, or None.
 
-    Asks torch if it is loaded and has a GPU already, else the driver's own program: starting torch only to find that
-    there is nothing would take seconds.
+    torch is asked if it is loaded and has a GPU, else the driver's own program, as importing torch takes seconds.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -57,7 +56,7 @@ def parse_gpus(text: str, visible: str | None = None) -> Gpu | None:
         if len(parts) == 3 and parts[1].isdecimal() and parts[2].isdecimal():
             found.append(Gpu(parts[0], int(parts[1]) * _MIB, int(parts[2]) * _MIB))
     first = (visible or "0").split(",")[0].strip()
-    # A GPU may be named by its UUID as well, which is not asked for here: then the first one is as good a guess.
+    # A GPU may also be named by its UUID, which is not queried. The first GPU is used then.
     index = int(first) if first.isdecimal() else 0
     return found[index] if index < len(found) else None
 

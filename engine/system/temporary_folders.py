@@ -1,7 +1,7 @@
-"""Folders that are gone when they are not needed any more, also if this process is killed.
+"""Temporary folders that are removed even if this process is killed.
 
-A process that is killed cannot tidy up, and what a benchmark writes can be gigabytes. So each folder has a remover, a
-small process whose stdin ends with its parent: it removes what is left then, after whoever still writes into it.
+A killed process cannot clean up, and a benchmark may write gigabytes. Each folder therefore has a remover, a small
+process whose stdin ends with its parent. It then removes the folder, also if other processes still write into it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _MODULE = "engine.system.temporary_folders"
 
 
 def is_remover(arguments: Sequence[str]) -> bool:
-    """Whether these are the arguments of a process that removes a folder: who ends all others spares it."""
+    """Whether these are the arguments of a remover, which must not be ended with the other processes."""
     return list(arguments[1:4]) == ["-P", "-m", _MODULE]
 
 
 @contextlib.contextmanager
 def temporary_folder(prefix: str, inside: Path | None = None) -> Iterator[Path]:
-    """A new folder, in ``inside`` or where temporary files belong, gone at the end. Raises OSError."""
+    """A new folder, in ``inside`` or the system's temporary folder, removed at the end. Raises OSError."""
     folder = (inside or Path(tempfile.gettempdir())) / f"{prefix}{secrets.token_hex(8)}"
     remover = _start_remover(folder)
     try:

@@ -1,4 +1,4 @@
-"""The key/value cache: transformers' cache interface on buffers that grow in blocks and can be cut back at no cost."""
+"""The KV cache: transformers' cache interface on buffers that grow in blocks and can be cut back at no cost."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kw
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 BLOCK = 128
-"""Positions a buffer grows by, at least."""
+"""Minimum number of positions by which a buffer grows."""
 
 
 class Position:
-    """How many tokens per row are in the cache: one number, shared by all layers.
+    """The number of tokens per row in the cache, shared by all layers.
 
-    It moves only after a whole forward pass, so a pass that fails half-way leaves nothing behind.
+    It changes only after a complete forward pass, so a failed pass has no effect.
     """
 
     def __init__(self, length: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""The modules that stand where transformers keeps the routed experts; they hold no weights and ask the executor."""
+"""The modules that replace transformers' routed experts. They hold no weights and use the executor."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class ExpertsPlace:
 
 
 class RoutedExperts(nn.Module):  # type: ignore[misc]
-    """In place of a family's ``experts`` module: ``(hidden [..., hidden], indices [tokens, k], weights [tokens, k])``
-    gives the weighted sum in hidden's shape.
+    """Replaces a family's ``experts`` module: ``(hidden [..., hidden], indices [tokens, k], weights [tokens, k])``
+    returns the weighted sum in hidden's shape.
 
-    ``last``: only so many positions at the end count, because nobody looks at the others: theirs is zero. None: all.
+    ``last`` is the number of positions at the end whose results are needed; the others are zero. None: all.
     ``meanwhile`` is work of the block for the next call, done while other machines are waited for.
     """
 
@@ -51,7 +51,7 @@ class RoutedExperts(nn.Module):  # type: ignore[misc]
 
 
 class ScaledInputBlock(nn.Module):  # type: ignore[misc]
-    """In place of llama4's MoE block, which scales what goes into an expert and repeats every token for every expert.
+    """Replaces llama4's MoE block, which scales the inputs of experts and repeats every token for every expert.
 
     Here only the chosen experts run. The names of the children are the library's, so that the trunk's names fit.
     """
@@ -127,7 +127,7 @@ def gate_of(experts: nn.Module) -> FamilyGate:
     Raises ModelError if the module's experts are not gated feed-forward networks.
     """
     apply_gate = getattr(type(experts), "_apply_gate", None)
-    # Importing the library's default to compare with would import torch's compiler: 90 MB.
+    # Importing the library's default for a comparison would import torch's compiler, which takes 90 MB.
     if apply_gate is not None and apply_gate.__qualname__ != "_default_apply_gate":
         if not getattr(experts, "has_gate", True) or getattr(experts, "has_post_expert_norm", False):
             raise ModelError(f"The experts of {type(experts).__name__} are of a kind that this version cannot run.")
@@ -171,7 +171,7 @@ class _CalledGate:
 
 
 def replace_experts(model: nn.Module, places: list[ExpertsPlace], executor: Executor[torch.Tensor]) -> None:
-    """Put our modules where ``places`` says; the library's own, never filled with weights, are dropped."""
+    """Replace the modules at ``places`` by ours. The library's own, which never had weights, are dropped."""
     for place in places:
         if _scales_input(place.block):
             _put(model, place.block_name, ScaledInputBlock(place.layer, executor, place.block))

@@ -1,4 +1,4 @@
-"""A node's experts without a trunk, in central mode: by torch or the native kernels, and a GPU where there is one."""
+"""A node's experts without a trunk, for central mode: on torch or the native kernels, and on a GPU if there is one."""
 
 from __future__ import annotations
 

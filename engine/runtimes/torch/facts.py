@@ -1,4 +1,4 @@
-"""What a loaded torch model tells about itself."""
+"""The facts of a loaded torch model."""
 
 from __future__ import annotations
 
