@@ -151,20 +151,24 @@ def needs_a_cold_start(environment: Mapping[str, str]) -> bool:
 
 
 def forked(
-    arguments: Sequence[str], environment: Mapping[str, str], *more: str
+    arguments: Sequence[str], environment: Mapping[str, str], *more: str, session: bool = False
 ) -> ForkedProcess | subprocess.Popen[bytes]:
     """Start an engine as ``python ARGUMENTS`` would, with pipes for its input and output.
 
-    ``arguments``: ``-m engine.host`` or ``-c CODE``.
+    ``arguments``: ``-m engine.host`` or ``-c CODE``; ``session``: it gets a session of its own, and no terminal.
     """
     if not FORKS or needs_a_cold_start(environment):
         return subprocess.Popen(
-            [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(environment)
+            [sys.executable, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=dict(environment),
+            start_new_session=session,
         )
     flag, what = list(arguments)[-2:]
     assert flag == "-c" or (flag, what) == ("-m", "engine.host")
     code = what if flag == "-c" else None
-    return _forked(code, environment, subprocess.PIPE, subprocess.PIPE, None, (), *more)
+    return _forked(code, environment, subprocess.PIPE, subprocess.PIPE, None, (), *more, session=session)
 
 
 def forked_module(
@@ -198,13 +202,14 @@ def _forked(
     stderr: int | None,
     pass_fds: Sequence[int],
     *more: str,
+    session: bool = False,
 ) -> ForkedProcess:
     """``stdin`` and so on: as ``subprocess.Popen`` takes them; of pipes, input and output only."""
     job = {
         "code": code,
         "environment": dict(environment),
         "folder": str(Path.cwd()),
-        "session": False,
+        "session": session,
         "descriptors": list(pass_fds),
     }
     with contextlib.ExitStack() as theirs:

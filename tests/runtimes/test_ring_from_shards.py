@@ -1,4 +1,4 @@
-"""A node that has only the trunk and its own experts on its disk, as they were sent, does what a whole model does."""
+"""Nodes of central mode need no trunk on their disk, and what is not there is named."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from memory_exchange import must_succeed, on_all_ranks
-from ring_places import placed, places
+from ring_places import placed
 
 from engine.cluster.expert_runners import load_experts
 from engine.cluster.weights.shard_store import ShardStore
@@ -21,8 +20,6 @@ from engine.models.opening import open_model
 from engine.moe.held import HeldExperts, check_held, held_by
 from engine.moe.rank_context import RankContext
 from engine.planning.placement import Placement
-from engine.runtimes import runtime_named
-from engine.runtimes.protocol import LoadedModel, Logits
 
 
 def quiet(*_: Any) -> None:
@@ -43,43 +40,6 @@ def share_of(folder: Path, placement: Placement, rank: int, at: Path, trunk: boo
     need = store.need(offered, quiet)
     store.receive(offered, need.wanted, stream(folder, offered, need.wanted), quiet)
     return need.folder
-
-
-def answer(model: LoadedModel) -> list[Logits | None]:
-    rows = model.start()
-    return [rows.extend([3, 9, 27, 81, 100, 33]), rows.step([5]), rows.step([6])]
-
-
-def compare(folder: Path, runtime: str, placement: Placement, tmp_path: Path, dtype: str = "auto") -> None:
-    # The order in which torch adds up depends on the number of threads.
-    request = Load(id=1, model=folder.name, dtype=dtype, runtime=runtime, cpu_threads=1)
-    alone = answer(runtime_named(runtime).load(folder, request, quiet))
-    made = places(placement)
-    # The head is one of them.
-    folders = [share_of(folder, placement, rank, tmp_path) for rank in range(placement.nodes)]
-    models = [
-        runtime_named(runtime).load(each, request, quiet, place) for each, place in zip(folders, made, strict=True)
-    ]
-    for found in must_succeed(on_all_ranks(lambda rank: answer(models[rank]), placement.nodes)):
-        for ours, expected in zip(found, alone, strict=True):
-            assert ours is not None and expected is not None and np.array_equal(ours, expected)
-    for model in models:
-        model.close()
-
-
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_torch(family: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
-    folder = tiny_model(family)
-    experts = open_model(folder).experts
-    assert experts is not None
-    compare(folder, "torch", placed(tuple(experts.layers), experts.count, 3, "overlapping"), tmp_path, "float32")
-
-
-def test_mlx_4_bit(tmp_path: Path) -> None:
-    pytest.importorskip("mlx_lm")
-    from mlx_oracle import write_quantised
-
-    compare(write_quantised(tmp_path / "model", "mixtral"), "mlx", placed((0, 1, 2), 8, 2, "overlapping"), tmp_path)
 
 
 @pytest.mark.parametrize("runtime", ["torch", "mlx", "native"])

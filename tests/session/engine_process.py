@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+from engine_forks import forked
+
 from engine.ipc.messages import TERMINAL_EVENTS, AnyEvent, AnyRequest, Hello, event_reader, pack
 
 PATIENCE_S = 120
@@ -18,19 +20,27 @@ PATIENCE_S = 120
 
 
 class EngineProcess:
-    """``python -m engine.host`` with ``home`` as PRIVATELLM_HOME, or ``code`` that calls ``engine.host.main()``."""
+    """``python -m engine.host`` with ``home`` as PRIVATELLM_HOME, or ``code`` that calls ``engine.host.main()``.
 
-    def __init__(self, home: Path, code: str | None = None, **environment: str) -> None:
+    Forked from a process that has imported the engine; ``cold``: a new Python, for tests of the start itself.
+    """
+
+    def __init__(self, home: Path, code: str | None = None, cold: bool = False) -> None:
         arguments = ["-m", "engine.host"] if code is None else ["-c", code]
+        environment = {**os.environ, "PRIVATELLM_HOME": str(home), "OMP_NUM_THREADS": "1"}
         self.home = home
-        self.process = subprocess.Popen(
-            [sys.executable, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PRIVATELLM_HOME": str(home), "OMP_NUM_THREADS": "1", **environment},
-            bufsize=0,
-            start_new_session=True,
+        self.process = (
+            subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                bufsize=0,
+                start_new_session=True,
+            )
+            if cold
+            else forked(arguments, environment, session=True)
         )
         assert self.process.stdout is not None and self.process.stdin is not None
         self.stdin, self.stdout = self.process.stdin, self.process.stdout

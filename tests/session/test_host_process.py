@@ -216,7 +216,7 @@ def test_ends_with_its_input_while_loading(home: Path, model: Path) -> None:
 
 
 def test_ends_when_asked(home: Path) -> None:
-    with EngineProcess(home) as process:
+    with EngineProcess(home, cold=True) as process:
         process.send(Shutdown(id=1))
         assert process.wait_for_end() == 0
 
@@ -275,7 +275,7 @@ def test_children_end_with_it(home: Path) -> None:
 
 
 def test_ctrl_c_belongs_to_the_screen(home: Path) -> None:
-    with EngineProcess(home) as process:
+    with EngineProcess(home, cold=True) as process:
         os.killpg(process.process.pid, signal.SIGINT)
         end = process.ask(Generate(id=1, prompt_ids=[1]))[-1]
         assert isinstance(end, Failed) and end.kind == "bad-input"
@@ -317,7 +317,7 @@ host.main()
 
 
 def test_stray_prints_go_to_the_log(tmp_path: Path, model: Path) -> None:
-    with EngineProcess(tmp_path, NOISE) as process:
+    with EngineProcess(tmp_path, NOISE, cold=True) as process:
         assert isinstance(process.ask(Load(id=1, model=str(model)))[-1], Loaded)
         assert finished(process.ask(Generate(id=2, prompt_ids=PROMPT, max_tokens=50))).completion_tokens == 50
         log = ""
@@ -342,7 +342,7 @@ host.main()
 
 def test_a_chat_opens_no_socket(tmp_path: Path, model: Path) -> None:
     seen = tmp_path / "sockets"
-    with EngineProcess(tmp_path, QUIET.replace("SEEN", repr(str(seen)))) as process:
+    with EngineProcess(tmp_path, QUIET.replace("SEEN", repr(str(seen))), cold=True) as process:
         assert isinstance(process.ask(Load(id=1, model=str(model)))[-1], Loaded)
         assert finished(process.ask(Generate(id=2, prompt_ids=PROMPT, max_tokens=5, with_timing=True)))
         assert finished(process.ask(Generate(id=3, prompt_ids=PROMPT, max_tokens=5, beams=3)))
@@ -490,7 +490,7 @@ def test_fuzzed_frames_are_requests_or_a_protocol_error(data: bytes, at: int, by
 
 def test_a_log_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     (tmp_path / "logs").write_text("a file in the way")
-    with EngineProcess(tmp_path) as process:
+    with EngineProcess(tmp_path, cold=True) as process:
         notice = process.next()
         assert isinstance(notice, Notice)
         assert "keeps no log" in notice.text
