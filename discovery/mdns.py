@@ -36,20 +36,10 @@ gives way."""
 _MOST_STRANGERS = MAX_SERVICES // 2
 """Maximum names that are asked for in a round although nothing was heard of them."""
 _MAX_ADDRESSES = 16
-_POLL_SECONDS = 2.0
-_RETRY_SECONDS = 10.0
-_REFRESH_SECONDS = 10.0
-_GRACE_SECONDS = 1.5
-"""Seconds within which a withdrawn announcement may return (after a change of addresses) as if it had never left."""
-_UNSEEN_SECONDS = 8.0
 _SLEPT_SECONDS = 10.0
 _TTL = 30
 """Lifetime of an announcement in seconds, whatever it claims itself. A machine that disappeared silently is dropped
 after about this time."""
-_LOOK_SECONDS = 60.0
-"""Seconds between two questions for machines. New machines announce themselves unasked, if they know that they were
-away."""
-_RESOLVE_MS = 3000
 _FAMILIES_APART = sys.platform == "darwin"
 """Whether IPv4 groups must be joined by IPv4 sockets. Darwin's IPv6 sockets cannot, which the library ignores."""
 _NODE_ID = re.compile(r"[0-9a-f]{64}")
@@ -87,6 +77,29 @@ class Hearing:
     """Number of machines that were ever heard."""
 
 
+@dataclass(frozen=True)
+class Intervals:
+    """How often the network is looked at, in seconds."""
+
+    wake: float = 0.5
+    """Between two looks at what was heard."""
+    poll: float = 2.0
+    """Between two looks at this machine's addresses."""
+    retry: float = 10.0
+    """Between two tries to open sockets that could not be opened."""
+    refresh: float = 10.0
+    """Between two questions to every machine that was heard."""
+    unseen: float = 8.0
+    """Beyond ``refresh``, after which a machine that does not answer is dropped."""
+    grace: float = 1.5
+    """Within which a withdrawn announcement may return (after a change of addresses) as if it had never left."""
+    look: float = 60.0
+    """Between two questions for machines. New machines announce themselves unasked, if they know that they were
+    away."""
+    resolve: float = 3.0
+    """That one question to a machine takes at most."""
+
+
 @dataclass
 class _Seen:
     found: Found
@@ -110,6 +123,7 @@ class Neighbourhood:
         host: str = "",
         own: Callable[[], list[OwnAddress]] = own_addresses,
         paired: Callable[[], Collection[str]] = tuple,
+        intervals: Intervals = Intervals(),
     ) -> None:
         """Announce the control port ``port``.
 
@@ -122,6 +136,7 @@ class Neighbourhood:
         self._on_change = on_change
         self._own_addresses = own
         self._paired = paired
+        self._intervals = intervals
         self._name = f"{node_id[:16]}-{instance}-{port}.{SERVICE}"
         self._mutex = threading.Lock()
         self._seen: dict[str, _Seen] = {}
@@ -178,17 +193,17 @@ class Neighbourhood:
         try:
             while not self._closed.is_set():
                 now = time.monotonic()
-                if now - polled >= _POLL_SECONDS:
+                if now - polled >= self._intervals.poll:
                     polled = now
                     slept = abs(_asleep() - asleep) > _SLEPT_SECONDS
                     asleep = _asleep()
                     self._follow_addresses(now, anew=slept)
-                if now - refreshed >= _REFRESH_SECONDS:
+                if now - refreshed >= self._intervals.refresh:
                     refreshed = now
                     self._refresh()
                 self._drop(now)
                 self._tell()
-                self._wake.wait(0.5)
+                self._wake.wait(self._intervals.wake)
                 self._wake.clear()
         finally:
             self._stop()
@@ -203,7 +218,7 @@ class Neighbourhood:
             own = [one for one in self._own_addresses() if self._host in ("", "0.0.0.0", "::", one.ip)]
         except OSError:
             return  # interfaces come and go while they are listed; the next round is soon
-        if own == self._own and not anew and (self._opened or now - self._tried_at < _RETRY_SECONDS):
+        if own == self._own and not anew and (self._opened or now - self._tried_at < self._intervals.retry):
             return
         self._tried_at = now
         self._stop()
@@ -260,7 +275,7 @@ class Neighbourhood:
         """Ask again for all machines, and for names of which nothing more is known. Whoever does not answer is dropped
         by :meth:`_drop`."""
         now = time.monotonic()
-        look = now - self._looked_at >= _LOOK_SECONDS
+        look = now - self._looked_at >= self._intervals.look
         if look:
             self._looked_at = now
         with self._mutex:
@@ -284,8 +299,8 @@ class Neighbourhood:
             gone = [
                 name
                 for name, seen in self._seen.items()
-                if (seen.withdrawn_at is not None and now - seen.withdrawn_at > _GRACE_SECONDS)
-                or now - seen.verified_at > _REFRESH_SECONDS + _UNSEEN_SECONDS
+                if (seen.withdrawn_at is not None and now - seen.withdrawn_at > self._intervals.grace)
+                or now - seen.verified_at > self._intervals.refresh + self._intervals.unseen
             ]
             for name in gone:
                 del self._seen[name]
@@ -343,7 +358,7 @@ class Neighbourhood:
         if anew:
             _forget_records(opened, name, longer_than=_TTL)
         info = AsyncServiceInfo(SERVICE, name)
-        if not await info.async_request(opened, _RESOLVE_MS):
+        if not await info.async_request(opened, 1000 * self._intervals.resolve):
             with self._mutex:
                 unknown = name not in self._seen
             if unknown:  # it is new when it is heard of again

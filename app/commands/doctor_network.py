@@ -18,7 +18,7 @@ from app.ring_words import state_words
 from app.settings.file import open_settings
 from app.settings.ring import open_network
 from app.text_safety import one_line
-from engine.ipc.messages import NetworkState, PeerFacts
+from engine.ipc.messages import PeerFacts
 from engine.models.locations import locate
 from engine.planning.absent_machines import as_clause
 
@@ -212,7 +212,7 @@ async def _facts_of(node_id: str, address: str) -> PeerFacts | None:
     try:
         await engine.start()
         await network.ensure_open(msgspec.structs.replace(wanted, listen=_UNREACHABLE, peers=[address]), wait=False)
-        await network.wait_for(lambda state: _known(state, node_id) not in (None, "paired"))
+        await network.wait_for(lambda state: any(_has_told(one) for one in state.peers if one.node_id == node_id))
         found = [one for one in network.paired if one.node_id == node_id]
         await close_quietly(network)
     finally:
@@ -220,5 +220,7 @@ async def _facts_of(node_id: str, address: str) -> PeerFacts | None:
     return next(iter(found), None)
 
 
-def _known(state: NetworkState, node_id: str) -> str | None:
-    return next((one.state for one in state.peers if one.node_id == node_id), None)
+def _has_told(peer: PeerFacts) -> bool:
+    """Whether it is known what the machine does. A machine that only answered the greeting has yet to say to whom it is
+    lent: it does so with its memory."""
+    return peer.state in ("lost", "refused") or peer.memory_total > 0

@@ -10,7 +10,7 @@ from engine.cluster.membership.control_messages import EpochSpec
 from engine.cluster.rehearsal import LARGEST_WIDTH, Rehearsal
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.connecting import connect_commands
-from engine.cluster.transport.epochs import Epoch, Member
+from engine.cluster.transport.epochs import CONNECT_S, Epoch, Member
 from engine.cluster.transport.exchange import Exchange, Link, PeerLost
 from engine.cluster.transport.exchange_timing import DECODE_BYTES, measure_exchange
 from engine.cluster.transport.registry import open_exchange
@@ -88,15 +88,16 @@ def connect_epoch(
     names: Sequence[ExchangeName],
     commands: bool,
     rehearsal: Rehearsal | None = None,
+    seconds: float = CONNECT_S,
 ) -> None:
     """Make the command links, then connect, measure and rehearse the exchanges ``names`` one by one. All nodes do so at
     once.
 
-    An exchange that cannot be made is noted and left out. Raises ModelError (network) if none can be made, or no
-    command link.
+    The command links are waited for ``seconds``. An exchange that cannot be made is noted and left out. Raises
+    ModelError (network) if none can be made, or no command link.
     """
     if commands:
-        found.add_commands(connect_commands(links, found.epoch))
+        found.add_commands(connect_commands(links, found.epoch, seconds))
     for name in names:
         try:
             exchange = open_exchange(name, links, found.epoch)

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paired_nodes import Nodes, eventually, make_identity
+from paired_nodes import WAIT_S, Nodes, eventually, make_identity
 
 from discovery.identity import load_identity
 from discovery.peers import PeersFile, new_peer
@@ -59,10 +59,10 @@ def raw_call(address: str, credentials: Credentials, method: str, body: bytes, k
     with grpc.secure_channel(address, secured, options) as channel:
         path = f"/{SERVICE}/{method}"
         if kind == "up":
-            return bytes(channel.stream_unary(path)(iter([body]), timeout=5))
+            return bytes(channel.stream_unary(path)(iter([body]), timeout=WAIT_S))
         if kind == "down":
-            return list(channel.unary_stream(path)(body, timeout=5))
-        return bytes(channel.unary_unary(path)(body, timeout=5))
+            return list(channel.unary_stream(path)(body, timeout=WAIT_S))
+        return bytes(channel.unary_unary(path)(body, timeout=WAIT_S))
 
 
 def kind_of(method: str) -> str:
@@ -102,46 +102,23 @@ def test_one_paired_by_another_process_is_found(tmp_path: Path) -> None:
         late.close()
 
 
-@pytest.mark.parametrize("method", ALL_METHODS)
-def test_unpaired_machine_is_answered_on_no_method(tmp_path: Path, pair: Nodes, method: str) -> None:
-    ClusterWorker(pair.nodes[1])
-    stranger, _ = make_identity(tmp_path / "stranger")
-    credentials = Credentials(stranger.key_pem, stranger.certificate_pem, pair.identities[1].certificate_pem)
-    with pytest.raises(grpc.RpcError) as refused:
-        raw_call(pair.nodes[1].listening[0], credentials, method, b"\x80", kind_of(method))
-    assert refused.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAUTHENTICATED)
-    assert "Bob" not in str(refused.value.details())
-
-
-@pytest.mark.parametrize("method", ALL_METHODS)
-def test_machine_without_certificate_is_answered_on_no_method(pair: Nodes, method: str) -> None:
-    options = (("grpc.ssl_target_name_override", "privatellm"),)
-    secured = grpc.ssl_channel_credentials(pair.identities[1].certificate_pem)
-    with (
-        grpc.secure_channel(pair.nodes[1].listening[0], secured, options) as channel,
-        pytest.raises(grpc.RpcError) as refused,
-    ):
-        channel.unary_unary(f"/{SERVICE}/{method}")(b"\x80", timeout=5)
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
-@pytest.mark.parametrize("method", ALL_METHODS)
-def test_forgotten_machine_is_answered_on_no_method_of_its_open_connection(pair: Nodes, method: str) -> None:
+def test_forgotten_machine_is_answered_on_no_method_of_its_open_connection(pair: Nodes) -> None:
     client = pair.client(1, pair.identities[0])
     try:
         client.call("Beat", NodeLoad(process="x", memory_total=1, memory_free=1), NodeLoad)
         pair.peers[1].forget(pair.identities[0].node_id)
         invoke: Any = client._channel
-        path, kind = f"/{SERVICE}/{method}", kind_of(method)
-        with pytest.raises(grpc.RpcError) as refused:
-            if kind == "up":
-                invoke.stream_unary(path)(iter([b"\x80"]), timeout=5)
-            elif kind == "down":
-                list(invoke.unary_stream(path)(b"\x80", timeout=5))
-            else:
-                invoke.unary_unary(path)(b"\x80", timeout=5)
-        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        assert refused.value.details() == ""
+        for method in ALL_METHODS:
+            path, kind = f"/{SERVICE}/{method}", kind_of(method)
+            with pytest.raises(grpc.RpcError) as refused:
+                if kind == "up":
+                    invoke.stream_unary(path)(iter([b"\x80"]), timeout=WAIT_S)
+                elif kind == "down":
+                    list(invoke.unary_stream(path)(b"\x80", timeout=WAIT_S))
+                else:
+                    invoke.unary_unary(path)(b"\x80", timeout=WAIT_S)
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED, method
+            assert refused.value.details() == ""
     finally:
         client.close()
 
@@ -210,7 +187,7 @@ def test_message_over_the_limit_is_refused(pair: Nodes) -> None:
         messages.pack(messages.DataPiece(data=bytes(messages.MESSAGE_LIMIT)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=400), st.sampled_from([*messages.ControlBody.__subclasses__()]))
 def test_random_bytes_are_a_message_or_a_protocol_error(data: bytes, kind: type[messages.ControlBody]) -> None:
     try:
@@ -414,7 +391,7 @@ def test_port_that_is_taken_is_said(pair: Nodes) -> None:
         )
 
 
-def test_thirty_openings_leave_nothing_behind(tmp_path: Path) -> None:
+def test_openings_leave_nothing_behind(tmp_path: Path) -> None:
     identity, peers = make_identity(tmp_path / "me")
     other, _ = make_identity(tmp_path / "other")
     peers.add(new_peer(other.certificate_der, "other", "127.0.0.1:9"))
@@ -429,7 +406,7 @@ def test_thirty_openings_leave_nothing_behind(tmp_path: Path) -> None:
         once()
     gc.collect()
     before = SimpleNamespace(threads=threading.active_count(), files=len(list(Path("/proc/self/fd").iterdir())))
-    for _ in range(30):
+    for _ in range(12):
         once()
     gc.collect()
     eventually(lambda: threading.active_count() <= before.threads)

@@ -6,13 +6,16 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from paired_nodes import Nodes, eventually, make_identity
 
 from app.commands import doctor_network
 from app.commands.doctor_network import Finding
+from discovery.link_listener import bind_pair
 from engine.cluster.membership.node import LentState, Node
-from engine.ipc.messages import OpenNetwork
+from engine.ipc.messages import OpenNetwork, PeerFacts
+from engine.models.locations import locate
 
 
 @pytest.fixture
@@ -26,14 +29,32 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     nodes.close()
 
 
+@pytest.fixture
+def greeting(pair: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other machine is greeted from this process, instead of an engine that is started for that."""
+
+    async def facts_of(node_id: str, address: str) -> PeerFacts | None:
+        node = Node(pair.identities[0], pair.peers[0], OpenNetwork(id=1, listen="127.0.0.1:0", peers=[address]))
+        try:
+            eventually(lambda: all(doctor_network._has_told(one) for one in node.table.facts()))
+            return next(one for one in node.table.facts() if one.node_id == node_id)
+        finally:
+            node.close()
+
+    monkeypatch.setattr(doctor_network, "_facts_of", facts_of)
+
+
 def walked(address: str) -> dict[str, Finding]:
-    found = doctor_network.network(probe=False, peer=address)
+    return by_step(doctor_network._walk(locate("config") / "network", address))
+
+
+def by_step(found: list[Finding]) -> dict[str, Finding]:
     return {finding.about.removeprefix("peer: "): finding for finding in found if finding.about.startswith("peer: ")}
 
 
 def test_a_paired_machine_is_asked_what_it_does(pair: Nodes) -> None:
     vm = pair.nodes[1]
-    found = walked(vm.listening[0])
+    found = by_step(doctor_network.network(probe=False, peer=vm.listening[0]))
     assert {about: finding.mark for about, finding in found.items()} == {
         "name": "ok", "control": "ok", "links": "ok", "trust": "ok", "hello": "ok",
     }  # fmt: skip
@@ -41,6 +62,14 @@ def test_a_paired_machine_is_asked_what_it_does(pair: Nodes) -> None:
     assert found["hello"].text == f"vm answers, privatellm {vm.version}; lent, and free"
 
 
+def test_a_greeting_does_not_tell_yet_to_whom_a_machine_is_lent() -> None:
+    greeted = PeerFacts(node_id="a" * 64, state="ready", lends=True)
+    assert not doctor_network._has_told(greeted)
+    assert doctor_network._has_told(msgspec.structs.replace(greeted, memory_total=1))
+    assert doctor_network._has_told(msgspec.structs.replace(greeted, state="refused"))
+
+
+@pytest.mark.usefixtures("greeting")
 def test_a_machine_that_is_lent_elsewhere_or_of_another_version_is_told_apart(pair: Nodes) -> None:
     vm = pair.nodes[1]
     vm.lent = lambda: LentState(head="ab" * 32)
@@ -52,6 +81,7 @@ def test_a_machine_that_is_lent_elsewhere_or_of_another_version_is_told_apart(pa
     assert other.text.startswith("vm has privatellm 0.0.1 and this machine has ")
 
 
+@pytest.mark.usefixtures("greeting")
 def test_a_machine_that_forgot_this_one_says_so(pair: Nodes) -> None:
     pair.peers[1].forget(pair.identities[0].node_id)
     found = walked(pair.nodes[1].listening[0])
@@ -81,8 +111,7 @@ def test_another_certificate_at_a_known_address_is_told_from_a_stranger(tmp_path
 
 
 def test_what_is_no_privatellm_is_said(pair: Nodes) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as first:
-        port = first.getsockname()[1]
-        with socket.create_server(("127.0.0.1", port + 1)):
-            trust = walked(f"127.0.0.1:{port}")["trust"]
-    assert trust.mark == "problem" and f"port {port} is no privatellm" in trust.text
+    two = bind_pair("127.0.0.1", 0)
+    with two.listener, socket.create_server(("127.0.0.1", two.control)):
+        trust = walked(f"127.0.0.1:{two.control}")["trust"]
+    assert trust.mark == "problem" and f"port {two.control} is no privatellm" in trust.text

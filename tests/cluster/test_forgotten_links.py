@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from paired_nodes import WAIT_S, eventually
 from test_node_process import Head, model
 
 from discovery.peers import PeersFile
 from engine.bench.local_ring import NETWORK, LocalEngine
-from engine.ipc.messages import Loaded
+from engine.ipc.messages import ForgetPeer, Loaded, NetworkState
 from engine.ipc.messages.ring import RingChoice
 
 __all__ = ["model"]
@@ -37,10 +37,7 @@ def forget(by: LocalEngine, who: str) -> None:
 
 
 def until_apart(one: LocalEngine, other: LocalEngine) -> None:
-    end = time.monotonic() + 30
-    while between(one, other):
-        assert time.monotonic() < end, between(one, other)
-        time.sleep(0.02)
+    eventually(lambda: not between(one, other))
 
 
 @pytest.fixture
@@ -65,11 +62,14 @@ def test_forgetting_cuts_all_links_whoever_forgets(ring: Head) -> None:
     until_apart(ring.engine, gone)
     until_apart(stays, gone)
     assert len(ring.answer(4)) == 4
-    time.sleep(1.5)  # nor does it come back
+    # Nor does it come back: both have seen that they are not paired any more.
+    ring.until(lambda peers: [peer.name for peer in peers] == ["node 2"])
     assert between(ring.engine, gone) == []
-    # And the other way round: a follower forgets the head.
+    # And the other way round: a follower forgets the head, on its own screen.
     assert len(between(stays, ring.engine)) >= 4
-    forget(stays, "head")
+    since = len(stays.events)
+    stays.ask(ForgetPeer(id=stays.new_id(), peer="head"))
+    stays.wait(lambda event: isinstance(event, NetworkState) and event.lending is None, WAIT_S, since)
     until_apart(stays, ring.engine)
     assert len(ring.answer(4)) == 4
     assert between(stays, ring.engine) == []

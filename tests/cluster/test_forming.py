@@ -431,11 +431,11 @@ def test_a_machine_waits_for_the_weights_that_others_are_sent(
 
 
 def test_connecting_without_the_head_fails_and_frees_the_links(three: Nodes) -> None:
-    lender = ClusterWorker(three.nodes[1])
+    lender = ClusterWorker(three.nodes[1], connect_s=0.5)
     client = three.client(1, three.identities[0])
     try:
         with pytest.raises(ModelError, match="did not connect"):
-            client.call("Connect", spec_for(three), Connected, 30)
+            client.call("Connect", spec_for(three), Connected, 120)
         three.peers[1].forget(three.identities[0].node_id)
         eventually(lambda: lender.facts() is None)
         assert not any(thread.name == "following" for thread in threading.enumerate())

@@ -115,12 +115,15 @@ def test_a_group_of_mlx_serves_one_ring_after_another(ring: RealRing, models: di
         assert ring.form(model, "mlx", mode="exact", exchange="mlx", trusted=TRUSTED).exchange == "mlx"
         assert ring.answer() == first
     # Other machines cannot go on with it: the ring is formed all the same, and why is said.
-    since = len(ring.head.events)
-    loaded = ring.load(model, "mlx", 2, mode="exact", exchange="mlx", trusted=TRUSTED)
-    assert loaded.facts.ring is not None
+    # A machine that takes long to answer is left out: then it is tried again.
+    for _ in range(5):
+        since = len(ring.head.events)
+        loaded = ring.load(model, "mlx", 2, mode="exact", exchange="mlx", trusted=TRUSTED)
+        assert loaded.facts.ring is not None
+        if len(loaded.facts.ring.nodes) == 3:
+            break
     said = " ".join(event.text for event in ring.head.events[since:] if isinstance(event, Notice))
-    # A machine that takes long to answer may be left out.
-    assert loaded.facts.ring.exchange == "tls" and len(loaded.facts.ring.nodes) >= 2, said
+    assert (loaded.facts.ring.exchange, len(loaded.facts.ring.nodes)) == ("tls", 3), said
     assert "“mlx” could not be made" in said
     assert "one only" in said
     assert "tls is used" in said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +42,14 @@ class Counted:
         self._files = [folder / f"received-{rank}" for rank in range(3)]
         followers = [Machine(before=COUNTING.format(path=str(path))) for path in self._files[1:]]
         self.ring = RealRing(folder / "ring", [Machine(), *followers])
+        self._before: dict[str, int] = {}
+
+    def begin(self) -> None:
+        """What was received and kept until now does not count."""
+        self._before = {}
+        self._before = {node_id: self.kept(node_id) for node_id in self.ring.ids}
+        for node_id in self.ring.ids:
+            self.take_received(node_id)
 
     def take_received(self, node_id: str) -> int:
         """Since this was last asked."""
@@ -52,20 +61,31 @@ class Counted:
     def kept(self, node_id: str) -> int:
         """Bytes on its disk, holes in files not counted."""
         folder = self.ring.engines[self.ring.ids.index(node_id)].home / "models"
-        return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+        now = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+        return now - self._before.get(node_id, 0)
 
 
-@pytest.fixture
-def counted(tmp_path: Path) -> Iterator[Counted]:
-    made = Counted(tmp_path)
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Counted]:
+    made = Counted(tmp_path_factory.mktemp("counted"))
     yield made
     made.ring.close()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def counted(machines: Counted) -> Counted:
+    machines.begin()
+    return machines
+
+
+seeds = itertools.count()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """One that no machine has."""
     sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "intermediate_size": 256, "num_experts": 16}
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", "qwen3_moe", **sizes)
+    return write_tiny_model(tmp_path / "tiny", "qwen3_moe", seed=next(seeds), **sizes)
 
 
 @pytest.mark.parametrize("mode", ["exact", "central"])

@@ -111,7 +111,7 @@ def test_no_method_answers(target: Target, method: str, shown: str) -> None:
         path = f"/{SERVICE}/{method}"
         for call in (channel.unary_unary(path), channel.unary_stream(path), channel.stream_unary(path)):
             with pytest.raises(grpc.RpcError) as refused:
-                answer: Any = call(bodies if isinstance(call, grpc.StreamUnaryMultiCallable) else b"\x80", timeout=5)
+                answer: Any = call(bodies if isinstance(call, grpc.StreamUnaryMultiCallable) else b"\x80", timeout=60)
                 list(answer)
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
             told = str(refused.value.details()).encode()
@@ -163,7 +163,7 @@ def _tls_as_stranger(target: Target, connection: socket.socket) -> bytes:
     """What is said inside TLS to who shows the stranger's certificate."""
     peer = new_peer(target.node.identity.certificate_der, "target")
     received = b""
-    connection.settimeout(3)
+    connection.settimeout(60)
     with contextlib.suppress(ssl.SSLError, OSError):
         secured = client_context(target.stranger, peer).wrap_socket(connection)
         with contextlib.suppress(ssl.SSLError, OSError):
@@ -180,7 +180,7 @@ def test_pairing_with_a_wrong_code_tells_no_name(target: Target) -> None:
     wrong = str((int(shown.password) + 1) % 10**8).zfill(8).encode()
     received = bytearray()
     side = TypingSide(target.stranger.certificate_der, "Mallory", wrong)
-    deadline = Deadline(5)
+    deadline = Deadline(60)
     with dial(target.listener, "pair") as connection, contextlib.suppress(FrameError):
         send_frame(connection, side.start(), deadline)
         received += (reply := receive_frame(connection, deadline))
@@ -200,6 +200,6 @@ def test_the_friend_is_still_answered(target: Target) -> None:
         hello = msgspec.msgpack.encode(
             msgspec.structs.replace(target.node.greeting(), node_id=friend.node_id, process="p")
         )
-        answer = channel.unary_unary(f"/{SERVICE}/Hello")(hello, timeout=5)
+        answer = channel.unary_unary(f"/{SERVICE}/Hello")(hello, timeout=60)
     assert NAME.encode() in answer
     eventually(lambda: target.node.table.view(friend.node_id) is not None)

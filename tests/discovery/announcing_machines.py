@@ -3,38 +3,48 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 import secrets
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from engine_forks import forked
+
 from discovery.addresses import OwnAddress
-from discovery.mdns import Found, Neighbourhood
+from discovery.mdns import Found, Intervals, Neighbourhood
 
 SCRIPT = Path(__file__).with_name("announcing_process.py")
 LOOPBACK = OwnAddress("lo", "127.0.0.1", 8)
-WITHIN = 20.0
+WITHIN = 120.0
 """Seconds a test waits at most; what it waits for comes in one or two."""
+OFTEN = Intervals(wake=0.05, poll=0.2, retry=0.5, grace=0.5)
+made: set[str] = set()
+"""Node ids of all machines of the tests: others on this network are left out."""
 
 Heard = dict[str, list[str]]
 """Node id to addresses."""
 
 
 def ids() -> tuple[str, str]:
-    return secrets.token_hex(32), secrets.token_hex(8)
+    """Node id and instance."""
+    node_id, instance = secrets.token_hex(32), secrets.token_hex(8)
+    made.add(node_id)
+    return node_id, instance
 
 
 class Process:
     """A machine in a process of its own."""
 
-    def __init__(self, node_id: str, instance: str, port: int, only: str, prefix: tuple[str, ...] = ()) -> None:
-        command = [*prefix, sys.executable, str(SCRIPT), node_id, instance, str(port), only]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    def __init__(self, node_id: str, instance: str, port: int, only: str, before: str = "") -> None:
+        """``before``: Python that it runs first."""
+        arguments = [str(SCRIPT), node_id, instance, str(port), only]
+        code = f"{before}\nimport runpy, sys\nsys.argv = {arguments}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+        self._process = forked(["-c", code], os.environ)
+        self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self.heard: Heard = {}
@@ -57,17 +67,17 @@ class Process:
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait(10)
+        self._process.wait(WITHIN)
 
     def close(self) -> None:
         if self._process.poll() is None:
             assert self._process.stdin is not None
             self._process.stdin.close()
             try:
-                self._process.wait(15)
+                self._process.wait(WITHIN)
             except subprocess.TimeoutExpired:
                 self.kill()
-        self._reader.join(10)
+        self._reader.join(WITHIN)
 
 
 class Listening:
@@ -80,17 +90,18 @@ class Listening:
         port: int,
         own: Callable[[], list[OwnAddress]] | None = None,
         paired: Callable[[], Collection[str]] = tuple,
+        intervals: Intervals = OFTEN,
     ) -> None:
         self.node_id, self.instance = node_id, instance
         self._changed = threading.Condition()
         self.found: list[Found] = []
         self.neighbourhood = Neighbourhood(
-            node_id, instance, port, self._tell, own=own or (lambda: [LOOPBACK]), paired=paired
+            node_id, instance, port, self._tell, own=own or (lambda: [LOOPBACK]), paired=paired, intervals=intervals
         )
 
     def _tell(self, found: list[Found]) -> None:
         with self._changed:
-            self.found = found
+            self.found = [one for one in found if one.node_id in made]
             self._changed.notify_all()
 
     def wait(self, condition: Callable[[list[Found]], bool]) -> bool:

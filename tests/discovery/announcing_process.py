@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from discovery.addresses import OwnAddress, own_addresses
-from discovery.mdns import Found, Neighbourhood
+from discovery.mdns import Found, Intervals, Neighbourhood
 
 
 def main() -> None:
@@ -24,7 +24,8 @@ def main() -> None:
     def told(found: list[Found]) -> None:
         print(json.dumps([[one.node_id, one.instance, list(one.texts)] for one in found]), flush=True)
 
-    neighbourhood = Neighbourhood(node_id, instance, int(port), told, own=own)
+    often = Intervals(wake=0.05, poll=0.2, grace=0.5)
+    neighbourhood = Neighbourhood(node_id, instance, int(port), told, own=own, intervals=often)
     sys.stdin.read()
     neighbourhood.close()
 

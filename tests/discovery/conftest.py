@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import keyring
 import pytest
@@ -68,8 +70,7 @@ def start() -> Iterator[Callable[..., Process]]:
         return started[-1]
 
     yield begin
-    for process in started:
-        process.close()
+    at_once(Process.close, started)
 
 
 @pytest.fixture
@@ -81,5 +82,11 @@ def listen() -> Iterator[Callable[..., Listening]]:
         return opened[-1]
 
     yield begin
-    for one in opened:
-        one.neighbourhood.close()
+    at_once(lambda one: one.neighbourhood.close(), opened)
+
+
+def at_once(close: Callable[[Any], None], what: list[Any]) -> None:
+    """A goodbye takes its time, for every one the same."""
+    if what:
+        with ThreadPoolExecutor(len(what)) as pool:
+            list(pool.map(close, what))

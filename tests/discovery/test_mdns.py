@@ -8,12 +8,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import zeroconf
-from announcing_machines import LOOPBACK, WITHIN, Listening, Process, ids
+from announcing_machines import LOOPBACK, OFTEN, WITHIN, Listening, Process, ids
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -119,7 +121,7 @@ def test_a_listener_that_fails_does_not_end_it(listen: Callable[..., Listening])
         heard.put({one.node_id for one in found})
         raise RuntimeError("on purpose")
 
-    neighbourhood = Neighbourhood(*ids(), 4000, failing, own=lambda: [LOOPBACK])
+    neighbourhood = Neighbourhood(*ids(), 4000, failing, own=lambda: [LOOPBACK], intervals=OFTEN)
     try:
         for port in (4001, 4002):
             other = listen(*ids(), port).node_id
@@ -147,7 +149,6 @@ def test_without_an_interface_it_says_so_and_begins_when_there_is_one(
 def test_a_socket_that_cannot_be_opened_is_told_and_tried_again(
     listen: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mdns, "_RETRY_SECONDS", 1.0)
     opened = mdns._open
     failing = threading.Event()
     tries: list[int] = []
@@ -208,19 +209,22 @@ def test_announcements_that_are_none_are_ignored(listen: Callable[..., Listening
         {},
     ]
     opened = zeroconf.Zeroconf(interfaces=["127.0.0.1"])
+
+    def announce(number: int, properties: dict[str, str | bytes]) -> None:
+        info = zeroconf.ServiceInfo(
+            SERVICE,
+            f"{good[:8]}-{number}.{SERVICE}",
+            port=4010,
+            properties=properties,  # type: ignore[arg-type]
+            server=f"{good[:8]}-{number}.local.",
+            parsed_addresses=["127.0.0.1"],
+        )
+        opened.register_service(info, cooperating_responders=True)
+
     try:
-        for number, properties in enumerate([*bad, {"v": "1", "id": good, "i": instance, "more": "x" * 200}]):
-            opened.register_service(
-                zeroconf.ServiceInfo(
-                    SERVICE,
-                    f"{good[:8]}-{number}.{SERVICE}",
-                    port=4010,
-                    properties=properties,
-                    server=f"{good[:8]}-{number}.local.",
-                    parsed_addresses=["127.0.0.1"],
-                ),
-                cooperating_responders=True,
-            )
+        with ThreadPoolExecutor(len(bad)) as pool:
+            list(pool.map(announce, range(len(bad)), bad))
+        announce(len(bad), {"v": "1", "id": good, "i": instance, "more": "x" * 200})
         assert listening.hears(good, ("127.0.0.1:4010",))
         # The last one was heard, and none of those before it.
         assert sum(one.node_id == good for one in listening.found) == 1
@@ -255,7 +259,7 @@ def test_closing_leaves_nothing_behind(listen: Callable[..., Listening]) -> None
     descriptors = Path("/proc/self/fd")
     listen(*ids(), 4000).neighbourhood.close()  # what the library loads on its first use stays
     before = len(list(descriptors.iterdir())) if descriptors.exists() else 0
-    for _ in range(3):
+    for _ in range(2):
         one = listen(*ids(), 4000)
         one.neighbourhood.close()
         one.neighbourhood.close()
@@ -315,16 +319,13 @@ def forged(number: int, ttl: int) -> list[zeroconf.DNSRecord]:
     ]
 
 
-def test_a_burst_of_forged_announcements_is_over_when_it_is_over(
-    listen: Callable[..., Listening], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_burst_of_forged_announcements_is_over_when_it_is_over(listen: Callable[..., Listening]) -> None:
     """However long the forged records say that they live."""
     import socket
 
     # A machine that is there is asked several times before it counts as gone, also where all are slow.
-    for name, value in (("_REFRESH_SECONDS", 1.0), ("_UNSEEN_SECONDS", 5.0), ("_RESOLVE_MS", 1500)):
-        monkeypatch.setattr(mdns, name, value)
-    listening, known = listen(*ids(), 4000), listen(*ids(), 4001)
+    often = replace(OFTEN, refresh=0.3, unseen=3.0, resolve=1.0)
+    listening, known = listen(*ids(), 4000, intervals=often), listen(*ids(), 4001, intervals=often)
     assert listening.hears(known.node_id)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
         sender.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_IF, socket.inet_aton("127.0.0.1"))

@@ -39,7 +39,7 @@ from engine.cluster.membership.links import measure_best, try_own
 from engine.cluster.membership.measuring_node import measure_node, torch_gpu
 from engine.cluster.membership.node import LentState, Node
 from engine.cluster.membership.server import Caller, RpcMethod
-from engine.cluster.transport.epochs import check_certificate
+from engine.cluster.transport.epochs import CONNECT_S, check_certificate
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.transport.registry import available_exchanges
 from engine.cluster.weights.local_weights import held_of, reusable_bytes
@@ -63,10 +63,20 @@ REPORT_S = 0.25
 
 
 class ClusterWorker:
-    """Serves a head on the ``terms`` of this machine's person. ``changed`` is called when a screen has news."""
+    """Serves a head on the ``terms`` of this machine's person. ``changed`` is called when a screen has news.
 
-    def __init__(self, node: Node, changed: Callable[[], None] = lambda: None, terms: LendTerms | None = None) -> None:
+    ``connect_s``: seconds for which the other nodes' command links are waited for.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        changed: Callable[[], None] = lambda: None,
+        terms: LendTerms | None = None,
+        connect_s: float = CONNECT_S,
+    ) -> None:
         self._node = node
+        self._connect_s = connect_s
         self._changed = changed
         self._terms = terms or LendTerms()
         self._lock = threading.RLock()
@@ -402,7 +412,8 @@ class ClusterWorker:
         self._go_on("connecting")
         try:
             rehearsal = rehearsal_of(spec, lent_threads(self._terms, spec.cpu_threads))
-            connect_epoch(self._node.links, links, spec.exchanges, spec.mode != "central", rehearsal)
+            commands = spec.mode != "central"
+            connect_epoch(self._node.links, links, spec.exchanges, commands, rehearsal, self._connect_s)
         except BaseException:
             links.close()
             raise
