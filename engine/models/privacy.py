@@ -1,4 +1,4 @@
-"""Keeps a process of the program to its owner: what it writes, and what it leaves if it crashes."""
+"""Keeping the files, memory and core dumps of a process of this program private to its owner."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _PR_SET_DUMPABLE = 4
 
 
 def keep_to_owner() -> None:
-    """From now on files of this process and its children are their owner's alone, and a crash leaves no core file.
+    """Make new files of this process and its children readable by their owner only, and disable core files.
 
-    Conversations, keys and tokens are in memory. A system that hands a core to a program does not ask for the limit, so
-    on Linux the process is not dumpable either; nor can a debugger of the same user be attached, then.
+    Conversations, keys and tokens are in memory. A system that pipes a core to a program ignores the limit, so on Linux
+    the process is also made undumpable, which keeps debuggers of the same user from attaching, too.
     """
     os.umask(0o077)
     with suppress(OSError, ValueError):

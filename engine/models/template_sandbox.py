@@ -1,8 +1,8 @@
-"""The program that renders a chat template: a process of its own, which may be killed at any moment.
+"""The program that renders a chat template, in a separate process that may be killed at any moment.
 
-A template is a program of the model file's, in Jinja. The sandbox is set up as transformers sets it up, so that the
-text is the same to the byte; what is added are limits on what one operation may make. What they do not catch ends with
-this process: its memory and its time are limited by the system, and the parent kills it when the answer is cancelled.
+A template is a Jinja program from the model's files. The sandbox is set up as transformers does, so that the text is
+the same to the byte. In addition, the results of single operations are limited. Everything else ends with this process:
+the system limits its memory and time, and the parent kills it when the answer is cancelled.
 
 One request and one answer per line, in JSON: see :class:`engine.models.template_process.TemplateProcess`.
 """
@@ -27,7 +27,7 @@ import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 CPU_S = 5.0
-"""Maximum CPU time of one conversation in seconds."""
+"""Maximum seconds of CPU time for one conversation."""
 MEMORY_BYTES = 512 << 20
 """Maximum bytes that rendering may add to the process."""
 LARGEST = 16 << 20
@@ -40,14 +40,14 @@ _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 class TooLarge(jinja2.exceptions.TemplateError):
-    """A template makes more than a conversation can need."""
+    """A template produces more than a conversation can need."""
 
 
 # --- the sandbox --------------------------------------------------------------------------------------------------
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, in which one operation cannot make something huge."""
+    """Jinja's sandbox with limits on the result of one operation."""
 
     intercepted_binops = frozenset(("*", "**", "%", "+"))
 

@@ -1,7 +1,7 @@
-"""A model's tokenizer and chat template, as the model's folder has them.
+"""A model's tokenizer and chat template, from the model's folder.
 
-The `tokenizers` library reads the first (:mod:`engine.models.tokenizer_files`), a process of its own renders the second
-(:mod:`engine.models.template_process`); neither runs code of the folder's, nor touches the network.
+The `tokenizers` library reads the tokenizer (:mod:`engine.models.tokenizer_files`), and a separate process renders the
+template (:mod:`engine.models.template_process`). Neither runs Python code of the folder or uses the network.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from engine.models.template_process import StopCheck, TemplateProcess
 from engine.models.tokenizer_files import TokenizerFiles, read_template, read_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "vocab.txt")
-"""Files of a tokenizer. A folder with none of them can be run with token ids only."""
+"""Files of a tokenizer. A folder without any of them can be run with token ids only."""
 
 END_OF_TURN_TOKENS = (
     "<|im_end|>",
@@ -34,7 +34,7 @@ END_OF_TURN_TOKENS = (
 
 
 class Tokenizer:
-    """Text to token ids and back, and a conversation to the prompt the model was trained on."""
+    """Converts text to token ids and back, and a conversation to the model's prompt format."""
 
     def __init__(
         self, files: TokenizerFiles, template: TemplateProcess | None, end_of_turn_ids: frozenset[int]
@@ -45,16 +45,16 @@ class Tokenizer:
         self._template = template
         self._control: ControlTokens | None = None
         self.notices = files.notices
-        """Lines for the person: what is not as usual with this tokenizer."""
+        """Lines for the person about unusual properties of this tokenizer."""
 
     @property
     def vocabulary_size(self) -> int:
-        """Number of ids the tokenizer knows, added tokens included."""
+        """Number of the tokenizer's ids, added tokens included."""
         return self._library.get_vocab_size(with_added_tokens=True)
 
     @property
     def end_of_turn_ids(self) -> frozenset[int]:
-        """Ids after which the model's turn is over."""
+        """Ids that end the model's turn."""
         return self._end_of_turn_ids
 
     @property
@@ -62,11 +62,11 @@ class Tokenizer:
         return self._template is not None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of ``text``, with what the model puts before every text (often a beginning-of-text token)."""
+        """Token ids of ``text``, with the tokens that the model puts before every text, often a beginning-of-text."""
         return list(self._library.encode(text).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, special tokens left out; an incomplete character at the end shows as U+FFFD."""
+        """The text of ``ids`` without special tokens. An incomplete character at the end becomes U+FFFD."""
         return self._library.decode(list(ids), skip_special_tokens=True)
 
     def encode_chat(

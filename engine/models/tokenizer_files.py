@@ -1,9 +1,9 @@
-"""The tokenizer of a model's folder, put together as transformers' AutoTokenizer does it, without importing that.
+"""Building the tokenizer of a model's folder as transformers' AutoTokenizer does, without importing it.
 
-``tokenizer.json`` is the `tokenizers` library's own file. transformers adds what ``tokenizer_config.json`` (in older
-folders also ``special_tokens_map.json`` and ``added_tokens.json``) says about special tokens, and for a few classes it
-builds the steps around the vocabulary anew instead of taking the file's. Those classes are in a table here; a folder of
-any other class, or without a ``tokenizer.json``, is read by transformers itself, which takes longer and is said.
+``tokenizer.json`` is the `tokenizers` library's own file. transformers adds the special tokens of
+``tokenizer_config.json`` (in older folders also of ``special_tokens_map.json`` and ``added_tokens.json``). For a few
+classes it rebuilds the steps around the vocabulary instead of using the file's; these are in a table here. A folder of
+any other class, or without a ``tokenizer.json``, is read by transformers itself, which takes longer and gives a notice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _AS_THE_FILE_HAS_IT = ("", "PreTrainedTokenizer", "TokenizersBackend")
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What a folder says about its tokenizer. ``named``: the special tokens that have a role, by their key."""
+    """A folder's settings of its tokenizer. ``named`` are the special tokens that have a role, by their key."""
 
     library: Library
     named: Mapping[str, str]
@@ -80,7 +80,7 @@ _WRONG_ON_THE_HUB = frozenset(("qwen2", "phimoe"))
 
 
 def _declared_class(folder: Path, config: Mapping[str, Any]) -> tuple[str, str]:
-    """The class that the folder names, without ``Fast``, and its family; empty for what it does not say."""
+    """The class that the folder names, without ``Fast``, and its family; empty if it names none."""
     model = read_object(folder / "config.json", SMALL_FILE)
     declared = config.get("tokenizer_class") or model.get("tokenizer_class")
     model_type = model.get("model_type")

@@ -1,7 +1,7 @@
-"""Where the weights of a model folder lie, byte by byte: what belongs to the trunk, and what to each expert.
+"""The layout of a model folder's weights, byte by byte: the trunk and each expert.
 
-The same for every form of folder: prepared slabs, plain checkpoints, and those that mlx-lm wrote or that are quantised,
-in which an expert is one row of each of several stacked tensors. Reads headers only.
+It covers every form of folder: prepared slabs, plain checkpoints, and those that mlx-lm wrote or that are quantised, in
+which an expert is one row of each of several stacked tensors. Only headers are read.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ TrunkTensor = tuple[str, int, TensorEntry]
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """A model folder's bytes. ``files`` are names relative to ``folder`` with their sizes; ``headers[i]`` is how many
-    bytes of file i come before its first tensor."""
+    """The layout of a model folder. ``files`` are names relative to ``folder`` with their sizes. ``headers[i]`` is the
+    number of bytes of file i before its first tensor."""
 
     folder: Path
     config: dict[str, Any]
@@ -79,8 +79,8 @@ class WeightLayout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """The same for folders whose files have the same names, sizes and headers, so that the same bytes lie in the
-        same places."""
+        """A fingerprint that is equal for folders whose files have the same names, sizes and headers, and therefore the
+        same layout."""
         digest = hashlib.blake2b(digest_size=16)
         for (name, size), header in zip(self.files, self.headers, strict=True):
             digest.update(f"{name}\0{size}\n".encode())
@@ -112,7 +112,7 @@ def runs_of(piece: Iterable[TrunkTensor]) -> Runs:
 
 
 def quantisation_words(config: Mapping[str, Any], dtype: str) -> str:
-    """How the weights are stored, for a person; ``dtype`` is safetensors' name of an expert's or the trunk's type."""
+    """A description of the weights' format; ``dtype`` is safetensors' name of an expert's or the trunk's type."""
     settings = config.get("quantization") or config.get("quantization_config")
     if not isinstance(settings, dict):
         return {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}.get(dtype, dtype)
@@ -238,7 +238,7 @@ def _pieces(tensors: list[TrunkTensor]) -> tuple[tuple[TrunkTensor, ...], ...]:
 
 
 def _header_bytes(path: Path) -> int:
-    """How many bytes of a safetensors file come before its first tensor; 0 for slabs."""
+    """Number of bytes of a safetensors file before its first tensor; 0 for slabs."""
     if path.suffix != ".safetensors":
         return 0
     with path.open("rb") as file:
@@ -246,7 +246,7 @@ def _header_bytes(path: Path) -> int:
 
 
 def settings_fingerprint(paths: Iterable[Path]) -> str:
-    """Of files' names and contents."""
+    """The fingerprint of files' names and contents."""
     digest = hashlib.blake2b(digest_size=16)
     for path in sorted(paths):
         data = path.read_bytes()
@@ -255,6 +255,6 @@ def settings_fingerprint(paths: Iterable[Path]) -> str:
 
 
 def config_fingerprint(config: Mapping[str, Any]) -> str:
-    """Of a configuration without what a tool notes about itself in it."""
+    """The fingerprint of a configuration, without entries that tools add about themselves."""
     kept = {key: value for key, value in config.items() if key not in ("transformers_version", "_name_or_path")}
     return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16).hexdigest()

@@ -1,8 +1,7 @@
-"""Which families the mlx runtime runs, and the settings of each that mlx-lm does not honour.
+"""The families that the mlx runtime runs, and the settings of each that mlx-lm does not honour.
 
-mlx-lm reads a model's configuration leniently: a setting that its class does not know is ignored, and the answers are
-quietly wrong. What it is known to ignore is listed here, so that such a model is refused by name instead.
-Pure data and pure functions: no mlx.
+mlx-lm ignores settings that its classes do not know, and the answers are then silently wrong. The ignored settings are
+listed here, so that such a model is refused by name. Pure data and functions, without mlx.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from engine.errors import ModelError
 from engine.runtimes.protocol import Config
 
 Check = Callable[[Config], str | None]
-"""Says what is wrong with a configuration, or None."""
+"""Function that returns what is wrong with a configuration, or None."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +134,9 @@ def check_settings(config: Config, family: MlxFamily) -> None:
 
 
 def why_not_config(config: Config) -> str | None:
-    """Why mlx does not run a model with this config.json, in a few words; None if nothing in it speaks against mlx.
+    """Why mlx does not run a model with this config.json, in a few words; None if it shows no reason.
 
-    ``config`` is as the file has it: what it leaves out counts as the value that mlx-lm honours.
+    ``config`` is the file's contents. A missing setting counts as the value that mlx-lm honours.
     """
     problem = _why_not_family(config)
     return _ignored_setting(config, FAMILIES[config["model_type"]]) if problem is None else problem

@@ -1,4 +1,4 @@
-"""From a folder to a loaded model: what is checked, decided and said before and after the weights are read."""
+"""Loading a model on mlx: the checks, decisions and notices before and after its weights are read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _DTYPES = {"bfloat16": mx.bfloat16, "float32": mx.float32}
 
 @dataclass
 class _Plan:
-    """What will be loaded, and how."""
+    """The plan of loading a model."""
 
     folder: Path
     config: Config
@@ -77,7 +77,7 @@ def load(
     with memory_named():
         dtype, loaded = _read(plan, request, progress)
     model = _assemble(plan, request, loaded, dtype, ring)
-    # One token: compiles the kernels, proves that the model runs, and shows the size of its keys and values.
+    # A pass over one token compiles the kernels, proves that the model runs, and shows the size of its keys and values.
     probe = model.start()
     try:
         with model.alone():
@@ -90,7 +90,7 @@ def load(
         load_s=time.perf_counter() - started,
     )
     if request.keep_resident:
-        # As much as a conversation usually takes: the whole context of a long one is more than most Macs have.
+        # The usual size of a conversation, as most Macs do not have enough memory for the whole context of a long one.
         context = min(model.facts.context_limit, request.context_limit or HybridRequest().context_tokens)
         said = model.wire(model.facts.key_value_bytes_per_token * context)
         if said:
@@ -277,7 +277,7 @@ def _experts_per_token(config: Config) -> int:
 
 
 def _check_fits(needed: int, plan: _Plan) -> None:
-    """Raises ModelError if ``needed`` bytes of weights are more than there is memory for now."""
+    """Raises ModelError if ``needed`` bytes of weights do not fit in the free memory."""
     limit = eligible.working_set_bytes()
     if limit is not None:
         eligible.refuse_too_large(needed, limit - mx.get_active_memory(), plan.quantised is not None)
@@ -296,7 +296,7 @@ def _bytes(module: Any) -> int:
 
 
 def _growth(stored: str, wanted: Any) -> float:
-    """How much larger weights become by the conversion from ``stored`` to ``wanted``."""
+    """The factor by which weights grow in the conversion from ``stored`` to ``wanted``."""
     return wanted.size / WIDTHS[stored] if wanted else 1.0
 
 

@@ -1,6 +1,6 @@
-"""What a node's GPU costs, measured by what will run on it: mlx-lm's experts, of the model's shape, in about a second.
+"""Measuring a node's GPU with mlx-lm's experts of the model's shape, in about a second.
 
-The weights mean nothing; no weight of the model is needed for it.
+The weights are synthetic, so no weight of the model is needed.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Array = Any
 
 TOKENS = (1, 2, 4, 8, 16, 64)
 AT_ONCE = 8
-"""Experts in one evaluation, so that waiting for it does not hide what one costs."""
+"""Number of experts in one evaluation, so that waiting for it does not dominate the time of one."""
 CYCLE_BYTES = 512 << 20
-"""The experts run in turn have so many bytes together: over the caches of the chips."""
+"""Total bytes of the experts that are run in turn, more than the chips' caches."""
 READ_BYTES = 256 << 20
 ROUNDS = 12
 _GROUP = 32
@@ -73,7 +73,7 @@ def _curve(shape: ExpertShape, most_bytes: int, wait_s: float, clock: Callable[[
             turn += AT_ONCE
             seconds = _seconds(partial(_run, experts, given[tokens], chosen), clock)
             samples[tokens].append(max(1e-9, (seconds - wait_s) / AT_ONCE))
-    # The first of each compiles its kernel.
+    # The first run of each compiles its kernel.
     medians = [statistics.median(samples[tokens][1:]) for tokens in TOKENS]
     return Curve(TOKENS, tuple(never_falling(medians)))
 

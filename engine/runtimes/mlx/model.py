@@ -28,7 +28,7 @@ Array = Any
 
 @contextmanager
 def memory_named() -> Iterator[None]:
-    """Turns what mlx says when memory runs out into a ModelError."""
+    """Turns mlx's errors for exhausted memory into a ModelError."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -95,12 +95,12 @@ class MlxModel(LoadedModel):
 
     @property
     def popularity(self) -> Popularity | None:
-        """Counted in a ring, where routes come to the host."""
+        """The routes, which are counted in a ring only, where they come to the host."""
         return self._ring.executor.popularity if self._ring is not None else None
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within it, a model in a ring runs without the other nodes; its answers are of no use."""
+        """Let a model in a ring run without the other nodes. Its answers are meaningless meanwhile."""
         if self._ring is None:
             yield
             return
@@ -152,7 +152,7 @@ class MlxModel(LoadedModel):
         return self.hidden_of(mx.array(tokens, dtype=mx.int32), caches)
 
     def hidden_of(self, tokens: Array, caches: list[RowCache]) -> Array:
-        """The same for ``tokens`` that are an array on the device, and known to be in the vocabulary."""
+        """The same for ``tokens`` in an array on the device, all of which must be in the vocabulary."""
         if self._model is None:
             raise _closed()
         return self._model[self._backbone](tokens, caches)
@@ -181,7 +181,7 @@ class MlxModel(LoadedModel):
 
     @contextmanager
     def step(self, phase: Phase, tokens: int) -> Iterator[None]:
-        """One forward pass; measured if somebody looks."""
+        """Run one forward pass, measured if the recorder is enabled."""
         recorder = self.recorder
         if self._ring is not None:
             self._ring.check = self.between_layers if phase == "prefill" else None
@@ -208,7 +208,7 @@ class MlxModel(LoadedModel):
 
 @dataclass(frozen=True)
 class _Begun:
-    """A step that is under way: what it will choose, [1]; -1 as its ``outcome`` if its ``scores`` are no numbers."""
+    """A running step: the token that it will choose, [1]. Its ``outcome`` is -1 if its ``scores`` are not numbers."""
 
     token: Array
     outcome: Array
@@ -230,7 +230,7 @@ class MlxRows(TokenRows):
         self._length = length
         self._shared = shared
         self._ahead: tuple[int, Draw, _Begun] | None = None
-        """The token that was chosen last, by what, and the step after it, which the caches have begun to hold."""
+        """The last chosen token, how it was drawn, and the next step, which the caches have begun to hold."""
         self._key = mx.random.key(secrets.randbits(63))
 
     @property
@@ -286,7 +286,7 @@ class MlxRows(TokenRows):
         return chosen
 
     def settle(self) -> None:
-        """What is under way ends by itself."""
+        """A running step ends by itself."""
         if self._ahead is not None:
             self._ahead = None
             self._set_offsets(self._length)

@@ -1,8 +1,8 @@
-"""How each family turns hidden states into routes, and what it adds to the experts' weighted sum.
+"""Each family's routing of hidden states, and the terms that it adds to the experts' weighted sum.
 
-The arithmetic follows mlx-lm's blocks operation by operation, in their order, so that the sums are the same to the
-bit; only the product with the weights and the sum over the k routes, the same everywhere, is the executor's.
-A family is one entry of ``LAYOUTS``.
+The arithmetic follows mlx-lm's blocks operation by operation, in their order, so that the sums are the same to the bit.
+The executor computes only the product with the weights and the sum over the k routes, which are the same for all
+families. A family is one entry of ``LAYOUTS``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Routes = tuple[Array, Array]
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a family's MoE block lies in a decoder layer (``block``), where its routed experts lie in that block
-    (``experts``), how it routes, and what it adds to the routed sum (shared experts)."""
+    """A family's MoE layer: the attribute of its MoE block in a decoder layer (``block``), of the routed experts in
+    that block (``experts``), its routing, and the terms that it adds to the routed sum (shared experts)."""
 
     block: str
     experts: str

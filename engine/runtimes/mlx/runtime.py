@@ -13,7 +13,7 @@ from engine.runtimes.protocol import LoadedModel, RingPlace
 
 
 def available() -> str | None:
-    """None if mlx and mlx-lm are installed, otherwise one sentence saying what is missing and what to do."""
+    """A sentence on what is missing and what to do; None if mlx and mlx-lm are installed."""
     missing = [name for name, module in (("mlx", "mlx"), ("mlx-lm", "mlx_lm")) if not importlib.util.find_spec(module)]
     if not missing:
         return None

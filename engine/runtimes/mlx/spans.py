@@ -1,7 +1,7 @@
-"""Times inside a step: mx.eval barriers around attention, router and experts, there only while somebody looks.
+"""Times inside a step: mx.eval barriers around attention, router and experts, only while steps are measured.
 
-mlx is lazy: without a barrier a span would time the building of a graph. The barriers cost time themselves, which is
-why the timed modules are put in place for a measured step and taken out again.
+mlx is lazy: without a barrier a span would time only the building of a graph. The barriers take time themselves, so the
+timed modules are installed for a measured step and removed again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Spans:
 
 
 class _Timed(nn.Module):  # type: ignore[misc]
-    """Stands in for ``inner`` and looks like it."""
+    """Replaces ``inner`` and behaves like it."""
 
     def __init__(self, inner: Any, layer: int, spans: Spans) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class TimedAttention(_Timed):
 
 
 class TimedLayer(_Timed):
-    """``other`` is what a layer takes beyond its named parts."""
+    """Times a whole layer. ``other`` is its time beyond the named parts."""
 
     def __call__(self, hidden: Array, *args: Any, **options: Any) -> Any:
         spans = self._spans
@@ -88,14 +88,14 @@ class TimedLayer(_Timed):
 
 
 def install(layers: list[Any], attention: str, spans: Spans) -> None:
-    """Puts timed modules into ``layers`` (a backbone's own list); ``attention`` is the attribute that holds it."""
+    """Install timed modules in ``layers`` (a backbone's own list). ``attention`` is the name of that attribute."""
     for index, layer in enumerate(layers):
         setattr(layer, attention, TimedAttention(getattr(layer, attention), index, spans))
         layers[index] = TimedLayer(layer, index, spans)
 
 
 def remove(layers: list[Any], attention: str) -> None:
-    """Takes out what :func:`install` put in."""
+    """Remove the modules of :func:`install`."""
     for index, timed in enumerate(layers):
         layer = timed["inner"]
         setattr(layer, attention, getattr(layer, attention)["inner"])

@@ -1,8 +1,8 @@
-"""Weights from a model folder into an mlx-lm model, layer by layer: never two copies of all of them.
+"""Loading weights from a model folder into an mlx-lm model, layer by layer, without two copies of all of them.
 
-Two ways in: folders opened by :mod:`engine.models` (plain Hugging Face checkpoints and prepared banks), whose experts
-come one by one in one shape whatever the family; and folders written by mlx-lm, quantised or not (and MXFP4 as gpt-oss
-is published), which mlx-lm's own loader reads.
+Folders that :mod:`engine.models` opens (plain Hugging Face checkpoints and prepared banks) give experts one by one, in
+one shape for all families. Folders written by mlx-lm, quantised or not (and MXFP4 as gpt-oss is published), are read by
+mlx-lm's own loader.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Assembled:
     """The backbone's own list of decoder layers."""
     experts: dict[int, Any]
     count: int
-    """Routed experts per layer, those of other nodes too."""
+    """Number of routed experts per layer, including those of other nodes."""
     moe_layers: tuple[int, ...]
     """All layers that have routed experts, held here or not."""
 
@@ -103,7 +103,7 @@ def from_files(
             progress("loading weights", done, total, "bytes")
         _assign(model, _keep_precision(model, trunk, files), files.folder)
         trunk.clear()
-        # Now, so that no unconverted copy waits while the experts are read.
+        # Evaluated now, so that no unconverted copy stays in memory while the experts are read.
         mx.eval(model.parameters())
     expected = held.layers if held else ()
     if tuple(expected) != tuple(experts):

@@ -1,4 +1,4 @@
-"""mlx's weights in the GPU's memory: how much of it macOS may not take away, and using them so that it does not.
+"""Wiring of mlx's weights: the GPU memory that macOS must not take away, and touching the weights so that it does not.
 
 The wired limit belongs to the process. It is what this node's weights, keys and values need, with a reserve for the
 system (:func:`engine.planning.residency.wiring`), set when a model is loaded and restored when it is closed.
@@ -20,11 +20,11 @@ from engine.planning.residency import Wiring, wiring
 Array = Any
 
 RESIDENCY_SETS = 15
-"""The first macOS in which the limit does anything: it is a residency set's, which older ones lack."""
+"""First version of macOS in which the limit has an effect, as it belongs to a residency set, which older ones lack."""
 
 
 class WiredLimit:
-    """What this process may keep wired. ``set_limit(bytes)`` returns the limit before."""
+    """The wired limit of this process. ``set_limit(bytes)`` returns the former limit."""
 
     def __init__(self, set_limit: Any = None) -> None:
         self._set = set_limit or mx.set_wired_limit
