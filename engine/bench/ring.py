@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from engine.bench.local_ring import NETWORK, LocalRing, bound, cores_here, shared_out
+from engine.bench.local_ring import NETWORK, Launcher, LocalRing, bound, cores_here, launch_python, shared_out
 from engine.bench.ring_table import RingRow, result_of
 from engine.bench.running import weight_bytes_per_token
 from engine.bench.subject import WARM_UP_STEPS, BenchSubject, random_tokens, read_prompt, steps
@@ -101,7 +101,11 @@ class Samples:
 
 
 def bench_ring(
-    request: Bench, report: ProgressCallback, cancelled: Callable[[], bool], made_up: MoeShape | None = None
+    request: Bench,
+    report: ProgressCallback,
+    cancelled: Callable[[], bool],
+    made_up: MoeShape | None = None,
+    launch: Launcher = launch_python,
 ) -> BenchResult:
     """Measure the methods of table 3 on the smallest number of nodes, then the last of them on more (table 4).
 
@@ -129,7 +133,7 @@ def bench_ring(
         benches = [_Bench(request, name, folder, threads, report, cancelled) for name, folder in models]
         with (
             bound(own[0] if own else ()),
-            LocalRing(home, counts[-1] - 1, [folder for _, folder in models], threads, own[1:]) as ring,
+            LocalRing(home, counts[-1] - 1, [folder for _, folder in models], threads, own[1:], launch) as ring,
         ):
             network = ClusterNetwork(lambda event: None, home / NETWORK)
             try:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.bench.running import run_bench
+from engine.calibration import memory_rate
 from engine.calibration import samples as others
 from engine.calibration.calibration_file import load_speed
 from engine.calibration.samples import MOST_SHARE, OtherPrograms, ProcessorTimes, share_of_others, why_not_kept
@@ -67,6 +68,7 @@ def test_a_busy_machine_leaves_what_was_known(
         request = Bench(id=2, kind=kind, load=load, rounds=1, even_if_busy=even_if_busy)  # type: ignore[arg-type]
         return run_bench(request, session, folder, lambda *_: None, lambda: False)
 
+    monkeypatch.setattr(memory_rate, "available_bytes", lambda: 64 << 20)
     moments = iter([QUIET, BUSY] * 2)
     monkeypatch.setattr(ProcessorTimes, "now", lambda: next(moments))
     for kind in ("decode", "experts"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from engine_forks import forked
 from tiny_models import write_tiny_model
 
 from engine.bench import ring
@@ -17,6 +18,7 @@ from engine.bench.local_ring import bound, cores_here, shared_out
 from engine.bench.ring import bench_ring, ring_of_one
 from engine.bench.ring_table import COLUMNS
 from engine.bench.synthetic_moe import MoeShape, write_moe
+from engine.calibration import memory_rate
 from engine.calibration.synthetic_experts import experts_at_once
 from engine.cluster.membership.measuring_node import central_seconds, layer_seconds
 from engine.errors import Cancelled, ModelError
@@ -28,6 +30,9 @@ from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel
 
 needs_kernels = pytest.mark.skipif(not choose("bfloat16").native, reason="the native kernels cannot run here")
+
+LITTLE_MEMORY = 64 << 20
+"""Bytes that seem to be free, so that the buffers with which the rate of memory is measured are small."""
 
 SMALL = MoeShape(layers=2, hidden=64, ffn=96, experts=4, experts_per_token=2, heads=4, key_value_heads=2, vocabulary=64)
 
@@ -48,6 +53,8 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TMPDIR", str(made))
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(ring, "STEPS", 4)
+    monkeypatch.setattr(memory_rate, "available_bytes", lambda: LITTLE_MEMORY)
     before = set(psutil.Process().children(recursive=True))
     yield made
     assert not list(made.glob("privatellm-*"))
@@ -84,7 +91,7 @@ def test_a_ring_is_measured_beside_its_prediction(
     monkeypatch.setattr(ring, "experts_at_once", lambda *_: next(at_once))
     folder = write_tiny_model(tmp_path / "tiny-mixtral", "mixtral", num_local_experts=8)
     request = Bench(id=7, kind="ring", load=Load(id=1, model=str(folder), cpu_threads=1), rounds=2, nodes=[3, 2])
-    result = bench_ring(request, quiet, lambda: False)
+    result = bench_ring(request, quiet, lambda: False, launch=forked)
     check(result, ["tiny-mixtral"], [2, 3])
     assert result.id == 7 and result.data["rounds"] == 2
     assert {row["at_once"] for row in result.data["rows"]} == {1.7}
@@ -98,7 +105,7 @@ def test_without_a_model_the_starter_and_one_made_up_are_measured(
     starter = write_tiny_model(tmp_path / "tiny-starter", "mixtral")
     monkeypatch.setattr(ring, "STARTER", str(starter))
     request = Bench(id=1, kind="ring", load=Load(id=1, model="", cpu_threads=1), rounds=1, nodes=[2])
-    check(bench_ring(request, quiet, lambda: False, SMALL), ["tiny-starter", ring.MADE_UP], [2])
+    check(bench_ring(request, quiet, lambda: False, SMALL, forked), ["tiny-starter", ring.MADE_UP], [2])
 
 
 @pytest.mark.slow
