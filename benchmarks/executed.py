@@ -77,7 +77,7 @@ class SmallExperts:
         start = (layer * self.count + expert) * each
         shapes = {"gate": (FFN, HIDDEN), "up": (FFN, HIDDEN), "down": (HIDDEN, FFN)}
         matrices = {
-            name: MatrixPlace(self.dtype, 0, at * HIDDEN * FFN * 4, shape, (shape[1], 1))
+            name: MatrixPlace(self.dtype, 0, at * HIDDEN * FFN * 4, HIDDEN * FFN * 4, shape, (shape[1], 1))
             for at, (name, shape) in enumerate(shapes.items())
         }
         return ExpertPlace((FileSpan(memory, start, start + each),), matrices)

@@ -26,9 +26,9 @@ from engine.runtimes.torch.offload.devices import (
     DeviceLost,
     HostPiece,
     OutOfDeviceMemory,
-    PartView,
     Slot,
     SlotLayout,
+    SlotMatrix,
 )
 from engine.runtimes.torch.offload.gates import FamilyGate
 from engine.runtimes.torch.offload.local import make_cpu_backend
@@ -334,14 +334,14 @@ class SlotExperts:
     def __init__(self, buffer: torch.Tensor, layout: SlotLayout) -> None:
         self._bytes = buffer.numpy()
         self._layout = layout
-        self.dtype = layout.dtype
+        self.dtype = layout.matrices["down"].format
         self.nbytes = layout.size
 
     def held(self, layer: int) -> range:
         return range(self.count)
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
-        parts = {name: StoredTensor(self.dtype, self._words(place)) for name, place in self._layout.parts.items()}
+        parts = {name: StoredTensor(part.format, self._words(part)) for name, part in self._layout.matrices.items()}
         return ExpertWeights(**parts)
 
     def place(self, layer: int, expert: int) -> ExpertPlace:
@@ -350,10 +350,10 @@ class SlotExperts:
     def check_unchanged(self, layer: int | None = None) -> None:
         pass
 
-    def _words(self, place: PartView) -> np.ndarray[Any, Any]:
-        width = np.dtype(WIDTHS[self.dtype]).itemsize
+    def _words(self, place: SlotMatrix) -> np.ndarray[Any, Any]:
+        width = np.dtype(WIDTHS[place.format]).itemsize
         whole = self._bytes[place.offset :]
-        words = whole[: len(whole) // width * width].view(WIDTHS[self.dtype])
+        words = whole[: len(whole) // width * width].view(WIDTHS[place.format])
         strides = tuple(step * words.itemsize for step in place.stride)
         return np.lib.stride_tricks.as_strided(words, place.shape, strides)
 

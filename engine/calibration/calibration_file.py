@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from engine.models.durable_files import new_file
-from engine.models.files import Experts, first_held
+from engine.models.files import Experts, first_place
 from engine.models.locations import ensure, locate
 from engine.moe.kernels.bindings import choose
 from engine.moe.kernels.pool import physical_cores
@@ -38,10 +38,9 @@ def machine_key(instruction_set: str, threads: int, gpu: str | None) -> str:
 
 def shape_of(experts: Experts) -> ExpertShape:
     """The shape of a model's experts (all are alike); reads no weights."""
-    first = experts.expert(*(first_held(experts) or (experts.layers[0], 0)))
-    ffn, hidden = first.gate.shape
-    each = experts.nbytes // max(1, sum(len(experts.held(layer)) for layer in experts.layers))
-    return ExpertShape(hidden=hidden, ffn=ffn, dtype=experts.dtype, expert_bytes=each)
+    place = first_place(experts)
+    ffn, hidden = place.matrices["gate"].shape
+    return ExpertShape(hidden=hidden, ffn=ffn, dtype=experts.dtype, expert_bytes=place.weight_bytes)
 
 
 def calibration_path(shape: ExpertShape, machine: str) -> Path:

@@ -33,7 +33,8 @@ CYCLE_BYTES = 256 << 20
 AT_ONCE_ROUNDS = 7
 AT_ONCE_S = 0.15
 """Time of each round in which experts of several processes are measured, in seconds."""
-_WIDTH = {"BF16": 2, "F16": 2, "F32": 4}
+_WIDTH = {"BF16": 2, "F32": 4}
+"""Bytes of a weight by number format, of those that made-up weights are made of."""
 _DTYPE = re.compile(r"[A-Za-z0-9_-]{1,16}")
 _OPERATIONS_PER_BYTE = 4.0
 """Operations per byte of memory read: a guess for a CPU whose kernels cannot be measured here."""
@@ -57,7 +58,7 @@ def check_shape(shape: ExpertShape) -> None:
 
 def _measured_bytes(shape: ExpertShape) -> int:
     """Bytes of one made-up expert; 0 if none is made for this number format."""
-    return 3 * shape.hidden * shape.ffn * _WIDTH[shape.dtype] if shape.dtype in ("BF16", "F32") else 0
+    return shape.weights * _WIDTH.get(shape.dtype, 0)
 
 
 def expert_curve(shape: ExpertShape, dtype: str, threads: int | None, rate: float) -> Curve:
@@ -76,8 +77,7 @@ def expert_curve(shape: ExpertShape, dtype: str, threads: int | None, rate: floa
             figures = measure(side, None, lambda: rate, time.perf_counter, budget_s=BUDGET_S, tokens=TOKENS)
             _known[key] = curve_of(figures.cpu)
         else:
-            width = _WIDTH.get(shape.dtype, 2)
-            _known[key] = Processor(rate, rate * _OPERATIONS_PER_BYTE).curve(shape, width)
+            _known[key] = Processor(rate, rate * _OPERATIONS_PER_BYTE).curve(shape)
     return _known[key]
 
 

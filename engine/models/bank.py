@@ -172,7 +172,7 @@ class BankExperts:
 def _in_slab(dtype: str, shape: tuple[int, ...], offset: int) -> MatrixPlace:
     """Parts of a slab are contiguous."""
     stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return MatrixPlace(dtype, 0, offset, shape, stride)
+    return MatrixPlace(dtype, 0, offset, math.prod(shape) * WIDTHS[dtype], shape, stride)
 
 
 class Bank:

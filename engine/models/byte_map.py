@@ -6,6 +6,7 @@ The runtimes' views, copies to a device, prefetching, residency and the transfer
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -73,14 +74,21 @@ class MatrixPlace:
     """A matrix or bias of an expert within one of the expert's spans.
 
     ``format``: the number format by safetensors' name. ``span``: index of the span; ``offset``: bytes from the span's
-    start. ``shape`` and ``stride`` are in elements.
+    start; ``nbytes``: bytes of its own weights. ``shape`` is in weights, and ``stride`` too: of a format that packs
+    weights in blocks it means nothing, as rows follow one another.
     """
 
     format: str
     span: int
     offset: int
+    nbytes: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+    @property
+    def weights(self) -> int:
+        """Number of its weights, whatever bytes they take."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,21 @@ class ExpertPlace:
     @property
     def nbytes(self) -> int:
         return sum(span.nbytes for span in self.spans)
+
+    @property
+    def own(self) -> tuple[MatrixPlace, ...]:
+        """Its matrices and biases, each once."""
+        return tuple(matrix for name, matrix in self.matrices.items() if name != "gate_up")
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of its weights, without padding."""
+        return sum(matrix.nbytes for matrix in self.own)
+
+    @property
+    def weights(self) -> int:
+        """Number of its weights."""
+        return sum(matrix.weights for matrix in self.own)
 
     def runs(self, numbers: Mapping[str, int]) -> Runs:
         """The spans in the order of the files, adjacent ones merged. ``numbers`` are the file numbers by name."""

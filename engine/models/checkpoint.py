@@ -250,6 +250,7 @@ class PlainExperts:
                     dtype,
                     span,
                     int(words.ctypes.data - one.ctypes.data),
+                    int(words.nbytes),
                     words.shape,
                     tuple(step // one.itemsize for step in words.strides),
                 )

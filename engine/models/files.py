@@ -100,6 +100,21 @@ def first_held(experts: Experts) -> tuple[int, int] | None:
     return next(((layer, held[0]) for layer in experts.layers if (held := experts.held(layer))), None)
 
 
+def first_place(experts: Experts) -> ExpertPlace:
+    """The place of the first present expert."""
+    return experts.place(*(first_held(experts) or (experts.layers[0], 0)))
+
+
+def whole_bytes(experts: Experts) -> int:
+    """Bytes of all routed experts of the model, also of those that a shard lacks; those of a layer are alike."""
+    return experts.count * sum(experts.place(layer, 0).weight_bytes for layer in experts.layers)
+
+
+def whole_weights(experts: Experts) -> int:
+    """Number of the weights in :func:`whole_bytes`, whatever their number formats."""
+    return experts.count * sum(experts.place(layer, 0).weights for layer in experts.layers)
+
+
 class ModelFiles(Protocol):
     """A model folder, opened."""
 

@@ -14,7 +14,7 @@ from engine.models.families import (
     layer_count,
     stated_experts_per_token,
 )
-from engine.models.files import ModelFiles
+from engine.models.files import ModelFiles, whole_bytes, whole_weights
 from engine.models.weight_layout import WeightLayout
 from engine.models.wording import shown
 from engine.planning.prediction import ModelSizes
@@ -52,6 +52,8 @@ class Sizes:
     key_value_bytes_per_token: int
     shared_bytes: int = 0
     """Bytes of the shared experts, which are part of the trunk and are run for every token."""
+    expert_weights: int = 0
+    """Number of weights of the routed experts, whatever bytes they take; 0: as many as of the computed width."""
 
     @property
     def width(self) -> int:
@@ -72,6 +74,7 @@ class Sizes:
             key_value_bytes_per_token=self.key_value_bytes_per_token,
             bytes_per_weight=self.width if bytes_per_weight is None else bytes_per_weight,
             shared_bytes=self.shared_bytes,
+            expert_weights=self.expert_weights,
         )
 
 
@@ -97,12 +100,14 @@ class _Stored(Protocol):
 
 @dataclass(frozen=True)
 class _Routed:
-    """The routed experts: layers that have them, experts per layer, bytes of all, and their dtype."""
+    """The routed experts: layers that have them, experts per layer, bytes of all, the format of most, and the number of
+    their weights, 0 if that is unknown."""
 
     layers: int
     count: int
     nbytes: int
     dtype: str
+    weights: int = 0
 
 
 def sizes_of(files: ModelFiles, dtype: str = "auto") -> Sizes:
@@ -110,7 +115,8 @@ def sizes_of(files: ModelFiles, dtype: str = "auto") -> Sizes:
     experts = files.experts
     routed = None
     if experts is not None:
-        routed = _Routed(len(experts.layers), experts.count, experts.nbytes, experts.dtype)
+        layers = len(experts.layers)
+        routed = _Routed(layers, experts.count, whole_bytes(experts), experts.dtype, whole_weights(experts))
     return _sizes(files.config, _trunk(files.trunk(), files.config), routed, dtype)
 
 
@@ -135,12 +141,12 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
     family = check_supported(whole)
     config = language_config(whole, family)
     stored = trunk.stored
-    if experts is not None:
-        stored = _NAMES.get(experts.dtype, experts.dtype)
+    if experts is not None and experts.dtype in _NAMES:
+        stored = _NAMES[experts.dtype]
     chosen = stored if dtype == "auto" else dtype
     shape = expert_shape(whole, family)
     # torch converts the trunk; experts are read as they are.
-    scale = _WIDTHS.get(chosen, 2) / _WIDTHS.get(stored, 2)
+    scale = _WIDTHS.get(chosen, 2) / _WIDTHS.get(trunk.stored, 2)
     hidden = _number(config, "hidden_size", "d_model")
     return Sizes(
         family=family.model_type,
@@ -158,8 +164,15 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
         embedding_bytes=round(trunk.embedding * scale),
         shared_bytes=round(trunk.shared * scale),
         expert_bytes=0 if experts is None else experts.nbytes,
+        expert_weights=_expert_weights(experts, hidden, 0 if shape is None else shape.ffn),
         key_value_bytes_per_token=key_value_numbers(config) * _WIDTHS.get(chosen, 2),
     )
+
+
+def _expert_weights(experts: _Routed | None, hidden: int, ffn: int) -> int:
+    if experts is None:
+        return 0
+    return experts.weights or 3 * hidden * ffn * experts.count * experts.layers
 
 
 def experts_per_token(config: Mapping[str, Any]) -> int:

@@ -35,7 +35,9 @@ class HeldExperts:
     def nbytes(self) -> int:
         """Bytes of the held experts."""
         return sum(
-            _nbytes(self.expert(layer, numbers[0])) * len(numbers) for layer, numbers in self._held.items() if numbers
+            self.place(layer, numbers[0]).weight_bytes * len(numbers)
+            for layer, numbers in self._held.items()
+            if numbers
         )
 
     @property
@@ -94,8 +96,3 @@ def check_held(
                 kind="model",
             )
     return held
-
-
-def _nbytes(weights: ExpertWeights) -> int:
-    tensors = (weights.gate, weights.up, weights.down, weights.gate_bias, weights.up_bias, weights.down_bias)
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)

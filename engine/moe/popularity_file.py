@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from engine.models.durable_files import new_file
-from engine.models.files import Experts, ModelFiles
+from engine.models.files import Experts, ModelFiles, whole_bytes
 from engine.models.locations import ensure, profile_paths
 from engine.models.store import profile_key
 from engine.moe.popularity import Popularity
@@ -54,9 +54,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 def model_of(experts: Experts) -> ProfileModel:
     """Identity of the whole model, of which a share of a ring has only some experts: all are of one size."""
-    here = sum(len(experts.held(layer)) for layer in experts.layers)
-    each = experts.nbytes // here if here else 0
-    return ProfileModel(tuple(experts.layers), experts.count, each * experts.count * len(experts.layers))
+    return ProfileModel(tuple(experts.layers), experts.count, whole_bytes(experts))
 
 
 def load_profile(path: Path, model: ProfileModel, notice: Callable[[str], None] = lambda text: None) -> Counts | None:

@@ -25,9 +25,14 @@ class ExpertShape(msgspec.Struct, frozen=True):
     hidden: int
     ffn: int
     dtype: str
-    """As stored: ``BF16`` or ``F32``."""
+    """The number format as stored: ``BF16``, ``F32``, or that of packed weights."""
     expert_bytes: int
-    """One expert's slab: gate, up, down and biases."""
+    """One expert as stored: gate, up, down and biases."""
+
+    @property
+    def weights(self) -> int:
+        """Number of weights of gate, up and down."""
+        return 3 * self.hidden * self.ffn
 
 
 class Curve(msgspec.Struct, frozen=True):
@@ -66,14 +71,10 @@ class Processor(msgspec.Struct, frozen=True):
     operations_rate: float
     fixed_s: float = 0.0
 
-    def curve(self, shape: ExpertShape, bytes_per_weight: int) -> Curve:
+    def curve(self, shape: ExpertShape) -> Curve:
         """Seconds of one expert for ESTIMATED_TOKENS."""
-        reading = shape.expert_bytes / self.memory_rate
-        weights = shape.expert_bytes / bytes_per_weight
-        return Curve(
-            ESTIMATED_TOKENS,
-            tuple(self.fixed_s + max(reading, 2 * n * weights / self.operations_rate) for n in ESTIMATED_TOKENS),
-        )
+        reading, operations = shape.expert_bytes / self.memory_rate, 2 * shape.weights / self.operations_rate
+        return Curve(ESTIMATED_TOKENS, tuple(self.fixed_s + max(reading, n * operations) for n in ESTIMATED_TOKENS))
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,36 +114,36 @@ def estimated(
     gpu: Processor | None = None,
     pcie_rate: float = 0.0,
     machine: str = "estimated",
-    bytes_per_weight: int = 2,
+    activation_bytes: int = 2,
 ) -> Calibration:
     """A calibration from rates alone, not from measurements: for other people's machines, and before measuring.
 
     An expert takes what reading its weights takes, or its operations, whichever is longer, and a fixed time on top.
-    Activations travel in bytes_per_weight, there and back. Nothing is assumed about what happens when both sides are
-    busy. Raises ValueError for a GPU without a ``pcie_rate``.
+    Activations travel as numbers of ``activation_bytes``, there and back. Nothing is assumed about what happens when
+    both sides are busy. Raises ValueError for a GPU without a ``pcie_rate``.
     """
     if gpu is not None and pcie_rate <= 0:
         raise ValueError(f"a GPU needs a rate to copy weights at, not {pcie_rate:g} bytes/s")
     activations = tuple(
-        (gpu.fixed_s if gpu else 0.0) + 2 * tokens * shape.hidden * bytes_per_weight / pcie_rate if gpu else 0.0
+        (gpu.fixed_s if gpu else 0.0) + 2 * tokens * shape.hidden * activation_bytes / pcie_rate if gpu else 0.0
         for tokens in ESTIMATED_TOKENS
     )
     return Calibration(
         version=CALIBRATION_VERSION,
         machine=machine,
         shape=shape,
-        cpu=cpu.curve(shape, bytes_per_weight),
+        cpu=cpu.curve(shape),
         memory_read=cpu.memory_rate,
-        gpu=gpu.curve(shape, bytes_per_weight) if gpu else None,
+        gpu=gpu.curve(shape) if gpu else None,
         weight_copy=shape.expert_bytes / pcie_rate if gpu else 0.0,
         activation_copy=Curve(ESTIMATED_TOKENS, activations) if gpu else None,
     )
 
 
-def guessed(shape: ExpertShape, bytes_per_weight: int = 2, cpu: Curve | None = None) -> Calibration:
+def guessed(shape: ExpertShape, activation_bytes: int = 2, cpu: Curve | None = None) -> Calibration:
     """The calibration of a machine with a GPU that was not measured. ``cpu``: what was measured of its CPU."""
     found = estimated(
-        shape, cpu=GUESSED_CPU, gpu=GUESSED_GPU, pcie_rate=GUESSED_PCIE, bytes_per_weight=bytes_per_weight
+        shape, cpu=GUESSED_CPU, gpu=GUESSED_GPU, pcie_rate=GUESSED_PCIE, activation_bytes=activation_bytes
     )
     return found if cpu is None else msgspec.structs.replace(found, cpu=cpu)
 

@@ -36,10 +36,20 @@ class ModelSizes:
     expert_bytes: int
     key_value_bytes_per_token: int
     bytes_per_weight: int = 2
+    """Of the trunk, as it is computed with."""
     name: str = ""
     """As a command takes it, for sentences that name one."""
     shared_bytes: int = 0
     """Part of the trunk: the shared experts of all MoE layers, which every token runs."""
+    expert_weights: int = 0
+    """Number of weights of all routed experts, in whatever format they are packed; 0: of the trunk's width."""
+
+    @property
+    def slab_weights(self) -> float:
+        """Number of weights of one routed expert; 0 for a dense model."""
+        if not self.expert_weights:
+            return self.slab_bytes / self.bytes_per_weight
+        return self.expert_weights / self.slabs if self.slabs else 0.0
 
     @property
     def slabs(self) -> int:
@@ -234,4 +244,5 @@ def _weight_rate(curve: Curve, calibration: Calibration) -> float:
 def _operations_rate(curve: Curve, calibration: Calibration, model: ModelSizes) -> float:
     """Operations per second of the largest measured number of tokens."""
     tokens = curve.tokens[-1]
-    return 2.0 * tokens * calibration.shape.expert_bytes / model.bytes_per_weight / curve.at(tokens)
+    weights = model.slab_weights or calibration.shape.expert_bytes / model.bytes_per_weight
+    return 2.0 * tokens * weights / curve.at(tokens)

@@ -193,7 +193,8 @@ def with_gpu(model: RingModelFacts, node: NodeMeasured, costs: NodeCosts) -> Nod
 def gpu_calibration(model: RingModelFacts, gpu: NodeGpu, cpu: Curve, memory_read: float) -> Calibration:
     """What was measured of ``gpu``, or is guessed of it, beside a CPU whose experts take ``cpu``."""
     sizes = model.sizes
-    shape = ExpertShape(hidden=sizes.hidden, ffn=0, dtype="", expert_bytes=sizes.slab_bytes)
+    ffn = round(sizes.slab_weights / (3 * sizes.hidden))
+    shape = ExpertShape(hidden=sizes.hidden, ffn=ffn, dtype="", expert_bytes=sizes.slab_bytes)
     if gpu.calibration is None or gpu.calibration.gpu is None:
         return guessed(shape, sizes.bytes_per_weight, cpu)
     rate = memory_read or gpu.calibration.memory_read

@@ -304,7 +304,7 @@ def costs_of(
     """
     points = tuple(sorted({1, *(tokens for tokens in expert.tokens if tokens >= 1)}))
     most = expert.tokens[-1]
-    operations = 2.0 * most * model.slab_bytes / model.bytes_per_weight / expert.at(most) if model.slab_bytes else 0.0
+    operations = 2.0 * most * model.slab_weights / expert.at(most)
     layers = max(1, model.layers)
 
     def seconds(tokens: int, weights: int, beside: int = 0) -> float:

@@ -52,7 +52,7 @@ class TestCuda:
         device.begin()
         for number, expert in enumerate((0, 5, 7)):
             ticket = device.copy(slots[number % 2], host.pieces(0, expert))
-            device.run(slots[number % 2], host.layout, SILU, there, out[number], ticket)
+            device.run(slots[number % 2], host.layout(0), SILU, there, out[number], ticket)
         work = device.end()
         (found,) = device.download(out)
         begun, ended = work.interval()
@@ -61,7 +61,7 @@ class TestCuda:
             slot = torch.zeros(host.slot_bytes, dtype=torch.uint8)
             for piece in host.pieces(0, expert):
                 slot[piece.offset : piece.offset + piece.tensor.nbytes] = piece.tensor
-            wanted = run_expert(tensors_in(slot, host.layout, torch.float32), SILU, rows)
+            wanted = run_expert(tensors_in(slot, host.layout(0), torch.float32), SILU, rows)
             torch.testing.assert_close(found[number], wanted, rtol=1e-3, atol=1e-3)
         device.release(slots)
         host.close()

@@ -52,7 +52,7 @@ def test_a_slot_holds_what_the_file_holds(
     for layer in experts.layers:
         for expert in (0, experts.count - 1):
             stored = experts.expert(layer, expert)
-            found = tensors_in(slot_of(host, layer, expert), host.layout, stored_dtype(experts.dtype))
+            found = tensors_in(slot_of(host, layer, expert), host.layout(layer), stored_dtype(experts.dtype))
             for name in ("gate_up", "gate", "up", "down", "gate_bias", "up_bias", "down_bias"):
                 there, wanted = getattr(found, name), getattr(stored, name)
                 assert (there is None) == (wanted is None)
@@ -66,7 +66,7 @@ def test_a_slot_holds_what_the_file_holds(
 def test_a_slot_computes_in_another_dtype(tiny_model: Callable[..., Path]) -> None:
     experts = experts_of(tiny_model("mixtral", dtype="bfloat16"))
     host = HostExperts(experts)
-    found = tensors_in(slot_of(host, 0, 3), host.layout, torch.float32)
+    found = tensors_in(slot_of(host, 0, 3), host.layout(0), torch.float32)
     assert torch.equal(found.down, view(experts.expert(0, 3).down).float())
 
 

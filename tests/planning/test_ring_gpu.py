@@ -306,7 +306,7 @@ def test_the_head_alone_with_its_gpu_is_faster_than_the_ring() -> None:
 def test_what_was_not_measured_is_guessed() -> None:
     found = node_costs(MODEL, replace(node("a"), gpu=gpu(2, calibration=None)))
     assert found is not None and found.gpu is not None
-    shape = ExpertShape(1024, 0, "", SLAB)
+    shape = ExpertShape(1024, round(SLAB / 2 / 3 / 1024), "", SLAB)
     assert found.gpu.calibration == with_trunk_on_host(guessed(shape, 2, CPU))
 
 

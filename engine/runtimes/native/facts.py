@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from engine.ipc.messages import Load, ModelFacts
-from engine.models.files import Experts, ModelFiles
+from engine.models.files import Experts, ModelFiles, first_place, whole_weights
 from engine.moe.kernels.bindings import KernelChoice
 from engine.moe.rank_context import RankContext
 from engine.runtimes.native.shape import Shape
@@ -26,7 +26,7 @@ def describe(
     experts = files.experts
     numbers = sum(math.prod(tensor.shape) for _, tensor in files.trunk())
     if experts is not None:
-        numbers += _one_expert(experts) // (2 if experts.dtype == "BF16" else 4) * experts.count * len(experts.layers)
+        numbers += whole_weights(experts)
     limit = shape.context if request.context_limit is None else min(shape.context, request.context_limit)
     return ModelFacts(
         name=request.model,
@@ -52,16 +52,12 @@ def describe(
     )
 
 
-def _one_expert(experts: Experts) -> int:
-    """Bytes of one expert: all of a model are of one size. 0 where none is here."""
-    here = sum(len(experts.held(layer)) for layer in experts.layers)
-    return experts.nbytes // here if here else 0
-
-
 def _expert_bytes(experts: Experts | None, context: RankContext | None) -> int:
     if experts is None:
         return 0
-    return experts.nbytes if context is None else _one_expert(experts) * context.placement.count_of(context.rank)
+    if context is None:
+        return experts.nbytes
+    return first_place(experts).weight_bytes * context.placement.count_of(context.rank)
 
 
 def _executor(files: ModelFiles, choice: KernelChoice, context: RankContext | None) -> str:

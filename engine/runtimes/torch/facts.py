@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from engine.ipc.messages import Load, ModelFacts
-from engine.models.files import Experts, ModelFiles
+from engine.models.files import Experts, ModelFiles, whole_weights
 from engine.moe.executor import Executor
 from engine.runtimes.torch.gpu_memory_plan import SharedRoom
-from engine.runtimes.torch.offload.torch_tensors import NAMES, stored_dtype
+from engine.runtimes.torch.offload.torch_tensors import NAMES
 
 
 def describe(
@@ -32,7 +32,7 @@ def describe(
     experts that are run here, ``shared`` tells of the GPU that shares them."""
     experts = files.experts
     stored = {tensor.data_ptr(): tensor for tensor in module.state_dict().values()}.values()
-    expert_parameters = 0 if experts is None else experts.nbytes // stored_dtype(experts.dtype).itemsize
+    expert_parameters = 0 if experts is None else whole_weights(experts)
     return ModelFacts(
         name=request.model,
         family=str(files.config["model_type"]),

@@ -32,7 +32,7 @@ from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.offload.cuda_device import find_gpu
 from engine.runtimes.torch.offload.hybrid import HybridBackend
 from engine.runtimes.torch.offload.tensor_backend import TensorBackend
-from engine.runtimes.torch.offload.torch_tensors import NAMES, stored_dtype
+from engine.runtimes.torch.offload.torch_tensors import DTYPES, NAMES, stored_dtype
 from engine.runtimes.torch.ring import experts_here, make_backend, make_executor
 
 
@@ -111,8 +111,10 @@ def pick_dtype(files: ModelFiles, request: Load) -> torch.dtype:
     """What is computed in: as the request says, or as the bulk of the checkpoint is stored."""
     if request.dtype != "auto":
         return {name: dtype for dtype, name in NAMES.items()}[request.dtype]
-    if files.experts is not None:
-        dtype = stored_dtype(files.experts.dtype)
+    experts = files.experts
+    # A format that packs weights is computed with in what the trunk is stored in.
+    if experts is not None and DTYPES.get(experts.dtype) in NAMES:
+        dtype = stored_dtype(experts.dtype)
     else:
         sizes: dict[torch.dtype, int] = {}
         for _, tensor in files.trunk():

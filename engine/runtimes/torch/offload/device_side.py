@@ -192,7 +192,7 @@ class DeviceSide:
         gate = self._gates[step.layer]
         assert step.rows is not None
         try:
-            self._device.run(slot, self._host.layout, gate, step.rows[start:stop], out[start:stop], ticket)
+            self._device.run(slot, self._host.layout(step.layer), gate, step.rows[start:stop], out[start:stop], ticket)
         except CopyFailed as error:
             self._fall_back(step, expert, error)
             return False

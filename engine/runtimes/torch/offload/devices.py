@@ -42,10 +42,13 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class PartView:
-    """A matrix or bias inside a slot: ``offset`` in bytes, ``shape`` and ``stride`` in elements."""
+class SlotMatrix:
+    """A matrix or bias inside a slot, in a number format of its own; see
+    :class:`engine.models.byte_map.MatrixPlace`. ``offset`` is counted from the beginning of the slot."""
 
+    format: str
     offset: int
+    nbytes: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
@@ -54,12 +57,12 @@ class PartView:
 class SlotLayout:
     """What lies where in every slot; the same bytes in the same order as in the host's memory.
 
-    ``parts`` are named as in :class:`engine.models.files.ExpertWeights`; ``dtype`` is safetensors' name.
+    ``matrices`` are named as in :class:`engine.models.files.ExpertWeights`. Only what computes with them looks into
+    their formats: whoever carries a slot carries ``size`` bytes.
     """
 
     size: int
-    dtype: str
-    parts: Mapping[str, PartView]
+    matrices: Mapping[str, SlotMatrix]
 
 
 @dataclass(frozen=True)
@@ -71,15 +74,17 @@ class HostPiece:
 
 
 def tensors_in(slot: torch.Tensor, layout: SlotLayout, dtype: torch.dtype) -> ExpertTensors:
-    """The expert in ``slot``, uint8 [layout.size], as tensors of ``dtype``: views if it is stored in that dtype."""
-    words = slot.view(stored_dtype(layout.dtype))
-    width = words.element_size()
+    """The expert in ``slot``, uint8 [layout.size], as tensors of ``dtype``: views where it is stored in that dtype.
+
+    Raises ModelError for a number format that torch does not compute with, by its name.
+    """
 
     def part(name: str) -> torch.Tensor | None:
-        place = layout.parts.get(name)
+        place = layout.matrices.get(name)
         if place is None:
             return None
-        offset = words.storage_offset() + place.offset // width
+        words = slot.view(stored_dtype(place.format))
+        offset = words.storage_offset() + place.offset // words.element_size()
         return words.as_strided(place.shape, place.stride, offset).to(dtype)
 
     gate_up, gate, up, down = (part(name) for name in ("gate_up", "gate", "up", "down"))

@@ -19,9 +19,9 @@ import torch
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.models.byte_map import FileMapping, FileSpan
-from engine.models.files import Experts, first_held
+from engine.models.files import Experts
 from engine.models.mapped_file import SharedMapping
-from engine.runtimes.torch.offload.devices import HostPiece, PartView, SlotLayout
+from engine.runtimes.torch.offload.devices import HostPiece, SlotLayout, SlotMatrix
 from engine.system.free_memory import memory
 
 ALIGNMENT = 64
@@ -30,31 +30,32 @@ LOCKED_SHARE = 0.8
 
 
 class HostExperts:
-    """Where each expert's bytes are. ``layout`` is the same for all experts of the model."""
+    """Where each expert's bytes are. The experts of a layer have one layout, and a slot has room for any."""
 
     def __init__(self, experts: Experts) -> None:
         self.experts = experts
         self._pieces: dict[tuple[int, int], tuple[HostPiece, ...]] = {}
         self._locked: list[_LockedFile] = []
-        self.layout, *_ = self._place(*(first_held(experts) or (experts.layers[0], 0)))
+        self._layouts = {layer: self._place(layer, _stands_for(experts, layer))[0] for layer in experts.layers}
+        self.slot_bytes = max(layout.size for layout in self._layouts.values())
 
-    @property
-    def slot_bytes(self) -> int:
-        return self.layout.size
+    def layout(self, layer: int) -> SlotLayout:
+        """What lies where in a slot with an expert of ``layer``."""
+        return self._layouts[layer]
 
     def pieces(self, layer: int, expert: int) -> tuple[HostPiece, ...]:
         """The spans of one expert.
 
-        Raises ModelError if the expert does not lie like the others, IndexError if there is none.
+        Raises ModelError if the expert does not lie like the others of its layer, IndexError if there is none.
         """
         found = self._pieces.get((layer, expert))
         if found is None:
             if expert not in self.experts.held(layer):
                 raise IndexError(f"expert {expert} of layer {layer} is not here")
             layout, offsets, spans = self._place(layer, expert)
-            if layout != self.layout:
+            if layout != self._layouts[layer]:
                 raise ModelError(
-                    f"Expert {expert} of layer {layer} is stored in another way than the others; "
+                    f"Expert {expert} of layer {layer} is stored in another way than the others there; "
                     "`privatellm models prepare` writes them all alike."
                 )
             found = tuple(
@@ -128,11 +129,18 @@ class HostExperts:
         for span in place.spans:
             offsets.append(size)
             size += span.nbytes + -span.nbytes % ALIGNMENT
-        views = {
-            name: PartView(offsets[matrix.span] + matrix.offset, matrix.shape, matrix.stride)
+        matrices = {
+            name: SlotMatrix(
+                matrix.format, offsets[matrix.span] + matrix.offset, matrix.nbytes, matrix.shape, matrix.stride
+            )
             for name, matrix in place.matrices.items()
         }
-        return SlotLayout(size, place.matrices["down"].format, views), offsets, place.spans
+        return SlotLayout(size, matrices), offsets, place.spans
+
+
+def _stands_for(experts: Experts, layer: int) -> int:
+    """An expert of ``layer``, one that is here if any is."""
+    return next(iter(experts.held(layer)), 0)
 
 
 class _LockedFile:

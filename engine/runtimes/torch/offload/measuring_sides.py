@@ -122,7 +122,8 @@ class DeviceGpuSide:
     def run(self, tokens: int) -> None:
         rows, out = self.rows(tokens)
         self._device.begin()
-        self._device.run(self._slots[0], self._host.layout, self._gate, rows, out, None)
+        layout = self._host.layout(self._host.experts.layers[0])
+        self._device.run(self._slots[0], layout, self._gate, rows, out, None)
         self._wait()
 
     def copy(self) -> None:
