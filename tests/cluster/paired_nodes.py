@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,6 @@ from engine.cluster.membership.client import PeerClient
 from engine.cluster.membership.node import Node
 from engine.cluster.membership.server import Credentials
 from engine.ipc.messages import OpenNetwork
-
-WAIT_S = 120.0
-"""A test that hangs fails after so long."""
-
-
-def eventually(what: Callable[[], object], seconds: float = WAIT_S) -> None:
-    """Wait until ``what()`` is true."""
-    begin = time.monotonic()
-    while not what():
-        assert time.monotonic() - begin < seconds, "it did not happen in time"
-        time.sleep(0.01)
 
 
 def make_identity(folder: Path) -> tuple[Identity, PeersFile]:

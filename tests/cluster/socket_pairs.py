@@ -14,7 +14,7 @@ from engine.cluster.transport.plain_socket import PlainSocket
 from engine.cluster.transport.tls_socket import TlsSocket, open_tls_socket
 
 KEY_AB, KEY_BA = b"a" * 32, b"b" * 32
-LIMIT_S = 10.0
+LIMIT_S = 120.0
 
 
 def plain_pair() -> tuple[PlainSocket, PlainSocket]:

@@ -16,11 +16,11 @@ import msgspec
 import psutil
 import pytest
 from engine_forks import forked, forked_module
+from eventually import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linked_nodes import LinkedNode, LinkedNodes
 from memory_exchange import MemoryRing, must_succeed, on_all_ranks
-from paired_nodes import eventually
 
 from discovery import certificates
 from engine.bench.exchange_node import (
@@ -57,7 +57,7 @@ class MemoryGathering(Gathering):
             there = shared["rounds"].setdefault(number, {})
             there[self.rank] = bytes(block)
             shared["condition"].notify_all()
-            ok = shared["condition"].wait_for(lambda: len(there) == self.size or shared["ended"], 20)
+            ok = shared["condition"].wait_for(lambda: len(there) == self.size or shared["ended"], 120)
         assert ok
         if len(there) < self.size:
             raise PeerLost("ended")

@@ -13,9 +13,10 @@ from typing import Any
 import grpc
 import msgspec
 import pytest
+from eventually import PATIENCE_S, eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paired_nodes import WAIT_S, Nodes, eventually, make_identity
+from paired_nodes import Nodes, make_identity
 
 from discovery.identity import load_identity
 from discovery.peers import PeersFile, new_peer
@@ -59,10 +60,10 @@ def raw_call(address: str, credentials: Credentials, method: str, body: bytes, k
     with grpc.secure_channel(address, secured, options) as channel:
         path = f"/{SERVICE}/{method}"
         if kind == "up":
-            return bytes(channel.stream_unary(path)(iter([body]), timeout=WAIT_S))
+            return bytes(channel.stream_unary(path)(iter([body]), timeout=PATIENCE_S))
         if kind == "down":
-            return list(channel.unary_stream(path)(body, timeout=WAIT_S))
-        return bytes(channel.unary_unary(path)(body, timeout=WAIT_S))
+            return list(channel.unary_stream(path)(body, timeout=PATIENCE_S))
+        return bytes(channel.unary_unary(path)(body, timeout=PATIENCE_S))
 
 
 def kind_of(method: str) -> str:
@@ -112,11 +113,11 @@ def test_forgotten_machine_is_answered_on_no_method_of_its_open_connection(pair:
             path, kind = f"/{SERVICE}/{method}", kind_of(method)
             with pytest.raises(grpc.RpcError) as refused:
                 if kind == "up":
-                    invoke.stream_unary(path)(iter([b"\x80"]), timeout=WAIT_S)
+                    invoke.stream_unary(path)(iter([b"\x80"]), timeout=PATIENCE_S)
                 elif kind == "down":
-                    list(invoke.unary_stream(path)(b"\x80", timeout=WAIT_S))
+                    list(invoke.unary_stream(path)(b"\x80", timeout=PATIENCE_S))
                 else:
-                    invoke.unary_unary(path)(b"\x80", timeout=WAIT_S)
+                    invoke.unary_unary(path)(b"\x80", timeout=PATIENCE_S)
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED, method
             assert refused.value.details() == ""
     finally:

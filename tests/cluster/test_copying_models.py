@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from paired_nodes import Nodes, eventually
+from eventually import eventually
+from paired_nodes import Nodes
 
 from engine.cluster.head.model_download import Copier
 from engine.cluster.membership.control_messages import ModelHere, OfferPiece, WantedModel, WantedWeights
@@ -308,12 +309,12 @@ def test_a_lender_gives_models_only_if_its_person_agrees(pair: Nodes, installed:
     lender = ClusterWorker(pair.nodes[1], terms=LendTerms(give_models=given))
     wanted = WantedModel(key=KEY, name=NAME)
     try:
-        assert client.call("ModelHere", wanted, ModelHere, 30) == ModelHere(whole=given)
-        assert client.call("ModelHere", WantedModel(key="absent", name="absent"), ModelHere, 30) == ModelHere()
-        assert any(piece.data for piece in client.stream("ModelOffer", wanted, OfferPiece, 30)) == given
+        assert client.call("ModelHere", wanted, ModelHere, 120) == ModelHere(whole=given)
+        assert client.call("ModelHere", WantedModel(key="absent", name="absent"), ModelHere, 120) == ModelHere()
+        assert any(piece.data for piece in client.stream("ModelOffer", wanted, OfferPiece, 120)) == given
         weights = WantedWeights(model=wanted, layout="", weights="", wanted=b"\x90")
         with pytest.raises(ModelError, match="another model" if given else "no such model"):
-            list(client.stream("ModelWeights", weights, ModelHere, 30))
+            list(client.stream("ModelWeights", weights, ModelHere, 120))
     finally:
         client.close()
         lender.close()

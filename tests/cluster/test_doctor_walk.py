@@ -8,7 +8,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from paired_nodes import Nodes, eventually, make_identity
+from eventually import eventually
+from paired_nodes import Nodes, make_identity
 
 from app.commands import doctor_network
 from app.commands.doctor_network import Finding

@@ -18,10 +18,10 @@ import grpc
 import msgspec
 import pytest
 from engine_forks import forked_module
+from eventually import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linked_nodes import LinkedNodes, make_identity
-from paired_nodes import eventually
 
 from discovery.identity import Identity
 from discovery.tls import TLS_NAME

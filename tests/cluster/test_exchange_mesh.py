@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from eventually import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linked_nodes import LinkedNodes
-from paired_nodes import eventually
 
 from engine.cluster.transport.exchange import Exchange, PeerLost, RingProtocolError
 from engine.cluster.transport.mesh import Mesh

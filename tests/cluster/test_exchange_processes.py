@@ -20,9 +20,9 @@ import msgspec
 import psutil
 import pytest
 from engine_forks import forked_module
+from eventually import eventually
 from linked_nodes import LOOPBACK, LinkedNode, make_identity, opened
 from network_namespaces import Network, network
-from paired_nodes import eventually
 
 from discovery import certificates
 from discovery.link_listener import LinkListener

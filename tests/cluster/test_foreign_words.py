@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from paired_nodes import Nodes, eventually, make_identity
+from eventually import eventually
+from paired_nodes import Nodes, make_identity
 
 from app.commands.peers import as_text
 from app.ring_words import away_lines, machine_name

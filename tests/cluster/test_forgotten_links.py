@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from paired_nodes import WAIT_S, eventually
+from eventually import PATIENCE_S, eventually
 from test_node_process import Head, model
 
 from discovery.peers import PeersFile
@@ -69,7 +69,7 @@ def test_forgetting_cuts_all_links_whoever_forgets(ring: Head) -> None:
     assert len(between(stays, ring.engine)) >= 4
     since = len(stays.events)
     stays.ask(ForgetPeer(id=stays.new_id(), peer="head"))
-    stays.wait(lambda event: isinstance(event, NetworkState) and event.lending is None, WAIT_S, since)
+    stays.wait(lambda event: isinstance(event, NetworkState) and event.lending is None, PATIENCE_S, since)
     until_apart(stays, ring.engine)
     assert len(ring.answer(4)) == 4
     assert between(stays, ring.engine) == []

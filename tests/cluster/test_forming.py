@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from paired_nodes import Nodes, eventually, make_identity
+from eventually import eventually
+from paired_nodes import Nodes, make_identity
 from tests_models import tiny_mixtral
 
 from discovery.addresses import shown_address

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from paired_nodes import Nodes, eventually
+from eventually import eventually
+from paired_nodes import Nodes
 from ring_conversation import assert_same, conversation
 from tests_models import tiny_mixtral
 

@@ -9,7 +9,6 @@ import math
 import socket
 import ssl
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +19,8 @@ import psutil
 import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from paired_nodes import WAIT_S, Nodes, eventually, make_identity
+from eventually import PATIENCE_S, eventually
+from paired_nodes import Nodes, make_identity
 from test_control_plane import spec_with
 
 from discovery.addresses import Address
@@ -124,7 +124,7 @@ def test_silent_strangers_are_cut_off(tmp_path: Path, monkeypatch: pytest.Monkey
     knocking = [socket.create_connection(("127.0.0.1", node.server.port)) for _ in range(3)]
     try:
         for connection in knocking:
-            connection.settimeout(WAIT_S)
+            connection.settimeout(PATIENCE_S)
             try:
                 assert connection.recv(100) == b""
             except ConnectionError:
@@ -177,7 +177,7 @@ def test_a_node_speaks_no_older_tls(tmp_path: Path) -> None:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
             context.maximum_version = newest
-            with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+            with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
                 try:
                     with context.wrap_socket(connection) as secured:
                         assert secured.version() == "TLSv1.3"
@@ -196,7 +196,7 @@ def test_an_unauthenticated_client_is_not_told_who_else_is_paired(pair: Nodes) -
     messages: list[bytes] = []
     context._msg_callback = lambda *said: messages.append(bytes(said[-1]))  # type: ignore[attr-defined]
     session = context.wrap_bio(incoming, outgoing)
-    with socket.create_connection(("127.0.0.1", pair.nodes[1].server.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", pair.nodes[1].server.port), timeout=PATIENCE_S) as connection:
         while True:
             try:
                 session.do_handshake()
@@ -240,7 +240,7 @@ def answer_to_a_handshake(listener: tuple[str, int], shown: Identity, target: Pe
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
     session = client_context(shown, target).wrap_bio(incoming, outgoing)
     with dial(listener, LINK_KIND, body) as connection:
-        connection.settimeout(10)
+        connection.settimeout(PATIENCE_S)
         while True:
             try:
                 session.do_handshake()
@@ -315,7 +315,7 @@ def test_a_greeting_names_ip_addresses_only(pair: Nodes, monkeypatch: pytest.Mon
     others = ["unix:/tmp/x.sock:1", "dns:///10.0.0.1:1", "localhost:1", "0.0.0.0:1", "224.0.0.1:1", "10.0.0.1:0", ""]
     listening = [*others, "192.168.7.7:5", "[fd00::0:7]:5", "[fe80::1%eth0]:5"]
     try:
-        client.call("Hello", msgspec.structs.replace(right, port=77, listening=listening), Greeting, 10)
+        client.call("Hello", msgspec.structs.replace(right, port=77, listening=listening), Greeting, PATIENCE_S)
     finally:
         client.close()
     own = set(right.listening)  # it greets by itself, too
@@ -602,7 +602,7 @@ def test_forgetting_another_member_ends_the_epoch_and_keeps_it_out(tmp_path: Pat
     third, _ = make_identity(tmp_path / "third")
     peers.add(new_peer(third.certificate_der, "Carla"))
     follower.table.refresh()
-    time.sleep(1.0)  # until whoever watches the file knows it
+    eventually(lambda: third.node_id in follower._peers_watch._known)
     lender = ClusterWorker(follower)
     client = pair.client(1, pair.identities[0])
     try:

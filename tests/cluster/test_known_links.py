@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from paired_nodes import Nodes, eventually
+from eventually import eventually
+from paired_nodes import Nodes
 from tiny_models import write_tiny_model
 
 from engine.cluster.head import survey as surveying

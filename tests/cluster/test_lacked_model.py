@@ -11,7 +11,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from paired_nodes import Nodes, eventually
+from eventually import eventually
+from paired_nodes import Nodes
 
 from engine.cluster.head.capacity_wait import CapacityError
 from engine.cluster.head.lacked_model import LackedModel, find_lacked

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from paired_nodes import Nodes, eventually
+from eventually import eventually
+from paired_nodes import Nodes
 
 from engine.cluster.membership.control_messages import (
     Connected,
@@ -84,7 +85,7 @@ def test_a_head_is_told_what_is_lent(pair: Nodes) -> None:
     client = pair.client(1, pair.identities[0])
     lender = ClusterWorker(pair.nodes[1], terms=LendTerms(lend_memory=3 << 30, cpu_threads=1))
     try:
-        found = client.call("Facts", WantedFacts(shape=None), NodeFacts, 30)
+        found = client.call("Facts", WantedFacts(shape=None), NodeFacts, 120)
         assert (found.memory_lent, found.threads) == (3 << 30, 1)
     finally:
         client.close()
@@ -133,7 +134,7 @@ def test_what_a_gpu_keeps_needs_no_other_memory(
         client = pair.client(1, pair.identities[0])
         try:
             with pytest.raises(ModelError, match=said):
-                client.call("Connect", spec, Connected, 30)
+                client.call("Connect", spec, Connected, 120)
         finally:
             client.close()
             lender.close()
@@ -191,7 +192,7 @@ def test_a_certificate_that_is_not_the_members_is_refused(pair: Nodes, form: str
     client = pair.client(1, first)
     try:
         with pytest.raises(RingProtocolError, match=f"The certificate of {first.node_id[:8]}"):
-            client.call("Connect", msgspec.structs.replace(spec, members=[member, spec.members[1]]), Connected, 30)
+            client.call("Connect", msgspec.structs.replace(spec, members=[member, spec.members[1]]), Connected, 120)
         assert pair.nodes[1].lent().head == ""
     finally:
         client.close()

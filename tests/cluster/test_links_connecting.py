@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from eventually import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linked_nodes import LinkedNode, LinkedNodes, make_identity, opened
@@ -27,7 +28,7 @@ from engine.errors import ModelError
 from engine.ipc.messages.ring import ExchangeName
 
 Make = Callable[..., LinkedNodes]
-SOON = 2.0
+SOON = 60.0
 
 
 RIGHT: dict[str, object] = {
@@ -50,7 +51,7 @@ def open_descriptors() -> int:
 
 def refused(connection: socket.socket) -> bool:
     """Whether the other end closes without a word."""
-    connection.settimeout(10)
+    connection.settimeout(SOON)
     with connection:
         try:
             return connection.recv(1) == b""
@@ -238,7 +239,7 @@ def test_a_node_without_the_epochs_key_gets_a_random_number_and_no_more(linked_n
         dial_link(nodes.nodes[0].links, wrong, nodes.members[1], "exchange", "socket", address(nodes, 1), by())
     assert not expected.done()
     connection = dial(("127.0.0.1", one.listener.port), LINK_KIND, request(nodes, transport="socket"))
-    connection.settimeout(10)
+    connection.settimeout(SOON)
     assert len(connection.recv(100)) == 32
     connection.sendall(bytes(64))
     assert refused(connection)
@@ -347,22 +348,19 @@ def test_a_link_is_measured_only_by_those_who_are_known(linked_nodes: Make) -> N
         measure_link(stranger, Epoch("x", 0, (), bytes(32)), nodes.members[1], address(nodes, 1))
 
 
-def test_a_hundred_connections_leave_no_descriptor_behind(linked_nodes: Make) -> None:
+def test_many_connections_leave_no_descriptor_behind(linked_nodes: Make) -> None:
     if not Path("/proc/self/fd").is_dir():
         pytest.skip("open descriptors are counted in /proc")
     nodes = linked_nodes(2)
     for mesh in nodes.meshes("tls"):
         mesh.close()
     before = open_descriptors()
-    for attempt in range(100):
+    for attempt in range(30):
         for mesh in nodes.meshes("tls" if attempt % 2 else "socket"):
             mesh.close()
     for _ in range(20):
         refused(dial(("127.0.0.1", nodes.nodes[1].listener.port), LINK_KIND, request(nodes, epoch="none")))
-    deadline = time.monotonic() + 5
-    while open_descriptors() > before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert open_descriptors() <= before
+    eventually(lambda: open_descriptors() <= before)
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 import socket
 import threading
-import time
 from itertools import pairwise
 
 import pytest
+from eventually import eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linked_nodes import make_identity
-from socket_pairs import close_all, plain_pair, plain_victim, recorded_frames, tls_pair
+from socket_pairs import LIMIT_S, close_all, plain_pair, plain_victim, recorded_frames, tls_pair
 
 from engine.cluster.transport.exchange import PeerLost, RingProtocolError
 from engine.cluster.transport.framed_socket import (
@@ -264,9 +264,9 @@ def test_closing_from_another_thread_wakes_a_receiver(kind: str) -> None:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    time.sleep(0.1)
+    eventually(link._in_use.locked)
     link.close()
-    thread.join(5)
+    thread.join(LIMIT_S)
     assert not thread.is_alive()
     assert len(caught) == 1
     link.close()
@@ -291,9 +291,9 @@ def test_closing_from_another_thread_wakes_a_sender_nobody_reads(kind: str) -> N
 
     thread = threading.Thread(target=send)
     thread.start()
-    time.sleep(0.2)
+    eventually(link._in_use.locked)
     link.close()
-    thread.join(5)
+    thread.join(LIMIT_S)
     assert not thread.is_alive()
     assert len(caught) == 1
     right.close()

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from paired_nodes import Nodes, eventually, make_identity
+from eventually import eventually
+from paired_nodes import Nodes, make_identity
 
 from discovery.code_requests import ask_for_code
 from discovery.identity import load_identity

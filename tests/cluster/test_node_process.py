@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from engine_forks import forked, measured_before
-from paired_nodes import eventually
+from eventually import eventually
 from tiny_models import write_tiny_model
 
 from engine.bench.local_ring import LocalEngine, LocalRing, open_network

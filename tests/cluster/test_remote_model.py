@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from paired_nodes import eventually
+from eventually import eventually
 from ring_chat import PROMPT, Chat, session_of
 from thread_ring import ThreadFormation, link_pair, loaded_model, split
 from tiny_models import write_tiny_model

@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from paired_nodes import Nodes, eventually
+from eventually import eventually
+from paired_nodes import Nodes
 from tests_models import tiny_mixtral
 
 from engine.cluster.head.forming import RingFormer

@@ -152,7 +152,7 @@ def test_an_exchange_knows_whom_it_waits_for(
             assert receiving.is_alive()
         found = mesh.missing()
         mesh.close()
-        receiving.join(30)
+        receiving.join(120)
         return found
 
     found = act(0) if size == 2 else must_succeed(on_all_ranks(act, size))[0]
@@ -216,7 +216,7 @@ def test_nobody_waits_over_real_links(
     for layer in (0, 1):
         if layer == 0:
             run_layer(layers, layer, (routes, weights), local, 4, rows)
-            other.join(30)
+            other.join(120)
             continue
         begun = threading.Event()
         watch.cancelled = lambda begun=begun: stopped and begun.is_set()  # type: ignore[misc]

@@ -88,7 +88,7 @@ def test_pieces_of_nothing_are_refused_by_the_envoys_engine() -> None:
         sending.start()
         with pytest.raises(RingProtocolError, match="more than the exchange asks for, or less"):
             exchange.receive()
-        sending.join(30)
+        sending.join(120)
         envoy.close()
 
 

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from paired_nodes import Nodes, eventually
+from eventually import eventually
+from paired_nodes import Nodes
 from tests_models import tiny_mixtral
 
 from discovery.peers import new_peer

@@ -14,7 +14,8 @@ from typing import Any, get_args
 import grpc
 import msgspec
 import pytest
-from paired_nodes import eventually, make_identity
+from eventually import eventually
+from paired_nodes import make_identity
 
 from discovery.frames import Deadline, FrameError, receive_frame, send_frame
 from discovery.identity import Identity

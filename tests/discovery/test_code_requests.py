@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from eventually import PATIENCE_S, eventually
 
 from discovery import code_requests
 from discovery.code_requests import CodeRequests, ShownCode, ask_for_code
@@ -20,18 +21,16 @@ def shown(nonce: str) -> ShownCode:
 
 def asking(folder: Path) -> tuple[threading.Thread, list[ShownCode | None]]:
     answers: list[ShownCode | None] = []
-    thread = threading.Thread(target=lambda: answers.append(ask_for_code(folder, 10.0)))
+    thread = threading.Thread(target=lambda: answers.append(ask_for_code(folder, PATIENCE_S)))
     thread.start()
     return thread, answers
 
 
 def taken(requests: CodeRequests) -> str:
-    for _ in range(1000):
-        nonce = requests.take()
-        if nonce is not None:
-            return nonce
-        threading.Event().wait(0.01)
-    raise AssertionError("nobody asked")
+    asked: list[str | None] = []
+    eventually(lambda: asked.append(requests.take()) or asked[-1])
+    assert asked[-1] is not None
+    return asked[-1]
 
 
 def test_whoever_asks_is_answered_and_no_file_stays(tmp_path: Path) -> None:
@@ -42,7 +41,7 @@ def test_whoever_asks_is_answered_and_no_file_stays(tmp_path: Path) -> None:
     assert requests.take() is None and CodeRequests(tmp_path).take() is None
     requests.answer(shown("of another question"))
     requests.answer(shown(nonce))
-    thread.join(10.0)
+    thread.join(PATIENCE_S)
     assert answers == [shown(nonce)]
     requests.tidy()
     assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from eventually import PATIENCE_S, eventually
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +31,7 @@ def echo(connection: socket.socket, body: bytes, address: tuple[str, int]) -> No
 
 
 def all_of(connection: socket.socket) -> bytes:
-    connection.settimeout(10)
+    connection.settimeout(PATIENCE_S)
     received = b""
     with contextlib.suppress(ConnectionError):
         while piece := connection.recv(4096):
@@ -68,7 +69,7 @@ def test_a_connection_that_was_handed_on_stays_open(listener: LinkListener) -> N
     taken = threading.Event()
     listener.register("link", lambda connection, body, address: (kept.append(connection), taken.set())[1])
     with contextlib.closing(dial(("127.0.0.1", listener.port), "link")) as connection:
-        assert taken.wait(10)
+        assert taken.wait(PATIENCE_S)
         listener.close()
         kept[0].sendall(b"still here")
         assert receive_exactly(connection, 10, Deadline(10)) == b"still here"
@@ -89,7 +90,7 @@ def test_a_connection_that_was_handed_on_stays_open(listener: LinkListener) -> N
 )
 def test_whatever_is_no_preamble_is_closed_without_a_word(listener: LinkListener, sent: bytes) -> None:
     listener.register("echo", echo)
-    with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", listener.port), timeout=PATIENCE_S) as connection:
         with contextlib.suppress(OSError):  # it may be closed before all of this is sent
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)
@@ -103,7 +104,7 @@ def test_a_kind_that_nobody_serves_is_closed(listener: LinkListener) -> None:
 
 def test_who_says_nothing_is_cut_off(listener: LinkListener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "PREAMBLE_SECONDS", 0.2)
-    with socket.create_connection(("127.0.0.1", listener.port), timeout=20) as silent:
+    with socket.create_connection(("127.0.0.1", listener.port), timeout=PATIENCE_S) as silent:
         silent.sendall(b"pv")
         assert all_of(silent) == b""
 
@@ -111,17 +112,14 @@ def test_who_says_nothing_is_cut_off(listener: LinkListener, monkeypatch: pytest
 def test_one_machine_cannot_take_all_places(listener: LinkListener) -> None:
     listener.register("echo", echo)
     held = [
-        socket.create_connection(("127.0.0.1", listener.port), timeout=10) for _ in range(listeners._MAX_PER_ADDRESS)
+        socket.create_connection(("127.0.0.1", listener.port), timeout=PATIENCE_S)
+        for _ in range(listeners._MAX_PER_ADDRESS)
     ]
     try:
-        pause = threading.Event()
-        for _ in range(500):
-            if len(listener._open) == listeners._MAX_PER_ADDRESS:
-                break
-            pause.wait(0.02)
-        with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as refused:
+        eventually(lambda: len(listener._open) == listeners._MAX_PER_ADDRESS)
+        with socket.create_connection(("127.0.0.1", listener.port), timeout=PATIENCE_S) as refused:
             assert all_of(refused) == b""
-        with socket.create_connection(("127.0.0.1", listener.port), 10, ("127.0.0.2", 0)) as another:
+        with socket.create_connection(("127.0.0.1", listener.port), PATIENCE_S, ("127.0.0.2", 0)) as another:
             another.sendall(b"pvLM\x01\x04\x00\x02echohi")
             assert all_of(another) == b"hi127.0.0.2"
     finally:
@@ -131,22 +129,14 @@ def test_one_machine_cannot_take_all_places(listener: LinkListener) -> None:
 
 def test_closing_leaves_no_thread_and_no_port(listener: LinkListener) -> None:
     listener.register("echo", echo)
-    with socket.create_connection(("127.0.0.1", listener.port), timeout=10) as waiting:
-        pause = threading.Event()
-        for _ in range(500):
-            if listener._open:
-                break
-            pause.wait(0.02)
+    with socket.create_connection(("127.0.0.1", listener.port), timeout=PATIENCE_S) as waiting:
+        eventually(lambda: listener._open)
         listener.close()
         listener.close()
         assert all_of(waiting) == b""
     with pytest.raises(LinkListenerError, match="Nobody answers"):
         dial(("127.0.0.1", listener.port), "echo", seconds=2)
-    for _ in range(500):
-        if not any(thread.name.startswith("link-listener") for thread in threading.enumerate()):
-            break
-        pause.wait(0.02)
-    assert not any(thread.name.startswith("link-listener") for thread in threading.enumerate())
+    eventually(lambda: not any(thread.name.startswith("link-listener") for thread in threading.enumerate()))
     LinkListener.open("127.0.0.1", listener.port).close()
 
 

@@ -108,8 +108,8 @@ class Node:
             self.pairing = PairingService(identity, peers, self.name, self._paired, self._not_paired)
             self.listener.register(PAIR_KIND, self.pairing.handle)
             self.listener.register(KNOWN_KIND, answer_known(identity, self.table.paired))
-            watching = PeersWatch(peers, self.forget)
-            opened.callback(watching.close)
+            self._peers_watch = PeersWatch(peers, self.forget)
+            opened.callback(self._peers_watch.close)
             self._neighbourhood = self._announce()
             if self._neighbourhood is not None:
                 opened.callback(self._neighbourhood.close)
