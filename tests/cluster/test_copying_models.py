@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import threading
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from eventually import eventually
+from lacking_machine import KEY, NAME, Having, TinyModel, models, quiet, there
 from paired_nodes import Nodes
 
 from engine.cluster.head.model_download import Copier
@@ -19,7 +20,7 @@ from engine.cluster.membership.control_messages import ModelHere, OfferPiece, Wa
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.weights.shard_store import ShardStore
 from engine.cluster.weights.taking import NotWhole, Taking
-from engine.cluster.weights.transfer import Item, Offer, Wanted, decode_chunk, encode_chunk, offer, offer_whole, stream
+from engine.cluster.weights.transfer import Item, Offer, decode_chunk, encode_chunk, offer, offer_whole, stream
 from engine.cluster.worker import giving
 from engine.cluster.worker.giving import Given, find_given
 from engine.cluster.worker.lending import ClusterWorker
@@ -29,44 +30,8 @@ from engine.models import store
 from engine.models.prepare import prepare
 from engine.models.shard_files import read_shard
 
-TinyModel = Callable[..., Path]
-KEY, NAME = "owner--tiny", "owner/tiny"
-
+__all__ = ["models", "there"]
 pytestmark = pytest.mark.usefixtures("no_keyring")
-
-
-def quiet(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at the progress."""
-
-
-@pytest.fixture(autouse=True)
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the machine that lacks the model."""
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
-    (tmp_path / "home" / "models").mkdir(parents=True)
-    return tmp_path / "home" / "models"
-
-
-@pytest.fixture
-def there(tiny_model: TinyModel) -> Path:
-    """The model where it is whole."""
-    return tiny_model("mixtral", dtype="bfloat16", shards=True)
-
-
-class Lying:
-    """A machine that offers ``folder``, and does what a test makes it do to chunks on their way."""
-
-    name = "studio"
-
-    def __init__(self, folder: Path, offered: Offer | None = None) -> None:
-        self.folder = folder
-        self.offered = offered or offer_whole(folder, quiet, NAME)
-        self.asked: list[Wanted] = []
-        self.change: Callable[[bytes], bytes] = lambda data: data
-
-    def chunks(self, wanted: Sequence[Wanted]) -> Generator[bytes]:
-        self.asked += wanted
-        yield from map(self.change, stream(self.folder, self.offered, wanted))
 
 
 def taking(*sources: Any, progress: Any = quiet) -> Taking:
@@ -95,7 +60,7 @@ def test_what_arrives_is_what_was_there(
     if prepared:
         prepare(folder, tmp_path / "bank", quiet)
         folder = tmp_path / "bank"
-    got = taking(Lying(folder)).run()
+    got = taking(Having(folder)).run()
     assert got == models / (KEY + store.PREPARED if prepared else KEY)
     assert content(got) == content(folder)
     assert store.resolve(NAME).folder == got
@@ -103,7 +68,7 @@ def test_what_arrives_is_what_was_there(
 
 
 def test_what_was_stopped_goes_on_where_it_was(there: Path, models: Path):
-    first = Lying(there)
+    first = Having(there)
     come: list[int] = []
 
     def stop(data: bytes) -> bytes:
@@ -118,7 +83,7 @@ def test_what_was_stopped_goes_on_where_it_was(there: Path, models: Path):
     assert [name for name, _ in store.partial_downloads()] == [NAME]
     assert store.resolve(NAME).folder is None
     # Another machine that has the same goes on.
-    second = Lying(there)
+    second = Having(there)
     got = taking(second).run()
     assert content(got) == content(there)
     arrived = {first.offered.items[item].key for item in come if item != come[-1]}
@@ -128,7 +93,7 @@ def test_what_was_stopped_goes_on_where_it_was(there: Path, models: Path):
 
 
 def test_removing_the_model_removes_what_has_arrived_of_it(there: Path, models: Path):
-    source = Lying(there)
+    source = Having(there)
     done = 0
 
     def stop(*_: object) -> None:
@@ -156,7 +121,7 @@ def test_parts_that_together_are_whole_are_put_together(
         shares = ShardStore(tmp_path / f"node-{node}" / "models", "me")
         need = shares.need(wanted, quiet)
         folder = shares.receive(wanted, need.wanted, stream(there, wanted, need.wanted), quiet)
-        halves.append(Lying(folder, Given(folder, NAME, False).offer(quiet)))
+        halves.append(Having(folder, Given(folder, NAME, False).offer(quiet)))
         assert halves[node].offered.identity == wanted.identity
         assert {item.key for item in halves[node].offered.items} == {item.key for item in wanted.items}
     monkeypatch.setenv("PRIVATELLM_HOME", str(models.parent))
@@ -183,7 +148,7 @@ def with_setting(offered: Offer, name: str, data: bytes) -> Offer:
 
 @pytest.mark.parametrize("name", ["weights.pkl", "modeling_tiny.pyc", "run.sh", "model.bin", "hook.so"])
 def test_a_file_that_belongs_to_no_model_is_refused_before_anything_comes(there: Path, models: Path, name: str):
-    source = Lying(there, with_setting(offer_whole(there, quiet), name, b"harm"))
+    source = Having(there, with_setting(offer_whole(there, quiet), name, b"harm"))
     with pytest.raises(RingProtocolError, match="belongs to no model"):
         taking(source).run()
     assert source.asked == []
@@ -195,14 +160,14 @@ def test_a_model_that_cannot_run_is_refused_before_its_weights_come(there: Path,
     other = shutil.copytree(there, tmp_path / "other")
     data = (there / "config.json").read_bytes().replace(b'"mixtral"', b'"unheard-of"')
     (other / "config.json").write_bytes(data)
-    source = Lying(other, with_setting(whole, "config.json", data))
+    source = Having(other, with_setting(whole, "config.json", data))
     with pytest.raises(ModelError, match="unheard-of"):
         taking(source).run()
     assert {source.offered.items[want.item].key.partition("/")[0] for want in source.asked} <= {"setting", "header"}
 
 
 def test_a_damaged_chunk_is_not_kept(there: Path):
-    source = Lying(there)
+    source = Having(there)
 
     def damage(data: bytes) -> bytes:
         chunk = decode_chunk(data)
@@ -223,14 +188,14 @@ def test_another_model_than_was_offered_is_not_kept(tiny_model: TinyModel, there
     wrong = tiny_model("mixtral", dtype="bfloat16", shards=True, seed=1)
     lie = msgspec.structs.replace(offer_whole(wrong, quiet), identity=offer_whole(there, quiet).identity)
     with pytest.raises(RingProtocolError, match="another model arrived"):
-        taking(Lying(wrong, lie)).run()
+        taking(Having(wrong, lie)).run()
     assert store.resolve(NAME).folder is None
-    assert content(taking(Lying(there)).run()) == content(there)
+    assert content(taking(Having(there)).run()) == content(there)
 
 
 def test_what_is_no_file_of_this_model_is_not_taken_over(there: Path, tiny_model: TinyModel, models: Path):
     """A model of another form was begun under the name."""
-    source = Lying(tiny_model("qwen2_moe", dtype="bfloat16"))
+    source = Having(tiny_model("qwen2_moe", dtype="bfloat16"))
 
     def stop(data: bytes) -> bytes:
         if source.offered.items[decode_chunk(data).item].key.startswith("expert"):
@@ -241,11 +206,11 @@ def test_what_is_no_file_of_this_model_is_not_taken_over(there: Path, tiny_model
     with pytest.raises(Cancelled):
         taking(source).run()
     assert (models / f"{KEY}{store.RECEIVED}{store.PARTIAL}").is_dir()
-    assert content(taking(Lying(there)).run()) == content(there)
+    assert content(taking(Having(there)).run()) == content(there)
 
 
 def test_a_full_disk_is_said_before_weights_come(there: Path, monkeypatch: pytest.MonkeyPatch):
-    source = Lying(there)
+    source = Having(there)
     usage = shutil.disk_usage(there)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=(64 << 20) + 100_000))
     with pytest.raises(ModelError, match="Copying owner/tiny from studio needs") as caught:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from eventually import eventually
+from lacking_machine import KEY, NAME, Having, TinyModel, models, quiet, there
 from paired_nodes import Nodes
 
 from engine.cluster.head.capacity_wait import CapacityError
@@ -34,45 +35,11 @@ from engine.models.tokenizer import load_tokenizer
 from engine.runtimes.choosing import choose_runtime
 from engine.runtimes.model_headers import read_headers
 
-TinyModel = Callable[..., Path]
-KEY, NAME = "owner--tiny", "owner/tiny"
+__all__ = ["models", "there"]
 FAMILIES = ("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3")
 HELD = {0: (0, 3), 1: (1,), 2: (2, 3)}
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
-
-
-def quiet(stage: str, done: int, total: int, unit: str) -> None:
-    """Nobody looks at the progress."""
-
-
-@pytest.fixture(autouse=True)
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the machine that lacks the model."""
-    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
-    (tmp_path / "home" / "models").mkdir(parents=True)
-    return tmp_path / "home" / "models"
-
-
-@pytest.fixture
-def there(tiny_model: TinyModel) -> Path:
-    """The model where it is whole."""
-    return tiny_model("mixtral", dtype="bfloat16", shards=True)
-
-
-class Having:
-    """A machine that has ``folder``, and says of it what a test makes it say."""
-
-    name = "studio"
-
-    def __init__(self, folder: Path, offered: Offer | None = None) -> None:
-        self.folder = folder
-        self.offered = offered or offer_whole(folder, quiet, NAME)
-        self.asked: list[str] = []
-
-    def chunks(self, wanted: Sequence[Any]) -> Iterator[bytes]:
-        self.asked += [self.offered.items[want.item].key for want in wanted]
-        return stream(self.folder, self.offered, wanted)
 
 
 def sparse(folder: Path) -> bytes:
@@ -96,7 +63,7 @@ def test_headers_are_all_that_a_plan_takes(
     source = Having(folder)
     own = OwnShard.begin([source], "me", quiet)  # type: ignore[list-item]
     assert own.folder.parent == models
-    assert not any(key.startswith(("trunk/", "expert/")) for key in source.asked)
+    assert not any(key.startswith(("trunk/", "expert/")) for key in source.asked_keys)
     load = Load(id=0, model=NAME, partitioning="ring")
     ours, theirs = read_headers(own.folder, load), read_headers(folder, load)
     assert (ours.sizes, ours.shape, ours.profile, ours.not_native) == (
