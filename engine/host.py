@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from engine.cluster.parts import THE_PRODUCT, EngineParts
 from engine.cluster.transport.grpc_environment import ONLY_TLS_1_3
 from engine.errors import ErrorKind, ModelError
 from engine.ipc.messages import (
@@ -106,8 +107,14 @@ class Task:
 class Host:
     """Takes requests and emits events. ``send`` must be callable from any thread."""
 
-    def __init__(self, send: Callable[[AnyEvent], None], between_tasks: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        send: Callable[[AnyEvent], None],
+        between_tasks: Callable[[], None] = lambda: None,
+        parts: EngineParts = THE_PRODUCT,
+    ) -> None:
         self.send = send
+        self._parts = parts
         self.watching = False
         self._between_tasks = between_tasks
         self._session: Session | None = None
@@ -269,7 +276,7 @@ class Host:
             if self._network is None:
                 from engine.cluster.network import ClusterNetwork
 
-                self._network = ClusterNetwork(self.send)
+                self._network = ClusterNetwork(self.send, parts=self._parts)
             return self._network
 
     def close_network(self) -> None:
@@ -465,11 +472,11 @@ def end_with_thread(failure: threading.ExceptHookArgs, notice: Callable[[str], N
     end_process(EXIT_THREAD_FAILED)
 
 
-def serve(pipes: Pipes) -> NoReturn:
+def serve(pipes: Pipes, parts: EngineParts) -> NoReturn:
     """Answer requests until the stream of them ends."""
     writer = EventWriter(pipes.events, on_closed=lambda: end_process(0))
     threading.excepthook = lambda failure: end_with_thread(failure, lambda text: writer.send(Notice(text=text)))
-    host = Host(writer.send, between_tasks=pipes.log.roll_if_large)
+    host = Host(writer.send, pipes.log.roll_if_large, parts)
     reader = request_reader()
     writer.send(Hello(protocol=PROTOCOL_VERSION, pid=os.getpid()))
     if pipes.log.problem is not None:
@@ -498,14 +505,15 @@ def leave(host: Host) -> NoReturn:
     end_process(0)
 
 
-def main() -> NoReturn:
+def main(parts: EngineParts = THE_PRODUCT) -> NoReturn:
+    """``parts``: those of the product, unless a test composes the engine of others."""
     # Ctrl-c belongs to the screen, which decides what to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     keep_to_owner()
     pipes = claim_standard_streams(locate("logs") / "engine.log")
     faulthandler.enable(file=2)
     os.environ.update(environment(physical_cores()))
-    serve(pipes)
+    serve(pipes, parts)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import fork_server
+import hooked_engine
 import pytest
 
 from engine.calibration.calibration_file import calibration_key, save_speed
@@ -155,7 +156,8 @@ def forked(
 ) -> ForkedProcess | subprocess.Popen[bytes]:
     """Start an engine as ``python ARGUMENTS`` would, with pipes for its input and output.
 
-    ``arguments``: ``-m engine.host`` or ``-c CODE``; ``session``: it gets a session of its own, and no terminal.
+    ``arguments``: ``-m engine.host``, or those of :func:`hooked_engine.hooked`. ``session``: it gets a session of its
+    own, and no terminal.
     """
     if not FORKS or needs_a_cold_start(environment):
         return subprocess.Popen(
@@ -165,10 +167,8 @@ def forked(
             env=dict(environment),
             start_new_session=session,
         )
-    flag, what = list(arguments)[-2:]
-    assert flag == "-c" or (flag, what) == ("-m", "engine.host")
-    code = what if flag == "-c" else None
-    return _forked(code, environment, subprocess.PIPE, subprocess.PIPE, None, (), *more, session=session)
+    module, *given = list(arguments)[-1:] if "-m" in arguments else [hooked_engine.__name__, *arguments[1:]]
+    return _forked(module, given, environment, subprocess.PIPE, subprocess.PIPE, None, (), *more, session=session)
 
 
 def forked_module(
@@ -190,12 +190,12 @@ def forked_module(
         return start_module(
             module, arguments, environment, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=pass_fds
         )
-    code = f"import runpy, sys\nsys.argv = ['-m', *{list(arguments)!r}]\nrunpy._run_module_as_main({module!r})"
-    return _forked(code, whole, stdin, stdout, stderr, pass_fds, *(["libraries"] if libraries else []))
+    return _forked(module, arguments, whole, stdin, stdout, stderr, pass_fds, *(["libraries"] if libraries else []))
 
 
 def _forked(
-    code: str | None,
+    module: str,
+    arguments: Sequence[str],
     environment: Mapping[str, str],
     stdin: int | None,
     stdout: int | None,
@@ -206,7 +206,8 @@ def _forked(
 ) -> ForkedProcess:
     """``stdin`` and so on: as ``subprocess.Popen`` takes them; of pipes, input and output only."""
     job = {
-        "code": code,
+        "module": module,
+        "arguments": list(arguments),
         "environment": dict(environment),
         "folder": str(Path.cwd()),
         "session": session,

@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import pkgutil
+import runpy
 import selectors
 import signal
 import socket
@@ -153,15 +154,10 @@ def become(job: dict[str, Any], descriptors: list[int]) -> None:
 
 
 def run(job: dict[str, Any]) -> None:
-    """Python's ``-c CODE``, or ``-m engine.host`` where there is no code."""
-    code = job["code"]
-    sys.argv = ["-m" if code is None else "-c"]
-    if code is None:
-        from engine.host import main as engine_main
-
-        engine_main()
-    else:
-        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    """As ``python -m MODULE ARGUMENTS``."""
+    sys.argv = ["-m", *job["arguments"]]
+    sys.modules.pop(job["module"], None)
+    runpy._run_module_as_main(job["module"])  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -7,27 +7,21 @@ import os
 import signal
 import socket
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
 from engine_forks import FORKS, ForkedProcess, forked, forked_module
+from forked_programs import fails, reads, says, says_whether_it_was_forked
+from hooked_engine import hooked
 
 pytestmark = pytest.mark.skipif(not FORKS, reason="processes are forked on Linux only")
 
-SAYS = """
-import json, os, sys
-print(json.dumps({
-    "home": os.environ["PRIVATELLM_HOME"], "variables": len(os.environ), "folder": os.getcwd(), "pid": os.getpid(),
-    "read": sys.stdin.read(), "imported": "engine.session.session" in sys.modules, "torch": "torch" in sys.modules,
-    "descriptors": len(os.listdir("/proc/self/fd")),
-}))
-raise SystemExit(7)
-"""
 
-
-def started(code: str, **environment: str) -> ForkedProcess:
-    process = forked(["-c", code], {**os.environ, **environment})
+def started(program: Callable[..., NoReturn], **options: int) -> ForkedProcess:
+    process = forked(hooked(program, **options), os.environ)
     assert isinstance(process, ForkedProcess)
     return process
 
@@ -41,7 +35,7 @@ def close(process: ForkedProcess) -> None:
 def test_it_has_its_own_environment_pipes_and_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     environment = {**os.environ, "PRIVATELLM_HOME": "some home"}
-    process = forked(["-c", SAYS], environment)
+    process = forked(hooked(says), environment)
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write(b"a request")
     process.stdin.close()
@@ -62,7 +56,7 @@ def test_it_has_its_own_environment_pipes_and_status(tmp_path: Path, monkeypatch
 
 
 def test_it_can_be_signalled_and_its_number_is_its_own_until_the_end_was_seen() -> None:
-    process = started("import sys; sys.stdin.read()")
+    process = started(reads)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.01)
     assert process.poll() is None
@@ -76,7 +70,7 @@ def test_it_can_be_signalled_and_its_number_is_its_own_until_the_end_was_seen() 
 
 
 def test_many_run_at_once() -> None:
-    processes = [started(f"import sys; sys.stdin.read(); raise SystemExit({number})") for number in range(8)]
+    processes = [started(reads, status=number) for number in range(8)]
     assert len({process.pid for process in processes}) == 8
     for process in processes:
         close(process)
@@ -84,14 +78,14 @@ def test_many_run_at_once() -> None:
 
 
 def test_an_error_is_an_exit_status_too() -> None:
-    process = started("import os; os.dup2(os.open(os.devnull, os.O_WRONLY), 2); raise ValueError")
+    process = started(fails)
     assert process.wait() == 1
     close(process)
 
 
 @pytest.mark.parametrize("name", ["LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED"])
 def test_what_is_read_at_the_start_makes_it_a_cold_one(name: str) -> None:
-    process = forked(["-c", "import sys; print('engine' in sys.modules)"], {**os.environ, name: ""})
+    process = forked(hooked(says_whether_it_was_forked), {**os.environ, name: ""})
     assert isinstance(process, subprocess.Popen) == (os.environ.get(name) != "")
     assert process.stdin is not None and process.stdout is not None
     process.stdin.close()

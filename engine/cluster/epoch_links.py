@@ -102,7 +102,7 @@ def connect_epoch(
         try:
             exchange = open_exchange(name, links, found.epoch)
             found.add(name, exchange)
-            median = measure_exchange(exchange, DECODE_BYTES)
+            median = measure_exchange(exchange, DECODE_BYTES, links.parts.effort.exchange_rounds)
             if rehearsal is not None:
                 found.layer_s[name] = rehearsal.run(exchange)
             found.medians[name] = median

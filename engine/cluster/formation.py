@@ -66,6 +66,11 @@ class Formation(Protocol):
         ...
 
     @property
+    def patience(self) -> float:
+        """Factor on the seconds that a :class:`engine.cluster.waiting.Wait` allows."""
+        ...
+
+    @property
     def notices(self) -> list[str]:
         """Lines for the person about how the ring was formed."""
         ...

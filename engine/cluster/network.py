@@ -21,6 +21,7 @@ from engine.cluster.head.forming import RingFormer
 from engine.cluster.head.lacked_model import LackedModel, find_lacked
 from engine.cluster.head.survey import Surveyor
 from engine.cluster.membership.node import Node, default_name, network_folder
+from engine.cluster.parts import THE_PRODUCT, EngineParts
 from engine.cluster.weights.own_shard import OwnShard
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError
@@ -59,8 +60,11 @@ would replace the one in which a person types a password."""
 class ClusterNetwork:
     """The network of an engine process, of which there is one. ``send`` must be callable from any thread."""
 
-    def __init__(self, send: Callable[[AnyEvent], None], folder: Path | None = None) -> None:
+    def __init__(
+        self, send: Callable[[AnyEvent], None], folder: Path | None = None, parts: EngineParts = THE_PRODUCT
+    ) -> None:
         self._send = send
+        self._parts = parts
         self._folder = folder or network_folder()
         self._lock = threading.RLock()
         self._identity: Identity | None = None
@@ -185,7 +189,7 @@ class ClusterNetwork:
                     kind="bad-input",
                 )
             identity = self._load_identity(DIALOGUE_S if request.lend else None)
-            node = Node(identity, self._peers, request, self._news.set)
+            node = Node(identity, self._peers, request, self._news.set, self._parts)
             if request.lend:
                 self._lender = ClusterWorker(node, self._news.set, request)
                 self._lent.enter_context(AWAKE.held())

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import machine_hooks
 from engine_forks import forked, measured_before
+from hooked_engine import hooked
 
 from engine.bench.local_ring import Launcher, LocalEngine, open_network, pair_homes
 from engine.ipc.messages import Beam, Finished, Generate, Load, Loaded, NetworkState, Sampling, Shutdown
@@ -23,21 +25,18 @@ PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class Machine:
-    """How an engine process is started. ``before``: Python that runs in it first, to make it another machine than
-    it is; ``models``: folders that it has as models of its own, so that they are compared instead of sent."""
+    """How an engine process is started. ``arguments``: of its interpreter, where it is made another machine than it is
+    (see machine_hooks.py); ``models``: folders that it has as models of its own, so that they are compared instead of
+    sent."""
 
     environment: dict[str, str] = field(default_factory=dict)
-    before: str = ""
+    arguments: Sequence[str] = ("-m", "engine.host")
     models: tuple[Path, ...] = ()
 
 
 def with_runtimes(*names: str) -> Machine:
     """A machine on which only these runtimes are installed."""
-    return Machine(
-        before="import engine.cluster.membership.measuring_node as measuring\n"
-        "import engine.cluster.worker.follower_work as work\n"
-        f"measuring.runtimes = work.runtimes = lambda: {list(names)!r}"
-    )
+    return Machine(arguments=hooked(machine_hooks.with_runtimes, names=names))
 
 
 class RealRing:
@@ -151,11 +150,7 @@ class RealRing:
 
 
 def _started(home: Path, machine: Machine, launch: Launcher) -> LocalEngine:
-    arguments = ("-c", f"{machine.before}\nfrom engine.host import main\nraise SystemExit(main())")
-    environment = {"OMP_NUM_THREADS": "1", **machine.environment}
-    if machine.before:
-        return LocalEngine(home, environment, arguments, launch)
-    return LocalEngine(home, environment, launch=launch)
+    return LocalEngine(home, {"OMP_NUM_THREADS": "1", **machine.environment}, machine.arguments, launch)
 
 
 __all__ = ["ANSWER", "PROMPT", "TRUSTED", "Machine", "RealRing", "with_runtimes"]

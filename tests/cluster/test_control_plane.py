@@ -31,9 +31,10 @@ from engine.cluster.membership.control_messages import (
     Greeting,
     NodeLoad,
 )
-from engine.cluster.membership.heartbeat import BUSY_S, LOST_S, REFUSED_S, silence_allowed, version_problem
+from engine.cluster.membership.heartbeat import BUSY_S, silence_allowed, version_problem
 from engine.cluster.membership.node import LentState, Node
 from engine.cluster.membership.server import ControlServer, Credentials, RpcMethod
+from engine.cluster.parts import Times
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError
@@ -297,9 +298,10 @@ def test_greeting_that_names_another_machine_is_refused(pair: Nodes) -> None:
 
 
 def test_silence_allowed() -> None:
-    assert silence_allowed(refused=False, patient=False) == LOST_S <= 2.5
-    assert silence_allowed(refused=True, patient=False) == REFUSED_S < LOST_S
-    assert silence_allowed(refused=True, patient=True) == REFUSED_S
+    times = Times()
+    assert silence_allowed(refused=False, patient=False) == times.lost_s <= 2.5
+    assert silence_allowed(refused=True, patient=False) == times.refused_s < times.lost_s
+    assert silence_allowed(refused=True, patient=True) == times.refused_s
     assert silence_allowed(refused=False, patient=True) == BUSY_S
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import machine_hooks
 import msgspec
 import pytest
+from hooked_engine import hooked
 from real_rings import ANSWER, Machine, RealRing
 from tiny_models import write_tiny_model
 
@@ -17,35 +19,14 @@ pytestmark = pytest.mark.timeout(300)
 
 LONG = 100
 """Tokens of an answer in which there is time to kill a process."""
-SLOW = Machine(
-    before="import engine.cluster.membership.measuring_node as measuring\n"
-    "from engine.planning.calibration import Curve\n"
-    "measuring.load_speed = lambda *_: None\n"
-    "measuring.memory_rate = lambda *_: 1e5\n"
-    "measuring.expert_curve = lambda *_: Curve((1, 512), (0.05, 20.0))"
-)
+SLOW = Machine(arguments=hooked(machine_hooks.slow))
 """A machine on which a token takes seconds, as it measures itself."""
 
 
 def fast(folder: Path) -> Machine:
     """Another machine. While ``folder``/slow exists its prompts stay at a layer until they are stopped: then it writes
     ``folder``/begun and ``folder``/stopped."""
-    return Machine(
-        before="import engine.cluster.membership.measuring_node as measuring\n"
-        "measuring.this_machine = lambda: 'another'\n"
-        "measuring.processor = lambda: 'another'\n"
-        "import pathlib, time\n"
-        "from engine.cluster.answers import Answers\n"
-        f"folder, check = pathlib.Path({str(folder)!r}), Answers.check\n"
-        "def slowly(self):\n"
-        "    while (folder / 'slow').exists() and self._stop != self._number:\n"
-        "        (folder / 'begun').touch()\n"
-        "        time.sleep(0.01)\n"
-        "    if self._stop == self._number:\n"
-        "        (folder / 'stopped').touch()\n"
-        "    check(self)\n"
-        "Answers.check = slowly"
-    )
+    return Machine(arguments=hooked(machine_hooks.another, stopping=str(folder)))
 
 
 def appears(path: Path) -> bool:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import machine_hooks
 import pytest
+from hooked_engine import hooked
 from real_rings import Machine, RealRing
 from tiny_models import write_tiny_model
 
@@ -103,15 +105,8 @@ def test_a_head_that_is_alone_in_the_end_takes_all_of_it(tmp_path: Path, made: d
 
 
 def test_a_head_for_which_another_machine_computes_takes_no_weights(tmp_path: Path, made: dict[str, Path]):
-    measuring = "import engine.cluster.membership.measuring_node as measuring\n"
-    slow = measuring + (
-        "from engine.planning.calibration import Curve\n"
-        "measuring.load_speed = lambda *_: None\n"
-        "measuring.memory_rate = lambda *_: 1e5\n"
-        "measuring.expert_curve = lambda *_: Curve((1, 512), (0.05, 20.0))"
-    )
-    fast = measuring + "measuring.this_machine = measuring.processor = lambda: 'another'"
-    with RealRing(tmp_path, [Machine(before=slow), Machine(before=fast, models=(made[PLAIN],))]) as ring:
+    slow, fast = hooked(machine_hooks.slow), hooked(machine_hooks.another)
+    with RealRing(tmp_path, [Machine(arguments=slow), Machine(arguments=fast, models=(made[PLAIN],))]) as ring:
         loaded = ring.load(Path("owner/plain"), "native", 1, "bfloat16", even_if_slower=False)
         assert loaded.facts.ring is not None and loaded.facts.ring.elsewhere
         (mine,) = shares(ring.head)

@@ -8,7 +8,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import machine_hooks
 import pytest
+from hooked_engine import hooked
 from real_rings import Machine, RealRing
 from tiny_models import write_tiny_model
 
@@ -21,7 +23,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(not choose("float32").native, reason="the native kernels are not built"),
 ]
-OTHER_PROTOCOL = Machine(before="import engine.cluster.membership.node as node\nnode.CONTROL_PROTOCOL = 77")
+OTHER_PROTOCOL = Machine(arguments=hooked(machine_hooks.saying, protocol=77))
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import machine_hooks
 import pytest
 from engine_forks import with_libraries
+from hooked_engine import hooked
 from real_rings import Machine, RealRing, with_runtimes
 from tiny_models import write_tiny_model
 
@@ -40,7 +42,7 @@ def unlike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRing]:
         with_runtimes("torch"),
         Machine(environment={"PRIVATELLM_KERNELS": "scalar"}),
         with_runtimes("mlx"),
-        Machine(before="import os\nos.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])"),
+        Machine(arguments=hooked(machine_hooks.on_one_cpu)),
     ]
     with RealRing(tmp_path_factory.mktemp("ring"), machines, with_libraries) as made:
         yield made
@@ -90,7 +92,7 @@ def test_torch_computes_alike_on_equally_many_threads_only(unlike: RealRing, mod
 
 def test_another_version_is_refused_with_both_named(tmp_path: Path, model: Path) -> None:
     """Whether the head finds it out at the greeting or at forming."""
-    older = Machine(before="import engine.cluster.membership.node as node\nnode.privatellm_version = lambda: '0.0.1'")
+    older = Machine(arguments=hooked(machine_hooks.saying, version="0.0.1"))
     with RealRing(tmp_path / "ring", [Machine(), Machine(), older]) as ring:
         loaded = ring.load(model, "native", 2, mode="exact")
         assert loaded.facts.ring is not None

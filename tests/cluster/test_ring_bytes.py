@@ -6,7 +6,9 @@ import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
+import machine_hooks
 import pytest
+from hooked_engine import hooked
 from real_rings import ANSWER, Machine, RealRing
 from tiny_models import write_tiny_model
 
@@ -17,30 +19,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SMALL = 128 * 1024
 """Configuration, tokenizer, manifest and the outlines of files; blocks of a disk that are begun."""
 
-COUNTING = """
-import pathlib
-import engine.cluster.worker.lending as lending
-
-receive = lending.ClusterWorker._receive
-
-def counted(self, caller, pieces):
-    def each():
-        for piece in pieces:
-            with pathlib.Path({path!r}).open("a") as file:
-                print(len(piece.data), file=file)
-            yield piece
-    return receive(self, caller, each())
-
-lending.ClusterWorker._receive = counted
-"""
-
 
 class Counted:
     """A ring of three, and the bytes of weights that came to each follower."""
 
     def __init__(self, folder: Path) -> None:
         self._files = [folder / f"received-{rank}" for rank in range(3)]
-        followers = [Machine(before=COUNTING.format(path=str(path))) for path in self._files[1:]]
+        followers = [Machine(arguments=hooked(machine_hooks.counting, path=str(path))) for path in self._files[1:]]
         self.ring = RealRing(folder / "ring", [Machine(), *followers])
         self._before: dict[str, int] = {}
 

@@ -164,6 +164,8 @@ def test_an_exchange_knows_whom_it_waits_for(
 class Formation:
     """What a watch sees of one."""
 
+    patience = 1.0
+
     def __init__(self, layers: Any, exchange: Exchange) -> None:
         self.layers = layers
         self.exchange = exchange

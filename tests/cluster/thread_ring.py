@@ -65,6 +65,8 @@ def split(layers: tuple[int, ...], experts: int, nodes: int, overlap: int = 0) -
 class ThreadFormation:
     """See :class:`engine.cluster.formation.Formation`."""
 
+    patience = 1.0
+
     def __init__(
         self,
         folder: Path,

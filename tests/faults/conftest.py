@@ -13,18 +13,18 @@ for folder in ("session", "runtimes"):
     sys.path.append(str(Path(__file__).parent.parent / folder))
 
 if TYPE_CHECKING:
-    from ring_faults import Oracle
+    from ring_faults import Oracle, Ring
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of a module's rings."""
+    """The model of the rings."""
     from ring_faults import write_model
 
     return write_model(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Oracle]:
     """What one machine by itself answers with that model."""
     from ring_faults import Oracle
@@ -32,3 +32,32 @@ def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ora
     oracle = Oracle(tmp_path_factory.mktemp("alone") / "home", model)
     yield oracle
     oracle.engine.close()
+
+
+@pytest.fixture(scope="module")
+def ring_of_three() -> Iterator[Ring]:
+    from ring_faults import Ring
+
+    with Ring(2) as ring:
+        yield ring
+
+
+@pytest.fixture(scope="module")
+def ring_of_two() -> Iterator[Ring]:
+    from ring_faults import Ring
+
+    with Ring(1) as ring:
+        yield ring
+
+
+@pytest.fixture
+def three(ring_of_three: Ring, model: Path) -> Ring:
+    """A head and two others that have formed a ring; the same processes for all tests of a module, as far as they
+    live."""
+    return ring_of_three.whole(model)
+
+
+@pytest.fixture
+def two(ring_of_two: Ring, model: Path) -> Ring:
+    """A head and one other."""
+    return ring_of_two.whole(model)

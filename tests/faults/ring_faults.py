@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import hooks
 from engine_forks import forked, measured_before
+from hooked_engine import hooked
 from slow_wire import PairProxy
 from tiny_models import write_tiny_model
 
@@ -24,6 +26,7 @@ from engine.ipc.messages import (
     Failed,
     Finished,
     Generate,
+    ListPeers,
     Load,
     Loaded,
     NetworkState,
@@ -38,15 +41,24 @@ PROMPT = [3, 14, 15, 9, 26, 5]
 OTHER_PROMPT = [90, 91, 7, 33, 64, 12, 77, 101]
 PATIENCE_S = 120.0
 """After so long a test fails rather than hangs; nothing is asserted about time."""
+READY = {"ready", "ring"}
+"""States of machines that are there."""
 EXACT = RingChoice(even_if_slower=True, mode="exact", exchange="tls")
 NETWORK = Path("config") / "network"
-MAIN = "\nfrom engine.host import main\nmain()\n"
+LAYERS = 2
+EXPERT_BYTES = LAYERS * 8 * 3 * 48 * 56 * 4
+"""Of :func:`write_model`."""
 
 
 def write_model(folder: Path) -> Path:
     """Small enough to answer hundreds of tokens a second, with room for answers that can be disturbed."""
     return write_tiny_model(
-        folder / "tiny-mixtral", "mixtral", num_local_experts=8, max_position_embeddings=4096, eos_token_id=None
+        folder / "tiny-mixtral",
+        "mixtral",
+        num_local_experts=8,
+        num_hidden_layers=LAYERS,
+        max_position_embeddings=4096,
+        eos_token_id=None,
     )
 
 
@@ -67,7 +79,7 @@ def eventually(what: Callable[[], object], seconds: float = PATIENCE_S, why: str
     begin = time.monotonic()
     while not what():
         assert time.monotonic() - begin < seconds, why
-        time.sleep(0.01)
+        time.sleep(0.03)
 
 
 class Machine:
@@ -78,8 +90,8 @@ class Machine:
         self.name = name
         self.port = free_pair()
         self.host = "127.0.0.1"
-        self.code = ""
-        """Run before the engine, in its process."""
+        self.arguments: Sequence[str] = hooked(hooks.quick)
+        """Of its interpreter; see hooked_engine.py."""
         self.environment: dict[str, str] = {}
         self.terms: dict[str, Any] = {}
         """On which it is lent; see OpenNetwork."""
@@ -101,17 +113,21 @@ class Machine:
         PeersFile(self.home / NETWORK).add(new_peer(other.identity.certificate_der, other.name))
 
     def start(self, peers: Sequence[str] = (), lend: bool = False) -> None:
-        code = self.code
-        if self.proxy is not None:
-            code += ANNOUNCE_PROXY.format(port=self.proxy.port)
-        arguments = ["-c", code + MAIN] if code else ["-m", "engine.host"]
-        self.engine = LocalEngine(self.home, {"OMP_NUM_THREADS": "1", **self.environment}, arguments, self.launch)
+        self.engine = LocalEngine(self.home, {"OMP_NUM_THREADS": "1", **self.environment}, self.arguments, self.launch)
         listen = f"{self.host}:{self.port}"
         self.engine.ask(
             OpenNetwork(
                 id=self.engine.new_id(), name=self.name, listen=listen, peers=list(peers), lend=lend, **self.terms
             )
         )
+
+    def returns(self, lend: bool = True, peers: Sequence[str] = ()) -> None:
+        """It is there, whether it was ended, stopped, or nothing had happened to it."""
+        if self.engine.process.poll() is None:
+            self.signal(signal.SIGCONT)
+        else:
+            self.engine.close()
+            self.start(peers, lend)
 
     def signal(self, number: signal.Signals) -> None:
         self.engine.process.send_signal(number)
@@ -131,33 +147,18 @@ class Machine:
             self.engine.close()
 
 
-ENTER = """
-import ctypes as _ctypes, os as _os
-_space = _os.open("/run/netns/{space}", _os.O_RDONLY)
-assert _ctypes.CDLL(None, use_errno=True).setns(_space, 0x40000000) == 0
-"""
-"""Enters a network namespace, for ``Machine.code``."""
-
-ANNOUNCE_PROXY = """
-# Others are told to come by way of {port}.
-from engine.cluster.membership import node as _node
-_greeting = _node.Node.greeting
-_node.Node.greeting = lambda self: __import__("msgspec").structs.replace(
-    _greeting(self), port={port}, listening=["127.0.0.1:{port}"])
-"""
-
-
 class Ring:
     """``head`` and ``followers``, paired.
 
-    ``proxied``: every connection between them goes by way of a proxy. ``measured``: their
-    memory was measured before. ``launch``: ``with_libraries`` where one imports torch, during which it answers nobody.
+    ``arguments``: of their interpreters, by rank. ``proxied``: every connection between them goes by way of a proxy.
+    ``measured``: their memory was measured before. ``launch``: ``with_libraries`` where one imports torch, during which
+    it answers nobody.
     """
 
     def __init__(
         self,
         followers: int,
-        codes: Mapping[int, str] | None = None,
+        arguments: Mapping[int, Sequence[str]] | None = None,
         proxied: bool = False,
         environments: Mapping[int, Mapping[str, str]] | None = None,
         hosts: Sequence[str] = (),
@@ -166,17 +167,19 @@ class Ring:
         launch: Launcher = forked,
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="ring-faults-"))
+        self._loaded = ""
         self.machines: list[Machine] = []
         try:
             for rank in range(followers + 1):
                 machine = Machine(self.folder / f"node-{rank}", f"node {rank}" if rank else "head", measured)
                 machine.host = hosts[rank] if hosts else machine.host
-                machine.code = (codes or {}).get(rank, "")
+                machine.arguments = (arguments or {}).get(rank, machine.arguments)
                 machine.launch = launch
                 machine.environment = dict((environments or {}).get(rank, {}))
                 machine.terms = dict((terms or {}).get(rank, {}))
                 if proxied:
                     machine.proxy = PairProxy(machine.port)
+                    machine.arguments = hooked(hooks.behind_proxy, port=machine.proxy.port)
                 self.machines.append(machine)
             self.head, self.followers = self.machines[0], self.machines[1:]
             for follower in self.followers:
@@ -204,12 +207,13 @@ class Ring:
 
     def until_ready(self, since: int = 0) -> None:
         """All followers are reachable, in the ring or not."""
-        self.until(lambda peers: all(one.state in ("ready", "ring") for one in peers), since=since)
+        self.until(lambda peers: all(one.state in READY for one in peers), since=since)
 
     def states(self) -> dict[str, str]:
-        """What the head's screen shows of each machine."""
-        state = self.engine.state()
-        return {one.node_id: one.state for one in state.peers} if state is not None else {}
+        """What the head would show of each machine now. What it has sent may be a quarter of a second old."""
+        state = self.engine.ask(ListPeers(id=self.engine.new_id()))
+        assert isinstance(state, NetworkState)
+        return {one.node_id: one.state for one in state.peers}
 
     def state_of(self, machine: Machine) -> str:
         return self.states().get(machine.identity.node_id, "")
@@ -223,9 +227,41 @@ class Ring:
             ring=choice,
             **options,
         )
+        self._loaded = ""
         found = self.engine.ask(request, 120)
         assert isinstance(found, Loaded)
+        self._loaded = repr((model, choice, runtime, options))
         return found
+
+    def begin_load(self, model: Path, choice: RingChoice = EXACT) -> int:
+        """Load, and do not wait: the request's id."""
+        self._loaded = ""
+        request = Load(id=self.engine.new_id(), model=str(model), partitioning="ring", ring=choice)
+        self.engine.send(request)
+        return request.id
+
+    def last_of_load(self, request: int, since: int = 0) -> Loaded | Failed:
+        found = self.engine.wait(
+            lambda event: isinstance(event, (Loaded, Failed)) and event.id == request, PATIENCE_S, since
+        )
+        assert isinstance(found, (Loaded, Failed))
+        return found
+
+    def whole(self, model: Path, choice: RingChoice = EXACT, **options: Any) -> Ring:
+        """The ring of all machines with this model, whatever happened to its machines: rings outlive a test."""
+        for machine in self.machines:
+            if machine.proxy is not None:
+                machine.proxy.behave()
+        for follower in self.followers:
+            follower.returns()
+        if self.head.engine.process.poll() is not None:
+            self._loaded = ""
+        self.head.returns(lend=False, peers=[follower.address for follower in self.followers])
+        eventually(lambda: len(self.states()) == len(self.followers) and set(self.states().values()) <= READY)
+        if self._loaded != repr((model, choice, "auto", options)):
+            self.load(model, choice, **options)
+        self.answered_by_all(1)
+        return self
 
     def ask(self, tokens: int = 24, prompt: Sequence[int] = PROMPT, **options: Any) -> int:
         """Ask, and do not wait: the request's id."""
@@ -242,12 +278,12 @@ class Ring:
     def answer(self, tokens: int = 24, prompt: Sequence[int] = PROMPT, **options: Any) -> Finished:
         return self.finished(self.ask(tokens, prompt, **options))
 
-    def answered_by_all(self, tokens: int) -> list[int]:
+    def answered_by_all(self, tokens: int, prompt: Sequence[int] = PROMPT) -> list[int]:
         """Token ids of the answer of a ring of all machines. One that is slow to come is taken in by a later
         question."""
         asked_by = time.monotonic() + PATIENCE_S
         while True:
-            found = self.answer(tokens).token_ids
+            found = self.answer(tokens, prompt).token_ids
             if set(self.states().values()) == {"ring"}:
                 return found
             assert time.monotonic() < asked_by, (self.states(), self.notices()[-5:])

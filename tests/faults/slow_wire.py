@@ -67,6 +67,10 @@ class PairProxy:
     def plug_in(self) -> None:
         self._silent = False
 
+    def behave(self) -> None:
+        """As a cable does."""
+        self._delay, self._silent, self._stalls = 0.0, False, None
+
     def reset(self) -> None:
         """Every connection is torn down."""
         with self._lock:

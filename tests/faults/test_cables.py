@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -95,10 +93,3 @@ def test_one_port_is_blocked_also_for_open_connections(three: Network) -> None:
     assert accepted.recv(100) == b"later"
     for one_socket in (*listeners, opened, accepted):
         one_socket.close()
-
-
-def test_a_process_can_begin_there(three: Network) -> None:
-    """As engine processes do that are given Python to run first."""
-    program = f"{three.spaces[1].entering}\nimport psutil\nprint(psutil.net_if_addrs()['lan0'][0].address)"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert found.stdout.strip() == three.spaces[1].address()

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from engine_process import EngineProcess
+import shortened_files
+from engine_forks import with_libraries
+from hooked_engine import hooked
 from native_oracle import load_native
 from tiny_models import write_tiny_model
 from torch_oracle import load, prompt
 
 from app.engine_client import how_it_ended
+from engine.bench.local_ring import LocalEngine
 from engine.errors import ModelError
-from engine.ipc.messages import Failed, Finished, Generate, Load, Loaded
+from engine.ipc.messages import Finished, Generate, Load, Loaded
 from engine.models.prepare import prepare
 from engine.moe.kernels import bindings
 
@@ -102,59 +106,29 @@ def test_a_change_during_a_pass_is_noticed_before_its_logits_are_used(prepared: 
     assert (len(layers), rows.length) == (3, 0)
 
 
-_SHORTEN = """
-import os, sys
-from pathlib import Path
-from engine.errors import ModelError
-from engine.moe.kernels import file_guard
-from engine.ipc.messages import Load
-from engine.models.mapped_file import MappedFile
-from engine.runtimes import runtime_named
-
-folder, unguarded, unnoticed = Path(sys.argv[1]), sys.argv[2] == "unguarded", sys.argv[3] == "unnoticed"
-runtime, wanted = sys.argv[4:6]
-if unguarded:
-    file_guard.path = lambda: None
-model = runtime_named(runtime).load(folder, Load(id=1, model="m", cpu_threads=2), lambda *_: None)
-rows = model.start()
-rows.extend(list(range(3, 20)))
-passed = []
-def shorten():
-    passed.append(0)
-    if len(passed) == 2:
-        for file in folder.glob(wanted):
-            os.truncate(file, 0)
-if unnoticed:
-    MappedFile.check_unchanged = lambda self: None
-model.between_layers = shorten
-try:
-    rows.extend(list(range(20, 40)))
-except ModelError as error:
-    print(error.kind, error, rows.length)
-model.close()
-print("alive")
-"""
-
-
 def shorten(
-    folder: Path, guarded: str, noticed: str, kernels: str, runtime: str = "torch", files: str = "experts/*"
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", _SHORTEN, str(folder), guarded, noticed, runtime, files],
-        env={**os.environ, bindings.VARIABLE: kernels},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    folder: Path,
+    kernels: str = "",
+    runtime: str = "torch",
+    files: str = "experts/*",
+    guarded: bool = True,
+    noticed: bool = True,
+) -> tuple[int, list[str]]:
+    """The exit status of a process whose files are shortened during a pass, and what it said."""
+    options = {"folder": str(folder), "runtime": runtime, "files": files, "guarded": guarded, "noticed": noticed}
+    process = with_libraries(hooked(shortened_files.run, **options), {**os.environ, bindings.VARIABLE: kernels})
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.close()
+    with process.stdout as output:
+        said = output.read().decode().splitlines()
+    return process.wait(120), said
 
 
 @needs_library
 @pytest.mark.parametrize("kernels", ["", "off"])
 def test_files_shortened_during_a_pass_end_the_answer_and_not_the_engine(prepared: Path, kernels: str) -> None:
-    run = shorten(prepared, "guarded", "noticed", kernels)
-    assert run.returncode == 0, run.stderr
-    said, alive = run.stdout.splitlines()
+    status, (said, alive) = shorten(prepared, kernels)
+    assert status == 0
     assert "was changed while the model was open; load the model again. 17" in said
     assert alive == "alive"
 
@@ -163,9 +137,8 @@ def test_files_shortened_during_a_pass_end_the_answer_and_not_the_engine(prepare
 @pytest.mark.parametrize("files", ["experts/*", "trunk.safetensors"])
 def test_the_native_trunk_survives_files_shortened_during_a_pass(prepared: Path, files: str) -> None:
     """Its own weights lie in a mapped file, too."""
-    run = shorten(prepared, "guarded", "noticed", "", "native", files)
-    assert run.returncode == 0, run.stderr
-    said, alive = run.stdout.splitlines()
+    status, (said, alive) = shorten(prepared, runtime="native", files=files)
+    assert status == 0
     assert "was changed while the model was open; load the model again. 17" in said
     assert alive == "alive"
 
@@ -174,18 +147,17 @@ def test_the_native_trunk_survives_files_shortened_during_a_pass(prepared: Path,
 @pytest.mark.parametrize("runtime", ["torch", "native"])
 def test_pages_that_cannot_be_read_are_noticed_though_the_file_looks_the_same(prepared: Path, runtime: str) -> None:
     """As on a failing disk."""
-    run = shorten(prepared, "guarded", "unnoticed", "", runtime)
-    assert run.returncode == 0, run.stderr
-    said, alive = run.stdout.splitlines()
+    status, (said, alive) = shorten(prepared, runtime=runtime, noticed=False)
+    assert status == 0
     assert said.startswith("disk A part of ") and "could not be read" in said and said.endswith("again. 17")
     assert alive == "alive"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems tell it by another signal")
 def test_without_the_library_the_way_it_ends_says_what_happened(prepared: Path) -> None:
-    run = shorten(prepared, "unguarded", "noticed", "off")
-    assert run.returncode == -signal.SIGBUS
-    sentence = how_it_ended(run.returncode)
+    status, _ = shorten(prepared, "off", guarded=False)
+    assert status == -signal.SIGBUS
+    sentence = how_it_ended(status)
     assert "SIGBUS" in sentence and "shortened while it was in use" in sentence
 
 
@@ -215,16 +187,20 @@ def test_the_person_is_told_and_goes_on(prepared: Path, tmp_path: Path, runtime:
     file = expert_files(prepared)[2]
     whole = file.read_bytes()
     load_it = {"model": str(prepared), "runtime": runtime}
-    with EngineProcess(tmp_path / "home") as engine:
-        assert isinstance(engine.ask(Load(id=1, **load_it))[-1], Loaded)
-        first = engine.ask(Generate(id=2, prompt_ids=[5, 6, 7], max_tokens=6))[-1]
+    engine = LocalEngine(tmp_path / "home", launch=with_libraries)
+    try:
+        assert isinstance(engine.ask(Load(id=1, **load_it)), Loaded)
+        first = engine.ask(Generate(id=2, prompt_ids=[5, 6, 7], max_tokens=6))
         assert isinstance(first, Finished)
         os.truncate(file, 100)
-        failed = engine.ask(Generate(id=3, prompt_ids=[5, 6, 7, 8], max_tokens=6))[-1]
-        assert isinstance(failed, Failed)
-        assert f"{file} was changed while the model was open; load the model again." in failed.error
+        with pytest.raises(
+            ModelError, match=re.escape(f"{file} was changed while the model was open; load the model again.")
+        ):
+            engine.ask(Generate(id=3, prompt_ids=[5, 6, 7, 8], max_tokens=6))
         file.write_bytes(whole)
-        assert isinstance(engine.ask(Load(id=4, **load_it))[-1], Loaded)
-        again = engine.ask(Generate(id=5, prompt_ids=[5, 6, 7], max_tokens=6))[-1]
+        assert isinstance(engine.ask(Load(id=4, **load_it)), Loaded)
+        again = engine.ask(Generate(id=5, prompt_ids=[5, 6, 7], max_tokens=6))
         assert isinstance(again, Finished)
         assert again.token_ids == first.token_ids
+    finally:
+        engine.close()

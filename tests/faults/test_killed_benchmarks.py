@@ -20,6 +20,20 @@ GONE_S = 30.0
 NODE = {"ring": "engine.host", "exchange": "engine.bench.exchange_node"}
 """The module that a node's process runs."""
 MARK = "PRIVATELLM_TEST_MARK"
+WAYS = [
+    (signal.SIGINT, "command"),
+    (signal.SIGTERM, "command"),
+    (signal.SIGKILL, "command"),
+    (signal.SIGKILL, "engine"),
+]
+SAMPLED = [
+    ("ring", "preparing", signal.SIGKILL, "command"),
+    ("ring", "measuring", signal.SIGTERM, "command"),
+    ("exchange", "measuring", signal.SIGINT, "command"),
+    ("exchange", "measuring", signal.SIGKILL, "command"),
+    ("exchange", "preparing", signal.SIGKILL, "engine"),
+]
+"""Each kind, stage and way once at least; a ring's processes take seconds to start."""
 
 
 def descendants(mark: str) -> list[psutil.Process]:
@@ -76,16 +90,8 @@ def removers() -> list[psutil.Process]:
 @pytest.mark.parametrize(
     ("kind", "stage", "number", "whom"),
     [
-        ("ring", "preparing", signal.SIGINT, "command"),
-        ("ring", "measuring", signal.SIGTERM, "command"),
-        ("ring", "preparing", signal.SIGKILL, "command"),
-        ("ring", "measuring", signal.SIGKILL, "command"),
-        ("ring", "measuring", signal.SIGKILL, "engine"),
-        ("exchange", "measuring", signal.SIGINT, "command"),
-        ("exchange", "preparing", signal.SIGTERM, "command"),
-        ("exchange", "measuring", signal.SIGKILL, "command"),
-        ("exchange", "preparing", signal.SIGKILL, "engine"),
-        ("exchange", "measuring", signal.SIGKILL, "engine"),
+        pytest.param(*row, marks=() if row in SAMPLED else pytest.mark.soak)
+        for row in ((kind, stage, *how) for kind in NODE for stage in ("preparing", "measuring") for how in WAYS)
     ],
 )
 def test_nothing_is_left(tmp_path: Path, kind: str, stage: str, number: signal.Signals, whom: str) -> None:

@@ -19,7 +19,7 @@ from engine.ipc.messages import OpenNetwork
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-WARM = 4
+WARM = 3
 SETTLE_LOOKS = 20
 RSS_BYTES_A_ROUND = 1_000_000
 """By which a process may grow per kill, over the last half of the rounds: by then the libraries have their memory, and
@@ -63,7 +63,7 @@ def rss(machine: Machine) -> int:
     return int(psutil.Process(machine.engine.process.pid).memory_info().rss)
 
 
-@pytest.mark.parametrize("rounds", [12, pytest.param(60, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("rounds", [8, pytest.param(60, marks=pytest.mark.soak)])
 def test_kills_and_returns_leave_nothing_behind(model: Path, expected: list[int], tmp_path: Path, rounds: int) -> None:
     """Every round: one follower is killed, the answer comes without it, it comes back, the answer comes with it. The
     head and the other follower stay all the time. The process that will come back is started ahead, so that a round
@@ -115,7 +115,7 @@ def test_kills_and_returns_leave_nothing_behind(model: Path, expected: list[int]
 
 def spare_process(machine: Machine) -> LocalEngine:
     """The process that ``machine`` comes back with; its network is not open yet."""
-    return LocalEngine(machine.home, machine.environment, launch=forked)
+    return LocalEngine(machine.home, machine.environment, machine.arguments, forked)
 
 
 def port_is_free(port: int) -> bool:

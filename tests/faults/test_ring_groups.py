@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import hooks
 import pytest
 from engine_forks import with_libraries
+from hooked_engine import hooked
 from msgspec.structs import replace
 from ring_faults import EXACT, OTHER_PROMPT, PATIENCE_S, Oracle, Ring, eventually
 
@@ -20,38 +23,18 @@ from engine.ipc.messages.ring import ExchangeName
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-DIES = {
-    "gloo": """
-# It has told the others where it listens, and dies or stops before they connect.
-import os, signal
-from engine.cluster.transport import gloo
-_all = gloo.ExchangedStore._all
-def told(self, keys):
-    _all(self, keys)
-    os.kill(os.getpid(), signal.{number})
-gloo.ExchangedStore._all = told
-""",
-    "mlx": """
-import os, signal
-from engine.cluster.transport import mlx_group as group
-def dies(*_):
-    os.kill(os.getpid(), signal.{number})
-group._made = dies
-""",
-}
-
 
 @pytest.mark.parametrize("exchange", ["gloo", "mlx"])
-@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"], ids=["killed", "stopped"])
-def test_lost_while_a_group_is_made(model: Path, alone: Oracle, exchange: ExchangeName, number: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_lost_while_a_group_is_made(model: Path, alone: Oracle, exchange: ExchangeName, number: signal.Signals) -> None:
     if find_spec({"gloo": "torch", "mlx": "mlx"}[exchange]) is None:
         pytest.skip(f"{exchange} cannot run here")
-    with Ring(2, codes={1: DIES[exchange].format(number=number)}, launch=with_libraries) as ring:
+    with Ring(2, arguments={1: hooked(hooks.dies_before_a_group, number=number)}, launch=with_libraries) as ring:
         gone = ring.followers[0]
         choice = replace(EXACT, exchange=exchange, trusted=["127.0.0.0/8"])
         request = Load(id=ring.engine.new_id(), model=str(model), partitioning="ring", ring=choice)
         ring.engine.send(request)
-        if number == "SIGKILL":
+        if number is signal.SIGKILL:
             eventually(lambda: gone.engine.process.poll() is not None)
         else:
             ring.engine.wait(lambda event: isinstance(event, Progress) and event.stage.startswith("connecting"), 60)

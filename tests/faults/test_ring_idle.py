@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 
 import pytest
-from ring_faults import EXACT, Ring, eventually, write_model
+from ring_faults import Ring, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 LOST = [signal.SIGKILL, signal.SIGSTOP]
 NAMES = ["killed", "stopped"]
-GONE = ("lost", "paired")
+
+
+def test_lost_while_it_is_only_paired(ring_of_three: Ring) -> None:
+    """Both ways at once."""
+    ring = ring_of_three
+    for follower, number in zip(ring.followers, LOST, strict=True):
+        eventually(lambda follower=follower: ring.state_of(follower) == "ready")  # type: ignore[misc]
+        follower.signal(number)
+    eventually(lambda: list(ring.states().values()) == ["paired", "paired"])
 
 
 @pytest.mark.parametrize("number", LOST, ids=NAMES)
-@pytest.mark.parametrize("in_ring", [True, False], ids=["in the ring", "paired only"])
-def test_lost_while_nothing_goes_on(tmp_path: Path, number: signal.Signals, in_ring: bool) -> None:
-    with Ring(1) as ring:
-        if in_ring:
-            loaded = ring.load(write_model(tmp_path), EXACT)
-            assert loaded.facts.ring is not None
-            assert len(loaded.facts.ring.nodes) == 2
-        gone = ring.followers[0]
-        eventually(lambda: ring.state_of(gone) == ("ring" if in_ring else "ready"))
-        gone.signal(number)
-        eventually(lambda: ring.state_of(gone) in GONE)
-        assert ring.state_of(gone) == ("lost" if in_ring else "paired")
+def test_lost_in_a_ring_that_nobody_asks(three: Ring, number: signal.Signals) -> None:
+    gone = three.followers[0]
+    gone.signal(number)
+    eventually(lambda: three.state_of(gone) == "lost")
 
 
-@pytest.mark.parametrize("number", LOST, ids=NAMES)
-def test_a_lent_machine_notices_that_an_idle_head_is_gone(tmp_path: Path, number: signal.Signals) -> None:
-    with Ring(1) as ring:
-        ring.load(write_model(tmp_path), EXACT)
-        follower = ring.followers[0]
-        eventually(lambda: follower.lending() is not None)
-        ring.head.signal(number)
-        eventually(lambda: follower.lending() is None)
+@pytest.mark.parametrize("number", LOST[::-1], ids=NAMES[::-1])
+def test_a_lent_machine_notices_that_an_idle_head_is_gone(two: Ring, number: signal.Signals) -> None:
+    follower = two.followers[0]
+    eventually(lambda: follower.lending() is not None)
+    two.head.signal(number)
+    eventually(lambda: follower.lending() is None)

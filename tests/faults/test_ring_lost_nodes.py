@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hooks
 import pytest
-from ring_faults import EXACT, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring, eventually
+from hooked_engine import hooked
+from ring_faults import EXPERT_BYTES, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring, eventually
+from tiny_models import write_tiny_model
 
-from engine.ipc.messages import BeamProgress, Cancel, Failed, Finished, Load, Loaded, Notice, Piece, Prefill, Progress
+from engine.ipc.messages import BeamProgress, Cancel, Failed, Finished, Loaded, Notice, Piece, Prefill, Progress
 from engine.ipc.messages.ring import RingChoice
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-LONG = 400
-LONG_PROMPT = [3 + (7 * place + place // 11) % 150 for place in range(1500)]
-
-
-@pytest.fixture
-def three() -> Iterator[Ring]:
-    with Ring(2) as ring:
-        yield ring
-
-
-@pytest.fixture
-def two() -> Iterator[Ring]:
-    with Ring(1) as ring:
-        yield ring
+LONG = 150
+LONG_PROMPT = [3 + (7 * place + place // 11) % 150 for place in range(600)]
 
 
 def noticed(ring: Ring, gone: Machine, since: int) -> None:
@@ -43,8 +34,6 @@ def noticed(ring: Ring, gone: Machine, since: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_lost_in_an_answer(three: Ring, model: Path, alone: Oracle, number: signal.Signals) -> None:
-    first = three.load(model).facts.ring
-    assert first is not None
     since = three.mark()
     asked = three.ask(LONG)
     piece = three.until_tokens(asked, 20)
@@ -74,7 +63,7 @@ def test_lost_in_an_answer(three: Ring, model: Path, alone: Oracle, number: sign
 
 
 def test_killed_in_a_prompt(three: Ring, model: Path, alone: Oracle) -> None:
-    three.load(model, prefill_chunk=16)
+    three.whole(model, prefill_chunk=16)
     since = three.mark()
     asked = three.ask(40, LONG_PROMPT)
     three.engine.wait(lambda event: isinstance(event, Prefill) and event.id == asked and event.done >= 160, 60)
@@ -86,7 +75,6 @@ def test_killed_in_a_prompt(three: Ring, model: Path, alone: Oracle) -> None:
 
 
 def test_killed_in_a_beam_search(three: Ring, model: Path, alone: Oracle) -> None:
-    three.load(model)
     since = three.mark()
     asked = three.ask(80, beams=4)
     three.engine.wait(lambda event: isinstance(event, BeamProgress) and event.step >= 5, 60, since)
@@ -99,7 +87,6 @@ def test_killed_in_a_beam_search(three: Ring, model: Path, alone: Oracle) -> Non
 
 
 def test_both_killed_one_after_the_other(three: Ring, model: Path, alone: Oracle) -> None:
-    three.load(model)
     since = three.mark()
     asked = three.ask(LONG)
     three.until_tokens(asked, 20)
@@ -111,7 +98,6 @@ def test_both_killed_one_after_the_other(three: Ring, model: Path, alone: Oracle
 
 
 def test_killed_between_two_questions(three: Ring, model: Path, alone: Oracle) -> None:
-    three.load(model)
     first = three.answer(16)
     since = three.mark()
     gone = three.followers[0]
@@ -124,7 +110,6 @@ def test_killed_between_two_questions(three: Ring, model: Path, alone: Oracle) -
 
 def test_killed_and_asked_at_once(three: Ring, model: Path, alone: Oracle) -> None:
     """The question comes before anybody has noticed."""
-    three.load(model)
     three.answer(8)
     since = three.mark()
     three.followers[1].kill()
@@ -133,96 +118,92 @@ def test_killed_and_asked_at_once(three: Ring, model: Path, alone: Oracle) -> No
 
 
 @pytest.mark.parametrize("stage", ["measuring the machines", "comparing weights", "connecting", "opening the model"])
-def test_killed_while_the_ring_is_formed(model: Path, alone: Oracle, stage: str) -> None:
-    with Ring(2, measured=False) as ring:
-        request = Load(id=ring.engine.new_id(), model=str(model), partitioning="ring", ring=EXACT)
-        ring.engine.send(request)
-        reached = ring.engine.wait(
-            lambda event: isinstance(event, Loaded) or (isinstance(event, Progress) and event.stage.startswith(stage)),
-            60,
-        )
-        assert isinstance(reached, Progress)
-        gone, left = ring.followers
-        gone.kill()
-        loaded = ring.engine.wait(lambda event: isinstance(event, (Loaded, Failed)) and event.id == request.id, 60)
-        assert isinstance(loaded, Loaded), loaded
-        assert ring.answer(24).token_ids == alone(24).token_ids
-        eventually(lambda: (found := left.lending()) is not None and found.nodes == 2)
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
-def test_lost_while_weights_are_sent(three: Ring, tmp_path: Path, alone: Oracle, number: signal.Signals) -> None:
-    from tiny_models import write_tiny_model
-
-    large = write_tiny_model(
-        tmp_path / "larger",
-        "mixtral",
-        num_local_experts=8,
-        hidden_size=576,
-        intermediate_size=2048,
-        num_hidden_layers=4,
-    )
+def test_killed_while_the_ring_is_formed(three: Ring, model: Path, alone: Oracle, stage: str) -> None:
     since = three.mark()
-    request = Load(id=three.engine.new_id(), model=str(large), partitioning="ring", ring=EXACT)
-    three.engine.send(request)
-    reached = three.engine.wait(
+    request = begun(three, model, stage)
+    gone, left = three.followers
+    gone.kill()
+    assert isinstance(three.last_of_load(request, since), Loaded)
+    assert three.answer(24).token_ids == alone(24).token_ids
+    eventually(lambda: (found := left.lending()) is not None and found.nodes == 2)
+
+
+def begun(ring: Ring, model: Path, stage: str) -> int:
+    """The id of a Load that has come to ``stage``."""
+    since = ring.mark()
+    request = ring.begin_load(model)
+    reached = ring.engine.wait(
         lambda event: (
-            isinstance(event, Loaded)
-            or (isinstance(event, Progress) and event.stage.startswith("sending weights") and event.done > 0)
+            event.id == request
+            and (
+                isinstance(event, Loaded)
+                or (
+                    isinstance(event, Progress)
+                    and event.stage.startswith(stage)
+                    and (event.done > 0 or stage != "sending weights")
+                )
+            )
         ),
-        120,
+        60,
         since,
     )
     assert isinstance(reached, Progress)
+    return request
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """100 MB, which take a moment to send."""
+    return write_tiny_model(
+        tmp_path_factory.mktemp("models") / "larger",
+        "mixtral",
+        num_local_experts=8,
+        hidden_size=576,
+        intermediate_size=928,
+        num_hidden_layers=2,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_lost_while_weights_are_sent(three: Ring, large: Path, number: signal.Signals) -> None:
+    for follower in three.followers:
+        empty_disk(follower)
+    since = three.mark()
+    request = begun(three, large, "sending weights")
     gone = three.followers[0]
     gone.signal(number)
-    loaded = three.engine.wait(lambda event: isinstance(event, (Loaded, Failed)) and event.id == request.id, 60, since)
-    assert isinstance(loaded, Loaded), loaded
+    assert isinstance(three.last_of_load(request, since), Loaded)
     assert len(three.answer(4).token_ids) == 4
     eventually(lambda: three.state_of(gone) in ("lost", "paired"))
     since = three.mark()
-    if number is signal.SIGSTOP:
-        gone.signal(signal.SIGCONT)
-    else:
-        gone.start(lend=True)
+    gone.returns()
     eventually(lambda: three.state_of(gone) == "ready")
-    answered = three.answer(4)
-    assert len(answered.token_ids) == 4
+    assert len(three.answered_by_all(4)) == 4
     assert any(f"{gone.name} came back" in text for text in three.notices(since))
     # What had arrived before was not sent again.
     eventually(lambda: (found := gone.lending()) is not None and found.nodes == 3)
 
 
-SLOW_DISK = """
-import time
-from engine.cluster.weights import shard_store
-_sync = shard_store._Receiver._sync
-def slow(self):
-    time.sleep(1.5)
-    _sync(self)
-shard_store._Receiver._sync = slow
-"""
+def empty_disk(machine: Machine) -> None:
+    shutil.rmtree(machine.home / "models")
+    (machine.home / "models").mkdir()
 
 
 def test_the_other_one_still_writes_when_weights_are_sent_anew(tmp_path: Path) -> None:
     """What was sent to it before is still on its way to the disk: it is waited for, not left out of the ring."""
-    from tiny_models import write_tiny_model
-
-    large = write_tiny_model(tmp_path / "larger", "mixtral", num_local_experts=8, hidden_size=576, num_hidden_layers=4)
-    with Ring(2, codes={2: SLOW_DISK}) as ring:
-        request = Load(id=ring.engine.new_id(), model=str(large), partitioning="ring", ring=EXACT)
-        ring.engine.send(request)
+    tiny = write_tiny_model(tmp_path / "tiny", "mixtral", num_local_experts=8, hidden_size=576)
+    with Ring(2, {2: hooked(hooks.writes_slowly, seconds=1.5)}) as ring:
+        request = ring.begin_load(tiny)
         gone, left = ring.followers
         ring.engine.wait(lambda event: isinstance(event, Progress) and event.stage.startswith("sending weights"), 120)
         gone.kill()
-        loaded = ring.engine.wait(lambda event: isinstance(event, (Loaded, Failed)) and event.id == request.id, 60)
+        loaded = ring.last_of_load(request)
         assert isinstance(loaded, Loaded), loaded
         assert loaded.facts.ring is not None
         assert left.identity.node_id in [node.node_id for node in loaded.facts.ring.nodes]
 
 
 def test_stopped_head_frees_its_follower_for_another(two: Ring, model: Path, tmp_path: Path, alone: Oracle) -> None:
-    two.load(model)
     assert two.answer(8).token_ids == alone(8).token_ids
     follower = two.followers[0]
     eventually(lambda: follower.lending() is not None)
@@ -255,7 +236,7 @@ def test_stopped_head_frees_its_follower_for_another(two: Ring, model: Path, tmp
 
 def needs_both(ring: Ring, **more: Any) -> RingChoice:
     """The head has room for five eighths of the experts."""
-    shares = {ring.head.identity.node_id: 8 * 3 * 48 * 56 * 4 * 3 * 5 // 8}
+    shares = {ring.head.identity.node_id: EXPERT_BYTES * 5 // 8}
     return RingChoice(even_if_slower=True, mode="exact", exchange="tls", shares=shares, overlap=False, **more)
 
 
@@ -271,7 +252,7 @@ def waits_for(ring: Ring, machine: Machine, since: int) -> str:
 
 
 def test_an_answer_waits_for_the_machine_it_cannot_go_on_without(two: Ring, model: Path, alone: Oracle) -> None:
-    two.load(model, needs_both(two))
+    two.whole(model, needs_both(two))
     since = two.mark()
     asked = two.ask(LONG)
     two.until_tokens(asked, 20)
@@ -302,7 +283,7 @@ def test_an_answer_waits_for_the_machine_it_cannot_go_on_without(two: Ring, mode
 
 def test_both_are_lost_and_one_comes_back(three: Ring, model: Path, alone: Oracle) -> None:
     """The second one while the ring is formed again: the answer waits for both, and one of them is enough."""
-    three.load(model, needs_both(three))
+    three.whole(model, needs_both(three))
     since = three.mark()
     asked = three.ask(LONG)
     three.until_tokens(asked, 20)
@@ -318,7 +299,7 @@ def test_both_are_lost_and_one_comes_back(three: Ring, model: Path, alone: Oracl
 
 def test_an_answer_waits_no_longer_than_it_may(two: Ring, model: Path) -> None:
     """The missing gigabytes are named, and the text that was written stays."""
-    two.load(model, needs_both(two, wait_s=1.0))
+    two.whole(model, needs_both(two, wait_s=1.0))
     since = two.mark()
     asked = two.ask(LONG)
     piece = two.until_tokens(asked, 20)
@@ -334,7 +315,6 @@ def test_an_answer_waits_no_longer_than_it_may(two: Ring, model: Path) -> None:
 
 def test_a_follower_that_leaves_by_itself(two: Ring, model: Path, alone: Oracle) -> None:
     """``join`` is ended by the person there, in the middle of an answer."""
-    two.load(model)
     since = two.mark()
     asked = two.ask(LONG)
     two.until_tokens(asked, 20)
@@ -345,7 +325,6 @@ def test_a_follower_that_leaves_by_itself(two: Ring, model: Path, alone: Oracle)
 
 def test_finished_is_the_last_word(two: Ring, model: Path) -> None:
     """A loss after the answer's last token changes nothing about it."""
-    two.load(model)
     found = two.answer(8)
     two.followers[0].kill()
     assert isinstance(found, Finished)

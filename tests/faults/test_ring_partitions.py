@@ -6,16 +6,18 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import hooks
 import pytest
+from hooked_engine import hooked
 from msgspec.structs import replace
 from network_namespaces import Network, network
-from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring, eventually
+from ring_faults import EXACT, EXPERT_BYTES, OTHER_PROMPT, Oracle, Ring, eventually
 
 from engine.ipc.messages import Notice
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-LONG = 400
+LONG = 150
 
 
 class Wired:
@@ -37,21 +39,28 @@ class Wired:
 @contextlib.contextmanager
 def wired(machines: int) -> Iterator[Wired]:
     with network(machines) as net:
-        codes = {number: f"{space.entering}\n" for number, space in enumerate(net.spaces)}
-        with Ring(machines - 1, codes=codes, hosts=[space.address() for space in net.spaces]) as ring:
+        arguments = {number: hooked(hooks.in_namespace, name=space.name) for number, space in enumerate(net.spaces)}
+        with Ring(machines - 1, arguments=arguments, hosts=[space.address() for space in net.spaces]) as ring:
             yield Wired(net, ring)
 
 
-@pytest.fixture
-def three() -> Iterator[Wired]:
+@pytest.fixture(scope="module")
+def wired_three() -> Iterator[Wired]:
     with wired(3) as made:
         yield made
+
+
+@pytest.fixture
+def three(wired_three: Wired, model: Path) -> Iterator[Wired]:
+    """All cables are whole, before and after."""
+    wired_three.ring.whole(model)
+    yield wired_three
+    wired_three.net.mend(1, 2)
 
 
 def test_two_followers_that_cannot_reach_each_other(three: Wired, model: Path, alone: Oracle) -> None:
     """The ring goes on with the head and one of the two; no machine is called lost, and none is once all is well."""
     ring = three.ring
-    ring.load(model)
     since = ring.mark()
     asked = ring.ask(LONG)
     ring.until_tokens(asked, 20)
@@ -66,18 +75,12 @@ def test_two_followers_that_cannot_reach_each_other(three: Wired, model: Path, a
     assert set(ring.states().values()) == {"ring", "ready"}
     three.net.mend(1, 2)
     since = ring.mark()
-
-    def all_three() -> bool:
-        assert ring.answer(24, OTHER_PROMPT).token_ids == alone(24, OTHER_PROMPT).token_ids
-        return set(ring.states().values()) == {"ring"}
-
-    eventually(all_three, 60)
+    assert ring.answered_by_all(24, OTHER_PROMPT) == alone(24, OTHER_PROMPT).token_ids
     assert any("came back; going on with 3 machines." in text for text in ring.notices(since))
 
 
 def test_the_data_port_alone_is_blocked_between_the_head_and_one(three: Wired, model: Path, alone: Oracle) -> None:
     ring = three.ring
-    ring.load(model)
     since = ring.mark()
     asked = ring.ask(LONG)
     ring.until_tokens(asked, 20)
@@ -89,13 +92,14 @@ def test_the_data_port_alone_is_blocked_between_the_head_and_one(three: Wired, m
     assert not [text for text in said if "Lost" in text]
     assert "Going on with 2 machines." in said
     eventually(lambda: [ring.state_of(each) for each in ring.followers] == ["ready", "ring"])
+    three.net.unblock(three.listener(1), 0, 1)
 
 
 def test_the_head_cut_off_from_all_and_back(model: Path, alone: Oracle) -> None:
     """The model does not fit on it alone: the answer waits, and goes on when the cable is whole again."""
     with wired(2) as two:
         ring = two.ring
-        shares = {ring.head.identity.node_id: 8 * 3 * 48 * 56 * 4 * 3 * 5 // 8}
+        shares = {ring.head.identity.node_id: EXPERT_BYTES * 5 // 8}
         ring.load(model, replace(EXACT, shares=shares, overlap=False))
         since = ring.mark()
         asked = ring.ask(LONG)

@@ -5,28 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import hooks
 import pytest
+from hooked_engine import hooked
 from ring_faults import Oracle, Ring, eventually
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-REFUSING = """
-import pathlib
-import engine.cluster.worker.lending as lending
-from engine.errors import ModelError
-
-offer = lending.ClusterWorker._offer
-
-def refusing(self, caller, pieces):
-    asked = pathlib.Path({path!r})
-    left, count = map(int, asked.read_text().split())
-    asked.write_text(f"{{left - 1}} {{count + 1}}")
-    if left > 0:
-        raise ModelError("It is still busy.", kind="disk")
-    return offer(self, caller, pieces)
-
-lending.ClusterWorker._offer = refusing
-"""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +21,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ring(asked: Path) -> Iterator[Ring]:
-    with Ring(2, codes={1: REFUSING.format(path=str(asked))}) as made:
+    with Ring(2, arguments={1: hooked(hooks.refuses, path=str(asked))}) as made:
         yield made
 
 

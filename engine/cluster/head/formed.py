@@ -50,6 +50,7 @@ class FormedRing:
         self.model = model
         self.layers = layers
         self.names = dict(names)
+        self.patience = table.times.patience
         self.notices = notices
         self.newcomers: frozenset[str] = frozenset()
         self.without_links: frozenset[str] = frozenset()

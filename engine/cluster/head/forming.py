@@ -388,7 +388,8 @@ class RingFormer:
         threads = self._trial.threads or self._threads(ring.decision)
         elsewhere = ring.decision.kind == "elsewhere"
         exchanges = [] if elsewhere else self._exchanges(ring)
-        rehearse = self._chosen is None and not elsewhere  # forming again must be quick
+        # Forming again must be quick.
+        rehearse = self._node.parts.effort.rehearse and self._chosen is None and not elsewhere
         specs = epoch_specs(ring, self._node, self._name, self._load, exchanges, threads, self._trial, rehearse)
         links = EpochLinks(epoch_of(specs[HEAD], {rank: one.name for rank, one in ring.followers.items()}))
         try:

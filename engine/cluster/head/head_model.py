@@ -63,7 +63,7 @@ class PassWatch:
                 self.stopped = True
                 self._formation.lose((), "the answer was stopped while other machines were waited for")
                 return
-            if waited > wait.allowed_s:
+            if waited > wait.allowed_s * self._formation.patience:
                 silent = tuple(wait.missing())
                 who = "" if silent else "a machine of the ring "
                 self._formation.lose(silent, f"{who}contributed nothing for {waited:.0f} s")

@@ -65,9 +65,6 @@ def plan_connected(
 
 # --- trying missing links again --------------------------------------------------------------------------------------
 
-RETRY_S = 2.0
-"""Seconds between two tries of the missing links."""
-
 
 class LinkRetry:
     """Tries missing links again, in a thread of its own until :meth:`close`.
@@ -93,7 +90,7 @@ class LinkRetry:
         self._calls.end()
 
     def _watch(self) -> None:
-        while not self._closed.wait(RETRY_S) and not self.restored.is_set():
+        while not self._closed.wait(self._node.parts.times.links_again_s) and not self.restored.is_set():
             # A machine that is gone or refuses is tried again the next time.
             with contextlib.suppress(NodeRefused, ModelError):
                 if self._usable_again():

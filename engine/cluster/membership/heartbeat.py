@@ -16,18 +16,12 @@ from itertools import zip_longest
 from discovery.names import plain_text
 from engine.cluster.membership.client import NobodyListens, PeerClient, Unreachable
 from engine.cluster.membership.control_messages import CONTROL_PROTOCOL, Greeting, NodeLoad
+from engine.cluster.parts import THE_PRODUCT, Times
 from engine.cluster.transport.exchange import PeerLost
 from engine.errors import ModelError
 
 _log = logging.getLogger(__name__)
 
-HEARTBEAT_S = 0.5
-LOST_S = 2.5
-"""Seconds of silence after which a machine counts as gone. A killed one is noticed earlier, as its links end."""
-UNANSWERED_S = 2.5
-"""Seconds after which a follower that calls but cannot be called counts as unreachable."""
-REFUSED_S = 1.0
-"""Seconds after which a machine counts as gone if nobody listens at its port any more."""
 BUSY_S = 20.0
 """Seconds of silence allowed while a process loads a model: importing libraries can keep it from answering."""
 FORMING = "forming"
@@ -36,8 +30,6 @@ NOTIFIED_S = 0.5
 """Maximum seconds for notifying the others that the ring is formed. Later heartbeats report it otherwise."""
 HEARTBEAT_TIMEOUT_S = 1.5
 HELLO_TIMEOUT_S = 2.0
-RETRY_S = 1.0
-"""Seconds between two rounds of looking for an absent machine. A new address cuts the pause short."""
 ASK_AGAIN_S = 10.0
 """Seconds between two questions to an unreachable machine whether it has forgotten this one."""
 MOST_ASKED = 2
@@ -66,11 +58,11 @@ class PeerView:
     """Alive, and it answers. A machine that cannot be called may still call this one."""
 
 
-def silence_allowed(refused: bool, patient: bool) -> float:
+def silence_allowed(refused: bool, patient: bool, times: Times = THE_PRODUCT.times) -> float:
     """Seconds of silence after which a machine counts as lost."""
     if refused:
-        return REFUSED_S
-    return BUSY_S if patient else LOST_S
+        return times.refused_s
+    return BUSY_S if patient else times.lost_s
 
 
 class PeerWatch:
@@ -94,6 +86,7 @@ class PeerWatch:
         met: Callable[[Greeting], None] = lambda greeting: None,
         forgotten: Callable[[str], bool] = lambda address: False,
         clock: Callable[[], float] = time.monotonic,
+        times: Times = THE_PRODUCT.times,
     ) -> None:
         self.node_id = node_id
         self.patient = False
@@ -109,6 +102,7 @@ class PeerWatch:
         self._named: list[str] = []
         """Addresses that are still to be greeted once, although the machine was found at another one."""
         self._clock = clock
+        self._times = times
         self._lock = threading.Lock()
         self._addresses: list[str] = []
         self._lasting: list[str] = []
@@ -177,7 +171,7 @@ class PeerWatch:
     def view(self) -> PeerView:
         with self._lock:
             silent = self._clock() - self._last_contact
-            alive = silent < silence_allowed(self._refused, self.patient) and not self._problem
+            alive = silent < silence_allowed(self._refused, self.patient, self._times) and not self._problem
             return PeerView(
                 self.node_id,
                 self._name,
@@ -187,7 +181,7 @@ class PeerWatch:
                 self._theirs,
                 tuple(self._addresses),
                 self._problem,
-                alive and (self.patient or self._clock() - self._answered < UNANSWERED_S),
+                alive and (self.patient or self._clock() - self._answered < self._times.unanswered_s),
             )
 
     def close(self) -> None:
@@ -208,7 +202,7 @@ class PeerWatch:
                 wait = self._look()
             except Exception:  # whatever a machine answers, the next heartbeat is sent, and its silence is noticed
                 _log.exception("a machine was not asked")
-                wait = RETRY_S
+                wait = self._times.retry_s
             self._notify_if_changed()
             self._poke.wait(wait)
             self._poke.clear()
@@ -217,10 +211,10 @@ class PeerWatch:
         """Send a heartbeat, or look for the machine. Returns the seconds until the next one."""
         client = self._client
         if client is None:
-            return HEARTBEAT_S if self._find() else self._within(RETRY_S)
+            return self._times.heartbeat_s if self._find() else self._within(self._times.retry_s)
         self._send_heartbeat(client)
         self._look_for_a_copy()
-        return HEARTBEAT_S if self._client is not None else 0.0
+        return self._times.heartbeat_s if self._client is not None else 0.0
 
     def _notify_if_changed(self) -> None:
         alive = self.view().alive
@@ -231,7 +225,7 @@ class PeerWatch:
     def _within(self, seconds: float) -> float:
         """``seconds``, or less if the machine counts as lost earlier, because that must be reported then."""
         with self._lock:
-            left = silence_allowed(self._refused, self.patient) - (self._clock() - self._last_contact)
+            left = silence_allowed(self._refused, self.patient, self._times) - (self._clock() - self._last_contact)
         return seconds if left <= 0 else min(seconds, left + SOON_S)
 
     def _send_heartbeat(self, client: PeerClient) -> None:

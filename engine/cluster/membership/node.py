@@ -28,6 +28,7 @@ from discovery.peers import Peer, PeersFile, PeersWatch
 from engine.cluster.membership.control_messages import CONTROL_PROTOCOL, LENDING, Greeting, NodeLoad
 from engine.cluster.membership.peer_table import AnnouncedPeer, PeerTable
 from engine.cluster.membership.server import Caller, ControlServer, RpcMethod
+from engine.cluster.parts import THE_PRODUCT, EngineParts
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.addresses import listener_address, own_addresses, parse_address
 from engine.cluster.transport.link_probe import answer_measuring
@@ -74,10 +75,12 @@ class Node:
         peers: PeersFile,
         options: OpenNetwork,
         changed: Callable[[], None] = lambda: None,
+        parts: EngineParts = THE_PRODUCT,
     ) -> None:
         """Raises ModelError (network, bad-input) and DiscoveryError if a socket cannot be opened as asked."""
         self.identity = identity
         self.peers = peers
+        self.parts = parts
         self.lends = options.lend
         self._most_memory = sys.maxsize if options.lend_memory is None else options.lend_memory
         self.name = options.name.strip() or default_name()
@@ -96,13 +99,15 @@ class Node:
         self._closed = threading.Event()
         self._pairing_problem = ""
         with contextlib.ExitStack() as opened:
-            self.table = PeerTable(identity, peers, self.greeting, self.load, changed, options.peers, self.name)
+            self.table = PeerTable(
+                identity, peers, self.greeting, self.load, changed, options.peers, self.name, parts.times
+            )
             opened.callback(self.table.close)
             self._host, ports, self.server = self._listen(options.listen)
             opened.callback(self.server.close)
             self.listener = LinkListener(ports.listener)
             opened.callback(self.listener.close)
-            self.links = Links(identity, self.certificate_of, answer_measuring)
+            self.links = Links(identity, self.certificate_of, answer_measuring, parts)
             self.links.attach(self.listener)
             opened.callback(self.links.close)
             self.pairing = PairingService(identity, peers, self.name, self._paired, self._not_paired)
@@ -180,7 +185,7 @@ class Node:
     # --- what this machine reports --------------------------------------------------------------------------------
 
     def greeting(self) -> Greeting:
-        return Greeting(
+        said = Greeting(
             protocol=CONTROL_PROTOCOL,
             version=self.version,
             node_id=self.identity.node_id,
@@ -191,6 +196,7 @@ class Node:
             listening=self.listening,
             lends=self.lends,
         )
+        return self.parts.greeting(said)
 
     def load(self) -> NodeLoad:
         lent = self.lent()

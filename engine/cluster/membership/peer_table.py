@@ -18,8 +18,9 @@ from discovery.peers import Peer, PeersFile
 from discovery.tls import TLS_NAME, grpc_material
 from engine.cluster.membership.client import PeerClient
 from engine.cluster.membership.control_messages import MOST_ADDRESSES, Greeting, NodeLoad
-from engine.cluster.membership.heartbeat import LOST_S, PeerView, PeerWatch, version_problem
+from engine.cluster.membership.heartbeat import PeerView, PeerWatch, version_problem
 from engine.cluster.membership.server import Caller, Credentials
+from engine.cluster.parts import THE_PRODUCT, Times
 from engine.cluster.transport.addresses import literal_addresses, parse_address, plain_ip
 from engine.errors import ModelError
 from engine.ipc.messages.ring import LinkFacts, PeerFacts, PeerState
@@ -64,10 +65,12 @@ class PeerTable:
         changed: Callable[[], None],
         tried: Iterable[str] = (),
         name: str = "",
+        times: Times = THE_PRODUCT.times,
     ) -> None:
         """``tried``: addresses at which any paired machine may be found. ``name``: this machine's name."""
         self._identity = identity
         self._name = name
+        self.times = times
         self._peers = peers
         self._greet = greet
         self._load = load
@@ -129,6 +132,7 @@ class PeerTable:
                     partial(self._found_at, node_id),
                     partial(self._record_process, node_id),
                     partial(self._forgotten_at, peer),
+                    times=self.times,
                 )
                 announced = self._announced.get(node_id)
                 watch.try_addresses([*peer.addresses, *self._tried], keep=True)
@@ -283,7 +287,9 @@ class PeerTable:
         view = self.view(node_id)
         now = time.monotonic()
         with self._lock:
-            heard = {one: at for one, at in self._heard_instances.get(node_id, {}).items() if now - at < LOST_S}
+            heard = {
+                one: at for one, at in self._heard_instances.get(node_id, {}).items() if now - at < self.times.lost_s
+            }
             if view is not None and view.client is not None and view.greeting is not None:
                 heard[view.greeting.instance] = now
             self._heard_instances[node_id] = {**heard, instance: now}

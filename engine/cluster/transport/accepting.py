@@ -20,6 +20,7 @@ from discovery.errors import DiscoveryError
 from discovery.identity import Identity
 from discovery.link_listener import LinkListener
 from discovery.tls import server_context
+from engine.cluster.parts import THE_PRODUCT, EngineParts
 from engine.cluster.transport.epochs import (
     HANDSHAKE_S,
     LINK_KIND,
@@ -67,8 +68,10 @@ class Links:
         identity: Identity,
         certificate_of: Callable[[str], bytes | None] = lambda _: None,
         serve_measuring: Callable[[FramedLink], None] | None = None,
+        parts: EngineParts = THE_PRODUCT,
     ) -> None:
         self.identity = identity
+        self.parts = parts
         self._certificate_of = certificate_of
         self._serve_measuring = serve_measuring
         self._expected: dict[_Key, _Expected] = {}

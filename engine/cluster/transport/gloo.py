@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import msgspec
@@ -82,9 +83,11 @@ class ExchangedStore(distributed.Store):  # type: ignore[misc]  # typed as Any
     torch's own store is a server that listens on all addresses and answers everybody.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, told: Callable[[], None] = lambda: None) -> None:
+        """``told`` is called once all nodes have told where they listen, before they connect."""
         super().__init__()
         self._mesh = mesh
+        self._told = told
         self._own: dict[str, bytes] = {}
         self._exchanged: dict[str, bytes] | None = None
 
@@ -112,6 +115,7 @@ class ExchangedStore(distributed.Store):  # type: ignore[misc]  # typed as Any
                 own = f"/{rank}"
                 found |= {key: value for key, value in _words.decode(part).items() if key.endswith(own)}
             self._exchanged = found
+            self._told()
         missing = [key for key in keys if key not in self._exchanged]
         if missing:
             raise RuntimeError(f"no node has told {missing[0][:80]}")
@@ -130,7 +134,11 @@ def connect_gloo(links: Links, epoch: Epoch) -> Exchange:
         ends = [end for framed in sockets.values() for end in (framed.local_address, framed.remote_address)]
         check_trusted("gloo", ends, epoch.trusted)
         own_address = next((framed.local_address for framed in sockets.values()), "127.0.0.1")
-        found = made_while_wanted(epoch, lambda: _gathering(mesh, own_address), GlooGathering.end)
+
+        def told() -> None:
+            links.parts.observe("addresses told", "gloo")
+
+        found = made_while_wanted(epoch, lambda: _gathering(mesh, own_address, told), GlooGathering.end)
     except (RuntimeError, msgspec.DecodeError) as error:
         raise ModelError(f"gloo could not connect the nodes: {_first_line(error)}.", kind="network") from error
     finally:
@@ -138,9 +146,9 @@ def connect_gloo(links: Links, epoch: Epoch) -> Exchange:
     return CollectiveExchange(found)
 
 
-def _gathering(mesh: Mesh, own_address: str) -> GlooGathering:
+def _gathering(mesh: Mesh, own_address: str, told: Callable[[], None]) -> GlooGathering:
     """The group, once all nodes have connected: no node goes on before the last one has."""
-    found = GlooGathering(mesh.rank, mesh.size, ExchangedStore(mesh), own_address)
+    found = GlooGathering(mesh.rank, mesh.size, ExchangedStore(mesh, told), own_address)
     try:
         mesh.send([], 0)
         mesh.receive()

@@ -31,7 +31,6 @@ PAUSE_S = 0.0005
 that must wake up answers later than one that is still awake."""
 PIECE_BYTES = 1 << 18
 MOST_BYTES = 32 << 20
-MOST_SECONDS = 0.3
 _LARGEST = PIECE_BYTES + 1
 _MOST_ECHOES = 1000
 _ECHO, _COUNT, _TOTAL = b"e", b"c", b"t"
@@ -57,7 +56,9 @@ def measure_link(links: Links, epoch: Epoch, member: Member, address: str, secon
         framed = dial_link(links, epoch, member, "measure", "tls", address, time.monotonic() + seconds)
         link = FramedLink(framed)
         try:
-            return LinkSpeed(measure_latency(link), measure_bandwidth(link), address)
+            return LinkSpeed(
+                measure_latency(link), measure_bandwidth(link, most_seconds=links.parts.effort.link_s), address
+            )
         finally:
             link.close()
     except (PeerLost, RingProtocolError, DiscoveryError, OSError) as error:
@@ -78,7 +79,7 @@ def measure_latency(link: Link, nbytes: int = ECHO_BYTES, rounds: int = ROUNDS) 
     return statistics.median(times[WARM_ROUNDS:]) / 2
 
 
-def measure_bandwidth(link: Link, most_bytes: int = MOST_BYTES, most_seconds: float = MOST_SECONDS) -> float:
+def measure_bandwidth(link: Link, most_bytes: int = MOST_BYTES, most_seconds: float = 0.3) -> float:
     """Bytes per second to the other side, measured with at most that many bytes or seconds. Raises PeerLost,
     RingProtocolError."""
     piece = bytes(PIECE_BYTES)

@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 import psutil
 
+from engine.cluster.parts import Observer
 from engine.cluster.transport.accepting import Links
 from engine.cluster.transport.collective import CollectiveExchange, Gathering, made_while_wanted
 from engine.cluster.transport.connecting import connect_sockets
@@ -139,7 +140,7 @@ def connect_mlx(links: Links, epoch: Epoch) -> Exchange:
         mine = GroupState(
             _free_address(framed.local_address for framed in sockets.values()) if available() else "", kept, row
         )
-        group = made_while_wanted(epoch, lambda: _agreed(mesh, mine), lambda late: None)
+        group = made_while_wanted(epoch, lambda: _agreed(mesh, mine, links.parts.observe), lambda late: None)
         if group.size() != len(members):
             raise ModelError(f"mx.distributed connected {group.size()} of {len(members)} nodes.", kind="network")
     except (RuntimeError, ValueError, msgspec.DecodeError) as error:
@@ -151,12 +152,13 @@ def connect_mlx(links: Links, epoch: Epoch) -> Exchange:
     return CollectiveExchange(MlxGathering(group))
 
 
-def _agreed(mesh: Mesh, mine: GroupState) -> Any:
+def _agreed(mesh: Mesh, mine: GroupState, observe: Observer) -> Any:
     """The group that all nodes have, or a new one. Raises what :func:`_made` raises, PeerLost."""
     mesh.send([msgspec.msgpack.encode(mine)], GROUP_STATE_LIMIT)
     states = [_group_states.decode(each) for each in mesh.receive()]
     if mine.group and {each.group for each in states} == {mine.group}:
         return _Life.group
+    observe("addresses told", "mlx")
     return _made(mesh, mesh.rank, states)
 
 

@@ -10,6 +10,7 @@ from engine.cluster import commands
 from engine.cluster.answers import Answers
 from engine.cluster.commands import AnyCommand, Prefixes
 from engine.cluster.formation import PassControl
+from engine.cluster.parts import Observer, nobody_observes
 from engine.cluster.transport.exchange import Link, PeerLost
 from engine.errors import ModelError
 from engine.planning.units import byte_size
@@ -41,12 +42,14 @@ class Follower:
         ran: Callable[[int], None] = lambda tokens: None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         memory: int | None = None,
+        observe: Observer = nobody_observes,
     ) -> None:
         self._model = model
         self._layers = layers
         self._ran = ran
         self._around = around
         self._memory = memory
+        self._observe = observe
         self._rows: dict[int, tuple[TokenRows, Prefixes]] = {}
 
     def follow(self, link: Link) -> None:
@@ -58,6 +61,7 @@ class Follower:
         limit = commands.command_limit(self._model.facts.context_limit)
         while True:
             command = commands.decode_command(link.receive(limit))
+            self._observe("command", self, command)
             try:
                 reply = self.do(command)
             except (ValueError, IndexError) as error:

@@ -22,6 +22,7 @@ from engine.cluster.expert_runners import layers_for, load_experts
 from engine.cluster.formation import PassControl
 from engine.cluster.membership.control_messages import EpochSpec, Forming, GpuFacts
 from engine.cluster.membership.measuring_node import runtimes
+from engine.cluster.parts import Moment, Observer, nobody_observes
 from engine.cluster.transport.exchange import Buffer, Exchange, Link, PeerLost
 from engine.cluster.weights.transfer import outline
 from engine.cluster.worker.follower import BEAMS_LIMIT, Follower
@@ -138,6 +139,7 @@ class FollowerTask:
     ran: Callable[[int], None]
     warm: Callable[[int, int], None]
     notice: Callable[[str], None]
+    observe: Observer = nobody_observes
 
 
 class _ModelFollowing:
@@ -149,7 +151,7 @@ class _ModelFollowing:
         self._model = model
         self._ready = ResidentModel(model, folder, load_of(spec, task.terms), held, task.warm, task.notice)
         memory = None if lent is None else max(0, lent + model.facts.gpu_expert_bytes - shard_bytes(folder, spec))
-        self._follower = Follower(model, passes, task.ran, self._ready.passing, memory)
+        self._follower = Follower(model, passes, task.ran, self._ready.passing, memory, task.observe)
         self._link = link
 
     @property
@@ -222,6 +224,7 @@ class CentralWork:
         self._begins = False
         """Whether that layer was the first one of a pass."""
         self._ran = task.ran
+        self._observe = task.observe
         most = max(BEAMS_LIMIT, spec.prefill_chunk)
         self._node = CentralNode(context, exchange, self._experts, self._ran_layer, spec.one_by_one, self._around, most)
 
@@ -247,6 +250,7 @@ class CentralWork:
 
     def _around(self, layer: int) -> AbstractContextManager[None]:
         """What a layer runs within. Layers are requested in their order; an earlier one belongs to the next pass."""
+        self._observe("layer", layer)
         self._begins = self._at is None or layer <= self._at
         self._at = layer
         return self._ready.part_of_pass(self._begins, layer == self._layers[-1])
@@ -359,6 +363,7 @@ class Following:
         progress: ProgressCallback,
         terms: LendTerms,
         notice: Callable[[str], None],
+        observe: Observer = nobody_observes,
     ) -> None:
         """``notice`` is called from any thread with lines for the person here."""
         self.ended: str | None = None
@@ -374,7 +379,11 @@ class Following:
         self._members = spec.members
         self._links = links
         self._busy = Busy()
-        task = FollowerTask(spec, folder, terms, progress, self._ran, self._warm, notice)
+
+        def of_epoch(moment: Moment, *subjects: object) -> None:
+            observe(moment, *subjects, links.epoch.given_up)
+
+        task = FollowerTask(spec, folder, terms, progress, self._ran, self._warm, notice, of_epoch)
         self._work: Work
         self._whole: WholeWork | None = None
         if spec.whole:

@@ -331,6 +331,7 @@ class ClusterWorker:
             self._vouched = {one.node_id: (one.certificate, time.monotonic() + VOUCHED_S) for one in links}
 
     def _offer(self, caller: Caller, pieces: Iterator[DataPiece]) -> Wants:
+        self._node.parts.observe("offered", caller.node_id)
         self._take(caller)
         self._leave_epoch_before()
         data = bytearray()
@@ -368,7 +369,12 @@ class ClusterWorker:
         store = ShardStore(locate("models"), caller.node_id)
         chunks = (piece.data for piece in pieces)
         with self._one_transfer():
-            folder = store.receive(offered, need.wanted, chunks, self._progress(caller), lambda: not caller.active())
+            try:
+                folder = store.receive(
+                    offered, need.wanted, chunks, self._progress(caller), lambda: not caller.active()
+                )
+            finally:
+                self._node.parts.observe("received", caller.node_id)
             with self._lock:
                 self._need = Need(folder, (), 0, offered.nbytes)
         return Received(nbytes=need.nbytes)
@@ -439,7 +445,10 @@ class ClusterWorker:
         def load() -> None:
             try:
                 folder = self._folder(spec, need)
-                following = Following(spec, links, wanted.exchange, folder, progress, self._terms, self._notify)
+                observe = self._node.parts.observe
+                following = Following(
+                    spec, links, wanted.exchange, folder, progress, self._terms, self._notify, observe
+                )
                 with self._lock:
                     current = self._links is links and not stop.is_set()
                     if current:

@@ -1,0 +1,91 @@
+"""The parts of an engine that can be replaced where the process is composed: time constants, the effort of measuring,
+what the node says of itself, and an observer.
+
+:func:`engine.host.main` takes them, and every object of the network gets them through its constructor. Nothing else
+chooses them: no environment variable, no file, no message of another machine. The tests start engines with other parts
+to make a fault happen at a certain moment, or to wait less for it. Nothing here decides whom a machine trusts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from engine.cluster.membership.control_messages import Greeting
+
+Moment = Literal["offered", "received", "addresses told", "command", "layer"]
+"""Name of a moment at which the observer is called, in the thread that goes on afterwards:
+
+- ``offered``: a head offers weights; the subject is its node id;
+- ``received``: weights came, or stopped coming, and the next transfer still waits; the subject is the head's node id;
+- ``addresses told``: another library's group is about to connect; the subject is the name of the exchange;
+- ``command``: a follower is about to run a command of its head; the subjects are the Follower and the command;
+- ``layer``: a follower is about to run a layer of experts for its head; the subject is the layer.
+
+The last subject of ``command`` and ``layer`` is an Event that is set when the epoch ends.
+"""
+
+
+class Observer(Protocol):
+    """Called at every moment. What it raises is raised there."""
+
+    def __call__(self, moment: Moment, *subjects: object) -> None: ...
+
+
+def nobody_observes(moment: Moment, *subjects: object) -> None:
+    """The observer of an engine that nobody tests."""
+
+
+def as_it_is(greeting: Greeting) -> Greeting:
+    """The greeting of an engine that says the truth about itself."""
+    return greeting
+
+
+@dataclass(frozen=True)
+class Times:
+    """Time constants of the network."""
+
+    heartbeat_s: float = 0.5
+    """Seconds between two heartbeats."""
+    lost_s: float = 2.5
+    """Seconds of silence after which a machine counts as gone. A killed one is noticed earlier, as its links end."""
+    unanswered_s: float = 2.5
+    """Seconds after which a follower that calls but cannot be called counts as unreachable."""
+    refused_s: float = 1.0
+    """Seconds after which a machine counts as gone if nobody listens at its port any more."""
+    retry_s: float = 1.0
+    """Seconds between two rounds of looking for an absent machine. A new address cuts the pause short."""
+    links_again_s: float = 2.0
+    """Seconds between two tries of the links of a machine that is left out because of them."""
+    patience: float = 1.0
+    """Factor on the seconds that machines which are there may let an exchange wait; see
+    :func:`engine.cluster.waiting.patience`."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured while a ring is formed. The same on all of its nodes, as they measure together."""
+
+    link_s: float = 0.3
+    """Maximum seconds for the bandwidth of a link."""
+    exchange_rounds: int = 50
+    """Measured rounds of an exchange."""
+    rehearse: bool = True
+    """Whether layers are rehearsed over the exchange, to predict the ring's speed."""
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """All replaceable parts. The defaults are those of the product."""
+
+    times: Times = field(default_factory=Times)
+    effort: Effort = field(default_factory=Effort)
+    greeting: Callable[[Greeting], Greeting] = as_it_is
+    """What the node says of itself, made of what it is."""
+    observe: Observer = nobody_observes
+
+
+THE_PRODUCT = EngineParts()
+"""The parts of every engine that a person starts."""

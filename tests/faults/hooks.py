@@ -1,0 +1,130 @@
+"""Parts of engines that let a fault happen; see :mod:`hooked_engine`.
+
+Each function runs in the engine's process, before the engine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from engine.cluster import commands
+from engine.cluster.membership.control_messages import Greeting
+from engine.cluster.parts import Effort, EngineParts, Moment, Times
+from engine.cluster.worker.follower import Follower
+from engine.errors import ModelError
+
+CLONE_NEWNET = 0x40000000
+QUICK = EngineParts(effort=Effort(link_s=0.01, exchange_rounds=5, rehearse=False))
+"""Little is measured while a ring is formed: the tests of faults ask for no speed."""
+AFTER = 40
+"""Commands, or layers of experts, that a node which falls silent runs before."""
+
+
+def quick() -> EngineParts:
+    return QUICK
+
+
+def in_namespace(name: str) -> EngineParts:
+    """In the network namespace ``name``."""
+    with Path("/run/netns", name).open() as space:
+        if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+    return QUICK
+
+
+def small_files(limit: int) -> EngineParts:
+    """It may write no file of more than ``limit`` bytes."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    return QUICK
+
+
+def behind_proxy(port: int) -> EngineParts:
+    """Others are told to come by way of a proxy."""
+
+    def by_way(greeting: Greeting) -> Greeting:
+        return msgspec.structs.replace(greeting, port=port, listening=[f"127.0.0.1:{port}"])
+
+    return replace(QUICK, greeting=by_way)
+
+
+def impatient() -> EngineParts:
+    """Waits for the contributions of others for 1.5 s instead of half a minute."""
+    return replace(QUICK, times=Times(patience=0.05))
+
+
+def stale_cache(length: int) -> EngineParts:
+    """Once, as its rows are ``length`` tokens long, its keys and values count as those of other tokens than the
+    head's."""
+    once: list[bool] = []
+
+    def observe(moment: Moment, *subjects: object) -> None:
+        match subjects:
+            case [Follower() as follower, commands.Step() as command, _] if not once:
+                rows, prefixes = follower._rows[command.rows]
+                if rows.length == length:
+                    once.append(True)
+                    follower._rows[command.rows] = (rows, prefixes.truncated(length - 2).extended([5, 6]))
+
+    return replace(QUICK, observe=observe)
+
+
+def falls_silent() -> EngineParts:
+    """After some commands, or layers, of each epoch it answers heartbeats and contributes nothing until the epoch ends.
+    Then the file ``silent`` is in its home."""
+    ran: dict[int, int] = {}
+
+    def observe(moment: Moment, *subjects: object) -> None:
+        if moment in ("command", "layer"):
+            ended = subjects[-1]
+            assert isinstance(ended, threading.Event)
+            ran[id(ended)] = ran.get(id(ended), 0) + 1
+            if ran[id(ended)] > AFTER:
+                Path(os.environ["PRIVATELLM_HOME"], "silent").touch()
+                ended.wait()
+
+    return replace(QUICK, observe=observe)
+
+
+def writes_slowly(seconds: float) -> EngineParts:
+    """Its disk takes its time after weights came, or stopped coming."""
+
+    def observe(moment: Moment, *subjects: object) -> None:
+        if moment == "received":
+            time.sleep(seconds)
+
+    return replace(QUICK, observe=observe)
+
+
+def refuses(path: str) -> EngineParts:
+    """It refuses weights as often as the first number in the file says; the second one counts how often it was
+    offered some."""
+    asked = Path(path)
+
+    def observe(moment: Moment, *subjects: object) -> None:
+        if moment == "offered":
+            left, count = map(int, asked.read_text().split())
+            asked.write_text(f"{left - 1} {count + 1}")
+            if left > 0:
+                raise ModelError("It is still busy.", kind="disk")
+
+    return replace(QUICK, observe=observe)
+
+
+def dies_before_a_group(number: int) -> EngineParts:
+    """Signal ``number`` comes when it has told the others where it listens, before they connect."""
+
+    def observe(moment: Moment, *subjects: object) -> None:
+        if moment == "addresses told":
+            os.kill(os.getpid(), number)
+
+    return replace(QUICK, observe=observe)

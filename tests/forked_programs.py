@@ -1,0 +1,40 @@
+"""What the tests of forked processes run in them, each instead of an engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import NoReturn
+
+
+def says() -> NoReturn:
+    """How its process looks from inside."""
+    facts = {
+        "home": os.environ["PRIVATELLM_HOME"],
+        "variables": len(os.environ),
+        "folder": os.getcwd(),  # noqa: PTH109
+        "pid": os.getpid(),
+        "read": sys.stdin.read(),
+        "imported": "engine.session.session" in sys.modules,
+        "torch": "torch" in sys.modules,
+        "descriptors": len(os.listdir("/proc/self/fd")),  # noqa: PTH208
+    }
+    print(json.dumps(facts))
+    raise SystemExit(7)
+
+
+def reads(status: int = 0) -> NoReturn:
+    """To the end of its input."""
+    sys.stdin.read()
+    raise SystemExit(status)
+
+
+def fails() -> NoReturn:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    raise ValueError
+
+
+def says_whether_it_was_forked() -> NoReturn:
+    print("engine.session.session" in sys.modules)
+    raise SystemExit(0)

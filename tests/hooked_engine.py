@@ -1,0 +1,35 @@
+"""An engine process that is composed of other parts: ``python hooked_engine.py FILE:FUNCTION OPTIONS``.
+
+The function is called with the options (a JSON object), before anything else happens in the process, and returns the
+parts of the engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine.cluster.parts import EngineParts
+
+
+def hooked(function: Callable[..., EngineParts], **options: Any) -> list[str]:
+    """The interpreter's arguments for an engine with the parts that ``function(**options)`` returns. The module of
+    ``function`` should import little, as every such process imports it."""
+    file = inspect.getsourcefile(function)
+    return [__file__, f"{file}:{function.__name__}", json.dumps(options)]
+
+
+def main(where: str, options: str) -> None:
+    file, _, name = where.rpartition(":")
+    sys.path.insert(0, str(Path(file).parent))
+    parts = getattr(importlib.import_module(Path(file).stem), name)(**json.loads(options))
+    importlib.import_module("engine.host").main(parts)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
