@@ -323,6 +323,18 @@ def test_telling_is_waited_for(pair: Nodes) -> None:
     first.table.send_heartbeats(20.0)  # nobody is there to be waited for
 
 
+def test_a_machine_that_called_and_was_not_found_yet_is_not_ready(pair: Nodes) -> None:
+    """As it has just been restarted: no ring could be formed with it at this moment."""
+    eventually(pair.ready)
+    table, node_id = pair.nodes[0].table, pair.identities[1].node_id
+    pair.nodes[1].close()
+    eventually(lambda: (view := table.view(node_id)) is not None and view.client is None)
+    table.record_contact(node_id)
+    view = table.view(node_id)
+    assert view is not None and view.alive
+    assert [one.state for one in table.facts()] == ["paired"]
+
+
 def test_machine_that_closes_is_noticed_and_comes_back(tmp_path: Path, pair: Nodes) -> None:
     eventually(pair.ready)
     address = pair.nodes[1].listening[0]

@@ -387,9 +387,12 @@ class PeerTable:
         if problem:
             return "refused"
         with self._lock:
+            absent: PeerState = "lost" if view.node_id in self._lost | self._ring else "paired"
             if not view.reachable:
-                return "lost" if view.node_id in self._lost | self._ring else "paired"
+                return absent
             if view.node_id in self._ring:
                 return "ring"
-        lent_elsewhere = view.load is not None and view.load.head not in ("", self._identity.node_id)
-        return "busy" if lent_elsewhere else "ready"
+        if view.load is not None and view.load.head not in ("", self._identity.node_id):
+            return "busy"
+        # It may have called before this machine has found it again, and no ring can be formed with it then.
+        return "ready" if view.client is not None else absent
