@@ -39,3 +39,21 @@ def test_a_machine_that_refuses_is_tried_once_more(
     assert int(asked.read_text().split()[1]) == tried
     said = [text for text in ring.notices(since) if "node 1 is left out of the ring: It is still busy." in text]
     assert len(said) == 1
+
+
+def test_a_machine_that_was_in_the_ring_since_may_refuse_again(
+    ring: Ring, asked: Path, model: Path, alone: Oracle
+) -> None:
+    """As with a cable that is loose: what was long ago does not keep it out."""
+    asked.write_text("1 0")
+    ring.load(model)
+    assert ring.answered_by_all(8) == alone(8).token_ids
+    for _ in range(2):
+        asked.write_text("1 0")
+        gone = ring.followers[1]
+        gone.kill()
+        assert ring.answer(8).token_ids == alone(8).token_ids
+        gone.returns()
+        eventually(lambda gone=gone: ring.state_of(gone) == "ready")  # type: ignore[misc]
+        assert ring.answered_by_all(8) == alone(8).token_ids
+        assert int(asked.read_text().split()[0]) < 1

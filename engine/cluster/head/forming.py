@@ -141,6 +141,7 @@ class RingFormer:
                 if notify is None
                 else self._capacity_wait().form(lambda: self._form(progress), progress, notify)
             )
+            self._rejoin_policy.accepted(formed.nodes.values())
             formed.newcomers = frozenset(
                 name for rank, name in formed.names.items() if rank != HEAD and formed.nodes[rank] not in members
             )
@@ -164,7 +165,8 @@ class RingFormer:
         # Machines that left are forgotten, so that they count as new when they come back.
         now = {one.node_id for one in machines} | set(formed.followers.values())
         self._considered = {node_id: at for node_id, at in self._considered.items() if node_id in now}
-        fresh = [one for one in machines if self._considered.get(one.node_id) != one.process]
+        due = [one.node_id for one in machines if self._rejoin_policy.take_due(one.node_id)]
+        fresh = [one for one in machines if self._considered.get(one.node_id) != one.process or one.node_id in due]
         if not fresh:
             return False
         regular, others = self._rejoin_policy.split(machines, formed.facts.mode == "central", progress)
@@ -248,8 +250,10 @@ class RingFormer:
                 # The other machines may be enough without it; if not, the plan says what is missing.
                 notices.append(f"{self._node.table.name_of(refused.node_id)} is left out of the ring: {refused}")
                 process = self._considered.get(refused.node_id, "")
-                if refused.gone or self._rejoin_policy.may_refuse(refused.node_id, process):
+                if refused.gone:
                     self._considered.pop(refused.node_id, None)
+                else:
+                    self._rejoin_policy.refused(refused.node_id, process)
                 if refused.gone and self._formed is not None:
                     # The loss has a line of its own.
                     gone.add(notices[-1])

@@ -5,7 +5,10 @@ A machine that lacks its weights is not taken in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from engine.cluster.head.survey import Surveyor
 from engine.cluster.membership.client import CallGroup
@@ -16,22 +19,36 @@ from engine.ipc.progress import ProgressCallback
 
 LOOK_S = 3.0
 """Timeout in seconds for a machine's answer about what it has. The next question asks it again."""
+AGAIN_S = 30.0
+"""Seconds between the second refusal of a machine and the next try. Twice as many after each further one, as every try
+takes a forming."""
+MOST_AGAIN_S = 1800.0
 WORTH = 0.5
 """Fraction of an even share of the experts that a machine must have to count as having its shard, as shards differ in
 size."""
 
 
+@dataclass
+class Refusals:
+    """Of one process: how many there were in a row, and the moment from which on it is tried again."""
+
+    process: str
+    count: int = 0
+    again: float = math.inf
+
+
 class RejoinPolicy:
     """Divides machines into members, which belong to the ring or have their shard of the model, and others."""
 
-    def __init__(self, surveyor: Surveyor) -> None:
+    def __init__(self, surveyor: Surveyor, clock: Callable[[], float] = time.monotonic) -> None:
         self.members: set[str] = set()
         """Node ids of the machines that were present when the person formed the ring, or that later plans used."""
         self._surveyor = surveyor
         self._apart: set[tuple[str, str]] = set()
         """Node ids and processes of machines that are put off. A restarted one is checked again."""
         self._notified: set[str] = set()
-        self._refused: dict[str, str] = {}
+        self._clock = clock
+        self._refused: dict[str, Refusals] = {}
 
     def put_off(self, nodes: Iterable[tuple[str, str]]) -> None:
         """Put off these machines (node ids, processes) until they leave or restart: the person did not want to wait for
@@ -61,15 +78,28 @@ class RejoinPolicy:
             (regular if has_shard else others).append(one)
         return regular, others
 
-    def may_refuse(self, node_id: str, process: str) -> bool:
-        """A machine refused. Returns whether the next question may try it again.
+    def refused(self, node_id: str, process: str) -> None:
+        """A machine refused. The next question tries it again, as the reason may pass (it was busy with the former
+        ring, its link broke); after further refusals in a row, a question that comes :data:`AGAIN_S` later or more."""
+        known = self._refused.get(node_id)
+        if known is None or known.process != process:
+            known = self._refused[node_id] = Refusals(process)
+        known.count += 1
+        pause = 0.0 if known.count == 1 else min(MOST_AGAIN_S, AGAIN_S * 2 ** (known.count - 2))
+        known.again = self._clock() + pause
 
-        Once, as the reason may pass (it was busy with the former ring), and then no longer, as every try takes a
-        forming.
-        """
-        first = self._refused.get(node_id) != process
-        self._refused[node_id] = process
-        return first
+    def accepted(self, node_ids: Iterable[str]) -> None:
+        """These machines are in the ring. What they refused before no longer counts."""
+        for node_id in node_ids:
+            self._refused.pop(node_id, None)
+
+    def take_due(self, node_id: str) -> bool:
+        """Whether it is time to try a machine again that refused. True once for each refusal."""
+        known = self._refused.get(node_id)
+        if known is None or self._clock() < known.again:
+            return False
+        known.again = math.inf
+        return True
 
     def lines(self, others: Sequence[Candidate]) -> list[str]:
         """A line for each of ``others`` that was checked. Each is returned once."""
