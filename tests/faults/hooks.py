@@ -23,7 +23,7 @@ from engine.cluster.worker.follower import Follower
 from engine.errors import ModelError
 
 CLONE_NEWNET = 0x40000000
-QUICK = EngineParts(effort=Effort(link_s=0.01, exchange_rounds=5, rehearse=False))
+QUICK = EngineParts(Times(links_again_s=0.5), Effort(link_s=0.01, exchange_rounds=5, rehearse=False))
 """Little is measured while a ring is formed: the tests of faults ask for no speed."""
 AFTER = 40
 """Commands, or layers of experts, that a node which falls silent runs before."""
@@ -59,7 +59,7 @@ def behind_proxy(port: int) -> EngineParts:
 
 def impatient() -> EngineParts:
     """Waits for the contributions of others for 1.5 s instead of half a minute."""
-    return replace(QUICK, times=Times(patience=0.05))
+    return replace(QUICK, times=replace(QUICK.times, patience=0.05))
 
 
 def stale_cache(length: int) -> EngineParts:

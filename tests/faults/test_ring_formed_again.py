@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ring_faults import OTHER_PROMPT, PROMPT, Machine, Oracle, Ring, eventually
+from ring_faults import OTHER_PROMPT, PATIENCE_S, PROMPT, Machine, Oracle, Ring, eventually
 from tiny_models import write_tiny_model
 
 from engine.ipc.messages import AnyEvent, Cancel, Finished, Notice, Piece, Progress, RingChanged
@@ -15,6 +16,7 @@ from engine.ipc.messages import AnyEvent, Cancel, Finished, Notice, Piece, Progr
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 STAGES = ["measuring the links", "comparing weights", "sending weights", "connecting", "opening the model"]
+SAMPLED = ["measuring the links", "sending weights", "opening the model"]
 LARGE = {"num_local_experts": 8, "hidden_size": 288, "intermediate_size": 1408, "num_hidden_layers": 2}
 """Its weights take a moment to send."""
 
@@ -36,15 +38,24 @@ def told_of(ring: Ring, asked: int, since: int) -> list[AnyEvent]:
     return [event for event in ring.engine.events[since:] if event.id == asked or isinstance(event, Notice)]
 
 
-def reached(ring: Ring, asked: int, stage: str) -> None:
+def reached(ring: Ring, asked: int, stage: str) -> bool:
+    """Whether the question comes to ``stage`` before it is answered."""
     found = ring.engine.wait(
         lambda event: (
             event.id == asked
             and (isinstance(event, Finished) or (isinstance(event, Progress) and event.stage.startswith(stage)))
         ),
-        60,
+        PATIENCE_S,
     )
-    assert isinstance(found, Progress), f"nothing was said of {stage}: {found}"
+    return isinstance(found, Progress)
+
+
+def asked_until(ring: Ring, stage: str) -> int:
+    """A question that has come to ``stage``. A machine that is slow to answer is taken in by a later one."""
+    begun = time.monotonic()
+    while not reached(ring, asked := ring.ask(8), stage):
+        assert time.monotonic() - begun < PATIENCE_S, ring.notices()[-5:]
+    return asked
 
 
 def stopped(ring: Ring, asked: int) -> Finished:
@@ -70,15 +81,16 @@ def returns(ring: Ring, gone: Machine) -> None:
     eventually(lambda: ring.state_of(gone) == "ready")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", [pytest.param(one, marks=() if one in SAMPLED else pytest.mark.soak) for one in STAGES]
+)
 def test_stopped_while_a_machine_is_taken_back(two: Ring, model: Path, alone: Oracle, stage: str) -> None:
     """The next question does not wait for it again: the machine is taken back when it comes anew."""
     gone = two.followers[0]
     lose(two, gone)
     returns(two, gone)
     begun = two.mark()
-    asked = two.ask(8)
-    reached(two, asked, stage)
+    asked = asked_until(two, stage)
     found = stopped(two, asked)
     assert found.token_ids == []
     since = two.mark()
@@ -102,7 +114,7 @@ def test_stopped_while_the_others_take_over(three: Ring, alone: Oracle) -> None:
     asked = ring.ask(150)
     ring.until_tokens(asked, 10)
     gone.kill()
-    reached(ring, asked, "sending weights")
+    assert reached(ring, asked, "sending weights")
     found = stopped(ring, asked)
     assert len(found.token_ids) >= 10
     assert found.token_ids == alone(len(found.token_ids)).token_ids

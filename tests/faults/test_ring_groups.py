@@ -24,12 +24,19 @@ from engine.ipc.messages.ring import ExchangeName
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("exchange", ["gloo", "mlx"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    ("exchange", "number"),
+    [
+        ("gloo", signal.SIGSTOP),
+        ("mlx", signal.SIGKILL),
+        pytest.param("gloo", signal.SIGKILL, marks=pytest.mark.soak),
+        pytest.param("mlx", signal.SIGSTOP, marks=pytest.mark.soak),
+    ],
+)
 def test_lost_while_a_group_is_made(model: Path, alone: Oracle, exchange: ExchangeName, number: signal.Signals) -> None:
     if find_spec({"gloo": "torch", "mlx": "mlx"}[exchange]) is None:
         pytest.skip(f"{exchange} cannot run here")
-    with Ring(2, arguments={1: hooked(hooks.dies_before_a_group, number=number)}, launch=with_libraries) as ring:
+    with Ring(2, {1: hooked(hooks.dies_before_a_group, number=number)}, launch=with_libraries) as ring:
         gone = ring.followers[0]
         choice = replace(EXACT, exchange=exchange, trusted=["127.0.0.0/8"])
         request = Load(id=ring.engine.new_id(), model=str(model), partitioning="ring", ring=choice)
