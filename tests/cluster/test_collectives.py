@@ -17,6 +17,7 @@ import psutil
 import pytest
 from engine_forks import forked, forked_module
 from eventually import eventually
+from hooked_engine import hooked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from linked_nodes import LinkedNode, LinkedNodes
@@ -213,31 +214,6 @@ def test_gloo_is_refused_on_a_link_that_nobody_called_trusted(linked_nodes: Call
 
 # --- mx.distributed: one group in the life of a process, so these are processes of their own ------------------------
 
-MLX_NODE = """
-import json, sys
-import mlx.core as mx
-from engine.cluster.transport.collective import CollectiveExchange
-from engine.cluster.transport.exchange import PeerLost
-from engine.cluster.transport.mlx_group import MlxGathering
-
-rank, size = {rank}, {size}
-exchange = CollectiveExchange(MlxGathering(mx.distributed.init(strict=True, backend="ring")))
-assert (exchange.rank, exchange.size, exchange.name) == (rank, size, "mlx")
-for nbytes in (0, 5, 12304, 50000):
-    own = bytes([rank + 1]) * (nbytes * rank)
-    exchange.send([own], nbytes * size)
-    assert [bytes(v) for v in exchange.receive()] == [bytes([r + 1]) * (nbytes * r) for r in range(size)], nbytes
-print("equal", flush=True)
-if rank == 1:
-    sys.stdin.read()
-exchange.send([b"x"], 1)
-try:
-    exchange.receive()
-    print("received", flush=True)
-except PeerLost:
-    print("lost", flush=True)
-"""
-
 
 @pytest.fixture
 def ended() -> Iterator[list[Any]]:
@@ -253,6 +229,8 @@ def ended() -> Iterator[list[Any]]:
 
 def test_mlx_gives_what_everybody_gave_until_a_peer_is_killed(tmp_path: Path, ended: list[Any]) -> None:
     pytest.importorskip("mlx.core")
+    import mlx_node
+
     with contextlib.ExitStack() as held:
         ports = []
         for _ in range(2):
@@ -265,7 +243,7 @@ def test_mlx_gives_what_everybody_gave_until_a_peer_is_killed(tmp_path: Path, en
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
         for rank in range(2):
             environment = os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)}
-            ended.append(forked(["-c", MLX_NODE.format(rank=rank, size=2)], environment))
+            ended.append(forked(hooked(mlx_node.run, rank=rank, size=2), environment))
         assert [process.stdout.readline() for process in ended] == [b"equal\n"] * 2
     ended[1].kill()
     assert ended[0].stdout.readline() == b"lost\n"
