@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import hooks
+import psutil
 from engine_forks import forked, measured_before
 from hooked_engine import hooked
 from slow_wire import PairProxy
@@ -131,6 +132,10 @@ class Machine:
 
     def signal(self, number: signal.Signals) -> None:
         self.engine.process.send_signal(number)
+
+    def is_stopped(self) -> bool:
+        pid = self.engine.process.pid
+        return self.engine.process.poll() is None and psutil.Process(pid).status() == psutil.STATUS_STOPPED
 
     def kill(self) -> None:
         self.signal(signal.SIGKILL)
@@ -252,6 +257,9 @@ class Ring:
         for machine in self.machines:
             if machine.proxy is not None:
                 machine.proxy.behave()
+            if machine.is_stopped():
+                # Gone on with, it would leave the ring a moment later: it has heard nobody for so long.
+                machine.kill()
         for follower in self.followers:
             follower.returns()
         if self.head.engine.process.poll() is not None:
