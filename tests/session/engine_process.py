@@ -7,7 +7,7 @@ import os
 import selectors
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -20,13 +20,12 @@ PATIENCE_S = 120
 
 
 class EngineProcess:
-    """``python -m engine.host`` with ``home`` as PRIVATELLM_HOME, or ``code`` that calls ``engine.host.main()``.
+    """``python -m engine.host`` with ``home`` as PRIVATELLM_HOME, or with other ``arguments`` (see hooked_engine.py).
 
     Forked from a process that has imported the engine; ``cold``: a new Python, for tests of the start itself.
     """
 
-    def __init__(self, home: Path, code: str | None = None, cold: bool = False) -> None:
-        arguments = ["-m", "engine.host"] if code is None else ["-c", code]
+    def __init__(self, home: Path, arguments: Sequence[str] = ("-m", "engine.host"), cold: bool = False) -> None:
         environment = {**os.environ, "PRIVATELLM_HOME": str(home), "OMP_NUM_THREADS": "1"}
         self.home = home
         self.process = (

@@ -12,10 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import host_hooks
 import psutil
 import pytest
 import torch
+import watched_sockets
 from engine_process import PATIENCE_S, EngineProcess
+from hooked_engine import hooked
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import write_tiny_model
@@ -252,20 +255,8 @@ def test_a_killed_engine_leaves_nothing_in_the_way_of_the_next(home: Path, model
     assert answers[0] == answers[1]
 
 
-CHILD = """
-import subprocess, sys
-from engine import host
-def sleeping(self, task, request):
-    child = subprocess.Popen([sys.executable, "-c", "import time; print(1); time.sleep(600)"])
-    task.report(str(child.pid), 0, 0, "")
-    child.wait()
-host.Host._pull = sleeping
-host.main()
-"""
-
-
 def test_children_end_with_it(home: Path) -> None:
-    with EngineProcess(home, CHILD) as process:
+    with EngineProcess(home, hooked(host_hooks.with_a_child)) as process:
         process.send(Pull(id=1, model="anything"))
         progress = next(event for event in process.events(1) if isinstance(event, Progress))
         child = psutil.Process(int(progress.stage))
@@ -291,33 +282,9 @@ def test_a_stopped_engine_goes_on(home: Path, model: Path) -> None:
 
 # --- the pipes --------------------------------------------------------------------------------------------------------
 
-NOISE = """
-import ctypes, os, subprocess, sys, threading
-from engine import host
-claim = host.claim_standard_streams
-def noise():
-    native = ctypes.CDLL(None)
-    for _ in range(2000):
-        print("noise of python")
-        print("complaint of python", file=sys.stderr)
-        os.write(1, b"noise of the system\\n")
-        os.write(2, b"\\x00\\xff" * 20)
-        native.puts(b"noise of native code")
-        native.fflush(None)
-    subprocess.run(["echo", "noise of a child"])
-    assert sys.stdin.read() == ""
-    print("noise is over")
-def claim_and_be_noisy(log):
-    pipes = claim(log)
-    threading.Thread(target=noise, daemon=True).start()
-    return pipes
-host.claim_standard_streams = claim_and_be_noisy
-host.main()
-"""
-
 
 def test_stray_prints_go_to_the_log(tmp_path: Path, model: Path) -> None:
-    with EngineProcess(tmp_path, NOISE, cold=True) as process:
+    with EngineProcess(tmp_path, hooked(host_hooks.noisy), cold=True) as process:
         assert isinstance(process.ask(Load(id=1, model=str(model)))[-1], Loaded)
         assert finished(process.ask(Generate(id=2, prompt_ids=PROMPT, max_tokens=50))).completion_tokens == 50
         log = ""
@@ -328,39 +295,17 @@ def test_stray_prints_go_to_the_log(tmp_path: Path, model: Path) -> None:
         assert f"noise of {source}" in log
 
 
-QUIET = """
-import sys
-from engine import host
-seen = open(SEEN, "w", buffering=1)
-def watch(event, arguments):
-    if event.startswith("socket.") and event not in ("socket.__new__", "socket.gethostname"):
-        print(event, arguments, file=seen)
-sys.addaudithook(watch)
-host.main()
-"""
-
-
 def test_a_chat_opens_no_socket(tmp_path: Path, model: Path) -> None:
     seen = tmp_path / "sockets"
-    with EngineProcess(tmp_path, QUIET.replace("SEEN", repr(str(seen))), cold=True) as process:
+    with EngineProcess(tmp_path, hooked(watched_sockets.watched, seen=str(seen)), cold=True) as process:
         assert isinstance(process.ask(Load(id=1, model=str(model)))[-1], Loaded)
         assert finished(process.ask(Generate(id=2, prompt_ids=PROMPT, max_tokens=5, with_timing=True)))
         assert finished(process.ask(Generate(id=3, prompt_ids=PROMPT, max_tokens=5, beams=3)))
     assert seen.read_text() == ""
 
 
-BUG = """
-from engine import host
-from engine.session.session import Session
-def bug(*_):
-    raise ZeroDivisionError("division by\\nzero")
-Session.generate = bug
-host.main()
-"""
-
-
 def test_a_bug_is_one_sentence_and_the_log_has_the_rest(tmp_path: Path, model: Path) -> None:
-    with EngineProcess(tmp_path, BUG) as process:
+    with EngineProcess(tmp_path, hooked(host_hooks.failing_answers)) as process:
         assert isinstance(process.ask(Load(id=1, model=str(model)))[-1], Loaded)
         end = process.ask(Generate(id=2, prompt_ids=PROMPT))[-1]
         assert isinstance(end, Failed)
@@ -370,40 +315,18 @@ def test_a_bug_is_one_sentence_and_the_log_has_the_rest(tmp_path: Path, model: P
         assert isinstance(process.ask(Load(id=3, model=str(model)))[-1], Loaded)
 
 
-UNSENDABLE = """
-import sys
-import engine.host as host
-import engine.session.plan_model
-from engine.ipc.messages import Done
-engine.session.plan_model.plan_model = lambda request, *_: Done(id=request.id, path="x", detail={detail})
-host.main()
-"""
-
-
-@pytest.mark.parametrize("detail", ["2**64", "'\\ud800'", "object()", "'x' * 2**27"])
-def test_an_answer_that_no_frame_can_hold_is_an_error(home: Path, detail: str) -> None:
-    with EngineProcess(home, UNSENDABLE.format(detail=detail)) as process:
+@pytest.mark.parametrize("kind", ["number", "surrogate", "object", "long"])
+def test_an_answer_that_no_frame_can_hold_is_an_error(home: Path, kind: str) -> None:
+    with EngineProcess(home, hooked(host_hooks.answering_plans_with, kind=kind)) as process:
         for request in (1, 2):
             failed = process.ask(Plan(id=request, load=Load(id=request, model="x")))[-1]
             assert isinstance(failed, Failed)
             assert "could not be sent" in failed.error
 
 
-THREAD_FAILS = """
-import engine.host as host
-from engine.cluster.network import ClusterNetwork
-
-def fail(self):
-    raise LookupError("nobody caught this")
-
-ClusterNetwork.state = fail
-host.main()
-"""
-
-
 def test_a_thread_that_fails_ends_the_engine_with_a_word(home: Path) -> None:
     """Nobody waits for ever for what that thread was to say."""
-    with EngineProcess(home, THREAD_FAILS) as process:
+    with EngineProcess(home, hooked(host_hooks.failing_thread)) as process:
         process.send(OpenNetwork(id=1, listen="127.0.0.1:0"))
         notices = [event.text for event in iter(process.next, None) if isinstance(event, Notice)]
         assert "network-state failed with LookupError" in notices[-1]
