@@ -59,6 +59,14 @@ class Space:
         """What stands before a command that is to run there."""
         return ("ip", "netns", "exec", self.name)
 
+    @property
+    def entering(self) -> str:
+        """Python that moves the process that runs it there; it must be the first that the process does."""
+        return (
+            f"import ctypes\nwith open({str(self._path)!r}) as space:\n"
+            f"    assert ctypes.CDLL(None).setns(space.fileno(), {_CLONE_NEWNET}) == 0"
+        )
+
     def call(self, function: Callable[[], Result]) -> Result:
         """Run ``function`` there, in a thread of this process. Sockets that it opens and threads that it starts stay
         there. What it raises is raised here."""
