@@ -253,7 +253,7 @@ class _Child:
             if hello.protocol != PROTOCOL_VERSION:
                 raise EngineDied(
                     f"The engine speaks protocol {hello.protocol} and this program {PROTOCOL_VERSION}: "
-                    "install privatellm anew."
+                    "install privatellm again."
                 )
         except TimeoutError:
             child.kill()
@@ -390,7 +390,7 @@ def how_it_ended(code: int, problem: str = "") -> str:
     engine, if it did; the exit status means nothing then.
     """
     if problem:
-        return f"The engine could not be understood any more ({problem}) and was stopped{_see_log()}."
+        return f"The engine sent what could not be read ({problem}) and was stopped{_see_log()}."
     if code >= 0:
         return f"The engine ended unexpectedly (exit status {code}){_see_log()}."
     try:

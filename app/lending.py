@@ -21,7 +21,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 before."""
 STEADY_S = 120.0
 """Seconds an engine must have run for the wait to begin at the shortest again."""
-CODE_OVER = "The code has expired; `privatellm peers code` shows another."
+CODE_OVER = "The code has expired; `privatellm peers code` shows a new one."
 _STEPS = 4
 """Number of lines about the progress of one stage."""
 
@@ -100,7 +100,7 @@ class LendingService:
         self.network.lost()
         problem = "The engine ended."
         while True:
-            self._emit_line(f"{problem} It is started again in {wait:g} s.")
+            self._emit_line(f"{problem} It restarts in {wait:g} s.")
             await asyncio.sleep(wait)
             wait = min(2 * wait, LONGEST_WAIT_S)
             try:
@@ -149,7 +149,7 @@ def _about_me(before: NetworkState | None, after: NetworkState) -> list[str]:
     if after.open and (before is None or not before.open):
         words = f" ({fingerprint(me.words)})" if me.words else ""
         where = ", ".join(map(one_line, me.listening)) or "no address"
-        lines.append(f"{one_line(me.name) or 'This machine'}, {short_id(me.node_id)}{words}, listens at {where}.")
+        lines.append(f"{one_line(me.name) or 'This machine'}, {short_id(me.node_id)}{words}, listens on {where}.")
     if before is not None and before.open and not after.open:
         lines.append("The network is closed.")
     if after.code and (before is None or before.code != after.code):

@@ -106,7 +106,7 @@ class NetworkClient:
                 return event
             if isinstance(event, Failed):
                 raise NetworkProblem(one_line(event.error))
-        raise NetworkProblem("The engine did not say which machines there are.")
+        raise NetworkProblem("The engine did not list the machines.")
 
     def lost(self) -> None:
         """The engine died, and its sockets with it."""

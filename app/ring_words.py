@@ -11,7 +11,7 @@ from engine.planning.units import byte_rate, byte_size
 
 STATES: dict[PeerState, str] = {
     "found": "found, not paired",
-    "paired": "paired, not there",
+    "paired": "paired, not reachable",
     "ready": "ready",
     "ring": "in the ring",
     "busy": "lent to another",
@@ -44,7 +44,7 @@ def other_link(text: str) -> str:
 def state_words(peer: PeerFacts, *, of_head: bool = False) -> str:
     """The state of ``peer`` in words. ``of_head``: this machine is lent, and ``peer`` may be the head of a ring."""
     if peer.state == "ready" and not peer.lends:
-        return "there" if of_head else "there, not lent"
+        return "reachable" if of_head else "reachable, not lent"
     if peer.state == "busy" and peer.lent_to:
         return f"lent to {one_line(peer.lent_to)}"
     return STATES[peer.state]
@@ -120,8 +120,8 @@ def away(ring: RingFacts | None, state: NetworkState | None) -> tuple[str, ...]:
 
 def away_lines(before: Sequence[str], now: Sequence[str]) -> list[str]:
     """A line for each machine of a ring that went away or came back. ``before`` and ``now``: names of those away."""
-    gone = [f"{name} is gone; the next answer is given by a ring without it." for name in now if name not in before]
-    return [*gone, *[f"{name} is there again." for name in before if name not in now]]
+    gone = [f"{name} is gone. The next answer comes from a ring without it." for name in now if name not in before]
+    return [*gone, *[f"{name} is back." for name in before if name not in now]]
 
 
 def exchange_words(ring: RingFacts) -> str:
@@ -135,17 +135,17 @@ def exchange_words(ring: RingFacts) -> str:
 def how_it_runs(ring: RingFacts) -> list[str]:
     """The mode, the exchange with its time, and the idle experts, in words."""
     if ring.elsewhere:
-        return ["tokens there, logits back", "encrypted"]
+        return ["sends tokens, receives logits", "encrypted"]
     took = f" ({latency(ring.exchange_s)} each)" if ring.exchange_s is not None else ""
     loading = {"selected": "no idle experts run", "router-aided": "idle experts: router-aided",
-               "busy-full": "idle experts: busy full", "auto": ""}[ring.loading]  # fmt: skip
+               "busy-full": "idle experts: all", "auto": ""}[ring.loading]  # fmt: skip
     return [part for part in (f"{ring.mode} mode", f"{exchange_words(ring)}{took}", loading) if part]
 
 
 def speed_words(ring: RingFacts, figure: str, alone: str) -> str:
     """The predicted speed beside that of one machine. ``figure`` and ``alone``: the two speeds as text."""
     if ring.tokens_per_s is None:
-        return "no speed is predicted for the ring"
+        return "no speed is predicted"
     about = roughly(ring)
     if ring.elsewhere:
         return f"{about} {figure}"

@@ -88,14 +88,14 @@ def completed(answer: Entry, event: Finished) -> tuple[State, str]:
     answer.finish_reason = event.finish_reason
     if event.finish_reason == "cancelled":
         return "stopped", "Stopped."
-    return "complete", "The length limit was reached." if event.finish_reason == "length" else ""
+    return "complete", "The answer reached the length limit." if event.finish_reason == "length" else ""
 
 
 def failed(answer: Entry, event: Failed) -> tuple[State, str]:
     """As :func:`completed`, for an answer that failed."""
     too_long = event.kind == "context"
     answer.finish_reason = TOO_LONG if too_long else ""
-    return "failed", event.error + (" /edit changes it; later questions skip it." if too_long else "")
+    return "failed", event.error + (" Use /edit to shorten it; later questions leave it out." if too_long else "")
 
 
 def generate_request(request_id: int, turn: ChatTurn, options: Settings) -> Generate:
@@ -182,7 +182,7 @@ class AnswerLoop:
         if not self._link.has(self._options()):
             turn.answer.note = "Waiting for the model."
         elif self.busy:
-            turn.answer.note = "Queued behind the previous answer."
+            turn.answer.note = "Waiting for the previous answer."
         self._waiting.append(turn)
         self._count_waiting()
 
@@ -196,7 +196,7 @@ class AnswerLoop:
         self._waiting.clear()
         for turn in turns:
             if turn.request is None:
-                self._end(turn, "stopped", "Cancelled before answering.")
+                self._end(turn, "stopped", "Cancelled before the answer began.")
             elif not turn.stopping:
                 turn.stopping = True
                 self._status.phase = Phase.STOPPING
@@ -272,7 +272,7 @@ class AnswerLoop:
             if not turn.ended:
                 await self._generate(turn)
         except EngineDied as died:
-            self._end(turn, "failed", "The engine died before the answer was complete.")
+            self._end(turn, "failed", "The engine ended before the answer was complete.")
             self._engine_died(str(died))
         finally:
             saving.cancel()
@@ -366,7 +366,7 @@ class AnswerLoop:
 
     def _engine_died(self, reason: str) -> None:
         self._link.lost()
-        self._emit(UserNotice(f"{reason} The text is kept; the engine is started again.", "error"))
+        self._emit(UserNotice(f"{reason} The text is saved, and the engine is restarting.", "error"))
 
     def _count_waiting(self) -> None:
         self._status.waiting = len(self._waiting)

@@ -26,8 +26,9 @@ from app.chat.state import (
 from app.chat.thread import Thread, alternative, answer_place, stored_alternative
 from app.conversations.store import ConversationStore, MessageRecord, StoreError
 from app.engine_client import Engine
+from app.settings.fields import SettingError
 from app.settings.file import SettingsFile
-from app.settings.schema import RELOADING, SettingError, Settings
+from app.settings.schema import RELOADING, Settings
 from app.text_safety import sanitize
 from engine.ipc.messages import Beam, BeamEstimates, Notice, Timing
 
@@ -122,7 +123,7 @@ class ChatController:
         """Ask for another answer in place of ``entry`` (default: the last). The old one stays as an alternative."""
         path = self.thread.path
         if not path:
-            self._notify("Nothing to regenerate yet.", "warning")
+            self._notify("There is no answer to regenerate yet.", "warning")
             return
         index = path.index(entry) if entry in path else len(path) - 1
         last = index if path[index].role == "user" else index - 1
@@ -230,7 +231,7 @@ class ChatController:
         """Make candidate ``index`` the answer. A search that still runs is stopped first."""
         turn = self.answers.beam_turn
         if turn is None or not 0 <= index < len(self.beams):
-            self._notify("There are no candidates to pick from.", "warning")
+            self._notify("There are no candidates to choose from.", "warning")
             return
         text = sanitize(self.beams[index].text)
         if not turn.ended:
@@ -268,7 +269,7 @@ class ChatController:
         path = self.thread.path if turn.thread is self.thread else []
         index = answer_place(path, turn.path[-1])
         if index is None:
-            self._notify("That question is not on the screen any more.", "warning")
+            self._notify("That question is no longer on the screen.", "warning")
             return
         shown = path[index] if index < len(path) else None
         if shown is not None and shown.content == text:
@@ -297,7 +298,7 @@ class ChatController:
         self._status_changed()
 
     def _fall_back(self, problem: str, worked: Settings) -> None:
-        self._notify(f"{self.options.model} cannot be used: {problem} {worked.model} stays in use.", "error")
+        self._notify(f"{self.options.model} cannot be loaded: {problem} {worked.model} stays in use.", "error")
         options = self.options.loading_as(worked)
         keys = [setting.key for setting in RELOADING if options.value(setting.key) != self.options.value(setting.key)]
         problem = self._save_settings({key: options.value(key) for key in keys})
@@ -320,7 +321,7 @@ class ChatController:
         if problem:
             self._notify(f"Not saved: {problem}", "error")
         elif recovered:
-            self._notify("Everything is saved again.")
+            self._notify("All messages are saved again.")
         self._status_changed()
 
     def _saved_late(self) -> None:

@@ -14,8 +14,9 @@ from app.chat.state import DownloadsChanged, Phase, Severity, Status, Update, Us
 from app.engine_client import Engine, EngineDied
 from app.network import NetworkClient, NetworkProblem
 from app.ring_words import away, away_lines
+from app.settings.fields import SettingError
 from app.settings.ring import open_network, ring_choice
-from app.settings.schema import SettingError, Settings
+from app.settings.schema import Settings
 from app.text_safety import one_line
 from engine.ipc.messages import (
     AnyEvent,

@@ -79,7 +79,7 @@ def examine(*, probe: bool = False, peer: str = "") -> list[Finding]:
 def _lines(finding: Finding, width: int) -> str:
     """The finding and its way out. ``width``: columns of what it is about."""
     line = f"{_SIGNS[finding.mark]} {finding.about:{width}} {one_line(finding.text)}\n"
-    return line + (f"{'':{width + 3}}way out: {one_line(finding.way_out)}\n" if finding.way_out else "")
+    return line + (f"{'':{width + 3}}fix: {one_line(finding.way_out)}\n" if finding.way_out else "")
 
 
 def _program() -> list[Finding]:
@@ -139,11 +139,11 @@ def _graphics(machine: Machine) -> list[Finding]:
     if machine.apple_silicon:
         return [Finding("GPU", "Apple GPU, sharing the machine's memory")]
     if not machine.nvidia:
-        return [Finding("GPU", "none found; experts and trunk run on the CPU", "note")]
+        return [Finding("GPU", "none found; the model runs on the CPU", "note")]
     names = nvidia_gpus()
     if names:
         return [Finding("GPU", "; ".join(names))]
-    return [Finding("GPU", "an NVIDIA driver is there but lists no GPU", "problem", "see what nvidia-smi says")]
+    return [Finding("GPU", "the NVIDIA driver lists no GPU", "problem", "run nvidia-smi")]
 
 
 def nvidia_gpus() -> list[str]:
@@ -176,7 +176,7 @@ def _runtime(machine: Machine) -> list[Finding]:
     name, reason = default_runtime(machine)
     found = [Finding("runtime", f"auto is {name} ({reason})")]
     if not machine.torch and not (machine.apple_silicon and name == "mlx"):
-        found[0] = Finding("runtime", "torch is not installed", "problem", "pip install privatellm anew")
+        found[0] = Finding("runtime", "torch is not installed", "problem", "install privatellm again")
     elif machine.apple_silicon and name != "mlx":
         found[0] = Finding("runtime", f"auto is {name} ({reason})", "note", "pip install mlx mlx-lm")
     return found
@@ -185,7 +185,7 @@ def _runtime(machine: Machine) -> list[Finding]:
 def _kernels_and_model(facts: DoctorFacts | str, model: str) -> list[Finding]:
     """The engine's kernels, and what runs ``model``, the one of the settings."""
     if isinstance(facts, str):
-        return [Finding("kernels", facts, "problem", f"the end of {locate('logs') / 'engine.log'} may say why")]
+        return [Finding("kernels", facts, "problem", f"the end of {locate('logs') / 'engine.log'} may show why")]
     return [_kernels(facts), *([] if facts.kernels_problem else _model(facts, model))]
 
 
@@ -204,11 +204,11 @@ def engine_facts(load: Load) -> DoctorFacts | str:
         if done.returncode == 0:
             return msgspec.json.decode(done.stdout, type=DoctorFacts)
     except (OSError, subprocess.SubprocessError, msgspec.DecodeError) as error:
-        return f"what runs here could not be asked ({error})"
+        return f"the engine could not be examined ({error})"
     if done.returncode < 0:
-        return f"the process that looked at the kernels was ended by signal {-done.returncode}"
+        return f"the process that examined the kernels was ended by signal {-done.returncode}"
     last = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:]
-    return f"what runs here could not be asked ({''.join(last) or f'exit status {done.returncode}'})"
+    return f"the engine could not be examined ({''.join(last) or f'exit status {done.returncode}'})"
 
 
 def _kernels(facts: DoctorFacts) -> Finding:
@@ -216,12 +216,12 @@ def _kernels(facts: DoctorFacts) -> Finding:
         return Finding("kernels", facts.kernels_problem, "problem", "unset PRIVATELLM_KERNELS")
     if facts.kernels != "none":
         others = [name for name in facts.instruction_sets if name != facts.kernels]
-        more = f"; also here: {', '.join(others)}" if others else ""
+        more = f"; also available: {', '.join(others)}" if others else ""
         threads = f"{facts.threads} thread{'' if facts.threads == 1 else 's'}"
         return Finding("kernels", f"{facts.kernels}, {threads} ({facts.kernels_reason}{more})")
     slow = "torch's own, which are slower"
     if platform.machine() == "x86_64" and "avx512_bf16" not in cpu_features():
-        slow += ", most of all in bfloat16, which this processor has no instructions for"
+        slow += ", above all for bfloat16, which this processor does not support"
     return Finding(
         "kernels", f"{slow}: {facts.kernels_reason}", "note", facts.kernels_way_out or "unset PRIVATELLM_KERNELS"
     )
@@ -230,7 +230,7 @@ def _kernels(facts: DoctorFacts) -> Finding:
 def _model(facts: DoctorFacts, model: str) -> list[Finding]:
     if facts.model_problem:
         # A model that is not here yet is reported by _models, with the way to get one; a damaged one is a problem.
-        text = f"not known for {model}: {facts.model_problem}"
+        text = f"unknown for {model}: {facts.model_problem}"
         return [Finding("trunk", text, "problem" if _is_here(model) else "note")]
     trunk = Finding("trunk", f"{facts.runtime} for {model} ({facts.runtime_reason})")
     if facts.calibrated is None:
@@ -269,7 +269,7 @@ def _settings() -> list[Finding]:
     """Changes nothing: a damaged file is kept aside when the settings are next used."""
     path = locate("config") / "settings.toml"
     if not path.exists():
-        return [Finding("settings", "none changed")]
+        return [Finding("settings", "all have their defaults")]
     file = open_settings(path, look_only=True)
     notes = [Finding("settings", notice, "note", f"edit {path}") for notice in file.notices]
     return notes or [Finding("settings", str(path))]
@@ -287,13 +287,18 @@ def _conversations() -> list[Finding]:
             found.append(Finding("conversations", f"{count} in {path}"))
         except sqlite3.Error as error:
             found.append(
-                Finding("conversations", f"{path}: {error}", "problem", "start the chat: it recovers what is readable")
+                Finding("conversations", f"{path}: {error}", "problem", "start the chat to recover what is readable")
             )
     with closing(sqlite3.connect(":memory:")) as connection:
         options = {name for (name,) in connection.execute("PRAGMA compile_options")}
     if "ENABLE_FTS5" not in options:
         found.append(
-            Finding("search", "SQLite without FTS5: reads all messages", "note", "use a Python whose SQLite has FTS5")
+            Finding(
+                "search",
+                "SQLite has no FTS5, so a search reads all messages",
+                "note",
+                "install a Python whose SQLite has FTS5",
+            )
         )
     return found
 

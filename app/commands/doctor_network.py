@@ -55,7 +55,7 @@ def network(*, probe: bool, peer: str = "") -> list[Finding]:
     folder = locate("config") / "network"
     set_up = (folder / _CERTIFICATE).exists()
     if not set_up and not probe and not peer:
-        hint = "privatellm doctor --network looks at the network"
+        hint = "run privatellm doctor --network to check the network"
         return [Finding("network", "no ring was set up; no socket was opened", "note", hint)]
     found = [*_identity(folder), *_peers(folder)] if set_up else []
     return [*found, *_ports(), *_reach(), *(_walk(folder, peer) if peer else [])]
@@ -85,7 +85,14 @@ def _peers(folder: Path) -> list[Finding]:
     except DiscoveryError as error:
         return [Finding("machines", str(error), "problem", f"see {folder}")]
     if not names:
-        return [Finding("machines", "none is paired", "note", "privatellm join on the other, f8 in the chat here")]
+        return [
+            Finding(
+                "machines",
+                "none is paired",
+                "note",
+                "run privatellm join on another machine and press f8 in the chat here",
+            )
+        ]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return [Finding("machines", f"{', '.join(names[:_SHOWN])}{more} paired")]
 
@@ -98,14 +105,21 @@ def _ports() -> list[Finding]:
     try:
         pair = bind_pair()
     except (DiscoveryError, OSError) as error:
-        return [Finding("ports", str(error), "problem", "end what holds them, or choose another: --listen HOST:PORT")]
+        return [
+            Finding(
+                "ports",
+                str(error),
+                "problem",
+                "stop the program that uses them, or choose another port with --listen HOST:PORT",
+            )
+        ]
     pair.listener.close()
     where = f"{pair.control} (control) and {pair.control + 1} (links)"
     if pair.control != USUAL_PORT:
         return [
             Finding(
                 "ports",
-                f"{USUAL_PORT} is taken; {where} would be used",
+                f"{USUAL_PORT} is in use; {where} would be used instead",
                 "note",
                 "the port in use is announced to other machines",
             )
@@ -121,13 +135,13 @@ def _reach() -> list[Finding]:
     found = [
         Finding(problem.step, problem.what, _MARKS.get(problem.step, "problem"), problem.remedy) for problem in problems
     ]
-    return [_interfaces(facts), *(found or [Finding("multicast", "heard, on every interface")])]
+    return [_interfaces(facts), *(found or [Finding("multicast", "works on every interface")])]
 
 
 def _interfaces(facts: NetworkFacts) -> Finding:
     shown = [f"{address.interface} {address.ip}" for address in facts.addresses if not address.is_loopback]
     firewall = f"; firewall: {facts.firewall}" if facts.firewall else ""
-    return Finding("interfaces", (", ".join(shown[:_SHOWN]) or "none but loopback") + firewall)
+    return Finding("interfaces", (", ".join(shown[:_SHOWN]) or "only loopback") + firewall)
 
 
 def _walk(folder: Path, address: str) -> list[Finding]:
@@ -166,11 +180,11 @@ def _trust(folder: Path, host: str, port: int) -> tuple[Peer | None, Finding]:
     except DiscoveryError as error:
         return None, Finding(about, str(error), "problem", f"see {folder}")
     except OSError as error:
-        what = f"what listens on port {port} is no privatellm ({error.strerror or error})"
+        what = f"the program on port {port} is not privatellm ({error.strerror or error})"
         return None, Finding(about, what, "problem", "compare the port with the one that `privatellm join` shows there")
     for peer in peers:
         if peer.node_id == node_id:
-            return peer, Finding(about, f"{one_line(peer.label)}, with the certificate that was paired")
+            return peer, Finding(about, f"{one_line(peer.label)}, with its paired certificate")
     who = f"{short(node_id)} ({' '.join(fingerprint_words(node_id))})"
     changed = [peer for peer in peers if f"{host}:{port}" in peer.addresses]
     if changed:
@@ -190,7 +204,7 @@ def _greeted(peer: Peer, address: str) -> Finding:
     except (EngineDied, NetworkProblem) as error:
         return Finding(about, str(error), "problem", f"the end of {locate('logs') / 'engine.log'} says why")
     if facts is None or facts.state in ("paired", "lost"):
-        return Finding(about, f"{name} listens but does not answer this machine", "problem", "start it anew there")
+        return Finding(about, f"{name} listens but does not answer this machine", "problem", "restart it there")
     if facts.problem:
         what, _, way_out = as_clause(one_line(facts.problem)).rpartition("; ")
         what = what or way_out
@@ -200,7 +214,7 @@ def _greeted(peer: Peer, address: str) -> Finding:
     if facts.state == "busy":
         return Finding(about, f"{said}; {state_words(facts)}", "note", "leave the ring there, or wait")
     if not facts.lends:
-        return Finding(about, f"{said}; not lent", "note", "privatellm join there")
+        return Finding(about, f"{said}; not lent", "note", "run privatellm join there")
     return Finding(about, f"{said}; lent, and free")
 
 

@@ -57,7 +57,7 @@ def rows() -> list[ModelRow]:
             "bank",
             nbytes,
             store.family_of(locate("models") / name),
-            "Of a folder that lies elsewhere.",
+            "Bank of a model in another folder.",
             str(locate("models") / name),
         )
         for name, nbytes in store.banks_of_elsewhere()

@@ -65,8 +65,8 @@ def load_from(flags: LoadFlags, *, needs_model: bool = True) -> Loading:
 def check_peers(peers: list[str], *, ring: bool) -> tuple[str, ...]:
     """The addresses given with ``--peer``. Raises WorkFailed (status 2) for a bad one, or without a ring."""
     if peers and not ring:
-        raise WorkFailed("--peer counts with --partitioning ring only", status=2)
+        raise WorkFailed("--peer needs --partitioning ring", status=2)
     try:
         return tuple(check_item("address", peer) for peer in peers)
     except ItemError as error:
-        raise WorkFailed(f"--peer takes HOST:PORT; {str(error)!r} is none", status=2) from error
+        raise WorkFailed(f"--peer takes HOST:PORT, not {str(error)!r}", status=2) from error

@@ -76,12 +76,12 @@ def show_code() -> int:
     except DiscoveryError as error:
         raise WorkFailed(str(error)) from error
     if shown is None:
-        raise WorkFailed("no privatellm join runs here, or it does not answer: start it, then ask again")
+        raise WorkFailed("no privatellm join is running here, or it does not answer; start it and try again")
     answer(f"{one_line(shown.code)}\n")
     where = one_line(next(iter(shown.listening), "HOST:PORT"))
     notify(
-        f"{one_line(shown.name)} shows it for {shown.seconds} s and {shown.tries} tries; type it on the other machine: "
-        f"f8 in its chat, or privatellm peers pair {where}"
+        f"{one_line(shown.name)} accepts this code for {shown.seconds} s and {shown.tries} tries; type it on the other "
+        f"machine: press f8 in its chat, or run privatellm peers pair {where}"
     )
     return 0
 
@@ -94,7 +94,7 @@ def forget(peer: str) -> int:
             await NetworkClient(engine).forget(peer)
         except NetworkProblem as problem:
             raise WorkFailed(str(problem)) from problem
-        notify(f"{peer} is forgotten: it is trusted no longer.")
+        notify(f"{peer} is forgotten and no longer trusted.")
         return 0
 
     return run_with_engine(work)
@@ -110,7 +110,7 @@ def renew_identity(*, ask_first: bool) -> int:
     from engine.models.locations import ensure
 
     if ask_first and sys.stdin is not None and not sys.stdin.closed and sys.stdin.isatty():
-        notify("Give this machine another identity? It must then be paired anew with every other. [y/N]")
+        notify("Give this machine a new identity? You must pair it with every other machine again. [y/N]")
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             notify("Nothing was changed.")
             return 1
@@ -119,19 +119,21 @@ def renew_identity(*, ask_first: bool) -> int:
     except DiscoveryError as error:
         raise WorkFailed(str(error)) from error
     words = " ".join(fingerprint_words(identity.node_id))
-    notify(f"This machine is now {short(identity.node_id)} ({words}); start what runs of privatellm here anew.")
+    notify(f"This machine is now {short(identity.node_id)} ({words}); restart every privatellm that runs here.")
     return 0
 
 
 def _ask_for_code(peer: str) -> str:
     """Raises WorkFailed (status 2) if there is nobody to ask."""
     if sys.stdin is None or sys.stdin.closed:
-        raise WorkFailed("no code: give it with --code, stdin is closed", status=2)
+        raise WorkFailed("there is no code: stdin is closed, so pass it with --code", status=2)
     if sys.stdin.isatty():
-        notify(f"The code that {peer} shows:")
+        notify(f"Code shown by {peer}:")
     typed = sys.stdin.readline().strip()
     if not typed:
-        raise WorkFailed("no code: type the one that the other machine shows, or give it with --code", status=2)
+        raise WorkFailed(
+            "there is no code: type the one that the other machine shows, or pass it with --code", status=2
+        )
     return typed
 
 
@@ -146,7 +148,7 @@ def as_text(state: NetworkState) -> str:
     words = f"  {fingerprint(me.words)}" if me.words else ""
     first = f"this machine: {one_line(me.name)}  {short_id(me.node_id)}{words}\n"
     if not state.peers:
-        hint = "run privatellm join on another one, then privatellm peers pair HOST:PORT"
+        hint = "run privatellm join on another machine, then privatellm peers pair HOST:PORT here"
         return f"{first}No machine is paired: {hint}.\n"
     columns = ["name", "node id", "state", "address", "link", "memory", "runtime"]
     rows = [columns, *(_row(peer, state.open) for peer in state.peers)]

@@ -53,11 +53,11 @@ def as_text(planned: Planned) -> str:
 
 
 def memory_line(device: DeviceMemory) -> str:
-    """``CPU: 14.2 GB of 24.0 GB (20.1 GB free): trunk 3.2 GB, experts 10.5 GB, keys and values 0.5 GB``"""
+    """``CPU: 14.2 GB of 24.0 GB (20.1 GB free): trunk 3.2 GB, experts 10.5 GB, KV cache 0.5 GB``"""
     parts = {
         "trunk": device.trunk,
         "experts": device.experts,
-        "keys and values": device.key_values,
+        "KV cache": device.key_values,
         "workspace": device.workspace,
     }
     used = ", ".join(f"{what} {byte_size(nbytes)}" for what, nbytes in parts.items() if nbytes) or "nothing"
@@ -74,7 +74,7 @@ def ring_lines(ring: RingFacts) -> list[str]:
     nodes = [
         f"{node.rank + 1}  {machine_name(node):{names}}  {node.experts:,} experts {byte_size(node.expert_bytes)}, "
         f"trunk {byte_size(node.trunk_bytes)}, {byte_size(node.memory_free)} free, "
-        f"{node.expected_experts:.1f} run a layer"
+        f"{node.expected_experts:.1f} run per layer"
         + (f", {on_gpu}" if (on_gpu := gpu_words(node)) else "")
         + (f", {sending}" if (sending := to_send(node)) else "")
         for node in ring.nodes
@@ -86,7 +86,7 @@ def ring_lines(ring: RingFacts) -> list[str]:
 def shortfall(planned: Planned) -> str:
     """The error message for a model that does not fit in memory."""
     return (
-        f"{planned.model} does not fit: {byte_size(planned.shortfall)} of memory are missing; choose a shorter "
+        f"{planned.model} does not fit in memory: {byte_size(planned.shortfall)} are missing; choose a shorter "
         "context, less GPU memory for experts, or a smaller model"
     )
 
@@ -95,5 +95,5 @@ def _speed(planned: Planned) -> str:
     if planned.tokens_per_s is None:
         return f"No speed is predicted: {planned.basis}" if planned.basis else "No speed is predicted."
     prompt = planned.prefill_tokens_per_s
-    reading = f"; a prompt at {figure(prompt)} tokens/s" if prompt is not None else ""
+    reading = f"; prompts at {figure(prompt)} tokens/s" if prompt is not None else ""
     return f"Predicted: {figure(planned.tokens_per_s)} tokens/s{reading} ({planned.basis})"

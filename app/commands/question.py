@@ -58,7 +58,7 @@ def question_from(flags: Flags) -> Question:
     if flags.prompt is not None and flags.prompt_ids is not None:
         raise WorkFailed("give either a PROMPT or --prompt-ids, not both", status=2)
     if flags.system is not None and flags.prompt_ids is not None:
-        raise WorkFailed("--system needs a text prompt; --prompt-ids are taken as they are", status=2)
+        raise WorkFailed("--system cannot be used with --prompt-ids, which need no template", status=2)
     if "" in flags.stop:
         raise WorkFailed("--stop cannot be empty", status=2)
     settings = settings_with(flags.settings)
@@ -77,7 +77,7 @@ def parse_ids(text: str) -> list[int]:
     for word in text.split(","):
         digits = word.strip()
         if not (digits.isascii() and digits.isdecimal()) or len(digits) > 10 or int(digits) > _LARGEST_TOKEN_ID:
-            raise WorkFailed(f"--prompt-ids takes token ids like 1,2,3; {word.strip()[:40]!r} is not one", status=2)
+            raise WorkFailed(f"--prompt-ids takes token ids such as 1,2,3; {word.strip()[:40]!r} is not one", status=2)
         ids.append(int(digits))
     return ids
 
@@ -110,7 +110,7 @@ def _prompt(flags: Flags) -> str:
     """The argument followed by what was piped in, or one of them alone."""
     if flags.prompt is None:
         if flags.stdin is False:
-            raise WorkFailed("no question: --no-stdin needs a PROMPT", status=2)
+            raise WorkFailed("there is no question: --no-stdin needs a PROMPT", status=2)
         return read_prompt()
     piped = read_piped(wait=flags.stdin) if flags.stdin is not False else ""
     return "\n\n".join(filter(None, [_as_typed(flags.prompt), piped]))
@@ -142,9 +142,9 @@ LARGEST = 32 * 1024 * 1024
 def read_prompt() -> str:
     """The question from stdin. Raises WorkFailed (status 2) if there is none."""
     if sys.stdin is None or sys.stdin.closed:
-        raise WorkFailed("no question: give it as an argument or on stdin, which is closed", status=2)
+        raise WorkFailed("there is no question: stdin is closed, so pass it as an argument", status=2)
     if sys.stdin.isatty():
-        notify("Type the question, then ctrl-d:")
+        notify("Type the question, then press ctrl-d:")
     return _read()
 
 
@@ -164,8 +164,8 @@ def read_piped(*, wait: bool | None) -> str:
         return ""
     if not wait and not select.select([descriptor], [], [], FIRST_BYTE_S)[0]:
         notify(
-            f"note: stdin is open, but nothing came within {FIRST_BYTE_S:.0f} s: the prompt alone is asked. --stdin "
-            "waits for a slow command; --no-stdin does not look."
+            f"note: nothing arrived on stdin within {FIRST_BYTE_S:.0f} s, so only the prompt is asked; use --stdin to "
+            "wait for a slow command, or --no-stdin to ignore stdin"
         )
         return ""
     return _read()

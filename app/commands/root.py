@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeVar, get_args
 import click
 
 from app.commands.output import ReaderGoneError, WorkFailed, answer, fail, forget_stdout
-from app.settings.fields import Value
-from app.settings.schema import SettingError, setting_named
+from app.settings.fields import SettingError, Value
+from app.settings.schema import setting_named
 from engine.ipc.messages import BenchKind, DtypeName, ExpertPolicy, Partitioning, RuntimeName
 
 _HELP = {"help_option_names": ["-h", "--help"]}
@@ -39,28 +39,28 @@ def _several(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _
 
 
 _model_argument = click.argument(
-    "model", metavar="M", help="Catalogue name, Hugging Face repo id, local folder, or GGUF file."
+    "model", metavar="M", help="Catalogue name, Hugging Face repository id, local folder, or GGUF file."
 )
-_json_option = click.option("--json", "in_json", is_flag=True, help="As JSON.")
-_yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+_json_option = click.option("--json", "in_json", is_flag=True, help="Print JSON.")
+_yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 _peer_option = click.option(
     "--peer",
     "peers",
     metavar="HOST:PORT",
     multiple=True,
-    help="A machine to try besides those that are found; may be repeated.",
+    help="Address of a machine that is not found automatically; may be repeated.",
 )
 # An option for a setting has the setting's key as its parameter's name: it reaches the engine with that setting.
 _load_options = _several(
     click.option("--runtime", type=_one_of(RuntimeName), help="What runs the model."),
-    click.option("--dtype", type=_one_of(DtypeName), help="Numbers to compute with."),
-    click.option("--partitioning", type=_one_of(Partitioning), help="Which machines and devices take part."),
+    click.option("--dtype", type=_one_of(DtypeName), help="Number format of the computation."),
+    click.option("--partitioning", type=_one_of(Partitioning), help="Which devices and machines run the experts."),
     _peer_option,
     click.option("--policy", type=_one_of(ExpertPolicy), help="How GPU and CPU share the experts."),
     click.option(
         "--gpu-memory", "gpu_expert_memory", metavar="GIB", type=float, help="GPU memory for experts, in GiB."
     ),
-    click.option("--threads", "cpu_threads", metavar="N", type=int, help="CPU threads."),
+    click.option("--threads", "cpu_threads", metavar="N", type=int, help="Number of CPU threads."),
 )
 
 _FLAGS = {"gpu_expert_memory": "gpu-memory", "cpu_threads": "threads", "context_limit": "context"}
@@ -117,32 +117,32 @@ class _InOrder(click.Group):
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the version."
 )
 def privatellm() -> None:
-    """Talk to a Mixture-of-Experts language model that nobody else hears, on the machines you own. Without a command:
-    the chat."""
+    """Chat privately with a Mixture-of-Experts language model on your own machines. Without a command the chat
+    opens."""
 
 
 @privatellm.command()
-@click.argument("prompt", metavar="[PROMPT]", required=False, help="The question; absent: from stdin.")
+@click.argument("prompt", metavar="[PROMPT]", required=False, help="The question. Default: read from stdin.")
 @click.option(
     "--stdin/--no-stdin",
     default=None,
-    help="Whether what is piped in, or a file, follows the PROMPT. Without either flag it does, but a pipe that gives "
-    "nothing for 3 seconds is left alone; --stdin waits for it. In a loop over lines: --no-stdin.",
+    help="Append stdin to the PROMPT, or ignore it. Default: a file or a pipe is appended, but a pipe that delivers "
+    "nothing within 3 seconds is ignored. Use --no-stdin in a loop that reads lines.",
 )
 @click.option("--model", help="Model to ask.")
-@click.option("--system", help="System prompt; without one the model's template decides.")
-@click.option("--beams", metavar="W", type=int, help="Beam search of this width, 1 to 16.")
-@click.option("--length-penalty", metavar="P", type=float, help="Scores / length**P.")
-@click.option("--temperature", metavar="T", type=float, help="0: always the likeliest token.")
-@click.option("--top-p", metavar="P", type=float)
-@click.option("--top-k", metavar="K", type=int)
-@click.option("--min-p", metavar="P", type=float)
+@click.option("--system", help="System prompt. Default: that of your settings or the model.")
+@click.option("--beams", metavar="W", type=int, help="Width of the beam search, 1 to 16.")
+@click.option("--length-penalty", metavar="P", type=float, help="Divide beam scores by length**P.")
+@click.option("--temperature", metavar="T", type=float, help="0 always takes the likeliest token.")
+@click.option("--top-p", metavar="P", type=float, help="Choose among the likeliest tokens up to this probability.")
+@click.option("--top-k", metavar="K", type=int, help="Choose among this many of the likeliest tokens.")
+@click.option("--min-p", metavar="P", type=float, help="Drop tokens below this fraction of the likeliest.")
 @click.option("--seed", metavar="N", type=int, help="The same seed gives the same answer.")
-@click.option("--max-tokens", metavar="N", type=int, help="Longest answer.")
-@click.option("--stop", metavar="S", multiple=True, help="End before this text; may be repeated.")
+@click.option("--max-tokens", metavar="N", type=int, help="Maximum number of tokens in the answer.")
+@click.option("--stop", metavar="S", multiple=True, help="Stop before this text; may be repeated.")
 @_load_options
-@click.option("--json", "in_json", is_flag=True, help="One JSON object with the answer and its measurements.")
-@click.option("--prompt-ids", metavar="1,2,3", help="Token ids instead of text: no template, no tokenizer.")
+@click.option("--json", "in_json", is_flag=True, help="Print one JSON object with the answer and its measurements.")
+@click.option("--prompt-ids", metavar="1,2,3", help="Token ids instead of text, without template and tokenizer.")
 def ask(
     *,
     prompt: str | None,
@@ -154,8 +154,8 @@ def ask(
     prompt_ids: str | None,
     **settings: Value,
 ) -> int:
-    """Answer one question on stdout, about what is piped in: `cat notes | privatellm ask "summarise"` asks both, the
-    prompt first. Flags come before the person's settings, those before the model's own."""
+    """Print the answer to one question. Text on stdin is appended to the prompt: `cat notes | privatellm ask
+    "summarise"`. Flags override your settings, and your settings override the model's defaults."""
     from app.commands.question import Flags, question_from
 
     flags = Flags(
@@ -174,23 +174,24 @@ def ask(
 
 
 @privatellm.group(cls=_InOrder, invoke_without_command=True)
-@click.option("--json", "in_json", is_flag=True, help="The list as JSON.")
+@click.option("--json", "in_json", is_flag=True, help="Print the list as JSON.")
 @click.pass_context
 def models(context: click.Context, in_json: bool) -> int:
-    """The models on this machine. M is a catalogue name, a Hugging Face repo id, a folder, or a GGUF file."""
+    """List, download and remove models. M is a catalogue name, a Hugging Face repository id, a folder or a GGUF
+    file."""
     if context.invoked_subcommand is None:
         from app.commands.models import show_models
 
         return show_models(in_json=in_json)
     if in_json:
-        raise click.BadParameter("it stands behind `list`", param_hint="--json")
+        raise click.BadParameter("put it after `list`", param_hint="--json")
     return 0
 
 
 @models.command("list")
 @_json_option
 def models_list(in_json: bool) -> int:
-    """What is on this machine, and what is known by a short name."""
+    """List the models on this machine and those of the catalogue."""
     from app.commands.models import show_models
 
     return show_models(in_json=in_json)
@@ -198,9 +199,9 @@ def models_list(in_json: bool) -> int:
 
 @models.command("pull")
 @_model_argument
-@click.option("--machines", is_flag=True, help="From a paired machine that is lent, if one has it.")
+@click.option("--machines", is_flag=True, help="Copy it from a paired machine that is lent, if one has it.")
 def models_pull(model: str, machines: bool) -> int:
-    """Download a model (the starter is made here). An interrupted download goes on where it was."""
+    """Download a model. The starter is built on this machine. An interrupted download is continued."""
     from app.commands.models import pull
 
     return pull(model, machines=machines)
@@ -209,7 +210,7 @@ def models_pull(model: str, machines: bool) -> int:
 @models.command("prepare")
 @_model_argument
 def models_prepare(model: str) -> int:
-    """Write a model's bank: its experts, laid out for this program."""
+    """Write a model's bank: its experts in privatellm's own layout."""
     from app.commands.models import prepare
 
     return prepare(model)
@@ -227,11 +228,11 @@ def models_remove(model: str, yes: bool) -> int:
 
 @privatellm.command()
 @_model_argument
-@click.option("--context", "context_limit", metavar="N", type=int, help="Tokens the conversation may have.")
+@click.option("--context", "context_limit", metavar="N", type=int, help="Maximum number of tokens in the conversation.")
 @_load_options
 @_json_option
 def plan(*, peers: tuple[str, ...], in_json: bool, **settings: Value) -> int:
-    """Where a model would lie in memory, how fast it should be, and why. Nothing is loaded."""
+    """Predict a model's memory and speed, and say why. Nothing is loaded."""
     from app.commands.options import LoadFlags
     from app.commands.plan import plan as run_plan
 
@@ -240,21 +241,25 @@ def plan(*, peers: tuple[str, ...], in_json: bool, **settings: Value) -> int:
 
 @privatellm.command()
 @click.argument("kind", metavar="WHAT", type=_one_of(BenchKind), help=_BENCHES)
-@click.argument("model", metavar="[MODEL]", required=False, help="Absent: the one of the settings.")
+@click.argument("model", metavar="[MODEL]", required=False, help="Default: the model of your settings.")
 @click.option(
     "--rounds",
     metavar="N",
     type=click.IntRange(1, 1000),
     default=5,
     show_default=True,
-    help="Figures are medians over so many.",
+    help="Number of measurements; the figures are their medians.",
 )
 @click.option(
-    "--nodes", metavar="2,3,4", default="2,3,4", show_default=True, help="Processes on this machine, for `ring`."
+    "--nodes",
+    metavar="2,3,4",
+    default="2,3,4",
+    show_default=True,
+    help="Numbers of processes on this machine, for `ring`.",
 )
 @_load_options
-@click.option("--even-if-busy", is_flag=True, help="Keep the figures for plans though other programs were at work.")
-@click.option("--json", "in_json", is_flag=True, help="As JSON, with every single figure.")
+@click.option("--even-if-busy", is_flag=True, help="Save the figures for plans even if other programs were running.")
+@click.option("--json", "in_json", is_flag=True, help="Print JSON with every single figure.")
 def bench(
     *,
     kind: BenchKind,
@@ -265,7 +270,7 @@ def bench(
     in_json: bool,
     **settings: Value,
 ) -> int:
-    """Measure a model on this machine; `experts` keeps what it finds, and plans and policies rest on it."""
+    """Measure a model on this machine. `experts` saves its results; plans and policies use them."""
     from app.commands.bench import bench as run_bench
     from app.commands.options import LoadFlags
 
@@ -275,17 +280,19 @@ def bench(
 
 
 @privatellm.command()
-@click.option("--name", metavar="N", help="What others call this machine, from now on.")
-@click.option("--listen", metavar="HOST:PORT", help="Absent: all interfaces, port 47820 or the next free one.")
+@click.option("--name", metavar="N", help="Name of this machine on other machines; it is saved.")
+@click.option("--listen", metavar="HOST:PORT", help="Default: all interfaces, port 47820 or the next free one.")
 @_peer_option
-@click.option("--memory", metavar="GIB", type=float, help="Memory that a share may take; absent: what is free.")
+@click.option(
+    "--memory", metavar="GIB", type=float, help="Memory that a model may use here. Default: all that is free."
+)
 @click.option(
     "--gpu-memory",
     metavar="GIB",
     type=float,
-    help="GPU memory that a share may take; absent: half of the GPU; 0: none.",
+    help="GPU memory that a model may use here; 0: none. Default: half of the GPU.",
 )
-@click.option("--plain", is_flag=True, help="Lines instead of a screen: for a service.")
+@click.option("--plain", is_flag=True, help="Print lines instead of showing a screen, as for a service.")
 def join(
     name: str | None,
     listen: str | None,
@@ -294,7 +301,7 @@ def join(
     gpu_memory: float | None,
     plain: bool,
 ) -> int:
-    """Lend this machine to the rings of paired machines, until you leave."""
+    """Lend this machine to the rings of paired machines until you quit."""
     from app.commands.join import JoinFlags
     from app.commands.join import join as run_join
 
@@ -304,7 +311,7 @@ def join(
 @privatellm.group("peers", cls=_InOrder, invoke_without_command=True)
 @click.pass_context
 def peers_group(context: click.Context) -> int:
-    """The machines this one trusts, and may form a ring with."""
+    """Manage the machines that this one trusts and can form a ring with."""
     if context.invoked_subcommand is None:
         from app.commands.peers import show_peers
 
@@ -314,9 +321,9 @@ def peers_group(context: click.Context) -> int:
 
 @peers_group.command("list")
 @_json_option
-@click.option("--look", is_flag=True, help="Open the network for a moment: which are there?")
+@click.option("--look", is_flag=True, help="Open the network for a moment to see which can be reached.")
 def peers_list(in_json: bool, look: bool) -> int:
-    """The machines this one trusts."""
+    """List the machines that this one trusts."""
     from app.commands.peers import show_peers
 
     return show_peers(in_json=in_json, look=look)
@@ -324,9 +331,9 @@ def peers_list(in_json: bool, look: bool) -> int:
 
 @peers_group.command("pair")
 @click.argument("peer", metavar="PEER", help="HOST:PORT, or the beginning of its node id.")
-@click.option("--code", metavar="CODE", help="What it shows; absent: asked for.")
+@click.option("--code", metavar="CODE", help="The code that it shows. Default: you are asked for it.")
 def peers_pair(peer: str, code: str | None) -> int:
-    """Pair with a machine that shows a code; the network is open only for that."""
+    """Pair with a machine that shows a code. The network is open only while pairing."""
     from app.commands.peers import pair
 
     return pair(peer, code)
@@ -334,7 +341,7 @@ def peers_pair(peer: str, code: str | None) -> int:
 
 @peers_group.command("code")
 def peers_code() -> int:
-    """Have the `privatellm join` that runs here, such as a service, show a new code for two minutes."""
+    """Have the `privatellm join` that runs here show a new code. It is valid for two minutes."""
     from app.commands.peers import show_code
 
     return show_code()
@@ -343,7 +350,7 @@ def peers_code() -> int:
 @peers_group.command("new-identity")
 @_yes_option
 def peers_new_identity(yes: bool) -> int:
-    """Give this machine another identity, for example after its files were copied. Pair it again with every other."""
+    """Give this machine a new identity. Use it after its files were copied, then pair every machine again."""
     from app.commands.peers import renew_identity
 
     return renew_identity(ask_first=not yes)
@@ -360,10 +367,10 @@ def peers_forget(peer: str) -> int:
 
 @privatellm.command()
 @_json_option
-@click.option("--network", is_flag=True, help="Look at the network although no ring was set up here.")
-@click.option("--peer", metavar="HOST:PORT", help="A machine to be reached: which step on the way fails?")
+@click.option("--network", is_flag=True, help="Check the network even if no ring was set up here.")
+@click.option("--peer", metavar="HOST:PORT", help="Check each step of reaching this machine.")
 def doctor(in_json: bool, network: bool, peer: str | None) -> int:
-    """What was found on this machine, what will run and why, and the way out of what does not."""
+    """Check this machine: what runs here, why, and how to fix problems."""
     from app.commands.doctor import doctor as examine
     from app.settings.fields import ItemError, check_item
 
@@ -377,7 +384,7 @@ def doctor(in_json: bool, network: bool, peer: str | None) -> int:
 @privatellm.command()
 @click.argument("what", metavar="WHAT", type=_one_of(LocationKind), help="config, data, models or logs.")
 def locate(what: LocationKind) -> None:
-    """Where things are on this machine."""
+    """Print the folder of the configuration, data, models or logs."""
     from engine.models.locations import locate as folder_for
 
     answer(f"{folder_for(what)}\n")
@@ -395,7 +402,7 @@ def _node_counts(text: str) -> tuple[int, ...]:
     """``2,3,4`` as numbers of nodes."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isascii() and word.isdecimal() and 1 <= int(word) <= _MOST_NODES for word in words):
-        raise click.BadParameter(f"it takes numbers from 1 to {_MOST_NODES}, like 2,3,4", param_hint="--nodes")
+        raise click.BadParameter(f"it takes numbers from 1 to {_MOST_NODES}, such as 2,3,4", param_hint="--nodes")
     return tuple(map(int, words))
 
 

@@ -79,6 +79,6 @@ def export_problem(path: Path, error: Exception) -> str:
         shown = str(path.parent) if path.parent != Path() else str(folder)
         return f"Export failed: the folder {shown} does not exist."
     if isinstance(error, FileExistsError):
-        return f"Export failed: {path} is there already; choose another name."
+        return f"Export failed: {path} already exists; choose another name."
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
     return f"Export to {path} failed: {reason}."

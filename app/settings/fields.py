@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from app.machine import Machine, unavailable_reason
+
 Value = str | int | float | bool | None
 Kind = Literal["text", "lines", "items", "integer", "number", "flag", "choice"]
 """Kind of a setting's value. ``items``: none, one or several, separated by commas, each of an :data:`ItemKind`."""
@@ -39,7 +41,7 @@ class Choice:
 
 
 def setting(group: Group, kind: Kind, label: str, default: Value, help: str, **more: Any) -> Any:
-    """A field that is a setting; ``more`` as in :class:`app.settings.schema.Setting`."""
+    """A dataclass field that is a setting. ``more``: other fields of :class:`Setting`."""
     metadata = {"group": group, "kind": kind, "label": label, "help": help, **more}
     return dataclasses.field(default=default, metadata={"setting": metadata})
 
@@ -51,11 +53,11 @@ def choices(**labels: str) -> tuple[Choice, ...]:
 ItemKind = Literal["network", "address", "place", "machine", "share"]
 
 DESCRIPTIONS: dict[ItemKind, str] = {
-    "network": "networks like 192.168.7.0/24 or 10.0.0.2",
-    "address": "addresses like studio.local:47820 or 10.0.0.2:47820",
-    "place": "an address of this machine like 192.168.7.2:47820 (port 0: one that is free)",
+    "network": "networks such as 192.168.7.0/24 or 10.0.0.2",
+    "address": "addresses such as studio.local:47820 or 10.0.0.2:47820",
+    "place": "an address of this machine such as 192.168.7.2:47820 (port 0: any free port)",
     "machine": "names or node ids of machines",
-    "share": "machines with their gigabytes, like studio=24",
+    "share": "machines with an amount in GiB, such as studio=24",
 }
 """Description of what is allowed, in the plural, for each kind of item."""
 
@@ -141,3 +143,128 @@ _CHECKS: dict[ItemKind, Callable[[str], str]] = {
     "machine": _machine,
     "share": _share,
 }
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The allowed values of one setting, and how it is shown. ``minimum`` and ``maximum`` are inclusive."""
+
+    key: str
+    group: Group
+    kind: Kind
+    label: str
+    help: str
+    default: Value
+    choices: tuple[Choice, ...] = ()
+    minimum: float | None = None
+    maximum: float | None = None
+    optional: bool = False
+    """True if None is allowed, which means the model's own default or no limit."""
+    takes_effect: TakesEffect = "now"
+    """``now``: from the next answer on; ``reload``: the model is loaded again."""
+    item: ItemKind | None = None
+    """Kind of one item, for the kind ``items``."""
+    most: int | None = None
+    """Maximum number of items."""
+
+    def check(self, value: object) -> Value:
+        """``value`` in its usual form. Raises SettingError if it is not allowed."""
+        if value is None:
+            if self.optional:
+                return None
+            raise self._refuse(value)
+        match self.kind:
+            case "flag":
+                if isinstance(value, bool):
+                    return value
+            case "integer":
+                if isinstance(value, int) and not isinstance(value, bool) and self._in_range(value):
+                    return int(value)
+            case "number":
+                if isinstance(value, int | float) and not isinstance(value, bool) and self._in_range(value):
+                    return float(value)
+            case "choice":
+                if isinstance(value, str) and any(choice.value == value for choice in self.choices):
+                    return str(value)
+            case _ if isinstance(value, str):
+                return self._check_text(value)
+        raise self._refuse(value)
+
+    def parse(self, text: str) -> Value:
+        """The value of a typed ``text``. An empty one is None for an optional setting. Raises SettingError."""
+        if self.kind == "lines":
+            return self.check(text)
+        word = text.strip()
+        if not word and self.optional:
+            return None
+        try:
+            match self.kind:
+                case "integer":
+                    return self.check(int(word))
+                case "number":
+                    return self.check(float(word))
+                case "flag":
+                    return self.check({"true": True, "on": True, "false": False, "off": False}[word.lower()])
+                case _:
+                    return self.check(word)
+        except (ValueError, KeyError) as error:
+            raise error if isinstance(error, SettingError) else self._refuse(text) from None
+
+    def unavailable(self, choice: str, machine: Machine | None = None) -> str | None:
+        """Why ``choice`` is unavailable on this machine; None if it is available."""
+        return unavailable_reason(self.key, choice, machine)
+
+    def without_effect(self, machine: Machine | None = None) -> str | None:
+        """Why the setting has no effect on this machine, whatever its value; None if it has one."""
+        return unavailable_reason(self.key, None, machine)
+
+    @property
+    def allowed(self) -> str:
+        """The allowed values in words: ``1 to 16``, ``one of auto, torch, mlx``."""
+        match self.kind:
+            case "choice":
+                words = "one of " + ", ".join(choice.value for choice in self.choices)
+            case "flag":
+                words = "true or false"
+            case "integer" | "number":
+                kind = "a whole number" if self.kind == "integer" else "a number"
+                words = f"{kind} from {_figure(self.minimum)} to {_figure(self.maximum)}"
+            case "items" if self.item is not None:
+                words = f"{DESCRIPTIONS[self.item]}, or none"
+            case _:
+                words = "text"
+        return f"{words}, or empty" if self.optional else words
+
+    def _refuse(self, value: object) -> SettingError:
+        shown = repr(value)
+        if len(shown) > 60:
+            shown = shown[:57] + "..."
+        return SettingError(f"{self.key} cannot be {shown}; it must be {self.allowed}", self.key)
+
+    def _check_text(self, value: str) -> str:
+        match self.kind:
+            case "text":
+                # A model's name goes into messages and file names: one line, no control characters.
+                if value.strip() and value.isprintable():
+                    return value.strip()
+            case "items" if self.item is not None:
+                try:
+                    if self.most is None or len(split_items(value)) <= self.most:
+                        return check_items(self.item, value)
+                except ItemError:
+                    raise self._refuse(value) from None
+            case "lines":
+                if not any("\ud800" <= character <= "\udfff" for character in value):
+                    return value
+        raise self._refuse(value)
+
+    def _in_range(self, value: float) -> bool:
+        if isinstance(value, float) and not math.isfinite(value):
+            return False
+        return (self.minimum is None or value >= self.minimum) and (self.maximum is None or value <= self.maximum)
+
+
+def _figure(value: float | None) -> str:
+    if value is None:
+        return "any"
+    return f"{value:,.15g}" if isinstance(value, float) else f"{value:,}"

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from app.files import name_aside, write_whole
-from app.settings.schema import GROUPS, SCHEMA, SettingError, Settings, Value, setting_named
+from app.settings.fields import GROUPS, SettingError, Value
+from app.settings.schema import SCHEMA, Settings, setting_named
 from engine.models.locations import locate
 
 if TYPE_CHECKING:

@@ -1,8 +1,9 @@
-# ruff: noqa: RUF009 (each field is made by dataclasses.field, through setting)
+# ruff: noqa: RUF009 (each field is made by dataclasses.field, through _setting)
 """The settings of a ring of machines, and what the engine is asked with them."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,87 +30,85 @@ HEAD_NAMES = ("here", "this")
 """Names of this machine in the settings of a ring, besides its own name."""
 
 
+_setting = functools.partial(setting, "ring", takes_effect="reload")
+
+
 @dataclass(frozen=True)
 class RingSettings:
     """How machines are found, and how they share a model."""
 
-    ring_mode: RingMode = setting(
-        "ring", "choice", "What travels", "auto",
-        "Exact: results to the bit those of one machine. Fast: an eighth of the bytes, other last bits. Central: the "
-        "head routes, for unlike machines.",
-        choices=choices(auto="Best for these machines", exact="Exact: every expert's result",
+    ring_mode: RingMode = _setting(
+        "choice", "Ring mode", "auto",
+        "Exact sends each expert's result: the answer equals that of one machine to the last bit. Fast sends sums: an "
+        "eighth of the data, and the last bits may differ. Central leaves the routing to the head, for unequal "
+        "machines.",
+        choices=choices(auto="Best for these machines", exact="Exact: each expert's result",
                         fast="Fast: weighted sums", central="Central: the head routes"),
-        takes_effect="reload",
     )  # fmt: skip
-    ring_exchange: ExchangeName = setting(
-        "ring", "choice", "Exchange", "auto",
-        "What carries the results between machines; the first measures those that are allowed and takes the fastest.",
+    ring_exchange: ExchangeName = _setting(
+        "choice", "Exchange", "auto",
+        "How machines exchange results. The first choice measures what is allowed and takes the fastest.",
         choices=choices(auto="Fastest that is allowed", tls="Socket, encrypted (TLS)",
                         socket="Socket, plain text on trusted networks", envoy="Envoy: its own process, gRPC",
                         gloo="gloo (torch), plain text", mlx="mx.distributed (mlx), plain text"),
-        takes_effect="reload",
     )  # fmt: skip
-    ring_loading: LoadingName = setting(
-        "ring", "choice", "Idle experts", "auto",
-        "Experts that run although no token asked for them, so that their memory stays wired (the paper's P-L_R, L_B).",
+    ring_loading: LoadingName = _setting(
+        "choice", "Idle experts", "auto",
+        "Experts that run although no token chose them, so that the system keeps their memory wired (L_R and L_B in "
+        "the paper).",
         choices=choices(**{"auto": "Where memory gets unwired", "selected": "None",
                            "router-aided": "As many as on the busiest machine (L_R)",
-                           "busy-full": "All that a machine holds (L_B)"}),
-        takes_effect="reload",
+                           "busy-full": "All experts of a machine (L_B)"}),
     )  # fmt: skip
-    ring_overlap: bool = setting(
-        "ring", "flag", "Overlap", True,
-        "An expert may be held by several machines where memory allows: less waiting for the busiest one.",
-        takes_effect="reload",
+    ring_overlap: bool = _setting(
+        "flag", "Replicas", True,
+        "Several machines may hold the same expert where memory allows. They wait less for the busiest machine.",
     )  # fmt: skip
-    ring_even_if_slower: bool = setting(
-        "ring", "flag", "Even if slower", False, "Form the ring although one machine alone would be faster.",
-        takes_effect="reload",
+    ring_even_if_slower: bool = _setting(
+        "flag", "Even if slower", False, "Form the ring even if one machine alone would be faster.",
     )  # fmt: skip
-    ring_nodes: str = setting(
-        "ring", "items", "Machines", "",
-        "Which take part, by name or node id; empty: every paired machine that is there.",
-        item="machine", takes_effect="reload",
+    ring_nodes: str = _setting(
+        "items", "Machines", "",
+        "Names or node ids of the machines that take part. Empty: every paired machine that can be reached.",
+        item="machine",
     )  # fmt: skip
-    ring_shares: str = setting(
-        "ring", "items", "GiB by hand", "",
-        "Memory for experts per machine, like here=8, studio=24; machines not named hold what their memory allows.",
-        item="share", takes_effect="reload",
+    ring_shares: str = _setting(
+        "items", "Expert memory", "",
+        "Memory for experts on each machine in GiB, such as here=8, studio=24. Other machines use what is free.",
+        item="share",
     )  # fmt: skip
-    ring_trusted: str = setting(
-        "ring", "items", "Trusted networks", "",
-        "Where the exchange may travel unencrypted, like 192.168.7.0/24: a cable between two machines, say. Empty: "
-        "everything is encrypted.",
-        item="network", takes_effect="reload",
+    ring_trusted: str = _setting(
+        "items", "Trusted networks", "",
+        "Networks on which the exchange may be unencrypted, such as 192.168.7.0/24 for a cable between two machines. "
+        "Empty: everything is encrypted.",
+        item="network",
     )  # fmt: skip
-    ring_peers: str = setting(
-        "ring", "items", "Machines to try", "",
-        "HOST:PORT of machines that are not found by themselves, where multicast is blocked.",
-        item="address", takes_effect="reload",
+    ring_peers: str = _setting(
+        "items", "Addresses to try", "",
+        "HOST:PORT of machines that are not found automatically because the network blocks multicast.",
+        item="address",
     )  # fmt: skip
-    ring_memory: float | None = setting(
-        "ring", "number", "Memory to lend", None,
-        "GiB that a share of a model may take here while this machine is lent (join); empty: what is free.",
-        minimum=0.1, maximum=65_536.0, optional=True, takes_effect="reload",
+    ring_memory: float | None = _setting(
+        "number", "Memory to lend", None,
+        "Memory in GiB that a model may use here while this machine is lent. Empty: all that is free.",
+        minimum=0.1, maximum=65_536.0, optional=True,
     )  # fmt: skip
-    ring_gpu_memory: float | None = setting(
-        "ring", "number", "GPU memory to lend", None,
-        "GiB of GPU memory that a share may take while this machine is lent (join); empty: half of it; 0: none.",
-        minimum=0.0, maximum=65_536.0, optional=True, takes_effect="reload",
+    ring_gpu_memory: float | None = _setting(
+        "number", "GPU memory to lend", None,
+        "GPU memory in GiB that a model may use here while this machine is lent; 0: none. Empty: half of it.",
+        minimum=0.0, maximum=65_536.0, optional=True,
     )  # fmt: skip
-    ring_give_models: bool = setting(
-        "ring", "flag", "Give models", True,
-        "While this machine is lent (join), paired machines may copy a model from it that they name.",
-        takes_effect="reload",
+    ring_give_models: bool = _setting(
+        "flag", "Offer models", True,
+        "Paired machines may copy models from this machine while it is lent.",
     )  # fmt: skip
-    ring_listen: str = setting(
-        "ring", "items", "Listen at", "",
-        "HOST:PORT; empty: all interfaces, port 47820 or the next that is free.",
-        item="place", most=1, takes_effect="reload",
+    ring_listen: str = _setting(
+        "items", "Listen on", "",
+        "HOST:PORT on which other machines reach this one. Empty: all interfaces, port 47820 or the next free one.",
+        item="place", most=1,
     )  # fmt: skip
-    ring_name: str | None = setting(
-        "ring", "text", "Name", None, "What paired machines call this one; empty: the host's name.",
-        optional=True, takes_effect="reload",
+    ring_name: str | None = _setting(
+        "text", "Name", None, "This machine's name on paired machines. Empty: the host name.", optional=True,
     )  # fmt: skip
 
 

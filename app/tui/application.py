@@ -136,13 +136,15 @@ class ChatApp(TerminalApp):
         chat.warned_unsaved = True
         count = chat.controller.unsaved
         some = "1 message is" if count == 1 else f"{count} messages are"
-        chat.show_notice(f"{some} not saved. Quit once more to leave, or keep the text with /export FILE.", "error")
+        chat.show_notice(
+            f"{some} not saved. Press ctrl+q again to quit, or use /export FILE to keep the text.", "error"
+        )
         return False
 
     def action_interrupt(self) -> None:
         """ctrl+c: stop the answer. If there is nothing to stop, show how to leave."""
         if self.chat is None or not self.chat.controller.stop_soon():
-            self.notify("ctrl+q leaves privatellm.", markup=False)
+            self.notify("Press ctrl+q to quit.", markup=False)
 
     def action_help(self) -> None:
         """Show help about the focused widget."""

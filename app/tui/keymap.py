@@ -83,23 +83,21 @@ class ChatCommand:
 
 COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand("help", "Help", "Keys and commands", "app.help", key("help")),
-    ChatCommand("new", "New chat", "Start an empty one", "new", "ctrl+n"),
-    ChatCommand("chats", "Chats", "Resume, search, rename, export, delete", "chats", key("chats")),
-    ChatCommand("model", "Model", "Choose, fetch or load a model", "model", key("model"), "[name]"),
-    ChatCommand("beams", "Beams", "Beam width, candidates and their scores", "beams", key("beams"), "[width]"),
-    ChatCommand("timing", "Timing", "Where each token's time goes, and which experts it used", "timing", key("timing")),
-    ChatCommand(
-        "machines", "Machines", "Find, pair and forget machines; form a ring of them", "machines", key("machines")
-    ),
-    ChatCommand("settings", "Settings", "Model, sampling, partitioning, colours", "settings", "ctrl+s"),
-    ChatCommand("again", "Answer again", "Another answer to the last question; the old one stays", "again", "ctrl+r"),
-    ChatCommand("edit", "Edit the last question", "Its old wording stays, as a branch", "edit_last"),
-    ChatCommand("copy", "Copy the last answer", "To the clipboard, as Markdown", "copy_last"),
-    ChatCommand("code", "Copy the last block of code", "To the clipboard", "copy_code"),
-    ChatCommand("rename", "Rename the chat", "Give it a title", "rename", "", "[title]"),
+    ChatCommand("new", "New chat", "Start an empty chat", "new", "ctrl+n"),
+    ChatCommand("chats", "Chats", "Open, search, rename, export or delete chats", "chats", key("chats")),
+    ChatCommand("model", "Model", "Choose, download or load a model", "model", key("model"), "[name]"),
+    ChatCommand("beams", "Beams", "Set the beam width; see the candidates", "beams", key("beams"), "[width]"),
+    ChatCommand("timing", "Timing", "See where each token's time goes", "timing", key("timing")),
+    ChatCommand("machines", "Machines", "Find, pair and forget machines; form a ring", "machines", key("machines")),
+    ChatCommand("settings", "Settings", "Change the settings", "settings", "ctrl+s"),
+    ChatCommand("again", "Regenerate", "Answer the last question again; the old answer stays", "again", "ctrl+r"),
+    ChatCommand("edit", "Edit the last question", "The old question stays as an alternative", "edit_last"),
+    ChatCommand("copy", "Copy the last answer", "As Markdown, to the clipboard", "copy_last"),
+    ChatCommand("code", "Copy the last code block", "To the clipboard", "copy_code"),
+    ChatCommand("rename", "Rename the chat", "Give the chat a title", "rename", "", "[title]"),
     ChatCommand("export", "Export the chat", "To a Markdown or JSON file", "export", "", "[file]"),
-    ChatCommand("stop", "Stop the answer", "The text so far stays", "stop", "escape"),
-    ChatCommand("quit", "Quit", "Everything is kept", "app.quit_chat", "ctrl+q"),
+    ChatCommand("stop", "Stop the answer", "Keep the text so far", "stop", "escape"),
+    ChatCommand("quit", "Quit", "All chats are saved", "app.quit_chat", "ctrl+q"),
 )
 
 _ALIASES = {
@@ -136,7 +134,7 @@ def parse(text: str) -> Call | None:
     command = _BY_NAME.get(word.lower())
     if command is None:
         near = [name for name in _BY_NAME if name.startswith(word.lower()[:2])]
-        hint = f"did you mean /{near[0]}?" if near else "/help lists them."
+        hint = f"did you mean /{near[0]}?" if near else "/help lists all commands."
         raise UnknownCommand(f"There is no command /{word}; {hint}")
     if argument.strip() and not command.argument:
         raise UnknownCommand(f"/{command.name} takes no arguments.")

@@ -195,7 +195,7 @@ def lending_view(state: NetworkState | None, restarting: bool, width: int) -> Co
     # The most important comes first: on a small terminal the rest is below the edge.
     parts = [_me(state, width)]
     if restarting:
-        parts.append(Content.styled("The engine ended and is started again.", "$text-warning bold"))
+        parts.append(Content.styled("The engine ended and is restarting.", "$text-warning bold"))
     parts += [Content.styled(f"! {one_line(problem)}", "$text-warning") for problem in state.problems]
     if state.lending is not None:
         parts.append(_lending(state.lending, width))
@@ -222,9 +222,9 @@ def _me(state: NetworkState, width: int) -> Content:
 def _where(state: NetworkState, width: int) -> Content:
     me = state.me
     where = ", ".join(map(one_line, me.listening))
-    items = [Content.styled((where and f"listening at {where}") or "no socket is open", _MUTED)]
+    items = [Content.styled((where and f"listening on {where}") or "no socket is open", _MUTED)]
     if me.key_storage:
-        items.append(Content.styled(f"key in {one_line(me.key_storage)}", _MUTED))
+        items.append(Content.styled(f"key stored in {one_line(me.key_storage)}", _MUTED))
     return flowing(items, width)
 
 
@@ -233,7 +233,7 @@ def _code(state: NetworkState, width: int) -> Content:
     lines = large(one_line(state.code))
     if max(map(len, lines)) > width:
         lines = []
-    left = f"valid for {state.code_seconds} s, {tries} left; c makes a new one"
+    left = f"valid for {state.code_seconds} s, {tries} left; press c for a new one"
     typed = Content.assemble(("Type this code on the machine with the chat: ", ""), (one_line(state.code), "bold"))
     return Content("\n").join(
         [
@@ -292,5 +292,5 @@ def leaving_question(facts: LendingFacts | None) -> str:
     """The question before leaving; empty if no ring uses this machine."""
     if facts is None:
         return ""
-    what = "is answering" if facts.stage == "answering" else f"has this machine ({one_line(facts.stage)})"
+    what = "is answering" if facts.stage == "answering" else f"uses this machine ({one_line(facts.stage)})"
     return f"The ring of {one_line(facts.head)} {what}. Leave it?"

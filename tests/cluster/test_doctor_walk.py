@@ -59,7 +59,7 @@ def test_a_paired_machine_is_asked_what_it_does(pair: Nodes) -> None:
     assert {about: finding.mark for about, finding in found.items()} == {
         "name": "ok", "control": "ok", "links": "ok", "trust": "ok", "hello": "ok",
     }  # fmt: skip
-    assert found["trust"].text == "vm, with the certificate that was paired"
+    assert found["trust"].text == "vm, with its paired certificate"
     assert found["hello"].text == f"vm answers, privatellm {vm.version}; lent, and free"
 
 
@@ -115,4 +115,4 @@ def test_what_is_no_privatellm_is_said(pair: Nodes) -> None:
     two = bind_pair("127.0.0.1", 0)
     with two.listener, socket.create_server(("127.0.0.1", two.control)):
         trust = walked(f"127.0.0.1:{two.control}")["trust"]
-    assert trust.mark == "problem" and f"port {two.control} is no privatellm" in trust.text
+    assert trust.mark == "problem" and f"port {two.control} is not privatellm" in trust.text

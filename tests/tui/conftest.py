@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import textual.app
+import textual.pilot
 from fake_engine import FakeEngine
 from screen_helpers import MACHINE, MakeApp
+from textual._context import active_app
 from textual.widgets import Input, TextArea
 
 from app.conversations.opening import open_store
 from app.conversations.store import ConversationStore
 from app.settings.file import open_settings
+from app.settings.schema import SCHEMA
 from app.tui.application import ChatApp
+from app.tui.screens import settings
 
 
 @pytest.fixture(autouse=True)
@@ -24,11 +30,49 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+async def settled(*_: float) -> None:
+    """Wait until everything that could be done now is done: callbacks, messages, and one drawing of the screen.
+
+    Textual's tests wait until the process uses no processor time, at least 20 ms a key. On a busy machine that is also
+    the case while it waits for its turn.
+    """
+    for _ in range(2):
+        # Private, as asyncio offers no other way to ask whether a callback waits.
+        ready = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
+        for _ in range(100_000):
+            if not ready:
+                break
+            await asyncio.sleep(0)
+        app = active_app.get(None)
+        if app is None or not app.screen_stack:
+            return
+        app.screen._on_timer_update()
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_idleness(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(textual.pilot, "wait_for_idle", settled)
+    monkeypatch.setattr(textual.app, "wait_for_idle", settled)
+
+
 @pytest.fixture(autouse=True)
 def steady_cursor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cursor that blinks is there in some pictures and not in others."""
     monkeypatch.setattr(TextArea, "_toggle_cursor_blink_visible", lambda area: None)
     monkeypatch.setattr(Input, "_toggle_cursor", lambda field: None)
+
+
+FEW_SETTINGS = (
+    "runtime", "partitioning", "policy", "gpu_expert_memory", "cpu_threads", "system_prompt", "max_tokens", "ring_mode",
+    "ring_shares", "show_timing",
+)  # fmt: skip
+
+
+@pytest.fixture
+def few_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A settings screen with some settings of each group: the whole of it takes long to lay out."""
+    monkeypatch.setattr(settings, "SCHEMA", tuple(known for known in SCHEMA if known.key in FEW_SETTINGS))
 
 
 @pytest.fixture
@@ -45,9 +89,9 @@ def store(home: Path) -> Iterator[ConversationStore]:
 
 @pytest.fixture
 def make_app(engine: FakeEngine, store: ConversationStore, home: Path) -> MakeApp:
-    def make(**settings: object) -> ChatApp:
+    def make(**values: object) -> ChatApp:
         file = open_settings(home / "settings.toml")
-        for key, value in settings.items():
+        for key, value in values.items():
             file.change(key, value)
         return ChatApp(engine, store, file, machine=MACHINE, is_missing=lambda model: False)
 

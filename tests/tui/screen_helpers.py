@@ -17,14 +17,13 @@ MACHINE = Machine(system="linux", architecture="x86_64", nvidia=False, torch=Tru
 MakeApp = Callable[..., ChatApp]
 
 
-async def wait_until(pilot: Pilot[int], predicate: Callable[[], object], steps: int = 400) -> None:
+async def wait_until(pilot: Pilot[int], predicate: Callable[[], object], steps: int = 20_000) -> None:
     """Let the application work until ``predicate`` holds; the number of steps is bounded, not the time."""
     for _ in range(steps):
         if predicate():
             await pilot.pause()
             return
-        await pilot.pause()
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.005)
     raise AssertionError("it never came about")
 
 

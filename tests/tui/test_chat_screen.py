@@ -161,7 +161,7 @@ async def test_a_crash_is_said_and_the_next_question_works(make_app: MakeApp, en
     async with app.run_test() as pilot:
         await ready(pilot, app)
         await pilot.press(*"crash", "enter")
-        await wait_until(pilot, lambda: "started again" in notice(app))
+        await wait_until(pilot, lambda: "is restarting" in notice(app))
         assert "Paris" in shown(app)[1]
         await ready(pilot, app)
         await ask(pilot, app, "again")
@@ -197,7 +197,7 @@ async def test_slash_commands(make_app: MakeApp, home: Path) -> None:
         assert "keep me" in target.read_text()
         app.chat.prompt.fill(f"/export {target}")
         await pilot.press("enter")
-        assert "is there already" in notice(app)
+        assert "already exists" in notice(app)
         app.chat.prompt.fill("/beams 40")
         await pilot.press("enter")
         assert "from 1 to 16" in notice(app)
@@ -267,7 +267,7 @@ async def test_help_is_about_what_has_the_focus(make_app: MakeApp) -> None:
         await ready(pilot, app)
         await pilot.press("f1")
         await wait_until(pilot, lambda: app.screen.query(".help-text"))
-        assert "Type a question." in str(app.screen.query_one(".help-text").render())
+        assert "Type a question" in str(app.screen.query_one(".help-text").render())
         await pilot.press("escape", "f2")
         await wait_until(pilot, lambda: isinstance(app.screen, ConversationsScreen))
         await pilot.press("f1")

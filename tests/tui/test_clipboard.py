@@ -24,7 +24,7 @@ async def test_the_tool_gets_the_text(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delenv("SSH_CONNECTION", raising=False)
     monkeypatch.setattr(application, "clipboard_tools", lambda: [[str(tmp_path / "missing")], [str(tool)]])
     handed: list[str] = []
-    assert await application.copy_text("übrigens", "The answer", handed.append) == "The answer is copied."
+    assert await application.copy_text("übrigens", "The answer", handed.append) == "The answer was copied."
     assert target.read_text(encoding="utf-8") == "übrigens"
     assert handed == []
 
@@ -34,4 +34,4 @@ async def test_without_a_tool_the_terminal_is_asked_and_that_is_said(monkeypatch
     handed: list[str] = []
     said = await application.copy_text("x", "The answer", handed.append)
     assert handed == ["x"]
-    assert "Shift-drag to select" in said
+    assert "with shift and the mouse" in said

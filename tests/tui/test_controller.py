@@ -126,7 +126,7 @@ async def test_a_crash_keeps_the_text_and_the_next_question_works(engine: FakeEn
         await chat.until(lambda: chat.path[-1].state == "failed")
         assert chat.path[-1].content == "Paris"
         assert on_disk(store, chat)[-1].content == "Paris"
-        assert any("started again" in text for text in chat.said)
+        assert any("is restarting" in text for text in chat.said)
         await chat.until(lambda: chat.controller.status.phase is Phase.READY)
         assert engine.starts == 2
         chat.controller.submit("again")
@@ -180,7 +180,7 @@ async def test_the_old_model_stays_in_use_when_another_cannot_be_loaded(
         chat.controller.submit("hi")
         await chat.answered()
         assert chat.path[-1].content == "Paris is the capital."
-        assert "broken cannot be used: model.safetensors is truncated. starter stays in use." in chat.said
+        assert "broken cannot be loaded: model.safetensors is truncated. starter stays in use." in chat.said
         assert chat.controller.options == Settings(max_tokens=7)
 
 
@@ -218,7 +218,7 @@ async def test_a_refused_prompt_says_why_and_keeps_the_question(engine: FakeEngi
     async with running(Chat(engine, store)) as chat:
         chat.controller.submit("long")
         await chat.answered()
-        assert chat.path[-1].note.startswith("The prompt is 9 tokens too long. /edit changes it")
+        assert chat.path[-1].note.startswith("The prompt is 9 tokens too long. Use /edit to shorten it")
         assert chat.path[0].content == "long"
         assert chat.controller.status.phase is Phase.READY
 
@@ -245,7 +245,7 @@ async def test_a_question_behind_another_says_what_it_waits_for(engine: FakeEngi
         chat.controller.submit("one")
         await chat.until(lambda: chat.path[1].content)
         chat.controller.submit("two")
-        assert chat.path[-1].note == "Queued behind the previous answer."
+        assert chat.path[-1].note == "Waiting for the previous answer."
         engine.gate.set()
         await chat.answered()
         assert chat.path[-1].note == ""
@@ -430,7 +430,7 @@ async def test_a_store_that_refuses_loses_nothing(engine: FakeEngine, store: Con
         assert [record.content for record in on_disk(store, chat)] == [
             "precious", "Paris is the capital.", "more", "Paris is the capital.",
         ]  # fmt: skip
-        assert "Everything is saved again." in chat.said
+        assert "All messages are saved again." in chat.said
 
 
 async def test_control_characters_of_a_model_are_neither_shown_nor_kept(

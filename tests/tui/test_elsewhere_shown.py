@@ -39,7 +39,7 @@ def test_the_status_line_and_the_plan_name_the_machine() -> None:
     assert not is_slower(facts())
     lines = plan_lines(facts())
     assert lines[0] == "studio alone: about 20 tokens/s"
-    assert lines[1] == "tokens there, logits back; encrypted"
+    assert lines[1] == "sends tokens, receives logits; encrypted"
     assert "studio computes alone." in lines
 
 

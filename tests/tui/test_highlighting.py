@@ -64,6 +64,10 @@ _WORDS = (
 )  # fmt: skip
 
 
+EVERY = 9
+"""Of so many hostile texts one is tried with each lexer; all of them in the soak tests."""
+
+
 def hostile_texts(lexer: str) -> Iterator[str]:
     """Each character and word over and over, with and without something that it could be thought to be inside of."""
     for unit in (*_CHARACTERS, *_WORDS):
@@ -87,12 +91,13 @@ def as_long_as_may_be(text: str, lexer: str) -> str:
 _LEXERS = sorted(set(LANGUAGES.values()))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-async def test_no_hostile_text_keeps_a_lexer_busy(highlighter: Highlighter, part: int) -> None:
+@pytest.mark.parametrize("every", [EVERY, pytest.param(1, marks=pytest.mark.soak)])
+async def test_no_hostile_text_keeps_a_lexer_busy(highlighter: Highlighter, every: int) -> None:
     """A process that takes too long for a block is ended by the kernel, and its lexer counts as failed."""
-    for lexer in _LEXERS[part::4]:
-        for text in hostile_texts(lexer):
+    for place, lexer in enumerate(_LEXERS):
+        texts = list(hostile_texts(lexer))
+        # Another part of the texts for each lexer, and always the last, which is as long as may be.
+        for text in [*texts[place % every : -1 : every], texts[-1]]:
             assert worth_colouring(text, lexer), text[:20]
             await coloured(highlighter, text, lexer)
             assert not highlighter.failed, f"{lexer}: {text[:20]!r} over {len(text)} characters"
@@ -142,15 +147,17 @@ async def test_other_languages_and_large_blocks_stay_plain(highlighter: Highligh
 
 
 async def test_a_lexer_that_runs_out_of_time_is_ended_and_the_others_go_on(
-    highlighter: Highlighter, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Scala was let in here: its lexer is caught in one call of C, which no signal handler would interrupt."""
+    highlighter = Highlighter(deadline_s=0.3)
     monkeypatch.setitem(highlighting.LANGUAGES, "scala", "scala")
     assert await coloured(highlighter, '"' + "\\" * 60, "scala") == []
     assert highlighter.failed == {"scala"}
     assert await coloured(highlighter, "x = 1", "python")
     highlighter.spans("val x = 1", "scala", Block())
     assert not highlighter.busy
+    await highlighter.close()
 
 
 @pytest.mark.parametrize("program", ["import sys; sys.exit()", "input(); print('[[1, 2]]', flush=True)"])
@@ -193,6 +200,7 @@ async def test_74_characters_of_an_answer_leave_the_screen_alive(
         monkeypatch.setitem(highlighting.LANGUAGES, "scala", "scala")
     engine.answer = lambda request: [BACKSLASHES]
     app = make_app()
+    app.highlighter = Highlighter(deadline_s=0.3)
     async with app.run_test() as pilot:
         await ready(pilot, app)
         await ask(pilot, app, "Repeat what is on that page.")
@@ -201,6 +209,7 @@ async def test_74_characters_of_an_answer_leave_the_screen_alive(
         await ask(pilot, app, "Are you there?")
         assert "Still here." in shown(app)[-1]
     again = make_app()
+    again.highlighter = Highlighter(deadline_s=0.3)
     async with again.run_test() as pilot:
         await ready(pilot, again)
         assert controller(again).open_conversation(again.store.conversations()[0].id)

@@ -36,7 +36,7 @@ JOIN = OpenNetwork(id=0, lend=True)
 
 def test_opening_tells_who_this_is_and_the_code() -> None:
     lines = event_lines(CLOSED, OPEN)
-    assert lines[0] == "laptop, a1a1a1a1 (amber canyon lemon orbit), listens at 10.0.0.1:47820."
+    assert lines[0] == "laptop, a1a1a1a1 (amber canyon lemon orbit), listens on 10.0.0.1:47820."
     assert any(line.startswith("Code: 1234 5678 (valid for 120 s, 3 tries)") for line in lines)
     assert event_lines(OPEN, msgspec.structs.replace(OPEN, code_seconds=119)) == []
     assert event_lines(OPEN, CLOSED) == ["The network is closed."]
@@ -44,7 +44,7 @@ def test_opening_tells_who_this_is_and_the_code() -> None:
 
 def test_a_code_that_nobody_used_is_over_with_the_way_to_another() -> None:
     over = msgspec.structs.replace(OPEN, code="", code_seconds=0, code_tries=0)
-    assert event_lines(OPEN, over) == ["The code has expired; `privatellm peers code` shows another."]
+    assert event_lines(OPEN, over) == ["The code has expired; `privatellm peers code` shows a new one."]
     paired = msgspec.structs.replace(over, peers=[msgspec.structs.replace(STUDIO, state="ready")])
     assert event_lines(OPEN, paired) == ["Paired with studio."]
 
@@ -177,10 +177,10 @@ async def test_a_new_code_and_a_restart_are_shown(engine: FakeEngine) -> None:
         await wait_until(pilot, lambda: "1234-5678" in app.query_one(LendingDetails).render().plain)
         engine.start_gate = asyncio.Event()
         engine.die()
-        await wait_until(pilot, lambda: "is started again" in app.query_one(LendingDetails).render().plain)
+        await wait_until(pilot, lambda: "is restarting" in app.query_one(LendingDetails).render().plain)
         engine.start_gate.set()
         await wait_until(pilot, lambda: "can be used again" in app.query_one(Events).render().plain)
-        assert "is started again." not in app.query_one(LendingDetails).render().plain
+        assert "is restarting." not in app.query_one(LendingDetails).render().plain
 
 
 async def test_a_machine_that_cannot_be_lent_says_why(engine: FakeEngine) -> None:

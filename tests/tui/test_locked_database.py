@@ -54,7 +54,7 @@ async def test_a_lasting_lock_is_said_and_holds_nothing_up(
         other.execute("ROLLBACK")
         await chat.until(lambda: not chat.controller.unsaved)
         assert [record.content for record in on_disk(store, chat)] == ["first", "Paris is the capital."]
-        assert chat.said[-1] == "Everything is saved again."
+        assert chat.said[-1] == "All messages are saved again."
 
 
 async def test_a_lock_at_the_end_is_waited_for(

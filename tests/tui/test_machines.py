@@ -97,11 +97,11 @@ async def test_nothing_is_opened_before_it_is_asked_for(make_app: MakeApp, engin
         assert "No socket is open" in here(app)
         assert "studio" in listed(app) and "10.0.0.3" not in listed(app)
         await pilot.press("p", "c")
-        await wait_until(pilot, lambda: "Look for machines first" in _problem(app))
+        await wait_until(pilot, lambda: "Press l to look for machines first" in _problem(app))
         assert not engine.sent(OpenNetwork)
         await pilot.press("l")
         await wait_until(pilot, lambda: "10.0.0.3" in listed(app))
-        assert "listening at 10.0.0.1:47820" in here(app)
+        assert "listening on 10.0.0.1:47820" in here(app)
         await pilot.press("l")
         await wait_until(pilot, lambda: engine.network.opened is None)
         await wait_until(pilot, lambda: "No socket is open" in here(app))
@@ -174,6 +174,7 @@ async def test_forgetting_is_confirmed(make_app: MakeApp, engine: FakeEngine) ->
         await wait_until(pilot, lambda: engine.sent(ForgetPeer) and "studio" not in listed(app))
 
 
+@pytest.mark.usefixtures("few_settings")
 async def test_forming_a_ring_loads_the_model_on_it_and_leaving_closes_the_network(
     make_app: MakeApp, engine: FakeEngine
 ) -> None:
@@ -182,7 +183,7 @@ async def test_forming_a_ring_loads_the_model_on_it_and_leaving_closes_the_netwo
         await machines(pilot, app)
         await pilot.press("r")
         await pilot.press("f")
-        await wait_until(pilot, lambda: "Look for machines first (l)" in _problem(app))
+        await wait_until(pilot, lambda: "Press l to look for machines first" in _problem(app))
         await pilot.press("l")
         await wait_until(pilot, lambda: "ready" in listed(app))
         engine.facts = ON_A_RING
@@ -218,7 +219,7 @@ async def test_a_ring_that_cannot_be_formed_leaves_what_worked(make_app: MakeApp
     app = make_app()
     async with app.run_test(size=(120, 40)) as pilot:
         await ready(pilot, app)
-        engine.network.refusal = "Port 47820 is in use: choose another under Listen at."
+        engine.network.refusal = "Port 47820 is in use: choose another under Listen on."
         controller(app).change_settings({"partitioning": "ring", "ring_mode": "fast"})
         await wait_until(pilot, lambda: "Port 47820 is in use" in notice(app))
         await ready(pilot, app)
@@ -281,10 +282,10 @@ async def test_another_ring_is_shown_at_once(make_app: MakeApp, engine: FakeEngi
         engine.network.peers = [msgspec.structs.replace(STUDIO, state="lost")]
         engine.tell_network()
         assert status.away == ("studio",) and "ring of 2, studio is gone" in status_line(status, 120).plain
-        await wait_until(pilot, lambda: "studio is gone; the next answer is given by a ring without it." in notice(app))
+        await wait_until(pilot, lambda: "studio is gone. The next answer comes from a ring without it." in notice(app))
         engine.network.peers = [msgspec.structs.replace(STUDIO, state="ready")]
         engine.tell_network()
-        await wait_until(pilot, lambda: "studio is there again." in notice(app))
+        await wait_until(pilot, lambda: "studio is back." in notice(app))
         assert engine.on_ring is not None
         alone = msgspec.structs.replace(FORMED, epoch="", nodes=FORMED.nodes[:1])
         engine.on_ring(RingChanged(ring=alone, executor="local (torch, cpu)"))
@@ -311,6 +312,7 @@ async def test_what_becomes_of_a_ring_is_the_engines_to_say_while_it_answers(
 # --- settings -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("few_settings")
 async def test_a_ring_is_predicted_before_it_is_applied(make_app: MakeApp, engine: FakeEngine) -> None:
     engine.planned = msgspec.structs.replace(PLANNED, ring=RING)
     app = make_app()
@@ -377,7 +379,7 @@ def test_unequal_trunks_and_too_little_memory_are_said() -> None:
     nodes = [RING.nodes[0], msgspec.structs.replace(RING.nodes[1], trunk_bytes=0, memory_free=1_000_000_000)]
     lines = ring_lines(msgspec.structs.replace(RING, nodes=nodes, alone_tokens_per_s=None), 100)
     text = "\n".join(line.plain for line in lines)
-    assert "fits on no machine alone" in text and "trunk 0 B" in text
+    assert "does not fit on one machine" in text and "trunk 0 B" in text
     assert any("error" in str(span.style) for line in lines for span in line.spans)
 
 
@@ -434,7 +436,7 @@ async def test_a_panel_that_samples_says_so(make_app: MakeApp, engine: FakeEngin
         await wait_until(pilot, lambda: app.screen.query(TimingPanel))
         view = app.screen.query_one(TimingView)
         view.show(Timing(id=1, prefill=PhaseTimes(), decode=PhaseTimes(), sampled=sampled))
-        assert ("A few steps a second are measured" in view.render().plain) == sampled
+        assert ("Only a few steps a second are measured" in view.render().plain) == sampled
 
 
 # --- the status line ----------------------------------------------------------------------------------------------

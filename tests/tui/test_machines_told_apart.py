@@ -60,10 +60,10 @@ def test_a_machine_that_is_not_paired_is_known_by_its_words() -> None:
 def test_a_machine_that_is_there_and_not_lent_is_not_called_ready() -> None:
     chatting = msgspec.structs.replace(STUDIO, lends=False)
     assert (state_words(STUDIO), state_words(chatting), state_words(chatting, of_head=True)) == (
-        "ready", "there, not lent", "there",
+        "ready", "reachable, not lent", "reachable",
     )  # fmt: skip
-    assert peer_lines(chatting, 76).plain.startswith("○ studio  there, not lent")
-    assert peer_lines(chatting, 76, of_head=True).plain.startswith("● studio  there\n")
+    assert peer_lines(chatting, 76).plain.startswith("○ studio  reachable, not lent")
+    assert peer_lines(chatting, 76, of_head=True).plain.startswith("● studio  reachable\n")
 
 
 def test_addresses_that_are_shown_can_be_typed_elsewhere() -> None:
@@ -102,7 +102,7 @@ def test_that_it_is_a_ring_matters_more_than_the_first_token_after_idle(width: i
 def test_a_lent_machine_shows_first_what_one_needs() -> None:
     state = NetworkState(me=ME, open=True, code="1234 5678", code_seconds=100, code_tries=3)
     shown = lending_view(state, False, 34).plain
-    assert shown.index("1234 5678") < shown.index("listening at") and len(shown[: shown.index("tries")].split("\n")) < 9
+    assert shown.index("1234 5678") < shown.index("listening on") and len(shown[: shown.index("tries")].split("\n")) < 9
     forming = LendingFacts(head="desk", model="", rank=0, nodes=0, experts=0, expert_bytes=0, stage="comparing weights")
     shown = lending_view(msgspec.structs.replace(state, code="", lending=forming), False, 76).plain
     assert "desk\n" in shown and "comparing weights" in shown
@@ -132,8 +132,8 @@ async def test_what_is_no_address_is_refused_before_a_code_is_asked_for(make_app
         await wait_until(pilot, lambda: isinstance(app.screen, AskText))
         app.screen.query_one(Input).value = "7954 2612"
         await pilot.press("enter")
-        await wait_until(pilot, lambda: isinstance(app.screen, MachinesScreen) and "no address" in _problem(app))
-        assert "“7954 2612” is no address; type HOST:PORT" in " ".join(_problem(app).split())
+        await wait_until(pilot, lambda: isinstance(app.screen, MachinesScreen) and "not an address" in _problem(app))
+        assert "“7954 2612” is not an address. Type HOST:PORT" in " ".join(_problem(app).split())
         assert not engine.sent(Pair)
 
 
@@ -145,7 +145,7 @@ async def test_the_code_is_asked_for_with_the_words_of_the_machine(make_app: Mak
         await pilot.press("p")
         await wait_until(pilot, lambda: isinstance(app.screen, AskText))
         asked = str(app.screen.query_one(".dialogue-title", Static).visual)
-        assert " ".join(asked.split()) == f"The code that c3c3c3c3 ({WORDS}) shows"
+        assert " ".join(asked.split()) == f"Code shown by c3c3c3c3 ({WORDS})"
 
 
 @pytest.mark.parametrize(
@@ -183,6 +183,7 @@ async def test_forming_again_in_the_middle_of_an_answer_is_said(make_app: MakeAp
         assert status.progress is None and "sending" not in status_line(status, 80).plain
 
 
+@pytest.mark.usefixtures("few_settings")
 async def test_the_settings_go_from_group_to_group(make_app: MakeApp) -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:

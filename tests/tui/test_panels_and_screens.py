@@ -27,6 +27,8 @@ from app.tui.screens.models import ModelsScreen
 from app.tui.screens.settings import Prediction, SettingRow, SettingsScreen
 from engine.ipc.messages import Beam, ExpertMovement, Failed, Generate, LayerTimes, Load, PhaseTimes, Plan, Timing
 
+pytestmark = pytest.mark.usefixtures("few_settings")
+
 BEAMS = [Beam("first", [1], -0.1), Beam("second", [2], -0.2), Beam("third", [3], -0.3)]
 
 
@@ -83,8 +85,8 @@ async def test_a_width_of_beams_is_chosen_and_a_candidate_picked(make_app: MakeA
         await wait_until(pilot, lambda: isinstance(app.focused, Widths))
         await wait_until(pilot, lambda: "1 beam" in str(app.focused.render() if app.focused else ""))
         await pilot.press("right", "right")
-        assert "memory 570 MB of 2.4 GB free" in str(app.focused.render() if app.focused else "")
-        assert "81 % of single-beam speed" in str(app.focused.render() if app.focused else "")
+        assert "Needs 570 MB of 2.4 GB free memory" in str(app.focused.render() if app.focused else "")
+        assert "81 % of the speed of one beam" in str(app.focused.render() if app.focused else "")
         await pilot.press("enter")
         assert app.settings.beams == 3
         await ask(pilot, app, "q")
@@ -115,7 +117,7 @@ async def test_the_costs_are_asked_when_a_model_is_loaded_while_the_panel_is_ope
         await wait_until(pilot, lambda: isinstance(app.focused, Widths))
         await wait_until(pilot, lambda: "once the model is loaded" in str(app.screen.query_one(Widths).render()))
         engine.load_gate.set()
-        await wait_until(pilot, lambda: "single-beam speed" in str(app.screen.query_one(Widths).render()))
+        await wait_until(pilot, lambda: "of the speed of one beam" in str(app.screen.query_one(Widths).render()))
 
 
 async def test_a_width_that_does_not_fit_is_refused(make_app: MakeApp) -> None:
@@ -126,7 +128,7 @@ async def test_a_width_that_does_not_fit_is_refused(make_app: MakeApp) -> None:
         await wait_until(pilot, lambda: isinstance(app.focused, Widths))
         await wait_until(pilot, lambda: "1 beam" in str(app.focused.render() if app.focused else ""))
         await pilot.press(*["right"] * 15, "enter")
-        assert "short" in str(app.focused.render() if app.focused else "")
+        assert "more memory" in str(app.focused.render() if app.focused else "")
         assert app.settings.beams == 1
 
 
@@ -147,7 +149,7 @@ async def test_timing_is_measured_after_a_panel_that_covers_the_conversation(
         await ready(pilot, app)
         await pilot.press("f5")
         await wait_until(pilot, lambda: bool(app.screen.query(".timing")) and engine.watching)
-        assert "From now on" in str(app.screen.query_one(".timing").render())
+        assert "measures from now on" in str(app.screen.query_one(".timing").render())
         await pilot.press("escape")
         await wait_until(pilot, lambda: app.screen is app.chat)
         await ask(pilot, app, "Hello")
@@ -165,7 +167,7 @@ async def test_timing_is_measured_while_the_panel_is_open(make_app: MakeApp, eng
         await wait_until(pilot, lambda: engine.watching)
         await ask(pilot, app, "q")
         view, experts = app.screen.query_one(".timing"), app.screen.query_one(".experts")
-        await wait_until(pilot, lambda: "Use of the experts" in str(experts.render()))
+        await wait_until(pilot, lambda: "Expert use" in str(experts.render()))
         assert "Decoding by layer" in str(view.render())
         await pilot.press("f5", "p")
         assert "Prefill by layer" in str(view.render())
@@ -217,7 +219,7 @@ async def test_a_setting_is_changed_saved_and_used(make_app: MakeApp, engine: Fa
         field.focus()
         field.value = "no number"
         await pilot.press("enter")
-        assert "Longest answer cannot be" in str(rows["max_tokens"].query_one(".setting-help", Static).visual)
+        assert "Answer limit cannot be" in str(rows["max_tokens"].query_one(".setting-help", Static).visual)
         field.value = "7"
         await pilot.press("escape")
         await wait_until(pilot, lambda: app.screen is app.chat)
@@ -240,7 +242,7 @@ async def test_leaving_does_not_drop_a_wrong_value_unsaid(make_app: MakeApp, hom
         await pilot.press("tab", "escape")
         await pilot.pause()
         assert isinstance(app.screen, SettingsScreen) and app.focused is field
-        assert "Longest answer cannot be" in str(rows["max_tokens"].query_one(".setting-help", Static).visual)
+        assert "Answer limit cannot be" in str(rows["max_tokens"].query_one(".setting-help", Static).visual)
         await pilot.press("escape")
         await wait_until(pilot, lambda: app.screen is app.chat)
         assert app.settings == before and not (home / "settings.toml").exists()
@@ -333,7 +335,7 @@ async def test_what_cannot_be_predicted_is_said_in_a_line(make_app: MakeApp, eng
     async with app.run_test(size=(80, 24)) as pilot:
         await ready(pilot, app)
         await open_settings_screen(pilot, app)
-        await wait_until(pilot, lambda: "Not predicted: There is no model called 'x'" in prediction_of(app))
+        await wait_until(pilot, lambda: "No prediction: There is no model called 'x'" in prediction_of(app))
 
 
 async def test_the_prediction_waits_for_an_engine_that_is_not_up(make_app: MakeApp, engine: FakeEngine) -> None:
@@ -342,7 +344,7 @@ async def test_the_prediction_waits_for_an_engine_that_is_not_up(make_app: MakeA
     async with app.run_test(size=(80, 24)) as pilot:
         await wait_until(pilot, lambda: app.chat is not None and app.chat.is_mounted)
         await open_settings_screen(pilot, app)
-        await wait_until(pilot, lambda: "when the engine is up" in prediction_of(app))
+        await wait_until(pilot, lambda: "when the engine is running" in prediction_of(app))
         engine.start_gate.set()
         await wait_until(pilot, lambda: "96.4 tok/s" in prediction_of(app))
 
@@ -358,7 +360,7 @@ async def test_the_prediction_comes_while_an_answer_is_written(make_app: MakeApp
         await wait_until(pilot, lambda: "96.4 tok/s" in prediction_of(app))
         rows["runtime"].query_one(RadioSet).focus()
         await pilot.press("down", "enter")
-        await wait_until(pilot, lambda: "is being written stops" in prediction_of(app))
+        await wait_until(pilot, lambda: "answer is stopped" in prediction_of(app))
         await pilot.press("f6")
         engine.gate.set()
         await pilot.press("escape")
@@ -464,4 +466,4 @@ def test_an_export_that_fails_says_why(tmp_path: Path) -> None:
     there.touch()
     with pytest.raises(OSError) as failed:
         there.open("x")
-    assert export_problem(there, failed.value) == f"Export failed: {there} is there already; choose another name."
+    assert export_problem(there, failed.value) == f"Export failed: {there} already exists; choose another name."

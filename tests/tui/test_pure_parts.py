@@ -301,8 +301,8 @@ def test_what_was_moved_is_said_for_a_token() -> None:
     )  # fmt: skip
     text = charts.movement(moved, 200).plain
     assert "weights 12.3 MB" in text and "activations 82 kB" in text
-    assert "hit rate 60%" in text and "25% of the misses copied" in text
-    assert "GPU at work 50%  CPU 70%  both at once 25%" in text
+    assert "hit rate 60%" in text and "25% of misses copied" in text
+    assert "GPU busy 50%  CPU busy 70%  both busy 25%" in text
     assert all(len(line) <= 40 for line in charts.movement(moved, 40).plain.splitlines())
     assert "hit rate" not in charts.movement(ExpertMovement(), 80).plain
 
@@ -317,18 +317,18 @@ FULL = DeviceMemory(
 def test_a_shortfall_comes_first() -> None:
     short = msgspec.structs.replace(PLANNED, fits=False, shortfall=3_200_000_000, memory=[FULL])
     lines = prediction(short, 80).plain.splitlines()
-    assert lines[0] == "starter does not fit in memory: 3.2 GB short."
+    assert lines[0] == "starter does not fit in memory: 3.2 GB are missing."
     assert "Some GPU 23.2 GB of 24.0 GB" in lines[3] or "Some GPU 23.2 GB of 24.0 GB" in lines[2]
 
 
 def test_a_prediction_says_what_it_rests_on() -> None:
     text = prediction(PLANNED, 100).plain
-    assert "about 96.4 tok/s" in text and "prompts 1,069 tok/s" in text and "48 GB/s, measured here" in text
+    assert "about 96.4 tok/s" in text and "prompts at 1,069 tok/s" in text and "48 GB/s, measured here" in text
     assert "CPU 824 MB of 25.0 GB" in text and "21.0 GB free" in text
     assert "runtime: native – no GPU is used" in text
     unknown = msgspec.structs.replace(PLANNED, tokens_per_s=None, basis="run `privatellm bench experts`")
-    assert prediction(unknown, 100).plain.startswith("Speed not predicted  run `privatellm bench experts`")
-    assert prediction("There is no model\ncalled x.", 80).plain == "Not predicted: There is no model called x."
+    assert prediction(unknown, 100).plain.startswith("No predicted speed  run `privatellm bench experts`")
+    assert prediction("There is no model\ncalled x.", 80).plain == "No prediction: There is no model called x."
 
 
 # --- who runs the model ---

@@ -124,6 +124,6 @@ async def test_what_is_selected_goes_to_the_machine_s_clipboard_too(
         app.chat.prompt.select_all()
         await pilot.press("ctrl+c")
         await wait_until(pilot, lambda: app._notifications)
-        assert [notice.message for notice in app._notifications] == ["The selection is copied."]
+        assert [notice.message for notice in app._notifications] == ["The selection was copied."]
         assert target.read_text("utf-8") == "UTF-8||größer"
         assert app.clipboard == "größer"

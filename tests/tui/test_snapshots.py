@@ -193,7 +193,7 @@ def test_timing(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, si
         await wait_until(pilot, lambda: engine.watching)
         await ask(pilot, "What is the capital?")
         app = app_of(pilot)
-        await wait_until(pilot, lambda: "Use of the experts" in str(app.screen.query_one(".experts").render()))
+        await wait_until(pilot, lambda: "Expert use" in str(app.screen.query_one(".experts").render()))
 
     assert snap_compare(make_app(), terminal_size=size, run_before=before)
 
@@ -207,7 +207,7 @@ def test_timing_scrolled_to_the_heat_map(snap_compare: Compare, make_app: MakeAp
         await wait_until(pilot, lambda: engine.watching)
         await ask(pilot, "What is the capital?")
         app = app_of(pilot)
-        await wait_until(pilot, lambda: "Use of the experts" in str(app.screen.query_one(".experts").render()))
+        await wait_until(pilot, lambda: "Expert use" in str(app.screen.query_one(".experts").render()))
         await pilot.press("end")
         await pilot.pause()
 
@@ -272,7 +272,7 @@ def test_settings_that_do_not_fit(
         rows = {row.setting.key: row for row in pilot.app.screen.query(SettingRow)}
         rows["policy"].query_one(RadioSet).focus()
         await pilot.press("down", "enter")
-        await wait_until(pilot, lambda: "3.2 GB short" in str(prediction.render()))
+        await wait_until(pilot, lambda: "3.2 GB are missing" in str(prediction.render()))
         await wait_until(pilot, lambda: "Pending changes" in str(prediction.render()))
         await wait_until(pilot, lambda: not [worker for worker in pilot.app.workers if worker.group == "prediction"])
         await pilot.pause()

@@ -28,9 +28,10 @@ class MessageView(Written, can_focus=True):
     """A message: its speaker, its text, its state. Of a message in progress, the finished blocks."""
 
     HELP = (
-        "A message of the conversation. `up` and `down` go to the next, `u` and `d` scroll, `c` copies it, `b` "
-        "copies its next block of code, `e` edits a question (its old wording stays as an alternative), `r` asks "
-        "again, `left` and `right` show the alternatives, `esc` goes back to typing."
+        "A message of the conversation. `up` and `down` go to the previous and the next message; `u` and `d` "
+        "scroll. `c` copies the message, `b` its next code block. `e` edits a question; the old question stays as "
+        "an alternative. `r` regenerates the answer. `left` and `right` switch between alternatives. `esc` returns "
+        "to the prompt."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "neighbour(-1)", "Up", show=False, id="message.up"),

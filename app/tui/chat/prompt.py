@@ -19,9 +19,9 @@ class Prompt(TextArea):
     """
 
     HELP = (
-        "Type a question. `enter` sends it; `ctrl+j`, `shift+enter` and `alt+enter` break the line (`ctrl+j` works in "
-        "every terminal); pasted lines stay lines. `up` in an empty field brings back earlier questions, "
-        f"{either('messages')} goes to the messages. `/help` lists the commands."
+        "Type a question and press `enter` to send it. `ctrl+j`, `shift+enter` and `alt+enter` start a new line; "
+        "`ctrl+j` works in every terminal. Pasted text keeps its lines. `up` in an empty prompt recalls earlier "
+        f"questions. {either('messages')} goes to the messages. `/help` lists the commands."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "send", "Send", show=False, id="prompt.send"),

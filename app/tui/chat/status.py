@@ -43,11 +43,11 @@ def _welcome(status: Status) -> Content:
         *[
             Content.assemble((f"{keys:>9}", "bold"), (f"  {text}", "$foreground-muted"))
             for keys, text in (
-                ("enter", "sends    "),
+                ("enter", "send     "),
                 ("ctrl+j", "new line "),
-                ("esc", "stops    "),
+                ("esc", "stop     "),
                 (key("help"), "help     "),
-                ("ctrl+q", "quits    "),
+                ("ctrl+q", "quit     "),
             )
         ],
     ]
@@ -58,8 +58,8 @@ def _about_model(status: Status) -> list[Content]:
     facts = status.facts
     if status.phase is Phase.UNAVAILABLE:
         return [
-            Content.styled(f"There is no model: {status.problem}", "$text-error"),
-            Content.styled(f"{key('model')} chooses another one.", "$foreground-muted"),
+            Content.styled(f"No model is loaded: {status.problem}", "$text-error"),
+            Content.styled(f"Press {key('model')} to choose another model.", "$foreground-muted"),
         ]
     if facts is not None:
         experts = f"{facts.experts} experts, {facts.experts_per_token} active per token" if facts.experts else "dense"
@@ -68,12 +68,12 @@ def _about_model(status: Status) -> list[Content]:
             Content.styled(engine_name(facts), "$foreground-muted"),
         ]
         if facts.name == "starter":
-            lines.append(Content.styled("Small, for trying things out: expect mistakes.", "$text-warning"))
+            lines.append(Content.styled("A small model for first tests. Expect mistakes.", "$text-warning"))
         return [*lines, *[Content.styled(notice, "$text-warning") for notice in facts.notices]]
     what = progress_text(status.progress) if status.progress is not None else status.phase.value
     return [
         Content.assemble((status.model, "bold"), (f" · {what}", "$foreground-muted")),
-        Content.styled("You can type already: the question waits for the model.", "$foreground-muted"),
+        Content.styled("You can type now. Your question waits for the model.", "$foreground-muted"),
     ]
 
 

@@ -26,11 +26,11 @@ _MUTED = "$foreground-muted"
 class BeamPanel(Panel):
     PANEL = "beams"
     TITLE = "Beams"
-    HINT = f"{key('beams')} focus panel · {key('beams')} again close"
+    HINT = f"{key('beams')} focuses the panel, {key('beams')} again closes it"
     HELP = (
-        "A beam search keeps several candidates and gives the likeliest whole answer. `left` and `right` choose how "
-        "many, at what cost; `enter` applies it from the next question on. `tab` goes to the candidates: `enter` "
-        "makes the marked one the answer, and the others stay as alternatives."
+        "A beam search keeps several candidates and returns the likeliest complete answer. `left` and `right` "
+        "choose the beam width and show its cost; `enter` uses it from the next question on. `tab` goes to the "
+        "candidates. There, `enter` makes the marked candidate the answer, and the others stay as alternatives."
     )
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "screen.close_panel", "Close", id="panel.close")]
 
@@ -85,7 +85,7 @@ class Widths(Rendered, can_focus=True):
         self.applied = width
         self.marked = width
         self._apply = apply
-        self._costs: BeamEstimates | str = "Asking what it costs…"
+        self._costs: BeamEstimates | str = "Estimating the cost…"
         self._tokens = 0
 
     def use(self, width: int) -> None:
@@ -117,7 +117,7 @@ class Widths(Rendered, can_focus=True):
     def make(self, width: int) -> Content:
         numbers = [self._number(number) for number in range(1, WIDEST + 1)]
         rows = [numbers] if width >= 52 else [numbers[:8], numbers[8:]]
-        lines = [Content.assemble(("Width", "bold"), (f"  now {self.applied}", _MUTED))]
+        lines = [Content.assemble(("Beam width", "bold"), (f"  now {self.applied}", _MUTED))]
         lines += [Content.assemble(*row) for row in rows]
         lines += self._cost_lines()
         return Content("\n").join(lines)
@@ -139,22 +139,24 @@ class Widths(Rendered, can_focus=True):
         estimate = self._estimate(self.marked)
         if estimate is None:
             return []
-        what = "1 beam: sampled, one answer" if self.marked == 1 else f"{self.marked} beams: a beam search"
+        what = "1 beam: one sampled answer" if self.marked == 1 else f"{self.marked} beams: beam search"
         memory = (
-            f"memory {size(estimate.memory_bytes)} of {size(self._costs.available_bytes)} free, "
+            f"Needs {size(estimate.memory_bytes)} of {size(self._costs.available_bytes)} free memory "
             f"at {self._tokens:,} tokens of context"
         )
-        time = f"About {100 / estimate.relative_step_time:.0f} % of single-beam speed"
+        time = f"About {100 / estimate.relative_step_time:.0f} % of the speed of one beam"
         lines = [Content(what), Content.styled(memory, _MUTED), Content.styled(time, _MUTED)]
         if not estimate.fits:
             lines.append(Content.styled(self._too_much(estimate), "$text-error"))
         elif self.marked != self.applied:
-            lines.append(Content.styled("enter applies it from the next question on", "$text-accent"))
+            lines.append(Content.styled("enter uses it from the next question on", "$text-accent"))
         return lines
 
     def _too_much(self, estimate: BeamEstimate) -> str:
         free = self._costs.available_bytes if isinstance(self._costs, BeamEstimates) else 0
-        return f"{estimate.width} beams do not fit: {size(estimate.memory_bytes - free)} short; choose fewer."
+        return (
+            f"{estimate.width} beams need {size(estimate.memory_bytes - free)} more memory than is free; choose fewer."
+        )
 
     def _estimate(self, number: int) -> BeamEstimate | None:
         if isinstance(self._costs, str):
@@ -172,7 +174,7 @@ class Candidates(Rendered, can_focus=True):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up", "move(-1)", "Up", show=False, id="candidates.up"),
         Binding("down", "move(1)", "Down", show=False, id="candidates.down"),
-        Binding("enter", "pick", "Make it the answer", id="candidates.pick"),
+        Binding("enter", "pick", "Use as answer", id="candidates.pick"),
     ]
     LINES = 3
     """Lines of text shown of each candidate."""
@@ -210,13 +212,13 @@ class Candidates(Rendered, can_focus=True):
         head = Content.styled("Candidates", "bold")
         self._rows = [-1]
         if not self._beams:
-            hint = "They are shown here while a beam search runs, and after it."
+            hint = "Candidates appear here during and after a beam search."
             return Content.assemble(head, "\n", (hint, _MUTED))
         state = f"step {self._step}" if self._running else "ended"
         lines = [Content.assemble(head, (f"  {' · '.join(filter(None, [state, rate(self._rate)]))}", _MUTED))]
         shared = common_beginning([beam.text for beam in self._beams])
         if shared:
-            lines.append(Content.styled("“…” replaces the shared beginning.", _MUTED))
+            lines.append(Content.styled("“…” stands for the common beginning.", _MUTED))
             self._rows.append(-1)
         for index, beam in enumerate(self._beams):
             rows = self._candidate(index, beam, shared, width)

@@ -71,7 +71,7 @@ def phase_summary(name: str, phase: PhaseTimes, width: int) -> Content:
     if not phase.tokens:
         return Content.assemble((name, "bold"), ("  not measured yet", _MUTED))
     speed = rate(1000 / phase.per_token) if phase.per_token > 0 else ""
-    figures = [f"{phase.per_token:.2f} ms a token", speed, f"{phase.tokens:,} tokens"]
+    figures = [f"{phase.per_token:.2f} ms per token", speed, f"{phase.tokens:,} tokens"]
     head = [Content.styled(name, "bold"), *[Content(figure) for figure in figures if figure]]
     sums = [sum(values) for values in zip(*(parts_of(layer) for layer in phase.layers), strict=True)] or [0.0] * 6
     sums[-1] += phase.outside_layers
@@ -100,7 +100,7 @@ def layer_bars(layers: Sequence[LayerTimes], width: int) -> Content:
     """One bar for each layer with its milliseconds per token. All bars have the same scale."""
     longest = max((total(layer) for layer in layers), default=0.0)
     if longest <= 0:
-        return Content.styled("Nothing was measured yet.", _MUTED)
+        return Content.styled("Nothing has been measured yet.", _MUTED)
     digits = len(str(len(layers) - 1))
     room = max(4, width - digits - 9)
     named = {index for index, _, _ in slowest(layers)}
@@ -131,16 +131,16 @@ def movement(moved: ExpertMovement, width: int) -> Content:
     active = moved.hits + moved.misses
     first = [
         Content.styled("Experts on GPU and CPU", "bold"),
-        Content(f"moved a token: weights {size(moved.weight_bytes / tokens)}"),
+        Content(f"moved per token: weights {size(moved.weight_bytes / tokens)}"),
         Content(f"activations {size(moved.activation_bytes / tokens)}"),
     ]
     if active:
         first.append(Content(f"hit rate {moved.hits / active:.0%}"))
         if moved.misses:
-            first.append(Content.styled(f"{moved.moved / moved.misses:.0%} of the misses copied", _MUTED))
+            first.append(Content.styled(f"{moved.moved / moved.misses:.0%} of misses copied", _MUTED))
     lines = [flowing(first, width)]
     if moved.total_s > 0:
-        busy = {"GPU at work": moved.gpu_s, "CPU": moved.cpu_s, "both at once": moved.both_s}
+        busy = {"GPU busy": moved.gpu_s, "CPU busy": moved.cpu_s, "both busy": moved.both_s}
         times = [Content(f"{name} {seconds / moved.total_s:.0%}") for name, seconds in busy.items()]
         lines.append(flowing([*times, Content.styled("of the experts' time", _MUTED)], width))
     return Content("\n").join(lines)
@@ -176,7 +176,7 @@ def heat_map(timing: Timing, width: int) -> Content:
     rows = _cells_of(timing)
     busiest = max((cell.count for row in rows for cell in row), default=0)
     if not busiest and not timing.resident:
-        return Content.styled("No expert was counted yet.", _MUTED)
+        return Content.styled("No expert use has been counted yet.", _MUTED)
     digits = max(len(str(layer)) for layer in timing.moe_layers) if timing.moe_layers else 1
     room = max(1, width - digits - 1)
     table, group = group_columns(rows, room)
@@ -187,7 +187,7 @@ def heat_map(timing: Timing, width: int) -> Content:
         pieces = [heat_cell(place.count / max(1, busiest), cell, place.resident) for place in row]
         lines.append(Content.assemble((f"{layer:>{digits}} ", _MUTED), *_joined(pieces)))
     if group > 1:
-        lines.append(Content.styled(f"Each column is {group} experts; the busiest of them is shown.", _MUTED))
+        lines.append(Content.styled(f"Each column shows the busiest of {group} experts.", _MUTED))
     return Content("\n").join(lines)
 
 
@@ -296,7 +296,7 @@ def overview(nodes: Sequence[NodeTimes], phase: str, width: int) -> Content:
     lines = [*_summaries(nodes, [time.layers for time in times], width), _legend(width), Content()]
     slowest = slowest_by_layer([time.layers for time in times])
     if not any(work_of(layer.times) for layer in slowest):
-        return Content("\n").join([*lines, Content.styled("Nothing was measured yet.", _MUTED)])
+        return Content("\n").join([*lines, Content.styled("Nothing has been measured yet.", _MUTED)])
     counts = Counter(layer.node for layer in slowest)
     words = [f"{_name(nodes[node])} in {count} of {len(slowest)} layers" for node, count in counts.most_common()]
     lines.append(flowing([Content.styled("Slowest:", "bold"), *map(Content, words)], width))

@@ -36,15 +36,15 @@ SLOWEST_S = 1.0
 class TimingPanel(Panel):
     PANEL = "timing"
     TITLE = "Timing"
-    HINT = f"{key('timing')} focus panel · {key('timing')} again close"
+    HINT = f"{key('timing')} focuses the panel, {key('timing')} again closes it"
     HELP = (
-        "Where the time of a token goes. Each bar is a layer, split into attention, router, experts, exchange between "
-        "machines, waiting, and the rest. `p` changes between decoding and reading the prompt. Below is how often each "
-        "expert was used: rows are layers, columns experts. Where GPU and CPU share the experts, the bytes moved "
-        "between them are shown, and experts in GPU memory are marked. In a ring `n` goes from an overview, with the "
-        "slowest node of each layer, to the nodes one by one. Times are measured only while this panel is open; where "
-        "it covers the conversation, from its first opening on. On a GPU measuring slows a step down, so only a few "
-        "steps a second are measured."
+        "Shows where the time of each token goes. Each bar is a layer, divided into attention, router, experts, "
+        "exchange between machines, waiting, and the rest. `p` switches between decoding and prefill. The map "
+        "below shows how often each expert was used: rows are layers, columns are experts. If GPU and CPU share "
+        "the experts, the bytes moved between them are shown, and experts in GPU memory are marked. In a ring, `n` "
+        "goes from the overview, which names the slowest node of each layer, to the single nodes. Times are "
+        "measured only while this panel is open. If it covers the conversation, measuring goes on after you close "
+        "it. Measuring slows steps down on a GPU, so only a few steps a second are measured there."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "phase", "Prefill / decode", id="timing.phase"),
@@ -144,17 +144,20 @@ class TimingView(Rendered):
         found = self._measured(width)
         if self._timing is None or not self._timing.sampled:
             return found
-        note = "A few steps a second are measured: on a GPU each of them is slower for it."
+        note = "Only a few steps a second are measured, because measuring slows them down on a GPU."
         return Content("\n").join([found, Content(), Content.styled(note, "$foreground-muted")])
 
     def _measured(self, width: int) -> Content:
         timing = self._timing
         if timing is None:
-            how = "From now on" if self._panel.covers else "While this panel is open"
-            then = "close this and ask" if self._panel.covers else "ask"
+            how = (
+                "The engine measures from now on. Close this panel and ask something."
+                if self._panel.covers
+                else "The engine measures while this panel is open. Ask something."
+            )
             return Content.assemble(
-                ("Nothing was measured yet.\n\n", ""),
-                (f"{how} the engine measures: {then} something.", "$foreground-muted"),
+                ("Nothing has been measured yet.\n\n", ""),
+                (how, "$foreground-muted"),
             )
         if not timing.nodes:
             return self._one(timing.decode, timing.prefill, timing.movement, width)
@@ -165,7 +168,7 @@ class TimingView(Rendered):
         head = node_line(timing.nodes, self._node, width)
         if self._node is None:
             title = f"{'Decoding' if self._phase == 'decode' else 'Prefill'} by node"
-            heading = Content.assemble((title, "bold"), ("  ms a token", "$foreground-muted"))
+            heading = Content.assemble((title, "bold"), ("  ms per token", "$foreground-muted"))
             return Content("\n").join([head, Content(), heading, overview(timing.nodes, self._phase, width)])
         node = timing.nodes[self._node]
         movement = timing.movement if self._node == 0 else None
@@ -181,7 +184,7 @@ class TimingView(Rendered):
             phase_summary("Prefill", prefill, width),
             Content(),
             *([movement(moved, width), Content()] if moved is not None else []),
-            Content.assemble((f"{name} by layer", "bold"), ("  ms a token", "$foreground-muted")),
+            Content.assemble((f"{name} by layer", "bold"), ("  ms per token", "$foreground-muted")),
             slowest_line(phase.layers),
             layer_bars(phase.layers, width),
         ]
@@ -217,7 +220,7 @@ class ExpertsView(Rendered):
         timing = self._timing
         if timing is None or not timing.expert_use:
             return Content()
-        title = Content.styled("Use of the experts", "bold")
+        title = Content.styled("Expert use", "bold")
         return Content("\n").join([Content(), title, heat_map(timing, width), heat_legend(timing, width)])
 
 

@@ -204,9 +204,11 @@ def footing(entry: Entry) -> Content | None:
     elif entry.role == "assistant" and entry.state == "stopped":
         parts.append(Content.styled("Stopped.", "$text-warning"))
     elif entry.role == "assistant" and entry.finish_reason == TOO_LONG:
-        parts.append(Content.styled("The question did not fit in the context; later ones leave it out.", "$text-error"))
+        parts.append(
+            Content.styled("The question did not fit in the context. Later questions leave it out.", "$text-error")
+        )
     elif entry.role == "assistant" and entry.state == "failed":
-        parts.append(Content.styled("There is no complete answer.", "$text-error"))
+        parts.append(Content.styled("The answer is not complete.", "$text-error"))
     if not parts:
         return None
     return Content.styled(" · ", _MUTED).join(parts)

@@ -1,8 +1,8 @@
 """The process that colours code with Pygments. Each request on stdin and each reply on stdout is one line of JSON.
 
 A lexer is a set of regular expressions, and some texts keep one busy for ever. Nothing in the same process can stop it,
-because a match holds the interpreter's lock. Here the kernel ends the process (SIGPROF) when a block has taken
-:data:`DEADLINE_S` of processor time.
+because a match holds the interpreter's lock. Here the kernel ends the process (SIGPROF) when a block has taken as many
+seconds of processor time as the command line says.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from pygments.lexer import Lexer
 from pygments.lexers import get_lexer_by_name
 from pygments.token import _TokenType
 
-DEADLINE_S = 2.0
-"""Maximum seconds of processor time for one block. An ordinary block takes some hundredths."""
 _MEMORY_BYTES = 1 << 30
 """Maximum address space of this process, in bytes."""
 
@@ -34,7 +32,7 @@ def runs_of(lexer: Lexer, code: str) -> list[tuple[str, int]]:
     return runs
 
 
-def main() -> None:
+def main(deadline_s: float) -> None:
     with suppress(OSError, ValueError):  # macOS refuses the second
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
@@ -46,7 +44,7 @@ def main() -> None:
         if language not in lexers:
             lexers[language] = get_lexer_by_name(language)
             runs_of(lexers[language], "")  # compiles its expressions, which is no part of a block's time
-        signal.setitimer(signal.ITIMER_PROF, DEADLINE_S)
+        signal.setitimer(signal.ITIMER_PROF, deadline_s)
         runs = runs_of(lexers[language], code)
         signal.setitimer(signal.ITIMER_PROF, 0)
         sys.stdout.write(json.dumps(runs) + "\n")
@@ -54,4 +52,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(float(sys.argv[1]))

@@ -93,6 +93,8 @@ LANGUAGES = {
     for alias in (lexer, *aliases.split())
 }
 """Lexer for each name after a fence. Each of them has passed the fuzz tests."""
+DEADLINE_S = 2.0
+"""Maximum seconds of processor time for one block. An ordinary block takes some hundredths."""
 _KEPT_CHARACTERS = 400_000
 """Maximum characters of all blocks whose colours are kept."""
 _RECENT = 8
@@ -115,12 +117,15 @@ class Waiter(Protocol):
 
 
 class Highlighter:
-    """Returns the colours that are known and asks the process for the others. Belongs to one event loop."""
+    """Returns the colours that are known and asks the process for the others. Belongs to one event loop.
 
-    def __init__(
-        self, command: Sequence[str] = (sys.executable, "-P", "-m", "app.tui.render.highlight_process")
-    ) -> None:
-        self._command = tuple(command)
+    A block that takes longer than ``deadline_s`` seconds of processor time is not coloured, and its lexer is not used
+    again.
+    """
+
+    def __init__(self, command: Sequence[str] | None = None, *, deadline_s: float = DEADLINE_S) -> None:
+        process = (sys.executable, "-P", "-m", "app.tui.render.highlight_process", str(deadline_s))
+        self._command = tuple(command) if command is not None else process
         self._known: OrderedDict[_Key, list[Span]] = OrderedDict()
         self._wanted: dict[Waiter, dict[_Key, None]] = {}
         self._failed: set[str] = set()

@@ -73,7 +73,7 @@ def _one_machine(ring: RingFacts, who: str, width: int) -> list[Content]:
     if ring.reason:
         lines.append(Content.styled(one_line(ring.reason), "$text-warning"))
     if is_slower(ring) or ring.elsewhere:
-        lines.append(Content.styled("The setting “Even if slower” forms the ring all the same.", _MUTED))
+        lines.append(Content.styled("The setting “Even if slower” forms the ring anyway.", _MUTED))
     return lines
 
 
@@ -97,7 +97,7 @@ def _speed(ring: RingFacts) -> list[Content]:
     if ring.elsewhere:
         return items
     if ring.alone_tokens_per_s is None:
-        return [*items, Content.styled("fits on no machine alone", _MUTED)]
+        return [*items, Content.styled("does not fit on one machine", _MUTED)]
     alone = f"one machine alone {'up to ' * ring.at_best}{rate(ring.alone_tokens_per_s)}"
     return [*items, Content.styled(alone, "bold" if slower else _MUTED)]
 
@@ -119,7 +119,7 @@ def _node(node: NodeShard, name: str, most: int, width: int, own_trunk: bool) ->
         short = held - node.gpu_expert_bytes > node.memory_free
         parts.append(Content.styled(f"of {size(node.memory_free)} free", "$text-error" if short else _MUTED))
     if node.expected_experts:
-        parts.append(Content.styled(f"{node.expected_experts:.1f} run a layer", _MUTED))
+        parts.append(Content.styled(f"{node.expected_experts:.1f} run per layer", _MUTED))
     if sending := to_send(node):
         parts.append(Content.styled(sending, "$text-accent"))
     rest = max(8, width - title.cell_length - 2)

@@ -278,7 +278,7 @@ class ChatScreen(Screen[None]):
     @on(Transcript.FollowingChanged)
     def _following(self, event: Transcript.FollowingChanged) -> None:
         self.query_one("#prompt").set_class(not event.following, "-elsewhere")
-        self.prompt.border_subtitle = "" if event.following else f"▼ {key('newest')} goes to the newest text"
+        self.prompt.border_subtitle = "" if event.following else f"▼ {key('newest')}: newest text"
 
     # --- commands -------------------------------------------------------------------------------------------------
 
@@ -335,7 +335,7 @@ class ChatScreen(Screen[None]):
             if blocks:
                 self._copy(blocks[-1], "The code")
                 return
-        self.show_notice("There is no block of code to copy.", "warning")
+        self.show_notice("There is no code block to copy.", "warning")
 
     @on(MessageView.Asked)
     def _on_asked(self, event: MessageView.Asked) -> None:
@@ -369,7 +369,7 @@ class ChatScreen(Screen[None]):
         self._editing = entry
         self.prompt.fill(entry.content)
         self._show_placeholder()
-        self.prompt.border_title = "Editing an earlier question: esc leaves it as it was"
+        self.prompt.border_title = "Editing an earlier question"
         self.prompt.focus()
 
     def _leave_editing(self) -> None:
@@ -382,7 +382,7 @@ class ChatScreen(Screen[None]):
 
         blocks = code_blocks(entry.content)
         if not blocks:
-            self.show_notice("There is no block of code in this message.", "warning")
+            self.show_notice("This message has no code block.", "warning")
             return
         index = self._code_copied.get(entry.key, -1) + 1
         self._code_copied[entry.key] = index
@@ -403,7 +403,7 @@ class ChatScreen(Screen[None]):
             return
         number = int(width) if width.isdecimal() else 0
         if not 1 <= number <= 16:
-            self.show_notice(f"The beam width is a number from 1 to 16, not {one_line(width)}.", "warning")
+            self.show_notice(f"The beam width must be a number from 1 to 16, not {one_line(width)}.", "warning")
             return
         problem = self._apply_beams(number)
         if problem:
@@ -429,7 +429,7 @@ class ChatScreen(Screen[None]):
         else:
             self.focus_prompt()
         if not problem:
-            self.show_notice(f"{width} beam{'' if width == 1 else 's'} from the next question on.")
+            self.show_notice(f"The next question uses {width} beam{'' if width == 1 else 's'}.")
         return problem
 
     # --- screens --------------------------------------------------------------------------------------------------
@@ -502,7 +502,7 @@ class ChatScreen(Screen[None]):
         from app.tui.screens.dialogues import AskText
 
         self.app.push_screen(
-            AskText("Export to (.md or .json)", str(suggested_path(self.controller.thread.title))),
+            AskText("Export to file (.md or .json)", str(suggested_path(self.controller.thread.title))),
             lambda text: self._export(text) if text else None,
         )
 

@@ -72,8 +72,8 @@ _MARGINS = 8
 
 class ConversationsScreen(Screen[ConversationChosen | None]):
     HELP = (
-        "Type to search in titles and messages. `enter` opens a chat. In the list, `r` renames, `a` archives "
-        "(or brings back), `d` deletes after asking, `e` exports, and `v` shows what is archived."
+        "Type to search titles and messages. `enter` opens a chat. In the list, `r` renames a chat, `a` archives "
+        "or restores it, `d` deletes it after asking, and `e` exports it. `v` shows the archived chats."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape," + bound("chats"), "leave", "Close", key_display="esc", id="chats.close"),
@@ -130,8 +130,8 @@ class ConversationsScreen(Screen[ConversationChosen | None]):
             self._rows = []
             self._show_problem(str(error))
         else:
-            empty = "Nothing is archived." if self._archived else "There are no chats yet."
-            self._show_problem("" if self._rows else "Nothing was found." if words else empty)
+            empty = "There are no archived chats." if self._archived else "There are no chats yet."
+            self._show_problem("" if self._rows else "No chat matches." if words else empty)
         self._draw(marked)
         title = "Archived chats" if self._archived else "Chats"
         self.query_one(".screen-title", Static).update(Content(title))
@@ -230,7 +230,7 @@ class ConversationsScreen(Screen[ConversationChosen | None]):
                 self._try(lambda: self._store.delete(found.id))
 
         title = one_line(found.title) or "(no title)"
-        detail = "With all its branches, for good. Archiving (a) only takes it out of the list."
+        detail = "All its branches are deleted for good. To only hide it, archive it (a)."
         self.app.push_screen(Confirm(f"Delete “{title}”?", detail), answered)
 
     def action_export(self) -> None:
@@ -252,7 +252,7 @@ class ConversationsScreen(Screen[ConversationChosen | None]):
             else:
                 self.notify(f"Exported to {written}.", markup=False)
 
-        self.app.push_screen(AskText("Export to (.md or .json)", str(suggested_path(found.title))), named)
+        self.app.push_screen(AskText("Export to file (.md or .json)", str(suggested_path(found.title))), named)
 
     def _filled_again(self) -> None:
         if self.is_mounted:

@@ -20,14 +20,14 @@ from app.tui.render.rendered import Rendered
 KEYS = f"""
 | Key | Action |
 |---|---|
-| enter | sends |
-| {", ".join(keys("newline")[:3])} | break the line |
-| esc | stops the answer; the text stays |
-| up | earlier questions, in an empty field |
-| {either("messages")} | to the messages: copy, edit, answer again, other branches |
-| pageup, pagedown; among the messages also u, d | scroll |
-| {either("newest")} | to the newest text |
-| ctrl+r | answer again |
+| enter | send |
+| {", ".join(keys("newline")[:3])} | start a new line |
+| esc | stop the answer and keep its text |
+| up | recall earlier questions (in an empty prompt) |
+| {either("messages")} | go to the messages: copy, edit, regenerate, see alternatives |
+| pageup, pagedown (in the messages also u, d) | scroll |
+| {either("newest")} | go to the newest text |
+| ctrl+r | regenerate the answer |
 | ctrl+n | new chat |
 | {either("chats")} | chats |
 | {either("model")} | model |
@@ -36,8 +36,8 @@ KEYS = f"""
 | {either("machines")} | machines: find, pair, form a ring |
 | ctrl+s | settings |
 | ctrl+p | menu of all commands |
-| ctrl+q | quit; everything is kept |
-| {either("help")} | this help, about what has the focus first |
+| ctrl+q | quit; all chats are saved |
+| {either("help")} | this help, beginning with the focused part |
 """
 
 

@@ -30,19 +30,20 @@ from engine.ipc.messages import NetworkState, PeerFacts
 from engine.planning.absent_machines import absent_lines
 
 _MUTED = "$foreground-muted"
-_CLOSED = "Look for machines first (l): until then no socket is open."
-_ANOTHER = "another machine, by its address…"
+_CLOSED = "Press l to look for machines first. No socket is open before that."
+_ANOTHER = "add a machine by its address…"
 
 
 class MachinesScreen(Screen[None]):
     """Shows the state of the network; its keys send requests to the engine."""
 
     HELP = (
-        "Machines that answer together. `l` looks for machines, and `l` again stops looking; before that no socket is "
-        "open. `p` (or `enter`) pairs with the marked machine: run `privatellm join` there and type its code here. "
-        "`c` shows a code here instead, to be typed there. `f` forms a ring with the paired machines that are there; "
-        "`f` again leaves it. `r` forms it again, with machines that came later. `x` forgets a machine: it is not "
-        "trusted any more, and its link is cut. The name of a machine is known only after pairing."
+        "Machines that can answer together with this one. `l` starts or stops looking for machines; no socket is "
+        "open before that. `p` or `enter` pairs with the marked machine: run `privatellm join` there and type the "
+        "code that it shows. `c` shows a code here, to be typed on the other machine. `f` forms a ring with the "
+        "paired machines that can be reached, or leaves it. `r` forms the ring again, with machines that came "
+        "later. `x` forgets a machine: it is no longer trusted, and its connection is closed. The name of a "
+        "machine is known only after pairing."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape," + bound("machines"), "leave", "Close", key_display="esc", id="machines.close"),
@@ -50,7 +51,7 @@ class MachinesScreen(Screen[None]):
         Binding("p", "pair", "Pair", id="machines.pair"),
         Binding("f", "form", "Form", id="machines.form"),
         Binding("f", "leave_ring", "Leave", id="machines.leave_ring"),
-        Binding("r", "form_anew", "Form anew", id="machines.form_anew"),
+        Binding("r", "form_anew", "Form again", id="machines.form_anew"),
         Binding("x", "forget", "Forget", id="machines.forget"),
         Binding("c", "code", "Code", id="machines.code"),
         Binding(bound("help"), "app.help", "Help", id="machines.help"),
@@ -133,7 +134,7 @@ class MachinesScreen(Screen[None]):
         if not link.network.is_open:
             await self._do("Looking for machines…", link.look_for_machines(options))
         elif options.partitioning == "ring":
-            self._show("The ring needs the network: f leaves the ring first.")
+            self._show("The ring needs the network. Press f to leave the ring first.")
         else:
             await self._do("", link.stop_looking(options))
 
@@ -144,25 +145,25 @@ class MachinesScreen(Screen[None]):
             self._show(_CLOSED)
             return
         if peer is not None and peer.name:
-            self._show(f"{machine_name(peer)} is paired already; x forgets it.", problem=False)
+            self._show(f"{machine_name(peer)} is already paired. Press x to forget it.", problem=False)
             return
         target = peer.node_id if peer is not None else await self._ask_for_address()
         if not target:
             return
         shown = f"{short_id(target)} ({fingerprint(peer.words)})" if peer is not None else one_line(target)
-        code = await self.app.push_screen_wait(AskText(f"The code that {shown} shows"))
+        code = await self.app.push_screen_wait(AskText(f"Code shown by {shown}"))
         if code:
             await self._do("Pairing…", self._pair(target, code))
 
     async def _ask_for_address(self) -> str:
         """The typed address; empty if none was typed or it cannot be used, which is shown."""
-        typed = await self.app.push_screen_wait(AskText("Its address (HOST:PORT), as privatellm join shows it"))
+        typed = await self.app.push_screen_wait(AskText("Address (HOST:PORT) shown by privatellm join"))
         if not typed:
             return ""
         try:
             return check_item("address", typed)
         except ItemError:
-            self._show(f"“{one_line(typed)}” is no address; type HOST:PORT, such as 192.168.1.7:47820.")
+            self._show(f"“{one_line(typed)}” is not an address. Type HOST:PORT, such as 192.168.1.7:47820.")
             return ""
 
     async def _pair(self, target: str, code: str) -> str:
@@ -187,7 +188,7 @@ class MachinesScreen(Screen[None]):
             self._show("Only a paired machine can be forgotten.")
             return
         question = f"Forget {machine_name(peer)}?"
-        detail = "It is trusted no longer, and a link to it is cut. To use it again, pair it again."
+        detail = "It will no longer be trusted, and its connection is closed. To use it again, pair it again."
         if await self.app.push_screen_wait(Confirm(question, detail)):
             await self._do("", self._quietly(self._controller.link.network.forget(peer.node_id)))
 
@@ -197,7 +198,9 @@ class MachinesScreen(Screen[None]):
             self._show(_CLOSED)
             return
         if not any(peer.state == "ready" and peer.lends for peer in self._peers):
-            self._show(" ".join(absent_lines(self._peers, [], [])) or "No other machine was found: pair one first (p).")
+            self._show(
+                " ".join(absent_lines(self._peers, [], [])) or "No other machine was found. Press p to pair one."
+            )
             return
         self._load_with("ring")
 
@@ -256,10 +259,10 @@ class Here(Rendered):
         # What one acts on comes first: on a small terminal the rest is below the edge.
         lines = [flowing(_me(state), width)]
         if not state.open:
-            lines.append(Content.styled("No socket is open. l looks for machines.", _MUTED))
+            lines.append(Content.styled("No socket is open. Press l to look for machines.", _MUTED))
         if state.code:
             tries = f"{state.code_tries} tr{'y' if state.code_tries == 1 else 'ies'}"
-            left = f"  valid for {state.code_seconds} s, {tries}: type it on the other machine"
+            left = f"  valid for {state.code_seconds} s, {tries}. Type it on the other machine."
             lines.append(Content.assemble("Code ", (f" {one_line(state.code)} ", "bold reverse"), (left, _MUTED)))
         lines += [Content.styled(f"! {one_line(problem)}", "$text-warning") for problem in state.problems]
         if facts is not None and facts.ring is not None:
@@ -280,7 +283,7 @@ def _me(state: NetworkState) -> list[Content]:
 def _where(state: NetworkState) -> list[Content]:
     me, parts = state.me, []
     if me.listening:
-        parts.append(Content.styled(f"listening at {', '.join(map(one_line, me.listening))}", _MUTED))
+        parts.append(Content.styled(f"listening on {', '.join(map(one_line, me.listening))}", _MUTED))
     if me.key_storage:
-        parts.append(Content.styled(f"key in {one_line(me.key_storage)}", _MUTED))
+        parts.append(Content.styled(f"key stored in {one_line(me.key_storage)}", _MUTED))
     return parts

@@ -69,9 +69,9 @@ class ModelsScreen(Screen[str | None]):
     """Its result is the name of the chosen model."""
 
     HELP = (
-        "`enter` on a model of this machine loads it; another one is downloaded first, while the chat goes on. `x` "
-        "stops the download: it goes on from there the next time. Any other model is named in the field: a Hugging "
-        "Face repo id, a folder, or a GGUF file."
+        "`enter` loads a model that is on this machine. It downloads any other model while you go on chatting. `x` "
+        "stops a download; the next one continues it. To use a model that is not listed, type its Hugging Face "
+        "repository id, its folder or its GGUF file into the field."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape," + bound("model"), "leave", "Close", key_display="esc", id="models.close"),
@@ -89,7 +89,7 @@ class ModelsScreen(Screen[str | None]):
         yield OptionList(id="models")
         yield Static(Content.assemble(("↓", "$text-warning"), " Not downloaded. Enter downloads it."), id="models-hint")
         yield Static("", id="model-problem", classes="problem", markup=False)
-        yield Input(placeholder="another one: owner/name, a folder, or a .gguf file", id="other")
+        yield Input(placeholder="another model: owner/name, a folder, or a .gguf file", id="other")
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:

@@ -18,7 +18,8 @@ from textual.widgets import Footer, Input, RadioButton, RadioSet, Select, Static
 from app.chat.controller import ChatController
 from app.chat.state import FellBack, Update
 from app.machine import Machine
-from app.settings.schema import GROUPS, SCHEMA, Setting, SettingError, Value
+from app.settings.fields import GROUPS, Setting, SettingError, Value
+from app.settings.schema import SCHEMA
 from app.text_safety import one_line
 from app.tui.keymap import bound, either, key
 from app.tui.render.formatting import bar, flowing, rate, size
@@ -68,7 +69,7 @@ class SettingRow(Vertical):
     def _help(self) -> Content:
         help = self.setting.help
         if self._without_effect:
-            return Content.assemble((f"Without effect here: {self._without_effect}. ", "italic"), help)
+            return Content.assemble((f"No effect here: {self._without_effect}. ", "italic"), help)
         if self.setting.takes_effect == "now":
             return Content(help)
         return Content.assemble(help, (" ↻", "$text-warning"))
@@ -171,7 +172,7 @@ class Prediction(Rendered):
 
     def make(self, width: int) -> Content:
         if self._planned is None:
-            waits = "Predicting…" if self._asking else "The prediction comes when the engine is up."
+            waits = "Predicting…" if self._asking else "The prediction appears when the engine is running."
             text = Content.styled(waits, "$foreground-muted")
         else:
             text = prediction(self._planned, width)
@@ -182,10 +183,11 @@ class SettingsScreen(Screen[str]):
     """Its result is what went wrong when the changes were applied, or an empty text."""
 
     HELP = (
-        "A setting takes effect and is saved when it is changed, a field when you leave it or press `enter`. Settings "
-        "that load the model again wait until you close the screen. Until then its foot shows the memory and speed "
-        f"they would give, and {either('undo')} discards them. {either('group')} goes to the next group. A choice that "
-        "this machine does not have is greyed, with the reason. An empty field leaves the choice to the model."
+        "A setting is saved and used as soon as you change it, a field when you leave it or press `enter`. "
+        "Settings marked ↻ load the model again, so they wait until you close this screen. Until then the bottom "
+        f"of the screen shows the expected memory and speed, and {either('undo')} discards the changes. "
+        f"{either('group')} goes to the next group. A choice that is not available on this machine is grey, with "
+        "the reason beside it. An empty field means the default."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape,ctrl+s", "leave", "Close", key_display="esc", id="settings.close"),
@@ -234,8 +236,8 @@ class SettingsScreen(Screen[str]):
     def _note(self) -> str:
         if not self._draft:
             return ""
-        stops = " The answer that is being written stops then." if self._controller.busy else ""
-        return f"Pending changes: Esc applies, {key('undo').upper()} discards.{stops}"
+        stops = " The current answer is stopped then." if self._controller.busy else ""
+        return f"Pending changes: esc applies them, {key('undo')} discards them.{stops}"
 
     @work(group="prediction", exclusive=True, exit_on_error=False)
     async def _predict(self) -> None:
@@ -359,7 +361,7 @@ _BAR = 12
 def prediction(planned: Planned | str, width: int) -> Content:
     """``planned`` in a few lines: the shortfall if there is one, the speed, each device's memory, the reasons."""
     if isinstance(planned, str):
-        return Content.assemble(("Not predicted: ", "bold"), (one_line(planned), "$text-error"))
+        return Content.assemble(("No prediction: ", "bold"), (one_line(planned), "$text-error"))
     lines = [_speed(planned, width), *[_memory(device, width) for device in planned.memory]]
     if planned.ring is not None:
         # The speed of the plan is the ring's, so it is shown once, with what each machine holds.
@@ -378,20 +380,20 @@ def prediction(planned: Planned | str, width: int) -> Content:
 
 
 def _shortfall(planned: Planned) -> Content:
-    missing = f"{size(planned.shortfall)} short" if planned.shortfall else "see below why"
+    missing = f"{size(planned.shortfall)} are missing" if planned.shortfall else "see the reasons below"
     return Content.styled(f"{one_line(planned.model)} does not fit in memory: {missing}.", "$text-error bold")
 
 
 def _speed(planned: Planned, width: int) -> Content:
     basis = Content.styled(one_line(planned.basis), _MUTED)
     if planned.tokens_per_s is None:
-        items = [Content.styled("Speed not predicted", "bold"), basis]
+        items = [Content.styled("No predicted speed", "bold"), basis]
     else:
         items = [
             Content.assemble(("Predicted ", "bold"), (f"about {rate(planned.tokens_per_s)}", "bold $text-success"))
         ]
         if planned.prefill_tokens_per_s:
-            items.append(Content(f"prompts {rate(planned.prefill_tokens_per_s)}"))
+            items.append(Content(f"prompts at {rate(planned.prefill_tokens_per_s)}"))
         items.append(basis)
     return flowing([item for item in items if item.plain], width)
 
@@ -400,7 +402,7 @@ def _memory(device: DeviceMemory, width: int) -> Content:
     parts = {
         "trunk": device.trunk,
         "experts": device.experts,
-        "keys and values": device.key_values,
+        "KV cache": device.key_values,
         "workspace": device.workspace,
     }
     used = sum(parts.values())

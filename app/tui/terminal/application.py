@@ -8,6 +8,7 @@ import shutil
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import ClassVar
 
 from textual import on, work
 from textual.app import App
@@ -16,7 +17,7 @@ from textual.filter import LineFilter
 from textual.message import Message
 
 from app.engine_client import Engine
-from app.tui.terminal.driver import TerminalDriver, end_at_last, ended_by_signals
+from app.tui.terminal.driver import PATIENCE_S, TerminalDriver, end_at_last, ended_by_signals
 from app.tui.terminal.output import with_safe_lines
 
 
@@ -31,6 +32,9 @@ class CopyRequested(Message):
 
 class TerminalApp(App[int]):
     """An application on a terminal that may be closed at any moment; its result is the exit status."""
+
+    patience_s: ClassVar[float] = PATIENCE_S
+    """Maximum seconds that an orderly end may take."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +71,9 @@ class TerminalApp(App[int]):
         if not self._limited:
             self._limited = True
             driver = self._driver
-            end_at_last(status, driver.restore_now if isinstance(driver, TerminalDriver) else lambda: None)
+            end_at_last(
+                status, driver.restore_now if isinstance(driver, TerminalDriver) else lambda: None, self.patience_s
+            )
 
     async def _end(self, status: int) -> None:
         try:
@@ -119,9 +125,9 @@ async def copy_text(text: str, what: str, through_terminal: Callable[[str], None
     if not remote:
         for command in clipboard_tools():
             if shutil.which(command[0]) and await _run(command, text):
-                return f"{what} is copied."
+                return f"{what} was copied."
     through_terminal(text)
-    return "Sent to the terminal's clipboard. Nothing to paste? Shift-drag to select."
+    return "Sent to the terminal's clipboard. If pasting fails, select text with shift and the mouse."
 
 
 def tool_environment(tool: str, environment: Mapping[str, str] = os.environ) -> dict[str, str] | None:

@@ -132,7 +132,7 @@ PATIENCE_S = 10.0
 """Seconds for an orderly end: saving through another program's lock, leaving a ring, ending the engine."""
 
 
-def end_at_last(status: int, before: Callable[[], None], patience_s: float = PATIENCE_S) -> None:
+def end_at_last(status: int, before: Callable[[], None], patience_s: float) -> None:
     """End the process with ``status`` after ``patience_s`` if it still runs then.
 
     ``before`` is called first, and not waited for if it blocks.
