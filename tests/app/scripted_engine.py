@@ -103,6 +103,8 @@ def answer(request: Generate) -> None:
             time.sleep(60)
         case "wait":
             emit(Piece(id=request.id, text="waiting", tokens=1))
+            if words == "wait:noted":
+                emit(Notice(text="the answer began"))
         case "notice":
             emit(Notice(text=words.removeprefix("notice:")))
         case "fail":

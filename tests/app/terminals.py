@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from app.tui.terminal.driver import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 60.0
 _PROGRAM = """
@@ -25,6 +27,8 @@ import fcntl, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 signal.signal(signal.SIGHUP, signal.SIG_IGN if {ignore_hangup} else signal.SIG_DFL)
 from app import engine_process
+from app.tui.terminal.application import TerminalApp
+TerminalApp.patience_s = {patience_s!r}
 if {script!r}:
     engine_process.host_command = lambda: (sys.executable, {script!r}, "")
 from app.cli import main
@@ -36,7 +40,7 @@ class Terminal:
     """``privatellm`` with ``arguments`` as the leader of a session on a terminal of 80 by 24.
 
     ``scripted``: the engine process is ``script``. ``ignore_hangup``: it is started with SIGHUP ignored, as make,
-    nohup and some shells do.
+    nohup and some shells do. ``patience_s``: seconds that an orderly end may take.
     """
 
     def __init__(
@@ -46,12 +50,13 @@ class Terminal:
         scripted: bool = True,
         ignore_hangup: bool = False,
         script: str = "scripted_engine.py",
+        patience_s: float = PATIENCE_S,
     ) -> None:
         self.master, self.slave = os.openpty()
         ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.modes: list[Any] = termios.tcgetattr(self.slave)
         engine = str(Path(__file__).with_name(script)) if scripted else ""
-        program = _PROGRAM.format(script=engine, ignore_hangup=ignore_hangup)
+        program = _PROGRAM.format(script=engine, ignore_hangup=ignore_hangup, patience_s=patience_s)
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", program, *arguments],
             stdin=self.slave, stdout=self.slave, stderr=self.slave, cwd=ROOT, start_new_session=True,

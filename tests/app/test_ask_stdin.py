@@ -103,7 +103,7 @@ def test_an_inherited_pipe_that_nobody_writes_to_is_left_alone(
         give(read)
         question, said = asked(capsys, "echo:")
         assert question == "echo:"
-        assert "stdin is open, but nothing came" in said and "--stdin" in said and "--no-stdin" in said
+        assert "nothing arrived on stdin" in said and "--stdin" in said and "--no-stdin" in said
         question, said = asked(capsys, "echo:", "--no-stdin")
         assert question == "echo:" and "stdin" not in said
     finally:

@@ -61,7 +61,7 @@ def test_a_closed_stdin_is_said(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     assert run(["ask"]) == 2
-    assert capsys.readouterr().err == "privatellm: no question: give it as an argument or on stdin, which is closed\n"
+    assert capsys.readouterr().err == "privatellm: there is no question: stdin is closed, so pass it as an argument\n"
 
 
 def test_what_acts_on_a_terminal_is_taken_out(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,7 +346,7 @@ def test_doctor(home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     (home / "data" / "conversations.sqlite").write_text("no database, " * 100)
     assert run(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert "✗ engine" in out and "✗ conversations" in out and "way out: " in out and "1 to 16" in out
+    assert "✗ engine" in out and "✗ conversations" in out and "fix: " in out and "1 to 16" in out
     assert not list(home.rglob("*damaged*"))
 
 

@@ -123,7 +123,7 @@ def test_a_damaged_model_is_a_problem_and_a_missing_one_is_not(
         (home / "config" / "settings.toml").write_text(f'[model]\nmodel = "{name}"\n')
         run(["doctor", "--json"])
         found = {finding["about"]: finding for finding in json.loads(capsys.readouterr().out)}
-        assert found["trunk"]["mark"] == mark and f"not known for {name}: " in found["trunk"]["text"]
+        assert found["trunk"]["mark"] == mark and f"unknown for {name}: " in found["trunk"]["text"]
 
 
 def test_what_a_model_without_a_home_would_run_on_is_not_known(home: Path) -> None:

@@ -164,7 +164,7 @@ async def test_garbage_on_the_pipe_ends_the_engine(client: EngineClient) -> None
     pid = client.pid
     events = client.stream(generate(client, "garbage:"))
     assert isinstance(await anext(events), Piece)
-    with pytest.raises(EngineDied, match="could not be understood"):
+    with pytest.raises(EngineDied, match="could not be read"):
         await anext(events)
     assert pid is not None and not psutil.pid_exists(pid)
 

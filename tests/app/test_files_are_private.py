@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import plistlib
-import signal
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from terminals import ROOT, Terminal
-from test_join_process import Joined
+from test_join_process import seen_by_others
 from tiny_models import write_tiny_model
 
 from engine.models.locations import ensure
@@ -25,15 +24,6 @@ def usual_umask() -> Iterator[None]:
     before = os.umask(0o022)
     yield
     os.umask(before)
-
-
-def seen_by_others(home: Path) -> list[str]:
-    """What in ``home`` others may do anything with; links have no modes of their own."""
-    return [
-        f"{path.relative_to(home)} {stat.S_IMODE(path.stat().st_mode):o}"
-        for path in sorted(home.rglob("*"))
-        if not path.is_symlink() and stat.S_IMODE(path.lstat().st_mode) & 0o077
-    ]
 
 
 @pytest.mark.slow
@@ -60,19 +50,6 @@ def test_a_chat_writes_for_its_owner_only(tmp_path: Path) -> None:
         terminal.close()
     assert (home / "logs" / "engine.log").exists()
     assert seen_by_others(home) == []
-
-
-@pytest.mark.slow
-def test_lending_writes_for_its_owner_only(tmp_path: Path) -> None:
-    joined = Joined(tmp_path, "--name", "studio")
-    (tmp_path / "said").chmod(0o600)  # the test's own
-    try:
-        joined.until(lambda: "Code: " in joined.said)
-        assert joined.end(signal.SIGTERM) == 0
-    finally:
-        joined.close()
-    assert len(list(tmp_path.rglob("*"))) > 4
-    assert seen_by_others(tmp_path) == []
 
 
 def test_a_folder_of_an_earlier_version_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -13,6 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from engine_forks import forked
+
+from app import engine_process
+from app.commands.root import run
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 60.0
@@ -66,6 +71,15 @@ def hang_up_is(handler: signal.Handlers) -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
+def seen_by_others(home: Path) -> list[str]:
+    """What in ``home`` others may do anything with; links have no modes of their own."""
+    return [
+        f"{path.relative_to(home)} {stat.S_IMODE(path.stat().st_mode):o}"
+        for path in sorted(home.rglob("*"))
+        if not path.is_symlink() and stat.S_IMODE(path.lstat().st_mode) & 0o077
+    ]
+
+
 def environment(home: Path) -> dict[str, str]:
     return {**os.environ, "PRIVATELLM_HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
@@ -78,16 +92,6 @@ def joined(tmp_path: Path) -> Iterator[Joined]:
     machine.close()
 
 
-def test_it_says_who_it_is_and_sigterm_is_an_orderly_end(joined: Joined) -> None:
-    joined.until(lambda: "Code: " in joined.said)
-    (engine,) = joined.engines
-    listening = [line for line in joined.said.splitlines() if "studio," in line and "listens at 127.0.0.1:" in line]
-    assert listening and listening[0][:4].isdecimal()  # the time stands before it
-    assert joined.end(signal.SIGTERM) == 0
-    assert joined.said.splitlines()[-1].endswith("This machine is no longer lent.")
-    assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
-
-
 def test_a_closed_terminal_is_an_orderly_end_with_its_status(joined: Joined) -> None:
     joined.until(lambda: "Code: " in joined.said)
     engines = joined.engines
@@ -96,16 +100,28 @@ def test_a_closed_terminal_is_an_orderly_end_with_its_status(joined: Joined) -> 
     assert not any(engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE for engine in engines)
 
 
-def test_nohup_is_heeded_without_a_screen(tmp_path: Path) -> None:
-    with hang_up_is(signal.SIG_IGN):
-        machine = Joined(tmp_path)
+def test_it_says_who_it_is_heeds_nohup_and_sigterm_is_an_orderly_end(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        with hang_up_is(signal.SIG_IGN):
+            machine = Joined(tmp_path, "--name", "studio")
+    finally:
+        os.umask(before)
+    (tmp_path / "said").chmod(0o600)  # the test's own
     try:
         machine.until(lambda: "Code: " in machine.said)
+        (engine,) = machine.engines
+        listening = [line for line in machine.said.splitlines() if "studio, " in line and "listens on 127.0.0" in line]
+        assert listening and listening[0][:4].isdecimal()  # the time stands before it
         machine.process.send_signal(signal.SIGHUP)
         assert machine.end(signal.SIGTERM) == 0
         assert machine.said.splitlines()[-1].endswith("This machine is no longer lent.")
+        assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
     finally:
         machine.close()
+    # Whatever the umask, what it wrote is its owner's alone.
+    assert len(list(tmp_path.rglob("*"))) > 4
+    assert seen_by_others(tmp_path) == []
 
 
 def test_ctrl_c_ends_it_with_its_status(joined: Joined) -> None:
@@ -121,7 +137,7 @@ def test_an_engine_that_dies_is_started_again(joined: Joined) -> None:
     joined.until(lambda: "Code: " in joined.said)
     joined.engines[0].kill()
     joined.until(lambda: "this machine can be used again" in joined.said)
-    assert "The engine ended. It is started again in 1 s." in joined.said
+    assert "The engine ended. It restarts in 1 s." in joined.said
     joined.until(lambda: joined.said.count("Code: ") == 2)
     assert joined.end(signal.SIGTERM) == 0
 
@@ -142,18 +158,18 @@ def test_nobody_reading_ends_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_machines_are_paired_by_the_code_and_one_forgets_the_other(joined: Joined, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
+def test_two_machines_are_paired_by_the_code_and_one_forgets_the_other(
+    joined: Joined, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "other"))
+    monkeypatch.setattr(engine_process, "start", lambda command: forked(["-m", "engine.host"], os.environ))
 
     def peers(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "app.cli", "peers", *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, cwd=ROOT, env=environment(other), check=False, timeout=WAIT_S
-        )
+        status = run(["peers", *arguments])
+        return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
 
     joined.until(lambda: "Code: " in joined.said)
-    address = joined.said.split("listens at ")[1].split()[0].rstrip(".,")
+    address = joined.said.split("listens on ")[1].split()[0].rstrip(".,")
     code = joined.said.split("Code: ")[1].split(" (")[0]
     wrong = "".join("1" if digit == "0" else "0" if digit.isdecimal() else digit for digit in code)
     refused = peers("pair", address, "--code", wrong)

@@ -20,7 +20,8 @@ from tiny_models import write_tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
-LOOKED_S = 6.0
+LOOKS = 20
+"""Number of looks at the sockets of a chat whose model is loaded."""
 
 
 class Watch:
@@ -29,6 +30,7 @@ class Watch:
     def __init__(self, process_id: int) -> None:
         self.seen: set[str] = set()
         self.processes: set[int] = set()
+        self.looks = 0
         self._root = psutil.Process(process_id)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, daemon=True)
@@ -36,6 +38,7 @@ class Watch:
 
     def _look(self) -> None:
         while not self._stop.wait(0.02):
+            self.looks += 1
             with suppress(psutil.Error):
                 for process in [self._root, *self._root.children(recursive=True)]:
                     self.processes.add(process.pid)
@@ -86,11 +89,14 @@ def test_the_chat_opens_none(tmp_path: Path) -> None:
         reader.start()
         with watched(process) as watch:
             end = time.monotonic() + WAIT_S
-            while len(watch.processes) < 2 or not drawn:
+            while len(watch.processes) < 2 or b"active per token" not in drawn:
                 assert time.monotonic() < end, bytes(drawn[-500:])
                 assert process.poll() is None, bytes(drawn[-500:])
                 time.sleep(0.05)
-            time.sleep(LOOKED_S)  # the engine is up, and everything that is imported later is imported
+            # The model is loaded, which the screen says: everything that is imported later is imported.
+            looks = watch.looks
+            while watch.looks < looks + LOOKS:
+                time.sleep(0.05)
             assert process.poll() is None
     finally:
         os.close(screen)

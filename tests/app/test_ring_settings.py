@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from app.settings.fields import ItemError, ItemKind, check_items, host_and_port
+from app.settings.fields import GIB, ItemError, ItemKind, SettingError, check_items, host_and_port
 from app.settings.ring import node_id, open_network, ring_choice
-from app.settings.schema import GIB, SettingError, Settings, setting_named
+from app.settings.schema import Settings, setting_named
 from engine.ipc.messages import NetworkState, NodeId, PeerFacts
 
 NETWORK = NetworkState(
@@ -73,7 +73,7 @@ def test_one_place_to_listen_at() -> None:
     setting = setting_named("ring_listen")
     assert setting.parse("127.0.0.1:0") == "127.0.0.1:0"
     assert setting.parse("") == "" and setting.parse("127.0.0.1:4000") == "127.0.0.1:4000"
-    with pytest.raises(SettingError, match=r"ring_listen cannot be .*; it must be an address of this machine like"):
+    with pytest.raises(SettingError, match=r"ring_listen cannot be .*; it must be an address of this machine such as"):
         setting.parse("a:1, b:2")
 
 

@@ -11,20 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from app.machine import Machine, unavailable_reason
-from app.settings.fields import ItemKind
+from app.settings.fields import GROUPS, ItemKind, Setting, SettingError
 from app.settings.file import SettingsFile, open_settings
 from app.settings.ring import open_network
-from app.settings.schema import (
-    GROUPS,
-    RELOADING,
-    SCHEMA,
-    THEMES,
-    Setting,
-    SettingError,
-    Settings,
-    documentation,
-    setting_named,
-)
+from app.settings.schema import RELOADING, SCHEMA, THEMES, Settings, documentation, setting_named
 from engine.ipc.messages import ExpertPolicy, MachineOptions
 
 LINUX = Machine("linux", "x86_64", nvidia=False, torch=True, mlx=False)

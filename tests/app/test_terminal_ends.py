@@ -8,6 +8,7 @@ import sys
 import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -26,8 +27,8 @@ def opened(tmp_path: Path) -> Iterator[Open]:
     terminals: list[Terminal] = []
     install(tmp_path)
 
-    def open_terminal(*arguments: str, scripted: bool = True, ignore_hangup: bool = False) -> Terminal:
-        terminals.append(Terminal(tmp_path, *arguments, scripted=scripted, ignore_hangup=ignore_hangup))
+    def open_terminal(*arguments: str, **options: Any) -> Terminal:
+        terminals.append(Terminal(tmp_path, *arguments, **options))
         return terminals[-1]
 
     yield open_terminal
@@ -71,7 +72,7 @@ def test_a_closed_terminal_ends_the_chat_and_keeps_the_answer(opened: Open, tmp_
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)],
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), pytest.param(signal.SIGHUP, 129, marks=pytest.mark.soak)],
     ids=str,
 )
 def test_a_signal_while_answering_gives_the_terminal_back(
@@ -88,7 +89,7 @@ def test_a_signal_while_answering_gives_the_terminal_back(
     assert (messages(tmp_path)[-1].state, messages(tmp_path)[-1].content) == ("stopped", "waiting")
 
 
-@pytest.mark.parametrize("hang_up", [False, True], ids=["SIGTERM", "closed"])
+@pytest.mark.parametrize("hang_up", [pytest.param(False, marks=pytest.mark.soak), True], ids=["SIGTERM", "closed"])
 def test_the_real_engine_goes_with_an_idle_chat(opened: Open, hang_up: bool) -> None:
     terminal = opened(scripted=False, ignore_hangup=True)
     terminal.until_drawn("Ask something")
@@ -119,11 +120,11 @@ def test_lending_ends_with_its_terminal(opened: Open, hang_up: bool) -> None:
         assert termios.tcgetattr(terminal.slave) == terminal.modes
 
 
-@pytest.mark.slow
 def test_a_terminal_that_takes_nothing_more_does_not_keep_the_process(opened: Open, tmp_path: Path) -> None:
     """Its output is stopped (ctrl+s in a screen multiplexer, a frozen window), so that even drawing does not end."""
-    terminal = opened()
+    terminal = opened(patience_s=2.0)
     engines = answering(terminal)
+    terminal.until(lambda: messages(tmp_path)[-1].content, "saving of the answer")
     termios.tcflow(terminal.slave, termios.TCOOFF)
     terminal.type(b"x" * 400)
     terminal.process.send_signal(signal.SIGTERM)
