@@ -31,12 +31,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 async def settled(*_: float) -> None:
-    """Wait until everything that could be done now is done: callbacks, messages, and one drawing of the screen.
+    """Wait until everything that could be done now is done: callbacks, messages, layouts and drawings of the screen.
 
     Textual's tests wait until the process uses no processor time, at least 20 ms a key. On a busy machine that is also
     the case while it waits for its turn.
     """
-    for _ in range(2):
+    for _ in range(5):  # a layout may follow a drawing, a callback a layout, another drawing the callback
         # Private, as asyncio offers no other way to ask whether a callback waits.
         ready = asyncio.get_running_loop()._ready  # type: ignore[attr-defined]
         await asyncio.sleep(0)
