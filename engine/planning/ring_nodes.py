@@ -201,6 +201,17 @@ def gpu_calibration(model: RingModelFacts, gpu: NodeGpu, cpu: Curve, memory_read
     return msgspec.structs.replace(gpu.calibration, shape=shape, cpu=cpu, memory_read=rate)
 
 
+def slabs_alone(model: RingModelFacts, node: NodeMeasured) -> int | None:
+    """Experts that ``node``'s GPU keeps beside trunk, keys and values if the node runs the model by itself; None if it
+    has no GPU with room for these."""
+    gpu, sizes = node.gpu, model.sizes
+    if gpu is None:
+        return None
+    room = gpu_room(sizes, Device(gpu.name, gpu.total, gpu.free), model.context_tokens, model.prefill_chunk)
+    chosen = room if gpu.expert_bytes is None else min(room, gpu.expert_bytes)
+    return None if room < 0 else slabs_kept(sizes, policy_named(gpu.policy, sizes.experts), chosen)
+
+
 def alone_times(model: RingModelFacts, node: NodeMeasured, costs: NodeCosts) -> tuple[PassTime, PassTime]:
     """A decoding step and a prompt of PREFILL_TOKENS on ``node``, which holds everything.
 
@@ -210,13 +221,11 @@ def alone_times(model: RingModelFacts, node: NodeMeasured, costs: NodeCosts) -> 
     on_cpu = alone_time(sizes, replace(costs, gpu=None)), alone_time(sizes, replace(costs, gpu=None), PREFILL_TOKENS)
     if gpu is None:
         return on_cpu
-    room = gpu_room(sizes, Device(gpu.name, gpu.total, gpu.free), model.context_tokens, model.prefill_chunk)
-    policy = policy_named(gpu.policy, sizes.experts)
-    slabs = slabs_kept(sizes, policy, room if gpu.expert_bytes is None else min(room, gpu.expert_bytes))
+    policy, slabs = policy_named(gpu.policy, sizes.experts), slabs_alone(model, node)
     calibration = gpu_calibration(model, gpu, costs.expert, node.memory_read or 0.0)
     shares = Shares.even(sizes.experts)
-    speed = hybrid_speed(sizes, calibration, policy, slabs / sizes.moe_layers, shares, node.layer_overhead_s)
-    if room < 0 or speed.step_s > on_cpu[0].seconds:
+    speed = hybrid_speed(sizes, calibration, policy, (slabs or 0) / sizes.moe_layers, shares, node.layer_overhead_s)
+    if slabs is None or speed.step_s > on_cpu[0].seconds:
         return on_cpu
     moe = sizes.moe_layers * speed.layer_s
     return PassTime(moe, 0.0, speed.step_s - moe), PassTime(0.0, 0.0, speed.prefill_s, PREFILL_TOKENS)

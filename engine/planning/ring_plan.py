@@ -27,6 +27,7 @@ from engine.planning.ring_nodes import (
     expert_room,
     gpu_slabs,
     node_costs,
+    slabs_alone,
     with_gpu,
 )
 from engine.planning.ring_speed import (
@@ -273,7 +274,10 @@ class _Planner:
         step, prefill = times
         facts = self._facts([head, node], placement, (1.0, 1.0), "exact", "selected", step, reason)
         here, there = facts.nodes
-        nothing = structs.replace(here, trunk_bytes=0, has_bytes=0)
+        nothing = structs.replace(here, trunk_bytes=0, has_bytes=0, gpu="", gpu_expert_bytes=0)
+        slabs = slabs_alone(self.model, node)
+        on_gpu = 0 if slabs is None else min(slabs * self.model.sizes.slab_bytes, there.expert_bytes)
+        there = structs.replace(there, gpu=there.gpu if slabs is not None else "", gpu_expert_bytes=on_gpu)
         alone = ring.facts.alone_tokens_per_s if ring.facts is not None else None
         return RingDecision(
             kind="elsewhere",

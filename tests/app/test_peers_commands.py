@@ -75,7 +75,8 @@ def test_a_network_that_cannot_be_opened_is_one_sentence(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--peer", "nowhere"], ["--listen", "x"], ["--listen", "a:1,b:2"], ["--memory", "0"]]
+    "arguments",
+    [["--peer", "nowhere"], ["--listen", "x"], ["--listen", "a:1,b:2"], ["--memory", "0"], ["--gpu-memory", "-1"]],
 )
 def test_flags_of_join_are_checked(home: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     assert run(["join", "--plain", *arguments]) == 2
@@ -92,6 +93,9 @@ def test_this_machine_is_lent_on_the_terms_of_its_settings(home: Path) -> None:
     assert (wanted.cpu_threads, wanted.keep_resident, wanted.lock_memory) == (3, False, True)
     assert (wanted.lend, wanted.lend_memory, wanted.peers) == (True, 5 << 29, ["a:1"])
     assert network_from(JoinFlags(memory=1.0)).lend_memory == 1 << 30
+    assert wanted.lend_gpu_memory is None, "half of the GPU, as the help says"
+    assert network_from(JoinFlags(gpu_memory=0.5)).lend_gpu_memory == 1 << 29
+    assert network_from(JoinFlags(gpu_memory=0.0)).lend_gpu_memory == 0
 
 
 def test_a_plan_on_a_ring_shows_its_nodes(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -303,6 +303,17 @@ def test_the_head_alone_with_its_gpu_is_faster_than_the_ring() -> None:
     assert found.alone_step is not None
 
 
+def test_another_machine_that_computes_alone_keeps_trunk_keys_and_values_on_its_gpu() -> None:
+    found = decide([node("laptop", 0), node("studio", 8, on_gpu=6)], even_if_slower=False)
+    assert found.kind == "elsewhere" and found.facts is not None
+    here, there = found.facts.nodes
+    assert (here.gpu, here.gpu_expert_bytes) == ("", 0)
+    # Of room for six, the trunk takes two, and keys and values a little.
+    assert (there.gpu, there.gpu_expert_bytes) == ("a GPU", 3 * SLAB)
+    small = decide([node("laptop", 0), node("studio", 8, on_gpu=1)], even_if_slower=False)
+    assert small.facts is not None and small.facts.nodes[-1].gpu_expert_bytes <= SLAB
+
+
 def test_what_was_not_measured_is_guessed() -> None:
     found = node_costs(MODEL, replace(node("a"), gpu=gpu(2, calibration=None)))
     assert found is not None and found.gpu is not None

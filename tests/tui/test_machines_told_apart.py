@@ -12,6 +12,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Static, TextArea
 
 from app.chat.state import NetworkChanged, Phase, Status
+from app.commands.plan import ring_lines as plan_lines
 from app.ring_words import other_link, peer_address, speed_words, state_words
 from app.tui.application import ChatApp
 from app.tui.lending import lending_view
@@ -198,3 +199,18 @@ async def test_the_settings_go_from_group_to_group(make_app: MakeApp) -> None:
             if seen[-1] == "answer":
                 assert isinstance(app.focused, TextArea)  # which has that key for something else
         assert seen == ["answer", "ring", "screen", "model"]
+
+
+def test_the_gpu_of_a_machine_is_named_with_what_it_keeps() -> None:
+    """What is on it needs no other memory: the machine is not short of any."""
+    first, *others = RING.nodes
+    name = "NVIDIA\x1b[31m L4"
+    held = first.trunk_bytes + first.expert_bytes
+    with_gpu = msgspec.structs.replace(first, gpu=name, gpu_expert_bytes=3 * 10**9, memory_free=held - 3 * 10**9)
+    ring = msgspec.structs.replace(RING, epoch="", nodes=[with_gpu, *others])
+    for text in ("\n".join(plan_lines(ring)), "\n".join(line.plain for line in ring_lines(ring, 200))):
+        assert text.count("3.0 GB of them on NVIDIA") == 1
+        assert "\x1b" not in text
+    assert "of them on" not in "\n".join(plan_lines(RING))
+    short = [span for line in ring_lines(ring, 200) for span in line.spans if "text-error" in str(span.style)]
+    assert short == []
