@@ -80,8 +80,9 @@ def load_session(
         notices=[*said, *model.facts.notices, *(words.notices if words else ()), *settings_not_applied(defaults)],
         context_limit=min(model.facts.context_limit, request.context_limit or model.facts.context_limit),
     )
-    # Of the files, as in a ring the loaded model is this machine's share.
-    profile = None if model.popularity is None else read_headers(folder, request).profile
+    # From the files: in a ring the loaded model is this machine's shard, and forming may replace that by a whole copy.
+    here = (network.loaded_from if network is not None else None) or folder
+    profile = None if model.popularity is None else read_headers(here, request).profile
     return Session(
         model, words, ends=ends, defaults=defaults, facts=facts, profile=profile, prefill_chunk=request.prefill_chunk
     )

@@ -35,6 +35,10 @@ class OneRing:
         self.nodes = nodes
         self.formers: list[RingFormer] = []
 
+    @property
+    def loaded_from(self) -> Path | None:
+        return self.formers[-1].folder
+
     def former(self, name: str, folder: Path, runtime: Any, load: Load, lacked: None, choice: Any = None) -> RingFormer:
         head, as_node = self.nodes.nodes[0], as_ring_node(load, runtime.name)
         surveyor = Surveyor(head.identity.node_id, folder, as_node)

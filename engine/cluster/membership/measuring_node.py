@@ -100,7 +100,8 @@ def measure_node(wanted: WantedFacts, threads: int | None = None) -> NodeFacts:
         layer_overhead_s=dict(speed.layer_overhead_s) if speed is not None else {},
         machine=this_machine(),
         unified_memory=sys.platform == "darwin" and platform.machine() == "arm64",
-        gpu=torch_gpu(wanted.shape, dtype, threads),
+        # Who asks for no expert wants a quick answer, and the driver's program takes a while on some machines.
+        gpu=None if wanted.shape is None else torch_gpu(wanted.shape, dtype, threads),
     )
 
 
