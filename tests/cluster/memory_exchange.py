@@ -111,7 +111,7 @@ def on_all_ranks(work: Callable[[int], Done], size: int) -> list[Done | BaseExce
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE_S * 4)
+        thread.join(PATIENCE_S * 2)
         assert not thread.is_alive(), f"{thread.name} hangs"
     return results
 

@@ -312,14 +312,14 @@ def test_stopping_leaves_nothing(tiny_llama: Path) -> None:
 
 def test_a_killed_conversion_is_begun_again(tiny_llama: Path) -> None:
     program = (
-        "import sys, time\nfrom pathlib import Path\nfrom engine.models.gguf_model import convert_gguf\n"
-        "convert_gguf(Path(sys.argv[1]), lambda s, d, t, u: (print(d, flush=True), time.sleep(0.05)))"
+        "import sys\nfrom pathlib import Path\nfrom engine.models.gguf_model import convert_gguf\n"
+        "convert_gguf(Path(sys.argv[1]), lambda s, d, t, u: (print(d, flush=True), sys.stdin.read()))"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", program, str(tiny_llama)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
-        process.stdout.readline()
+        assert process.stdout.readline()
         process.send_signal(signal.SIGKILL)
     assert store.installed() == []
     assert store.partial_downloads()

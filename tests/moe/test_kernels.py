@@ -336,6 +336,6 @@ def test_a_forked_child_calculates_on_its_own(pool: Pool) -> None:
 
     process = context.Process(target=child)
     process.start()
-    process.join(60)
+    process.join(120)
     assert process.exitcode == 0
     assert queue.get() is True

@@ -26,7 +26,7 @@ from engine.runtimes.mlx.runtime import MlxRuntime  # noqa: E402
 from engine.runtimes.mlx.wired import WiredLimit, said_of  # noqa: E402
 from engine.runtimes.protocol import LoadedModel  # noqa: E402
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 def quiet(stage: str, done: int, total: int, unit: str) -> None:

@@ -186,7 +186,7 @@ with tempfile.TemporaryFile() as file:
 @pytest.mark.parametrize("before", ["faulthandler", "default"])
 def test_a_page_that_nobody_guards_still_ends_the_process(before: str) -> None:
     run = subprocess.run(
-        [sys.executable, "-c", _UNGUARDED, before], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", _UNGUARDED, before], capture_output=True, text=True, check=False, timeout=120
     )
     assert run.returncode == -signal.SIGBUS
     assert ("Bus error" in run.stderr) == (before == "faulthandler")

@@ -26,7 +26,7 @@ from engine.ipc.messages import (
 from engine.residency import page_warmer as keeper
 
 TinyModel = Callable[..., Path]
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class Events:

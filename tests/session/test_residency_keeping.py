@@ -31,7 +31,7 @@ from engine.runtimes import runtime_named
 
 TinyModel = Callable[..., Path]
 GB = 10**9
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 def quiet(stage: str, done: int, total: int, unit: str) -> None:
