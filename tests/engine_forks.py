@@ -167,6 +167,7 @@ def forked(
             env=dict(environment),
             start_new_session=session,
         )
+    assert "-m" in arguments or arguments[0] == hooked_engine.__file__
     module, *given = list(arguments)[-1:] if "-m" in arguments else [hooked_engine.__name__, *arguments[1:]]
     return _forked(module, given, environment, subprocess.PIPE, subprocess.PIPE, None, (), *more, session=session)
 

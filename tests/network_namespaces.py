@@ -8,7 +8,6 @@ What is cut or blocked is lost without a word, as in a real network. Needs Linux
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import shutil
 import subprocess
@@ -18,15 +17,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations, count, permutations
-from pathlib import Path
 from typing import Literal, TypeVar
 
 import pytest
+from network_space import enter
 
 Result = TypeVar("Result")
 Direction = Literal["both", "there", "back"]
 
-_CLONE_NEWNET = 0x40000000
 _NOWHERE = "7"
 """The routing table whose packets go nowhere."""
 _MULTICAST = ("224.0.0.0/4", "dev", "lan0")
@@ -59,14 +57,6 @@ class Space:
         """What stands before a command that is to run there."""
         return ("ip", "netns", "exec", self.name)
 
-    @property
-    def entering(self) -> str:
-        """Python that moves the process that runs it there; it must be the first that the process does."""
-        return (
-            f"import ctypes\nwith open({str(self._path)!r}) as space:\n"
-            f"    assert ctypes.CDLL(None).setns(space.fileno(), {_CLONE_NEWNET}) == 0"
-        )
-
     def call(self, function: Callable[[], Result]) -> Result:
         """Run ``function`` there, in a thread of this process. Sockets that it opens and threads that it starts stay
         there. What it raises is raised here."""
@@ -75,9 +65,7 @@ class Space:
 
         def run() -> None:
             try:
-                with self._path.open() as space:
-                    if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), _CLONE_NEWNET):
-                        raise OSError(ctypes.get_errno(), "setns")
+                enter(self.name)
                 results.append(function())
             except BaseException as error:
                 errors.append(error)
@@ -88,10 +76,6 @@ class Space:
         if errors:
             raise errors[0]
         return results[0]
-
-    @property
-    def _path(self) -> Path:
-        return Path("/run/netns") / self.name
 
 
 class Network:

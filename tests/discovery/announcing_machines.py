@@ -10,14 +10,14 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Collection
-from pathlib import Path
 
+import announcing_process
 from engine_forks import forked
+from hooked_engine import hooked
 
 from discovery.addresses import OwnAddress
 from discovery.mdns import Found, Intervals, Neighbourhood
 
-SCRIPT = Path(__file__).with_name("announcing_process.py")
 LOOPBACK = OwnAddress("lo", "127.0.0.1", 8)
 WITHIN = 120.0
 """Seconds a test waits at most; what it waits for comes in one or two."""
@@ -39,11 +39,10 @@ def ids() -> tuple[str, str]:
 class Process:
     """A machine in a process of its own."""
 
-    def __init__(self, node_id: str, instance: str, port: int, only: str, before: str = "") -> None:
-        """``before``: Python that it runs first."""
-        arguments = [str(SCRIPT), node_id, instance, str(port), only]
-        code = f"{before}\nimport runpy, sys\nsys.argv = {arguments}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
-        self._process = forked(["-c", code], os.environ)
+    def __init__(self, node_id: str, instance: str, port: int, only: str, space: str | None = None) -> None:
+        """See :func:`announcing_process.run`."""
+        options = {"node_id": node_id, "instance": instance, "port": port, "only": only, "space": space}
+        self._process = forked(hooked(announcing_process.run, **options), os.environ)
         self._lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -19,8 +19,8 @@ def cables() -> Iterator[Network]:
 @pytest.mark.slow
 def test_several_interfaces_and_addresses_that_change(cables: Network, start: Callable[..., Process]) -> None:
     (one, one_instance), (other, other_instance) = ids(), ids()
-    first = start(one, one_instance, 4001, "all", before=cables.spaces[0].entering)
-    second = start(other, other_instance, 4002, "all", before=cables.spaces[1].entering)
+    first = start(one, one_instance, 4001, "all", space=cables.spaces[0].name)
+    second = start(other, other_instance, 4002, "all", space=cables.spaces[1].name)
     assert first.wait(lambda heard: {"10.77.0.2:4002", "10.77.1.2:4002"} <= set(heard.get(other, ())))
     assert second.wait(lambda heard: {"10.77.0.1:4001", "10.77.1.1:4001"} <= set(heard.get(one, ())))
 

@@ -5,7 +5,6 @@ Each function runs in the engine's process, before the engine.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
@@ -15,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+from network_space import enter
 
 from engine.cluster import commands
 from engine.cluster.membership.control_messages import Greeting
@@ -22,7 +22,6 @@ from engine.cluster.parts import Effort, EngineParts, Moment, Times
 from engine.cluster.worker.follower import Follower
 from engine.errors import ModelError
 
-CLONE_NEWNET = 0x40000000
 QUICK = EngineParts(Times(links_again_s=0.5), Effort(link_s=0.01, exchange_rounds=5, rehearse=False))
 """Little is measured while a ring is formed: the tests of faults ask for no speed."""
 AFTER = 40
@@ -35,9 +34,7 @@ def quick() -> EngineParts:
 
 def in_namespace(name: str) -> EngineParts:
     """In the network namespace ``name``."""
-    with Path("/run/netns", name).open() as space:
-        if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), "setns")
+    enter(name)
     return QUICK
 
 

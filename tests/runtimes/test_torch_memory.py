@@ -10,67 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import taken_memory
 import torch
 from engine_forks import with_libraries
+from hooked_engine import hooked
 
 from engine.models.prepare import prepare
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 
 LONG_PROMPT = 2500
-
-MEASURE = """
-import json, os, threading
-from pathlib import Path
-from engine.system.free_memory import give_back
-from engine.ipc.messages import Load
-from engine.runtimes import runtime_named
-
-def resident():
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {name: int(lines[name].split()[0]) * 1024 for name in ("RssAnon", "RssFile")}
-
-peak = 0
-def look(*_):
-    global peak
-    peak = max(peak, resident()["RssAnon"])
-
-def run(folder, tokens):
-    model = runtime_named("torch").load(Path(folder), Load(id=1, model="m", cpu_threads=1), look)
-    model.between_layers = look
-    rows = model.start()
-    prompt = [3 + place * 7 % 150 for place in range(tokens)]
-    for start in range(0, len(prompt), 512):
-        rows.extend(prompt[start : start + 512], want_logits=start + 512 >= len(prompt))
-        give_back()
-    if len(prompt) < 512:
-        beams = rows.fan_out(4)
-        for step in range(12):
-            beams.step([5 + 4 * step, 6 + 4 * step, 7 + 4 * step, 8 + 4 * step])
-            rows.step([9 + step])
-            look()
-    return model
-
-ended = threading.Event()
-def watch():
-    while not ended.wait(0.01):
-        look()
-
-run(os.environ["TINY"], 140).close()  # what the libraries keep from their first pass on
-give_back()
-before, peak = resident(), 0
-threading.Thread(target=watch, daemon=True).start()
-tokens = int(os.environ["TOKENS"])
-model = run(os.environ["FOLDER"], tokens)
-ended.set()
-look()
-used = [sum(count > 0 for count in model.popularity.counts(layer)) for layer in model.facts.moe_layers]
-print(json.dumps({
-    "taken": peak - before["RssAnon"], "mapped": resident()["RssFile"] - before["RssFile"], "used": used,
-    "trunk": model.facts.trunk_bytes, "experts": model.facts.expert_bytes,
-    "cached": model.facts.key_value_bytes_per_token * tokens,
-}), flush=True)
-"""
 
 
 def write_model(folder: Path, intermediate_size: int) -> Path:
@@ -103,8 +52,8 @@ def write_model(folder: Path, intermediate_size: int) -> Path:
 
 def measured(folder: Path, prompt_tokens: int, tiny: Path) -> dict[str, Any]:
     """What a process says of itself that ran so many tokens of a prompt, and some steps after a short one."""
-    environment = {"FOLDER": str(folder), "TOKENS": str(prompt_tokens), "TINY": str(tiny)}
-    process = with_libraries(["-c", MEASURE], {**os.environ, **environment})
+    options = {"folder": str(folder), "tokens": prompt_tokens, "tiny": str(tiny)}
+    process = with_libraries(hooked(taken_memory.run, **options), os.environ)
     assert process.stdin is not None and process.stdout is not None
     with process.stdin, process.stdout:
         said = process.stdout.read()
