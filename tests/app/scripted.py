@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
+from engine_forks import forked
 
 from app import engine_process
 
@@ -15,6 +17,11 @@ SCRIPT = Path(__file__).with_name("scripted_engine.py")
 def play(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     """Engines that are started from now on do what ``script`` says."""
     monkeypatch.setattr(engine_process, "host_command", lambda: (sys.executable, str(SCRIPT), script))
+
+
+def fork_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that are started from now on are real ones, forked from a process that has imported everything."""
+    monkeypatch.setattr(engine_process, "start", lambda command: forked(["-m", "engine.host"], os.environ))
 
 
 def make_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

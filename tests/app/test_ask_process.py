@@ -15,7 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
-from scripted import SCRIPT, install
+from scripted import SCRIPT, fork_engines, install
+
+from app.commands.root import run
 
 pytestmark = pytest.mark.slow
 
@@ -85,10 +87,26 @@ def test_greedy_tokens_equal_transformers(model: Path, environment: dict[str, st
     assert sum(map(sum, answer["timing"]["expert_use"])) > 0
 
 
-def test_beams(model: Path, environment: dict[str, str]) -> None:
-    answer = ask_json(environment, "--model", str(model), "--prompt-ids", PROMPT, "--beams", "3", "--max-tokens", "6")
+Ask = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def ask(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+    """``ask(*arguments)``: status, output and errors of a question of this process, to a forked engine."""
+    monkeypatch.setenv("PRIVATELLM_HOME", environment["PRIVATELLM_HOME"])
+    fork_engines(monkeypatch)
+
+    def asked(*arguments: str) -> tuple[int, str, str]:
+        return run(["ask", "--no-stdin", *arguments]), *capsys.readouterr()
+
+    return asked
+
+
+def test_beams(model: Path, ask: Ask) -> None:
+    status, out, _ = ask("--json", "--model", str(model), "--prompt-ids", PROMPT, "--beams", "3", "--max-tokens", "6")
+    answer = json.loads(out)
     scores = [beam["score"] for beam in answer["beams"]]
-    assert len(scores) == 3 and scores == sorted(scores, reverse=True)
+    assert status == 0 and len(scores) == 3 and scores == sorted(scores, reverse=True)
     assert answer["beams"][0]["token_ids"] == answer["token_ids"]
 
 
@@ -101,34 +119,22 @@ def test_beams(model: Path, environment: dict[str, str]) -> None:
     ],
 )
 def test_what_the_engine_refuses(
-    model: Path, environment: dict[str, str], arguments: tuple[str, ...], status: int | None, said: str
+    model: Path, ask: Ask, arguments: tuple[str, ...], status: int | None, said: str
 ) -> None:
-    result = subprocess.run(
-        privatellm("ask", "--model", str(model), *arguments),
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == status or (status is None and result.returncode in (1, 2))
-    assert said in result.stderr and "Traceback" not in result.stderr and result.stdout == ""
+    ended, out, errors = ask("--model", str(model), *arguments)
+    assert ended == status or (status is None and ended in (1, 2))
+    assert said in errors and "Traceback" not in errors and out == ""
 
 
-def test_a_damaged_model_is_one_line(model: Path, environment: dict[str, str], tmp_path: Path) -> None:
+def test_a_damaged_model_is_one_line(model: Path, ask: Ask, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     damaged.mkdir()
     for file in model.iterdir():
         data = file.read_bytes()
         (damaged / file.name).write_bytes(data[: len(data) // 2] if file.suffix == ".safetensors" else data)
-    result = subprocess.run(
-        privatellm("ask", "--model", str(damaged), "--prompt-ids", "1"),
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 1 and result.stdout == ""
-    assert result.stderr.count("\n") == 1 and "safetensors" in result.stderr
+    status, out, errors = ask("--model", str(damaged), "--prompt-ids", "1")
+    assert (status, out) == (1, "")
+    assert errors.count("\n") == 1 and "safetensors" in errors
 
 
 # --- ctrl-c -------------------------------------------------------------------------------------------------------
@@ -204,50 +210,50 @@ SOAK = pytest.mark.soak
 
 @pytest.mark.parametrize("imports", [0, 40, 100, *(pytest.param(n, marks=SOAK) for n in (1, 5, 20, 60, 80, 120))])
 def test_ctrl_c_while_starting(model: Path, environment: dict[str, str], imports: int) -> None:
-    run = Interrupted(environment, asking(model))
-    run.imports(imports)
-    assert run.interrupt()[::2] == (130, "")
+    asked = Interrupted(environment, asking(model))
+    asked.imports(imports)
+    assert asked.interrupt()[::2] == (130, "")
     wait_until(lambda: engines(environment) == [], "the engine ends")
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=SOAK) for seed in range(1, 6))])
 def test_ctrl_c_at_any_later_moment(model: Path, environment: dict[str, str], seed: int) -> None:
-    run = Interrupted(environment, asking(model))
+    asked = Interrupted(environment, asking(model))
     wait_until(lambda: bool(engines(environment)), "the engine starts")
     time.sleep(random.Random(seed).uniform(0, 4))
-    ended_before = run.process.poll() is not None
+    ended_before = asked.process.poll() is not None
     if ended_before:
-        assert run.process.communicate()[0] and run.process.returncode == 0
+        assert asked.process.communicate()[0] and asked.process.returncode == 0
     else:
-        status, _, errors = run.interrupt()
+        status, _, errors = asked.interrupt()
         assert (status, errors) in ((130, ""), (0, ""))
     wait_until(lambda: engines(environment) == [], "the engine ends")
 
 
 def test_ctrl_c_during_the_answer_keeps_what_was_printed(environment: dict[str, str]) -> None:
-    run = Interrupted(environment, over_the_script(environment, "ask", "--no-stdin", "wait:"))
-    assert run.process.stdout is not None
-    first = run.process.stdout.read(1)
-    status, rest, errors = run.interrupt()
+    asked = Interrupted(environment, over_the_script(environment, "ask", "--no-stdin", "wait:"))
+    assert asked.process.stdout is not None
+    first = asked.process.stdout.read(1)
+    status, rest, errors = asked.interrupt()
     # The rest of the word is in the buffer of the text that was read.
     assert (status, first, rest[-1:]) == (130, "w", "\n") and "Traceback" not in errors
     wait_until(lambda: engines(environment) == [], "the engine ends")
 
 
 def test_ctrl_c_with_json_gives_the_answer_so_far(environment: dict[str, str]) -> None:
-    run = Interrupted(environment, over_the_script(environment, "ask", "--no-stdin", "--json", "wait:noted"))
-    run.until("the answer began")
-    status, out, errors = run.interrupt()
+    asked = Interrupted(environment, over_the_script(environment, "ask", "--no-stdin", "--json", "wait:noted"))
+    asked.until("the answer began")
+    status, out, errors = asked.interrupt()
     assert status == 130 and "Traceback" not in errors
     assert json.loads(out)["finish_reason"] == "cancelled"
     wait_until(lambda: engines(environment) == [], "the engine ends")
 
 
 def test_kill_9_leaves_no_engine(model: Path, environment: dict[str, str]) -> None:
-    run = Interrupted(environment, asking(model))
+    asked = Interrupted(environment, asking(model))
     wait_until(lambda: bool(engines(environment)), "the engine starts")
-    run.process.kill()
-    run.process.communicate()
+    asked.process.kill()
+    asked.process.communicate()
     wait_until(lambda: engines(environment) == [], "the engine ends")
 
 
@@ -276,10 +282,10 @@ def test_what_is_refused_leaves_no_engine(environment: dict[str, str], arguments
     assert engines(environment) == []
 
 
-def test_a_model_without_a_tokenizer_answers_in_ids(model: Path, environment: dict[str, str]) -> None:
+def test_a_model_without_a_tokenizer_answers_in_ids(model: Path, ask: Ask) -> None:
     flags = ("--model", str(model), "--prompt-ids", PROMPT, "--temperature", "0", "--max-tokens", "4")
-    result = subprocess.run(privatellm("ask", *flags), env=environment, capture_output=True, text=True, check=True)
-    assert [int(token) for token in result.stdout.split(",")] == ask_json(environment, *flags)["token_ids"]
+    _, out, _ = ask(*flags)
+    assert [int(token) for token in out.split(",")] == json.loads(ask("--json", *flags)[1])["token_ids"]
 
 
 def test_without_a_terminal_there_is_no_chat(environment: dict[str, str]) -> None:

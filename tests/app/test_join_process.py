@@ -14,9 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from engine_forks import forked
+from scripted import fork_engines
 
-from app import engine_process
 from app.commands.root import run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,7 +161,7 @@ def test_two_machines_are_paired_by_the_code_and_one_forgets_the_other(
     joined: Joined, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "other"))
-    monkeypatch.setattr(engine_process, "start", lambda command: forked(["-m", "engine.host"], os.environ))
+    fork_engines(monkeypatch)
 
     def peers(*arguments: str) -> subprocess.CompletedProcess[str]:
         status = run(["peers", *arguments])

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
-from scripted import install, make_home, play, written
+from scripted import fork_engines, install, make_home, play, written
 
 from app.commands.bench import as_text
 from app.commands.plan import memory_line
@@ -173,17 +173,14 @@ def test_ctrl_c_leaves_no_engine(home: Path, tiny_model: Callable[..., Path], ki
 
 
 @pytest.mark.slow
-def test_a_real_model_is_planned_and_measured(home: Path, tiny_model: Callable[..., Path]) -> None:
+def test_a_real_model_is_planned_and_measured(
+    home: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fork_engines(monkeypatch)
+
     def privatellm(*arguments: str) -> dict[str, Any]:
-        done = subprocess.run(
-            [sys.executable, "-m", "app.cli", *arguments, "--json", "--threads", "1"],
-            cwd=ROOT,
-            env={**os.environ, "PRIVATELLM_HOME": str(home), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        found: dict[str, Any] = json.loads(done.stdout)
+        assert run([*arguments, "--json", "--threads", "1"]) == 0
+        found: dict[str, Any] = json.loads(written(capsys)[0])
         return found
 
     folder = str(tiny_model("mixtral"))

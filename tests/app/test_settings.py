@@ -80,7 +80,7 @@ def test_the_file_is_in_the_configuration_folder(tmp_path: Path, monkeypatch: py
     assert tomllib.loads((tmp_path / "config" / "settings.toml").read_text()) == {"answer": {"beams": 4}}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
 @given(changes=_CHANGES)
 def test_what_is_changed_is_read_back(tmp_path: Path, changes: list[tuple[str, Any]]) -> None:
     path = tmp_path / "settings.toml"

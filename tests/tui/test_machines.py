@@ -494,6 +494,7 @@ def test_timing_by_node(snap_compare: Compare, make_app: MakeApp, engine: FakeEn
     assert snap_compare(app, terminal_size=size, run_before=before)
 
 
+@pytest.mark.usefixtures("few_settings")
 def test_a_ring_in_the_settings(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine) -> None:
     planned: Planned = msgspec.structs.replace(PLANNED, ring=RING)
     engine.planned = planned

@@ -77,6 +77,7 @@ def test_hints_name_the_key_of_the_system() -> None:
     assert (either("help", "linux"), either("help", "darwin")) == ("f1 or ctrl+_", "ctrl+_ or f1")
 
 
+@pytest.mark.usefixtures("few_settings")
 async def test_the_keys_of_a_mac_work(make_app: MakeApp, engine: FakeEngine) -> None:
     engine.answer = lambda request: [f"line {number}\n\n" for number in range(200)]
     app = make_app()

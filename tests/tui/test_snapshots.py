@@ -250,7 +250,8 @@ def test_settings(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int
     assert snap_compare(make_app(), terminal_size=size, run_before=before)
 
 
-@sizes
+@pytest.mark.usefixtures("few_settings")
+@pytest.mark.parametrize("size", [(80, 24), (40, 20)], ids=lambda size: f"{size[0]}x{size[1]}")
 def test_settings_that_do_not_fit(
     snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]
 ) -> None:

@@ -136,7 +136,7 @@ def test_what_is_pasted_keeps_its_lines_and_its_joiners() -> None:
     ]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.lists(st.text(max_size=20).filter(lambda text: END not in text), max_size=4), st.integers(1, 40))
 def test_pastes_come_whole_however_they_are_cut(texts: list[str], size: int) -> None:
     sent = "".join(f"{START}{text}{END}" for text in texts)
