@@ -489,12 +489,11 @@ def test_timing_by_node(snap_compare: Compare, make_app: MakeApp, engine: FakeEn
         controller(app).submit("How long?")
         await wait_until(pilot, lambda: not controller(app).busy and controller(app).thread.path)
         await wait_until(pilot, lambda: "by node" in app.screen.query_one(TimingView).render().plain)
-        await pilot.pause(0.3)
+        await wait_until(pilot, lambda: app.chat and not app.chat.transcript.query_one(".tail").display)
 
     assert snap_compare(app, terminal_size=size, run_before=before)
 
 
-@pytest.mark.usefixtures("few_settings")
 def test_a_ring_in_the_settings(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine) -> None:
     planned: Planned = msgspec.structs.replace(PLANNED, ring=RING)
     engine.planned = planned
@@ -506,7 +505,7 @@ def test_a_ring_in_the_settings(snap_compare: Compare, make_app: MakeApp, engine
         await wait_until(pilot, lambda: isinstance(app.screen, SettingsScreen))
         await wait_until(pilot, lambda: "Ring of 2" in app.screen.query_one(Prediction).render().plain)
         row(app, "ring_shares").focus_control()
+        await wait_until(pilot, lambda: app.screen.query("Input:focus"))
         app.screen.query_one("Input:focus", Input).cursor_blink = False
-        await pilot.pause(0.3)
 
     assert snap_compare(app, terminal_size=(80, 24), run_before=before)
