@@ -19,10 +19,10 @@ from engine.cluster.head.model_download import Copier
 from engine.cluster.membership.control_messages import ModelHere, OfferPiece, WantedModel, WantedWeights
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.weights.shard_store import ShardStore
-from engine.cluster.weights.taking import NotWhole, Taking
+from engine.cluster.weights.model_receiver import NotWhole, ModelReceiver
 from engine.cluster.weights.transfer import Item, Offer, decode_chunk, encode_chunk, offer, offer_whole, stream
-from engine.cluster.worker import giving
-from engine.cluster.worker.giving import Given, find_given
+from engine.cluster.worker import model_provider
+from engine.cluster.worker.model_provider import ProvidedModel, find_provided
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import LendTerms
@@ -34,8 +34,8 @@ __all__ = ["models", "there"]
 pytestmark = pytest.mark.usefixtures("no_keyring")
 
 
-def taking(*sources: Any, progress: Any = quiet) -> Taking:
-    return Taking(store.resolve(NAME), "me", sources, progress)
+def taking(*sources: Any, progress: Any = quiet) -> ModelReceiver:
+    return ModelReceiver(store.resolve(NAME), "me", sources, progress)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -121,7 +121,7 @@ def test_parts_that_together_are_whole_are_put_together(
         shares = ShardStore(tmp_path / f"node-{node}" / "models", "me")
         need = shares.need(wanted, quiet)
         folder = shares.receive(wanted, need.wanted, stream(there, wanted, need.wanted), quiet)
-        halves.append(Having(folder, Given(folder, NAME, False).offer(quiet)))
+        halves.append(Having(folder, ProvidedModel(folder, NAME, False).offer(quiet)))
         assert halves[node].offered.identity == wanted.identity
         assert {item.key for item in halves[node].offered.items} == {item.key for item in wanted.items}
     monkeypatch.setenv("PRIVATELLM_HOME", str(models.parent))
@@ -229,8 +229,8 @@ def installed(there: Path, models: Path) -> Path:
 
 @pytest.mark.parametrize("key", ["../models/owner--tiny", "/etc", ".", "", "owner--tiny/", "owner--tiny\0", "x.share"])
 def test_only_a_folder_of_the_models_folder_can_be_named(installed: Path, key: str):
-    assert find_given(KEY, NAME, "anybody") == Given(installed, NAME, True)
-    assert find_given(key, NAME, "anybody") is None
+    assert find_provided(KEY, NAME, "anybody") == ProvidedModel(installed, NAME, True)
+    assert find_provided(key, NAME, "anybody") is None
 
 
 def test_unfinished_and_borrowed_folders_are_not_given(installed: Path, models: Path):
@@ -243,7 +243,7 @@ def test_unfinished_and_borrowed_folders_are_not_given(installed: Path, models: 
         "local--mine--0123456789abcdef",
         "local--mine--0123456789abcdef.prepared",
     ):
-        assert find_given(key, NAME, "anybody") is None
+        assert find_provided(key, NAME, "anybody") is None
 
 
 def test_a_share_goes_back_only_to_the_head_that_sent_it(there: Path, models: Path):
@@ -252,9 +252,9 @@ def test_a_share_goes_back_only_to_the_head_that_sent_it(there: Path, models: Pa
     need = shares.need(wanted, quiet)
     folder = shares.receive(wanted, need.wanted, stream(there, wanted, need.wanted), quiet)
     assert read_shard(folder).head == "head"
-    assert find_given(KEY, NAME, "head") == Given(folder, NAME, False)
-    assert find_given(KEY, NAME, "another head") is None
-    assert find_given(KEY, "owner/other", "head") is None
+    assert find_provided(KEY, NAME, "head") == ProvidedModel(folder, NAME, False)
+    assert find_provided(KEY, NAME, "another head") is None
+    assert find_provided(KEY, "owner/other", "head") is None
 
 
 # --- between machines -------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def test_a_lender_gives_models_only_if_its_person_agrees(pair: Nodes, installed:
 def lent(pair: Nodes, there: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterWorker]:
     """Bob has the model elsewhere: the two machines of this process have one models folder."""
     monkeypatch.setattr(
-        giving, "find_given", lambda key, name, caller: Given(there, name, True) if key == KEY else None
+        model_provider, "find_provided", lambda key, name, caller: ProvidedModel(there, name, True) if key == KEY else None
     )
     lender = ClusterWorker(pair.nodes[1])
     yield lender
@@ -322,7 +322,7 @@ def test_copying_ends_when_it_is_stopped_although_nothing_comes(
         release.wait(60)
         yield b""
 
-    monkeypatch.setattr(Given, "chunks", stuck)
+    monkeypatch.setattr(ProvidedModel, "chunks", stuck)
 
     def progress(*_: object) -> None:
         if reached.is_set():
@@ -339,7 +339,7 @@ def test_copying_ends_when_it_is_stopped_although_nothing_comes(
 def test_a_machine_that_fails_is_named_and_the_internet_is_not_asked_by_itself(
     pair: Nodes, lent: ClusterWorker, there: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    good = Given.chunks
+    good = ProvidedModel.chunks
 
     def broken(*given: Any) -> Iterator[bytes]:
         for number, chunk in enumerate(good(*given)):
@@ -347,9 +347,9 @@ def test_a_machine_that_fails_is_named_and_the_internet_is_not_asked_by_itself(
                 raise ModelError("the disk of it is broken.", "disk")
             yield chunk
 
-    monkeypatch.setattr(Given, "chunks", broken)
+    monkeypatch.setattr(ProvidedModel, "chunks", broken)
     with pytest.raises(ModelError, match=r"Bob: the disk of it is broken\).*privatellm models pull owner/tiny"):
         copier(pair).run()
-    monkeypatch.setattr(Given, "chunks", good)
+    monkeypatch.setattr(ProvidedModel, "chunks", good)
     found = copier(pair).run()
     assert found is not None and content(found[0]) == content(there)

@@ -20,12 +20,12 @@ from engine.cluster.head.lacked_model import LackedModel, find_lacked
 from engine.cluster.head.supply import PartialCopy, SourceFailed
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.weights import shard_store
+from engine.cluster.weights.model_receiver import NotWhole
 from engine.cluster.weights.own_shard import KEPT, OwnShard
-from engine.cluster.weights.taking import NotWhole
 from engine.cluster.weights.transfer import Chunk, Offer, decode_chunk, encode_chunk, offer_whole, stream
-from engine.cluster.worker import giving
-from engine.cluster.worker.giving import Given
+from engine.cluster.worker import model_provider
 from engine.cluster.worker.lending import ClusterWorker
+from engine.cluster.worker.model_provider import ProvidedModel
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load
 from engine.models import store
@@ -145,14 +145,14 @@ def places(three: Nodes, there: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     """Bob and Carl have the model."""
     made = Places(dict.fromkeys((1, 2), there))
 
-    class Told(Given):
+    class Told(ProvidedModel):
         def chunks(self, *given: Any) -> Iterator[bytes]:
             made.read.append(self.who)  # type: ignore[attr-defined]
             for data in super().chunks(*given):
                 yield made.change(self.who, data)  # type: ignore[attr-defined]
 
-    class Gives(giving.Giving):
-        def _find(self, caller: Any, wanted: Any) -> Given | None:
+    class Gives(model_provider.ModelProvider):
+        def _find(self, caller: Any, wanted: Any) -> ProvidedModel | None:
             index = three.nodes.index(self._node)
             if wanted.key != KEY or index not in made.folders:
                 return None
@@ -160,7 +160,7 @@ def places(three: Nodes, there: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
             object.__setattr__(found, "who", self._node.name)
             return found
 
-    monkeypatch.setattr("engine.cluster.worker.lending.Giving", Gives)
+    monkeypatch.setattr("engine.cluster.worker.lending.ModelProvider", Gives)
     lenders = [ClusterWorker(node) for node in three.nodes[1:]]
     yield made
     for lender in lenders:

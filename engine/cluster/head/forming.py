@@ -23,7 +23,7 @@ from engine.cluster.head.remote_model import load_remote
 from engine.cluster.head.ring_runtime import RuntimePlan, plan_by_runtime
 from engine.cluster.head.supply import Supply, WholeCopy
 from engine.cluster.head.survey import Survey, Surveyor, candidates
-from engine.cluster.head.upload import Sending
+from engine.cluster.head.upload import ShardUpload
 from engine.cluster.membership.client import CallGroup, Unreachable
 from engine.cluster.membership.control_messages import Connected, EpochSpec
 from engine.cluster.membership.heartbeat import FORMING, NOTIFIED_S, patience
@@ -388,7 +388,7 @@ class RingFormer:
         self.folder = self._surveyor.folder = folder
 
     def _together(self, ring: Ring, notices: list[str], progress: ProgressCallback) -> FormedRing:
-        has = Sending(self._supply(ring.decision, progress), ring.decision, ring.followers).send(progress)
+        has = ShardUpload(self._supply(ring.decision, progress), ring.decision, ring.followers).send(progress)
         threads = self._trial.threads or self._threads(ring.decision)
         elsewhere = ring.decision.kind == "elsewhere"
         exchanges = [] if elsewhere else self._exchanges(ring)

@@ -11,8 +11,8 @@ from engine.cluster.head.supply import PartialCopy
 from engine.cluster.membership.node import Node
 from engine.cluster.membership.rpc_fanout import NodeRefused
 from engine.cluster.transport.exchange import RingProtocolError
+from engine.cluster.weights.model_receiver import NotWhole
 from engine.cluster.weights.own_shard import OwnShard
-from engine.cluster.weights.taking import NotWhole
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.models import store

@@ -9,8 +9,8 @@ from engine.cluster.head.model_sources import ModelSources, PeerSource, most_ali
 from engine.cluster.membership.node import Node
 from engine.cluster.membership.rpc_fanout import Candidate, NodeRefused
 from engine.cluster.transport.exchange import RingProtocolError
+from engine.cluster.weights.model_receiver import ModelReceiver, NotWhole, Source
 from engine.cluster.weights.own_shard import OwnShard
-from engine.cluster.weights.taking import NotWhole, Source, Taking
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.models.store import ResolvedModel
@@ -78,7 +78,7 @@ class Copier:
 
         every = [*self._here(sources[0]), *sources]
         try:
-            return Taking(self._model, self._node.identity.node_id, every, note, check).run()
+            return ModelReceiver(self._model, self._node.identity.node_id, every, note, check).run()
         except RingProtocolError as error:
             raise NodeRefused(machines[0].node_id, f"{error}.") from error
 

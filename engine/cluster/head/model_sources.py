@@ -86,7 +86,7 @@ class ModelSources:
 
 
 class PeerSource:
-    """Implements :class:`engine.cluster.weights.taking.Source`: the weights that one machine offers."""
+    """Implements :class:`engine.cluster.weights.model_receiver.Source`: the weights that one machine offers."""
 
     def __init__(self, one: Candidate, wanted: WantedModel, offered: Offer, tick: Callable[[], None]) -> None:
         self.offered = offered

@@ -23,7 +23,7 @@ SURE_S = 3.0
 """Seconds of sending before the remaining time is estimated."""
 
 
-class Sending:
+class ShardUpload:
     """Sends the shards that ``decision`` assigns to ``followers`` (by rank), from ``supply``."""
 
     def __init__(self, supply: Supply, decision: RingDecision, followers: Mapping[int, Candidate]) -> None:

@@ -81,7 +81,7 @@ def reachable(addresses: Sequence[str]) -> list[str]:
 
     with ThreadPoolExecutor(len(addresses), thread_name_prefix="looking for addresses") as pool:
         found = list(pool.map(listens, addresses))
-    return [address for address, there in zip(addresses, found, strict=True) if there] or list(addresses)
+    return [address for address, listening in zip(addresses, found, strict=True) if listening] or list(addresses)
 
 
 def _interface(address: str) -> str:
@@ -110,9 +110,9 @@ class Tried:
     reached: dict[Way, str] = field(default_factory=dict)
 
 
-def all_ways(me: str, there: Sequence[Candidate]) -> list[Way]:
+def all_ways(me: str, machines: Sequence[Candidate]) -> list[Way]:
     """Every link of a ring of these machines, as it will be dialled: the lower rank dials."""
-    ids = [me, *(one.node_id for one in there)]
+    ids = [me, *(one.node_id for one in machines)]
     return [(first, second) for index, first in enumerate(ids) for second in ids[index + 1 :]]
 
 
@@ -136,17 +136,17 @@ def try_own(links: Links, wanted: Sequence[Linked], stop: threading.Event, names
 
 
 class LinkTrial:
-    """A trial of the links ``ways`` among this machine and ``there``. ``best``: the address to try first, by way.
+    """A trial of the links ``ways`` among this machine and ``machines``. ``best``: the address to try first, by way.
 
     Raises ModelError for a machine that is no longer paired.
     """
 
     def __init__(
-        self, node: Node, there: Sequence[Candidate], ways: Collection[Way], epoch: str, best: Mapping[Way, str]
+        self, node: Node, machines: Sequence[Candidate], ways: Collection[Way], epoch: str, best: Mapping[Way, str]
     ) -> None:
         self._node = node
         self._me = node.identity.node_id
-        self._by_id = {one.node_id: one for one in there}
+        self._by_id = {one.node_id: one for one in machines}
         self._ways = set(ways)
         self._pairs = {frozenset(way) for way in ways}
         self._wanted: dict[str, list[Linked]] = {}

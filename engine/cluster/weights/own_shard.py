@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from engine.cluster.transport.exchange import RingProtocolError
+from engine.cluster.weights.model_receiver import NotWhole, Source, check_settings, is_small, refuse_unfit
 from engine.cluster.weights.shard_store import ShardStore, missing_in, receive_into
-from engine.cluster.weights.taking import NotWhole, Source, check_settings, is_small, refuse_unfit
 from engine.cluster.weights.transfer import (
     OFFER_LIMIT,
     Offer,
@@ -137,7 +137,7 @@ class OwnShard:
 
 
 class _Here:
-    """Implements :class:`engine.cluster.weights.taking.Source` for this machine's shard."""
+    """Implements :class:`engine.cluster.weights.model_receiver.Source` for this machine's shard."""
 
     name = "this machine's share"
 

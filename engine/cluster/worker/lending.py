@@ -47,7 +47,7 @@ from engine.cluster.weights.shard_store import Need, ShardStore
 from engine.cluster.weights.transfer import OFFER_LIMIT, Offer, decode_offer, encode_wanted, outline
 from engine.cluster.weights.weight_fingerprint import why_unlike
 from engine.cluster.worker.follower_work import Following, gpu_shard_bytes, lent_gpu, lent_threads, shard_bytes
-from engine.cluster.worker.giving import Giving
+from engine.cluster.worker.model_provider import ModelProvider
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import LendingFacts, LendTerms
 from engine.models.locations import locate
@@ -111,7 +111,7 @@ class ClusterWorker:
             "Form": self._form,
             "StopPass": self._stop_pass,
             "End": self._end,
-            **Giving(node, self._terms.give_models, self._notify).answers,
+            **ModelProvider(node, self._terms.give_models, self._notify).answers,
         }
         node.add_methods({name: RpcMethod(LENDING[name][0], answers[name], LENDING[name][1]) for name in LENDING})
         node.on_forgotten(self._forgotten)

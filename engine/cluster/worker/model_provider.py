@@ -1,4 +1,4 @@
-"""What a lent machine gives to paired ones that lack it: a model that they name, or the shard that they sent."""
+"""Models that a lent machine provides to paired ones: a whole model that they name, or the shard that they sent."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ _NEVER = (store.PARTIAL, store.SHARD, store.PREPARED)
 
 
 @dataclass(frozen=True)
-class Given:
-    """A folder that may be copied. ``name``: what the asking machine calls the model."""
+class ProvidedModel:
+    """A folder that may be copied. ``name`` is the requesting machine's name of the model."""
 
     folder: Path
     name: str
@@ -70,7 +70,7 @@ class Given:
         return stream(self.folder, offered, wanted)
 
 
-def find_given(key: str, name: str, caller: str) -> Given | None:
+def find_provided(key: str, name: str, caller: str) -> ProvidedModel | None:
     """The model in the folder ``key`` of the models folder, its bank if it has one.
 
     Otherwise the shard that the machine with the node id ``caller`` once sent of the model it calls ``name``. None if
@@ -80,12 +80,12 @@ def find_given(key: str, name: str, caller: str) -> Given | None:
         return None
     found = store.resolve_installed(key)
     if found is not None and found.folder is not None:
-        return Given(found.folder, name, True)
+        return ProvidedModel(found.folder, name, True)
     for path in sorted(locate("models").glob(f"*{store.SHARD}")):
         with contextlib.suppress(ModelError):
             manifest = read_shard(path)
             if manifest.head == caller and manifest.identity.name == name:
-                return Given(path, name, False)
+                return ProvidedModel(path, name, False)
     return None
 
 
@@ -93,8 +93,8 @@ REPORT_S = 0.25
 """Seconds between two reports of progress at least."""
 
 
-class Giving:
-    """Answers requests for models. ``allowed``: whether the person here agrees; if not, nothing is here for anybody.
+class ModelProvider:
+    """Answers requests for models. ``allowed`` is whether the person here agrees; if not, no model is found.
 
     ``notice`` is called from any thread with lines for the person.
     """
@@ -109,8 +109,8 @@ class Giving:
         """The answering function by method."""
         return {"ModelHere": self._here, "ModelOffer": self._offer, "ModelWeights": self._weights}
 
-    def _find(self, caller: Caller, wanted: WantedModel) -> Given | None:
-        return find_given(wanted.key, wanted.name, caller.node_id) if self._allowed else None
+    def _find(self, caller: Caller, wanted: WantedModel) -> ProvidedModel | None:
+        return find_provided(wanted.key, wanted.name, caller.node_id) if self._allowed else None
 
     def _here(self, caller: Caller, wanted: WantedModel) -> ModelHere:
         found = self._find(caller, wanted)

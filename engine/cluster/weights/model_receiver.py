@@ -49,7 +49,7 @@ class NotWhole(Exception):
     """The machines together do not have the whole model."""
 
 
-class Taking:
+class ModelReceiver:
     """Copies ``model`` from ``sources``, which offer parts of the same model.
 
     ``me`` is this machine's node id. ``progress`` is called while bytes are received, ``checking`` (by default the
