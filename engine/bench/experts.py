@@ -73,7 +73,7 @@ def bench_experts(
             gpu.close()
     machine = calibration_key(subject.facts.dtype, subject.threads, gpu.name if gpu is not None else None)
     calibration = calibration_of(figures, machine, shape_of(experts))
-    why = subject.why_not_kept(figures.memory_read)
+    why = subject.unsteady_reason(figures.memory_read)
     path = "" if why else _kept(calibration)
     notes = [
         f"CPU: {cpu.description}, {cpu.experts_per_call} experts in a call.",

@@ -64,7 +64,7 @@ def run_bench(
         weight_bytes=weight_bytes_per_token(session.facts, sizes),
         report=report,
         cancelled=cancelled,
-        why_not_kept=(lambda samples: "") if request.even_if_busy else OtherPrograms().why_not_kept,
+        unsteady_reason=(lambda samples: "") if request.even_if_busy else OtherPrograms().unsteady_reason,
     )
     session.model.recorder.reset()
     match request.kind:

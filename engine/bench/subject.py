@@ -35,7 +35,7 @@ class BenchSubject:
     """Raises Cancelled if somebody asked to stop."""
     cancelled: Callable[[], bool] = lambda: False
     clock: Callable[[], float] = time.perf_counter
-    why_not_kept: Callable[[Sequence[float]], str] = lambda samples: ""
+    unsteady_reason: Callable[[Sequence[float]], str] = lambda samples: ""
     """Why what was measured is not to be kept for plans, given what one thing took again and again; empty: it is."""
 
     @property

@@ -52,10 +52,10 @@ def bench_decode(subject: BenchSubject, request_id: int) -> BenchResult:
     share = [read_bytes / one / streaming for one, streaming in zip(seconds, rates, strict=False)]
     notes = _notes(subject, rates)
     if rates:
-        why = subject.why_not_kept(rates)
+        why = subject.unsteady_reason(rates)
         notes += [not_kept(why)] if why else keep_speed(subject, median(rates), median(seconds), read_bytes)
     elif gpu_rates:
-        why = subject.why_not_kept(gpu_rates)
+        why = subject.unsteady_reason(gpu_rates)
         notes += [not_kept(why)] if why else keep_speed(subject, median(gpu_rates), median(seconds), read_bytes)
     return BenchResult(
         id=request_id,

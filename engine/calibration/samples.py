@@ -93,7 +93,7 @@ def share_of_others(before: ProcessorTimes, after: ProcessorTimes, processors: i
     return min(1.0, max(0.0, others / passed)) if passed > 0 else 0.0
 
 
-def why_not_kept(share: float, samples: Sequence[float]) -> str:
+def unsteady_reason(share: float, samples: Sequence[float]) -> str:
     """The reason for not keeping figures if other programs used ``share`` of the processors and repeated measurements
     gave ``samples``; empty: they are kept."""
     if share > MOST_SHARE:
@@ -109,7 +109,7 @@ class OtherPrograms:
     def __init__(self) -> None:
         self._before = ProcessorTimes.now()
 
-    def why_not_kept(self, samples: Sequence[float]) -> str:
-        """See :func:`why_not_kept`, of the time until now."""
+    def unsteady_reason(self, samples: Sequence[float]) -> str:
+        """See :func:`unsteady_reason`, of the time until now."""
         share = share_of_others(self._before, ProcessorTimes.now(), psutil.cpu_count() or 1)
-        return why_not_kept(share, samples)
+        return unsteady_reason(share, samples)

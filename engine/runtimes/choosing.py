@@ -39,11 +39,11 @@ def choose_runtime(
 
     def unsupported(name: Runtime) -> str | None:
         if name == "mlx":
-            return _why_not_mlx(folder, request)
+            return _mlx_unsupported_reason(folder, request)
         if not_native is not None:
             return not_native()
         node = on_one_machine(request, "native") if request.partitioning == "ring" else request
-        return why_not_native(folder, node, progress)
+        return native_unsupported_reason(folder, node, progress)
 
     names = candidates(apple_silicon=mac, gpu=gpu, partitioning=request.partitioning)
     return first_supported(names, unsupported)
@@ -59,16 +59,16 @@ def as_ring_node(request: Load, runtime: str) -> Load:
     return msgspec.structs.replace(request, partitioning="cpu" if runtime == "native" else "auto")
 
 
-def why_not_native(folder: Path, request: Load, progress: ProgressCallback | None = None) -> str | None:
+def native_unsupported_reason(folder: Path, request: Load, progress: ProgressCallback | None = None) -> str | None:
     """Why the native trunk does not run the model in ``folder``, in a few words; None if it does.
 
     Raises ModelError if the model cannot be opened.
     """
     from engine.models.opening import open_model
-    from engine.runtimes.native.runtime import why_not
+    from engine.runtimes.native.runtime import unsupported_reason
 
     files = open_model(folder, progress, as_whole=True)
-    return why_not(files.config, files, request)
+    return unsupported_reason(files.config, files, request)
 
 
 def refuse_download(config: Mapping[str, Any], nbytes: int) -> None:
@@ -80,7 +80,7 @@ def refuse_download(config: Mapping[str, Any], nbytes: int) -> None:
     if eligible.quantisation_of(config) is None or not mlx_installed():
         refuse_quantized(config)
         return
-    problem = families.why_not_config(dict(config)) or eligible.why_not_quantised(config)
+    problem = families.unsupported_config(dict(config)) or eligible.unsupported_quantisation(config)
     if problem is not None:
         raise ModelError(f"{problem}, and nothing else reads its quantised weights; choose a bfloat16 copy of it.")
     eligible.refuse_too_large(nbytes, eligible.working_set_bytes(), quantised=True)
@@ -101,12 +101,12 @@ def on_apple_silicon() -> bool:
     return sys.platform == "darwin" and platform.machine() == "arm64"
 
 
-def _why_not_mlx(folder: Path, request: Load) -> str | None:
+def _mlx_unsupported_reason(folder: Path, request: Load) -> str | None:
     if not mlx_installed():
         return "mlx-lm is not installed; `pip install mlx-lm` gives the faster runtime here"
     from engine.models.weight_layout import is_library
-    from engine.runtimes.mlx.eligible import why_not
+    from engine.runtimes.mlx.eligible import unsupported_reason
 
     if is_library(folder):
         return None  # No other runtime reads it, so mlx's own reason is the one to show.
-    return why_not(folder, request)
+    return unsupported_reason(folder, request)

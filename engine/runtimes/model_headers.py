@@ -20,7 +20,7 @@ from engine.moe.kernels.bindings import VARIABLE
 from engine.moe.popularity_file import ProfileModel, model_of
 from engine.planning.calibration import ExpertShape
 from engine.runtimes.choosing import mlx_by_default
-from engine.runtimes.native.runtime import check_native, why_not
+from engine.runtimes.native.runtime import check_native, unsupported_reason
 
 REMEMBERED = 8
 """Maximum models and choices whose facts are kept. The files are not kept open."""
@@ -72,7 +72,7 @@ def _headers_of(folder: Path, load: Load) -> Headers:
         sizes=sizes_of(files, load.dtype),
         shape=None if experts is None else shape_of(experts),
         profile=None if experts is None else model_of(experts),
-        not_native=why_not(files.config, files, load, in_ring=load.partitioning == "ring"),
+        not_native=unsupported_reason(files.config, files, load, in_ring=load.partitioning == "ring"),
         largest=None if experts is None else _largest(experts),
         refused=_refused(files, load),
     )

@@ -20,7 +20,7 @@ from engine.runtimes import choosing
 from engine.runtimes.choosing import as_ring_node, choose_runtime, on_one_machine, refuse_download
 from engine.runtimes.mlx import eligible
 from engine.runtimes.mlx.configuration import complete_config
-from engine.runtimes.mlx.families import FAMILIES, check_settings, why_not_config
+from engine.runtimes.mlx.families import FAMILIES, check_settings, unsupported_config
 from engine.session.loading import load_session
 from engine.session.plan_model import plan_model
 
@@ -163,7 +163,7 @@ def test_the_file_says_what_the_completed_configuration_says(family: str, tmp_pa
     """What is chosen without transformers is what the runtime finds with it."""
     folder = write_tiny_model(tmp_path / "m", family)
     config = read_config(folder)
-    found = why_not_config(config)
+    found = unsupported_config(config)
     if family not in FAMILIES:
         assert found is not None and repr(family) in found
         return
@@ -178,9 +178,11 @@ def test_the_file_says_what_the_completed_configuration_says(family: str, tmp_pa
 
 def test_older_names_of_rotary_settings_are_seen() -> None:
     config = {"model_type": "mixtral", "rope_scaling": {"type": "yarn", "factor": 4.0}}
-    assert "rope_type 'yarn'" in (why_not_config(config) or "")
-    assert why_not_config({"model_type": "glm4_moe", "partial_rotary_factor": 0.5}) is None
-    assert "partial_rotary_factor 0.5" in (why_not_config({"model_type": "llama", "partial_rotary_factor": 0.5}) or "")
+    assert "rope_type 'yarn'" in (unsupported_config(config) or "")
+    assert unsupported_config({"model_type": "glm4_moe", "partial_rotary_factor": 0.5}) is None
+    assert "partial_rotary_factor 0.5" in (
+        unsupported_config({"model_type": "llama", "partial_rotary_factor": 0.5}) or ""
+    )
 
 
 def test_a_node_of_a_ring_shares_its_experts_with_a_gpu_by_torch() -> None:

@@ -24,7 +24,7 @@ from engine.models.safetensors_files import read_header
 from engine.moe.kernels.layers import unreadable
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
-from engine.runtimes.choosing import choose_runtime, why_not_native
+from engine.runtimes.choosing import choose_runtime, native_unsupported_reason
 from engine.runtimes.native.runtime import NativeRuntime
 from engine.session.loading import load_session
 
@@ -58,7 +58,7 @@ def test_auto_is_torch_with_a_gpu_unless_the_cpu_is_asked_for(mixtral: Path, mon
 def test_a_gpu_that_is_asked_for_is_not_left_idle(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = ask_for(mixtral, partitioning="hybrid")
     monkeypatch.setattr(runtimes, "gpu_present", lambda: True)
-    assert why_not_native(mixtral, request) == "it runs on the CPU alone, and the partitioning is hybrid"
+    assert native_unsupported_reason(mixtral, request) == "it runs on the CPU alone, and the partitioning is hybrid"
     monkeypatch.setattr(runtimes, "gpu_present", lambda: False)
     assert load_native(mixtral, partitioning="hybrid").facts.notices == [
         "No GPU was found, so everything runs on the CPU."
@@ -85,7 +85,7 @@ def test_what_is_not_eligible_says_why(
 ) -> None:
     folder = write_tiny_model(tmp_path / "model", family, **config)
     request = ask_for(folder, **request_options)
-    reason = why_not_native(folder, request)
+    reason = native_unsupported_reason(folder, request)
     assert reason is not None and why in reason
     with pytest.raises(ModelError, match="choose the runtime auto or torch") as failure:
         runtimes.runtime_named("native").load(folder, request, no_progress)
@@ -94,7 +94,7 @@ def test_what_is_not_eligible_says_why(
 
 def test_half_precision_is_not_read(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model", "llama", dtype="float16")
-    assert "is stored as F16" in (why_not_native(folder, ask_for(folder)) or "")
+    assert "is stored as F16" in (native_unsupported_reason(folder, ask_for(folder)) or "")
 
 
 def test_a_model_that_falls_back_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

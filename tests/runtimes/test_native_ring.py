@@ -24,7 +24,7 @@ from engine.moe.rank_context import RankContext
 from engine.moe.timing import Recorder
 from engine.planning.placement import Placement
 from engine.runtimes import runtime_named
-from engine.runtimes.choosing import why_not_native
+from engine.runtimes.choosing import native_unsupported_reason
 from engine.runtimes.native.bindings import native
 from engine.runtimes.native.model import NativeModel
 from engine.runtimes.protocol import Interrupted, Logits, RingPlace
@@ -83,7 +83,7 @@ def test_a_dense_model_has_nothing_to_share(tiny_model: TinyModel) -> None:
 
 def test_a_ring_is_refused_without_a_place_in_one(tiny_model: TinyModel) -> None:
     folder = tiny_model("mixtral")
-    reason = why_not_native(folder, Load(id=1, model="m", partitioning="ring"))
+    reason = native_unsupported_reason(folder, Load(id=1, model="m", partitioning="ring"))
     assert reason == "it runs on one machine, and the partitioning is ring"
 
 

@@ -16,7 +16,7 @@ from engine.bench.running import run_bench
 from engine.calibration import memory_rate
 from engine.calibration import samples as others
 from engine.calibration.calibration_file import load_speed
-from engine.calibration.samples import MOST_SHARE, OtherPrograms, ProcessorTimes, share_of_others, why_not_kept
+from engine.calibration.samples import MOST_SHARE, OtherPrograms, ProcessorTimes, share_of_others, unsteady_reason
 from engine.ipc.messages import Bench, BenchResult, Load
 from engine.session.loading import load_session
 
@@ -39,7 +39,7 @@ def test_the_share_of_others() -> None:
 @settings(deadline=None)
 def test_figures_are_kept_of_a_quiet_and_steady_machine_alone(samples: list[float], share: float) -> None:
     steady = not samples or max(samples) <= others.MOST_UNSTEADY * min(samples)
-    assert (why_not_kept(share, samples) == "") == (share <= MOST_SHARE and steady)
+    assert (unsteady_reason(share, samples) == "") == (share <= MOST_SHARE and steady)
 
 
 def test_processors_that_others_keep_busy_are_noticed() -> None:
@@ -50,7 +50,7 @@ def test_processors_that_others_keep_busy_are_noticed() -> None:
         before = psutil.Process(spinning[0].pid).cpu_times().user
         while psutil.Process(spinning[0].pid).cpu_times().user < before + 0.3:
             pass
-        assert "other programs used" in watched.why_not_kept([1.0])
+        assert "other programs used" in watched.unsteady_reason([1.0])
     finally:
         for process in spinning:
             process.kill()

@@ -41,9 +41,9 @@ def matrix(stored: StoredTensor) -> Matrix:
     Raises ModelError if its dtype is not BF16 or F32, or the values of a row do not lie side by side.
     """
     words = stored.words
-    why_not = unreadable(stored)
-    if why_not is not None or words.ndim != 2:
-        raise ModelError(f"The native kernels cannot read these weights: {why_not or 'they are no matrix'}.")
+    unsupported_reason = unreadable(stored)
+    if unsupported_reason is not None or words.ndim != 2:
+        raise ModelError(f"The native kernels cannot read these weights: {unsupported_reason or 'they are no matrix'}.")
     return Matrix(
         data=words.ctypes.data,
         rows=words.shape[0],
@@ -67,7 +67,7 @@ def unreadable(stored: StoredTensor) -> str | None:
     return None
 
 
-def why_not(weights: ExpertWeights) -> str | None:
+def unsupported_reason(weights: ExpertWeights) -> str | None:
     """Why the kernels cannot run an expert with these weights, or None."""
     tensors = [weights.gate, weights.up, weights.down, weights.gate_bias, weights.up_bias, weights.down_bias]
     present = [tensor for tensor in tensors if tensor is not None]
@@ -96,7 +96,7 @@ class LayerExperts:
         ffn, hidden = first.gate.shape
         table = (Expert * count)()
         for number, expert in self._weights.items():
-            reason = why_not(expert)
+            reason = unsupported_reason(expert)
             if reason is not None:
                 raise ModelError(f"The native kernels cannot run expert {number}: {reason}.")
             shapes = (expert.gate.shape, expert.up.shape, expert.down.shape)

@@ -17,17 +17,17 @@ from engine.ipc.messages import Load
 from engine.models.opening import read_config
 from engine.models.sizes import sizes_of
 from engine.models.weight_layout import layout_of
-from engine.runtimes.mlx.families import why_not_config
+from engine.runtimes.mlx.families import unsupported_config
 
 _LEFT_TO_MACOS = 4_000_000_000
 """Bytes that a raised limit of the GPU's memory must leave to everything else."""
 
 
-def why_not(folder: Path, request: Load) -> str | None:
+def unsupported_reason(folder: Path, request: Load) -> str | None:
     """Why mlx does not run the model in ``folder`` as ``request`` asks, in a few words; None if its headers show no
     reason. Raises ModelError if the model cannot be opened."""
     config = read_config(folder)
-    problem = why_not_config(config) or why_not_quantised(config)
+    problem = unsupported_config(config) or unsupported_quantisation(config)
     if problem is not None:
         return problem
     if request.partitioning == "hybrid":
@@ -37,7 +37,7 @@ def why_not(folder: Path, request: Load) -> str | None:
     return None if budget is None else too_large(weight_bytes(folder, request.dtype), budget)
 
 
-def why_not_quantised(config: Mapping[str, Any]) -> str | None:
+def unsupported_quantisation(config: Mapping[str, Any]) -> str | None:
     """Why mlx cannot read a checkpoint's quantisation; None if it is not quantised, or as mlx-lm quantises."""
     settings = quantisation_of(config)
     method = settings.get("quant_method") if settings else None

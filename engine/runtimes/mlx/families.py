@@ -117,7 +117,7 @@ SUPPORTED: tuple[str, ...] = tuple(sorted(FAMILIES))
 
 def family_of(config: Config) -> MlxFamily:
     """The family of ``config``. Raises ModelError if it is not one that mlx runs, naming it and those that are."""
-    problem = _why_not_family(config)
+    problem = _unsupported_family(config)
     if problem is not None:
         raise ModelError(f"{problem}; it runs {', '.join(SUPPORTED)} (the torch runtime may run it: --runtime torch)")
     return FAMILIES[config["model_type"]]
@@ -133,16 +133,16 @@ def check_settings(config: Config, family: MlxFamily) -> None:
         raise ModelError(f"{problem}: choose the torch runtime (--runtime torch)")
 
 
-def why_not_config(config: Config) -> str | None:
+def unsupported_config(config: Config) -> str | None:
     """Why mlx does not run a model with this config.json, in a few words; None if it shows no reason.
 
     ``config`` is the file's contents. A missing setting counts as the value that mlx-lm honours.
     """
-    problem = _why_not_family(config)
+    problem = _unsupported_family(config)
     return _ignored_setting(config, FAMILIES[config["model_type"]]) if problem is None else problem
 
 
-def _why_not_family(config: Config) -> str | None:
+def _unsupported_family(config: Config) -> str | None:
     name = config.get("model_type")
     known = isinstance(name, str) and name in FAMILIES
     return None if known else f"the mlx runtime does not run the family {name!r}"

@@ -146,7 +146,7 @@ def _check_partitioning(request: Load, device: str, context: RankContext | None)
 
 def _quantisation(config: Config) -> Config | None:
     """The quantisation of a checkpoint that mlx-lm reads. Raises ModelError for one that was never tested."""
-    problem = eligible.why_not_quantised(config)
+    problem = eligible.unsupported_quantisation(config)
     if problem is not None:
         raise ModelError(f"{problem}: choose the bfloat16 checkpoint or one quantised by mlx-lm")
     found = eligible.quantisation_of(config)

@@ -16,7 +16,7 @@ from engine.moe.kernels.layers import Gate
 from engine.moe.kernels.pool import Pool, physical_cores, shared_pool
 from engine.moe.rank_context import RankContext
 from engine.runtimes.native.dtypes import compute_dtype
-from engine.runtimes.native.shape import ACTIVATIONS, ActivationName, why_not_shape
+from engine.runtimes.native.shape import ACTIVATIONS, ActivationName, unsupported_shape
 from engine.runtimes.node_experts import NodeExperts
 
 
@@ -41,7 +41,7 @@ def load_experts(folder: Path, request: Load, context: RankContext) -> NodeExper
     experts = files.experts
     if experts is None:
         raise ModelError(f"{request.model} has no experts to share; it runs on one machine.", kind="bad-input")
-    reason = why_not_shape(files.config)
+    reason = unsupported_shape(files.config)
     if reason is None and experts.dtype not in WEIGHT_DTYPES:
         reason = f"the experts are stored as {experts.dtype}"
     if reason is not None:

@@ -47,7 +47,7 @@ def rope_settings(config: Mapping[str, Any], default_base: float) -> dict[str, A
     return settings
 
 
-def why_not(settings: Mapping[str, Any]) -> str | None:
+def unsupported_reason(settings: Mapping[str, Any]) -> str | None:
     """Why these rotary settings do not run here, in a few words; None if they do."""
     kind = settings["rope_type"]
     if kind not in TYPES:

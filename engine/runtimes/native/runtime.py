@@ -29,7 +29,7 @@ from engine.runtimes.native.experts_only import open_backend
 from engine.runtimes.native.facts import describe
 from engine.runtimes.native.model import NativeModel
 from engine.runtimes.native.ring import RingTrunk
-from engine.runtimes.native.shape import Shape, read_shape, why_not_shape
+from engine.runtimes.native.shape import Shape, read_shape, unsupported_shape
 from engine.runtimes.native.weights import TrunkWeights
 from engine.runtimes.protocol import RingPlace
 from engine.system.free_memory import available_bytes
@@ -125,7 +125,7 @@ def check_native(files: ModelFiles, request: Load, in_ring: bool) -> None:
 
 def refuse_not_native(files: ModelFiles, request: Load, in_ring: bool) -> None:
     """Raises ModelError (bad-input) if the native trunk does not run the model, saying why."""
-    reason = why_not(files.config, files, request, in_ring=in_ring)
+    reason = unsupported_reason(files.config, files, request, in_ring=in_ring)
     if reason is not None:
         raise ModelError(
             f"The native runtime cannot run {request.model}: {reason}; choose the runtime auto or torch.",
@@ -133,7 +133,9 @@ def refuse_not_native(files: ModelFiles, request: Load, in_ring: bool) -> None:
         )
 
 
-def why_not(config: Mapping[str, Any], files: ModelFiles, request: Load, in_ring: bool = False) -> str | None:
+def unsupported_reason(
+    config: Mapping[str, Any], files: ModelFiles, request: Load, in_ring: bool = False
+) -> str | None:
     """Why the native trunk does not run this model as it is asked for, in a few words; None if it does.
 
     ``in_ring``: as a node of one."""
@@ -146,10 +148,10 @@ def why_not(config: Mapping[str, Any], files: ModelFiles, request: Load, in_ring
     kernels = choose("bfloat16")
     if not kernels.native:
         return f"its kernels cannot be used: {kernels.reason}"
-    return why_not_shape(config) or _why_not_stored(files, request)
+    return unsupported_shape(config) or _unsupported_storage(files, request)
 
 
-def _why_not_stored(files: ModelFiles, request: Load) -> str | None:
+def _unsupported_storage(files: ModelFiles, request: Load) -> str | None:
     attention: dict[str, set[str]] = {}
     for name, tensor in files.trunk():
         if tensor.dtype not in WEIGHT_DTYPES:

@@ -276,7 +276,7 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
     )
 
 
-def why_not_shape(config: Mapping[str, Any]) -> str | None:
+def unsupported_shape(config: Mapping[str, Any]) -> str | None:
     """Why a model of this configuration is not of the common shape, in a few words; None if it is."""
     family = config.get("model_type")
     if not isinstance(family, str) or family not in TABLE:
@@ -284,7 +284,7 @@ def why_not_shape(config: Mapping[str, Any]) -> str | None:
     activation = config.get("hidden_act", "silu")
     if activation not in ACTIVATIONS:
         return f"the activation {shown(activation)} has no kernel"
-    return rotary.why_not(rotary.rope_settings(config, TABLE[family].default_base))
+    return rotary.unsupported_reason(rotary.rope_settings(config, TABLE[family].default_base))
 
 
 def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

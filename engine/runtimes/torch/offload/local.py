@@ -9,7 +9,7 @@ import torch
 from engine.calibration.disk_rate import notice_beyond_memory
 from engine.models.files import Experts, first_held
 from engine.moe.kernels.bindings import KernelChoice, choose
-from engine.moe.kernels.layers import why_not
+from engine.moe.kernels.layers import unsupported_reason
 from engine.moe.kernels.pool import physical_cores, shared_pool
 from engine.moe.prefetch import ReadAhead
 from engine.runtimes.torch.offload.gates import FamilyGate
@@ -64,7 +64,7 @@ def _unsuitable(experts: Experts, gates: Mapping[int, FamilyGate]) -> str | None
     for layer in experts.layers:
         if gates[layer].activation is None:
             return f"they do not know the activation of layer {layer}'s experts"
-        reason = next((why_not(experts.expert(layer, number)) for number in experts.held(layer)[:1]), None)
+        reason = next((unsupported_reason(experts.expert(layer, number)) for number in experts.held(layer)[:1]), None)
         if reason is not None:
             return f"they cannot read the weights of layer {layer}, because {reason}"
     return None
