@@ -18,12 +18,12 @@ from paired_nodes import Nodes
 from engine.cluster.head.model_download import Copier
 from engine.cluster.membership.control_messages import ModelHere, OfferPiece, WantedModel, WantedWeights
 from engine.cluster.transport.exchange import RingProtocolError
+from engine.cluster.weights.model_receiver import ModelReceiver, NotWhole
 from engine.cluster.weights.shard_store import ShardStore
-from engine.cluster.weights.model_receiver import NotWhole, ModelReceiver
 from engine.cluster.weights.transfer import Item, Offer, decode_chunk, encode_chunk, offer, offer_whole, stream
 from engine.cluster.worker import model_provider
-from engine.cluster.worker.model_provider import ProvidedModel, find_provided
 from engine.cluster.worker.lending import ClusterWorker
+from engine.cluster.worker.model_provider import ProvidedModel, find_provided
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import LendTerms
 from engine.models import store
@@ -289,7 +289,9 @@ def test_a_lender_gives_models_only_if_its_person_agrees(pair: Nodes, installed:
 def lent(pair: Nodes, there: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ClusterWorker]:
     """Bob has the model elsewhere: the two machines of this process have one models folder."""
     monkeypatch.setattr(
-        model_provider, "find_provided", lambda key, name, caller: ProvidedModel(there, name, True) if key == KEY else None
+        model_provider,
+        "find_provided",
+        lambda key, name, caller: ProvidedModel(there, name, True) if key == KEY else None,
     )
     lender = ClusterWorker(pair.nodes[1])
     yield lender
