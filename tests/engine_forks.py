@@ -180,18 +180,14 @@ def forked_module(
     stdout: int | None = None,
     stderr: int | None = None,
     pass_fds: Sequence[int] = (),
-    libraries: bool = False,
 ) -> ForkedProcess | subprocess.Popen[bytes]:
-    """A process of the program beside the engine, started as by ``engine.system.child_processes.start_module``.
-
-    ``libraries``: it has imported torch and mlx already.
-    """
+    """A process of the program beside the engine, started as by ``engine.system.child_processes.start_module``."""
     whole = {**os.environ, **(environment or {})}
     if not FORKS or needs_a_cold_start(whole):
         return start_module(
             module, arguments, environment, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=pass_fds
         )
-    return _forked(module, arguments, whole, stdin, stdout, stderr, pass_fds, *(["libraries"] if libraries else []))
+    return _forked(module, arguments, whole, stdin, stdout, stderr, pass_fds)
 
 
 def _forked(

@@ -50,7 +50,7 @@ class Machines:
     def __init__(self, folder: Path, terms: LendTerms, gpu_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.devices: list[StandInDevice] = []
         self.folder = tiny_mixtral(folder / "model")
-        choice = RingChoice(even_if_slower=True, overlap=False)
+        choice = RingChoice(even_if_slower=True, overlap=False, exchange="tls")
         self.load = Load(id=1, model="tiny", dtype="float32", cpu_threads=1, partitioning="ring", ring=choice)
         monkeypatch.setattr(measuring_node, "gpu_present", lambda: True)
         monkeypatch.setattr(measuring_node, "first_gpu", lambda: Gpu("the stand-in", MEMORY, MEMORY))

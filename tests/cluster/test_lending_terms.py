@@ -127,9 +127,8 @@ def test_what_a_gpu_keeps_needs_no_other_memory(
     assert gpu_shard_bytes(folder, spec, None, LendTerms()) == 0
     assert gpu_shard_bytes(folder, msgspec.structs.replace(spec, runtime="native"), gpu, LendTerms()) == 0
     for lent, said in ((None, "not connect"), (0, "Bob lends .* of memory and its share would take")):
-        lender = ClusterWorker(
-            pair.nodes[1], terms=LendTerms(lend_memory=layout.trunk_bytes + 1000, lend_gpu_memory=lent)
-        )
+        terms = LendTerms(lend_memory=layout.trunk_bytes + 1000, lend_gpu_memory=lent)
+        lender = ClusterWorker(pair.nodes[1], terms=terms, connect_s=0.5)
         lender._need = Need(folder, (), 0, 0)
         client = pair.client(1, pair.identities[0])
         try:
