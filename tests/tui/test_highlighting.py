@@ -65,7 +65,7 @@ _WORDS = (
 
 
 EVERY = 9
-"""Of so many hostile texts one is tried with each lexer; all of them in the soak tests."""
+"""Number of hostile texts of which one is tried with each lexer. The soak tests try all of them."""
 
 
 def hostile_texts(lexer: str) -> Iterator[str]:
