@@ -61,7 +61,7 @@ class Times:
     """Seconds between two tries of the links of a machine that is left out because of them."""
     patience: float = 1.0
     """Factor on the seconds that machines which are there may let an exchange wait; see
-    :func:`engine.cluster.waiting.patience`."""
+    :func:`engine.cluster.waiting.exchange_timeout`."""
 
 
 @dataclass(frozen=True)

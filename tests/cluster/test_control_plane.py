@@ -299,10 +299,10 @@ def test_greeting_that_names_another_machine_is_refused(pair: Nodes) -> None:
 
 def test_silence_allowed() -> None:
     times = Times()
-    assert silence_allowed(refused=False, patient=False) == times.lost_s <= 2.5
-    assert silence_allowed(refused=True, patient=False) == times.refused_s < times.lost_s
-    assert silence_allowed(refused=True, patient=True) == times.refused_s
-    assert silence_allowed(refused=False, patient=True) == BUSY_S
+    assert silence_allowed(refused=False, tolerant=False) == times.lost_s <= 2.5
+    assert silence_allowed(refused=True, tolerant=False) == times.refused_s < times.lost_s
+    assert silence_allowed(refused=True, tolerant=True) == times.refused_s
+    assert silence_allowed(refused=False, tolerant=True) == BUSY_S
 
 
 def test_telling_is_waited_for(pair: Nodes) -> None:

@@ -26,7 +26,7 @@ from engine.cluster.head.survey import Survey, Surveyor, candidates
 from engine.cluster.head.upload import ShardUpload
 from engine.cluster.membership.client import CallGroup, Unreachable
 from engine.cluster.membership.control_messages import Connected, EpochSpec
-from engine.cluster.membership.heartbeat import FORMING, NOTIFIED_S, patience
+from engine.cluster.membership.heartbeat import FORMING, NOTIFIED_S, tolerate_silence
 from engine.cluster.membership.links import Tried
 from engine.cluster.membership.node import LentState, Node
 from engine.cluster.membership.rpc_fanout import (
@@ -599,7 +599,10 @@ class RingFormer:
         watches = [
             watch for one in ring.followers.values() if (watch := self._node.table.watch(one.node_id)) is not None
         ]
-        with patience(watches), ThreadPoolExecutor(len(ring.followers), thread_name_prefix="loading nodes") as pool:
+        with (
+            tolerate_silence(watches),
+            ThreadPoolExecutor(len(ring.followers), thread_name_prefix="loading nodes") as pool,
+        ):
             asked = {rank: pool.submit(loading.follow, rank) for rank in ring.followers}
             try:
                 place = RingPlace(rank_context_of(spec), layers)

@@ -15,7 +15,7 @@ from engine.cluster.head.epoch_specs import Ring
 from engine.cluster.head.loading_nodes import LoadingNodes, notices_of
 from engine.cluster.membership.client import Unreachable
 from engine.cluster.membership.control_messages import MOST_TEXT, EmptyBody, Forming, StopPass
-from engine.cluster.membership.heartbeat import patience
+from engine.cluster.membership.heartbeat import tolerate_silence
 from engine.cluster.membership.peer_table import PeerTable
 from engine.cluster.membership.rpc_fanout import Candidate
 from engine.cluster.transport.exchange import Link, PeerLost, RingProtocolError
@@ -187,7 +187,7 @@ def load_remote(
     one = ring.followers[RANK]
     loading = LoadingNodes(ring.followers, ring.epoch, "tls", table.record_contact)
     watch = table.watch(one.node_id)
-    with patience([watch] if watch is not None else []), ThreadPoolExecutor(1, "loading elsewhere") as pool:
+    with tolerate_silence([watch] if watch is not None else []), ThreadPoolExecutor(1, "loading elsewhere") as pool:
         asked = {RANK: pool.submit(loading.follow, RANK)}
         try:
             loading.wait(asked, progress)

@@ -58,11 +58,11 @@ class PeerView:
     """Alive, and it answers. A machine that cannot be called may still call this one."""
 
 
-def silence_allowed(refused: bool, patient: bool, times: Times = THE_PRODUCT.times) -> float:
+def silence_allowed(refused: bool, tolerant: bool, times: Times = THE_PRODUCT.times) -> float:
     """Seconds of silence after which a machine counts as lost."""
     if refused:
         return times.refused_s
-    return BUSY_S if patient else times.lost_s
+    return BUSY_S if tolerant else times.lost_s
 
 
 class PeerWatch:
@@ -89,7 +89,7 @@ class PeerWatch:
         times: Times = THE_PRODUCT.times,
     ) -> None:
         self.node_id = node_id
-        self.patient = False
+        self.tolerant = False
         """Whether more silence is allowed because the machine loads a model."""
         self._name = name
         self._connect = connect
@@ -171,7 +171,7 @@ class PeerWatch:
     def view(self) -> PeerView:
         with self._lock:
             silent = self._clock() - self._last_contact
-            alive = silent < silence_allowed(self._refused, self.patient, self._times) and not self._problem
+            alive = silent < silence_allowed(self._refused, self.tolerant, self._times) and not self._problem
             return PeerView(
                 self.node_id,
                 self._name,
@@ -181,7 +181,7 @@ class PeerWatch:
                 self._theirs,
                 tuple(self._addresses),
                 self._problem,
-                alive and (self.patient or self._clock() - self._answered < self._times.unanswered_s),
+                alive and (self.tolerant or self._clock() - self._answered < self._times.unanswered_s),
             )
 
     def close(self) -> None:
@@ -225,7 +225,7 @@ class PeerWatch:
     def _within(self, seconds: float) -> float:
         """``seconds``, or less if the machine counts as lost earlier, because that must be reported then."""
         with self._lock:
-            left = silence_allowed(self._refused, self.patient, self._times) - (self._clock() - self._last_contact)
+            left = silence_allowed(self._refused, self.tolerant, self._times) - (self._clock() - self._last_contact)
         return seconds if left <= 0 else min(seconds, left + SOON_S)
 
     def _send_heartbeat(self, client: PeerClient) -> None:
@@ -343,15 +343,15 @@ class PeerWatch:
 
 
 @contextlib.contextmanager
-def patience(watches: Sequence[PeerWatch]) -> Iterator[None]:
+def tolerate_silence(watches: Sequence[PeerWatch]) -> Iterator[None]:
     """Allow these machines more silence inside, as they load a model."""
     for watch in watches:
-        watch.patient = True
+        watch.tolerant = True
     try:
         yield
     finally:
         for watch in watches:
-            watch.patient = False
+            watch.tolerant = False
 
 
 def version_problem(theirs: Greeting, ours: Greeting) -> str:
