@@ -6,6 +6,8 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -82,7 +84,7 @@ def check(result: BenchResult, models: list[str], nodes: list[int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_a_ring_is_measured_beside_its_prediction(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +100,7 @@ def test_a_ring_is_measured_beside_its_prediction(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_without_a_model_the_starter_and_one_made_up_are_measured(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,7 +111,7 @@ def test_without_a_model_the_starter_and_one_made_up_are_measured(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("when", ["measuring the links", "measuring experts"])
 def test_stopping_leaves_nothing_behind(folders: Path, tmp_path: Path, when: str) -> None:
     folder = write_tiny_model(tmp_path / "tiny-mixtral", "mixtral")
@@ -121,6 +123,35 @@ def test_stopping_leaves_nothing_behind(folders: Path, tmp_path: Path, when: str
     request = Bench(id=1, kind="ring", load=Load(id=1, model=str(folder), cpu_threads=1), rounds=1, nodes=[2])
     with pytest.raises(Cancelled):
         bench_ring(request, stop, lambda: False)
+
+
+def test_a_node_that_was_silent_for_a_moment_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_model(tmp_path / "tiny-mixtral", "mixtral")
+    states = iter(["ready", "unreachable", "unreachable", "ready"])
+    asked: list[str] = []
+
+    def state() -> SimpleNamespace:
+        asked.append(next(states))
+        return SimpleNamespace(peers=[SimpleNamespace(node_id="other", state=asked[-1])])
+
+    def formed(*_: object) -> SimpleNamespace:
+        there = 1 if len(asked) == 1 else 2
+        asked.append("formed")
+        return SimpleNamespace(
+            facts=SimpleNamespace(ring=SimpleNamespace(nodes=[""] * there)),
+            recorder=SimpleNamespace(take_notices=list),
+            close=lambda: None,
+        )
+
+    monkeypatch.setattr(ring, "experts_at_once", lambda *_: 1.0)
+    monkeypatch.setattr(ring, "RingFormer", lambda *_: None)
+    monkeypatch.setattr(ring, "RingModel", formed)
+    request = Bench(id=1, kind="ring", load=Load(id=1, model=str(folder), cpu_threads=1), rounds=1, nodes=[2])
+    bench = ring._Bench(request, "tiny", folder, 1, quiet, lambda: False)
+    node = SimpleNamespace(identity=SimpleNamespace(node_id="me"))
+    network: Any = SimpleNamespace(node=node, surveyor=lambda *_: None, state=state)
+    bench._formed(network, ring.NAIVE, ["other"])
+    assert asked == ["ready", "formed", "unreachable", "unreachable", "ready", "formed"]
 
 
 @pytest.mark.parametrize("nodes", [[], [1], [2, 9]])
