@@ -64,6 +64,7 @@ class Formed:
         self.notices: list[str] = []
         self.newcomers: frozenset[str] = frozenset()
         self.without_links: frozenset[str] = frozenset()
+        self.patience = 1.0
         nodes = [
             NodeShard(rank=rank, node_id=name, name=name, experts=rank, expert_bytes=0, trunk_bytes=0, memory_free=1)
             for rank, name in self.names.items()
