@@ -20,13 +20,18 @@ ALWAYS_INLINE __m512bh SET(load_some)(const void *from, int64_t count) {
     return (__m512bh)_mm512_maskz_loadu_epi16((__mmask32)((1ULL << count) - 1), from);
 }
 
-static void SET(convert)(void *to, const float *from, float scale, int64_t count) {
+static void SET(convert)(void *row, int64_t first, const float *from, float scale, int64_t count) {
+    uint16_t *to = (uint16_t *)row + first;
     const __m512 factor = _mm512_set1_ps(scale);
     for (int64_t i = 0; i < count; i += W) {
         const __mmask16 mask = count - i >= W ? 0xffff : (__mmask16)((1U << (count - i)) - 1);
         const __m512 values = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, from + i), factor);
-        _mm256_mask_storeu_epi16((uint16_t *)to + i, mask, (__m256i)_mm512_cvtneps_pbh(values));
+        _mm256_mask_storeu_epi16(to + i, mask, (__m256i)_mm512_cvtneps_pbh(values));
     }
+}
+
+static void SET(pad)(void *row, int64_t columns) {
+    memset((uint16_t *)row + columns, 0, (size_t)(padded(columns) - columns) * sizeof(uint16_t));
 }
 
 static void SET(tile)(void *tile, const float *const *rows, const float *scales, int64_t tokens, int64_t column,

@@ -25,12 +25,16 @@ ALWAYS_INLINE V SET(weight_some)(const void *from, int64_t count, int dtype) {
     return V_LOAD(values);
 }
 
-static void SET(convert)(void *to, const float *from, float scale, int64_t count) {
-    float *out = to;
+static void SET(convert)(void *row, int64_t first, const float *from, float scale, int64_t count) {
+    float *to = (float *)row + first;
     int64_t i = 0;
     const V factor = V_SET1(scale);
-    for (; i + W <= count; i += W) V_STORE(out + i, V_MUL(V_LOAD(from + i), factor));
-    for (; i < count; i++) out[i] = from[i] * scale;
+    for (; i + W <= count; i += W) V_STORE(to + i, V_MUL(V_LOAD(from + i), factor));
+    for (; i < count; i++) to[i] = from[i] * scale;
+}
+
+static void SET(pad)(void *row, int64_t columns) {
+    memset((float *)row + columns, 0, (size_t)(padded(columns) - columns) * sizeof(float));
 }
 
 static void SET(tile)(void *tile, const float *const *rows, const float *scales, int64_t tokens, int64_t column,

@@ -1,19 +1,37 @@
 /* Which instruction sets there are, and the calls that need no more than one matrix. */
 #include <string.h>
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #include "kernels_internal.h"
 
 int pllm_version(void) { return PLLM_VERSION; }
+
+/* Whether the CPU adds up products of four bytes by itself: AVX-512 with VNNI, or NEON with dot products (every Apple
+   processor). What comes out is the same to the bit with AVX-512 without it. */
+static int has_byte_products(void) {
+#if defined(__x86_64__)
+    return __builtin_cpu_supports("avx512vnni") != 0;
+#elif defined(__aarch64__) && defined(__linux__)
+    return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#else
+    return 1;
+#endif
+}
 
 uint32_t pllm_available(void) {
     uint32_t sets = 1U << PLLM_SCALAR;
 #if defined(__x86_64__)
     __builtin_cpu_init(); /* asks the operating system too whether it saves the registers */
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) sets |= 1U << PLLM_AVX2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c"))
+        sets |= 1U << PLLM_AVX2;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("f16c")) {
         sets |= 1U << PLLM_AVX512F;
-        if (__builtin_cpu_supports("avx512bf16")) sets |= 1U << PLLM_AVX512_BF16;
+        if (__builtin_cpu_supports("avx512bf16") && has_byte_products()) sets |= 1U << PLLM_AVX512_BF16;
     }
 #endif
 #if defined(__aarch64__)
@@ -30,23 +48,26 @@ int pllm_has(int set) {
 
 /* A set the CPU lacks is never run, whoever asks: plain C answers instead, and the calls that can fail say so. */
 const kernel_set *pllm_kernels(int set, int dtype) {
-    (void)dtype; /* of no consequence on some CPUs */
-    if (!pllm_has(set)) return &pllm_set_scalar;
+    const int packed = is_packed(dtype);
+    if (!pllm_has(set)) set = PLLM_SCALAR;
     switch (set) {
 #if defined(__x86_64__)
     case PLLM_AVX2:
-        return &pllm_set_avx2;
+        return packed ? &pllm_set_avx2_packed : &pllm_set_avx2;
     case PLLM_AVX512F:
+        if (packed) return has_byte_products() ? &pllm_set_avx512_vnni_packed : &pllm_set_avx512f_packed;
         return &pllm_set_avx512f;
     case PLLM_AVX512_BF16:
+        if (packed) return &pllm_set_avx512_bf16_packed;
         return dtype == PLLM_BF16 ? &pllm_set_avx512_bf16 : &pllm_set_avx512f;
 #endif
 #if defined(__aarch64__)
     case PLLM_NEON:
+        if (packed) return has_byte_products() ? &pllm_set_neon_dot_packed : &pllm_set_neon_packed;
         return &pllm_set_neon;
 #endif
     default:
-        return &pllm_set_scalar;
+        return packed ? &pllm_set_scalar_packed : &pllm_set_scalar;
     }
 }
 
@@ -78,27 +99,26 @@ void pllm_add_bias(float *y, int64_t y_stride, int64_t tokens, const void *bias,
 /* ---- One matrix ---------------------------------------------------------------------------------------------- */
 
 size_t pllm_input_bytes(int64_t rows, int64_t columns) {
-    return aligned((size_t)((rows + TILE_LIMIT) * (padded(columns) + PADDING)) * 4);
+    return aligned((size_t)((rows + TILE_LIMIT) * row_stride(columns)) * 4);
 }
 
 size_t pllm_linear_scratch(void) { return aligned(PANEL_BYTES); }
 
 void pllm_input_describe(pllm_input *input, int set, int dtype, void *data, int64_t rows, int64_t columns) {
-    /* The odd stride keeps rows of 2^n bytes out of each other's cache sets. */
-    *input = (pllm_input){.data = data, .rows = rows, .columns = columns, .stride = padded(columns) + PADDING,
+    *input = (pllm_input){.data = data, .rows = rows, .columns = columns, .stride = row_stride(columns),
                           .set = set, .dtype = dtype, .few = rows <= FEW_LIMIT};
 }
 
 void pllm_fill_row(const kernel_set *kernels, void *to, const float *from, float scale, int64_t columns) {
-    kernels->convert(to, from, scale, columns);
-    memset((char *)to + columns * kernels->element, 0, (size_t)((padded(columns) - columns) * kernels->element));
+    kernels->convert(to, 0, from, scale, columns);
+    kernels->pad(to, columns);
 }
 
 void pllm_input_fill_part(const pllm_input *input, const float *x, int64_t x_stride, int thread, int threads) {
     const kernel_set *kernels = pllm_kernels(input->set, input->dtype);
     if (input->few) {
         for (int64_t row = input->rows * thread / threads; row < input->rows * (thread + 1) / threads; row++)
-            pllm_fill_row(kernels, (char *)input->data + row * input->stride * kernels->element, x + row * x_stride,
+            pllm_fill_row(kernels, (char *)input->data + row * input->stride * kernels->row_element, x + row * x_stride,
                           1.0F, input->columns);
         return;
     }
@@ -116,12 +136,11 @@ void pllm_linear_rows(const pllm_input *input, const pllm_matrix *weight, const 
                       int64_t y_stride, int add, int64_t first, int64_t last, void *scratch) {
     if (last <= first || input->rows == 0) return;
     const kernel_set *kernels = pllm_kernels(input->set, input->dtype);
-    const int64_t size = weight->dtype == PLLM_BF16 ? 2 : 4;
-    const char *w = (const char *)weight->data + first * weight->row_stride * size;
+    const char *w = (const char *)weight->data + first * bytes_of_values(weight->dtype, weight->row_stride);
     if (input->few) {
         const void *rows[FEW_LIMIT];
         for (int64_t m = 0; m < input->rows; m++)
-            rows[m] = (const char *)input->data + m * input->stride * kernels->element;
+            rows[m] = (const char *)input->data + m * input->stride * kernels->row_element;
         kernels->few(w, weight->dtype, weight->row_stride, last - first, weight->columns, rows, input->rows, y + first,
                      y_stride, add);
     } else {
@@ -160,7 +179,7 @@ static void linear_region(int thread, int threads, void *argument) {
 int pllm_linear(pllm_pool *pool, int set, const pllm_matrix *weight, const void *bias, const float *x,
                 int64_t x_stride, int64_t rows, float *y, int64_t y_stride) {
     if (!pllm_has(set)) return PLLM_E_SET;
-    if (rows < 0 || (weight->dtype != PLLM_BF16 && weight->dtype != PLLM_F32)) return PLLM_E_ARGUMENT;
+    if (rows < 0 || weight->dtype < PLLM_BF16 || weight->dtype >= PLLM_DTYPES) return PLLM_E_ARGUMENT;
     linear_call call = {.pool = pool, .weight = weight, .bias = bias, .x = x, .y = y, .x_stride = x_stride,
                         .y_stride = y_stride};
     pllm_pool_lock(pool);

@@ -9,7 +9,6 @@
 
 #define CHUNK_TOKENS 1024
 #define MOST_ROWS 64       /* rows of a task, when there are plenty */
-#define FEWEST_ROWS 16     /* rows of a task, when there are few */
 #define TASKS_PER_THREAD 8 /* so that the thread that ends last does not end much later */
 #define OWN_ELEMENTS 65536 /* input values up to which each thread converts its own copy instead of meeting the others */
 
@@ -56,8 +55,8 @@ static void lay_out(plan *p, const pllm_layer *layer, int64_t tokens, int64_t k,
     const int64_t rows = 2 * routes; /* a tile may be nearly empty, but only experts of many routes have tiles */
     p->layer = layer;
     p->kernels = pllm_kernels(layer->set, layer->dtype);
-    p->input_stride = padded(layer->hidden) + PADDING;
-    p->act_stride = padded(layer->ffn) + PADDING;
+    p->input_stride = row_stride(layer->hidden);
+    p->act_stride = row_stride(layer->ffn);
     p->first = take(own, (size_t)(layer->count + 1) * 4);
     p->sorted = take(own, (size_t)routes * 4);
     p->place = take(own, (size_t)routes * 4);
@@ -105,10 +104,10 @@ static void sort_routes(plan *p) {
 }
 
 /* Rows of a task such that every thread gets several. Many tokens want whole panels. */
-static int64_t rows_of_a_task(int64_t experts, int64_t rows, int any_many, int threads) {
+static int64_t rows_of_a_task(int64_t experts, int64_t rows, int64_t fewest, int any_many, int threads) {
     if (any_many) return PANEL_ROWS;
     int64_t each = MOST_ROWS;
-    while (each > FEWEST_ROWS && experts * divided_up(rows, each) < (int64_t)TASKS_PER_THREAD * threads) each /= 2;
+    while (each > fewest && experts * divided_up(rows, each) < (int64_t)TASKS_PER_THREAD * threads) each /= 2;
     return each;
 }
 
@@ -131,8 +130,8 @@ static void make_plan(plan *p, int threads) {
     const int64_t inputs = p->routes->scale_input ? p->first[p->layer->count] : p->routes->tokens;
     p->own_input = !p->any_many && inputs * p->input_stride <= OWN_ELEMENTS;
     if (p->own_input) p->input = p->input_own;
-    p->ffn_rows = rows_of_a_task(p->active, p->layer->ffn, p->any_many, threads);
-    p->hidden_rows = rows_of_a_task(1, p->layer->hidden, p->any_many, threads);
+    p->ffn_rows = rows_of_a_task(p->active, p->layer->ffn, p->kernels->task_rows, p->any_many, threads);
+    p->hidden_rows = rows_of_a_task(1, p->layer->hidden, p->kernels->task_rows, p->any_many, threads);
     p->tasks = p->active * divided_up(p->layer->ffn, p->ffn_rows);
 }
 
@@ -143,7 +142,7 @@ static const float *hidden_of(const plan *p, int64_t route) {
 }
 
 static void fill_rows(const plan *p, int thread, int threads) {
-    const int64_t hidden = p->layer->hidden, bytes = p->input_stride * p->kernels->element;
+    const int64_t hidden = p->layer->hidden, bytes = p->input_stride * p->kernels->row_element;
     if (p->routes->scale_input) {
         for (int64_t i = thread; i < p->first[p->layer->count]; i += threads)
             pllm_fill_row(p->kernels, p->input + i * bytes, hidden_of(p, p->sorted[i]),
@@ -180,7 +179,7 @@ static void fill_tiles(const plan *p, int thread, int threads) {
 
 static void multiply(const plan *p, const pllm_matrix *matrix, const void *bias, const void *const *rows,
                      const void *tiles, int64_t count, int64_t first, int64_t number, float *y, int64_t y_stride) {
-    const char *w = (const char *)matrix->data + first * matrix->row_stride * (matrix->dtype == PLLM_BF16 ? 2 : 4);
+    const char *w = (const char *)matrix->data + first * bytes_of_values(matrix->dtype, matrix->row_stride);
     if (count <= FEW_LIMIT)
         p->kernels->few(w, matrix->dtype, matrix->row_stride, number, matrix->columns, rows, count, y, y_stride, 0);
     else
@@ -191,13 +190,12 @@ static void multiply(const plan *p, const pllm_matrix *matrix, const void *bias,
 
 /* The activated values of rows [first, first + number) to where the down projection reads them. */
 static void store_act(const plan *p, int64_t i, int64_t count, int64_t first, int64_t number) {
-    const int64_t element = p->kernels->element, tile = p->kernels->tile_tokens, ffn = p->layer->ffn;
-    char *act = p->act + p->row_offset[i] * p->act_stride * element;
+    const int64_t tile = p->kernels->tile_tokens, ffn = p->layer->ffn, bytes = p->act_stride * p->kernels->row_element;
+    char *act = p->act + p->row_offset[i] * bytes;
     if (count <= FEW_LIMIT) {
         for (int64_t m = 0; m < count; m++) {
-            char *row = act + m * p->act_stride * element;
-            p->kernels->convert(row + first * element, p->part + m * p->ffn_rows, 1.0F, number);
-            if (first + number == ffn) memset(row + ffn * element, 0, (size_t)((padded(ffn) - ffn) * element));
+            p->kernels->convert(act + m * bytes, first, p->part + m * p->ffn_rows, 1.0F, number);
+            if (first + number == ffn) p->kernels->pad(act + m * bytes, ffn);
         }
         return;
     }
@@ -205,7 +203,7 @@ static void store_act(const plan *p, int64_t i, int64_t count, int64_t first, in
         const float *rows[TILE_LIMIT];
         const int64_t width = MIN(tile, count - m);
         for (int64_t j = 0; j < width; j++) rows[j] = p->part + (m + j) * p->ffn_rows;
-        p->kernels->tile(act + m * padded(ffn) * element, rows, NULL, width, first, number);
+        p->kernels->tile(act + m * padded(ffn) * p->kernels->element, rows, NULL, width, first, number);
     }
 }
 
@@ -218,7 +216,7 @@ static void gate_task(const plan *p, int64_t task) {
     for (int64_t m = 0; m < MIN(count, FEW_LIMIT); m++) {
         const int64_t place = p->first[e] + m;
         const int64_t row = p->routes->scale_input ? place : p->sorted[place] / p->routes->k;
-        rows[m] = p->input + row * p->input_stride * element;
+        rows[m] = p->input + row * p->input_stride * p->kernels->row_element;
     }
     const char *tiles = p->tiles + p->row_offset[i] * padded(p->layer->hidden) * element;
     multiply(p, &expert->gate, expert->gate_bias, rows, tiles, count, first, number, p->part, p->ffn_rows);
@@ -252,7 +250,7 @@ static void hand_out(const plan *p, int64_t first, int64_t number) {
 
 static void down_task(const plan *p, int64_t task) {
     const int64_t first = task * p->hidden_rows, number = MIN(p->hidden_rows, p->layer->hidden - first);
-    const int64_t bytes = p->act_stride * p->kernels->element;
+    const int64_t bytes = p->act_stride * p->kernels->row_element;
     for (int64_t i = 0; i < p->active; i++) {
         const int64_t e = p->list[i], count = routes_of(p, e);
         const pllm_expert *expert = &p->layer->experts[e];

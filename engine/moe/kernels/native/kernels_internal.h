@@ -2,6 +2,7 @@
 #ifndef PRIVATELLM_KERNELS_INTERNAL_H
 #define PRIVATELLM_KERNELS_INTERNAL_H
 
+#include "packed_blocks.h"
 #include "privatellm_kernels.h"
 
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
@@ -22,11 +23,17 @@
 #define PADDING 32
 /* Most tokens of a tile of any set. */
 #define TILE_LIMIT 12
-#define PANEL_BYTES ((size_t)PANEL_ROWS * (PANEL_COLUMNS + PADDING) * 4 + (size_t)TILE_LIMIT * PANEL_ROWS * 4 + 64)
+/* A packed panel, results of a tile, and rows of packed weights that were opened for the panel. */
+#define PANEL_WORDS ((size_t)PANEL_ROWS * (PANEL_COLUMNS + PADDING))
+#define PANEL_BYTES ((PANEL_WORDS + (size_t)TILE_LIMIT * PANEL_ROWS + (size_t)PANEL_ROWS * PANEL_COLUMNS) * 4 + 64)
+/* Fewest elements from one input row to the next: a unit of packed weights' input needs so many. */
+#define FEWEST_STRIDE 96
 
 /* What an instruction set brings. W is `rows` rows of `columns` elements of `dtype`, `stride` elements apart. */
 typedef struct kernel_set {
-    int element;     /* bytes of an activation as these kernels read it: 2 (bfloat16) or 4 (float32) */
+    int element;     /* bytes of an activation in a tile: 2 (bfloat16) or 4 (float32) */
+    int row_element; /* bytes that an input row has for each element of its stride */
+    int task_rows;   /* rows of W that one task takes at least: its results are converted by themselves */
     int tile_tokens; /* tokens of a tile */
     /* y[m * y_stride + n] (+)= W[n] · x[m], for m < tokens <= FEW_LIMIT; x[m] padded with zeros. */
     void (*few)(const void *w, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *const *x,
@@ -34,8 +41,10 @@ typedef struct kernel_set {
     /* The same for any number of tokens, from tiles; `panel`: PANEL_BYTES of scratch. */
     void (*many)(const void *w, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *tiles,
                  int64_t tokens, float *y, int64_t y_stride, int add, void *panel);
-    /* to[i] = from[i] * scale in the form of an activation. */
-    void (*convert)(void *to, const float *from, float scale, int64_t count);
+    /* Values first..first + count) of an input row = from * scale; `first` a multiple of task_rows. */
+    void (*convert)(void *row, int64_t first, const float *from, float scale, int64_t count);
+    /* Zeros after the `columns` values of an input row, as far as `few` reads. */
+    void (*pad)(void *row, int64_t columns);
     /* tile[column..column + count) = rows; `column` even; up to tile_tokens rows, scales NULL or one for each. */
     void (*tile)(void *tile, const float *const *rows, const float *scales, int64_t tokens, int64_t column,
                  int64_t count);
@@ -45,12 +54,15 @@ typedef struct kernel_set {
     void (*add_scaled)(float *to, const float *from, float scale, int64_t count);
 } kernel_set;
 
-extern const kernel_set pllm_set_scalar;
+/* The second of each is for packed weights. */
+extern const kernel_set pllm_set_scalar, pllm_set_scalar_packed;
 #if defined(__x86_64__)
-extern const kernel_set pllm_set_avx2, pllm_set_avx512f, pllm_set_avx512_bf16;
+extern const kernel_set pllm_set_avx2, pllm_set_avx2_packed;
+extern const kernel_set pllm_set_avx512f, pllm_set_avx512f_packed, pllm_set_avx512_vnni_packed;
+extern const kernel_set pllm_set_avx512_bf16, pllm_set_avx512_bf16_packed;
 #endif
 #if defined(__aarch64__)
-extern const kernel_set pllm_set_neon;
+extern const kernel_set pllm_set_neon, pllm_set_neon_packed, pllm_set_neon_dot_packed;
 #endif
 
 /* The kernels that `set` uses for weights of `dtype`; never NULL for an available set. */
@@ -69,6 +81,8 @@ void pllm_pool_run_locked(pllm_pool *pool, pllm_region region, void *argument);
 int pllm_pool_reserve_locked(pllm_pool *pool, size_t bytes_per_thread, size_t shared_bytes);
 
 static inline int64_t padded(int64_t columns) { return (columns + PADDING - 1) / PADDING * PADDING; }
+/* Elements from one input row to the next. The odd number keeps rows of 2^n bytes out of each other's cache sets. */
+static inline int64_t row_stride(int64_t columns) { return MAX(padded(columns) + PADDING, FEWEST_STRIDE); }
 static inline size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
 static inline int64_t divided_up(int64_t value, int64_t by) { return (value + by - 1) / by; }
 

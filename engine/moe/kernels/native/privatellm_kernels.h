@@ -1,6 +1,6 @@
 /* The C interface of the native kernels: plain C, no Python, no libtorch. All pointers are the caller's.
 
-   Weights are matrices of rows [rows, columns] as they lie in a file (bfloat16 or float32, any alignment);
+   Weights are matrices of rows [rows, columns] as they lie in a file (bfloat16, float32 or packed, any alignment);
    activations and results are float32 rows. Functions that can fail return 0 or one of the PLLM_E... codes.
 
    Functions named ..._part run inside a region (pllm_pool_run): every thread of the pool calls them with its own
@@ -18,7 +18,7 @@
 #endif
 
 /* Raised whenever a structure or a function of this file changes: the Python side refuses another number. */
-#define PLLM_VERSION 2
+#define PLLM_VERSION 3
 
 enum { PLLM_OK = 0, PLLM_E_SET = -1, PLLM_E_MEMORY = -2, PLLM_E_ARGUMENT = -3 };
 
@@ -56,18 +56,28 @@ PLLM_API void *pllm_pool_shared(pllm_pool *pool);
 
 /* ---- Matrices --------------------------------------------------------------------------------------------- */
 
-enum { PLLM_BF16 = 1, PLLM_F32 = 2 };
+/* Those after PLLM_F32 are packed: blocks of 32 or 256 values, as GGUF files hold them. */
+enum {
+    PLLM_BF16 = 1, PLLM_F32 = 2, PLLM_Q4_0 = 3, PLLM_Q4_1 = 4, PLLM_Q5_0 = 5, PLLM_Q5_1 = 6, PLLM_Q8_0 = 7,
+    PLLM_Q4_K = 8, PLLM_Q5_K = 9, PLLM_Q6_K = 10, PLLM_IQ4_NL = 11, PLLM_IQ4_XS = 12, PLLM_MXFP4 = 13,
+    PLLM_DTYPES = 14
+};
 
 typedef struct pllm_matrix {
     const void *data;
     int64_t rows, columns;
-    int64_t row_stride; /* in elements */
+    int64_t row_stride; /* in elements; whole blocks where they are packed */
     int32_t dtype;
     int32_t reserved;
 } pllm_matrix;
 
+/* Packed weights as float32, to the bit what ggml gives; `values` are whole blocks. */
+PLLM_API void pllm_unpack_row(int dtype, const void *from, float *to, int64_t values);
+
 /* Input rows in the form the kernels of `set` read for weights of `dtype`: padded, rounded to bfloat16 for
-   PLLM_AVX512_BF16 with PLLM_BF16 weights, and in tiles when there are many of them (`few` says which: up to 16).
+   PLLM_AVX512_BF16 with PLLM_BF16 weights, to eight bits and a scale for 32 values with packed weights (all packed
+   formats alike), and in tiles when there are many of them (`few` says which: up to 16). Tiles for packed weights hold
+   bfloat16 with PLLM_AVX512_BF16 and else float32.
    What a row gives is the same to the bit whatever other rows are beside it, as long as `few` is the same, and whatever
    the number of threads; between few and many the order of the additions differs. */
 typedef struct pllm_input {
@@ -86,7 +96,8 @@ PLLM_API void pllm_input_describe(pllm_input *input, int set, int dtype, void *d
 /* A thread's share of converting x [rows, columns] (x_stride in elements) into `input`. All of it with 0 of 1. */
 PLLM_API void pllm_input_fill_part(const pllm_input *input, const float *x, int64_t x_stride, int thread, int threads);
 /* y[rows, first..last) = input · W[first..last)ᵀ + bias; added to y if `add`. y points at row 0, column 0 of the whole
-   result. `scratch`: pllm_linear_scratch() bytes of this thread, 64-byte aligned. `bias` has W's dtype, or is NULL.
+   result. `scratch`: pllm_linear_scratch() bytes of this thread, 64-byte aligned. `bias` has W's dtype (float32 if that is packed), or
+   is NULL.
    `first` a multiple of 32 keeps every result independent of how the rows are divided. */
 PLLM_API void pllm_linear_rows(const pllm_input *input, const pllm_matrix *weight, const void *bias, float *y,
                                int64_t y_stride, int add, int64_t first, int64_t last, void *scratch);
@@ -117,10 +128,11 @@ PLLM_API float pllm_exp_sum(int set, float *values, float shift, int64_t count);
 
 typedef struct pllm_expert {
     pllm_matrix gate, up, down;
-    const void *gate_bias, *up_bias, *down_bias; /* of their matrix's dtype, or NULL */
+    const void *gate_bias, *up_bias, *down_bias; /* of their matrix's dtype, float32 of a packed one, or NULL */
 } pllm_expert;
 
-/* All experts of one layer; every matrix of one dtype. Built once per layer. */
+/* All experts of one layer; every matrix of one dtype, or every one packed, each in a format of its own. Built once per
+   layer. */
 typedef struct pllm_layer {
     const pllm_expert *experts; /* [count] */
     int64_t count, hidden, ffn;

@@ -1,5 +1,5 @@
 /* The kernels for AVX2 and FMA. */
-#include "kernels_internal.h"
+#include "packed_internal.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -14,14 +14,13 @@
 
 #include "vector_avx2.h"
 
+#define OPEN_ROW(dtype, from, to, count) pllm_unpack_row(dtype, from, (float *)(to), count)
 #include "activations_f32_template.h"
 #include "rows_template.h"
 #include "vector_math_template.h"
 
-const kernel_set pllm_set_avx2 = {
-    .element = 4, .tile_tokens = TILE_TOKENS, .few = SET(few), .many = SET(many), .convert = SET(convert),
-    .tile = SET(tile), .gate = SET(gate), .exp_sum = SET(exp_sum), .add_scaled = SET(add_scaled),
-};
+const kernel_set pllm_set_avx2 = {PLAIN_SET};
+const kernel_set pllm_set_avx2_packed = {PACKED_SET(avx2, scalar)};
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -1,6 +1,6 @@
 /* The kernels for AVX512_BF16: activations are rounded to bfloat16 and multiplied in pairs, sums are float32. For
    bfloat16 weights only; float32 weights go to the AVX-512 kernels with float32 activations. */
-#include "kernels_internal.h"
+#include "packed_internal.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -18,14 +18,13 @@
 
 #undef SET
 #define SET(name) avx512_bf16_##name
+#define OPEN_ROW(dtype, from, to, count) pllm_packed_avx512_vnni_open_row_bf16(dtype, from, (uint16_t *)(to), count)
 #include "activations_bf16_template.h"
 #include "rows_template.h"
 #include "vector_math_template.h"
 
-const kernel_set pllm_set_avx512_bf16 = {
-    .element = 2, .tile_tokens = TILE_TOKENS, .few = SET(few), .many = SET(many), .convert = SET(convert),
-    .tile = SET(tile), .gate = SET(gate), .exp_sum = SET(exp_sum), .add_scaled = SET(add_scaled),
-};
+const kernel_set pllm_set_avx512_bf16 = {PLAIN_SET};
+const kernel_set pllm_set_avx512_bf16_packed = {PACKED_SET(avx512_vnni, avx512_vnni)};
 
 #if defined(__clang__)
 #pragma clang attribute pop

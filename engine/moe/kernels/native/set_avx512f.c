@@ -1,5 +1,5 @@
 /* The kernels for AVX-512 with float32 activations. */
-#include "kernels_internal.h"
+#include "packed_internal.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -14,14 +14,14 @@
 
 #include "vector_avx512f.h"
 
+#define OPEN_ROW(dtype, from, to, count) pllm_packed_avx512f_open_row(dtype, from, (float *)(to), count)
 #include "activations_f32_template.h"
 #include "rows_template.h"
 #include "vector_math_template.h"
 
-const kernel_set pllm_set_avx512f = {
-    .element = 4, .tile_tokens = TILE_TOKENS, .few = SET(few), .many = SET(many), .convert = SET(convert),
-    .tile = SET(tile), .gate = SET(gate), .exp_sum = SET(exp_sum), .add_scaled = SET(add_scaled),
-};
+const kernel_set pllm_set_avx512f = {PLAIN_SET};
+const kernel_set pllm_set_avx512f_packed = {PACKED_SET(avx512f, avx512f)};
+const kernel_set pllm_set_avx512_vnni_packed = {PACKED_SET(avx512_vnni, avx512_vnni)};
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -1,5 +1,5 @@
 /* The kernels for NEON; empty on other CPUs. */
-#include "kernels_internal.h"
+#include "packed_internal.h"
 
 #if defined(__aarch64__)
 #include <arm_neon.h>
@@ -7,12 +7,12 @@
 
 #include "vector_neon.h"
 
+#define OPEN_ROW(dtype, from, to, count) pllm_unpack_row(dtype, from, (float *)(to), count)
 #include "activations_f32_template.h"
 #include "rows_template.h"
 #include "vector_math_template.h"
 
-const kernel_set pllm_set_neon = {
-    .element = 4, .tile_tokens = TILE_TOKENS, .few = SET(few), .many = SET(many), .convert = SET(convert),
-    .tile = SET(tile), .gate = SET(gate), .exp_sum = SET(exp_sum), .add_scaled = SET(add_scaled),
-};
+const kernel_set pllm_set_neon = {PLAIN_SET};
+const kernel_set pllm_set_neon_packed = {PACKED_SET(scalar, scalar)};
+const kernel_set pllm_set_neon_dot_packed = {PACKED_SET(neon, scalar)};
 #endif

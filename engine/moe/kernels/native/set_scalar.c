@@ -1,12 +1,11 @@
 /* The kernels in plain C: what runs where there is no other set, and what the others are compared with. */
-#include "kernels_internal.h"
+#include "packed_internal.h"
 #include "vector_scalar.h"
 
+#define OPEN_ROW(dtype, from, to, count) pllm_unpack_row(dtype, from, (float *)(to), count)
 #include "activations_f32_template.h"
 #include "rows_template.h"
 #include "vector_math_template.h"
 
-const kernel_set pllm_set_scalar = {
-    .element = 4, .tile_tokens = TILE_TOKENS, .few = SET(few), .many = SET(many), .convert = SET(convert),
-    .tile = SET(tile), .gate = SET(gate), .exp_sum = SET(exp_sum), .add_scaled = SET(add_scaled),
-};
+const kernel_set pllm_set_scalar = {PLAIN_SET};
+const kernel_set pllm_set_scalar_packed = {PACKED_SET(scalar, scalar)};

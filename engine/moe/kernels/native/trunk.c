@@ -198,11 +198,17 @@ static void embed(walk *w) {
     const trunk_job *job = w->job;
     const pllm_trunk *trunk = job->trunk;
     const pllm_matrix *table = &trunk->embedding;
-    const int64_t bytes = table->dtype == PLLM_BF16 ? 2 : 4;
-    for (int64_t row = share_start(w); row < share_end(w); row++)
-        job->set->load(w->h + row * trunk->hidden,
-                       (const char *)table->data + job->pass->ids[row] * table->row_stride * bytes,
-                       trunk->embedding_scale, trunk->hidden, table->dtype);
+    const int64_t bytes = bytes_of_values(table->dtype, table->row_stride);
+    for (int64_t row = share_start(w); row < share_end(w); row++) {
+        float *h = w->h + row * trunk->hidden;
+        const char *from = (const char *)table->data + job->pass->ids[row] * bytes;
+        if (is_packed(table->dtype)) {
+            pllm_unpack_row(table->dtype, from, h, trunk->hidden);
+            job->set->load(h, h, trunk->embedding_scale, trunk->hidden, PLLM_F32);
+        } else {
+            job->set->load(h, from, trunk->embedding_scale, trunk->hidden, table->dtype);
+        }
+    }
 }
 
 static void residual_norm(walk *w, const float *out, const float *bias, const float *other, const float *weight) {

@@ -1,0 +1,332 @@
+/* Products with packed weights for AVX-512: 64 codes of four to eight bits at a time, sums of products in whole numbers,
+   16 lanes of four values each. Codes are unsigned, as the instructions want them: what was added to them for that is
+   taken away again, with the minimums or before. The including file says
+
+   SET(name)                     the name of this set's copy of a function
+   DOTS(codes, in, signed_ones)  the sums of the products of four neighbours; `signed_ones`: of codes that were raised by
+                                 128, as if they had not been */
+
+#define GROUP 64 /* codes of a vector */
+#define GROUPS (UNIT / GROUP)
+#define MOST_ROWS 4
+#define MOST_TOKENS 4
+
+/* By how much the codes of a format are raised: 128 those that are signed in the file. */
+ALWAYS_INLINE float raised_by(const int dtype) {
+    switch (dtype) {
+    case PLLM_Q4_0: return 8;
+    case PLLM_Q5_0: return 16;
+    case PLLM_Q6_K: return 32;
+    case PLLM_Q8_0:
+    case PLLM_IQ4_NL:
+    case PLLM_IQ4_XS:
+    case PLLM_MXFP4: return 128;
+    default: return 0;
+    }
+}
+
+ALWAYS_INLINE __m512i masked(__m512i v, int bits) { return _mm512_and_si512(v, _mm512_set1_epi8((char)bits)); }
+
+/* Words of 16 bits shifted right by `low` in the lower half of the vector and by `high` in the upper one. */
+ALWAYS_INLINE __m512i halves_shifted(__m512i v, int low, int high) {
+    return _mm512_srlv_epi16(v, _mm512_inserti64x4(_mm512_set1_epi16((short)low), _mm256_set1_epi16((short)high), 1));
+}
+
+/* Each 16 bytes twice: low nibbles, high nibbles. `v` holds each 16 bytes twice. */
+ALWAYS_INLINE __m512i nibbles(__m512i v) {
+    const __m512i by = _mm512_inserti64x2(
+        _mm512_inserti64x2(_mm512_setzero_si512(), _mm_set1_epi16(4), 1), _mm_set1_epi16(4), 3);
+    return masked(_mm512_srlv_epi16(v, by), 15);
+}
+
+/* The 16 bytes at a and those at b, each twice. */
+ALWAYS_INLINE __m512i pair_of_blocks(const uint8_t *a, const uint8_t *b) {
+    const __m256i low = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)a));
+    const __m256i high = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)b));
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+
+ALWAYS_INLINE __m512i twice(const uint8_t *from) {
+    return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)(const void *)from));
+}
+
+ALWAYS_INLINE __m512i looked_up(__m512i codes, const int dtype) {
+    static const int8_t iq4[16] = {IQ4_TABLE}, mxfp4[16] = {MXFP4_TABLE};
+    const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)(dtype == PLLM_MXFP4 ? mxfp4 : iq4));
+    const __m128i raised = _mm_xor_si128(table, _mm_set1_epi8((char)0x80));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(raised), codes);
+}
+
+ALWAYS_INLINE __m512i with_fifth_bits(__m512i codes, const uint8_t *a, const uint8_t *b) {
+    uint32_t low, high;
+    memcpy(&low, a, 4);
+    memcpy(&high, b, 4);
+    const __m512i bit = _mm512_maskz_set1_epi8((__mmask64)low | (__mmask64)high << 32, 16);
+    return _mm512_or_si512(codes, bit);
+}
+
+/* Codes 64 g .. 64 g + 63 of the unit at b, unsigned. */
+ALWAYS_INLINE __m512i codes_of(const uint8_t *b, const int g, const int dtype) {
+    const uint8_t *first = b + 2 * g * block_bytes(dtype), *second = first + block_bytes(dtype);
+    switch (dtype) {
+    case PLLM_Q4_K:
+        return masked(halves_shifted(twice(b + Q4_K_CODES + 32 * g), 0, 4), 15);
+    case PLLM_Q5_K: {
+        const __m512i low = masked(halves_shifted(twice(b + Q5_K_CODES + 32 * g), 0, 4), 15);
+        const __m512i high = masked(halves_shifted(twice(b + Q5_K_HIGH), 2 * g, 2 * g + 1), 1);
+        return _mm512_or_si512(low, _mm512_slli_epi16(high, 4));
+    }
+    case PLLM_Q6_K: {
+        const __m512i four = _mm512_loadu_si512(b + g / 2 * 64);
+        const __m512i low = masked(g % 2 ? _mm512_srli_epi16(four, 4) : four, 15);
+        const __m512i high = masked(halves_shifted(twice(b + Q6_K_HIGH + g / 2 * 32), g % 2 * 4, g % 2 * 4 + 2), 3);
+        return _mm512_or_si512(low, _mm512_slli_epi16(high, 4));
+    }
+    case PLLM_IQ4_XS:
+        return looked_up(nibbles(pair_of_blocks(b + IQ4_XS_CODES + 32 * g, b + IQ4_XS_CODES + 32 * g + 16)), dtype);
+    case PLLM_Q4_0: return nibbles(pair_of_blocks(first + 2, second + 2));
+    case PLLM_Q4_1: return nibbles(pair_of_blocks(first + 4, second + 4));
+    case PLLM_Q5_0: return with_fifth_bits(nibbles(pair_of_blocks(first + 6, second + 6)), first + 2, second + 2);
+    case PLLM_Q5_1: return with_fifth_bits(nibbles(pair_of_blocks(first + 8, second + 8)), first + 4, second + 4);
+    case PLLM_IQ4_NL: return looked_up(nibbles(pair_of_blocks(first + 2, second + 2)), dtype);
+    case PLLM_MXFP4: return looked_up(nibbles(pair_of_blocks(first + 1, second + 1)), dtype);
+    default: {
+        const __m256i low = _mm256_loadu_si256((const __m256i *)(const void *)(first + 2));
+        const __m256i high = _mm256_loadu_si256((const __m256i *)(const void *)(second + 2));
+        const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+        return _mm512_xor_si512(both, _mm512_set1_epi8((char)0x80));
+    }
+    }
+}
+
+ALWAYS_INLINE __m512 each_twice(__m256 v) {
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7),
+                                 _mm512_castps256_ps512(v));
+}
+
+ALWAYS_INLINE uint16_t half_at(const uint8_t *from) {
+    uint16_t half;
+    memcpy(&half, from, 2);
+    return half;
+}
+
+ALWAYS_INLINE float widened(const uint8_t *from) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half_at(from)))); }
+
+/* The halves `at` bytes after the beginning of each of eight blocks. */
+ALWAYS_INLINE __m256 eight_halves(const uint8_t *b, const int64_t size, const int64_t at) {
+    const uint8_t *from = b + at;
+    __m128i halves = _mm_cvtsi32_si128(half_at(from));
+    halves = _mm_insert_epi16(halves, half_at(from + size), 1);
+    halves = _mm_insert_epi16(halves, half_at(from + 2 * size), 2);
+    halves = _mm_insert_epi16(halves, half_at(from + 3 * size), 3);
+    halves = _mm_insert_epi16(halves, half_at(from + 4 * size), 4);
+    halves = _mm_insert_epi16(halves, half_at(from + 5 * size), 5);
+    halves = _mm_insert_epi16(halves, half_at(from + 6 * size), 6);
+    halves = _mm_insert_epi16(halves, half_at(from + 7 * size), 7);
+    return _mm256_cvtph_ps(halves);
+}
+
+ALWAYS_INLINE __m256 eight_powers(const uint8_t *b) {
+    uint64_t bytes = 0;
+    UNROLL for (int i = 0; i < 8; i++) bytes |= (uint64_t)b[i * 17] << (8 * i);
+    const __m256i exponents = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)bytes));
+    const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(exponents, _mm256_set1_epi32(1)), 23);
+    const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), exponents);
+    const __mmask8 tiny = _mm256_cmplt_epi32_mask(exponents, _mm256_set1_epi32(2));
+    return _mm256_castsi256_ps(_mm256_mask_mov_epi32(normal, tiny, small));
+}
+
+/* The scales of a unit, and what is to be taken away for each 16 values of the input. `products`: of DOTS, and not of the
+   codes themselves. */
+ALWAYS_INLINE __m512 scales_of(const uint8_t *b, const int dtype, const int products, __m512 *minimums) {
+    const int64_t size = block_bytes(dtype);
+    __m512 scales;
+    switch (dtype) {
+    case PLLM_Q4_K:
+    case PLLM_Q5_K: {
+        uint32_t first, second, third;
+        memcpy(&first, b + 4, 4);
+        memcpy(&second, b + 8, 4);
+        memcpy(&third, b + 12, 4);
+        const uint64_t low = (first & 0x3f3f3f3fU) |
+                             (uint64_t)((third & 0x0f0f0f0fU) | (first >> 2 & 0x30303030U)) << 32;
+        const uint64_t high = (second & 0x3f3f3f3fU) |
+                              (uint64_t)((third >> 4 & 0x0f0f0f0fU) | (second >> 2 & 0x30303030U)) << 32;
+        const __m256 own = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)low)));
+        const __m256 less = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)high)));
+        *minimums = each_twice(_mm256_mul_ps(less, _mm256_set1_ps(widened(b + 2))));
+        return each_twice(_mm256_mul_ps(own, _mm256_set1_ps(widened(b))));
+    }
+    case PLLM_Q6_K: {
+        const __m128i own = _mm_loadu_si128((const __m128i *)(const void *)(b + Q6_K_SCALES));
+        scales = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(own)),
+                               _mm512_set1_ps(widened(b + Q6_K_SCALE)));
+        break;
+    }
+    case PLLM_IQ4_XS: {
+        uint32_t low;
+        memcpy(&low, b + IQ4_XS_LOW, 4);
+        /* Byte j: scale 2 j in the low nibble, scale 2 j + 1 in the high one. */
+        const __m256i fours = _mm256_and_si256(
+            _mm256_srlv_epi32(_mm256_set1_epi32((int)low), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28)),
+            _mm256_set1_epi32(15));
+        const __m256i twos = _mm256_and_si256(
+            _mm256_srlv_epi32(_mm256_set1_epi32(half_at(b + IQ4_XS_HIGH)), _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14)),
+            _mm256_set1_epi32(3));
+        const __m256i own = _mm256_sub_epi32(_mm256_or_si256(fours, _mm256_slli_epi32(twos, 4)), _mm256_set1_epi32(32));
+        scales = each_twice(_mm256_mul_ps(_mm256_cvtepi32_ps(own), _mm256_set1_ps(widened(b))));
+        break;
+    }
+    case PLLM_MXFP4: scales = each_twice(eight_powers(b)); break;
+    default: scales = each_twice(eight_halves(b, size, 0)); break;
+    }
+    if (dtype == PLLM_Q4_1 || dtype == PLLM_Q5_1)
+        *minimums = _mm512_sub_ps(_mm512_setzero_ps(), each_twice(eight_halves(b, size, 2)));
+    else
+        *minimums = _mm512_mul_ps(scales, _mm512_set1_ps(products && raised_by(dtype) == 128 ? 0 : raised_by(dtype)));
+    return scales;
+}
+
+/* sums[R][M] += `groups` groups of the units at w, one of each row, times those at x. */
+ALWAYS_INLINE void add_unit(const uint8_t *const *w, const packed_input *const *x, const int groups,
+                            __m512 sums[MOST_ROWS][MOST_TOKENS], const int dtype, const int R, const int M) {
+    __m512 scales[MOST_ROWS][MOST_TOKENS];
+    UNROLL for (int r = 0; r < R; r++) {
+        __m512 minimums;
+        const __m512 own = scales_of(w[r], dtype, 1, &minimums);
+        UNROLL for (int m = 0; m < M; m++) {
+            scales[r][m] = _mm512_mul_ps(own, _mm512_loadu_ps(x[m]->scales));
+            if (raised_by(dtype) < 128)
+                sums[r][m] = _mm512_fnmadd_ps(minimums, _mm512_loadu_ps(x[m]->sums), sums[r][m]);
+        }
+    }
+    UNROLL for (int g = 0; g < GROUPS; g++) {
+        if (g >= groups) break;
+        const __m512i lanes = _mm512_add_epi32(_mm512_set1_epi32(4 * g),
+                                               _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3));
+        UNROLL for (int r = 0; r < R; r++) {
+            const __m512i codes = codes_of(w[r], g, dtype);
+            UNROLL for (int m = 0; m < M; m++) {
+                const __m512i in = _mm512_loadu_si512(x[m]->codes + GROUP * g);
+                const __m512 dots = _mm512_cvtepi32_ps(DOTS(codes, in, raised_by(dtype) == 128));
+                sums[r][m] = _mm512_fmadd_ps(dots, _mm512_permutexvar_ps(lanes, scales[r][m]), sums[r][m]);
+            }
+        }
+    }
+}
+
+typedef __m512 lanes;
+
+ALWAYS_INLINE lanes no_lanes(void) { return _mm512_setzero_ps(); }
+
+ALWAYS_INLINE float added_up(lanes v) { return _mm512_reduce_add_ps(v); }
+
+#define ROWS_OF_1 4
+#define ROWS_OF_2 2
+#define ROWS_OF_3 2
+#define ROWS_OF_4 2
+#include "packed_rows_template.h"
+
+/* The same numbers as pllm_packed_scalar_convert. */
+void SET(convert)(void *row, int64_t first, const float *from, float scale, int64_t count) {
+    const __m512 factor = _mm512_set1_ps(scale);
+    for (int64_t i = 0; i < count; i += INPUT_BLOCK) {
+        packed_input *unit = (packed_input *)row + (first + i) / UNIT;
+        const int64_t at = (first + i) % UNIT;
+        const __m512 low = _mm512_mul_ps(_mm512_loadu_ps(from + i), factor);
+        const __m512 high = _mm512_mul_ps(_mm512_loadu_ps(from + i + 16), factor);
+        const __m512 low_size = _mm512_abs_ps(low), high_size = _mm512_abs_ps(high);
+        const __m512 largest = _mm512_set1_ps(3.40282347e38F);
+        const int finite = _mm512_cmp_ps_mask(low_size, largest, _CMP_LE_OQ) == 0xffff &&
+                           _mm512_cmp_ps_mask(high_size, largest, _CMP_LE_OQ) == 0xffff;
+        const float most = finite ? _mm512_reduce_max_ps(_mm512_max_ps(low_size, high_size)) : 0;
+        const float step = finite ? most / 127.0F : __builtin_nanf("");
+        const __m512 by = _mm512_set1_ps(most > 0 ? 127.0F / most : 0);
+        const __m512i zero = _mm512_setzero_si512();
+        const __m512i low_codes = finite ? _mm512_cvtps_epi32(_mm512_mul_ps(low, by)) : zero;
+        const __m512i high_codes = finite ? _mm512_cvtps_epi32(_mm512_mul_ps(high, by)) : zero;
+        _mm_storeu_si128((__m128i *)(void *)(unit->codes + at), _mm512_cvtepi32_epi8(low_codes));
+        _mm_storeu_si128((__m128i *)(void *)(unit->codes + at + 16), _mm512_cvtepi32_epi8(high_codes));
+        unit->scales[at / FINEST] = unit->scales[at / FINEST + 1] = step;
+        unit->sums[at / FINEST] = step * (float)_mm512_reduce_add_epi32(low_codes);
+        unit->sums[at / FINEST + 1] = step * (float)_mm512_reduce_add_epi32(high_codes);
+    }
+}
+
+/* ---- Rows opened for panels ---------------------------------------------------------------------------------- */
+
+/* Values 16 i .. 16 i + 15 of a group of raised codes. */
+ALWAYS_INLINE __m512 opened(__m512i codes, const int i, __m512 scales, __m512 minimums, const int part) {
+    const __m512 values = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(codes, i)));
+    const __m512i lane = _mm512_set1_epi32(part);
+    return _mm512_fmsub_ps(values, _mm512_permutexvar_ps(lane, scales), _mm512_permutexvar_ps(lane, minimums));
+}
+
+/* To the nearest bfloat16, ties to even. */
+ALWAYS_INLINE __m256i rounded(__m512 values) {
+    const __m512i words = _mm512_castps_si512(values);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(words, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(words, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 number = _mm512_cmp_ps_mask(values, values, _CMP_ORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(
+        _mm512_mask_mov_epi32(_mm512_set1_epi32(0x7fc00000), number, up), 16));
+}
+
+ALWAYS_INLINE void open_row(const int dtype, const uint8_t *from, void *to, int64_t count, const int two_bytes) {
+    for (int64_t first = 0; first < count; first += UNIT) {
+        uint8_t blocks[UNIT_BYTES_LIMIT];
+        const uint8_t *unit = from + bytes_of_values(dtype, first);
+        const int64_t values = MIN(UNIT, count - first);
+        if (values < UNIT) {
+            memset(blocks, 0, sizeof blocks);
+            memcpy(blocks, unit, (size_t)bytes_of_values(dtype, values));
+            unit = blocks;
+        }
+        __m512 minimums;
+        const __m512 scales = scales_of(unit, dtype, 0, &minimums);
+        UNROLL for (int g = 0; g < GROUPS; g++) {
+            const __m512i codes = codes_of(unit, g, dtype);
+            UNROLL for (int i = 0; i < GROUP / 16; i++) {
+                const int64_t at = first + GROUP * g + 16 * i;
+                if (at >= count) break;
+                /* The part is a constant of the compiler, and so is what is extracted. */
+                const __m512 v = i == 0   ? opened(codes, 0, scales, minimums, 4 * g)
+                                 : i == 1 ? opened(codes, 1, scales, minimums, 4 * g + 1)
+                                 : i == 2 ? opened(codes, 2, scales, minimums, 4 * g + 2)
+                                          : opened(codes, 3, scales, minimums, 4 * g + 3);
+                if (two_bytes)
+                    _mm256_storeu_si256((__m256i *)(void *)((uint16_t *)to + at), rounded(v));
+                else
+                    _mm512_storeu_ps((float *)to + at, v);
+            }
+        }
+    }
+}
+
+#define OPEN(DTYPE)                                                                                                \
+    case DTYPE: open_row(DTYPE, from, to, count, two_bytes); break;
+
+ALWAYS_INLINE void open_any(int dtype, const void *from, void *to, int64_t count, const int two_bytes) {
+    switch (dtype) {
+        OPEN(PLLM_Q4_0)
+        OPEN(PLLM_Q4_1)
+        OPEN(PLLM_Q5_0)
+        OPEN(PLLM_Q5_1)
+        OPEN(PLLM_Q8_0)
+        OPEN(PLLM_Q4_K)
+        OPEN(PLLM_Q5_K)
+        OPEN(PLLM_Q6_K)
+        OPEN(PLLM_IQ4_NL)
+        OPEN(PLLM_IQ4_XS)
+        OPEN(PLLM_MXFP4)
+    default: break;
+    }
+}
+
+void SET(open_row)(int dtype, const void *from, float *to, int64_t count) {
+    open_any(dtype, from, to, count, 0);
+}
+
+void SET(open_row_bf16)(int dtype, const void *from, uint16_t *to, int64_t count) {
+    open_any(dtype, from, to, count, 1);
+}

@@ -1,0 +1,55 @@
+/* Products with packed weights, and how a set is put together; not part of the library's interface. */
+#ifndef PRIVATELLM_PACKED_INTERNAL_H
+#define PRIVATELLM_PACKED_INTERNAL_H
+
+#include "kernels_internal.h"
+#include "packed_blocks.h"
+
+/* A unit of an input row: value i is scales[i / FINEST] * codes[i]. The scale is one for each 32 values, so that an
+   outlier costs its neighbours little (one per 256 loses two to three percent there). `sums`: of the values. */
+typedef struct packed_input {
+    int8_t codes[UNIT];
+    float scales[UNIT_SCALES], sums[UNIT_SCALES];
+} packed_input;
+
+/* Values that share a scale. A part of a row that is converted by itself begins and ends at a multiple of it. */
+#define INPUT_BLOCK 32
+
+/* kernel_set.few for packed weights, by instruction set. */
+#define PACKED_FEW(SET)                                                                                            \
+    void pllm_packed_##SET##_few(const void *w, int dtype, int64_t stride, int64_t rows, int64_t columns,          \
+                                 const void *const *x, int64_t tokens, float *y, int64_t y_stride, int add);
+/* kernel_set.convert, and rows opened as float32 or bfloat16, of sets that are faster at it than plain C. */
+#define PACKED_ROWS(SET)                                                                                           \
+    void pllm_packed_##SET##_convert(void *row, int64_t first, const float *from, float scale, int64_t count);     \
+    void pllm_packed_##SET##_open_row(int dtype, const void *from, float *to, int64_t count);                      \
+    void pllm_packed_##SET##_open_row_bf16(int dtype, const void *from, uint16_t *to, int64_t count);
+PACKED_FEW(scalar)
+#if defined(__x86_64__)
+PACKED_FEW(avx2)
+PACKED_FEW(avx512f)
+PACKED_ROWS(avx512f)
+PACKED_FEW(avx512_vnni)
+PACKED_ROWS(avx512_vnni)
+#endif
+#if defined(__aarch64__)
+PACKED_FEW(neon)
+#endif
+void pllm_packed_scalar_convert(void *row, int64_t first, const float *from, float scale, int64_t count);
+/* kernel_set.pad of all of them. */
+void pllm_packed_pad(void *row, int64_t columns);
+
+#define PACKED_ROW_ELEMENT 4
+_Static_assert(sizeof(packed_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a unit fits into the shortest row");
+/* The kernels for packed weights of a set whose other kernels were defined above it. */
+#define PACKED_SET(FEW, CONVERT)                                                                                    \
+    .element = 4 / PER_WORD, .row_element = PACKED_ROW_ELEMENT, .task_rows = INPUT_BLOCK,                          \
+    .tile_tokens = TILE_TOKENS, .few = pllm_packed_##FEW##_few, .many = SET(many),                                \
+    .convert = pllm_packed_##CONVERT##_convert, .pad = pllm_packed_pad, .tile = SET(tile), .gate = SET(gate),         \
+    .exp_sum = SET(exp_sum), .add_scaled = SET(add_scaled)
+#define PLAIN_SET                                                                                                  \
+    .element = 4 / PER_WORD, .row_element = 4 / PER_WORD, .task_rows = 16, .tile_tokens = TILE_TOKENS,             \
+    .few = SET(few), .many = SET(many), .convert = SET(convert), .pad = SET(pad), .tile = SET(tile),               \
+    .gate = SET(gate), .exp_sum = SET(exp_sum), .add_scaled = SET(add_scaled)
+
+#endif

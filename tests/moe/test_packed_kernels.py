@@ -1,0 +1,233 @@
+"""The kernels on packed weights, compared with gguf's own values, on every instruction set of this CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from pairwise import pairwise
+
+from engine.moe.kernels import bindings
+from engine.moe.kernels.bindings import PACKED_FORMATS, SETS, CActivation, Expert, Layer, Matrix
+from engine.moe.kernels.pool import Pool
+
+AVAILABLE = bindings.available()
+FORMATS = tuple(PACKED_FORMATS)
+GAUSSIAN, OUTLIERS = 0.008, 0.013
+"""Largest root mean square of the error, as a share of the result's, for inputs that are normal, and with some that
+are thirty times as large."""
+
+pytestmark = pytest.mark.skipif(not AVAILABLE, reason="the native kernels were not built")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    made = Pool(2)
+    yield made
+    made.close()
+
+
+def sizes(name: str) -> tuple[int, int]:
+    """Values and bytes of a block."""
+    values, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    return int(values), int(nbytes)
+
+
+def unpacked(name: str, words: NDArray[np.uint8]) -> NDArray[np.float32]:
+    with np.errstate(all="ignore"):
+        return np.asarray(dequantize(words, GGMLQuantizationType[name]), np.float32)
+
+
+def weights(name: str, rows: int, columns: int, seed: int = 0) -> NDArray[np.uint8]:
+    """Rows of blocks with random codes, around zero and all about as large."""
+    values, nbytes = sizes(name)
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (rows * columns // values, nbytes), dtype=np.uint8)
+    scale = generator.uniform(0.01, 0.02, len(blocks)).astype(np.float16)
+
+    def put(at: int, numbers: NDArray[np.float16]) -> None:
+        blocks[:, at : at + 2] = numbers.view(np.uint8).reshape(-1, 2)
+
+    if name == "MXFP4":
+        blocks[:, 0] = generator.integers(120, 123, len(blocks))
+    elif name == "Q6_K":
+        put(208, scale)
+        blocks[:, 192:208] = generator.integers(20, 60, (len(blocks), 16))
+    else:
+        put(0, scale)
+    if name in ("Q4_1", "Q5_1"):
+        put(2, (scale * np.float16(-7.5 if name == "Q4_1" else -15.5)).astype(np.float16))
+    if name in ("Q4_K", "Q5_K"):
+        put(2, (scale * np.float16(7.5 if name == "Q4_K" else 15.5)).astype(np.float16))
+        blocks[:, 4:16] = 0x21 + 0x11 * generator.integers(0, 2, (len(blocks), 1), dtype=np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def matrix(name: str, words: NDArray[np.uint8]) -> Matrix:
+    values, nbytes = sizes(name)
+    rows, columns = words.shape[0], words.shape[1] // nbytes * values
+    stride = words.strides[0] // nbytes * values
+    return Matrix(words.ctypes.data, rows, columns, stride, PACKED_FORMATS[name], 0)
+
+
+def product(pool: Pool, instructions: str, weight: Matrix, x: NDArray[np.float32]) -> NDArray[np.float32]:
+    out = np.full((len(x), weight.rows), np.nan, np.float32)
+    native = bindings.load()
+    address = ctypes.addressof(weight)
+    code = native.pllm_linear(
+        pool.handle, SETS[instructions], address, None, x.ctypes.data, x.shape[1], len(x), out.ctypes.data, weight.rows
+    )
+    assert code == 0
+    return out
+
+
+def error(found: NDArray[np.float32], wanted: NDArray[np.float64]) -> float:
+    return float(np.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean()))
+
+
+def columns_of(name: str) -> int:
+    """More than a unit of 256 values, and where the format has small blocks a part of one."""
+    return 768 if sizes(name)[0] == 256 else 704 + 32
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(data=st.data())
+def test_every_block_is_unpacked_to_the_bit(name: str, data: st.DataObject) -> None:
+    """Any bytes are a block: scales that are zero, subnormal, infinite or no number included."""
+    values, nbytes = sizes(name)
+    words = np.frombuffer(data.draw(st.binary(min_size=3 * nbytes, max_size=3 * nbytes)), np.uint8)
+    out = np.empty(3 * values, np.float32)
+    bindings.load().pllm_unpack_row(PACKED_FORMATS[name], words.ctypes.data, out.ctypes.data, out.size)
+    wanted = unpacked(name, words.reshape(1, -1))[0]
+    same = out.view(np.uint32) == wanted.view(np.uint32)
+    assert (same | (np.isnan(out) & np.isnan(wanted))).all()
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 2, 127, 254, 255])
+def test_exponents_at_the_ends_of_mxfp4(exponent: int) -> None:
+    words = np.full((1, 17), 0x9A, np.uint8)
+    words[0, 0] = exponent
+    out = np.empty(32, np.float32)
+    bindings.load().pllm_unpack_row(PACKED_FORMATS["MXFP4"], words.ctypes.data, out.ctypes.data, 32)
+    assert (out == unpacked("MXFP4", words)[0]).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("instructions", AVAILABLE)
+def test_products_are_those_of_the_unpacked_weights(pool: Pool, instructions: str, name: str) -> None:
+    """With few rows, where inputs are rounded to eight bits, and with many."""
+    words = weights(name, 203, columns_of(name))
+    wide = unpacked(name, words).astype(np.float64)
+    generator = np.random.default_rng(1)
+    for rows in (1, 2, 3, 4, 7, 16, 17, 40):
+        x = generator.standard_normal((rows, columns_of(name))).astype(np.float32)
+        assert error(product(pool, instructions, matrix(name, words), x), x @ wide.T) < GAUSSIAN
+    x = generator.standard_normal((16, columns_of(name))).astype(np.float32)
+    x[generator.random(x.shape) < 0.005] *= 30
+    assert error(product(pool, instructions, matrix(name, words), x), x @ wide.T) < OUTLIERS
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_all_sets_add_up_the_same_whole_numbers(pool: Pool, name: str) -> None:
+    words = weights(name, 37, columns_of(name))
+    x = np.random.default_rng(2).standard_normal((5, columns_of(name))).astype(np.float32)
+    plain = product(pool, "scalar", matrix(name, words), x)
+    for instructions in AVAILABLE:
+        np.testing.assert_allclose(
+            product(pool, instructions, matrix(name, words), x), plain, rtol=0, atol=2e-6 * float(np.abs(plain).max())
+        )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("instructions", AVAILABLE)
+def test_a_row_depends_neither_on_its_neighbours_nor_on_the_threads(pool: Pool, instructions: str, name: str) -> None:
+    words = weights(name, 67, columns_of(name))
+    alone = Pool(1)
+    try:
+        for most in (16, 33):
+            x = np.random.default_rng(3).standard_normal((most, columns_of(name))).astype(np.float32)
+            whole = product(pool, instructions, matrix(name, words), x)
+            for rows in (1, 3, 5, 14) if most == 16 else (17, 30):
+                given = np.ascontiguousarray(x[most - rows :])
+                assert (product(alone, instructions, matrix(name, words), given) == whole[most - rows :]).all()
+    finally:
+        alone.close()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("instructions", AVAILABLE)
+def test_nothing_is_read_past_the_last_block(pool: Pool, instructions: str, name: str) -> None:
+    """The matrix ends where the memory does: the page after it cannot be read."""
+    words = weights(name, 5, columns_of(name))
+    page = mmap.PAGESIZE
+    held = (words.nbytes + page - 1) // page * page
+    memory = mmap.mmap(-1, held + page)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    no_access = 0
+    assert libc.mprotect(ctypes.c_void_p(start + held), page, no_access) == 0
+    ctypes.memmove(start + held - words.nbytes, words.ctypes.data, words.nbytes)
+    at_the_end = matrix(name, words)
+    at_the_end.data = start + held - words.nbytes
+    for rows in (1, 4, 20):
+        x = np.random.default_rng(4).standard_normal((rows, columns_of(name))).astype(np.float32)
+        found = product(pool, instructions, at_the_end, x)
+        assert (found == product(pool, instructions, matrix(name, words), x)).all()
+
+
+@pytest.mark.parametrize("instructions", AVAILABLE)
+def test_an_input_that_is_no_number_gives_none(pool: Pool, instructions: str) -> None:
+    words = weights("Q4_K", 8, 512)
+    x = np.ones((3, 512), np.float32)
+    x[0, 300], x[1, 7] = np.nan, np.inf
+    found = product(pool, instructions, matrix("Q4_K", words), x)
+    assert np.isnan(found[:2]).all() and np.isfinite(found[2]).all()
+
+
+MIXED = (("Q4_K", "Q4_K", "Q6_K"), ("MXFP4", "MXFP4", "MXFP4"), ("Q8_0", "Q5_0", "Q4_1"))
+
+
+@pytest.mark.parametrize(("instructions", "formats", "tokens"), pairwise(AVAILABLE, MIXED, (1, 5, 30)))
+def test_experts_whose_matrices_have_formats_of_their_own(
+    pool: Pool, instructions: str, formats: tuple[str, str, str], tokens: int
+) -> None:
+    hidden, ffn, count, k = 512, 256, 4, 2
+    shapes = [(ffn, hidden), (ffn, hidden), (hidden, ffn)]
+    named = list(zip(formats, shapes, strict=True))
+    words = [[weights(name, *shape, seed=10 * e + i) for i, (name, shape) in enumerate(named)] for e in range(count)]
+    generator = np.random.default_rng(5)
+    biases = [[generator.standard_normal(rows).astype(np.float32) for rows, _ in shapes] for _ in range(count)]
+    experts = [
+        Expert(
+            *(matrix(name, each) for name, each in zip(formats, words[e], strict=True)),
+            *(bias.ctypes.data for bias in biases[e]),
+        )
+        for e in range(count)
+    ]
+    layer = Layer(
+        (Expert * count)(*experts), count, hidden, ffn, CActivation(0, 0, 0, 0), SETS[instructions],
+        PACKED_FORMATS[formats[0]],
+    )  # fmt: skip
+    x = generator.standard_normal((tokens, hidden)).astype(np.float32) / 8
+    routes = np.array([generator.permutation(count)[:k] for _ in range(tokens)], np.int32)
+    shares = generator.random((tokens, k)).astype(np.float32)
+    found = np.full((tokens, hidden), np.nan, np.float32)
+    code = bindings.load().pllm_experts(
+        pool.handle, ctypes.addressof(layer), x.ctypes.data, routes.ctypes.data, shares.ctypes.data, tokens, k, 0,
+        found.ctypes.data, None, None, None, 0,
+    )  # fmt: skip
+    assert code == 0
+    results = []
+    for e in range(count):
+        gate, up, down = (unpacked(name, each).astype(np.float64) for name, each in zip(formats, words[e], strict=True))
+        g, u = x @ gate.T + biases[e][0], x @ up.T + biases[e][1]
+        results.append((g / (1 + np.exp(-g)) * u) @ down.T + biases[e][2])
+    wanted = sum(shares[:, i, None] * np.stack(results)[routes[:, i], range(tokens)] for i in range(k))
+    assert error(found, np.asarray(wanted)) < 2 * GAUSSIAN  # inputs are rounded twice
