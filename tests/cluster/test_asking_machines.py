@@ -58,8 +58,8 @@ def test_work_that_cannot_ask_is_stopped_from_beside_it() -> None:
         assert ended.wait(PATIENCE_S)
         raise ConnectionError("the link was closed")
     assert isinstance(found.value.__cause__, ConnectionError)
+    ended.clear()
     with pytest.raises(Cancelled), stopped_by(stop, ended.set):
-        ended.clear()
         assert ended.wait(PATIENCE_S)  # it went well, but nobody wants it any more
     with pytest.raises(ConnectionError), stopped_by(lambda: None, ended.set):
         raise ConnectionError("gone")
