@@ -8,12 +8,9 @@ to make a fault happen at a certain moment, or to wait less for it. Nothing here
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
-
-if TYPE_CHECKING:
-    from engine.cluster.membership.control_messages import Greeting
+from typing import Any, Literal, Protocol
 
 Moment = Literal["offered", "received", "addresses told", "command", "layer"]
 """Name of a moment at which the observer is called, in the thread that goes on afterwards:
@@ -38,14 +35,9 @@ def nobody_observes(moment: Moment, *subjects: object) -> None:
     """The observer of an engine that nobody tests."""
 
 
-def as_it_is(greeting: Greeting) -> Greeting:
-    """The greeting of an engine that says the truth about itself."""
-    return greeting
-
-
 @dataclass(frozen=True)
-class Times:
-    """Time constants of the network."""
+class TimeConstants:
+    """Of the network."""
 
     heartbeat_s: float = 0.5
     """Seconds between two heartbeats."""
@@ -80,10 +72,10 @@ class Effort:
 class EngineParts:
     """All replaceable parts. The defaults are those of the product."""
 
-    times: Times = field(default_factory=Times)
+    times: TimeConstants = field(default_factory=TimeConstants)
     effort: Effort = field(default_factory=Effort)
-    greeting: Callable[[Greeting], Greeting] = as_it_is
-    """What the node says of itself, made of what it is."""
+    greeting: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of its greeting in which the node does not say what it is, and their values."""
     observe: Observer = nobody_observes
 
 

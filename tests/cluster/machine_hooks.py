@@ -8,12 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
 import engine.cluster.membership.measuring_node as measuring
 import engine.cluster.worker.follower_work as work
 from engine.cluster.answers import Answers
-from engine.cluster.membership.control_messages import DataPiece, Greeting, Received
+from engine.cluster.membership.control_messages import DataPiece, Received
 from engine.cluster.membership.server import Caller
 from engine.cluster.parts import THE_PRODUCT, EngineParts
 from engine.cluster.worker.lending import ClusterWorker
@@ -34,11 +32,7 @@ def on_one_cpu() -> EngineParts:
 def saying(version: str | None = None, protocol: int | None = None) -> EngineParts:
     """Another version of the program, or of its protocol."""
     said = {name: value for name, value in (("version", version), ("protocol", protocol)) if value is not None}
-
-    def greeting(own: Greeting) -> Greeting:
-        return msgspec.structs.replace(own, **said)
-
-    return replace(THE_PRODUCT, greeting=greeting)
+    return replace(THE_PRODUCT, greeting=said)
 
 
 def slow() -> EngineParts:

@@ -34,7 +34,7 @@ from engine.cluster.membership.control_messages import (
 from engine.cluster.membership.heartbeat import BUSY_S, silence_allowed, version_problem
 from engine.cluster.membership.node import LentState, Node
 from engine.cluster.membership.server import ControlServer, Credentials, RpcMethod
-from engine.cluster.parts import Times
+from engine.cluster.parts import TimeConstants
 from engine.cluster.transport.exchange import RingProtocolError
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import ModelError
@@ -298,7 +298,7 @@ def test_greeting_that_names_another_machine_is_refused(pair: Nodes) -> None:
 
 
 def test_silence_allowed() -> None:
-    times = Times()
+    times = TimeConstants()
     assert silence_allowed(refused=False, tolerant=False) == times.lost_s <= 2.5
     assert silence_allowed(refused=True, tolerant=False) == times.refused_s < times.lost_s
     assert silence_allowed(refused=True, tolerant=True) == times.refused_s

@@ -20,7 +20,7 @@ from engine.cluster.head.survey import Surveyor, candidates
 from engine.cluster.membership.client import CallGroup
 from engine.cluster.membership.links import LinkTrial, Tried, Way, all_ways
 from engine.cluster.membership.rpc_fanout import NodeRefused
-from engine.cluster.parts import EngineParts, Times
+from engine.cluster.parts import EngineParts, TimeConstants
 from engine.cluster.transport import connecting
 from engine.cluster.transport.addresses import listener_address
 from engine.cluster.transport.connecting import connect_commands
@@ -146,7 +146,7 @@ def test_a_ring_is_planned_with_those_who_reach_one_another(three: Three, tmp_pa
 
 
 def test_a_machine_is_wanted_again_when_its_link_works(three: Three, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(three.head, "parts", EngineParts(times=Times(links_again_s=0.02)))
+    monkeypatch.setattr(three.head, "parts", EngineParts(times=TimeConstants(links_again_s=0.02)))
     three.forgets(2, 1)
     between = three.pair(three.bob, three.carl)
     tries: list[int] = []

@@ -13,16 +13,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 from network_space import enter
 
 from engine.cluster import commands
-from engine.cluster.membership.control_messages import Greeting
-from engine.cluster.parts import Effort, EngineParts, Moment, Times
+from engine.cluster.parts import Effort, EngineParts, Moment, TimeConstants
 from engine.cluster.worker.follower import Follower
 from engine.errors import ModelError
 
-QUICK = EngineParts(Times(links_again_s=0.5), Effort(link_s=0.01, exchange_rounds=5, rehearse=False))
+QUICK = EngineParts(TimeConstants(links_again_s=0.5), Effort(link_s=0.01, exchange_rounds=5, rehearse=False))
 """Little is measured while a ring is formed: the tests of faults ask for no speed."""
 AFTER = 40
 """Commands, or layers of experts, that a node which falls silent runs before."""
@@ -47,11 +45,7 @@ def small_files(limit: int) -> EngineParts:
 
 def behind_proxy(port: int) -> EngineParts:
     """Others are told to come by way of a proxy."""
-
-    def by_way(greeting: Greeting) -> Greeting:
-        return msgspec.structs.replace(greeting, port=port, listening=[f"127.0.0.1:{port}"])
-
-    return replace(QUICK, greeting=by_way)
+    return replace(QUICK, greeting={"port": port, "listening": [f"127.0.0.1:{port}"]})
 
 
 def impatient() -> EngineParts:

@@ -12,7 +12,7 @@ _MOST_LINES = 3
 """Maximum number of lines shown. The oldest leave first."""
 
 
-class Notice(Static):
+class NoticeLine(Static):
     """Warnings and errors, one a line. Not displayed while there is none."""
 
     def __init__(self, id: str) -> None:

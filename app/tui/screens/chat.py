@@ -34,7 +34,7 @@ from app.machine import Machine
 from app.settings.file import SettingsFile
 from app.text_safety import one_line
 from app.tui.chat.message import MessageView
-from app.tui.chat.notice import Notice
+from app.tui.chat.notice import NoticeLine
 from app.tui.chat.prompt import Prompt
 from app.tui.chat.status import StatusLine, Welcome
 from app.tui.chat.transcript import Transcript
@@ -56,7 +56,7 @@ class Updated(Message):
 
 
 @runtime_checkable
-class Follower(Protocol):
+class UpdatedScreen(Protocol):
     """A screen above the chat that shows some of its state."""
 
     def handle_update(self, update: Update) -> None:
@@ -110,7 +110,7 @@ class ChatScreen(Screen[None]):
                 yield Static(id="title", markup=False)
                 yield Welcome(id="welcome")
                 yield Transcript(self._highlighter, id="transcript")
-                yield Notice(id="notice")
+                yield NoticeLine(id="notice")
                 yield Prompt(id="prompt")
             yield Container(id="side")
         yield StatusLine(self.controller.status, id="status")
@@ -133,8 +133,8 @@ class ChatScreen(Screen[None]):
         return self.query_one("#prompt", Prompt)
 
     @property
-    def notice(self) -> Notice:
-        return self.query_one("#notice", Notice)
+    def notice(self) -> NoticeLine:
+        return self.query_one("#notice", NoticeLine)
 
     @property
     def transcript(self) -> Transcript:
@@ -184,7 +184,7 @@ class ChatScreen(Screen[None]):
         if self.panels.panel is not None:
             self.panels.panel.handle_update(event.update)
         for screen in self.app.screen_stack:
-            if isinstance(screen, Follower) and screen.is_mounted:
+            if isinstance(screen, UpdatedScreen) and screen.is_mounted:
                 screen.handle_update(event.update)
 
     def _draw_again(self) -> None:

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from discovery.names import plain_text
 from engine.cluster.membership.client import NobodyListens, PeerClient, Unreachable
 from engine.cluster.membership.control_messages import CONTROL_PROTOCOL, Greeting, NodeLoad
-from engine.cluster.parts import THE_PRODUCT, Times
+from engine.cluster.parts import THE_PRODUCT, TimeConstants
 from engine.cluster.transport.exchange import PeerLost
 from engine.errors import ModelError
 
@@ -58,7 +58,7 @@ class PeerView:
     """Alive, and it answers. A machine that cannot be called may still call this one."""
 
 
-def silence_allowed(refused: bool, tolerant: bool, times: Times = THE_PRODUCT.times) -> float:
+def silence_allowed(refused: bool, tolerant: bool, times: TimeConstants = THE_PRODUCT.times) -> float:
     """Seconds of silence after which a machine counts as lost."""
     if refused:
         return times.refused_s
@@ -86,7 +86,7 @@ class PeerWatch:
         met: Callable[[Greeting], None] = lambda greeting: None,
         forgotten: Callable[[str], bool] = lambda address: False,
         clock: Callable[[], float] = time.monotonic,
-        times: Times = THE_PRODUCT.times,
+        times: TimeConstants = THE_PRODUCT.times,
     ) -> None:
         self.node_id = node_id
         self.tolerant = False

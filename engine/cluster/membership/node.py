@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import msgspec
+
 from discovery.acquaintance import KIND as KNOWN_KIND
 from discovery.acquaintance import answer as answer_known
 from discovery.addresses import shown_address
@@ -196,7 +198,7 @@ class Node:
             listening=self.listening,
             lends=self.lends,
         )
-        return self.parts.greeting(said)
+        return msgspec.structs.replace(said, **self.parts.greeting)
 
     def load(self) -> NodeLoad:
         lent = self.lent()

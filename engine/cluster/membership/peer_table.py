@@ -20,7 +20,7 @@ from engine.cluster.membership.client import PeerClient
 from engine.cluster.membership.control_messages import MOST_ADDRESSES, Greeting, NodeLoad
 from engine.cluster.membership.heartbeat import PeerView, PeerWatch, version_problem
 from engine.cluster.membership.server import Caller, Credentials
-from engine.cluster.parts import THE_PRODUCT, Times
+from engine.cluster.parts import THE_PRODUCT, TimeConstants
 from engine.cluster.transport.addresses import literal_addresses, parse_address, plain_ip
 from engine.errors import ModelError
 from engine.ipc.messages.ring import LinkFacts, PeerFacts, PeerState
@@ -65,7 +65,7 @@ class PeerTable:
         changed: Callable[[], None],
         tried: Iterable[str] = (),
         name: str = "",
-        times: Times = THE_PRODUCT.times,
+        times: TimeConstants = THE_PRODUCT.times,
     ) -> None:
         """``tried``: addresses at which any paired machine may be found. ``name``: this machine's name."""
         self._identity = identity
