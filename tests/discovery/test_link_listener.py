@@ -245,4 +245,4 @@ def test_a_connection_without_an_address_does_not_end_the_link_listener() -> Non
     finally:
         opened.close()
     assert not opened._thread.is_alive()
-    assert opened._open == {}
+    eventually(lambda: opened._open == {})

@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch_oracle import load, prompt
 from engine import runtimes
 from engine.errors import ModelError
 from engine.models.prepare import prepare
+from engine.runtimes.torch import loading
 
 Tensors = dict[str, torch.Tensor]
 
@@ -58,6 +61,27 @@ def test_an_untied_head_is_missed_and_a_tied_one_is_not(tmp_path: Path) -> None:
     folder = reconfigured(tmp_path / "untied", "llama", tie_word_embeddings=False)
     with pytest.raises(ModelError, match=r"lm_head\.weight is missing"):
         load(folder)
+
+
+def test_two_threads_never_build_a_model_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers replaces methods of its classes meanwhile, for all threads: the replacements would stay."""
+    from transformers import AutoModelForCausalLM
+
+    folder = write_tiny_model(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    config = loading.read_config(folder, json.loads((folder / "config.json").read_text()))
+    build, alone = AutoModelForCausalLM.from_config, threading.Lock()
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        assert alone.acquire(blocking=False)
+        try:
+            return build(*arguments, **options)
+        finally:
+            alone.release()
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", counted)
+    with ThreadPoolExecutor(4) as pool:
+        made = list(pool.map(lambda _: loading.build_skeleton(config, torch.float32), range(8)))
+    assert all(model.lm_head.weight is model.model.embed_tokens.weight for model in made)
 
 
 def test_numbers_that_do_not_fit_together(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from fake_engine import FakeEngine
 from screen_helpers import MakeApp, ask, controller, notice, ready, shown, wait_until
 from textual.content import Content
+from textual.events import Key
 
 from app.chat.state import Entry
 from app.conversations.store import ConversationStore
@@ -53,6 +54,19 @@ async def test_text_is_shown_while_it_arrives(
         tail = app.chat.transcript.query_one(".tail")
         await wait_until(pilot, lambda: tail.display and "Paris" in str(tail.render()))
         assert controller(app).busy
+
+
+async def test_keys_that_come_all_at_once_keep_their_order(make_app: MakeApp) -> None:
+    """As a terminal sends what is typed fast: nothing is waited for between two keys."""
+    app = make_app()
+    async with app.run_test() as pilot:
+        await ready(pilot, app)
+        for name, character in (("a", "a"), ("alt+enter", None), ("b", "b"), ("left", None), ("c", "c"), ("d", "d"),
+                                ("backspace", None), ("e", "e")):  # fmt: skip
+            app.post_message(Key(name, character))
+        await wait_until(pilot, lambda: app.chat and "e" in app.chat.prompt.text)
+        await pilot.pause()
+        assert app.chat is not None and app.chat.prompt.text == "a\nceb"
 
 
 @pytest.mark.parametrize("key", ["ctrl+j", "shift+enter", "alt+enter"])

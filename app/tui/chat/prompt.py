@@ -66,6 +66,14 @@ class Prompt(TextArea):
             event.prevent_default()
             self.action_send()
             return
+        # Other bindings would take effect only after the characters that were typed just behind them: the library
+        # offers a key to all widgets around the field first.
+        bound_here = None if event.is_printable else self.screen.active_bindings.get(event.key)
+        if bound_here is not None and bound_here.node is self and bound_here.enabled:
+            event.stop()
+            event.prevent_default()
+            await self.run_action(bound_here.binding.action)
+            return
         await super()._on_key(event)
 
     def action_send(self) -> None:

@@ -7,6 +7,7 @@ place. So nothing is initialized in vain, and the experts' parameters never exis
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from engine.runtimes.torch.offload.torch_tensors import view
 
 COMPOSITE_PREFIX = "language_model."
 """Prefix of the text model's tensors in a checkpoint that also sees pictures."""
+
+_BUILDING = threading.Lock()
+"""Held while transformers builds a model: it replaces methods of its classes meanwhile, for all threads."""
 
 _LAYER = re.compile(r"\.(?:layers|blocks)\.(\d+)\.")
 
@@ -64,7 +68,7 @@ def build_skeleton(config: Any, dtype: torch.dtype) -> nn.Module:
     if hasattr(config, "_experts_implementation"):
         options["experts_implementation"] = "eager"
     try:
-        with torch.device("meta"), no_init_weights():
+        with _BUILDING, torch.device("meta"), no_init_weights():
             model: nn.Module = AutoModelForCausalLM.from_config(config, **options)
     except Exception as error:  # as above: the numbers of a damaged config.json fail anywhere
         what = f"config.json does not describe a {config.model_type} model that can be built"
