@@ -88,7 +88,6 @@ def check(result: BenchResult, models: list[str], nodes: list[int]) -> None:
 def test_a_ring_is_measured_beside_its_prediction(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The second time another program is busy meanwhile; that says nothing of this machine.
     at_once = iter([1.7, 1.2])
     monkeypatch.setattr(ring, "experts_at_once", lambda *_: next(at_once))
     folder = write_tiny_model(tmp_path / "tiny-mixtral", "mixtral", num_local_experts=8)
@@ -96,7 +95,7 @@ def test_a_ring_is_measured_beside_its_prediction(
     result = bench_ring(request, quiet, lambda: False, launch=forked)
     check(result, ["tiny-mixtral"], [2, 3])
     assert result.id == 7 and result.data["rounds"] == 2
-    assert {row["at_once"] for row in result.data["rows"]} == {1.7}
+    assert all(row["at_once"] == pytest.approx(1.45) for row in result.data["rows"])
 
 
 @pytest.mark.slow
