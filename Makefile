@@ -48,9 +48,9 @@ chat: $(VENV)/.installed
 	@sh packaging/ensure_starter.sh "$(BIN)/privatellm"
 	@exec $(BIN)/privatellm
 
-# Two workers with one torch thread each: on two cores that is faster than one worker with two, and never oversubscribed.
+# Three workers with one torch thread each: a worker whose test waits for another process leaves its core to the others.
 # A file's tests stay on one worker, in the order of tests/conftest.py: the files that take longest first.
-TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 BENCHMARKS := tests/benchmarks tests/papers
 
