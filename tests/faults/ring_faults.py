@@ -15,6 +15,7 @@ from typing import Any
 import hooks
 import psutil
 from engine_forks import forked, measured_before
+from eventually import PATIENCE_S, eventually
 from hooked_engine import hooked
 from slow_wire import PairProxy
 from tiny_models import write_tiny_model
@@ -40,8 +41,6 @@ from engine.ipc.messages.ring import LendingFacts, PeerFacts, RingChoice
 
 PROMPT = [3, 14, 15, 9, 26, 5]
 OTHER_PROMPT = [90, 91, 7, 33, 64, 12, 77, 101]
-PATIENCE_S = 120.0
-"""After so long a test fails rather than hangs; nothing is asserted about time."""
 READY = {"ready", "ring"}
 """States of machines that are there."""
 EXACT = RingChoice(even_if_slower=True, mode="exact", exchange="tls")
@@ -73,14 +72,6 @@ def free_pair() -> int:
                 if port < 65000:
                     second.bind(("127.0.0.1", port + 1))
                     return int(port)
-
-
-def eventually(what: Callable[[], object], seconds: float = PATIENCE_S, why: str = "it did not happen in time") -> None:
-    """Wait until ``what()`` is true."""
-    begin = time.monotonic()
-    while not what():
-        assert time.monotonic() - begin < seconds, why
-        time.sleep(0.03)
 
 
 class Machine:

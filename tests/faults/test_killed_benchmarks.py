@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ring_faults import eventually, write_model
+from eventually import eventually
+from ring_faults import write_model
 
 from engine.system.temporary_folders import is_remover, remove, temporary_folder
 

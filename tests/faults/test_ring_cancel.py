@@ -7,8 +7,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from eventually import eventually
 from msgspec.structs import replace
-from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring, eventually
+from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring
 
 from engine.ipc.messages import BeamProgress, Cancel, Finished, Prefill
 from engine.ipc.messages.ring import RingMode

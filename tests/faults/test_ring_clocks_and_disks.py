@@ -14,9 +14,10 @@ from pathlib import Path
 
 import hooks
 import pytest
+from eventually import eventually
 from hooked_engine import hooked
 from msgspec.structs import replace
-from ring_faults import EXACT, Machine, Oracle, Ring, eventually
+from ring_faults import EXACT, Machine, Oracle, Ring
 from tiny_models import write_tiny_model
 
 from engine.errors import ModelError

@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 from engine_forks import forked
-from ring_faults import Machine, Oracle, Ring, eventually
+from eventually import eventually
+from ring_faults import Machine, Oracle, Ring
 
 from engine.bench.local_ring import LocalEngine, launch_python
 from engine.ipc.messages import OpenNetwork

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ring_faults import OTHER_PROMPT, PATIENCE_S, PROMPT, Machine, Oracle, Ring, eventually
+from eventually import PATIENCE_S, eventually
+from ring_faults import OTHER_PROMPT, PROMPT, Machine, Oracle, Ring
 from tiny_models import write_tiny_model
 
 from engine.ipc.messages import AnyEvent, Cancel, Finished, Notice, Piece, Progress, RingChanged

@@ -14,9 +14,10 @@ from pathlib import Path
 import hooks
 import pytest
 from engine_forks import with_libraries
+from eventually import PATIENCE_S, eventually
 from hooked_engine import hooked
 from msgspec.structs import replace
-from ring_faults import EXACT, OTHER_PROMPT, PATIENCE_S, Oracle, Ring, eventually
+from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring
 
 from engine.ipc.messages import Failed, Load, Loaded, Progress
 from engine.ipc.messages.ring import ExchangeName

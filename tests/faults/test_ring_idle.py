@@ -8,7 +8,8 @@ from __future__ import annotations
 import signal
 
 import pytest
-from ring_faults import Ring, eventually
+from eventually import eventually
+from ring_faults import Ring
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import hooks
 import pytest
+from eventually import PATIENCE_S, eventually
 from hooked_engine import hooked
 from msgspec.structs import replace
-from ring_faults import EXACT, LAYERS, OTHER_PROMPT, PATIENCE_S, READY, Machine, Oracle, Ring, eventually
+from ring_faults import EXACT, LAYERS, OTHER_PROMPT, READY, Machine, Oracle, Ring
 
 from engine.ipc.messages import Notice
 from engine.ipc.messages.ring import RingMode

@@ -9,8 +9,9 @@ from typing import Any
 
 import hooks
 import pytest
+from eventually import eventually
 from hooked_engine import hooked
-from ring_faults import EXPERT_BYTES, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring, eventually
+from ring_faults import EXPERT_BYTES, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring
 from tiny_models import write_tiny_model
 
 from engine.ipc.messages import BeamProgress, Cancel, Failed, Loaded, Notice, Piece, Prefill, Progress

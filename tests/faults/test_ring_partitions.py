@@ -8,10 +8,11 @@ from pathlib import Path
 
 import hooks
 import pytest
+from eventually import eventually
 from hooked_engine import hooked
 from msgspec.structs import replace
 from network_namespaces import Network, network
-from ring_faults import EXACT, EXPERT_BYTES, OTHER_PROMPT, Oracle, Ring, eventually
+from ring_faults import EXACT, EXPERT_BYTES, OTHER_PROMPT, Oracle, Ring
 
 from engine.ipc.messages import Notice
 

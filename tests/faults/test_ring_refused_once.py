@@ -7,8 +7,9 @@ from pathlib import Path
 
 import hooks
 import pytest
+from eventually import eventually
 from hooked_engine import hooked
-from ring_faults import Oracle, Ring, eventually
+from ring_faults import Oracle, Ring
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import hooks
 import pytest
+from eventually import eventually
 from hooked_engine import hooked
 from msgspec.structs import replace
-from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring, eventually
+from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring
 
 from engine.ipc.messages import Cancel
 from engine.ipc.messages.ring import RingMode
