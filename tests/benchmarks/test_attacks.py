@@ -52,7 +52,7 @@ def test_whatever_goes_wrong_is_counted_and_the_others_go_on() -> None:
             case 5:
                 kept.append(b"x" * (300 << 20))
 
-    tally = run(Attack("x", 8, lambda home: plain(attempt), memory_bytes=200 << 20, cpu_s=0.3), SEED, 8)
+    tally = run(Attack("x", 8, lambda home: plain(attempt), memory_bytes=200 << 20, cpu_s=1.5), SEED, 8)
     assert (tally.inputs, tally.taken, tally.refused) == (8, 4, 1)
     assert (tally.crashes, tally.hangs) == (1, 1)
     assert tally.unexpected == {"ZeroDivisionError at test_attacks.py:attempt": 1, "memory": 1}
