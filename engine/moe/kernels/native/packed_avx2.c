@@ -12,20 +12,15 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 
+#include "packed_scales_x86.h"
+
 #define GROUP 32 /* codes of a vector */
 #define GROUPS (UNIT / GROUP)
 #define MOST_ROWS 4
 #define MOST_TOKENS 4
 
 /* Whether the codes of a format are signed. The others are small enough to be added up in pairs in 16 bits. */
-ALWAYS_INLINE int is_signed(const int dtype) {
-    return dtype == PLLM_Q8_0 || dtype == PLLM_IQ4_NL || dtype == PLLM_IQ4_XS || dtype == PLLM_MXFP4;
-}
-
-/* What unsigned codes have to be lowered by. */
-ALWAYS_INLINE float raised_by(const int dtype) {
-    return dtype == PLLM_Q4_0 ? 8 : dtype == PLLM_Q5_0 ? 16 : dtype == PLLM_Q6_K ? 32 : 0;
-}
+ALWAYS_INLINE int is_signed(const int dtype) { return !has_minimums(dtype) && raised_in_file(dtype) == 0; }
 
 ALWAYS_INLINE __m256i masked(__m256i v, int bits) { return _mm256_and_si256(v, _mm256_set1_epi8((char)bits)); }
 
@@ -107,73 +102,22 @@ ALWAYS_INLINE sixteen times(sixteen v, float by) {
     return (sixteen){_mm256_mul_ps(v.low, factor), _mm256_mul_ps(v.high, factor)};
 }
 
-ALWAYS_INLINE int half_at(const uint8_t *from) {
-    uint16_t half;
-    memcpy(&half, from, 2);
-    return half;
-}
-
-ALWAYS_INLINE float widened(const uint8_t *from) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half_at(from)))); }
-
-/* The halves `at` bytes after the beginning of each of eight blocks. */
-ALWAYS_INLINE __m256 eight_halves(const uint8_t *b, const int64_t size, const int64_t at) {
-    const uint8_t *from = b + at;
-    return _mm256_cvtph_ps(_mm_setr_epi16(
-        (short)half_at(from), (short)half_at(from + size), (short)half_at(from + 2 * size),
-        (short)half_at(from + 3 * size), (short)half_at(from + 4 * size), (short)half_at(from + 5 * size),
-        (short)half_at(from + 6 * size), (short)half_at(from + 7 * size)));
-}
-
 /* The scales of a unit, and what is to be taken away for each 16 values of the input. */
 ALWAYS_INLINE sixteen scales_of(const uint8_t *b, const int dtype, sixteen *minimums) {
-    const int64_t size = block_bytes(dtype);
-    sixteen scales;
-    switch (dtype) {
-    case PLLM_Q4_K:
-    case PLLM_Q5_K: {
-        uint32_t first, second, third;
-        memcpy(&first, b + 4, 4);
-        memcpy(&second, b + 8, 4);
-        memcpy(&third, b + 12, 4);
-        const uint64_t low = (first & 0x3f3f3f3fU) |
-                             (uint64_t)((third & 0x0f0f0f0fU) | (first >> 2 & 0x30303030U)) << 32;
-        const uint64_t high = (second & 0x3f3f3f3fU) |
-                              (uint64_t)((third >> 4 & 0x0f0f0f0fU) | (second >> 2 & 0x30303030U)) << 32;
-        *minimums = times(
-            each_twice(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)high)))), widened(b + 2));
-        return times(each_twice(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)low)))),
-                     widened(b));
+    if (has_minimums(dtype)) {
+        *minimums = each_twice(eight_minimums(b, dtype));
+        return each_twice(eight_scales(b, dtype));
     }
-    case PLLM_Q6_K: {
+    sixteen scales;
+    if (dtype == PLLM_Q6_K) {
         const __m128i own = _mm_loadu_si128((const __m128i *)(const void *)(b + Q6_K_SCALES));
         scales = times((sixteen){_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(own)),
                                  _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(own, 8)))},
                        widened(b + Q6_K_SCALE));
-        break;
+    } else {
+        scales = each_twice(eight_scales(b, dtype));
     }
-    case PLLM_IQ4_XS: {
-        uint32_t low;
-        memcpy(&low, b + IQ4_XS_LOW, 4);
-        const __m256i fours = _mm256_and_si256(
-            _mm256_srlv_epi32(_mm256_set1_epi32((int)low), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28)),
-            _mm256_set1_epi32(15));
-        const __m256i twos = _mm256_and_si256(
-            _mm256_srlv_epi32(_mm256_set1_epi32(half_at(b + IQ4_XS_HIGH)), _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14)),
-            _mm256_set1_epi32(3));
-        const __m256i own = _mm256_sub_epi32(_mm256_or_si256(fours, _mm256_slli_epi32(twos, 4)), _mm256_set1_epi32(32));
-        scales = times(each_twice(_mm256_cvtepi32_ps(own)), widened(b));
-        break;
-    }
-    case PLLM_MXFP4: {
-        float powers[8];
-        UNROLL for (int i = 0; i < 8; i++) powers[i] = e8m0_half(b[i * size]);
-        scales = each_twice(_mm256_loadu_ps(powers));
-        break;
-    }
-    default: scales = each_twice(eight_halves(b, size, 0)); break;
-    }
-    *minimums = dtype == PLLM_Q4_1 || dtype == PLLM_Q5_1 ? times(each_twice(eight_halves(b, size, 2)), -1)
-                                                          : times(scales, raised_by(dtype));
+    *minimums = times(scales, raised_in_file(dtype));
     return scales;
 }
 

@@ -6,23 +6,16 @@
    DOTS(codes, in, signed_ones)  the sums of the products of four neighbours; `signed_ones`: of codes that were raised by
                                  128, as if they had not been */
 
+#include "packed_scales_x86.h"
+
 #define GROUP 64 /* codes of a vector */
 #define GROUPS (UNIT / GROUP)
 #define MOST_ROWS 4
 #define MOST_TOKENS 4
 
-/* By how much the codes of a format are raised: 128 those that are signed in the file. */
+/* By how much the codes of a format are raised: those that are signed in the file by 128. */
 ALWAYS_INLINE float raised_by(const int dtype) {
-    switch (dtype) {
-    case PLLM_Q4_0: return 8;
-    case PLLM_Q5_0: return 16;
-    case PLLM_Q6_K: return 32;
-    case PLLM_Q8_0:
-    case PLLM_IQ4_NL:
-    case PLLM_IQ4_XS:
-    case PLLM_MXFP4: return 128;
-    default: return 0;
-    }
+    return has_minimums(dtype) || raised_in_file(dtype) > 0 ? raised_in_file(dtype) : 128;
 }
 
 ALWAYS_INLINE __m512i masked(__m512i v, int bits) { return _mm512_and_si512(v, _mm512_set1_epi8((char)bits)); }
@@ -104,86 +97,23 @@ ALWAYS_INLINE __m512 each_twice(__m256 v) {
                                  _mm512_castps256_ps512(v));
 }
 
-ALWAYS_INLINE uint16_t half_at(const uint8_t *from) {
-    uint16_t half;
-    memcpy(&half, from, 2);
-    return half;
-}
-
-ALWAYS_INLINE float widened(const uint8_t *from) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(half_at(from)))); }
-
-/* The halves `at` bytes after the beginning of each of eight blocks. */
-ALWAYS_INLINE __m256 eight_halves(const uint8_t *b, const int64_t size, const int64_t at) {
-    const uint8_t *from = b + at;
-    __m128i halves = _mm_cvtsi32_si128(half_at(from));
-    halves = _mm_insert_epi16(halves, half_at(from + size), 1);
-    halves = _mm_insert_epi16(halves, half_at(from + 2 * size), 2);
-    halves = _mm_insert_epi16(halves, half_at(from + 3 * size), 3);
-    halves = _mm_insert_epi16(halves, half_at(from + 4 * size), 4);
-    halves = _mm_insert_epi16(halves, half_at(from + 5 * size), 5);
-    halves = _mm_insert_epi16(halves, half_at(from + 6 * size), 6);
-    halves = _mm_insert_epi16(halves, half_at(from + 7 * size), 7);
-    return _mm256_cvtph_ps(halves);
-}
-
-ALWAYS_INLINE __m256 eight_powers(const uint8_t *b) {
-    uint64_t bytes = 0;
-    UNROLL for (int i = 0; i < 8; i++) bytes |= (uint64_t)b[i * 17] << (8 * i);
-    const __m256i exponents = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)bytes));
-    const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(exponents, _mm256_set1_epi32(1)), 23);
-    const __m256i small = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), exponents);
-    const __mmask8 tiny = _mm256_cmplt_epi32_mask(exponents, _mm256_set1_epi32(2));
-    return _mm256_castsi256_ps(_mm256_mask_mov_epi32(normal, tiny, small));
-}
-
 /* The scales of a unit, and what is to be taken away for each 16 values of the input. `products`: of DOTS, and not of the
    codes themselves. */
 ALWAYS_INLINE __m512 scales_of(const uint8_t *b, const int dtype, const int products, __m512 *minimums) {
-    const int64_t size = block_bytes(dtype);
-    __m512 scales;
-    switch (dtype) {
-    case PLLM_Q4_K:
-    case PLLM_Q5_K: {
-        uint32_t first, second, third;
-        memcpy(&first, b + 4, 4);
-        memcpy(&second, b + 8, 4);
-        memcpy(&third, b + 12, 4);
-        const uint64_t low = (first & 0x3f3f3f3fU) |
-                             (uint64_t)((third & 0x0f0f0f0fU) | (first >> 2 & 0x30303030U)) << 32;
-        const uint64_t high = (second & 0x3f3f3f3fU) |
-                              (uint64_t)((third >> 4 & 0x0f0f0f0fU) | (second >> 2 & 0x30303030U)) << 32;
-        const __m256 own = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)low)));
-        const __m256 less = _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)high)));
-        *minimums = each_twice(_mm256_mul_ps(less, _mm256_set1_ps(widened(b + 2))));
-        return each_twice(_mm256_mul_ps(own, _mm256_set1_ps(widened(b))));
+    if (has_minimums(dtype)) {
+        *minimums = each_twice(eight_minimums(b, dtype));
+        return each_twice(eight_scales(b, dtype));
     }
-    case PLLM_Q6_K: {
+    __m512 scales;
+    if (dtype == PLLM_Q6_K) {
         const __m128i own = _mm_loadu_si128((const __m128i *)(const void *)(b + Q6_K_SCALES));
         scales = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(own)),
                                _mm512_set1_ps(widened(b + Q6_K_SCALE)));
-        break;
+    } else {
+        scales = each_twice(eight_scales(b, dtype));
     }
-    case PLLM_IQ4_XS: {
-        uint32_t low;
-        memcpy(&low, b + IQ4_XS_LOW, 4);
-        /* Byte j: scale 2 j in the low nibble, scale 2 j + 1 in the high one. */
-        const __m256i fours = _mm256_and_si256(
-            _mm256_srlv_epi32(_mm256_set1_epi32((int)low), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28)),
-            _mm256_set1_epi32(15));
-        const __m256i twos = _mm256_and_si256(
-            _mm256_srlv_epi32(_mm256_set1_epi32(half_at(b + IQ4_XS_HIGH)), _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14)),
-            _mm256_set1_epi32(3));
-        const __m256i own = _mm256_sub_epi32(_mm256_or_si256(fours, _mm256_slli_epi32(twos, 4)), _mm256_set1_epi32(32));
-        scales = each_twice(_mm256_mul_ps(_mm256_cvtepi32_ps(own), _mm256_set1_ps(widened(b))));
-        break;
-    }
-    case PLLM_MXFP4: scales = each_twice(eight_powers(b)); break;
-    default: scales = each_twice(eight_halves(b, size, 0)); break;
-    }
-    if (dtype == PLLM_Q4_1 || dtype == PLLM_Q5_1)
-        *minimums = _mm512_sub_ps(_mm512_setzero_ps(), each_twice(eight_halves(b, size, 2)));
-    else
-        *minimums = _mm512_mul_ps(scales, _mm512_set1_ps(products && raised_by(dtype) == 128 ? 0 : raised_by(dtype)));
+    const float raised = raised_by(dtype);
+    *minimums = _mm512_mul_ps(scales, _mm512_set1_ps(products && raised == 128 ? 0 : raised));
     return scales;
 }
 

@@ -17,15 +17,6 @@
 #define MOST_ROWS 4
 #define MOST_TOKENS 4
 
-/* What the codes of a format have to be lowered by. */
-ALWAYS_INLINE float raised_by(const int dtype) {
-    return dtype == PLLM_Q4_0 ? 8 : dtype == PLLM_Q5_0 ? 16 : dtype == PLLM_Q6_K ? 32 : 0;
-}
-
-ALWAYS_INLINE int has_minimums(const int dtype) {
-    return dtype == PLLM_Q4_1 || dtype == PLLM_Q5_1 || dtype == PLLM_Q4_K || dtype == PLLM_Q5_K || raised_by(dtype) != 0;
-}
-
 ALWAYS_INLINE uint8x16_t nibble(const uint8_t *from, const int high) {
     const uint8x16_t bytes = vld1q_u8(from);
     return high ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
@@ -134,8 +125,8 @@ ALWAYS_INLINE sixteen scales_of(const uint8_t *b, const int dtype, sixteen *mini
     if (dtype == PLLM_Q4_1 || dtype == PLLM_Q5_1) {
         UNROLL for (int i = 0; i < 8; i++) less[i] = widened(b + i * size + 2);
         *minimums = each_twice(less, -1);
-    } else if (raised_by(dtype) != 0) {
-        UNROLL for (int i = 0; i < 4; i++) minimums->of[i] = vmulq_n_f32(scales.of[i], raised_by(dtype));
+    } else if (raised_in_file(dtype) != 0) {
+        UNROLL for (int i = 0; i < 4; i++) minimums->of[i] = vmulq_n_f32(scales.of[i], raised_in_file(dtype));
     }
     return scales;
 }
@@ -150,7 +141,7 @@ ALWAYS_INLINE void add_unit(const uint8_t *const *w, const packed_input *const *
         UNROLL for (int m = 0; m < M; m++)
             UNROLL for (int i = 0; i < 4; i++) {
                 vst1q_f32(scales[r][m] + 4 * i, vmulq_f32(own.of[i], vld1q_f32(x[m]->scales + 4 * i)));
-                if (has_minimums(dtype))
+                if (has_minimums(dtype) || raised_in_file(dtype) != 0)
                     sums[r][m] = vfmsq_f32(sums[r][m], minimums.of[i], vld1q_f32(x[m]->sums + 4 * i));
             }
     }
