@@ -63,7 +63,7 @@ class Trunk(ctypes.Structure):
         ("cache_dtype", ctypes.c_int32),
         ("head_norm", ctypes.c_int32),
         ("normalise", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("paired_rotary", ctypes.c_int32),
         ("epsilon", ctypes.c_float),
         ("clip", ctypes.c_float),
         ("embedding_scale", ctypes.c_float),

@@ -117,6 +117,7 @@ class TrunkWeights:
             cache_dtype=WEIGHT_DTYPES[cache_dtype],
             head_norm=HEAD_NORMS[shape.head_norm],
             normalise=shape.normalise,
+            paired_rotary=0,
             epsilon=shape.epsilon,
             clip=shape.clip,
             embedding_scale=shape.embedding_scale,

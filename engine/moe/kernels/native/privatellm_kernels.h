@@ -18,7 +18,7 @@
 #endif
 
 /* Raised whenever a structure or a function of this file changes: the Python side refuses another number. */
-#define PLLM_VERSION 3
+#define PLLM_VERSION 4
 
 enum { PLLM_OK = 0, PLLM_E_SET = -1, PLLM_E_MEMORY = -2, PLLM_E_ARGUMENT = -3 };
 

@@ -39,7 +39,9 @@ typedef struct pllm_trunk {
     int32_t set;         /* kernels of the projections and experts */
     int32_t exact_set;   /* kernels that keep activations in float32: routers and gates */
     int32_t cache_dtype; /* of keys and values */
-    int32_t head_norm, normalise, reserved;
+    int32_t head_norm, normalise;
+    int32_t paired_rotary; /* rows of queries and keys, and their biases, lie so that a rotation turns values 2 i and
+                              2 i + 1 of a head, as llama.cpp stores them; 0: i and i + width / 2 */
     float epsilon, clip, embedding_scale, attention_scale, residual_scale, logits_divisor;
 } pllm_trunk;
 

@@ -3,6 +3,7 @@
 #include "trunk_attention.h"
 
 #include <math.h>
+#include <string.h>
 
 #define MOST_CHUNKS 16
 
@@ -18,7 +19,8 @@ static int64_t lowest(const pllm_trunk_layer *layer, int64_t position) {
 
 /* ---- Heads ------------------------------------------------------------------------------------------------ */
 
-/* 1 / the root mean square of a whole projection, for families that norm all its heads as one. */
+/* 1 / the root mean square of a whole projection, for families that norm all its heads as one. The squares are added in
+   the order in which the rows are stored. */
 static float whole_scale(const trunk_job *job, const float *x, const float *bias, int64_t heads) {
     if (job->trunk->head_norm != PLLM_NORM_WHOLE) return 0;
     const int64_t count = heads * job->trunk->width;
@@ -30,12 +32,17 @@ static float whole_scale(const trunk_job *job, const float *x, const float *bias
     return 1.0F / sqrtf(total / (float)count + job->trunk->epsilon);
 }
 
-/* A head of a projection: bias, norm, clip. `from` and `to` may be the same. */
+/* A head of a projection: bias, order, norm, clip. `paired`: the values that a rotation turns together lie side by side,
+   and are brought half a width apart, so that everything after is the same to the bit in either order. Head norms are
+   in the order of `to`. `from` and `to` do not overlap. */
 static void ready_head(const trunk_job *job, float *to, const float *from, const float *bias, const float *norm,
-                       float whole, int64_t head) {
+                       float whole, int64_t head, int paired) {
     const pllm_trunk *trunk = job->trunk;
-    const int64_t width = trunk->width, base = head * width;
-    for (int64_t d = 0; d < width; d++) to[d] = from[d] + (bias ? bias[base + d] : 0);
+    const int64_t width = trunk->width, base = head * width, half = width / 2;
+    for (int64_t d = 0; d < width; d++) {
+        const int64_t place = paired ? d / 2 + d % 2 * half : d;
+        to[place] = from[d] + (bias ? bias[base + d] : 0);
+    }
     if (norm && trunk->head_norm == PLLM_NORM_PER_HEAD) job->set->norm(to, norm, trunk->epsilon, width);
     if (norm && trunk->head_norm == PLLM_NORM_WHOLE)
         for (int64_t d = 0; d < width; d++) to[d] *= whole * norm[base + d];
@@ -96,9 +103,10 @@ static void add_key_value(const trunk_job *job, const float *qkv, int64_t row, i
     const int64_t width = trunk->width, half = width / 2, step = position - job->pass->start;
     const float *keys = qkv + job->joined, *values = keys + trunk->key_value_heads * width;
     float *key = scratch, *value = scratch + width;
-    ready_head(job, key, keys + head * width, weights->key_bias, weights->key_norm, whole, head);
+    ready_head(job, key, keys + head * width, weights->key_bias, weights->key_norm, whole, head,
+               trunk->paired_rotary);
     job->set->rotate(key, job->pass->cosine + step * half, job->pass->sine + step * half, 1.0F, half);
-    ready_head(job, value, values + head * width, weights->value_bias, NULL, 0, head);
+    ready_head(job, value, values + head * width, weights->value_bias, NULL, 0, head, 0);
     store_key_value(job, row, layer, head, position, key, value);
 }
 
@@ -107,7 +115,8 @@ static void ready_query(const trunk_job *job, float *to, const float *qkv, int64
     const pllm_trunk *trunk = job->trunk;
     const pllm_trunk_layer *weights = trunk->layers + layer;
     const int64_t half = trunk->width / 2, step = position - job->pass->start;
-    ready_head(job, to, qkv + head * trunk->width, weights->query_bias, weights->query_norm, whole, head);
+    ready_head(job, to, qkv + head * trunk->width, weights->query_bias, weights->query_norm, whole, head,
+               trunk->paired_rotary);
     job->set->rotate(to, job->pass->cosine + step * half, job->pass->sine + step * half, trunk->attention_scale, half);
 }
 
@@ -125,8 +134,10 @@ void pllm_prepare_prompt(const trunk_job *job, const own_area *own, int64_t laye
             add_key_value(job, qkv, 0, layer, head, position, whole, own->rotated);
         if (t < first_query) continue;
         whole = whole_scale(job, qkv, weights->query_bias, trunk->heads);
-        for (int64_t head = 0; head < trunk->heads; head++)
-            ready_query(job, qkv + head * trunk->width, qkv, layer, head, position, whole);
+        for (int64_t head = 0; head < trunk->heads; head++) {
+            ready_query(job, own->rotated, qkv, layer, head, position, whole);
+            memcpy(qkv + head * trunk->width, own->rotated, (size_t)trunk->width * 4);
+        }
     }
 }
 
