@@ -38,7 +38,7 @@ class Gate:
 def matrix(stored: StoredTensor) -> Matrix:
     """``stored`` [rows, columns] as the kernels take it, in place. The caller keeps ``stored`` alive.
 
-    Raises ModelError if its dtype is not BF16 or F32, or the values of a row do not lie side by side.
+    Raises ModelError if its dtype is not BF16, F16 or F32, or the values of a row do not lie side by side.
     """
     words = stored.words
     unsupported_reason = unreadable(stored)
@@ -57,7 +57,7 @@ def unreadable(stored: StoredTensor) -> str | None:
     """Why the kernels cannot read ``stored`` where it lies, or None."""
     words = stored.words
     if stored.dtype not in WEIGHT_DTYPES:
-        return f"they are stored as {stored.dtype}, not BF16 or F32"
+        return f"they are stored as {stored.dtype}, not BF16, F16 or F32"
     if words.shape[-1] > 1 and words.strides[-1] != words.itemsize:
         return "the values of a row do not lie side by side"
     if words.ndim == 2 and words.shape[0] > 1 and words.strides[0] % words.itemsize:
