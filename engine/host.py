@@ -385,12 +385,12 @@ def popularity_writer_for(session: Session, model: str, notice: Callable[[str], 
 
 def _prepare(task: Task, request: Prepare) -> AnyEvent:
     from engine.models import store
-    from engine.models.gguf_model import convert_gguf
+    from engine.models.gguf_folder import open_gguf
     from engine.models.prepare import needs_preparing, prepare
 
     resolved = store.resolve(request.model)
     if resolved.kind == "gguf":
-        convert_gguf(resolved.source, task.report, task.cancelled)
+        open_gguf(resolved.source, task.report, task.cancelled)
     folder = resolved.require_folder()
     worth_it, why = needs_preparing(folder)
     if not worth_it:

@@ -55,7 +55,7 @@ def load_from(flags: LoadFlags, *, needs_model: bool = True) -> Loading:
     peers = check_peers(list(flags.peers), ring=settings.partitioning == "ring")
     try:
         resolved = resolve(settings.model) if needs_model else None
-        if resolved is not None and resolved.kind != "gguf":  # converted when it is loaded
+        if resolved is not None and resolved.kind != "gguf":  # gets its folder when it is loaded
             resolved.require_folder()
     except ModelError as error:
         raise WorkFailed(str(error)) from error

@@ -107,14 +107,14 @@ def _templates(home: Path) -> Iterator[Callable[[], None]]:
 
 
 def _ggufs(home: Path) -> Iterator[Callable[[], None]]:
-    from engine.models.gguf_model import convert_gguf
+    from engine.models.gguf_folder import open_gguf
 
     data = tiny_gguf(home / "model.gguf").read_bytes()
 
     def use(changed: bytes) -> None:
         (home / "hostile.gguf").write_bytes(changed)
         try:
-            convert_gguf(home / "hostile.gguf", quiet)
+            open_gguf(home / "hostile.gguf", quiet)
         except ModelError as error:
             raise Refused from error
 

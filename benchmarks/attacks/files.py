@@ -128,17 +128,21 @@ def banks(home: Path) -> Iterator[Attempt]:
 @contextlib.contextmanager
 def ggufs(home: Path) -> Iterator[Attempt]:
     """GGUFs of a dense model with spoiled bytes, most of them in the header."""
-    from engine.models.gguf_model import convert_gguf
+    from engine.models.gguf_folder import open_gguf
+    from engine.models.opening import open_model
 
     data = tiny_gguf(home / "model.gguf").read_bytes()
     path = home / "hostile.gguf"
-    convert_gguf(home / "model.gguf", quiet)
+    open_gguf(home / "model.gguf", quiet)
 
     def attempt(draw: random.Random) -> None:
         header = draw.choice((256, 4096, len(data)))
         path.write_bytes(spoiled(data[:header], draw) + data[header:])
         try:
-            shutil.rmtree(convert_gguf(path, quiet))
+            folder = open_gguf(path, quiet)
+            for _, tensor in open_model(folder).trunk():
+                tensor.words.max()
+            shutil.rmtree(folder)
         except ModelError as error:
             raise Refused from error
 

@@ -24,7 +24,8 @@ from engine.errors import ModelError
 from engine.models.byte_map import ExpertPlace, FileSpan, MatrixPlace
 from engine.models.families import ExpertLayers, Family, Part, expert_shape, layer_count, part_shape
 from engine.models.files import Experts, ExpertWeights, StoredTensor
-from engine.models.mapped_file import WIDTHS, MappedFile, aligned
+from engine.models.mapped_file import MappedFile, aligned
+from engine.models.number_formats import WIDTHS
 from engine.models.safetensors_files import ALIGNMENT, TensorEntry, read_header
 from engine.models.shard_files import Part as ShardPart
 from engine.models.wording import shown
@@ -186,6 +187,7 @@ class Bank:
         self._folder = folder
         self._config = config
         self._shard = shard
+        self.paired_rotary = False
         self.manifest = read_manifest(folder)
         layer_count(config, family)
         self._trunk_entries: dict[str, TensorEntry] = read_header(folder / TRUNK)

@@ -1,4 +1,4 @@
-"""An open plain Hugging Face folder: safetensors files as published, and experts as views of them."""
+"""An open folder of weights as published, safetensors or GGUF files, and experts as views of them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +27,16 @@ from engine.models.families import (
     layer_count,
     layer_of,
     match_tensor,
+    part_shape,
     part_views,
     stored_shape,
 )
 from engine.models.files import Experts, ExpertWeights, StoredTensor
-from engine.models.mapped_file import MappedFile, aligned, words_dtype
+from engine.models.gguf_architectures import architecture_of
+from engine.models.gguf_file import GgufFile
+from engine.models.gguf_tensors import entries_of
+from engine.models.mapped_file import MappedFile, aligned
+from engine.models.number_formats import is_packed, stored_bytes, words_dtype
 from engine.models.safetensors_files import TensorEntry, read_header
 from engine.models.shard_files import Part as ShardPart
 from engine.models.wording import shown
@@ -44,8 +50,9 @@ OPENING = "opening the model"
 SINGLE = "model.safetensors"
 PICKLED_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 EXPERT_DTYPES = ("BF16", "F16", "F32")
+"""Plain number formats of experts that some runtime reads."""
 TRUNK_DTYPES = (*EXPERT_DTYPES, "F64", "I64", "I32", "U8", "BOOL")
-"""Number formats of trunk tensors that some runtime reads."""
+"""Plain number formats of trunk tensors that some runtime reads."""
 
 _SHARD = re.compile(r".+-(\d{5})-of-(\d{5})\.safetensors")
 _INDEX_LIMIT = 200_000_000
@@ -68,7 +75,7 @@ class Checkpoint:
         self._config = config
         self._shard = shard
         self.family = family
-        headers = _read_headers(folder, progress)
+        headers, self.paired_rotary = _read_headers(folder, config, progress)
         self._files = {name: MappedFile(folder / name) for name in headers}
         self._trunk: dict[str, tuple[str, TensorEntry]] = {}
         shape = expert_shape(config, family)
@@ -132,7 +139,7 @@ class Checkpoint:
 
 
 def _check_trunk_dtype(file_name: str, name: str, entry: TensorEntry) -> None:
-    if entry.dtype not in TRUNK_DTYPES:
+    if entry.dtype not in TRUNK_DTYPES and not is_packed(entry.dtype):
         raise ModelError(
             f"{file_name}: tensor {name} is stored as {entry.dtype}, which cannot be run; "
             f"use a checkpoint in {', '.join(EXPERT_DTYPES)}."
@@ -182,17 +189,20 @@ class PlainExperts:
     def count(self) -> int:
         return self.shape.count
 
-    @property
+    @cached_property
     def dtype(self) -> str:
-        return next(iter(self._sources.values())).entry.dtype if self._sources else "F32"
+        """The number format of most of their bytes."""
+        nbytes: Counter[str] = Counter()
+        for source in self._sources.values():
+            nbytes[source.entry.dtype] += source.entry.nbytes
+        return max(nbytes, key=lambda dtype: nbytes[dtype], default="F32")
 
     @property
     def nbytes(self) -> int:
-        whole = sum(source.entry.nbytes for source in self._sources.values())
         if self._shard is None:
-            return whole
-        # All experts of a model are of one size.
-        return whole // max(1, self.shape.count * len(self.shape.layers)) * self._shard.count
+            return sum(source.entry.nbytes for source in self._sources.values())
+        # All experts of a layer are of one size.
+        return sum(self.place(layer, 0).nbytes * len(self._shard.held(layer)) for layer in self.layers)
 
     @property
     def strided(self) -> bool:
@@ -236,26 +246,8 @@ class PlainExperts:
         """The matrices of one expert within its span, which is the expert's part of ``tensor``."""
         key = (tensor, dtype, span)
         if key not in self._matrices:
-            alone = replace(tensor, stacking="separate")
-            # Views of one repeated word, as only their offsets and strides are needed.
-            one = np.zeros(1, words_dtype(dtype))
-            shape = stored_shape(alone, self.shape)
-            strides = [one.itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-            block = np.lib.stride_tricks.as_strided(one, shape, strides, writeable=False)
-            views: list[tuple[str, NDArray[Any]]] = list(part_views(alone, block, 0, self.shape))
-            if tensor.parts == ("gate", "up") and not tensor.strided:
-                views.append(("gate_up", block))
-            self._matrices[key] = {
-                name: MatrixPlace(
-                    dtype,
-                    span,
-                    int(words.ctypes.data - one.ctypes.data),
-                    int(words.nbytes),
-                    words.shape,
-                    tuple(step // one.itemsize for step in words.strides),
-                )
-                for name, words in views
-            }
+            places = _packed_places if is_packed(dtype) else _plain_places
+            self._matrices[key] = places(replace(tensor, stacking="separate"), dtype, span, self.shape)
         return self._matrices[key]
 
     @property
@@ -267,6 +259,43 @@ class PlainExperts:
     def check_unchanged(self, layer: int | None = None) -> None:
         for mapped in self._files.values():
             mapped.check_unchanged()
+
+
+def _plain_places(tensor: ExpertTensor, dtype: str, span: int, shape: ExpertLayers) -> dict[str, MatrixPlace]:
+    # Views of one repeated word, as only their offsets and strides are needed.
+    one = np.zeros(1, words_dtype(dtype))
+    whole = stored_shape(tensor, shape)
+    strides = [one.itemsize * math.prod(whole[axis + 1 :]) for axis in range(len(whole))]
+    block = np.lib.stride_tricks.as_strided(one, whole, strides, writeable=False)
+    views: list[tuple[str, NDArray[Any]]] = list(part_views(tensor, block, 0, shape))
+    if tensor.parts == ("gate", "up") and not tensor.strided:
+        views.append(("gate_up", block))
+    return {
+        name: MatrixPlace(
+            dtype,
+            span,
+            int(words.ctypes.data - one.ctypes.data),
+            int(words.nbytes),
+            words.shape,
+            tuple(step // one.itemsize for step in words.strides),
+        )
+        for name, words in views
+    }
+
+
+def _packed_places(tensor: ExpertTensor, dtype: str, span: int, shape: ExpertLayers) -> dict[str, MatrixPlace]:
+    """The parts lie one after the other, as packed tensors are never strided."""
+    places: dict[str, MatrixPlace] = {}
+    offset = 0
+    for part in tensor.parts:
+        rows, columns = part_shape(part, shape)
+        nbytes = stored_bytes(dtype, (rows, columns))
+        places[part] = MatrixPlace(dtype, span, offset, nbytes, (rows, columns), (columns, 1))
+        offset += nbytes
+    if tensor.parts == ("gate", "up"):
+        rows, columns = stored_shape(tensor, shape)
+        places["gate_up"] = MatrixPlace(dtype, span, 0, offset, (rows, columns), (columns, 1))
+    return places
 
 
 class _Collected:
@@ -311,7 +340,7 @@ class _Collected:
                 f"{file_name}: tensor {name} has shape {list(entry.shape)}, but config.json asks for {list(wanted)}; "
                 "the files do not belong together: fetch the model again."
             )
-        if entry.dtype not in EXPERT_DTYPES:
+        if entry.dtype not in EXPERT_DTYPES and not is_packed(entry.dtype):
             raise ModelError(
                 f"{file_name}: tensor {name} is stored as {entry.dtype}, which cannot be run; "
                 f"use a checkpoint in {', '.join(EXPERT_DTYPES)}."
@@ -319,10 +348,12 @@ class _Collected:
         if key in self._sources:
             raise ModelError(f"{file_name}: tensor {name} holds weights that another tensor holds too.")
         self._sources[key] = _Source(tensor, file_name, entry)
-        self._dtypes.setdefault(entry.dtype, name)
+        if not is_packed(entry.dtype):
+            self._dtypes.setdefault(entry.dtype, name)
 
     def finish(self, folder: Path) -> _Sources:
-        """The collected sources. Raises ModelError for a missing tensor, or experts of several types."""
+        """The collected sources. Raises ModelError for a missing tensor, or experts of several plain types. Packed
+        formats may differ by matrix."""
         assert self._shape is not None
         if len(self._dtypes) > 1:
             (first, name), (second, other) = list(self._dtypes.items())[:2]
@@ -350,15 +381,27 @@ class _Collected:
             experts = range(self._shape.count) if tensor.stacking == "separate" else (None,)
             for expert in experts:
                 source = self._sources.get((layer, expert, tensor.parts[0]))
-                there = source is not None and source.tensor is tensor
+                there = source is not None and source.tensor == tensor
                 yield tensor.template.format(layer=layer, expert=expert), there
 
 
 # --- which files --------------------------------------------------------------------------------------------------
 
 
-def _read_headers(folder: Path, progress: ProgressCallback | None) -> dict[str, dict[str, TensorEntry]]:
-    """The headers of the folder's safetensors files, by file name; no tensor is in two of them."""
+def _read_headers(
+    folder: Path, config: Mapping[str, Any], progress: ProgressCallback | None
+) -> tuple[dict[str, dict[str, TensorEntry]], bool]:
+    """The headers of the folder's files of weights, by file name, and whether queries and keys are stored in pairs
+    (:attr:`Checkpoint.paired_rotary`). No tensor is in two files."""
+    gguf = next(iter(sorted(folder.glob("*.gguf"))), None)
+    if gguf is None or any(folder.glob("*.safetensors")):
+        return _safetensors_headers(folder, progress), False
+    with GgufFile(gguf) as opened:
+        architecture = architecture_of(opened)
+        return entries_of(opened, architecture, config), architecture.paired_rotary
+
+
+def _safetensors_headers(folder: Path, progress: ProgressCallback | None) -> dict[str, dict[str, TensorEntry]]:
     index = folder / INDEX
     if index.is_file():
         return _indexed_headers(folder, index, progress)
@@ -426,9 +469,6 @@ def _why_no_weights(folder: Path) -> str:
             f"{folder} has only pickled weights ({pickled[0]}), which can run code when they are read and are never "
             "opened; convert the model to safetensors or use a repository that has them."
         )
-    gguf = [name for name in names if name.lower().endswith(".gguf")]
-    if gguf:
-        return f"{folder} has no safetensors files; to use the GGUF file in it, name that: {folder / gguf[0]}."
     return f"{folder} has no safetensors files; fetch the model again."
 
 

@@ -112,15 +112,24 @@ _LAYER = "model.layers.{layer}."
 _MLP_EXPERTS = _LAYER + "mlp.experts"
 _FUSED_MLP = _fused(_MLP_EXPERTS + ".")
 """Layouts as transformers holds most families in memory, and as some tools write them."""
-_QWEN = (_per_expert(_MLP_EXPERTS, "gate_proj", "up_proj", "down_proj"), _FUSED_MLP)
+_BY_NAME = _per_expert(_MLP_EXPERTS, "gate_proj", "up_proj", "down_proj")
+_GGUF = (
+    tuple(ExpertTensor(f"{_LAYER}ffn_{part}_exps.weight", (part,), "stacked") for part in ("gate", "up", "down")),
+    _fused(_LAYER, "ffn_gate_up_exps.weight", "ffn_down_exps.weight"),
+)
+"""Layouts of GGUF files (:mod:`engine.models.gguf_tensors`); old ones have the experts by name."""
+_QWEN = (_BY_NAME, _FUSED_MLP, *_GGUF)
 _MIXTRAL = (
     _per_expert(_LAYER + "block_sparse_moe.experts", "w1", "w3", "w2"),
     _per_expert(_MLP_EXPERTS, "w1", "w3", "w2"),
     _FUSED_MLP,
+    _BY_NAME,
+    *_GGUF,
 )
 _GRANITE = (
     _fused(_LAYER + "block_sparse_moe.", "input_linear.weight", "output_linear.weight"),
     _fused(_LAYER + "block_sparse_moe.experts."),
+    *_GGUF,
 )
 _GPT_OSS = (
     (

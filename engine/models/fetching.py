@@ -37,9 +37,9 @@ def pull(
 ) -> Path:
     """Get ``model`` onto this machine. Returns its folder. Present files are not fetched again.
 
-    The starter is built, a GGUF file is converted, a hub repo is downloaded, and a local folder is returned unchanged.
-    ``refuse`` is called before the weights are fetched. Raises ModelError (network, disk, bad-input, model), or
-    Cancelled. A partial download is kept and resumed the next time.
+    The starter is built, a GGUF file gets a folder that links to it, a hub repo is downloaded, and a local folder is
+    returned unchanged. ``refuse`` is called before the weights are fetched. A partial download is kept and resumed the
+    next time. Raises ModelError (network, disk, bad-input, model), or Cancelled.
     """
     resolved = store.resolve(model)
     if resolved.folder is not None:
@@ -49,9 +49,9 @@ def pull(
 
         return build_starter(progress, should_stop)
     if resolved.kind == "gguf":
-        from engine.models.gguf_model import convert_gguf
+        from engine.models.gguf_folder import open_gguf
 
-        return convert_gguf(resolved.source, progress, should_stop)
+        return open_gguf(resolved.source, progress, should_stop)
     if resolved.kind == "folder" or resolved.repo is None:
         raise ModelError(
             f"{resolved.source} has no config.json, so it is not a model; name another folder.", "bad-input"

@@ -14,15 +14,17 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from engine.models.byte_map import ExpertPlace, FileMapping
+from engine.models.number_formats import numbers_shape
 
 
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor in a file.
 
-    ``dtype`` is safetensors' name (``BF16``, ``F32``, ``F16``, ...). ``words`` has the tensor's logical shape and may
-    be strided; its numpy dtype is the unsigned integer of the same width (so BF16 is uint16). It is a copy-on-write
-    view of a file mapping: reading it costs file-backed pages only.
+    ``dtype`` is a name of :mod:`engine.models.number_formats` (``BF16``, ``F32``, ``Q4_K``, ...). ``words`` of a plain
+    format has the tensor's shape and may be strided; its numpy dtype is the unsigned integer of the same width (so BF16
+    is uint16). Of a packed format it holds the bytes of the blocks, row by row. It is a copy-on-write view of a file
+    mapping: reading it costs file-backed pages only.
     """
 
     dtype: str
@@ -30,7 +32,8 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.words.shape
+        """In numbers, whatever the format."""
+        return numbers_shape(self.dtype, self.words.shape)
 
     @property
     def nbytes(self) -> int:
@@ -128,6 +131,12 @@ class ModelFiles(Protocol):
 
     @property
     def prepared(self) -> bool: ...
+
+    @property
+    def paired_rotary(self) -> bool:
+        """Whether the rows of queries and keys that a rotation turns together lie side by side, as in GGUF files of
+        llama's kind, instead of half a head apart."""
+        ...
 
     @property
     def trunk_bytes(self) -> int: ...

@@ -1,4 +1,4 @@
-"""Reads a GGUF file: its metadata, and its tensors as float32 rows.
+"""Reads a GGUF file, whole or split: its metadata, where its tensors lie, and their rows as float32.
 
 The header is parsed here because the ``gguf`` package's reader trusts every length (a damaged count makes it loop
 forever) and takes seconds for a large vocabulary. The package is used for dequantizing.
@@ -7,8 +7,10 @@ forever) and takes seconds for a large vocabulary. The package is used for dequa
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import mmap
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,41 +30,113 @@ _STRING = 8
 _ARRAY = 9
 _ENTRIES_LIMIT = 1 << 20
 """Maximum metadata keys and tensors, more than any real model has."""
+_SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
+_MOST_PARTS = 1000
 
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor in the file: ``rows`` rows of ``columns`` values, ``row_bytes`` bytes per row, quantised as ``type``."""
+    """A tensor in the file: ``rows`` rows of ``columns`` values, ``row_bytes`` bytes per row."""
 
     name: str
     shape: tuple[int, ...]
     """Outermost dimension first, as numpy and torch have it."""
-    type: int
+    format: str
+    """ggml's name of the number format."""
     offset: int
     """Bytes from the beginning of the file."""
     rows: int
     columns: int
     row_bytes: int
+    part: int = 0
+    """Number of the file of a split model that holds it, from 0."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+def parts_of(path: Path) -> tuple[Path, ...]:
+    """The files of the model of which ``path`` is one: the parts of a split one in order, else ``path`` alone."""
+    found = _SPLIT.fullmatch(path.name)
+    if found is None or not 1 <= int(found["count"]) <= _MOST_PARTS:
+        return (path,)
+    count = int(found["count"])
+    suffix = path.suffix
+    return tuple(path.with_name(f"{found['stem']}-{part:05}-of-{count:05}{suffix}") for part in range(1, count + 1))
 
 
 class GgufFile:
-    """An open GGUF file, memory-mapped; use as a context manager."""
+    """An open GGUF model, memory-mapped; use as a context manager."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ModelError if the file is not GGUF, is damaged, or ends too early."""
+        """``path``: the file, or any part of a split one. Raises ModelError if a file is missing, is not GGUF, is
+        damaged, or ends too early."""
         self.path = path
+        self.paths = parts_of(path)
+        self._maps: list[mmap.mmap] = []
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GgufTensor] = {}
+        try:
+            for part in range(len(self.paths)):
+                self._add(part)
+            self._check_whole()
+        except ModelError:
+            self.close()
+            raise
+
+    @property
+    def data_starts(self) -> tuple[int, ...]:
+        """Bytes of each file before its first tensor; the whole file's if it holds none."""
+        starts = [len(mapped) for mapped in self._maps]
+        for tensor in self.tensors.values():
+            starts[tensor.part] = min(starts[tensor.part], tensor.offset)
+        return tuple(starts)
+
+    def _add(self, part: int) -> None:
+        path = self.paths[part]
+        if len(self.paths) > 1 and not path.exists():
+            raise ModelError(
+                f"{path} is missing: the model is split into {len(self.paths)} files; put them into one folder.",
+                "bad-input",
+            )
         try:
             with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError) as error:
             raise ModelError(f"{path} cannot be read: {error}.", "bad-input") from error
         try:
-            self.metadata, self.tensors = _read_header(self._map)
+            metadata, tensors = _read_header(self._maps[-1], part)
         except (struct.error, UnicodeDecodeError, ValueError, OverflowError) as error:
-            self._map.close()
             raise ModelError(
                 f"{path} is not a usable GGUF file: {shown(str(error), 200)}; download it again."
             ) from error
+        twice = next((name for name in tensors if name in self.tensors), None)
+        if twice is not None:
+            raise ModelError(f"{path} holds the tensor {shown(twice)}, as another part does; download it again.")
+        if len(self.paths) > 1 and metadata.get("split.no", part) != part:
+            raise ModelError(
+                f"{path} is part {shown(metadata['split.no'])} of its model, not {part} (counted from 0); download it "
+                "again."
+            )
+        self.tensors |= tensors
+        if part == 0:
+            self.metadata = metadata
+
+    def _check_whole(self) -> None:
+        count = self.metadata.get("split.count", 1)
+        if count not in (0, len(self.paths)):
+            raise ModelError(
+                f"{self.path} is one of {shown(count)} parts of a split model; name the first, which ends in "
+                "-00001-of-... as it was published, with the others beside it.",
+                "bad-input",
+            )
+        stated = self.metadata.get("split.tensors.count", len(self.tensors))
+        if stated != len(self.tensors):
+            raise ModelError(
+                f"{self.path} and its parts hold {len(self.tensors)} tensors instead of {shown(stated)}; download them "
+                "again."
+            )
 
     def __enter__(self) -> GgufFile:
         return self
@@ -71,8 +145,9 @@ class GgufFile:
         self.close()
 
     def close(self) -> None:
-        with contextlib.suppress(BufferError):  # a view is still alive: the mapping goes with it
-            self._map.close()
+        for mapped in self._maps:
+            with contextlib.suppress(BufferError):  # a view is still alive: the mapping goes with it
+                mapped.close()
 
     def rows(
         self, name: str, order: NDArray[np.int64] | None = None, block_bytes: int = 32 << 20
@@ -85,18 +160,17 @@ class GgufFile:
         from gguf.quants import dequantize
 
         tensor = self.tensors[name]
-        raw = np.frombuffer(self._map, np.uint8, tensor.rows * tensor.row_bytes, tensor.offset)
+        raw = np.frombuffer(self._maps[tensor.part], np.uint8, tensor.nbytes, tensor.offset)
         raw = raw.reshape(tensor.rows, tensor.row_bytes)
         step = max(1, block_bytes // (4 * tensor.columns))
         for start in range(0, tensor.rows, step):
             block = raw[start : start + step] if order is None else raw[order[start : start + step]]
             try:
-                values = dequantize(np.ascontiguousarray(block), GGMLQuantizationType(tensor.type))
+                values = dequantize(np.ascontiguousarray(block), GGMLQuantizationType[tensor.format])
             except NotImplementedError as error:
-                kind = GGMLQuantizationType(tensor.type).name
                 raise ModelError(
-                    f"{self.path}: tensor {name} is quantised as {kind}, which cannot be read here; use a Q4_K, Q5_K, "
-                    f"Q6_K, Q8_0, F16 or BF16 file of this model."
+                    f"{self.path}: tensor {name} is quantised as {tensor.format}, which cannot be read here; use a "
+                    "Q4_K, Q5_K, Q6_K, Q8_0, F16 or BF16 file of this model."
                 ) from error
             yield values.astype(np.float32, copy=False).reshape(-1, tensor.columns)
 
@@ -142,7 +216,7 @@ class _Cursor:
         raise ValueError(f"a value of type {kind} is not known")
 
 
-def _read_header(data: mmap.mmap) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+def _read_header(data: mmap.mmap, part: int) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     cursor = _Cursor(data)
     if cursor.take(4) != _MAGIC:
         raise ValueError("it does not begin with GGUF")
@@ -167,8 +241,17 @@ def _read_header(data: mmap.mmap) -> tuple[dict[str, Any], dict[str, GgufTensor]
     for name, shape, kind, offset in infos:
         if name in tensors:
             raise ValueError(f"tensor {name!r} is there twice")
-        tensors[name] = _placed(name, shape, kind, start + offset, cursor.size)
+        tensors[name] = _placed(name, shape, kind, start + offset, cursor.size, part)
+    _check_apart(tensors)
     return metadata, tensors
+
+
+def _check_apart(tensors: dict[str, GgufTensor]) -> None:
+    """Raises ValueError if two tensors share bytes."""
+    ordered = sorted(tensors.values(), key=lambda tensor: tensor.offset)
+    for before, after in itertools.pairwise(ordered):
+        if before.offset + before.nbytes > after.offset:
+            raise ValueError(f"the tensors {before.name!r} and {after.name!r} overlap")
 
 
 def _read_tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
@@ -180,11 +263,12 @@ def _read_tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     return name, shape, cursor.unpack("I"), cursor.unpack("Q")
 
 
-def _placed(name: str, shape: tuple[int, ...], kind: int, offset: int, size: int) -> GgufTensor:
+def _placed(name: str, shape: tuple[int, ...], kind: int, offset: int, size: int, part: int) -> GgufTensor:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
-        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        number_format = GGMLQuantizationType(kind)
+        block, block_bytes = GGML_QUANT_SIZES[number_format]
     except (ValueError, KeyError):
         raise ValueError(f"tensor {name!r} has the unknown type {kind}") from None
     columns, rows = shape[-1], math.prod(shape[:-1])
@@ -194,4 +278,4 @@ def _placed(name: str, shape: tuple[int, ...], kind: int, offset: int, size: int
     if offset + rows * row_bytes > size:
         missing = offset + rows * row_bytes - size
         raise ValueError(f"it is truncated: tensor {name!r} ends {missing} bytes after the file does")
-    return GgufTensor(name, shape, kind, offset, rows, columns, row_bytes)
+    return GgufTensor(name, shape, number_format.name, offset, rows, columns, row_bytes, part)

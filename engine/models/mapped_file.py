@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import platform
@@ -15,21 +14,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.models.files import StoredTensor
-
-WIDTHS: dict[str, int] = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1,
-    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
-    "U32": 4, "I32": 4, "F32": 4,
-    "U64": 8, "I64": 8, "F64": 8,
-}  # fmt: skip
-"""Bytes per element of the dtypes that are read."""
-
-_WORDS: dict[int, np.dtype[Any]] = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
-
-
-def words_dtype(dtype: str) -> np.dtype[Any]:
-    """numpy's unsigned integer as wide as ``dtype``."""
-    return _WORDS[WIDTHS[dtype]]
+from engine.models.number_formats import WIDTHS, is_packed, stored_bytes, words_dtype, words_shape
 
 
 def aligned(words: NDArray[Any]) -> NDArray[Any]:
@@ -85,13 +70,16 @@ class MappedFile:
 
     def tensor(self, dtype: str, shape: tuple[int, ...], start: int) -> StoredTensor:
         """The tensor of ``dtype`` and ``shape`` that begins ``start`` bytes into the file, as a view."""
-        stop = start + math.prod(shape) * WIDTHS[dtype]
+        stop = start + stored_bytes(dtype, shape)
         if stop > self.size:
             raise ModelError(f"{self.path.name} is damaged: it has {self.size} bytes and should have {stop}.")
-        return StoredTensor(dtype, self._bytes[start:stop].view(words_dtype(dtype)).reshape(shape))
+        return StoredTensor(dtype, self._bytes[start:stop].view(words_dtype(dtype)).reshape(words_shape(dtype, shape)))
 
     def strided(self, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], start: int) -> StoredTensor:
-        """As :meth:`tensor`, with ``stride`` in elements; a copy where C could not read the words in place."""
+        """As :meth:`tensor`, with ``stride`` in elements; a copy where C could not read the words in place. Packed rows
+        follow one another."""
+        if is_packed(dtype):
+            return self.tensor(dtype, shape, start)
         width = WIDTHS[dtype]
         reach = sum((count - 1) * step for count, step in zip(shape, stride, strict=True)) + 1
         words = self.tensor(dtype, (reach,), start).words

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from engine.errors import ModelError
-from engine.models.mapped_file import WIDTHS
+from engine.models.number_formats import WIDTHS
 from engine.models.wording import shown
 
 HEADER_LIMIT = 100_000_000

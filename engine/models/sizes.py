@@ -15,6 +15,7 @@ from engine.models.families import (
     stated_experts_per_token,
 )
 from engine.models.files import ModelFiles, whole_bytes, whole_weights
+from engine.models.number_formats import is_packed
 from engine.models.weight_layout import WeightLayout
 from engine.models.wording import shown
 from engine.planning.prediction import ModelSizes
@@ -35,7 +36,7 @@ class Sizes:
     dtype: str
     """``bfloat16`` or ``float32``: the requested one, else that of most of the stored model."""
     stored: str
-    """Dtype of most of the stored model."""
+    """Dtype or packed format of most of the stored model."""
     layers: int
     moe_layers: int
     experts: int
@@ -143,10 +144,12 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
     stored = trunk.stored
     if experts is not None and experts.dtype in _NAMES:
         stored = _NAMES[experts.dtype]
-    chosen = stored if dtype == "auto" else dtype
+    chosen = dtype
+    if dtype == "auto":
+        chosen = "bfloat16" if is_packed(stored) else stored
     shape = expert_shape(whole, family)
-    # torch converts the trunk; experts are read as they are.
-    scale = _WIDTHS.get(chosen, 2) / _WIDTHS.get(trunk.stored, 2)
+    # torch converts a plain trunk; packed weights and experts are read as they are.
+    scale = 1.0 if is_packed(trunk.stored) else _WIDTHS.get(chosen, 2) / _WIDTHS.get(trunk.stored, 2)
     hidden = _number(config, "hidden_size", "d_model")
     return Sizes(
         family=family.model_type,

@@ -29,16 +29,10 @@ from engine.errors import Cancelled, ModelError
 from engine.models import package_index, store
 from engine.models.catalogue import STARTER
 from engine.models.downloading import Download, disk_error
+from engine.models.gguf_architectures import config_of
+from engine.models.gguf_conversion import PlannedTensor, StopCheck, dense_plan, write_tensors
 from engine.models.gguf_file import GgufFile
-from engine.models.gguf_model import (
-    PlannedTensor,
-    StopCheck,
-    dense_config,
-    dense_plan,
-    fresh_partial,
-    write_json,
-    write_model,
-)
+from engine.models.gguf_folder import fresh_partial, write_config, write_json
 from engine.models.locations import ensure, locate
 from engine.models.wording import shown
 
@@ -282,10 +276,14 @@ def write_plain_starter(
 ) -> None:
     """Write the upcycled model as a plain Mixtral folder, not yet prepared."""
     folder.mkdir(parents=True)
-    config = moe_config(dense_config(gguf))
+    config = moe_config(config_of(gguf))
     plan = [tensor for dense in dense_plan(gguf) for tensor in upcycled(dense, config)]
-    write_model(folder, gguf, config, plan, progress, should_stop)
-    write_json(folder / "generation_config.json", _generation_config(config))
+    try:
+        write_tensors(folder / "model.safetensors", gguf, plan, progress, should_stop)
+        write_config(folder, gguf, config, should_stop)
+        write_json(folder / "generation_config.json", _generation_config(config))
+    except OSError as error:
+        raise disk_error(error, folder) from error
 
 
 def moe_config(dense: dict[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,10 @@
 
 Layout of ``locate("models")``: one folder per model.
 
-- ``owner--name``: a download of the hub repo ``owner/name``; ``starter``; ``gguf--stem--fingerprint``: from a GGUF;
+- ``owner--name``: a download of the hub repo ``owner/name``; ``starter``; ``gguf--stem--fingerprint``: links to a GGUF;
 - ``X.prepared``: the bank written for ``X``; ``local--name--fingerprint.prepared``: for a folder outside of this one;
 - ``name--fingerprints.share``: this machine's shard of a model that a ring runs, received from the ring's head;
-- ``X.partial``: an unfinished download or conversion, which is never opened as a model;
+- ``X.partial``: an unfinished download, which is never opened as a model;
 - ``X.received.partial``: the part of ``X`` that has arrived from another machine.
 
 A folder gets its final name only when it is complete.
@@ -27,6 +27,7 @@ from typing import Literal
 from engine.errors import ModelError
 from engine.models import catalogue
 from engine.models.catalogue import STARTER, CatalogueEntry
+from engine.models.gguf_file import parts_of
 from engine.models.locations import ensure, locate, remove_profiles
 from engine.models.wording import shown
 from engine.planning.units import byte_size
@@ -55,7 +56,7 @@ class ResolvedModel:
     source: Path
     """The plain model: a folder of safetensors, or a GGUF file. It may not exist yet (starter, hub)."""
     plain_folder: Path
-    """Folder of safetensors: the source itself, or the result of converting a GGUF file."""
+    """Folder with the weights as published: the source itself, or the folder that links to a GGUF file."""
     prepared_folder: Path
     """Folder of its bank, which may not exist yet."""
     repo: str | None = None
@@ -80,7 +81,7 @@ class ResolvedModel:
             return folder
         if self.kind == "gguf":
             raise ModelError(
-                f"{self.source} has not been converted yet; run: privatellm models prepare {_quoted(str(self.source))}"
+                f"{self.source} has not been opened yet; run: privatellm models prepare {_quoted(str(self.source))}"
             )
         if self.kind == "folder":
             raise ModelError(
@@ -343,22 +344,25 @@ def _disk_bytes(folder: Path) -> int:
 
 
 def gguf_fingerprint(path: Path) -> str:
-    """16 hex digits that change when the GGUF file does: its size, its first and its last megabyte.
+    """16 hex digits that change when the GGUF file or another part of its model does: sizes, and the first and last
+    megabyte of each.
 
-    Raises ModelError if it cannot be read.
+    Raises ModelError if one cannot be read.
     """
     import hashlib
 
     chunk = 1024 * 1024
+    digest = hashlib.sha256()
     try:
-        size = path.stat().st_size
-        digest = hashlib.sha256(size.to_bytes(8, "little"))
-        with path.open("rb") as file:
-            digest.update(file.read(chunk))
-            file.seek(max(0, size - chunk))
-            digest.update(file.read(chunk))
+        for part in parts_of(path):
+            size = part.stat().st_size
+            digest.update(size.to_bytes(8, "little"))
+            with part.open("rb") as file:
+                digest.update(file.read(chunk))
+                file.seek(max(0, size - chunk))
+                digest.update(file.read(chunk))
     except OSError as error:
-        raise ModelError(f"{path} cannot be read: {error.strerror or error}.", "bad-input") from error
+        raise ModelError(f"{part} cannot be read: {error.strerror or error}.", "bad-input") from error
     return digest.hexdigest()[:16]
 
 
@@ -389,6 +393,7 @@ def _resolve_path(path: Path) -> ResolvedModel:
                 f"{path} is neither a folder with config.json and *.safetensors nor a .gguf file; name one of these.",
                 "bad-input",
             )
+        path = parts_of(path)[0]
         folder = models / f"gguf--{_safe(path.stem)}--{gguf_fingerprint(path)}"
         return ResolvedModel(path.name, "gguf", path, folder, folder.with_name(folder.name + PREPARED))
     refuse_shard(path)

@@ -21,6 +21,7 @@ from engine.models.bank import JOURNAL, MANIFEST, Bank
 from engine.models.byte_map import Run, Runs, merged
 from engine.models.checkpoint import INDEX, Checkpoint
 from engine.models.families import check_supported, expert_shape
+from engine.models.gguf_file import GgufFile
 from engine.models.opening import open_model, read_config
 from engine.models.safetensors_files import TensorEntry, read_header
 from engine.models.shard_files import Form
@@ -238,7 +239,10 @@ def _pieces(tensors: list[TrunkTensor]) -> tuple[tuple[TrunkTensor, ...], ...]:
 
 
 def _header_bytes(path: Path) -> int:
-    """Number of bytes of a safetensors file before its first tensor; 0 for slabs."""
+    """Number of bytes of a file before its first tensor; 0 for slabs."""
+    if path.suffix.casefold() == ".gguf":
+        with GgufFile(path) as gguf:
+            return gguf.data_starts[gguf.paths.index(path)]
     if path.suffix != ".safetensors":
         return 0
     with path.open("rb") as file:

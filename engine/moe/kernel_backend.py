@@ -13,7 +13,7 @@ from engine.errors import ModelError
 from engine.models.files import Experts
 from engine.moe.backend import ExpertBackend, LayerCall
 from engine.moe.expert_parallel import FLOAT32, Floats, HostRows, Indices, Routes, Words
-from engine.moe.kernels.bindings import WEIGHT_DTYPES, KernelChoice, load
+from engine.moe.kernels.bindings import FORMATS, KernelChoice, load
 from engine.moe.kernels.layers import Gate, LayerExperts, layer_experts
 from engine.moe.kernels.pool import Pool
 
@@ -92,7 +92,7 @@ class KernelExperts:
     def weighted_sum(self, outputs: int, weights: int, tokens: int, k: int, width: int, sum_to: int) -> None:
         """The sum [tokens, width] of results [tokens * k, width] and weights [tokens, k], to the bit what :meth:`run`
         adds up. All are addresses of float32."""
-        dtype = WEIGHT_DTYPES[self.experts.dtype]
+        dtype = FORMATS[self.experts.dtype]
         self._native.pllm_weighted_sum(
             self._pool.handle, self._choice.number, dtype, outputs, weights, tokens, k, width, sum_to
         )

@@ -25,6 +25,9 @@ from engine.runtimes.native.runtime import check_native, unsupported_reason
 REMEMBERED = 8
 """Maximum models and choices whose facts are kept. The files are not kept open."""
 
+_PATTERNS = ("*.json", "*.safetensors", "*.gguf", "experts/*.slabs")
+"""Names of the files that make a model."""
+
 _Key = tuple[object, ...]
 
 
@@ -124,7 +127,7 @@ def _largest(experts: Experts) -> Path | None:
 def _fingerprint(folder: Path) -> _Key:
     """Changes when a file of the model does."""
     found: list[object] = []
-    for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors"), *folder.glob("experts/*.slabs")]):
+    for path in sorted(path for pattern in _PATTERNS for path in folder.glob(pattern)):
         try:
             about = path.stat()
         except OSError:

@@ -97,17 +97,17 @@ def check_request(request: Load) -> None:
 
 
 def find_folder(name: str, progress: ProgressCallback, should_stop: Callable[[], bool] | None) -> tuple[str, Path]:
-    """The model's name for the screen and the folder to open; a GGUF file is converted if it has not been yet.
+    """The model's name for the screen and the folder to open; a GGUF file gets its folder if it has none.
 
     Raises ModelError: unknown (bad-input), or known but not on this machine (saying how to get it).
     """
     from engine.models import store
 
     resolved = store.resolve(name)
-    if resolved.kind == "gguf" and resolved.folder is None:
-        from engine.models.gguf_model import convert_gguf
+    if resolved.kind == "gguf":
+        from engine.models.gguf_folder import open_gguf
 
-        convert_gguf(resolved.source, progress, should_stop)
+        open_gguf(resolved.source, progress, should_stop)
     # A person's own folder without a config is opened, too, because opening gives the best error message.
     own = resolved.kind == "folder" and resolved.source.is_dir()
     return resolved.name, resolved.folder or (resolved.source if own else resolved.require_folder())

@@ -116,11 +116,11 @@ def _plan_ring(request: Plan, load: Load, loaded: ModelFacts | None, network: Cl
 
 
 def _folder_of(resolved: ResolvedModel) -> Path:
-    """The folder to plan for. A GGUF file that was not converted is refused as converting it would refuse it."""
-    if resolved.kind == "gguf" and resolved.folder is None:
-        from engine.models.gguf_model import check_convertible
+    """The folder to plan for; a GGUF file gets it now, if it has none. Raises ModelError."""
+    if resolved.kind == "gguf":
+        from engine.models.gguf_folder import open_gguf
 
-        check_convertible(resolved.source)
+        return open_gguf(resolved.source, lambda stage, done, total, unit: None)
     return resolved.require_folder()
 
 

@@ -242,12 +242,6 @@ def test_pickled_weights_are_refused_and_not_opened(tmp_path: Path, name: str):
     assert "convert the model to safetensors" in refused(tmp_path, f"only pickled weights .{name}.")
 
 
-def test_a_gguf_in_a_folder_is_pointed_at(tmp_path: Path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1}')
-    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
-    refused(tmp_path, "name that: .*tiny.gguf")
-
-
 def test_remote_code_is_refused(tiny_model: TinyModel, tmp_path: Path):
     folder = copy_of(tiny_model("llama"), tmp_path)
     edit_config(folder, auto_map={"AutoModelForCausalLM": "modeling_evil.Evil"})

@@ -20,21 +20,24 @@ from engine.errors import ModelError
 Dtype = Literal["bfloat16", "float32"]
 """What a model computes with; ``float32`` keeps activations in float32 whatever the weights are stored as."""
 
-VERSION = 5
+VERSION = 4
 """PLLM_VERSION of native/privatellm_kernels.h; a library of another version is not used."""
 
 VARIABLE = "PRIVATELLM_KERNELS"
 SETS = {"scalar": 0, "avx2": 1, "avx512f": 2, "avx512_bf16": 3, "neon": 4}
 """The instruction sets and their numbers in privatellm_kernels.h."""
 
-WEIGHT_DTYPES = {"BF16": 1, "F32": 2, "F16": 14}
-"""Weights as stored (safetensors' names) that the kernels read; anything else is for torch."""
+WEIGHT_DTYPES = {"BF16": 1, "F32": 2}
+"""Plain formats of weights (safetensors' names) that the kernels read, and their numbers in the library."""
 
 PACKED_FORMATS = {
     "Q4_0": 3, "Q4_1": 4, "Q5_0": 5, "Q5_1": 6, "Q8_0": 7, "Q4_K": 8, "Q5_K": 9, "Q6_K": 10, "IQ4_NL": 11,
     "IQ4_XS": 12, "MXFP4": 13,
 }  # fmt: skip
 """Formats of blocks (by ggml's names) that the kernels multiply where they lie, and their numbers in the library."""
+
+FORMATS = {**WEIGHT_DTYPES, **PACKED_FORMATS}
+"""All formats of weights that the kernels read, and their numbers in the library."""
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "clamped": 4}
 

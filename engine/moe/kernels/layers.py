@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.models.files import Experts, ExpertWeights, StoredTensor
+from engine.models.number_formats import is_packed
 from engine.moe.kernels.bindings import (
     ACTIVATIONS,
-    WEIGHT_DTYPES,
+    FORMATS,
     CActivation,
     Expert,
     KernelChoice,
@@ -38,26 +39,29 @@ class Gate:
 def matrix(stored: StoredTensor) -> Matrix:
     """``stored`` [rows, columns] as the kernels take it, in place. The caller keeps ``stored`` alive.
 
-    Raises ModelError if its dtype is not BF16, F16 or F32, or the values of a row do not lie side by side.
+    Raises ModelError if the kernels do not read its format, or the values of a row do not lie side by side.
     """
     words = stored.words
     unsupported_reason = unreadable(stored)
     if unsupported_reason is not None or words.ndim != 2:
         raise ModelError(f"The native kernels cannot read these weights: {unsupported_reason or 'they are no matrix'}.")
+    columns = stored.shape[1]
     return Matrix(
         data=words.ctypes.data,
         rows=words.shape[0],
-        columns=words.shape[1],
-        row_stride=words.strides[0] // words.itemsize,
-        dtype=WEIGHT_DTYPES[stored.dtype],
+        columns=columns,
+        row_stride=columns if is_packed(stored.dtype) else words.strides[0] // words.itemsize,
+        dtype=FORMATS[stored.dtype],
     )
 
 
 def unreadable(stored: StoredTensor) -> str | None:
     """Why the kernels cannot read ``stored`` where it lies, or None."""
     words = stored.words
-    if stored.dtype not in WEIGHT_DTYPES:
-        return f"they are stored as {stored.dtype}, not BF16, F16 or F32"
+    if stored.dtype not in FORMATS:
+        return f"they are stored as {stored.dtype}, which has no kernel"
+    if is_packed(stored.dtype):
+        return None if words.flags.c_contiguous else "their blocks do not follow one another"
     if words.shape[-1] > 1 and words.strides[-1] != words.itemsize:
         return "the values of a row do not lie side by side"
     if words.ndim == 2 and words.shape[0] > 1 and words.strides[0] % words.itemsize:
@@ -75,6 +79,11 @@ def unsupported_reason(weights: ExpertWeights) -> str | None:
         reason = unreadable(tensor)
         if reason is not None:
             return reason
+    matrices, biases = present[:3], present[3:]
+    if is_packed(weights.gate.dtype):
+        if not all(is_packed(tensor.dtype) for tensor in matrices):
+            return "some of its matrices are packed and others are not"
+        return None if all(bias.dtype == "F32" for bias in biases) else "its biases are not stored as F32"
     if len({tensor.dtype for tensor in present}) > 1:
         return "its tensors are of different dtypes"
     return None
@@ -100,7 +109,7 @@ class LayerExperts:
             if reason is not None:
                 raise ModelError(f"The native kernels cannot run expert {number}: {reason}.")
             shapes = (expert.gate.shape, expert.up.shape, expert.down.shape)
-            if shapes != ((ffn, hidden), (ffn, hidden), (hidden, ffn)) or expert.gate.dtype != first.gate.dtype:
+            if shapes != ((ffn, hidden), (ffn, hidden), (hidden, ffn)) or not _alike(expert.gate, first.gate):
                 raise ModelError(f"Expert {number} has matrices of {shapes}, unlike the first; the file is damaged.")
             table[number] = _expert(expert)
         self._table = table
@@ -113,7 +122,7 @@ class LayerExperts:
             ffn=ffn,
             activation=CActivation(kind=ACTIVATIONS[gate.kind], alpha=gate.alpha, limit=gate.limit),
             set=choice.number,
-            dtype=WEIGHT_DTYPES[first.gate.dtype],
+            dtype=FORMATS[first.gate.dtype],
         )
         self.address = ctypes.addressof(self._layer)
 
@@ -180,6 +189,11 @@ def linear(
     if code:
         raise ModelError(f"The matrix could not be multiplied: {_MEANING[code]}.")
     return out
+
+
+def _alike(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether the same kernels multiply by both: any two packed formats, or the same plain one."""
+    return one.dtype == other.dtype or (is_packed(one.dtype) and is_packed(other.dtype))
 
 
 def _expert(weights: ExpertWeights) -> Expert:

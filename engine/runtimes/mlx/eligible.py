@@ -27,6 +27,8 @@ def unsupported_reason(folder: Path, request: Load) -> str | None:
     """Why mlx does not run the model in ``folder`` as ``request`` asks, in a few words; None if its headers show no
     reason. Raises ModelError if the model cannot be opened."""
     config = read_config(folder)
+    if any(folder.glob("*.gguf")):
+        return "its weights are in a GGUF file, which the native runtime reads where it lies"
     problem = unsupported_config(config) or unsupported_quantisation(config)
     if problem is not None:
         return problem

@@ -17,7 +17,7 @@ from mlx_lm.utils import get_total_parameters
 from engine.errors import ModelError
 from engine.ipc.messages import Load, ModelFacts
 from engine.ipc.progress import ProgressCallback
-from engine.models.mapped_file import WIDTHS
+from engine.models.number_formats import WIDTHS
 from engine.models.opening import open_model, read_config
 from engine.models.shard_files import part_of
 from engine.models.weight_layout import layout_of

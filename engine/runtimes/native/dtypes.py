@@ -8,9 +8,7 @@ from engine.ipc.messages import Load
 from engine.models.files import ModelFiles
 from engine.moe.kernels.bindings import Dtype
 
-NAMES: Mapping[str, Dtype] = {"BF16": "bfloat16", "F32": "float32", "F16": "bfloat16"}
-"""What is computed with weights stored as the key, unless a person says otherwise. The cache of a
-model in float16 holds bfloat16; what its weights multiply is float32."""
+NAMES: Mapping[str, Dtype] = {"BF16": "bfloat16", "F32": "float32"}
 
 
 def bulk_dtype(files: ModelFiles) -> str:
@@ -24,5 +22,6 @@ def bulk_dtype(files: ModelFiles) -> str:
 
 
 def compute_dtype(files: ModelFiles, request: Load) -> Dtype:
-    """What is computed in: as the request says, or as the bulk of the checkpoint is stored."""
-    return NAMES[bulk_dtype(files)] if request.dtype == "auto" else request.dtype
+    """What is computed in: as the request says, or as the bulk of the checkpoint is stored; bfloat16 if that is
+    packed."""
+    return NAMES.get(bulk_dtype(files), "bfloat16") if request.dtype == "auto" else request.dtype

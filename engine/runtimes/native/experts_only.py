@@ -11,7 +11,7 @@ from engine.models.files import Experts
 from engine.models.opening import open_model
 from engine.moe.held import held_by
 from engine.moe.kernel_backend import KernelBackend, KernelExperts
-from engine.moe.kernels.bindings import WEIGHT_DTYPES, KernelChoice, choose
+from engine.moe.kernels.bindings import FORMATS, KernelChoice, choose
 from engine.moe.kernels.layers import Gate
 from engine.moe.kernels.pool import Pool, physical_cores, shared_pool
 from engine.moe.rank_context import RankContext
@@ -42,7 +42,7 @@ def load_experts(folder: Path, request: Load, context: RankContext) -> NodeExper
     if experts is None:
         raise ModelError(f"{request.model} has no experts to share; it runs on one machine.", kind="bad-input")
     reason = unsupported_shape(files.config)
-    if reason is None and experts.dtype not in WEIGHT_DTYPES:
+    if reason is None and experts.dtype not in FORMATS:
         reason = f"the experts are stored as {experts.dtype}"
     if reason is not None:
         raise ModelError(

@@ -17,9 +17,10 @@ from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
 from engine.models.files import ModelFiles
+from engine.models.number_formats import is_packed
 from engine.models.opening import open_model
 from engine.moe.executor import RingExecutor
-from engine.moe.kernels.bindings import WEIGHT_DTYPES, KernelChoice, choose
+from engine.moe.kernels.bindings import FORMATS, KernelChoice, choose
 from engine.moe.kernels.pool import physical_cores, shared_pool
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Recorder
@@ -154,11 +155,12 @@ def unsupported_reason(
 def _unsupported_storage(files: ModelFiles, request: Load) -> str | None:
     attention: dict[str, set[str]] = {}
     for name, tensor in files.trunk():
-        if tensor.dtype not in WEIGHT_DTYPES:
+        if tensor.dtype not in FORMATS:
             return f"the tensor {name} is stored as {tensor.dtype}"
         if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-            attention.setdefault(name.rpartition(".self_attn.")[0], set()).add(tensor.dtype)
-    if files.experts is not None and files.experts.dtype not in WEIGHT_DTYPES:
+            kind = "packed" if is_packed(tensor.dtype) else tensor.dtype
+            attention.setdefault(name.rpartition(".self_attn.")[0], set()).add(kind)
+    if files.experts is not None and files.experts.dtype not in FORMATS:
         return f"the experts are stored as {files.experts.dtype}"
     if any(len(dtypes) > 1 for dtypes in attention.values()):
         return "queries, keys and values are stored in different types"

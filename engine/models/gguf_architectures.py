@@ -1,0 +1,296 @@
+"""The architectures whose GGUF files run, and the ``config.json`` that a file's metadata stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import ModelError
+from engine.models.config_values import LARGEST, check_config
+from engine.models.families import MOST_LAYERS
+from engine.models.gguf_file import GgufFile
+from engine.models.wording import shown
+
+HeadNorm = Literal["none", "per-head", "whole"]
+
+_LARGEST = {"block_count": MOST_LAYERS}
+"""Largest values of numbers whose limit differs from the general one."""
+
+
+class Metadata:
+    """The numbers of a file's own architecture, checked as they are read."""
+
+    def __init__(self, gguf: GgufFile) -> None:
+        self._gguf = gguf
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._gguf.metadata.get(f"{self._gguf.metadata['general.architecture']}.{key}", default)
+
+    def has(self, key: str) -> bool:
+        return self.get(key) is not None
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """Raises ModelError if it is missing without a default, or impossible."""
+        value = self.get(key, default)
+        if isinstance(value, list) and value and len(set(value)) == 1:
+            value = value[0]
+        most = _LARGEST.get(key, LARGEST)
+        if type(value) is not int or not (0 < value <= most or value == default == 0):
+            raise ModelError(
+                f"{self._gguf.path} is damaged: its {key} is {shown(value)}, not a whole number from 1 to {most}; "
+                "download it again."
+            )
+        return value
+
+    def real(self, key: str, default: float) -> float:
+        """Raises ModelError if it is not a positive number."""
+        value = self.get(key, default)
+        if not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise ModelError(
+                f"{self._gguf.path} is damaged: its {key} is {shown(value)}, not a positive number; download it again."
+            )
+        return float(value)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What distinguishes an architecture of GGUF files. ``family`` and ``class_name`` are transformers' names."""
+
+    family: str
+    class_name: str
+    paired_rotary: bool = False
+    """Whether the two values that a rotation turns together lie side by side in queries and keys (llama.cpp's order),
+    instead of half a head apart (transformers' order)."""
+    qkv_bias: bool = False
+    head_norm: HeadNorm = "none"
+    router: str = ""
+    """transformers' name of the router within a layer; empty for a dense family."""
+    shared_expert: bool = False
+    settings: Callable[[Metadata], dict[str, Any]] = lambda metadata: {}
+    """Settings of ``config.json`` beyond those that all have."""
+
+
+def _mixtral(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "num_local_experts": metadata.number("expert_count"),
+        "num_experts_per_tok": metadata.number("expert_used_count"),
+        "sliding_window": None,
+    }
+
+
+def _qwen_moe(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "num_experts": metadata.number("expert_count"),
+        "num_experts_per_tok": metadata.number("expert_used_count"),
+        "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
+        # The file may say otherwise than its architecture does.
+        "norm_topk_prob": bool(metadata.get("expert_weights_norm", True)),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _qwen2_moe(metadata: Metadata) -> dict[str, Any]:
+    return {
+        **_qwen_moe(metadata),
+        "norm_topk_prob": bool(metadata.get("expert_weights_norm", False)),
+        "shared_expert_intermediate_size": metadata.number("expert_shared_feed_forward_length"),
+        "qkv_bias": True,
+    }
+
+
+def _olmoe(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "num_experts": metadata.number("expert_count"),
+        "num_experts_per_tok": metadata.number("expert_used_count"),
+        "norm_topk_prob": bool(metadata.get("expert_weights_norm", False)),
+        "clip_qkv": metadata.get("attention.clamp_kqv"),
+    }
+
+
+def _granite_moe(metadata: Metadata) -> dict[str, Any]:
+    return {
+        "num_local_experts": metadata.number("expert_count"),
+        "num_experts_per_tok": metadata.number("expert_used_count"),
+        "attention_multiplier": _shortest(metadata.real("attention.scale", 1.0)),
+        "embedding_multiplier": _shortest(metadata.real("embedding_scale", 1.0)),
+        "residual_multiplier": _shortest(metadata.real("residual_scale", 1.0)),
+        "logits_scaling": _shortest(metadata.real("logit_scale", 1.0)),
+    }
+
+
+_DENSE = {
+    "llama": Architecture("llama", "LlamaForCausalLM", paired_rotary=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", qkv_bias=True),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", head_norm="per-head"),
+}
+"""GGUF architectures without experts. Mistral's files call themselves llama."""
+
+_WITH_EXPERTS = {
+    "llama": Architecture(
+        "mixtral",
+        "MixtralForCausalLM",
+        paired_rotary=True,
+        router="block_sparse_moe.gate.weight",
+        settings=_mixtral,
+    ),
+    "qwen2moe": Architecture(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        qkv_bias=True,
+        router="mlp.gate.weight",
+        shared_expert=True,
+        settings=_qwen2_moe,
+    ),
+    "qwen3moe": Architecture(
+        "qwen3_moe", "Qwen3MoeForCausalLM", head_norm="per-head", router="mlp.gate.weight", settings=_qwen_moe
+    ),
+    "olmoe": Architecture("olmoe", "OlmoeForCausalLM", head_norm="whole", router="mlp.gate.weight", settings=_olmoe),
+    "granitemoe": Architecture(
+        "granitemoe",
+        "GraniteMoeForCausalLM",
+        paired_rotary=True,
+        router="block_sparse_moe.router.layer.weight",
+        settings=_granite_moe,
+    ),
+}
+"""GGUF architectures with routed experts. Mixtral's files call themselves llama and count experts."""
+
+ARCHITECTURES: tuple[str, ...] = tuple(dict.fromkeys([*_WITH_EXPERTS, *_DENSE]))
+"""Names of the architectures that run, as files say them."""
+
+
+def architecture_of(gguf: GgufFile) -> Architecture:
+    """Raises ModelError naming the architecture if it is not supported, or missing."""
+    name = gguf.metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise ModelError(f"{gguf.path} does not say which architecture it is; download it again.")
+    experts = Metadata(gguf).get("expert_count", 0)
+    found = (_WITH_EXPERTS if experts else _DENSE).get(name)
+    if found is None:
+        kind = " with experts" if experts and name in _DENSE else ""
+        raise ModelError(
+            f"{gguf.path} is of the architecture {shown(name)}{kind}, which is not supported; supported GGUF "
+            f"architectures are {', '.join(ARCHITECTURES)}."
+        )
+    return found
+
+
+def config_of(gguf: GgufFile) -> dict[str, Any]:
+    """The Hugging Face ``config.json`` of the model. Raises ModelError if the file says something impossible, or asks
+    for something that does not run."""
+    architecture, metadata = architecture_of(gguf), Metadata(gguf)
+    layers, hidden = metadata.number("block_count"), metadata.number("embedding_length")
+    heads = metadata.number("attention.head_count")
+    head_size = metadata.number("attention.key_length", hidden // max(1, heads))
+    rotated = metadata.number("rope.dimension_count", head_size)
+    if rotated != head_size or metadata.number("attention.value_length", head_size) != head_size:
+        raise ModelError(
+            f"{gguf.path} rotates {rotated} of {head_size} values per head: a model of this kind does not run; use "
+            "another model."
+        )
+    window, context = metadata.number("attention.sliding_window", 0), metadata.number("context_length")
+    family, class_name = architecture.family, architecture.class_name
+    if family == "llama" and 0 < window < context:
+        family, class_name = "mistral", "MistralForCausalLM"
+    rope = _rope(gguf, metadata, head_size)
+    config: dict[str, Any] = {
+        "architectures": [class_name],
+        "model_type": family,
+        "vocab_size": tensor_shape(gguf, "token_embd.weight")[0],
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.number("attention.head_count_kv", heads),
+        "head_dim": head_size,
+        "max_position_embeddings": context,
+        "rms_norm_eps": _shortest(metadata.real("attention.layer_norm_rms_epsilon", 1e-5)),
+        # Both spellings: transformers 5 reads rope_parameters, other readers the older top-level name.
+        "rope_theta": rope["rope_theta"],
+        "rope_parameters": rope,
+        "tie_word_embeddings": "output.weight" not in gguf.tensors,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "dtype": "bfloat16",
+        "torch_dtype": "bfloat16",
+        **architecture.settings(metadata),
+    }
+    config["intermediate_size"] = metadata.number("feed_forward_length", config.get("moe_intermediate_size"))
+    if family == "mistral":
+        config["sliding_window"] = window
+    if rope["rope_type"] != "default":
+        config["rope_scaling"] = rope
+    for key in ("bos_token_id", "eos_token_id"):
+        if isinstance(gguf.metadata.get(f"tokenizer.ggml.{key}"), int):
+            config[key] = gguf.metadata[f"tokenizer.ggml.{key}"]
+    check_config(config, str(gguf.path))
+    return config
+
+
+def tensor_shape(gguf: GgufFile, name: str) -> tuple[int, ...]:
+    """Raises ModelError if there is no such tensor."""
+    tensor = gguf.tensors.get(name)
+    if tensor is None:
+        raise ModelError(f"{gguf.path} is damaged: it has no tensor {name}; download it again.")
+    return tensor.shape
+
+
+def _shortest(value: float) -> float:
+    """The number of fewest digits that is ``value`` in float32, as files store it: 1e-6 and not 9.99999997e-07."""
+    return float(str(np.float32(value)))
+
+
+def _rope(gguf: GgufFile, metadata: Metadata, head_size: int) -> dict[str, Any]:
+    theta = metadata.real("rope.freq_base", 10000.0)
+    kind = metadata.get("rope.scaling.type", "none")
+    if "rope_freqs.weight" in gguf.tensors:
+        return _llama3_rope(gguf, theta, head_size)
+    if kind == "none":
+        return {"rope_type": "default", "rope_theta": theta}
+    factor = metadata.real("rope.scaling.factor", 1.0)
+    if kind == "linear":
+        return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+    if kind == "yarn":
+        original = metadata.number("rope.scaling.original_context_length")
+        return {
+            "rope_type": "yarn",
+            "rope_theta": theta,
+            "factor": factor,
+            "original_max_position_embeddings": original,
+        }
+    raise ModelError(
+        f"{gguf.path} scales its positions by {shown(ascii(kind))}, which is not supported; use another model."
+    )
+
+
+def _llama3_rope(gguf: GgufFile, theta: float, head_size: int) -> dict[str, Any]:
+    """Llama 3.1 and later: the file holds the divisor of each frequency; find the parameters that give them."""
+    divisors = gguf.floats("rope_freqs.weight").reshape(-1).astype(np.float64)
+    parameters: dict[str, Any] = {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": float(divisors.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    if divisors.shape != (head_size // 2,) or not np.allclose(
+        llama3_divisors(parameters, head_size), divisors, rtol=1e-4
+    ):
+        raise ModelError(
+            f"{gguf.path} scales its positions in a way that is not Llama 3's; use its safetensors folder."
+        )
+    return parameters
+
+
+def llama3_divisors(parameters: Mapping[str, Any], head_size: int) -> NDArray[np.float64]:
+    """By what each rotary frequency [head_size / 2] is divided under Llama 3's scaling."""
+    frequency = parameters["rope_theta"] ** -(np.arange(0, head_size, 2) / head_size)
+    turns = parameters["original_max_position_embeddings"] * frequency / (2 * np.pi)
+    low, high, factor = parameters["low_freq_factor"], parameters["high_freq_factor"], parameters["factor"]
+    blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return np.asarray(1.0 / ((1.0 - blend) / factor + blend), dtype=np.float64)

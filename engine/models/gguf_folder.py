@@ -1,0 +1,134 @@
+"""The model folder of a GGUF file: configuration and tokenizer from its header, and links to where its weights lie.
+
+Nothing of the weights is copied or converted. With the folder, a GGUF file is a model like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import Cancelled, ModelError
+from engine.models import store
+from engine.models.durable_files import new_file
+from engine.models.gguf_architectures import architecture_of, config_of
+from engine.models.gguf_file import GgufFile, parts_of
+from engine.models.gguf_tensors import entries_of
+from engine.models.gguf_tokenizer import check_tokenizer, write_tokenizer
+from engine.models.locations import ensure
+
+if TYPE_CHECKING:
+    from engine.ipc.progress import ProgressCallback
+
+StopCheck = Callable[[], bool] | None
+
+
+def open_gguf(path: Path, progress: ProgressCallback, should_stop: StopCheck = None) -> Path:
+    """The model folder of ``path``, which is a GGUF file or any part of a split one. It is made if it is not there.
+
+    Raises ModelError naming what is wrong with the file or is not supported; Cancelled if ``should_stop`` says so.
+    """
+    folder = store.resolve(str(path.absolute())).plain_folder
+    if store.is_complete(folder):
+        _renew_links(folder, path)
+        return folder
+    ensure("models")
+    with store.exclusive(folder), GgufFile(path) as gguf:
+        if store.is_complete(folder):
+            return folder
+        store.check_name_is_free(folder)
+        progress("opening the model", 0, 0, "")
+        partial = fresh_partial(folder)
+        try:
+            write_settings(partial, gguf, should_stop)
+            if should_stop is not None and should_stop():
+                raise Cancelled("Stopped; what was written so far is deleted.")
+            _link(partial, path)
+            partial.rename(folder)
+        except OSError as error:
+            raise ModelError(f"Writing {folder} failed: {error.strerror or error}.", "disk") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def check_gguf(path: Path) -> None:
+    """Raises ModelError as :func:`open_gguf` would, if the file's header tells that it cannot be run."""
+    with GgufFile(path) as gguf:
+        _checked_config(gguf)
+
+
+def write_settings(folder: Path, gguf: GgufFile, should_stop: StopCheck = None) -> None:
+    """Write the tokenizer, the generation settings and, last, ``config.json`` of ``gguf`` into ``folder``.
+
+    Raises ModelError if it cannot be run, and OSError.
+    """
+    write_config(folder, gguf, _checked_config(gguf), should_stop)
+
+
+def write_config(folder: Path, gguf: GgufFile, config: dict[str, Any], should_stop: StopCheck = None) -> None:
+    """As :func:`write_settings`, with another configuration than the file's."""
+    end_ids = write_tokenizer(folder, gguf.metadata, should_stop)
+    generation = {"eos_token_id": end_ids, "bos_token_id": config.get("bos_token_id"), **_sampling(gguf)}
+    write_json(folder / "generation_config.json", {k: v for k, v in generation.items() if v not in (None, [])})
+    write_json(folder / "config.json", config)
+
+
+def fresh_partial(folder: Path) -> Path:
+    """An empty ``folder.partial``. Files of an earlier, killed run are deleted."""
+    partial = folder.with_name(folder.name + store.PARTIAL)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    return partial
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write ``value``; the file is there completely or not at all."""
+    with new_file(path) as file:
+        file.write((json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def _checked_config(gguf: GgufFile) -> dict[str, Any]:
+    config = config_of(gguf)
+    entries_of(gguf, architecture_of(gguf), config)
+    check_tokenizer(gguf.metadata)
+    return config
+
+
+_SAMPLING = {"temp": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p"}
+"""``general.sampling`` of a GGUF -> setting in ``generation_config.json``."""
+
+
+def _sampling(gguf: GgufFile) -> dict[str, Any]:
+    """The sampling that the model's makers advise, as far as it is numbers."""
+    found: dict[str, Any] = {}
+    for key, setting in _SAMPLING.items():
+        value = gguf.metadata.get(f"general.sampling.{key}")
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found[setting] = round(float(value), 6) if isinstance(value, float) else value
+    if "temperature" in found:
+        found["do_sample"] = found["temperature"] > 0
+    return found
+
+
+def _link(folder: Path, path: Path) -> None:
+    for part in parts_of(path.absolute()):
+        (folder / part.name).symlink_to(part)
+
+
+def _renew_links(folder: Path, path: Path) -> None:
+    """The same file may lie elsewhere than when the folder was made. Raises ModelError if that cannot be noted."""
+    for part in parts_of(path.absolute()):
+        link = folder / part.name
+        if link.is_symlink() and link.readlink() == part:
+            continue
+        fresh = link.with_name(part.name + store.PARTIAL)
+        try:
+            fresh.unlink(missing_ok=True)
+            fresh.symlink_to(part)
+            fresh.replace(link)
+        except OSError as error:
+            raise ModelError(f"{link} cannot be renewed: {error.strerror or error}.", "disk") from error

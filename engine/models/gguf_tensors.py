@@ -1,0 +1,155 @@
+"""The tensors of a GGUF file under the names that a checkpoint of transformers gives them, and where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import ModelError
+from engine.models.gguf_architectures import Architecture, tensor_shape
+from engine.models.gguf_file import GgufFile, GgufTensor
+from engine.models.number_formats import BLOCKS, stored_bytes
+from engine.models.safetensors_files import TensorEntry
+from engine.models.wording import shown
+
+_PLAIN = ("F32", "F16", "BF16")
+_IGNORED = frozenset({"rope_freqs.weight"})
+"""Tensors whose content is in the configuration."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor of the checkpoint: rows ``first`` to ``first + rows`` of the file's tensor ``source``, all of them if
+    ``rows`` is None. ``shape`` is the checkpoint's, ``stored`` that of the whole tensor in the file."""
+
+    source: str
+    name: str
+    shape: Shape
+    stored: Shape
+    first: int = 0
+    rows: int | None = None
+
+
+def entries_of(
+    gguf: GgufFile, architecture: Architecture, config: Mapping[str, Any]
+) -> dict[str, dict[str, TensorEntry]]:
+    """The checkpoint's tensors by file name, in the order of the architecture.
+
+    Raises ModelError naming the first tensor that is missing, unknown, of a wrong shape, or in a format that cannot be
+    read.
+    """
+    entries: dict[str, dict[str, TensorEntry]] = {path.name: {} for path in gguf.paths}
+    left = set(gguf.tensors) - _IGNORED
+    for wanted in named_tensors(gguf, architecture, config):
+        # The first missing tensor ends this, as a file may claim any number of layers.
+        found = tensor_shape(gguf, wanted.source)
+        if found != wanted.stored:
+            raise ModelError(
+                f"{gguf.path} is damaged: its tensor {wanted.source} has the shape {list(found)}, not "
+                f"{list(wanted.stored)}; download it again."
+            )
+        tensor = gguf.tensors[wanted.source]
+        entries[gguf.paths[tensor.part].name][wanted.name] = _entry(gguf, tensor, wanted)
+        left.discard(wanted.source)
+    if left:
+        raise ModelError(
+            f"{gguf.path} holds the tensor {shown(min(left))}, which no {architecture.family} model known here has; "
+            "use another file of this model."
+        )
+    return entries
+
+
+def _entry(gguf: GgufFile, tensor: GgufTensor, wanted: NamedTensor) -> TensorEntry:
+    number_format = tensor.format
+    if number_format not in BLOCKS and number_format not in _PLAIN:
+        raise ModelError(
+            f"{gguf.path}: tensor {shown(tensor.name)} is stored as {number_format}, which cannot be run; use a "
+            f"Q4_K_M, Q5_K_M, Q6_K or Q8_0 file of this model (formats that run: {', '.join((*BLOCKS, *_PLAIN))})."
+        )
+    start = tensor.offset + stored_bytes(number_format, (wanted.first, *wanted.shape[1:]))
+    return TensorEntry(number_format, wanted.shape, start, start + stored_bytes(number_format, wanted.shape))
+
+
+def named_tensors(gguf: GgufFile, architecture: Architecture, config: Mapping[str, Any]) -> Iterator[NamedTensor]:
+    """The tensors that a model of ``architecture`` has, in the layout that ``gguf`` has chosen for each."""
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    yield _whole("token_embd.weight", "model.embed_tokens.weight", (vocabulary, hidden))
+    for layer in range(config["num_hidden_layers"]):
+        here, there = f"blk.{layer}.", f"model.layers.{layer}."
+        yield from _attention(gguf, architecture, config, here, there)
+        yield _whole(here + "ffn_norm.weight", there + "post_attention_layernorm.weight", (hidden,))
+        if architecture.router:
+            yield from _experts(gguf, architecture, config, here, there)
+        else:
+            yield from _feed_forward(here + "ffn_{}.weight", there + "mlp.", config["intermediate_size"], hidden)
+    yield _whole("output_norm.weight", "model.norm.weight", (hidden,))
+    if not config["tie_word_embeddings"]:
+        yield _whole("output.weight", "lm_head.weight", (vocabulary, hidden))
+
+
+def _whole(source: str, name: str, shape: Shape) -> NamedTensor:
+    return NamedTensor(source, name, shape, shape)
+
+
+def _attention(
+    gguf: GgufFile, architecture: Architecture, config: Mapping[str, Any], here: str, there: str
+) -> Iterator[NamedTensor]:
+    hidden, size = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    attention = there + "self_attn."
+    yield _whole(here + "attn_norm.weight", there + "input_layernorm.weight", (hidden,))
+    projections = (("q", queries), ("k", keys), ("v", keys))
+    for kind, columns in (("weight", (hidden,)), ("bias", ())):
+        if kind == "bias" and not architecture.qkv_bias:
+            continue
+        merged, first = f"{here}attn_qkv.{kind}", 0
+        for short, rows in projections:
+            name, shape = f"{attention}{short}_proj.{kind}", (rows, *columns)
+            if merged in gguf.tensors:
+                yield NamedTensor(merged, name, shape, (queries + 2 * keys, *columns), first, rows)
+            else:
+                yield _whole(f"{here}attn_{short}.{kind}", name, shape)
+            first += rows
+    if architecture.head_norm != "none":
+        whole = architecture.head_norm == "whole"
+        yield _whole(here + "attn_q_norm.weight", attention + "q_norm.weight", (queries if whole else size,))
+        yield _whole(here + "attn_k_norm.weight", attention + "k_norm.weight", (keys if whole else size,))
+    yield _whole(here + "attn_output.weight", attention + "o_proj.weight", (hidden, queries))
+
+
+def _feed_forward(source: str, prefix: str, ffn: int, hidden: int) -> Iterator[NamedTensor]:
+    for short, shape in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))):
+        yield _whole(source.format(short), f"{prefix}{short}_proj.weight", shape)
+
+
+def _experts(
+    gguf: GgufFile, architecture: Architecture, config: Mapping[str, Any], here: str, there: str
+) -> Iterator[NamedTensor]:
+    hidden = config["hidden_size"]
+    count = config.get("num_experts") or config["num_local_experts"]
+    ffn = config.get("moe_intermediate_size") or config["intermediate_size"]
+    yield _whole(here + "ffn_gate_inp.weight", there + architecture.router, (count, hidden))
+    shapes = {"gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn)}
+    if here + "ffn_gate.0.weight" in gguf.tensors:  # files of before 2024 have one tensor for each expert
+        for expert in range(count):
+            for short, shape in shapes.items():
+                name = f"{there}mlp.experts.{expert}.{short}_proj.weight"
+                yield _whole(f"{here}ffn_{short}.{expert}.weight", name, shape)
+    else:
+        fused = here + "ffn_gate_up_exps.weight" in gguf.tensors
+        stacked = {"gate_up": (2 * ffn, hidden), "down": shapes["down"]} if fused else shapes
+        for short, shape in stacked.items():
+            yield _whole(f"{here}ffn_{short}_exps.weight", f"{there}ffn_{short}_exps.weight", (count, *shape))
+    if architecture.shared_expert:
+        shared = config["shared_expert_intermediate_size"]
+        yield _shared_gate(here, there, hidden)
+        yield from _feed_forward(here + "ffn_{}_shexp.weight", there + "mlp.shared_expert.", shared, hidden)
+
+
+def _shared_gate(here: str, there: str, hidden: int) -> NamedTensor:
+    """A vector in the file and a matrix of one row in the checkpoint."""
+    source, name = here + "ffn_gate_inp_shexp.weight", there + "mlp.shared_expert_gate.weight"
+    return NamedTensor(source, name, (1, hidden), (hidden,))

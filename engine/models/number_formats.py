@@ -1,0 +1,65 @@
+"""The number formats of stored weights, and the bytes that they take.
+
+A plain format stores every number by itself; its name is safetensors'. A packed format stores blocks of numbers that
+share a scale; its name and its blocks are ggml's (``ggml-common.h``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+WIDTHS: Mapping[str, int] = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1,
+    "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
+    "U32": 4, "I32": 4, "F32": 4,
+    "U64": 8, "I64": 8, "F64": 8,
+}  # fmt: skip
+"""Bytes per number of the plain formats."""
+
+BLOCKS: Mapping[str, tuple[int, int]] = {
+    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "IQ4_NL": (32, 18),
+    "MXFP4": (32, 17), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "IQ4_XS": (256, 136),
+}  # fmt: skip
+"""Numbers and bytes per block of the packed formats. A block never goes beyond its row."""
+
+_WORDS: dict[int, np.dtype[Any]] = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
+
+
+def is_packed(number_format: str) -> bool:
+    """Whether numbers are stored in blocks."""
+    return number_format in BLOCKS
+
+
+def words_dtype(number_format: str) -> np.dtype[Any]:
+    """numpy's unsigned integer as wide as a number of a plain format; bytes for a packed one."""
+    return _WORDS[WIDTHS.get(number_format, 1)]
+
+
+def words_shape(number_format: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the words that store numbers of ``shape``. The rows of a packed format become rows of bytes.
+
+    Raises ValueError if the rows are not whole blocks.
+    """
+    if number_format not in BLOCKS:
+        return shape
+    numbers, nbytes = BLOCKS[number_format]
+    if not shape or shape[-1] % numbers:
+        raise ValueError(f"rows of {shape[-1] if shape else 0} numbers are not whole blocks of {numbers}")
+    return (*shape[:-1], shape[-1] // numbers * nbytes)
+
+
+def numbers_shape(number_format: str, words: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the numbers that words of shape ``words`` store."""
+    if number_format not in BLOCKS:
+        return words
+    numbers, nbytes = BLOCKS[number_format]
+    return (*words[:-1], words[-1] // nbytes * numbers)
+
+
+def stored_bytes(number_format: str, shape: tuple[int, ...]) -> int:
+    """Bytes of numbers of ``shape``. Raises ValueError if rows of a packed format are not whole blocks."""
+    return math.prod(words_shape(number_format, shape)) * words_dtype(number_format).itemsize

@@ -1,0 +1,63 @@
+"""Rows of packed weights for tests: any codes, with scales that keep the values around zero and all about as large."""
+
+from __future__ import annotations
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from numpy.typing import NDArray
+
+
+def block_of(name: str) -> tuple[int, int]:
+    """Values and bytes of a block."""
+    values, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+    return int(values), int(nbytes)
+
+
+def unpacked(name: str, words: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """What gguf makes of ``words`` [rows, bytes]: [rows, columns]."""
+    with np.errstate(all="ignore"):
+        return np.asarray(dequantize(words, GGMLQuantizationType[name]), np.float32)
+
+
+def random_blocks(name: str, rows: int, columns: int, seed: int = 0) -> NDArray[np.uint8]:
+    """The bytes [rows, bytes] of a random matrix [rows, columns]."""
+    values, nbytes = block_of(name)
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (rows * columns // values, nbytes), dtype=np.uint8)
+    scale = generator.uniform(0.01, 0.02, len(blocks)).astype(np.float16)
+
+    def put(at: int, numbers: NDArray[np.float16]) -> None:
+        blocks[:, at : at + 2] = numbers.view(np.uint8).reshape(-1, 2)
+
+    if name == "MXFP4":
+        blocks[:, 0] = generator.integers(120, 123, len(blocks))
+    elif name == "Q6_K":
+        put(208, scale)
+        blocks[:, 192:208] = generator.integers(20, 60, (len(blocks), 16))
+    else:
+        put(0, scale)
+    if name in ("Q4_1", "Q5_1"):
+        put(2, (scale * np.float16(-7.5 if name == "Q4_1" else -15.5)).astype(np.float16))
+    if name in ("Q4_K", "Q5_K"):
+        put(2, (scale * np.float16(7.5 if name == "Q4_K" else 15.5)).astype(np.float16))
+        blocks[:, 4:16] = 0x21 + 0x11 * generator.integers(0, 2, (len(blocks), 1), dtype=np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def random_values(name: str, rows: int, columns: int, seed: int = 0) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Random blocks of which a row's values are about as large as 1 / sqrt(columns), and these values."""
+    words = random_blocks(name, rows, columns, seed)
+    values = unpacked(name, words)
+    factor = 1 / (np.sqrt(columns) * values.std())
+    for scale in _SCALES.get(name, (0,)):
+        blocks = words.reshape(-1, block_of(name)[1])
+        if name == "MXFP4":
+            blocks[:, 0] = np.clip(blocks[:, 0] + round(np.log2(factor)), 0, 254).astype(np.uint8)
+            continue
+        numbers = np.ascontiguousarray(blocks[:, scale : scale + 2]).view(np.float16)
+        blocks[:, scale : scale + 2] = (numbers * np.float16(factor)).view(np.uint8)
+    return words, unpacked(name, words)
+
+
+_SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Where the scales of a block lie; at its beginning in formats that are not here."""

@@ -1,0 +1,313 @@
+"""Writes GGUF files of tiny models the way llama.cpp's converter lays them out, and leaves them damaged on request."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize, quantize
+from numpy.typing import NDArray
+from packed_blocks import random_values
+
+Floats = NDArray[np.float32]
+Layout = Literal["stacked", "fused", "separate"]
+"""How the experts of a layer are stored: one tensor for each matrix, gate and up in one tensor, one for each expert."""
+
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "olmoe": "olmoe",
+    "granitemoe": "granitemoe",
+}
+"""Family in transformers -> architecture of its GGUF files."""
+
+TOKENS = [chr(code) for code in range(33, 127)] + [f"{a}{b}" for a in "abcdefgh" for b in "aeiou"] + ["Ġ", "Ċ"]
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+}
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_SHORT = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+
+
+def plain_types(name: str) -> GGMLQuantizationType:
+    return GGMLQuantizationType.F32
+
+
+def gguf_name(name: str) -> str:
+    """The name of a Hugging Face tensor in a GGUF; those of experts are not asked for."""
+    stem, _, kind = name.rpartition(".")
+    if stem in _NAMES:
+        return f"{_NAMES[stem]}.{kind}"
+    _, _, layer, rest = stem.split(".", 3)
+    return f"blk.{layer}.{_NAMES[rest]}.{kind}"
+
+
+def rotated(weight: Floats, heads: int) -> Floats:
+    """As llama.cpp stores q and k of the llama architecture: the two halves of each head interleaved."""
+    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
+
+
+def unrotated(weight: Floats, heads: int) -> Floats:
+    """Undoes :func:`rotated`."""
+    pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weight.shape))
+
+
+def write_tiny_gguf(
+    path: Path,
+    source: Path,
+    architecture: str,
+    *,
+    quantised: GGMLQuantizationType | Callable[[str], GGMLQuantizationType] = GGMLQuantizationType.F32,
+    extra: dict[str, Any] | None = None,
+    extra_tensors: dict[str, Floats] | None = None,
+    leave_out: str = "",
+    split: str = "gpt-2",
+    layout: Layout = "stacked",
+    merged: bool = False,
+    parts: int = 1,
+    truth: Path | None = None,
+) -> Path:
+    """The model in the Hugging Face folder ``source`` as a GGUF. Returns its path, of the first part if it is in more.
+
+    ``quantised``: the type of every matrix, or a function of its name in the GGUF. ``extra``: metadata, architecture
+    put before. ``merged``: queries, keys and values are one tensor. ``truth``: a copy of ``source`` is written there
+    whose weights are what the packed ones stand for.
+    """
+    config = json.loads((source / "config.json").read_text())
+    size = {"split_max_tensors": -(-_tensor_count(source, config, layout) // parts)} if parts > 1 else {}
+    writer = GGUFWriter(path, architecture, **size)
+    _write_metadata(writer, config, architecture, extra or {}, split)
+    pack = _Packing(quantised if callable(quantised) else (lambda name: quantised))
+    paired = architecture in ("llama", "granitemoe")
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    written: list[tuple[str, NDArray[Any], GGMLQuantizationType]] = []
+    true: dict[str, Floats] = {}
+    experts: dict[tuple[int, str], dict[int, tuple[str, Floats]]] = {}
+    for name, tensor in _tensors(source).items():
+        values = tensor.astype(np.float32)
+        found = _EXPERT.fullmatch(name)
+        if found is not None:
+            experts.setdefault((int(found[1]), _SHORT[found[3]]), {})[int(found[2])] = (name, values)
+            continue
+        if name.endswith(("input_linear.weight", "output_linear.weight")):
+            true[name] = _granite(name, values, written, pack)
+            continue
+        known = gguf_name(name)
+        short = next((short for short in heads if f".{short}." in known), None) if paired else None
+        words, kind, back = pack(known, values if short is None else rotated(values, heads[short]))
+        if known.endswith("ffn_gate_inp_shexp.weight"):
+            words = words.reshape(-1)
+        written.append((known, words, kind))
+        true[name] = back if short is None else unrotated(back, heads[short])
+    _add_experts(experts, layout, pack, written, true)
+    if merged:
+        written = _merged(written)
+    for name, values in (extra_tensors or {}).items():
+        written.append((name, values, GGMLQuantizationType.F32))
+    for name, words, kind in written:
+        if name != leave_out:
+            writer.add_tensor(name, words, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    if truth is not None:
+        _write_truth(source, truth, true)
+    return path if parts == 1 else path.with_name(f"{path.stem}-00001-of-{parts:05}.gguf")
+
+
+class _Packing:
+    """Packs values as a type of ``kinds``. Types that the gguf package cannot pack get random weights instead."""
+
+    def __init__(self, kinds: Callable[[str], GGMLQuantizationType]) -> None:
+        self._kinds = kinds
+
+    def __call__(self, name: str, values: Floats) -> tuple[NDArray[Any], GGMLQuantizationType, Floats]:
+        """What is stored of ``values``, its type, and the values it stands for."""
+        kind = self._kinds(name) if values.ndim > 1 and "ffn_gate_inp" not in name else GGMLQuantizationType.F32
+        if kind == GGMLQuantizationType.F32:
+            return values, kind, values
+        flat = values.reshape(-1, values.shape[-1])
+        try:
+            words = quantize(flat, kind)
+            back = dequantize(words, kind)
+        except NotImplementedError:
+            words, back = random_values(kind.name, *flat.shape, seed=zlib.crc32(name.encode()))
+        return words.reshape(*values.shape[:-1], -1), kind, back.astype(np.float32).reshape(values.shape)
+
+
+def _write_metadata(
+    writer: GGUFWriter, config: dict[str, Any], architecture: str, extra: dict[str, Any], split: str
+) -> None:
+    moe = "num_experts_per_tok" in config
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+    if moe and "expert_count" not in extra:
+        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if config.get("moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config.get("shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if config.get("clip_qkv"):
+        writer.add_clamp_kqv(config["clip_qkv"])
+    if architecture == "granitemoe":
+        writer.add_attention_scale(config["attention_multiplier"])
+        writer.add_embedding_scale(config["embedding_multiplier"])
+        writer.add_residual_scale(config["residual_multiplier"])
+        writer.add_logit_scale(config["logits_scaling"])
+    for key, value in extra.items():
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
+        add[type(value)](key if key.startswith("general.") else f"{architecture}.{key}", value)
+    add_tokenizer(writer, config["vocab_size"], split)
+
+
+def _tensors(source: Path) -> dict[str, NDArray[Any]]:
+    from safetensors.numpy import load_file
+
+    return dict(load_file(source / "model.safetensors"))
+
+
+def _tensor_count(source: Path, config: dict[str, Any], layout: Layout) -> int:
+    names = list(_tensors(source))
+    experts = [name for name in names if _EXPERT.fullmatch(name)]
+    stacked = {"stacked": 3, "fused": 2}.get(layout, 0) * config["num_hidden_layers"] if experts else 0
+    return len(names) - len(experts) + stacked if stacked else len(names)
+
+
+def _granite(
+    name: str,
+    values: Floats,
+    written: list[tuple[str, NDArray[Any], GGMLQuantizationType]],
+    pack: _Packing,
+) -> Floats:
+    """granite's experts come stacked, with gate and up in one."""
+    layer = name.split(".")[2]
+    if name.endswith("output_linear.weight"):
+        pieces = {"down": values}
+    else:
+        half = values.shape[1] // 2
+        pieces = {"gate": values[:, :half], "up": values[:, half:]}
+    back = []
+    for short, piece in pieces.items():
+        known = f"blk.{layer}.ffn_{short}_exps.weight"
+        words, kind, true = pack(known, np.ascontiguousarray(piece))
+        written.append((known, words, kind))
+        back.append(true)
+    return np.concatenate(back, axis=1)
+
+
+def _add_experts(
+    experts: dict[tuple[int, str], dict[int, tuple[str, Floats]]],
+    layout: Layout,
+    pack: _Packing,
+    written: list[tuple[str, NDArray[Any], GGMLQuantizationType]],
+    true: dict[str, Floats],
+) -> None:
+    for layer in sorted({layer for layer, _ in experts}):
+        packed: dict[str, list[tuple[NDArray[Any], GGMLQuantizationType]]] = {}
+        for short in ("gate", "up", "down"):
+            for expert, (name, values) in sorted(experts[layer, short].items()):
+                known = f"blk.{layer}.ffn_{short}.{expert}.weight"
+                asked = known if layout == "separate" else f"blk.{layer}.ffn_{short}_exps.weight"
+                words, kind, true[name] = pack(asked, values)
+                packed.setdefault(short, []).append((words, kind))
+                if layout == "separate":
+                    written.append((known, words, kind))
+        if layout == "separate":
+            continue
+        stacks = {short: np.stack([words for words, _ in found]) for short, found in packed.items()}
+        kinds = {short: found[0][1] for short, found in packed.items()}
+        if layout == "fused":
+            stacks["gate_up"] = np.concatenate([stacks.pop("gate"), stacks.pop("up")], axis=1)
+            kinds["gate_up"] = kinds["gate"]
+        for short, words in stacks.items():
+            written.append((f"blk.{layer}.ffn_{short}_exps.weight", words, kinds[short]))
+
+
+def _merged(
+    written: list[tuple[str, NDArray[Any], GGMLQuantizationType]],
+) -> list[tuple[str, NDArray[Any], GGMLQuantizationType]]:
+    found = {name: (words, kind) for name, words, kind in written}
+    for name in [name for name in found if ".attn_q." in name]:
+        pieces = [found.pop(name.replace("attn_q", f"attn_{short}")) for short in "qkv"]
+        found[name.replace("attn_q", "attn_qkv")] = (np.concatenate([words for words, _ in pieces]), pieces[0][1])
+    return [(name, words, kind) for name, (words, kind) in found.items()]
+
+
+def _write_truth(source: Path, truth: Path, tensors: dict[str, Floats]) -> None:
+    from safetensors.numpy import save_file
+
+    shutil.copytree(source, truth, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file(tensors, truth / "model.safetensors", metadata={"format": "pt"})
+
+
+def whole_blocks(family: str) -> dict[str, Any]:
+    """Sizes of a tiny model of ``family`` of which every row is whole blocks, whatever the format, and that has experts
+    in every layer if it has any."""
+    sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
+    sizes |= {"intermediate_size": 512, "num_hidden_layers": 2}
+    if family in ("mixtral", "granitemoe"):
+        sizes["num_local_experts"] = 4
+    if family in ("qwen2_moe", "qwen3_moe", "olmoe"):
+        sizes["num_experts"] = 4
+    if family in ("qwen2_moe", "qwen3_moe"):
+        sizes |= {"mlp_only_layers": [], "moe_intermediate_size": 256}
+    if family == "qwen2_moe":
+        sizes["shared_expert_intermediate_size"] = 256
+    return sizes
+
+
+def add_tokenizer(writer: GGUFWriter, size: int, split: str = "gpt-2") -> None:
+    tokens = ["<|endoftext|>", "<s>", "</s>", *TOKENS]
+    tokens += [f"<unused{i}>" for i in range(size - len(tokens))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(split)
+    writer.add_token_list(tokens[:size])
+    writer.add_token_types([3 if i < 3 else 1 for i in range(size)])
+    writer.add_token_merges([f"{token[0]} {token[1]}" for token in TOKENS if len(token) == 2])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
