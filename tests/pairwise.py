@@ -11,10 +11,10 @@ def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
     """Rows with one value of each of ``parameters``, in which all pairs of values of different parameters occur.
 
     The rows are always the same ones: each is the first of the full product that covers the most pairs still missing.
-    With one or two parameters that is the full product.
+    With one or two parameters, or without any value of one, that is the full product.
     """
     columns = [range(len(values)) for values in parameters]
-    if len(columns) <= 2:
+    if len(columns) <= 2 or not all(columns):
         return list(product(*parameters))
     missing = {
         (one, first, other, second)

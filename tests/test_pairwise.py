@@ -21,3 +21,7 @@ def test_there_are_far_fewer_rows_than_in_the_full_product() -> None:
     assert len(pairwise(range(5), range(4), range(3), range(2))) <= 22
     assert pairwise("ab", "cd", "ef") == pairwise("ab", "cd", "ef")
     assert pairwise("ab", [1]) == [("a", 1), ("b", 1)]
+
+
+def test_without_a_value_of_one_there_are_no_rows() -> None:
+    assert pairwise("ab", "", "cd") == []
