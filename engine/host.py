@@ -197,6 +197,7 @@ class Host:
 
     def _run(self, task: Task) -> AnyEvent:
         request = task.request
+        self._parts.observe("request", request, task.report)
         match request:
             case Load():
                 return self._load(task, request)
@@ -482,6 +483,7 @@ def serve(pipes: Pipes, parts: EngineParts) -> NoReturn:
     if pipes.log.problem is not None:
         writer.send(Notice(text=pipes.log.problem))
     host.start()
+    parts.observe("serving")
     while data := os.read(pipes.requests, READ_BYTES):
         try:
             requests = reader.feed(data)

@@ -6,6 +6,7 @@ import numpy as np
 
 from discovery.names import plain_text
 from engine.cluster.contributions import REASON_BYTES, NodeFailed
+from engine.cluster.parts import Observer, nobody_observes
 from engine.cluster.transport.exchange import Link, RingProtocolError
 from engine.runtimes.protocol import Interrupted, Logits
 
@@ -21,8 +22,9 @@ class Answers:
     :meth:`stop` from any thread, everything else from the one that runs the passes.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, observe: Observer = nobody_observes) -> None:
         self._link = link
+        self._observe = observe
         self._number = 0
         self._answered = True
         self._stop = 0
@@ -37,8 +39,14 @@ class Answers:
 
     def check(self) -> None:
         """Called between two layers. Raises Interrupted if the head gave up the pass."""
-        if self._stop == self._number:
+        self._observe("checked", self)
+        if self.stopped:
             raise Interrupted
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the head gave up the pass that runs now."""
+        return self._stop == self._number
 
     def done(self, logits: Logits | None) -> None:
         """``logits`` [vocabulary] or [rows, vocabulary], as far as they are wanted."""

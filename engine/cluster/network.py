@@ -221,6 +221,7 @@ class ClusterNetwork:
 
     def state(self, request_id: int = 0) -> NetworkState:
         """The current state for a screen."""
+        self._parts.observe("state")
         node, lender = self._node, self._lender
         for text in self._peers.take_notices():
             self._send(Notice(text=text))

@@ -12,16 +12,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-Moment = Literal["offered", "received", "addresses told", "command", "layer"]
+Moment = Literal[
+    "serving", "request", "state", "offered", "piece", "received", "addresses told", "command", "layer", "checked"
+]
 """Name of a moment at which the observer is called, in the thread that goes on afterwards:
 
+- ``serving``: the process reads its first request next; there is no subject;
+- ``request``: a request is about to be run; the subjects are the request and its progress callback;
+- ``state``: the network's state is about to be looked at for a screen; there is no subject;
 - ``offered``: a head offers weights; the subject is its node id;
+- ``piece``: a piece of the weights came; the subject is its number of bytes;
 - ``received``: weights came, or stopped coming, and the next transfer still waits; the subject is the head's node id;
 - ``addresses told``: another library's group is about to connect; the subject is the name of the exchange;
 - ``command``: a follower is about to run a command of its head; the subjects are the Follower and the command;
-- ``layer``: a follower is about to run a layer of experts for its head; the subject is the layer.
+- ``layer``: a follower is about to run a layer of experts for its head; the subject is the layer;
+- ``checked``: a machine that runs the whole model for a head is between two layers; the subject is its Answers.
 
-The last subject of ``command`` and ``layer`` is an Event that is set when the epoch ends.
+The last subject of ``command``, ``layer`` and ``checked`` is an Event that is set when the epoch ends.
 """
 
 
@@ -76,6 +83,9 @@ class EngineParts:
     effort: Effort = field(default_factory=Effort)
     greeting: Mapping[str, Any] = field(default_factory=dict)
     """Fields of its greeting in which the node does not say what it is, and their values."""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of its figures (:class:`engine.cluster.membership.control_messages.NodeFacts`) in which the node does not
+    say what it measured, and their values."""
     observe: Observer = nobody_observes
 
 

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import engine.cluster.membership.measuring_node as measuring
-import engine.cluster.worker.follower_work as work
 from engine.cluster.answers import Answers
-from engine.cluster.membership.control_messages import DataPiece, Received
-from engine.cluster.membership.server import Caller
-from engine.cluster.parts import THE_PRODUCT, EngineParts
-from engine.cluster.worker.lending import ClusterWorker
+from engine.cluster.membership.measuring_node import libraries
+from engine.cluster.parts import THE_PRODUCT, EngineParts, Moment
 from engine.planning.calibration import Curve
 
 
 def with_runtimes(names: Sequence[str]) -> EngineParts:
     """Only these are installed."""
-    measuring.runtimes = work.runtimes = lambda: list(names)  # type: ignore[attr-defined]
-    return THE_PRODUCT
+    versions = {name: version for name, version in libraries().items() if name in names}
+    return replace(THE_PRODUCT, figures={"runtimes": list(names), "libraries": versions})
 
 
 def on_one_cpu() -> EngineParts:
@@ -37,43 +34,38 @@ def saying(version: str | None = None, protocol: int | None = None) -> EnginePar
 
 def slow() -> EngineParts:
     """A token takes seconds, as it measures itself."""
-    measuring.load_speed = lambda *_: None  # type: ignore[attr-defined,assignment]
-    measuring.memory_rate = lambda *_: 1e5  # type: ignore[attr-defined,assignment]
-    measuring.expert_curve = lambda *_: Curve((1, 512), (0.05, 20.0))  # type: ignore[assignment]
-    return THE_PRODUCT
+    figures = {"memory_read": 1e5, "expert": Curve((1, 512), (0.05, 20.0)), "layer_overhead_s": {}}
+    return replace(THE_PRODUCT, figures=figures)
 
 
 def another(stopping: str | None = None) -> EngineParts:
     """Not the machine on which the others are. While the file ``slow`` is in the folder ``stopping``, its prompts stay
     at a layer until they are stopped: then it writes the files ``begun`` and ``stopped`` there."""
-    measuring.this_machine = measuring.processor = lambda: "another"  # type: ignore[attr-defined,assignment]
-    if stopping is not None:
-        folder, check = Path(stopping), Answers.check
+    parts = replace(THE_PRODUCT, figures=dict.fromkeys(("machine", "processor", "disk"), "another"))
+    if stopping is None:
+        return parts
+    folder = Path(stopping)
 
-        def slowly(self: Answers) -> None:
-            while (folder / "slow").exists() and self._stop != self._number:
-                (folder / "begun").touch()
-                time.sleep(0.01)
-            if self._stop == self._number:
-                (folder / "stopped").touch()
-            check(self)
+    def observe(moment: Moment, *subjects: object) -> None:
+        if moment != "checked":
+            return
+        answers, ended = subjects
+        assert isinstance(answers, Answers) and isinstance(ended, threading.Event)
+        while (folder / "slow").exists() and not answers.stopped and not ended.is_set():
+            (folder / "begun").touch()
+            time.sleep(0.01)
+        if answers.stopped:
+            (folder / "stopped").touch()
 
-        Answers.check = slowly  # type: ignore[method-assign]
-    return THE_PRODUCT
+    return replace(parts, observe=observe)
 
 
 def counting(path: str) -> EngineParts:
     """The sizes of the pieces of weights that come to it are written to the file, a line each."""
-    receive = ClusterWorker._receive
 
-    def counted(self: ClusterWorker, caller: Caller, pieces: Iterator[DataPiece]) -> Received:
-        def each() -> Iterator[DataPiece]:
-            for piece in pieces:
-                with Path(path).open("a") as file:
-                    print(len(piece.data), file=file)
-                yield piece
+    def observe(moment: Moment, *subjects: object) -> None:
+        if moment == "piece":
+            with Path(path).open("a") as file:
+                print(*subjects, file=file)
 
-        return receive(self, caller, each())
-
-    ClusterWorker._receive = counted  # type: ignore[method-assign]
-    return THE_PRODUCT
+    return replace(THE_PRODUCT, observe=observe)

@@ -31,6 +31,7 @@ from engine.planning.placement import Placement
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
 TinyModel = Callable[..., Path]
+BOTH = ["native", "torch"]
 
 
 @pytest.fixture
@@ -121,11 +122,11 @@ def test_what_a_gpu_keeps_needs_no_other_memory(
     gpu = GpuFacts(name="an L4", memory_total=24 << 30, memory_free=20 << 30)
     monkeypatch.setattr(lending, "torch_gpu", lambda *_: gpu)
     spec = msgspec.structs.replace(spec_of(pair, placement), runtime="torch")
-    assert gpu_shard_bytes(folder, spec, gpu, LendTerms()) == held
-    assert gpu_shard_bytes(folder, spec, gpu, LendTerms(lend_gpu_memory=0)) == 0
-    assert gpu_shard_bytes(folder, spec, gpu, LendTerms(lend_gpu_memory=1 << 20)) == 0
-    assert gpu_shard_bytes(folder, spec, None, LendTerms()) == 0
-    assert gpu_shard_bytes(folder, msgspec.structs.replace(spec, runtime="native"), gpu, LendTerms()) == 0
+    assert gpu_shard_bytes(folder, spec, gpu, LendTerms(), BOTH) == held
+    assert gpu_shard_bytes(folder, spec, gpu, LendTerms(lend_gpu_memory=0), BOTH) == 0
+    assert gpu_shard_bytes(folder, spec, gpu, LendTerms(lend_gpu_memory=1 << 20), BOTH) == 0
+    assert gpu_shard_bytes(folder, spec, None, LendTerms(), BOTH) == 0
+    assert gpu_shard_bytes(folder, msgspec.structs.replace(spec, runtime="native"), gpu, LendTerms(), BOTH) == 0
     for lent, said in ((None, "not connect"), (0, "Bob lends .* of memory and its share would take")):
         terms = LendTerms(lend_memory=layout.trunk_bytes + 1000, lend_gpu_memory=lent)
         lender = ClusterWorker(pair.nodes[1], terms=terms, connect_s=0.5)

@@ -18,6 +18,7 @@ from engine.cluster import commands
 from engine.cluster.central import CentralHead
 from engine.cluster.head.head_model import RingModel
 from engine.cluster.membership.control_messages import EpochMember, EpochSpec
+from engine.cluster.membership.measuring_node import runtimes
 from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.worker.follower import Follower
 from engine.cluster.worker.follower_work import CentralWork, FollowerTask
@@ -286,6 +287,7 @@ def test_a_follower_of_central_mode_keeps_its_experts_and_no_trunk(
         spec,
         folder,
         LendTerms(),
+        runtimes(),
         lambda *_: None,
         ran.append,
         lambda done, total: told.append((done, total)),

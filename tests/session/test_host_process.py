@@ -29,6 +29,7 @@ from engine.ipc.messages import (
     AnyRequest,
     BeamEstimates,
     Cancel,
+    Done,
     EstimateBeams,
     Failed,
     Finished,
@@ -315,7 +316,15 @@ def test_a_bug_is_one_sentence_and_the_log_has_the_rest(tmp_path: Path, model: P
         assert isinstance(process.ask(Load(id=3, model=str(model)))[-1], Loaded)
 
 
-@pytest.mark.parametrize("kind", ["number", "surrogate", "object", "long"])
+@pytest.mark.parametrize(
+    "held", [2**64, "\ud800", object(), "x" * 2**27], ids=["number", "surrogate", "object", "long"]
+)
+def test_what_no_frame_can_hold_is_not_packed(held: object) -> None:
+    with pytest.raises(ProtocolError):
+        pack(Done(id=1, path="x", detail=held))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["surrogate", "long"])
 def test_an_answer_that_no_frame_can_hold_is_an_error(home: Path, kind: str) -> None:
     with EngineProcess(home, hooked(host_hooks.answering_plans_with, kind=kind)) as process:
         for request in (1, 2):

@@ -171,7 +171,8 @@ class Surveyor:
             for future in asked:
                 found.facts.update(future.result())
             found.tried = trial.result(trying) if trial is not None else known or found.tried
-        found.facts[self._me] = measure_node(wanted, self._load.cpu_threads)
+        mine = measure_node(wanted, self._load.cpu_threads)
+        found.facts[self._me] = mine if node is None else node.reported(mine)
         if is_shard(self.folder):
             found.whole = False
             has, trunk = held_of(known_weights(self.folder), self._me)

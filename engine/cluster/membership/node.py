@@ -27,7 +27,8 @@ from discovery.mdns import Found, Neighbourhood
 from discovery.pairing_service import KIND as PAIR_KIND
 from discovery.pairing_service import PairingService, pair_with
 from discovery.peers import Peer, PeersFile, PeersWatch
-from engine.cluster.membership.control_messages import CONTROL_PROTOCOL, LENDING, Greeting, NodeLoad
+from engine.cluster.membership.control_messages import CONTROL_PROTOCOL, LENDING, Greeting, NodeFacts, NodeLoad
+from engine.cluster.membership.measuring_node import runtimes
 from engine.cluster.membership.peer_table import AnnouncedPeer, PeerTable
 from engine.cluster.membership.server import Caller, ControlServer, RpcMethod
 from engine.cluster.parts import THE_PRODUCT, EngineParts
@@ -199,6 +200,14 @@ class Node:
             lends=self.lends,
         )
         return msgspec.structs.replace(said, **self.parts.greeting)
+
+    def reported(self, measured: NodeFacts) -> NodeFacts:
+        """What this machine says of itself where ``measured`` is what it found out."""
+        return msgspec.structs.replace(measured, **self.parts.figures)
+
+    def runtimes(self) -> list[str]:
+        """The runtimes that this machine says it has, the default first."""
+        return list(self.parts.figures.get("runtimes") or runtimes())
 
     def load(self) -> NodeLoad:
         lent = self.lent()

@@ -21,7 +21,6 @@ from engine.cluster.epoch_links import EpochLinks, rank_context_of
 from engine.cluster.expert_runners import layers_for, load_experts
 from engine.cluster.formation import PassControl
 from engine.cluster.membership.control_messages import EpochSpec, Forming, GpuFacts
-from engine.cluster.membership.measuring_node import runtimes
 from engine.cluster.parts import Moment, Observer, nobody_observes
 from engine.cluster.transport.exchange import Buffer, Exchange, Link, PeerLost
 from engine.cluster.weights.transfer import outline
@@ -84,13 +83,16 @@ def shard_bytes(folder: Path, spec: EpochSpec) -> int:
     )
 
 
-def gpu_shard_bytes(folder: Path, spec: EpochSpec, gpu: GpuFacts | None, terms: LendTerms) -> int:
+def gpu_shard_bytes(
+    folder: Path, spec: EpochSpec, gpu: GpuFacts | None, terms: LendTerms, installed: Sequence[str]
+) -> int:
     """Bytes of this node's experts that ``gpu`` may keep on ``terms``, so that they need no other memory.
 
-    ``folder`` as in :func:`shard_bytes`. Raises ModelError if it cannot be read.
+    ``folder`` as in :func:`shard_bytes`. ``installed``: the runtimes that this machine has. Raises ModelError if the
+    folder cannot be read.
     """
     lent = lent_gpu(gpu, terms)
-    if lent is None or experts_runtime(spec.runtime, runtimes()) != "torch":
+    if lent is None or experts_runtime(spec.runtime, installed) != "torch":
         return 0
     load = load_of(spec, terms)
     sizes = read_headers(folder, load).sizes
@@ -126,7 +128,8 @@ class Work(Protocol):
 
 @dataclass(frozen=True)
 class FollowerTask:
-    """A follower's task in an epoch: the head's ``spec``, with the shard in ``folder``, on this machine's ``terms``.
+    """A follower's task in an epoch: the head's ``spec``, with the shard in ``folder``, on this machine's ``terms``, by
+    one of its ``installed`` runtimes.
 
     Called from any thread: ``ran`` with the tokens of each pass, ``warm`` with the bytes brought into memory and their
     total, ``notice`` with lines for the person here.
@@ -135,6 +138,7 @@ class FollowerTask:
     spec: EpochSpec
     folder: Path
     terms: LendTerms
+    installed: Sequence[str]
     progress: ProgressCallback
     ran: Callable[[int], None]
     warm: Callable[[int, int], None]
@@ -193,7 +197,7 @@ class WholeWork(_ModelFollowing):
         spec = task.spec
         load, runtime = load_of(spec, task.terms), runtime_named(spec.runtime)
         model = load_model(runtime, spec.model, task.folder, load, task.progress, known_whole=True)
-        self.answers = Answers(link)
+        self.answers = Answers(link, task.observe)
         model.between_layers = self.answers.check
         super().__init__(task, model, self.answers, link)
 
@@ -211,9 +215,8 @@ class CentralWork:
 
     def __init__(self, task: FollowerTask, exchange: Exchange) -> None:
         spec, folder = task.spec, task.folder
-        here = runtimes()
         # The head's runtime, if it is installed here, gives the bits of one machine.
-        own = experts_runtime(spec.runtime, here)
+        own = experts_runtime(spec.runtime, task.installed)
         context = rank_context_of(spec)
         load = load_of(spec, task.terms)
         self._experts = load_experts(own, folder, load, context, task.progress)
@@ -362,6 +365,7 @@ class Following:
         folder: Path,
         progress: ProgressCallback,
         terms: LendTerms,
+        installed: Sequence[str],
         notice: Callable[[str], None],
         observe: Observer = nobody_observes,
     ) -> None:
@@ -383,7 +387,7 @@ class Following:
         def of_epoch(moment: Moment, *subjects: object) -> None:
             observe(moment, *subjects, links.epoch.given_up)
 
-        task = FollowerTask(spec, folder, terms, progress, self._ran, self._warm, notice, of_epoch)
+        task = FollowerTask(spec, folder, terms, installed, progress, self._ran, self._warm, notice, of_epoch)
         self._work: Work
         self._whole: WholeWork | None = None
         if spec.whole:

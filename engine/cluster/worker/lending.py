@@ -286,7 +286,7 @@ class ClusterWorker:
 
     def _facts(self, caller: Caller, wanted: WantedFacts) -> NodeFacts:
         self._free_for(caller)
-        facts = measure_node(wanted, lent_threads(self._terms, wanted.threads))
+        facts = self._node.reported(measure_node(wanted, lent_threads(self._terms, wanted.threads)))
         has, trunk = held_of(wanted.weights, caller.node_id)
         exchanges = [str(name) for name in available_exchanges()]
         disk = facts.disk_free + reusable_bytes(wanted.weights, wanted.family, caller.node_id)
@@ -367,11 +367,16 @@ class ClusterWorker:
         if offered is None or need is None:
             raise ModelError("Weights came that nobody offered; form the ring again.", kind="network")
         store = ShardStore(locate("models"), caller.node_id)
-        chunks = (piece.data for piece in pieces)
+
+        def chunks() -> Iterator[bytes]:
+            for piece in pieces:
+                self._node.parts.observe("piece", len(piece.data))
+                yield piece.data
+
         with self._one_transfer():
             try:
                 folder = store.receive(
-                    offered, need.wanted, chunks, self._progress(caller), lambda: not caller.active()
+                    offered, need.wanted, chunks(), self._progress(caller), lambda: not caller.active()
                 )
             finally:
                 self._node.parts.observe("received", caller.node_id)
@@ -445,9 +450,9 @@ class ClusterWorker:
         def load() -> None:
             try:
                 folder = self._folder(spec, need)
-                observe = self._node.parts.observe
+                installed, observe = self._node.runtimes(), self._node.parts.observe
                 following = Following(
-                    spec, links, wanted.exchange, folder, progress, self._terms, self._notify, observe
+                    spec, links, wanted.exchange, folder, progress, self._terms, installed, self._notify, observe
                 )
                 with self._lock:
                     current = self._links is links and not stop.is_set()
@@ -510,7 +515,8 @@ class ClusterWorker:
         folder = self._need.folder
         taken = shard_bytes(folder, spec)
         if taken > self._terms.lend_memory:
-            taken -= gpu_shard_bytes(folder, spec, torch_gpu(None, "bfloat16", None), self._terms)
+            gpu = torch_gpu(None, "bfloat16", None)
+            taken -= gpu_shard_bytes(folder, spec, gpu, self._terms, self._node.runtimes())
         if taken > self._terms.lend_memory:
             raise ModelError(
                 f"{self._node.name} lends {byte_size(self._terms.lend_memory)} of memory and its share would take "
