@@ -50,7 +50,8 @@ chat: $(VENV)/.installed
 
 # Three workers with one torch thread each: a worker whose test waits for another process leaves its core to the others.
 # A file's tests stay on one worker, in the order of tests/conftest.py: the files that take longest first.
-TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+# Compiled modules are kept, as the tests start hundreds of interpreters.
+TESTS := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 BENCHMARKS := tests/benchmarks tests/papers
 

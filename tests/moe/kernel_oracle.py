@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 from typing import Any
 
 import numpy as np
@@ -29,11 +31,19 @@ def rounded(values: NDArray[Any]) -> Wide:
     return from_bf16(to_bf16(values)).astype(np.float64)
 
 
+def _words(values: NDArray[Any], dtype: str) -> NDArray[np.uint16] | NDArray[np.uint32]:
+    if dtype == "BF16":
+        return to_bf16(values)
+    if dtype == "F16":
+        return np.ascontiguousarray(values, dtype=np.float16).view(np.uint16)
+    return np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+
+
 def stored(values: NDArray[Any], dtype: str, skew: int = 0, gap: int = 0) -> StoredTensor:
     """``values`` in memory, ``skew`` elements off a multiple of 64 bytes, with ``gap`` elements between rows."""
-    words = to_bf16(values) if dtype == "BF16" else np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    words = _words(values, dtype)
     rows, width = (1, words.shape[0]) if words.ndim == 1 else words.shape
-    memory = np.full(rows * (width + gap) + 64 + skew, 0xFFFF if dtype == "BF16" else 0xFFFFFFFF, dtype=words.dtype)
+    memory = np.full(rows * (width + gap) + 64 + skew, 0xFFFFFFFF >> (32 - 8 * words.itemsize), dtype=words.dtype)
     start = -memory.ctypes.data % 64 // words.itemsize + skew
     view = memory[start : start + rows * (width + gap)].reshape(rows, width + gap)[:, :width]
     view[:] = words.reshape(rows, width)
@@ -42,7 +52,21 @@ def stored(values: NDArray[Any], dtype: str, skew: int = 0, gap: int = 0) -> Sto
 
 def wide(tensor: StoredTensor) -> Wide:
     words = np.ascontiguousarray(tensor.words)
-    return (from_bf16(words) if tensor.dtype == "BF16" else words.view(np.float32)).astype(np.float64)
+    if tensor.dtype == "BF16":
+        return from_bf16(words).astype(np.float64)
+    return words.view(np.float16 if tensor.dtype == "F16" else np.float32).astype(np.float64)
+
+
+def before_a_hole(words: NDArray[Any]) -> NDArray[Any]:
+    """A copy that ends where the memory does: the page after it cannot be read."""
+    held = -(-words.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, held + mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    no_access = 0
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + held), mmap.PAGESIZE, no_access) == 0
+    copy = np.frombuffer(memory, words.dtype, words.size, held - words.nbytes).reshape(words.shape)
+    copy[:] = words
+    return copy
 
 
 def expert(

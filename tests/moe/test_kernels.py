@@ -21,6 +21,7 @@ from engine.moe.kernels.layers import Gate, LayerExperts, linear
 from engine.moe.kernels.pool import Pool
 
 SETS = available()
+DTYPES = ["BF16", "F32", "F16"]
 GATES = [Gate("silu"), Gate("gelu"), Gate("gelu_tanh"), Gate("relu"), Gate("clamped", alpha=1.702, limit=1.1)]
 
 pytestmark = pytest.mark.skipif(
@@ -108,7 +109,7 @@ def close(got: NDArray[Any], want: NDArray[Any], part: float) -> None:
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_matrix_of_any_size_times_any_number_of_rows(name: str, dtype: str, pool: Pool) -> None:
     generator = np.random.default_rng(0)
     for rows, columns in [(1, 1), (3, 2), (33, 47), (64, 31), (35, 1057), (100, 2111)]:
@@ -123,7 +124,7 @@ def test_a_matrix_of_any_size_times_any_number_of_rows(name: str, dtype: str, po
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_matrices_anywhere_in_memory(name: str, dtype: str, pool: Pool, data: st.DataObject) -> None:
@@ -141,7 +142,7 @@ def test_matrices_anywhere_in_memory(name: str, dtype: str, pool: Pool, data: st
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_does_not_depend_on_the_others(name: str, dtype: str, pool: Pool) -> None:
     """To the bit, among few rows and among many; nor on the number of threads."""
     generator = np.random.default_rng(3)
@@ -158,11 +159,44 @@ def test_a_row_does_not_depend_on_the_others(name: str, dtype: str, pool: Pool) 
         other.close()
 
 
+@pytest.mark.parametrize("name", SETS)
+def test_every_half_is_what_numpy_reads(name: str, pool: Pool) -> None:
+    """Subnormal, infinite and no number included, in whole vectors and beside them, with few rows and with many."""
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    want = halves.view(np.float16).astype(np.float32)
+    weight = oracle.StoredTensor("F16", halves[:, None])
+    row = oracle.StoredTensor("F16", np.ascontiguousarray(halves.reshape(-1, 64)))
+    for tokens in (1, 17):
+        assert np.array_equal(linear(pool, choice(name), weight, None, np.ones((tokens, 1), np.float32))[0], want, True)
+    finite = np.nan_to_num(want, nan=0, posinf=0, neginf=0).reshape(-1, 64)
+    row.words[~np.isfinite(want).reshape(-1, 64)] = 0
+    one_each = np.eye(64, dtype=np.float32)
+    for first in range(0, 64, 16):
+        assert (
+            linear(pool, choice(name), row, None, one_each[first : first + 16]) == finite[:, first : first + 16].T
+        ).all()
+    assert (linear(pool, choice(name), row, None, one_each) == finite.T).all()
+
+
+@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_is_read_past_the_last_value(name: str, dtype: str, pool: Pool) -> None:
+    """The matrix ends where the memory does: the page after it cannot be read."""
+    generator = np.random.default_rng(6)
+    for rows, columns in ((5, 33), (67, 97), (4, 64)):
+        weight = oracle.stored(generator.standard_normal((rows, columns)), dtype)
+        at_the_end = oracle.StoredTensor(dtype, oracle.before_a_hole(np.ascontiguousarray(weight.words)))
+        for tokens in (1, 4, 20):
+            x = generator.standard_normal((tokens, columns)).astype(np.float32)
+            found = linear(pool, choice(name), at_the_end, None, x)
+            assert (found == linear(pool, choice(name), weight, None, x)).all()
+
+
 # ---- Experts ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gate", GATES, ids=lambda gate: str(gate.kind))
 def test_experts_with_every_activation(name: str, dtype: str, gate: Gate, pool: Pool) -> None:
     for tokens in (1, 4, 40):
@@ -170,7 +204,7 @@ def test_experts_with_every_activation(name: str, dtype: str, gate: Gate, pool: 
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_experts_with_any_number_of_tokens(name: str, dtype: str, pool: Pool) -> None:
     """Some experts get none, some few and some many; some routes are somebody else's."""
     for tokens in (0, 1, 2, 7, 12, 16, 17, 33, 70):
@@ -180,7 +214,7 @@ def test_experts_with_any_number_of_tokens(name: str, dtype: str, pool: Pool) ->
 
 
 @pytest.mark.parametrize("name", SETS)
-@pytest.mark.parametrize("dtype", ["BF16", "F32"])
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_that_scale_the_input(name: str, dtype: str, pool: Pool) -> None:
     for tokens in (1, 5, 40, 60):
         Case(tokens, 80, 48, dtype, GATES[0], tokens=tokens, absent=0.1).check(pool, name, scale_input=True)
@@ -196,7 +230,7 @@ def test_experts_of_any_shape(name: str, pool: Pool, data: st.DataObject) -> Non
         data.draw(st.integers(0, 1000)),
         hidden,
         ffn,
-        data.draw(st.sampled_from(["BF16", "F32"])),
+        data.draw(st.sampled_from(DTYPES)),
         data.draw(st.sampled_from(GATES)),
         tokens=tokens,
         experts=experts,
@@ -268,9 +302,9 @@ def test_an_expert_that_does_not_exist_is_refused(pool: Pool) -> None:
 def test_weights_that_cannot_be_read_in_place_are_refused() -> None:
     generator = np.random.default_rng(0)
     weights = oracle.expert(generator, 32, 16, "BF16", biases=False)
-    half = oracle.StoredTensor("F16", weights.gate.words)
+    other = oracle.StoredTensor("F8_E4M3", weights.gate.words)
     across = oracle.StoredTensor("BF16", np.ascontiguousarray(weights.gate.words.T).T)
-    for wrong, text in ((half, "stored as F16"), (across, "side by side")):
+    for wrong, text in ((other, "stored as F8_E4M3"), (across, "side by side")):
         broken = oracle.ExpertWeights(gate=wrong, up=weights.up, down=weights.down)
         with pytest.raises(ModelError, match=text):
             LayerExperts({0: broken}, 1, GATES[0], choice(SETS[0]))

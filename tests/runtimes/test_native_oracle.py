@@ -10,7 +10,7 @@ import pytest
 from native_oracle import load_native, needs_kernels
 from subjects import prompt_of
 from tiny_models import write_tiny_model
-from torch_oracle import library_run, our_run, worst
+from torch_oracle import library_run, our_run, typical, worst
 
 from engine.moe.kernels.bindings import available
 
@@ -95,6 +95,20 @@ def test_any_number_of_threads_gives_the_same(threads: int, tmp_path: Path) -> N
     tokens = prompt_of(60)
     assert worst([other.start().extend(tokens)], [one.start().extend(tokens)]) < LIMIT
     assert other.facts.trunk.endswith(f", {threads} thread{'s' if threads > 1 else ''})")
+
+
+@pytest.mark.parametrize("instructions", available())
+@pytest.mark.parametrize(("family", "biases"), [("llama", True), ("mixtral", False)])
+def test_float16_weights_are_those_of_the_library_in_float32(
+    instructions: str, family: str, biases: bool, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the rounding of float32; in bfloat16, which only the cache and attention are in, to the rounding of that."""
+    options = {"attention_bias": True, "mlp_bias": True} if biases else {}
+    folder, tokens = tiny_model(family, dtype="float16", **options), prompt_of(27)
+    monkeypatch.setenv("PRIVATELLM_KERNELS", instructions)
+    answer, theirs = library_run(folder, tokens, chunks=1, dtype="float32")
+    assert worst(our_run(load_native(folder, dtype="float32"), tokens, 1, answer), theirs) < LIMIT
+    assert typical(our_run(load_native(folder), tokens, 1, answer), theirs) < 1e-2
 
 
 @pytest.mark.parametrize("instructions", available())

@@ -59,7 +59,7 @@ def test_nodes_with_other_numbers_of_threads_compute_the_same(tiny_model: TinyMo
 
 
 @pytest.mark.parametrize("instructions", available())
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_every_instruction_set(
     instructions: str, dtype: str, tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:

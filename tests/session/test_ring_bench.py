@@ -20,7 +20,7 @@ from engine.bench.local_ring import bound, cores_here, shared_out
 from engine.bench.ring import bench_ring, ring_of_one
 from engine.bench.ring_table import COLUMNS
 from engine.bench.synthetic_moe import MoeShape, write_moe
-from engine.calibration import memory_rate
+from engine.calibration import memory_rate, synthetic_experts
 from engine.calibration.synthetic_experts import experts_at_once
 from engine.cluster.membership.measuring_node import central_seconds, layer_seconds
 from engine.errors import Cancelled, ModelError
@@ -35,6 +35,9 @@ needs_kernels = pytest.mark.skipif(not choose("bfloat16").native, reason="the na
 
 LITTLE_MEMORY = 64 << 20
 """Bytes that seem to be free, so that the buffers with which the rate of memory is measured are small."""
+
+AT_ONCE_S = 0.01
+"""Time of each round in which experts of several processes are measured, in seconds."""
 
 SMALL = MoeShape(layers=2, hidden=64, ffn=96, experts=4, experts_per_token=2, heads=4, key_value_heads=2, vocabulary=64)
 
@@ -56,6 +59,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(ring, "STEPS", 4)
+    monkeypatch.setattr(synthetic_experts, "AT_ONCE_S", AT_ONCE_S)
     monkeypatch.setattr(memory_rate, "available_bytes", lambda: LITTLE_MEMORY)
     before = set(psutil.Process().children(recursive=True))
     yield made
@@ -217,7 +221,8 @@ def test_what_a_layer_costs_is_measured() -> None:
 
 
 @needs_kernels
-def test_experts_of_several_processes_are_measured() -> None:
+def test_experts_of_several_processes_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(synthetic_experts, "AT_ONCE_S", AT_ONCE_S)
     shape = ExpertShape(hidden=64, ffn=96, dtype="F32", expert_bytes=3 * 64 * 96 * 4)
     assert experts_at_once(shape, 1, 1) == 1.0
     assert 1.0 <= experts_at_once(shape, 1, 2) <= 2.0

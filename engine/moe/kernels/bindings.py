@@ -20,14 +20,14 @@ from engine.errors import ModelError
 Dtype = Literal["bfloat16", "float32"]
 """What a model computes with; ``float32`` keeps activations in float32 whatever the weights are stored as."""
 
-VERSION = 4
+VERSION = 5
 """PLLM_VERSION of native/privatellm_kernels.h; a library of another version is not used."""
 
 VARIABLE = "PRIVATELLM_KERNELS"
 SETS = {"scalar": 0, "avx2": 1, "avx512f": 2, "avx512_bf16": 3, "neon": 4}
 """The instruction sets and their numbers in privatellm_kernels.h."""
 
-WEIGHT_DTYPES = {"BF16": 1, "F32": 2}
+WEIGHT_DTYPES = {"BF16": 1, "F32": 2, "F16": 14}
 """Plain formats of weights (safetensors' names) that the kernels read, and their numbers in the library."""
 
 PACKED_FORMATS = {

@@ -8,7 +8,9 @@ from engine.ipc.messages import Load
 from engine.models.files import ModelFiles
 from engine.moe.kernels.bindings import Dtype
 
-NAMES: Mapping[str, Dtype] = {"BF16": "bfloat16", "F32": "float32"}
+NAMES: Mapping[str, Dtype] = {"BF16": "bfloat16", "F32": "float32", "F16": "bfloat16"}
+"""What is computed with weights stored as the key, unless a person says otherwise. The cache of a
+model in float16 holds bfloat16; what its weights multiply is float32."""
 
 
 def bulk_dtype(files: ModelFiles) -> str:

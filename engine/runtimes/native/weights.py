@@ -19,9 +19,12 @@ from engine.runtimes.native.shape import Shape
 
 
 def to_float32(tensor: StoredTensor) -> NDArray[np.float32]:
-    """A copy in float32; for what is small (norms, biases). Raises ModelError for another type than BF16 or F32."""
+    """A copy in float32; for what is small (norms, biases). Raises ModelError for another type than BF16, F16
+    or F32."""
     if tensor.dtype == "F32":
         return np.array(tensor.words.view(np.float32))
+    if tensor.dtype == "F16":
+        return tensor.words.view(np.float16).astype(np.float32)
     if tensor.dtype == "BF16":
         return (tensor.words.astype(np.uint32) << np.uint32(16)).view(np.float32)
     raise ModelError(f"A tensor of the trunk is stored as {tensor.dtype}, which the native kernels cannot read.")

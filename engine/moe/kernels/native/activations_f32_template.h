@@ -9,19 +9,22 @@
 #define FACTOR_ADD(weight, token, sum) V_FMA(weight, token, sum)
 
 ALWAYS_INLINE V SET(weight)(const void *from, int dtype) {
-    return dtype == PLLM_BF16 ? V_LOAD_BF16((const uint16_t *)from) : V_LOAD((const float *)from);
+    return dtype == PLLM_BF16  ? V_LOAD_BF16((const uint16_t *)from)
+           : dtype == PLLM_F16 ? V_LOAD_F16((const uint16_t *)from)
+                               : V_LOAD((const float *)from);
 }
 
 ALWAYS_INLINE V SET(weight_some)(const void *from, int64_t count, int dtype) {
-    uint32_t words[W] = {0};
-    float values[W];
+    float values[W] = {0};
     for (int64_t i = 0; i < count; i++) {
+        const uint32_t word = dtype == PLLM_BF16 ? (uint32_t)((const uint16_t *)from)[i] << 16 : 0;
         if (dtype == PLLM_BF16)
-            words[i] = (uint32_t)((const uint16_t *)from)[i] << 16;
+            memcpy(&values[i], &word, 4);
+        else if (dtype == PLLM_F16)
+            values[i] = half_to_float((const uint16_t *)from + i);
         else
-            memcpy(&words[i], (const char *)from + 4 * i, 4);
+            memcpy(&values[i], (const char *)from + 4 * i, 4);
     }
-    memcpy(values, words, sizeof values);
     return V_LOAD(values);
 }
 

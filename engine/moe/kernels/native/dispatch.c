@@ -89,6 +89,8 @@ void pllm_add_bias(float *y, int64_t y_stride, int64_t tokens, const void *bias,
             memcpy(&half, (const char *)bias + (first + n) * 2, 2);
             const uint32_t word = (uint32_t)half << 16;
             memcpy(&value, &word, 4);
+        } else if (dtype == PLLM_F16) {
+            value = half_to_float((const char *)bias + (first + n) * 2);
         } else {
             memcpy(&value, (const char *)bias + (first + n) * 4, 4);
         }

@@ -124,6 +124,10 @@ void pllm_open_unit(int dtype, const uint8_t *from, int64_t values, packed_unit 
 
 void pllm_unpack_row(int dtype, const void *from, float *to, int64_t values) {
     const uint8_t *at = from;
+    if (dtype == PLLM_F16) {
+        for (int64_t i = 0; i < values; i++) to[i] = half_to_float(at + 2 * i);
+        return;
+    }
     const int lowered = dtype == PLLM_Q4_1 || dtype == PLLM_Q5_1 || dtype == PLLM_Q4_K || dtype == PLLM_Q5_K;
     for (int64_t first = 0; first < values; first += UNIT) {
         packed_unit unit;

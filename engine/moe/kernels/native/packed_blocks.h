@@ -17,11 +17,12 @@
 #define FINEST 16
 #define UNIT_SCALES (UNIT / FINEST)
 
-static inline int is_packed(int dtype) { return dtype > PLLM_F32; }
+static inline int is_packed(int dtype) { return dtype > PLLM_F32 && dtype < PLLM_F16; }
 
 static inline int64_t block_values(int dtype) {
     switch (dtype) {
     case PLLM_BF16:
+    case PLLM_F16:
     case PLLM_F32: return 1;
     case PLLM_Q4_K:
     case PLLM_Q5_K:
@@ -33,7 +34,8 @@ static inline int64_t block_values(int dtype) {
 
 static inline int64_t block_bytes(int dtype) {
     switch (dtype) {
-    case PLLM_BF16: return 2;
+    case PLLM_BF16:
+    case PLLM_F16: return 2;
     case PLLM_F32: return 4;
     case PLLM_Q4_0:
     case PLLM_IQ4_NL: return 18;

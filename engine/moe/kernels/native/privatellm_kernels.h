@@ -1,6 +1,7 @@
 /* The C interface of the native kernels: plain C, no Python, no libtorch. All pointers are the caller's.
 
-   Weights are matrices of rows [rows, columns] as they lie in a file (bfloat16, float32 or packed, any alignment);
+   Weights are matrices of rows [rows, columns] as they lie in a file (bfloat16, float16, float32 or packed, any
+   alignment);
    activations and results are float32 rows. Functions that can fail return 0 or one of the PLLM_E... codes.
 
    Functions named ..._part run inside a region (pllm_pool_run): every thread of the pool calls them with its own
@@ -18,7 +19,7 @@
 #endif
 
 /* Raised whenever a structure or a function of this file changes: the Python side refuses another number. */
-#define PLLM_VERSION 4
+#define PLLM_VERSION 5
 
 enum { PLLM_OK = 0, PLLM_E_SET = -1, PLLM_E_MEMORY = -2, PLLM_E_ARGUMENT = -3 };
 
@@ -56,11 +57,12 @@ PLLM_API void *pllm_pool_shared(pllm_pool *pool);
 
 /* ---- Matrices --------------------------------------------------------------------------------------------- */
 
-/* Those after PLLM_F32 are packed: blocks of 32 or 256 values, as GGUF files hold them. */
+/* From PLLM_Q4_0 to PLLM_MXFP4 they are packed: blocks of 32 or 256 values, as GGUF files hold them. PLLM_F16 is IEEE's
+   half precision. */
 enum {
     PLLM_BF16 = 1, PLLM_F32 = 2, PLLM_Q4_0 = 3, PLLM_Q4_1 = 4, PLLM_Q5_0 = 5, PLLM_Q5_1 = 6, PLLM_Q8_0 = 7,
     PLLM_Q4_K = 8, PLLM_Q5_K = 9, PLLM_Q6_K = 10, PLLM_IQ4_NL = 11, PLLM_IQ4_XS = 12, PLLM_MXFP4 = 13,
-    PLLM_DTYPES = 14
+    PLLM_F16 = 14, PLLM_DTYPES = 15
 };
 
 typedef struct pllm_matrix {
@@ -71,7 +73,7 @@ typedef struct pllm_matrix {
     int32_t reserved;
 } pllm_matrix;
 
-/* Packed weights as float32, to the bit what ggml gives; `values` are whole blocks. */
+/* Packed weights or PLLM_F16 as float32, to the bit what ggml gives; `values` are whole blocks. */
 PLLM_API void pllm_unpack_row(int dtype, const void *from, float *to, int64_t values);
 
 /* Input rows in the form the kernels of `set` read for weights of `dtype`: padded, rounded to bfloat16 for

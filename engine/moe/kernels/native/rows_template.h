@@ -5,8 +5,9 @@
    V_FMA(a, b, c)              a * b + c
    V_ROUND(v), V_POW2(v)       to the nearest whole number; 2 to the power of a whole number
    V_SUM(v), V_SUM4(a, b, c, d, to)   the sum of the lanes; of four vectors, to to[0..3]
-   V_LOAD_BF16(p)              W bfloat16 values, widened
+   V_LOAD_BF16(p), V_LOAD_F16(p)       W values, widened
    V_LOW(v), V_HIGH(v)         the lower and the upper bfloat16 of each lane, widened
+   V_LOW_F16(v), V_HIGH_F16(v) the same of float16
    V_TRANSPOSE(rows)           W vectors, lanes as 32-bit words
    V_SELECT_POSITIVE(v, a, b)  a where v >= 0, else b
    FEW_TOKENS                  tokens whose accumulators fit beside four rows of weights
@@ -31,7 +32,10 @@
 #define WHOLE_BYTES 65536    /* the same where the weights pass only once: better in one piece, from the second level */
 #define PREFETCH_LINES 32
 
-static inline int64_t SET(bytes_of)(int dtype) { return dtype == PLLM_BF16 ? 2 : 4; }
+static inline int64_t SET(bytes_of)(int dtype) { return dtype == PLLM_F32 ? 4 : 2; }
+
+/* Of what a table holds for each plain format, or each that the set reads. */
+static inline int SET(place_of)(int dtype) { return dtype == PLLM_F32 ? 1 : dtype == PLLM_F16 ? 2 : 0; }
 
 /* Packed weights become these before they are packed into a panel. */
 #define OPENED_DTYPE (PER_WORD == 2 ? PLLM_BF16 : PLLM_F32)
@@ -45,7 +49,7 @@ static inline int64_t SET(bytes_of)(int dtype) { return dtype == PLLM_BF16 ? 2 :
 ALWAYS_INLINE void SET(accumulate)(const char *w, const int dtype, int64_t row_bytes, int64_t columns,
                                    const char *const *in, V sum[ROWS_TOGETHER][FEW_TOKENS], const int R, const int M,
                                    int64_t ahead) {
-    const int64_t size = dtype == PLLM_BF16 ? 2 : 4, whole = columns / STEP * STEP;
+    const int64_t size = SET(bytes_of)(dtype), whole = columns / STEP * STEP;
     const int turns = MIN(ROWS_TOGETHER, 64 / (STEP * (int)size));
     for (int64_t k = 0; k < whole; k += STEP) {
         FACTOR token[FEW_TOKENS];
@@ -116,10 +120,14 @@ typedef void (*SET(products_function))(const char *w, int64_t row_bytes, int64_t
 #define DOTS_BF16(M) DOTS(bf16, PLLM_BF16, 4, M) DOTS(bf16, PLLM_BF16, 1, M) PRODUCTS(bf16, PLLM_BF16, M)
 #define NAMES_BF16(M) SET(bf16_4_##M), SET(bf16_1_##M)
 #if PER_WORD == 1
-#define DOTS_ALL(M) DOTS_BF16(M) DOTS(f32, PLLM_F32, 4, M) DOTS(f32, PLLM_F32, 1, M) PRODUCTS(f32, PLLM_F32, M)
-#define DOTS_NAMES(M) {NAMES_BF16(M), SET(f32_4_##M), SET(f32_1_##M)}
-#define PRODUCTS_NAMES(M) {SET(bf16_products_##M), SET(f32_products_##M)}
+#define FORMATS 3
+#define DOTS_F32(M) DOTS(f32, PLLM_F32, 4, M) DOTS(f32, PLLM_F32, 1, M) PRODUCTS(f32, PLLM_F32, M)
+#define DOTS_F16(M) DOTS(f16, PLLM_F16, 4, M) DOTS(f16, PLLM_F16, 1, M) PRODUCTS(f16, PLLM_F16, M)
+#define DOTS_ALL(M) DOTS_BF16(M) DOTS_F32(M) DOTS_F16(M)
+#define DOTS_NAMES(M) {NAMES_BF16(M), SET(f32_4_##M), SET(f32_1_##M), SET(f16_4_##M), SET(f16_1_##M)}
+#define PRODUCTS_NAMES(M) {SET(bf16_products_##M), SET(f32_products_##M), SET(f16_products_##M)}
 #else
+#define FORMATS 1
 #define DOTS_ALL(M) DOTS_BF16(M)
 #define DOTS_NAMES(M) {NAMES_BF16(M)}
 #define PRODUCTS_NAMES(M) {SET(bf16_products_##M)}
@@ -136,8 +144,8 @@ DOTS_ALL(5)
 DOTS_ALL(6)
 #endif
 
-/* By tokens - 1; then four rows or one, of bfloat16, and the same of float32. */
-static const SET(dots_function) SET(dots_table)[FEW_TOKENS][4 / PER_WORD] = {
+/* By tokens - 1; then four rows or one of each format. */
+static const SET(dots_function) SET(dots_table)[FEW_TOKENS][2 * FORMATS] = {
     DOTS_NAMES(1), DOTS_NAMES(2),
 #if FEW_TOKENS >= 3
     DOTS_NAMES(3),
@@ -147,8 +155,8 @@ static const SET(dots_function) SET(dots_table)[FEW_TOKENS][4 / PER_WORD] = {
 #endif
 };
 
-/* By tokens - 1; then bfloat16 and float32. */
-static const SET(products_function) SET(products_table)[FEW_TOKENS][2 / PER_WORD] = {
+/* By tokens - 1; then by format. */
+static const SET(products_function) SET(products_table)[FEW_TOKENS][FORMATS] = {
     PRODUCTS_NAMES(1), PRODUCTS_NAMES(2),
 #if FEW_TOKENS >= 3
     PRODUCTS_NAMES(3),
@@ -182,7 +190,7 @@ static void SET(few)(const void *weights, int dtype, int64_t stride, int64_t row
     const int64_t chunk = fitting * 5 / 4 < columns ? fitting : columns;
     if (parts == 1 && chunk == columns && rows >= ROWS_TOGETHER) {
         const int64_t most = rows / ROWS_TOGETHER * ROWS_TOGETHER;
-        SET(products_table)[tokens - 1][dtype == PLLM_F32](w, row_bytes, most, columns, x, y, y_stride, add);
+        SET(products_table)[tokens - 1][SET(place_of)(dtype)](w, row_bytes, most, columns, x, y, y_stride, add);
         w += most * row_bytes;
         y += most;
         rows -= most;
@@ -197,7 +205,7 @@ static void SET(few)(const void *weights, int dtype, int64_t stride, int64_t row
             for (int64_t row = group; row < end;) {
                 const int64_t together = end - row < ROWS_TOGETHER ? 1 : ROWS_TOGETHER;
                 const int64_t ahead = row + together < end ? together * row_bytes : turn - (row - group) * row_bytes;
-                const int kind = (together == 1) + (dtype == PLLM_F32 ? 2 : 0);
+                const int kind = (together == 1) + 2 * SET(place_of)(dtype);
                 for (int64_t part = 0; part < parts; part++) {
                     const int64_t m = tokens * part / parts, width = tokens * (part + 1) / parts - m;
                     V *sum = sums + (row - group) * tokens + m * together;
@@ -236,9 +244,10 @@ static void SET(pack)(float *panel, const char *w, int dtype, int64_t row_bytes,
             V_TRANSPOSE(lanes);
             float *to = panel + k / PER_WORD * PANEL_ROWS + first;
             UNROLL for (int i = 0; i < W; i++) {
-                if (PER_WORD == 1 && dtype == PLLM_BF16) {
-                    V_STORE(to + 2 * i * PANEL_ROWS, V_LOW(lanes[i]));
-                    V_STORE(to + (2 * i + 1) * PANEL_ROWS, V_HIGH(lanes[i]));
+                if (PER_WORD == 1 && size == 2) {
+                    const int half = dtype == PLLM_F16;
+                    V_STORE(to + 2 * i * PANEL_ROWS, half ? V_LOW_F16(lanes[i]) : V_LOW(lanes[i]));
+                    V_STORE(to + (2 * i + 1) * PANEL_ROWS, half ? V_HIGH_F16(lanes[i]) : V_HIGH(lanes[i]));
                 } else {
                     V_STORE(to + i * PANEL_ROWS, lanes[i]);
                 }

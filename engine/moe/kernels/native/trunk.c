@@ -202,7 +202,7 @@ static void embed(walk *w) {
     for (int64_t row = share_start(w); row < share_end(w); row++) {
         float *h = w->h + row * trunk->hidden;
         const char *from = (const char *)table->data + job->pass->ids[row] * bytes;
-        if (is_packed(table->dtype)) {
+        if (is_packed(table->dtype) || table->dtype == PLLM_F16) {
             pllm_unpack_row(table->dtype, from, h, trunk->hidden);
             job->set->load(h, h, trunk->embedding_scale, trunk->hidden, PLLM_F32);
         } else {

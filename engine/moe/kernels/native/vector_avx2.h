@@ -21,6 +21,13 @@ ALWAYS_INLINE __m256 avx2_load_bf16(const uint16_t *from) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
 
+/* The lower 16 bits of each lane, packed side by side and widened. */
+ALWAYS_INLINE __m256 avx2_low_f16(__m256i words) {
+    const __m256i low = _mm256_and_si256(words, _mm256_set1_epi32(0xffff));
+    const __m256i halves = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, low), 0x08);
+    return _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+}
+
 ALWAYS_INLINE __m256 avx2_pow2(__m256 v) {
     __m256i n = _mm256_add_epi32(_mm256_cvtps_epi32(v), _mm256_set1_epi32(127));
     return _mm256_castsi256_ps(_mm256_slli_epi32(n, 23));
@@ -62,5 +69,8 @@ ALWAYS_INLINE void avx2_transpose(__m256 r[8]) {
 #define V_LOAD_BF16(from) avx2_load_bf16(from)
 #define V_LOW(v) _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(v), 16))
 #define V_HIGH(v) _mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32((int)0xffff0000U)))
+#define V_LOAD_F16(from) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(from)))
+#define V_LOW_F16(v) avx2_low_f16(_mm256_castps_si256(v))
+#define V_HIGH_F16(v) avx2_low_f16(_mm256_srli_epi32(_mm256_castps_si256(v), 16))
 #define V_TRANSPOSE(rows) avx2_transpose(rows)
 #define V_SELECT_POSITIVE(v, a, b) _mm256_blendv_ps(b, a, _mm256_cmp_ps(v, V_ZERO, _CMP_GE_OQ))

@@ -22,6 +22,8 @@ ALWAYS_INLINE __m512 avx512f_load_bf16(const uint16_t *from) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 
+ALWAYS_INLINE __m512 avx512f_low_f16(__m512i words) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words)); }
+
 ALWAYS_INLINE __m512 avx512f_pow2(__m512 v) {
     __m512i n = _mm512_add_epi32(_mm512_cvtps_epi32(v), _mm512_set1_epi32(127));
     return _mm512_castsi512_ps(_mm512_slli_epi32(n, 23));
@@ -70,5 +72,8 @@ ALWAYS_INLINE void avx512f_transpose(__m512 r[16]) {
 #define V_LOW(v) _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(v), 16))
 #define V_HIGH(v) \
     _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32((int)0xffff0000U)))
+#define V_LOAD_F16(from) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)(from)))
+#define V_LOW_F16(v) avx512f_low_f16(_mm512_castps_si512(v))
+#define V_HIGH_F16(v) avx512f_low_f16(_mm512_srli_epi32(_mm512_castps_si512(v), 16))
 #define V_TRANSPOSE(rows) avx512f_transpose(rows)
 #define V_SELECT_POSITIVE(v, a, b) _mm512_mask_blend_ps(_mm512_cmp_ps_mask(v, V_ZERO, _CMP_GE_OQ), b, a)

@@ -44,5 +44,8 @@ ALWAYS_INLINE void neon_transpose(float32x4_t r[4]) {
 #define V_LOAD_BF16(from) neon_load_bf16(from)
 #define V_LOW(v) vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(v), 16))
 #define V_HIGH(v) vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(v), vdupq_n_u32(0xffff0000U)))
+#define V_LOAD_F16(from) vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)))
+#define V_LOW_F16(v) vcvt_f32_f16(vreinterpret_f16_u16(vmovn_u32(vreinterpretq_u32_f32(v))))
+#define V_HIGH_F16(v) vcvt_f32_f16(vreinterpret_f16_u16(vshrn_n_u32(vreinterpretq_u32_f32(v), 16)))
 #define V_TRANSPOSE(rows) neon_transpose(rows)
 #define V_SELECT_POSITIVE(v, a, b) vbslq_f32(vcgeq_f32(v, V_ZERO), a, b)

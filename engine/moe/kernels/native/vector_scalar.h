@@ -24,6 +24,15 @@ ALWAYS_INLINE V scalar_load_bf16(const uint16_t *from) {
     return (V)words;
 }
 
+ALWAYS_INLINE V scalar_load_f16(const uint16_t *from) {
+    return (V){half_to_float(from), half_to_float(from + 1), half_to_float(from + 2), half_to_float(from + 3)};
+}
+
+ALWAYS_INLINE V scalar_low_f16(scalar_words words) {
+    const uint16_t halves[W] = {(uint16_t)words[0], (uint16_t)words[1], (uint16_t)words[2], (uint16_t)words[3]};
+    return scalar_load_f16(halves);
+}
+
 ALWAYS_INLINE V scalar_choose(scalar_words where, V a, V b) {
     return (V)((where & (scalar_words)a) | (~where & (scalar_words)b));
 }
@@ -68,5 +77,8 @@ ALWAYS_INLINE void scalar_transpose(V rows[W]) {
 #define V_LOAD_BF16(from) scalar_load_bf16(from)
 #define V_LOW(v) ((V)((scalar_words)(v) << 16))
 #define V_HIGH(v) ((V)((scalar_words)(v) & 0xffff0000U))
+#define V_LOAD_F16(from) scalar_load_f16(from)
+#define V_LOW_F16(v) scalar_low_f16((scalar_words)(v))
+#define V_HIGH_F16(v) scalar_low_f16((scalar_words)(v) >> 16)
 #define V_TRANSPOSE(rows) scalar_transpose(rows)
 #define V_SELECT_POSITIVE(v, a, b) scalar_choose((scalar_words)((v) >= V_ZERO), (a), (b))
