@@ -255,7 +255,8 @@ class Host:
         from engine.models.fetching import pull
         from engine.runtimes.choosing import refuse_download
 
-        return Done(id=request.id, path=str(pull(request.model, task.report, task.cancelled, refuse_download)))
+        folder = pull(request.model, task.report, task.cancelled, refuse_download)
+        return Done(id=request.id, path=str(folder), detail=resolved.elsewhere)
 
     def _make_resident(self, request: Load) -> None:
         """Have the loaded model's weights brought into memory and looked after, in the background."""
@@ -391,7 +392,7 @@ def _prepare(task: Task, request: Prepare) -> AnyEvent:
 
     resolved = store.resolve(request.model)
     if resolved.kind == "gguf":
-        open_gguf(resolved.source, task.report, task.cancelled)
+        open_gguf(resolved.source, task.report, task.cancelled, resolved.plain_folder)
     folder = resolved.require_folder()
     worth_it, why = needs_preparing(folder)
     if not worth_it:

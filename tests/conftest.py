@@ -20,6 +20,9 @@ settings.load_profile("untimed")
 
 # Nobody's keychain is written to, in this process or in those that tests start.
 os.environ["PYTHON_KEYRING_BACKEND"] = "keyring.backends.fail.Keyring"
+# Nor are the models of other programs looked for where this machine may hold some.
+for _name in ("OLLAMA_MODELS", "LLAMA_CACHE", "HF_HUB_CACHE"):
+    os.environ[_name] = "/nonexistent/models"
 
 
 LONGEST = ("faults", "cluster", "packaging", "app", "session")

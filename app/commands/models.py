@@ -13,7 +13,7 @@ from app.settings.file import open_settings
 from app.text_safety import one_line
 from engine.errors import ModelError
 from engine.ipc.messages import AnyRequest, Done, Prepare, Pull
-from engine.models import store
+from engine.models import found_elsewhere, store
 from engine.models.catalogue import catalogue
 from engine.models.locations import locate
 from engine.planning.units import byte_size
@@ -29,10 +29,13 @@ class ModelRow:
     family: str
     description: str
     path: str = ""
+    program: str = ""
+    """The program that holds it, if another one does."""
 
 
 def rows() -> list[ModelRow]:
-    """The models of this machine first, then the others of the catalogue. Raises ModelError."""
+    """The models of this machine first, then the others of the catalogue, then those of other programs. Raises
+    ModelError."""
     known = {entry.name: entry for entry in catalogue()}
     here = [
         ModelRow(
@@ -73,7 +76,11 @@ def rows() -> list[ModelRow]:
         for entry in known.values()
         if entry.name not in names
     ]
-    return here + begun + absent
+    others = [
+        ModelRow(model.name, "elsewhere", model.nbytes, "", "", str(model.path), model.title)
+        for model in found_elsewhere.find_all(found_elsewhere.here())
+    ]
+    return here + begun + absent + others
 
 
 def show_models(*, in_json: bool) -> int:
@@ -91,12 +98,21 @@ def _json(found: list[ModelRow]) -> str:
 
 def _table(found: list[ModelRow]) -> str:
     safe = [replace(row, name=one_line(row.name), family=one_line(row.family)) for row in found]
-    width = max(len(row.name) for row in safe)
+    own = [row for row in safe if not row.program]
+    width = max(len(row.name) for row in own)
     lines = [
         f"{row.name:{width}}  {row.state:15}  {byte_size(row.nbytes):>8}  {row.family:12}  {row.description}".rstrip()
-        for row in safe
+        for row in own
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *_table_of_others([row for row in safe if row.program])]) + "\n"
+
+
+def _table_of_others(found: list[ModelRow]) -> list[str]:
+    if not found:
+        return []
+    width = max(len(row.name) for row in found)
+    lines = [f"{row.name:{width}}  {byte_size(row.nbytes):>8}  {row.program}, {one_line(row.path)}" for row in found]
+    return ["", "Held by other programs, and used where they lie:", *lines]
 
 
 def pull(model: str, *, machines: bool = False) -> int:

@@ -177,8 +177,8 @@ def ask(
 @click.option("--json", "in_json", is_flag=True, help="Print the list as JSON.")
 @click.pass_context
 def models(context: click.Context, in_json: bool) -> int:
-    """List, download and remove models. M is a catalogue name, a Hugging Face repository id, a folder or a GGUF
-    file."""
+    """List, download and remove models. M is a catalogue name, a Hugging Face repository id (OWNER/NAME:Q4_K_M for one
+    GGUF file of it), a folder, a GGUF file, or a model of another program as the list names it."""
     if context.invoked_subcommand is None:
         from app.commands.models import show_models
 

@@ -24,6 +24,8 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     origin: Origin = "hub"
     repo: str = ""
     """Hugging Face repo id ``owner/name``; empty for the starter."""
+    tag: str = ""
+    """What names one GGUF file of the repo, like ``Q4_K_M``; empty for its safetensors."""
     family: str
     """``model_type`` in transformers."""
     gigabytes: float
@@ -38,6 +40,11 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     licence: str
     """SPDX identifier."""
     description: str
+
+    @property
+    def address(self) -> str:
+        """``owner/name`` or ``owner/name:Q4_K_M``; the name of the starter."""
+        return f"{self.repo}:{self.tag}" if self.tag else self.repo or self.name
 
 
 class _CatalogueFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -64,9 +71,6 @@ def parse_catalogue(data: dict[str, Any]) -> tuple[CatalogueEntry, ...]:
 
 
 def find(name: str) -> CatalogueEntry | None:
-    """The entry whose name or repo is ``name``, ignoring case; None if there is none."""
+    """The entry whose name or repo, with the tag if there is one, is ``name``, ignoring case; None if there is none."""
     wanted = name.casefold()
-    for entry in catalogue():
-        if wanted == entry.name.casefold() or (entry.repo and wanted == entry.repo.casefold()):
-            return entry
-    return None
+    return next((entry for entry in catalogue() if wanted in (entry.name.casefold(), entry.address.casefold())), None)

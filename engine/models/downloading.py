@@ -72,14 +72,32 @@ class Download:
             verified[file.name] = file.digest
             write_json(self.folder / _JOURNAL, verified)
 
-    def _fetch_one(self, file: RemoteFile) -> None:
-        from engine.models import hub
+    def beginning(self, file: RemoteFile, nbytes: int) -> bytes:
+        """The first ``nbytes`` of ``file``, or all of a shorter one. :meth:`fetch` goes on where they end.
 
+        Raises ModelError, Cancelled, OSError.
+        """
+        source = self.folder / file.name
+        if not _is_there(self.folder, file, _read_journal(self.folder)):
+            source = self._begun(file)
+            self.total = self.done = 0
+            self._receive_all(source, file, min(nbytes, file.size))
+        with source.open("rb") as begun:
+            return begun.read(nbytes)
+
+    def _begun(self, file: RemoteFile) -> Path:
+        """What is here of ``file``, which may be nothing yet."""
         part = _part(self.folder, file)
         if part.exists() and part.stat().st_size > file.size:
             part.unlink()
         part.touch()
-        self._receive_all(part, file)
+        return part
+
+    def _fetch_one(self, file: RemoteFile) -> None:
+        from engine.models import hub
+
+        part = self._begun(file)
+        self._receive_all(part, file, file.size)
         if file.size >= 64 << 20:
             self.progress(f"checking {file.name}", self.done + file.size, self.total, "bytes")
         found = hub.digest_of(part, file.digest, self._check_stop)
@@ -93,20 +111,21 @@ class Download:
         part.replace(self.folder / file.name)
         self.done += file.size
 
-    def _receive_all(self, part: Path, file: RemoteFile) -> None:
+    def _receive_all(self, part: Path, file: RemoteFile, end: int) -> None:
+        """Have at least the first ``end`` bytes of ``file`` in ``part``."""
         import httpx2
 
         failures = 0
-        while (before := part.stat().st_size) < file.size:
+        while (before := part.stat().st_size) < end:
             reason = "the connection was closed"
             try:
-                self._receive(part, file, before)
+                self._receive(part, file, before, end)
             except (httpx2.HTTPError, httpx2.StreamError) as error:
                 reason = " ".join(str(error).split()) or type(error).__name__
             except _Busy as error:
                 reason = str(error)
             self._check_stop()
-            if part.stat().st_size >= file.size:
+            if part.stat().st_size >= end:
                 return
             failures = 0 if part.stat().st_size > before else failures + 1
             if failures > len(RETRY_DELAYS_S):
@@ -117,9 +136,10 @@ class Download:
                 )
             self._pause(RETRY_DELAYS_S[max(0, failures - 1)])
 
-    def _receive(self, part: Path, file: RemoteFile, start: int) -> None:
-        """One request for the bytes from ``start`` on, appended to ``part``."""
-        headers = {"Range": f"bytes={start}-"} if start else {}
+    def _receive(self, part: Path, file: RemoteFile, start: int, end: int) -> None:
+        """One request for the bytes from ``start`` to ``end``, appended to ``part``."""
+        last = str(end - 1) if end < file.size else ""
+        headers = {"Range": f"bytes={start}-{last}"} if start or last else {}
         with self.client.stream("GET", self.url_of(file.name), headers=headers) as response:
             if response.status_code >= 500 or response.status_code == 429:
                 raise _Busy(f"HTTP {response.status_code}")
@@ -134,7 +154,7 @@ class Download:
                 part.write_bytes(b"")
                 return
             with part.open("ab" if resumes else "wb") as out, self._stoppable(response):
-                self._copy(response, out.write, file, start if resumes else 0)
+                self._copy(response, out.write, file, start if resumes else 0, end)
                 flush(out)
 
     @contextlib.contextmanager
@@ -164,7 +184,9 @@ class Download:
             finished.set()
             watcher.join()
 
-    def _copy(self, response: httpx2.Response, write: Callable[[bytes], int], file: RemoteFile, have: int) -> None:
+    def _copy(
+        self, response: httpx2.Response, write: Callable[[bytes], int], file: RemoteFile, have: int, end: int
+    ) -> None:
         self._report(file, have)
         for chunk in response.iter_raw(_CHUNK):
             have += len(chunk)
@@ -176,9 +198,14 @@ class Download:
                 )
             write(chunk)
             self._report(file, have)
+            if end < file.size and have >= end:  # a server that ignores ranges sends everything
+                return
 
     def _report(self, file: RemoteFile, have: int) -> None:
-        self.progress("downloading", self.done + have, self.total, "bytes")
+        if self.total:
+            self.progress("downloading", self.done + have, self.total, "bytes")
+        else:
+            self.progress(f"looking into {file.name}", have, 0, "bytes")
         self._check_stop()
 
     def _check_stop(self) -> None:

@@ -1,12 +1,14 @@
 """Getting a model onto this machine: downloading it from the hub, or building it.
 
 A download is in ``owner--name.partial`` until every file has the digest that the hub states; then it gets its name.
+Of a GGUF file, the folder is called ``owner--name--Q4_K_M``.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
@@ -20,6 +22,7 @@ from engine.models.opening import read_config, refuse_quantized
 if TYPE_CHECKING:
     from engine.ipc.progress import ProgressCallback
     from engine.models.hub import Repository
+    from engine.models.store import ResolvedModel
 
 _ORIGIN = "origin.json"
 
@@ -37,9 +40,9 @@ def pull(
 ) -> Path:
     """Get ``model`` onto this machine. Returns its folder. Present files are not fetched again.
 
-    The starter is built, a GGUF file gets a folder that links to it, a hub repo is downloaded, and a local folder is
-    returned unchanged. ``refuse`` is called before the weights are fetched. A partial download is kept and resumed the
-    next time. Raises ModelError (network, disk, bad-input, model), or Cancelled.
+    The starter is built, a GGUF file gets a folder that links to it, a hub repo or one GGUF file of it is downloaded,
+    and a local folder is returned unchanged. ``refuse`` is called before the weights are fetched. A partial download is
+    kept and resumed the next time. Raises ModelError (network, disk, bad-input, model), or Cancelled.
     """
     resolved = store.resolve(model)
     if resolved.folder is not None:
@@ -51,57 +54,84 @@ def pull(
     if resolved.kind == "gguf":
         from engine.models.gguf_folder import open_gguf
 
-        return open_gguf(resolved.source, progress, should_stop)
+        return open_gguf(resolved.source, progress, should_stop, resolved.plain_folder)
     if resolved.kind == "folder" or resolved.repo is None:
         raise ModelError(
             f"{resolved.source} has no config.json, so it is not a model; name another folder.", "bad-input"
         )
-    return _download(resolved.repo, resolved.plain_folder, progress, should_stop, refuse)
+    return _download(resolved, resolved.repo, progress, should_stop, refuse)
 
 
-def _download(repo: str, folder: Path, progress: ProgressCallback, should_stop: StopCheck, refuse: Refuse) -> Path:
-    """Download the hub repo ``repo`` (config, tokenizer, safetensors; nothing else) to ``folder``."""
+def _download(
+    model: ResolvedModel, repo: str, progress: ProgressCallback, should_stop: StopCheck, refuse: Refuse
+) -> Path:
+    """Download the hub repo ``repo``: one GGUF file, or config, tokenizer and safetensors, and nothing else."""
     from engine.models import hub
+    from engine.models.gguf_fetching import choose, fetch_gguf
 
+    folder = model.plain_folder
     ensure("models")
-    with store.exclusive(folder), hub.new_client() as client:
+    with contextlib.ExitStack() as held:
+        held.enter_context(store.exclusive(folder))
+        client = held.enter_context(hub.new_client())
         if store.is_complete(folder):
             return folder
         store.check_name_is_free(folder)
         progress("asking the hub", 0, 0, "")
         repository = hub.list_repository(client, repo)
+        choice = choose(repository, model.tag)
+        if choice is not None and folder.name != store.repo_folder_name(repo, choice.tag):
+            folder = folder.with_name(store.repo_folder_name(repo, choice.tag))
+            held.enter_context(store.exclusive(folder))
+            if store.is_complete(folder):
+                return folder
+            store.check_name_is_free(folder)
         partial = folder.with_name(folder.name + store.PARTIAL)
+        paths = {PurePosixPath(path).name: path for path in choice.paths} if choice is not None else {}
         task = Download(
             client,
             repo,
-            lambda name: hub.file_url(repository, name),
+            lambda name: hub.file_url(repository, paths.get(name, name)),
             lambda response: hub.raise_for_status(response, repo),
             partial,
             progress,
             should_stop,
             unlock=lambda response: hub.unlock(client, response),
         )
+        origin = {"repo": repo, "revision": repository.revision}
         try:
             partial.mkdir(exist_ok=True)
-            small = hub.small_files(repository)
-            task.fetch(small, hub.total_bytes(small))
-            config = read_config(partial)
-            check_supported(config)
-            index = partial / hub.WEIGHT_INDEX
-            weights = hub.weight_files(repository, index if index.is_file() else None)
-            # Checked before gigabytes are fetched.
-            refuse(config, hub.total_bytes(weights))
-            task.fetch([*small, *weights], hub.total_bytes([*small, *weights]))
-            _finish(partial, folder, repository, {file.name for file in [*small, *weights]})
+            if choice is None:
+                wanted = _fetch_safetensors(task, repository, refuse)
+            else:
+                wanted = fetch_gguf(task, repository, choice, refuse)
+                origin["file"] = choice.paths[0]
+            _finish(partial, folder, origin, wanted)
         except OSError as error:
             raise disk_error(error, partial) from error
     return folder
 
 
-def _finish(partial: Path, folder: Path, repository: Repository, wanted: set[str]) -> None:
+def _fetch_safetensors(task: Download, repository: Repository, refuse: Refuse) -> set[str]:
+    """Fetch config, tokenizer and safetensors into the task's folder. Returns their names."""
+    from engine.models import hub
+
+    small = hub.small_files(repository)
+    task.fetch(small, hub.total_bytes(small))
+    config = read_config(task.folder)
+    check_supported(config)
+    index = task.folder / hub.WEIGHT_INDEX
+    weights = hub.weight_files(repository, index if index.is_file() else None)
+    # Checked before gigabytes are fetched.
+    refuse(config, hub.total_bytes(weights))
+    task.fetch([*small, *weights], hub.total_bytes([*small, *weights]))
+    return {file.name for file in [*small, *weights]}
+
+
+def _finish(partial: Path, folder: Path, origin: dict[str, str], wanted: set[str]) -> None:
     for path in partial.iterdir():
         if path.name not in wanted:  # journal, parts of an earlier revision
             path.unlink()
-    write_json(partial / _ORIGIN, {"repo": repository.repo, "revision": repository.revision})
+    write_json(partial / _ORIGIN, origin)
     partial.rename(folder)
     flush_folder(folder.parent)

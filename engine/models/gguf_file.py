@@ -10,9 +10,8 @@ import contextlib
 import itertools
 import math
 import mmap
-import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
+from engine.models.gguf_names import parts_of
 from engine.models.wording import shown
 
 _MAGIC = b"GGUF"
@@ -30,8 +30,6 @@ _STRING = 8
 _ARRAY = 9
 _ENTRIES_LIMIT = 1 << 20
 """Maximum metadata keys and tensors, more than any real model has."""
-_SPLIT = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
-_MOST_PARTS = 1000
 
 
 @dataclass(frozen=True)
@@ -56,22 +54,24 @@ class GgufTensor:
         return self.rows * self.row_bytes
 
 
-def parts_of(path: Path) -> tuple[Path, ...]:
-    """The files of the model of which ``path`` is one: the parts of a split one in order, else ``path`` alone."""
-    found = _SPLIT.fullmatch(path.name)
-    if found is None or not 1 <= int(found["count"]) <= _MOST_PARTS:
-        return (path,)
-    count = int(found["count"])
-    suffix = path.suffix
-    return tuple(path.with_name(f"{found['stem']}-{part:05}-of-{count:05}{suffix}") for part in range(1, count + 1))
+class HeaderGoesOn(ValueError):
+    """The header of file ``part`` of the model, counted from 0, does not end within the bytes that were given."""
+
+    def __init__(self, part: int) -> None:
+        super().__init__("its header goes on")
+        self.part = part
 
 
 class GgufFile:
     """An open GGUF model, memory-mapped; use as a context manager."""
 
-    def __init__(self, path: Path) -> None:
-        """``path``: the file, or any part of a split one. Raises ModelError if a file is missing, is not GGUF, is
-        damaged, or ends too early."""
+    def __init__(self, path: Path, beginnings: Sequence[tuple[bytes, int]] = ()) -> None:
+        """``path``: the file, or any part of a split one. ``beginnings``: the first bytes of each file and its size,
+        instead of the files; the tensors are known then, and cannot be read.
+
+        Raises ModelError if a file is missing, is not GGUF, is damaged, or ends too early; HeaderGoesOn for too short a
+        beginning.
+        """
         self.path = path
         self.paths = parts_of(path)
         self._maps: list[mmap.mmap] = []
@@ -79,7 +79,10 @@ class GgufFile:
         self.tensors: dict[str, GgufTensor] = {}
         try:
             for part in range(len(self.paths)):
-                self._add(part)
+                if beginnings:
+                    self._add(part, *beginnings[part])
+                else:
+                    self._add(part, mapped := self._map(part), len(mapped))
             self._check_whole()
         except ModelError:
             self.close()
@@ -93,7 +96,7 @@ class GgufFile:
             starts[tensor.part] = min(starts[tensor.part], tensor.offset)
         return tuple(starts)
 
-    def _add(self, part: int) -> None:
+    def _map(self, part: int) -> mmap.mmap:
         path = self.paths[part]
         if len(self.paths) > 1 and not path.exists():
             raise ModelError(
@@ -105,8 +108,14 @@ class GgufFile:
                 self._maps.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except (OSError, ValueError) as error:
             raise ModelError(f"{path} cannot be read: {error}.", "bad-input") from error
+        return self._maps[-1]
+
+    def _add(self, part: int, data: mmap.mmap | bytes, size: int) -> None:
+        path = self.paths[part]
         try:
-            metadata, tensors = _read_header(self._maps[-1], part)
+            metadata, tensors = _read_header(data, part, size)
+        except HeaderGoesOn:
+            raise
         except (struct.error, UnicodeDecodeError, ValueError, OverflowError) as error:
             raise ModelError(
                 f"{path} is not a usable GGUF file: {shown(str(error), 200)}; download it again."
@@ -180,14 +189,19 @@ class GgufFile:
 
 
 class _Cursor:
-    def __init__(self, data: mmap.mmap) -> None:
+    """Reads the beginning ``data`` of a file of ``size`` bytes, which is part ``part`` of its model."""
+
+    def __init__(self, data: mmap.mmap | bytes, part: int, size: int) -> None:
         self.data = data
-        self.size = len(data)
+        self.part = part
+        self.size = size
         self.at = 0
 
     def take(self, count: int) -> bytes:
         if count > self.size - self.at:
             raise ValueError("it ends in the middle of its header")
+        if count > len(self.data) - self.at:
+            raise HeaderGoesOn(self.part)
         self.at += count
         return self.data[self.at - count : self.at]
 
@@ -216,8 +230,8 @@ class _Cursor:
         raise ValueError(f"a value of type {kind} is not known")
 
 
-def _read_header(data: mmap.mmap, part: int) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-    cursor = _Cursor(data)
+def _read_header(data: mmap.mmap | bytes, part: int, size: int) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+    cursor = _Cursor(data, part, size)
     if cursor.take(4) != _MAGIC:
         raise ValueError("it does not begin with GGUF")
     version = cursor.unpack("I")

@@ -15,7 +15,8 @@ from engine.errors import Cancelled, ModelError
 from engine.models import store
 from engine.models.durable_files import new_file
 from engine.models.gguf_architectures import architecture_of, config_of
-from engine.models.gguf_file import GgufFile, parts_of
+from engine.models.gguf_file import GgufFile
+from engine.models.gguf_names import parts_of
 from engine.models.gguf_tensors import entries_of
 from engine.models.gguf_tokenizer import check_tokenizer, write_tokenizer
 from engine.models.locations import ensure
@@ -23,15 +24,25 @@ from engine.models.locations import ensure
 if TYPE_CHECKING:
     from engine.ipc.progress import ProgressCallback
 
+SETTINGS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+"""Names of the files that are written beside the weights."""
+
+_NAMELESS = "model.gguf"
+"""Name of the link to a file that has no such ending."""
+
 StopCheck = Callable[[], bool] | None
 
 
-def open_gguf(path: Path, progress: ProgressCallback, should_stop: StopCheck = None) -> Path:
+def open_gguf(
+    path: Path, progress: ProgressCallback, should_stop: StopCheck = None, folder: Path | None = None
+) -> Path:
     """The model folder of ``path``, which is a GGUF file or any part of a split one. It is made if it is not there.
+
+    ``folder``: where to make it; needed for a file whose name does not end in ``.gguf``, as ollama keeps them.
 
     Raises ModelError naming what is wrong with the file or is not supported; Cancelled if ``should_stop`` says so.
     """
-    folder = store.resolve(str(path.absolute())).plain_folder
+    folder = folder or store.resolve(str(path.absolute())).plain_folder
     if store.is_complete(folder):
         _renew_links(folder, path)
         return folder
@@ -55,18 +66,12 @@ def open_gguf(path: Path, progress: ProgressCallback, should_stop: StopCheck = N
     return folder
 
 
-def check_gguf(path: Path) -> None:
-    """Raises ModelError as :func:`open_gguf` would, if the file's header tells that it cannot be run."""
-    with GgufFile(path) as gguf:
-        _checked_config(gguf)
-
-
 def write_settings(folder: Path, gguf: GgufFile, should_stop: StopCheck = None) -> None:
     """Write the tokenizer, the generation settings and, last, ``config.json`` of ``gguf`` into ``folder``.
 
     Raises ModelError if it cannot be run, and OSError.
     """
-    write_config(folder, gguf, _checked_config(gguf), should_stop)
+    write_config(folder, gguf, checked_config(gguf), should_stop)
 
 
 def write_config(folder: Path, gguf: GgufFile, config: dict[str, Any], should_stop: StopCheck = None) -> None:
@@ -91,7 +96,8 @@ def write_json(path: Path, value: object) -> None:
         file.write((json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def _checked_config(gguf: GgufFile) -> dict[str, Any]:
+def checked_config(gguf: GgufFile) -> dict[str, Any]:
+    """The model's ``config.json``. Raises ModelError if the file's header tells that it cannot be run."""
     config = config_of(gguf)
     entries_of(gguf, architecture_of(gguf), config)
     check_tokenizer(gguf.metadata)
@@ -115,17 +121,23 @@ def _sampling(gguf: GgufFile) -> dict[str, Any]:
 
 
 def _link(folder: Path, path: Path) -> None:
-    for part in parts_of(path.absolute()):
-        (folder / part.name).symlink_to(part)
+    for name, part in _links(path).items():
+        (folder / name).symlink_to(part)
+
+
+def _links(path: Path) -> dict[str, Path]:
+    """The parts of ``path`` by the names of their links, which end in ``.gguf``."""
+    parts = parts_of(path.absolute())
+    return {part.name if part.suffix.casefold() == ".gguf" else _NAMELESS: part for part in parts}
 
 
 def _renew_links(folder: Path, path: Path) -> None:
     """The same file may lie elsewhere than when the folder was made. Raises ModelError if that cannot be noted."""
-    for part in parts_of(path.absolute()):
-        link = folder / part.name
+    for name, part in _links(path).items():
+        link = folder / name
         if link.is_symlink() and link.readlink() == part:
             continue
-        fresh = link.with_name(part.name + store.PARTIAL)
+        fresh = link.with_name(name + store.PARTIAL)
         try:
             fresh.unlink(missing_ok=True)
             fresh.symlink_to(part)

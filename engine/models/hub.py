@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx2
 import msgspec
@@ -124,7 +125,7 @@ def _refuse_packed(response: httpx2.Response) -> None:
 
 
 def file_url(repository: Repository, name: str) -> str:
-    return f"{endpoint()}/{repository.repo}/resolve/{repository.revision}/{name}"
+    return f"{endpoint()}/{repository.repo}/resolve/{repository.revision}/{quote(name)}"
 
 
 def list_repository(client: httpx2.Client, repo: str) -> Repository:
@@ -170,11 +171,10 @@ def small_files(repository: Repository) -> list[RemoteFile]:
     names = repository.files
     if "config.json" not in names:
         raise ModelError(
-            f"{repository.repo} has no config.json, so it is not a model in Hugging Face format (a GGUF file can be "
-            f"downloaded and named as a file).",
+            f"{repository.repo} has neither config.json nor a GGUF file, so it is no model; name another repository.",
             "bad-input",
         )
-    if not any(_SHARD.fullmatch(name) for name in names):
+    if not has_safetensors(repository):
         pickled = any(name.endswith(_PICKLED) for name in names)
         what = "only pickled weights, which can run code" if pickled else "no weights"
         raise ModelError(f"{repository.repo} holds {what}; use a repository with *.safetensors.", "bad-input")
@@ -188,6 +188,11 @@ def small_files(repository: Repository) -> list[RemoteFile]:
                 "bad-input",
             )
     return wanted
+
+
+def has_safetensors(repository: Repository) -> bool:
+    """Whether there are weights that :func:`weight_files` would take."""
+    return any(_SHARD.fullmatch(name) for name in repository.files)
 
 
 def weight_files(repository: Repository, index: Path | None) -> list[RemoteFile]:

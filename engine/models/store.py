@@ -2,7 +2,8 @@
 
 Layout of ``locate("models")``: one folder per model.
 
-- ``owner--name``: a download of the hub repo ``owner/name``; ``starter``; ``gguf--stem--fingerprint``: links to a GGUF;
+- ``owner--name``: a download of the hub repo ``owner/name``; ``owner--name--Q4_K_M``: of that GGUF file of it;
+- ``starter``; ``gguf--stem--fingerprint``: links to a GGUF;
 - ``X.prepared``: the bank written for ``X``; ``local--name--fingerprint.prepared``: for a folder outside of this one;
 - ``name--fingerprints.share``: this machine's shard of a model that a ring runs, received from the ring's head;
 - ``X.partial``: an unfinished download, which is never opened as a model;
@@ -20,14 +21,15 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from engine.errors import ModelError
-from engine.models import catalogue
+from engine.models import catalogue, found_elsewhere
 from engine.models.catalogue import STARTER, CatalogueEntry
-from engine.models.gguf_file import parts_of
+from engine.models.found_elsewhere import TITLES, FoundModel
+from engine.models.gguf_names import choices_of, matching, parts_of, tag_of
 from engine.models.locations import ensure, locate, remove_profiles
 from engine.models.wording import shown
 from engine.planning.units import byte_size
@@ -44,6 +46,9 @@ BANK_MANIFEST = "bank.json"
 """Name of the file that marks a folder as a prepared model (:mod:`engine.models.bank`)."""
 
 _REPO = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9_][A-Za-z0-9_.-]{0,95}")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/-]{0,400}")
+_HUB_NAMES = ("https://huggingface.co/", "huggingface.co/", "hf.co/")
+"""Beginnings of a repository's name as other programs write it."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,11 @@ class ResolvedModel:
     prepared_folder: Path
     """Folder of its bank, which may not exist yet."""
     repo: str | None = None
+    tag: str = ""
+    """What names one GGUF file of the repo, as it was given; empty for its safetensors or its only GGUF file."""
     entry: CatalogueEntry | None = None
+    found: FoundModel | None = None
+    """What it is among the files of another program; None for all others."""
 
     @property
     def folder(self) -> Path | None:
@@ -73,6 +82,13 @@ class ResolvedModel:
     def prepared(self) -> bool:
         """Whether there is a bank, not older than the plain folder's files."""
         return is_complete(self.prepared_folder) and not _is_newer(self.plain_folder, self.prepared_folder)
+
+    @property
+    def elsewhere(self) -> str:
+        """A sentence about the other program that holds it; empty if none does."""
+        if self.found is None:
+            return ""
+        return f"{self.name} is in {self.found.title} already, and is used from there: {self.found.path}"
 
     def require_folder(self) -> Path:
         """The folder to open. Raises ModelError saying how to get the model if it is not on this machine."""
@@ -121,12 +137,16 @@ def refuse_shard(folder: Path) -> None:
         )
 
 
-def resolve(model: str) -> ResolvedModel:
-    """The meaning of ``model``: catalogue name, hub repo id, local folder, or GGUF file. Opens no socket.
+def resolve(model: str, *, elsewhere: bool = True) -> ResolvedModel:
+    """The meaning of ``model``: catalogue name, hub repo id (``owner/name:Q4_K_M`` for one GGUF file of it), local
+    folder, GGUF file, or a model of another program (``ollama:qwen3:30b``). Opens no socket.
 
-    Anything that exists, starts with ``/``, ``.`` or ``~``, or ends in ``.gguf`` is a path. A catalogue name takes
-    precedence over a folder of that name in the current directory. Raises ModelError for anything else, with the most
-    similar name.
+    A repo that is not in the models folder is taken from the Hugging Face cache if it is there, unless ``elsewhere`` is
+    False.
+
+    Anything that exists, starts with ``/``, ``.`` or ``~``, or ends in ``.gguf`` without a colon is a path. A catalogue
+    name takes precedence over a folder of that name in the current directory. Raises ModelError for anything else, with
+    the most similar name.
     """
     text = model.strip()
     if not text:
@@ -135,16 +155,20 @@ def resolve(model: str) -> ResolvedModel:
         raise ModelError("A model's name cannot hold a zero byte.", "bad-input")
     entry = catalogue.find(text)
     if entry is not None:
-        return _resolve_entry(entry)
+        return _resolve_entry(entry, elsewhere)
+    program, colon, _ = text.partition(":")
+    if colon and program.casefold() in TITLES:
+        return _resolve_program(text)
     # Path.expanduser raises for an unknown user; os.path leaves such a name as it is, and it is then not found.
     path = Path(os.path.expanduser(text)) if text.startswith("~") else Path(text)  # noqa: PTH111
-    if text.startswith(("/", ".", "~")) or text.casefold().endswith(".gguf") or _exists(path):
+    repo, tag = _repo_and_tag(text)
+    if text.startswith(("/", ".", "~")) or (text.casefold().endswith(".gguf") and not tag) or _exists(path):
         return _resolve_path(path)
     own = resolve_installed(text)
     if own is not None:
         return own
-    if _REPO.fullmatch(text) and ".." not in text and "--" not in text:
-        return _resolve_repo(text, None)
+    if repo:
+        return _resolve_repo(repo, tag, None, elsewhere)
     raise ModelError(f"There is no model called {text[:100]!r}; {_suggestions(text[:100])}", "bad-input")
 
 
@@ -209,7 +233,7 @@ def remove(name: str) -> int:
         freed = _disk_bytes(root / name)
         _delete([root / name])
         return freed
-    model = resolve(name)
+    model = resolve(name, elsewhere=False)
     base = model.plain_folder if model.plain_folder.parent == root else model.prepared_folder
     key = base.name.removesuffix(PREPARED)
     folders = [root / (key + suffix) for suffix in ("", PREPARED, PARTIAL, PREPARED + PARTIAL, RECEIVED + PARTIAL)]
@@ -252,9 +276,9 @@ def profile_key(folder: Path) -> str:
     return resolve(str(folder)).prepared_folder.name.removesuffix(PREPARED)
 
 
-def repo_folder_name(repo: str) -> str:
-    """``owner/name`` as one folder name."""
-    return repo.replace("/", "--")
+def repo_folder_name(repo: str, tag: str = "") -> str:
+    """``owner/name``, or one GGUF file of it, as one folder name."""
+    return repo.replace("/", "--") + (f"--{_safe(tag)}" if tag else "")
 
 
 def download_cache(folder: Path) -> Path:
@@ -369,17 +393,70 @@ def gguf_fingerprint(path: Path) -> str:
 # --- one kind each ------------------------------------------------------------------------------------------------
 
 
-def _resolve_entry(entry: CatalogueEntry) -> ResolvedModel:
+def _resolve_entry(entry: CatalogueEntry, elsewhere: bool) -> ResolvedModel:
     if entry.origin == "starter":
         folder = locate("models") / STARTER
         return ResolvedModel(entry.name, "starter", folder, folder, folder.with_name(STARTER + PREPARED), entry=entry)
-    return _resolve_repo(entry.repo, entry)
+    return _resolve_repo(entry.repo, entry.tag, entry, elsewhere)
 
 
-def _resolve_repo(repo: str, entry: CatalogueEntry | None) -> ResolvedModel:
-    folder = locate("models") / repo_folder_name(repo)
-    name = entry.name if entry else repo
-    return ResolvedModel(name, "hub", folder, folder, folder.with_name(folder.name + PREPARED), repo=repo, entry=entry)
+def _repo_and_tag(text: str) -> tuple[str, str]:
+    """``owner/name`` and what follows a colon; two empty texts if it is no such name."""
+    for prefix in _HUB_NAMES:
+        text = text.removeprefix(prefix)
+    repo, colon, tag = text.partition(":")
+    good = _REPO.fullmatch(repo) and not any(mark in text for mark in ("..", "--"))
+    return (repo, tag) if good and (_TAG.fullmatch(tag) if colon else True) else ("", "")
+
+
+def _resolve_repo(repo: str, tag: str, entry: CatalogueEntry | None, elsewhere: bool) -> ResolvedModel:
+    folder = _file_folder(repo, tag)
+    name = entry.name if entry else _display_name(folder.name) if folder else f"{repo}:{tag}" if tag else repo
+    if folder is None:
+        folder = locate("models") / repo_folder_name(repo, tag_of(tag))
+    bank = folder.with_name(folder.name + PREPARED)
+    model = ResolvedModel(name, "hub", folder, folder, bank, repo=repo, tag=tag, entry=entry)
+    if elsewhere and model.folder is None:
+        found = found_elsewhere.find_repo(repo, tag, found_elsewhere.here())
+        if found is not None:
+            return _resolve_found(found, entry.name if entry else found.short_name)
+    return model
+
+
+def _resolve_program(text: str) -> ResolvedModel:
+    found = found_elsewhere.find(text, found_elsewhere.here())
+    if found is None:
+        program, _, name = text.partition(":")
+        raise ModelError(
+            f"There is no whole model {shown(name)} among the files of {TITLES[program.casefold()]}; "
+            "`privatellm models` lists what was found.",
+            "bad-input",
+        )
+    return _resolve_found(found, found.name)
+
+
+def _resolve_found(found: FoundModel, name: str) -> ResolvedModel:
+    if found.path.is_dir():
+        return replace(_resolve_path(found.path), name=name, found=found)
+    return replace(
+        _resolve_gguf(found.path, found.path.stem if found.path.suffix else found.short_name), name=name, found=found
+    )
+
+
+def _file_folder(repo: str, tag: str) -> Path | None:
+    """The folder of a downloaded GGUF file of ``repo`` that ``tag`` names, or of the only one if it is empty and there
+    are no safetensors; None if there is none."""
+    plain = locate("models") / repo_folder_name(repo)
+    if not tag and is_complete(plain):
+        return None
+    found = [folder for folder in plain.parent.glob(f"{plain.name}--*") if _holds_file(folder, tag)]
+    return found[0] if len(found) == 1 else None
+
+
+def _holds_file(folder: Path, tag: str) -> bool:
+    if folder.suffix == PREPARED or not is_complete(folder):
+        return False
+    return not tag or bool(matching(choices_of(dict.fromkeys((path.name for path in folder.iterdir()), 0)), tag))
 
 
 def _resolve_path(path: Path) -> ResolvedModel:
@@ -394,8 +471,7 @@ def _resolve_path(path: Path) -> ResolvedModel:
                 "bad-input",
             )
         path = parts_of(path)[0]
-        folder = models / f"gguf--{_safe(path.stem)}--{gguf_fingerprint(path)}"
-        return ResolvedModel(path.name, "gguf", path, folder, folder.with_name(folder.name + PREPARED))
+        return _resolve_gguf(path, path.stem)
     refuse_shard(path)
     if path.suffix == PARTIAL:
         raise ModelError(f"{path} is an unfinished download; run `privatellm models pull` again.", "bad-input")
@@ -408,6 +484,11 @@ def _resolve_path(path: Path) -> ResolvedModel:
     identity = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
     bank = models / f"local--{_safe(path.name)}--{identity}{PREPARED}"
     return ResolvedModel(path.name, "folder", path, path, bank)
+
+
+def _resolve_gguf(path: Path, stem: str) -> ResolvedModel:
+    folder = locate("models") / f"gguf--{_safe(stem)}--{gguf_fingerprint(path)}"
+    return ResolvedModel(path.name, "gguf", path, folder, folder.with_name(folder.name + PREPARED))
 
 
 def resolve_installed(text: str) -> ResolvedModel | None:
@@ -455,7 +536,7 @@ def _key_of(folder_name: str) -> str:
 def _display_name(key: str) -> str:
     if key.startswith(("gguf--", "local--")) or "--" not in key:
         return key
-    repo = key.replace("--", "/", 1)
+    repo = key.replace("--", "/", 1).replace("--", ":", 1)
     entry = catalogue.find(repo)
     return entry.name if entry else repo
 
@@ -463,7 +544,7 @@ def _display_name(key: str) -> str:
 def _suggestions(text: str) -> str:
     import difflib
 
-    names = [entry.name for entry in catalogue.catalogue()] + [entry.repo for entry in catalogue.catalogue()]
+    names = [name for entry in catalogue.catalogue() for name in (entry.name, entry.address)]
     names += [item.name for item in installed()]
     near = difflib.get_close_matches(text, sorted(set(filter(None, names))), n=3, cutoff=0.4)
     hint = f"did you mean {' or '.join(near)}? Otherwise " if near else ""

@@ -107,7 +107,7 @@ def find_folder(name: str, progress: ProgressCallback, should_stop: Callable[[],
     if resolved.kind == "gguf":
         from engine.models.gguf_folder import open_gguf
 
-        open_gguf(resolved.source, progress, should_stop)
+        open_gguf(resolved.source, progress, should_stop, resolved.plain_folder)
     # A person's own folder without a config is opened, too, because opening gives the best error message.
     own = resolved.kind == "folder" and resolved.source.is_dir()
     return resolved.name, resolved.folder or (resolved.source if own else resolved.require_folder())

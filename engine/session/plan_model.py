@@ -120,7 +120,7 @@ def _folder_of(resolved: ResolvedModel) -> Path:
     if resolved.kind == "gguf":
         from engine.models.gguf_folder import open_gguf
 
-        return open_gguf(resolved.source, lambda stage, done, total, unit: None)
+        return open_gguf(resolved.source, lambda stage, done, total, unit: None, folder=resolved.plain_folder)
     return resolved.require_folder()
 
 

@@ -306,6 +306,25 @@ def test_models_list(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert rows["starter"]["state"] == "ready" and rows["starter"]["path"] == str(home / "models" / "starter")
 
 
+def test_models_of_other_programs_are_listed_apart(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMA_CACHE", str(home / "cache"))
+    assert run(["models"]) == 0
+    alone = capsys.readouterr().out
+    file = home / "cache" / "M-Q4_K_M.gguf"
+    file.parent.mkdir()
+    file.write_bytes(bytes(2_000_000))
+    assert run(["models"]) == 0
+    listed = capsys.readouterr().out
+    heading, row = listed.removeprefix(alone).strip().splitlines()
+    assert heading == "Held by other programs, and used where they lie:"
+    assert row.split() == ["llama.cpp:M-Q4_K_M", "2", "MB", "llama.cpp,", str(file)]
+    assert run(["models", "--json"]) == 0
+    last = json.loads(capsys.readouterr().out)[-1]
+    assert (last["state"], last["program"], last["path"]) == ("elsewhere", "llama.cpp", str(file))
+
+
 @pytest.mark.parametrize(("action", "asked"), [("pull", "Pull"), ("prepare", "Prepare")])
 def test_models_pull_and_prepare(home: Path, capsys: pytest.CaptureFixture[str], action: str, asked: str) -> None:
     assert run(["models", action, "starter"]) == 0

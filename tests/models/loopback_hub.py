@@ -129,16 +129,17 @@ def _send_file(handler: BaseHTTPRequestHandler, repo: Repo, name: str) -> None:
         return _send(handler, 404, b"", {"X-Error-Code": "EntryNotFound"})
     data = repo.files[name] + b"x" * repo.extra_bytes
     wanted = handler.headers.get("Range")
-    start = 0
+    start, end = 0, len(data)
     if wanted and not repo.ignores_ranges:
-        start = int(wanted.removeprefix("bytes=").partition("-")[0])
+        first, _, last = wanted.removeprefix("bytes=").partition("-")
+        start, end = int(first), min(int(last) + 1 if last else end, end)
         if start >= len(data):
             return _send(handler, 416, b"")
         handler.send_response(206)
-        handler.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        handler.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
     else:
         handler.send_response(200)
-    body = data[start:]
+    body = data[start:end]
     handler.send_header("Content-Length", str(len(body)))
     handler.send_header("X-Repo-Commit", REVISION)
     handler.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')

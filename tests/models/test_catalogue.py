@@ -88,6 +88,46 @@ def test_any_repo_id_is_a_model(models: Path) -> None:
     assert model.plain_folder == models / "some.one--A-Model_v0.1"
 
 
+@pytest.mark.parametrize(
+    ("text", "tag", "folder"),
+    [
+        ("owner/M-GGUF:Q4_K_M", "Q4_K_M", "owner--M-GGUF--Q4_K_M"),
+        ("owner/M-GGUF:ud-q4_k_xl", "ud-q4_k_xl", "owner--M-GGUF--UD-Q4_K_XL"),
+        ("hf.co/owner/M-GGUF:Q8_0", "Q8_0", "owner--M-GGUF--Q8_0"),
+        ("https://huggingface.co/owner/M-GGUF", "", "owner--M-GGUF"),
+        ("owner/M-GGUF:M-Q8_0.gguf", "M-Q8_0.gguf", "owner--M-GGUF--Q8_0"),
+        ("owner/M-GGUF:Q8_0/M-Q8_0-00001-of-00002.gguf", "Q8_0/M-Q8_0-00001-of-00002.gguf", "owner--M-GGUF--Q8_0"),
+    ],
+)
+def test_one_file_of_a_repo_is_a_model(models: Path, text: str, tag: str, folder: str) -> None:
+    model = resolve(text)
+    assert (model.kind, model.repo, model.tag, model.plain_folder) == ("hub", "owner/M-GGUF", tag, models / folder)
+    with pytest.raises(ModelError, match="run: privatellm models pull owner/M-GGUF"):
+        model.require_folder()
+
+
+def make_gguf_model(models: Path, tag: str, *names: str) -> Path:
+    folder = models / f"owner--M-GGUF--{tag}"
+    folder.mkdir(parents=True)
+    for name in ("config.json", *names):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_a_downloaded_file_is_found_by_whatever_names_it(models: Path) -> None:
+    four = make_gguf_model(models, "UD-Q4_K_XL", "M-UD-Q4_K_XL-00001-of-00002.gguf", "M-UD-Q4_K_XL-00002-of-00002.gguf")
+    for name in ("", ":UD-Q4_K_XL", ":q4_k_xl", ":M-UD-Q4_K_XL-00001-of-00002.gguf", ":m-ud-q4_k_xl"):
+        model = resolve(f"owner/M-GGUF{name}")
+        assert (model.folder, model.name) == (four, "owner/M-GGUF:UD-Q4_K_XL"), name
+    assert [item.name for item in installed()] == ["owner/M-GGUF:UD-Q4_K_XL"]
+    assert resolve(str(four)).name == "owner/M-GGUF:UD-Q4_K_XL"
+    assert resolve("owner/M-GGUF:Q8_0").folder is None
+    eight = make_gguf_model(models, "Q8_0", "M-Q8_0.gguf")
+    assert resolve("owner/M-GGUF:Q8_0").folder == eight
+    assert resolve("owner/M-GGUF").folder is None, "either could be meant"
+    assert remove("owner/M-GGUF:q4_k_xl") > 0 and not four.exists() and eight.exists()
+
+
 def test_the_bank_is_opened_where_there_is_one(models: Path) -> None:
     plain = make_model(models / "owner--name")
     assert resolve("owner/name").folder == plain and not resolve("owner/name").prepared
@@ -130,6 +170,13 @@ NO_MODELS = [
     "owner/na me",
     "/\x1b[2J",
     "a\ud800",
+    "owner/name:",
+    "owner/name:../x",
+    "owner/name:a b",
+    "owner:Q4_K_M",
+    "ollama:",
+    "lmstudio:a/b:c",
+    "huggingface:\x1b[2J",
 ]
 
 

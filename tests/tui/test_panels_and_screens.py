@@ -399,6 +399,26 @@ async def test_a_model_is_fetched_and_can_be_stopped(make_app: MakeApp, engine: 
         assert "resumes" in notice(app)
 
 
+async def test_models_of_other_programs_can_be_chosen(
+    make_app: MakeApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLAMA_CACHE", str(tmp_path))
+    (tmp_path / "M-Q4_K_M.gguf").write_bytes(b"GGUF")
+    app = make_app()
+    async with app.run_test(size=(100, 40)) as pilot:
+        await ready(pilot, app)
+        await pilot.press("f3")
+        await wait_until(pilot, lambda: isinstance(app.screen, ModelsScreen))
+        models = app.screen.query_one(OptionList)
+        await wait_until(pilot, lambda: models.option_count > 2)
+        prompts = [str(option.prompt) for option in models.options]
+        (index,) = (i for i, prompt in enumerate(prompts) if "llama.cpp:M-Q4_K_M" in prompt)
+        assert "in llama.cpp" in prompts[index] and str(tmp_path / "M-Q4_K_M.gguf") in prompts[index]
+        models.highlighted = index
+        await pilot.press("enter")
+        await wait_until(pilot, lambda: app.settings.model == "llama.cpp:M-Q4_K_M")
+
+
 async def test_an_unknown_model_is_said_at_once(make_app: MakeApp) -> None:
     app = make_app()
     async with app.run_test(size=(100, 40)) as pilot:

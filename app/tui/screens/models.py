@@ -1,4 +1,4 @@
-"""The model picker: the models on this machine, those of the catalogue, and any other by its name."""
+"""The model picker: the models on this machine and in other programs, those of the catalogue, any other by its name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ class ModelOption:
 
 
 def rows() -> list[ModelOption]:
-    """The models on this machine first, then the others of the catalogue. Reads the disk."""
+    """The models on this machine first, those of other programs after them, then the others of the catalogue. Reads the
+    disk."""
+    from engine.models import found_elsewhere
     from engine.models.catalogue import catalogue
     from engine.models.store import installed
 
@@ -62,7 +64,11 @@ def rows() -> list[ModelOption]:
         for entry in entries.values()
         if entry.name not in names
     ]
-    return found + known
+    others = [
+        ModelOption(model.name, f"{size(model.nbytes)} · in {model.title}", one_line(str(model.path)), True)
+        for model in found_elsewhere.find_all(found_elsewhere.here())
+    ]
+    return found + others + known
 
 
 class ModelsScreen(Screen[str | None]):
@@ -71,7 +77,8 @@ class ModelsScreen(Screen[str | None]):
     HELP = (
         "`enter` loads a model that is on this machine. It downloads any other model while you go on chatting. `x` "
         "stops a download; the next one continues it. To use a model that is not listed, type its Hugging Face "
-        "repository id, its folder or its GGUF file into the field."
+        "repository id (with `:Q4_K_M` for one GGUF file of it), its folder or its GGUF file into the field. Models "
+        "that ollama, LM Studio, llama.cpp or the Hugging Face cache hold are used where they lie."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape," + bound("model"), "leave", "Close", key_display="esc", id="models.close"),
@@ -89,7 +96,7 @@ class ModelsScreen(Screen[str | None]):
         yield OptionList(id="models")
         yield Static(Content.assemble(("↓", "$text-warning"), " Not downloaded. Enter downloads it."), id="models-hint")
         yield Static("", id="model-problem", classes="problem", markup=False)
-        yield Input(placeholder="another model: owner/name, a folder, or a .gguf file", id="other")
+        yield Input(placeholder="another model: owner/name, owner/name:Q4_K_M, a folder, or a .gguf file", id="other")
         yield Footer(compact=True, show_command_palette=False)
 
     def on_mount(self) -> None:
