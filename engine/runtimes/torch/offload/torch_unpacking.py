@@ -1,0 +1,158 @@
+"""Packed weights as numbers by torch's own operations, on the device that holds the packed bytes.
+
+The blocks are those of :data:`engine.models.number_formats.BLOCKS`, ggml's layouts. The arithmetic is in float32 and in
+the order of ggml's own, so that the values are equal to the bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+from engine.models.number_formats import BLOCKS
+
+_ON_CPU = 1 << 18
+_ON_DEVICE = 1 << 24
+"""Numbers that are unpacked at once: on a CPU so many stay in its caches, on a GPU so many keep it busy."""
+SCRATCH_BYTES = 16 * _ON_DEVICE
+"""Device memory in bytes that unpacking takes beside its result."""
+
+_HALF_BYTES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+"""Values of the codes of the IQ4 formats."""
+_HALVES_OF_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the values of the codes of MXFP4."""
+
+
+def unpack(words: torch.Tensor, number_format: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The numbers in ``words``, uint8 [rows, bytes], on the same device: [rows, numbers] of ``dtype``.
+
+    The memory taken beside the result does not depend on the number of rows.
+    """
+    numbers, nbytes = BLOCKS[number_format]
+    decode = _DECODERS[number_format]
+    blocks = words.reshape(-1, nbytes)
+    out = torch.empty(len(blocks), numbers, dtype=dtype, device=words.device)
+    step = (_ON_CPU if words.device.type == "cpu" else _ON_DEVICE) // numbers
+    for start in range(0, len(blocks), step):
+        out[start : start + step] = decode(blocks[start : start + step])
+    return out.view(*words.shape[:-1], -1)
+
+
+# --- parts of blocks ------------------------------------------------------------------------------------------------
+
+
+def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """The float16 number at byte ``at`` of each block, float32 [blocks, 1]."""
+    # A copy, as blocks of odd size begin at odd addresses.
+    return blocks[:, at : at + 2].clone(memory_format=torch.contiguous_format).view(torch.float16).float()
+
+
+def _fields(words: torch.Tensor, width: int) -> torch.Tensor:
+    """The fields of ``width`` bits of bytes [blocks, groups, n], lowest first: [blocks, groups, 8 / width, n]."""
+    mask = (1 << width) - 1
+    return torch.stack([(words >> shift) & mask for shift in range(0, 8, width)], dim=2)
+
+
+def _halves(words: torch.Tensor, group: int) -> torch.Tensor:
+    """Codes of four bits [blocks, numbers]: of each ``group`` bytes first the low halves, then the high ones."""
+    blocks = len(words)
+    return _fields(words.reshape(blocks, -1, group), 4).reshape(blocks, -1)
+
+
+def _bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """The 32 bits from byte ``at`` on, lowest first: [blocks, 32]."""
+    return _fields(blocks[:, at : at + 4].reshape(len(blocks), 4, 1), 1).reshape(len(blocks), 32)
+
+
+def _scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scales and minima of the eight groups of Q4_K and Q5_K, float32 [blocks, 8, 1] each.
+
+    They are numbers of six bits in the bytes 4 to 15; the upper two bits of the last four are over those of the first.
+    """
+    first, second, both = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scales = torch.cat((first & 0x3F, (both & 0x0F) | ((first >> 2) & 0x30)), dim=1)
+    minima = torch.cat((second & 0x3F, (both >> 4) | ((second >> 2) & 0x30)), dim=1)
+    return (_half(blocks, 0) * scales)[:, :, None], (_half(blocks, 2) * minima)[:, :, None]
+
+
+@functools.cache
+def _table(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
+
+
+def _looked_up(codes: torch.Tensor, values: tuple[int, ...]) -> torch.Tensor:
+    return _table(values, codes.device)[codes.int()]
+
+
+# --- the formats ----------------------------------------------------------------------------------------------------
+
+
+def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * (_halves(blocks[:, 2:], 16).to(torch.int8) - 8)
+
+
+def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * _halves(blocks[:, 4:], 16) + _half(blocks, 2)
+
+
+def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
+    codes = _halves(blocks[:, 6:], 16) | (_bits(blocks, 2) << 4)
+    return _half(blocks, 0) * (codes.to(torch.int8) - 16)
+
+
+def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
+    codes = _halves(blocks[:, 8:], 16) | (_bits(blocks, 4) << 4)
+    return _half(blocks, 0) * codes + _half(blocks, 2)
+
+
+def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks[:, 2:].view(torch.int8) * _half(blocks, 0)
+
+
+def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
+    return _half(blocks, 0) * _looked_up(_halves(blocks[:, 2:], 16), _HALF_BYTES)
+
+
+def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
+    # Half of the power of two, as the codes stand for twice their values; below exponent 2 that is subnormal.
+    exponent = blocks[:, :1].int()
+    bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23)
+    return bits.view(torch.float32) * _looked_up(_halves(blocks[:, 1:], 16), _HALVES_OF_FP4)
+
+
+def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
+    scales, minima = _scales_and_minima(blocks)
+    codes = _halves(blocks[:, 16:], 32).view(len(blocks), 8, 32)
+    return (scales * codes - minima).view(len(blocks), 256)
+
+
+def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
+    scales, minima = _scales_and_minima(blocks)
+    high = _fields(blocks[:, None, 16:48], 1).view(len(blocks), 8, 32)
+    codes = _halves(blocks[:, 48:], 32).view(len(blocks), 8, 32) | (high << 4)
+    return (scales * codes - minima).view(len(blocks), 256)
+
+
+def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
+    low = _halves(blocks[:, :128], 64)
+    high = _fields(blocks[:, 128:192].reshape(len(blocks), 2, 32), 2).reshape(len(blocks), 256)
+    codes = ((low | (high << 4)).to(torch.int8) - 32).view(len(blocks), 16, 16)
+    scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8)
+    return (scales[:, :, None] * codes).view(len(blocks), 256)
+
+
+def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
+    low = _halves(blocks[:, 4:8], 1)
+    high = _fields(blocks[:, 2:4].reshape(len(blocks), 2, 1), 2).reshape(len(blocks), 8)
+    scales = _half(blocks, 0) * ((low | (high << 4)).to(torch.int8) - 32)
+    codes = _looked_up(_halves(blocks[:, 8:], 16), _HALF_BYTES).view(len(blocks), 8, 32)
+    return (scales[:, :, None] * codes).view(len(blocks), 256)
+
+
+_DECODERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "IQ4_NL": _iq4_nl, "MXFP4": _mxfp4,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_XS": _iq4_xs,
+}  # fmt: skip
+"""What makes float32 [blocks, numbers] of uint8 [blocks, bytes], by number format."""
