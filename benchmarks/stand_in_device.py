@@ -20,6 +20,7 @@ import torch
 
 from engine.models.byte_map import ExpertPlace
 from engine.models.files import ExpertWeights, StoredTensor
+from engine.models.number_formats import is_packed
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
 from engine.runtimes.torch.offload.devices import (
     CopyFailed,
@@ -351,8 +352,11 @@ class SlotExperts:
         pass
 
     def _words(self, place: SlotMatrix) -> np.ndarray[Any, Any]:
-        width = np.dtype(WIDTHS[place.format]).itemsize
+        # A matrix that is stored interleaved reaches beyond its own bytes.
         whole = self._bytes[place.offset :]
+        if is_packed(place.format):
+            return np.reshape(whole[: place.nbytes], (place.shape[0], -1))
+        width = np.dtype(WIDTHS[place.format]).itemsize
         words = whole[: len(whole) // width * width].view(WIDTHS[place.format])
         strides = tuple(step * words.itemsize for step in place.stride)
         return np.lib.stride_tricks.as_strided(words, place.shape, strides)

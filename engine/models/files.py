@@ -58,6 +58,12 @@ class ExpertWeights:
     up_bias: StoredTensor | None = None
     down_bias: StoredTensor | None = None
 
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """Gate, up and down, and the biases that there are."""
+        parts = (self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
+        return tuple(part for part in parts if part is not None)
+
 
 class Experts(Protocol):
     """All routed experts of a model."""

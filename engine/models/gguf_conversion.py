@@ -17,7 +17,7 @@ from engine.models.durable_files import flush
 from engine.models.gguf_architectures import architecture_of, config_of
 from engine.models.gguf_file import GgufFile
 from engine.models.gguf_tensors import entries_of, named_tensors
-from engine.models.unpacking import PAIRED, halves_order
+from engine.models.rotary_order import PAIRED, halves_order
 
 if TYPE_CHECKING:
     from engine.ipc.progress import ProgressCallback

@@ -36,8 +36,8 @@ from engine.models.gguf_folder import open_gguf
 from engine.models.gguf_tensors import entries_of
 from engine.models.number_formats import BLOCKS, is_packed
 from engine.models.opening import open_model
+from engine.models.rotary_order import PAIRED, in_halves
 from engine.models.tokenizer import load_tokenizer
-from engine.models.unpacking import PAIRED, in_halves
 from engine.session.plan_model import plan_model
 
 

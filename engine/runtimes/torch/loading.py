@@ -18,9 +18,10 @@ from torch import nn
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.models.config_values import without_implementations
-from engine.models.files import ModelFiles
+from engine.models.files import ModelFiles, StoredTensor
+from engine.models.rotary_order import PAIRED, in_halves
 from engine.models.wording import shown
-from engine.runtimes.torch.offload.torch_tensors import view
+from engine.runtimes.torch.offload.torch_tensors import numbers_on
 
 COMPOSITE_PREFIX = "language_model."
 """Prefix of the text model's tensors in a checkpoint that also sees pictures."""
@@ -94,7 +95,7 @@ def _in_one_line(error: Exception) -> str:
 def fill_trunk(
     model: Any, files: ModelFiles, dtype: torch.dtype, device: torch.device, progress: ProgressCallback
 ) -> None:
-    """Copy every trunk tensor of ``files`` into ``model`` (a skeleton whose experts have been replaced).
+    """Copy every trunk tensor of ``files`` into ``model`` (a skeleton whose experts have been replaced), unpacked.
 
     Raises ModelError naming the first tensor that is missing, unexpected, of the wrong shape or there twice.
     """
@@ -112,7 +113,9 @@ def fill_trunk(
                 "the files do not belong together: fetch the model again."
             )
         wanted = torch.float32 if keep_float32 is not None and keep_float32.search(name) else place.dtype
-        _place(model, name, tensor.to(device=device, dtype=wanted, copy=True))
+        paired = files.paired_rotary and name.endswith(PAIRED)
+        ordered = in_halves(tensor, files.config["head_dim"]) if paired else tensor
+        _place(model, name, numbers_on(device, ordered, wanted))
         filled.add(name)
         done += tensor.nbytes
         progress("reading the trunk", min(done, files.trunk_bytes), files.trunk_bytes, "bytes")
@@ -122,7 +125,7 @@ def fill_trunk(
 
 def _renamed(
     model: Any, files: ModelFiles, expected: dict[str, torch.Tensor]
-) -> Iterator[tuple[str, str, torch.Tensor]]:
+) -> Iterator[tuple[str, str, StoredTensor]]:
     """(name in the checkpoint, name in the model, tensor) of every trunk tensor the model wants.
 
     transformers' own rules for old checkpoint names are used. Raises ModelError on a tensor nobody asked for.
@@ -140,7 +143,7 @@ def _renamed(
         if name not in expected and plain in expected:
             name = plain
         if name in expected and pattern is None:
-            yield stored_name, name, view(stored)
+            yield stored_name, name, stored
         elif not _may_be_ignored(stored_name, name, ignored, model.config.num_hidden_layers):
             raise ModelError(
                 f"Tensor {stored_name} has no place in a {model.config.model_type} model as config.json describes it; "

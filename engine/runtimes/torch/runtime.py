@@ -32,7 +32,7 @@ from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.offload.cuda_device import find_gpu
 from engine.runtimes.torch.offload.hybrid import HybridBackend
 from engine.runtimes.torch.offload.tensor_backend import TensorBackend
-from engine.runtimes.torch.offload.torch_tensors import DTYPES, NAMES, stored_dtype
+from engine.runtimes.torch.offload.torch_tensors import NAMES, computed_dtype
 from engine.runtimes.torch.ring import experts_here, make_backend, make_executor
 
 
@@ -108,17 +108,16 @@ def set_threads(threads: int) -> None:
 
 
 def pick_dtype(files: ModelFiles, request: Load) -> torch.dtype:
-    """What is computed in: as the request says, or as the bulk of the checkpoint is stored."""
+    """What is computed in: as the request says, or as the bulk of the checkpoint is stored; bfloat16 if that is
+    packed."""
     if request.dtype != "auto":
         return {name: dtype for dtype, name in NAMES.items()}[request.dtype]
-    experts = files.experts
-    # A format that packs weights is computed with in what the trunk is stored in.
-    if experts is not None and DTYPES.get(experts.dtype) in NAMES:
-        dtype = stored_dtype(experts.dtype)
+    if files.experts is not None:
+        dtype = computed_dtype(files.experts.dtype)
     else:
         sizes: dict[torch.dtype, int] = {}
         for _, tensor in files.trunk():
-            stored = stored_dtype(tensor.dtype)
+            stored = computed_dtype(tensor.dtype)
             sizes[stored] = sizes.get(stored, 0) + tensor.nbytes
         dtype = max(sizes, key=lambda stored: sizes[stored])
     if dtype not in NAMES:

@@ -12,9 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
+from engine.models.number_formats import is_packed
 from engine.runtimes.torch.offload.gates import FamilyGate
-from engine.runtimes.torch.offload.local_torch import ExpertTensors
+from engine.runtimes.torch.offload.local_torch import ExpertTensors, expert_tensors
 from engine.runtimes.torch.offload.torch_tensors import stored_dtype
+from engine.runtimes.torch.offload.torch_unpacking import unpack
 
 
 class DeviceError(Exception):
@@ -74,7 +76,8 @@ class HostPiece:
 
 
 def tensors_in(slot: torch.Tensor, layout: SlotLayout, dtype: torch.dtype) -> ExpertTensors:
-    """The expert in ``slot``, uint8 [layout.size], as tensors of ``dtype``: views where it is stored in that dtype.
+    """The expert in ``slot``, uint8 [layout.size], as tensors of ``dtype``: views where it is stored in that dtype,
+    else copies on the same device.
 
     Raises ModelError for a number format that torch does not compute with, by its name.
     """
@@ -83,21 +86,14 @@ def tensors_in(slot: torch.Tensor, layout: SlotLayout, dtype: torch.dtype) -> Ex
         place = layout.matrices.get(name)
         if place is None:
             return None
+        if is_packed(place.format):
+            rows = slot[place.offset : place.offset + place.nbytes].view(place.shape[0], -1)
+            return unpack(rows, place.format, dtype)
         words = slot.view(stored_dtype(place.format))
         offset = words.storage_offset() + place.offset // words.element_size()
         return words.as_strided(place.shape, place.stride, offset).to(dtype)
 
-    gate_up, gate, up, down = (part(name) for name in ("gate_up", "gate", "up", "down"))
-    assert gate is not None and up is not None and down is not None
-    return ExpertTensors(
-        gate=gate,
-        up=up,
-        down=down,
-        gate_up=gate_up,
-        gate_bias=part("gate_bias"),
-        up_bias=part("up_bias"),
-        down_bias=part("down_bias"),
-    )
+    return expert_tensors(part)
 
 
 Ticket = Any

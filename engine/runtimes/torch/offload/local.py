@@ -8,6 +8,7 @@ import torch
 
 from engine.calibration.disk_rate import notice_beyond_memory
 from engine.models.files import Experts, first_held
+from engine.models.number_formats import is_packed
 from engine.moe.kernels.bindings import KernelChoice, choose
 from engine.moe.kernels.layers import unsupported_reason
 from engine.moe.kernels.pool import physical_cores, shared_pool
@@ -72,6 +73,10 @@ def _unsuitable(experts: Experts, gates: Mapping[int, FamilyGate]) -> str | None
 
 def _slow_in_torch(experts: Experts, dtype: torch.dtype) -> list[str]:
     """What makes these experts slow in torch, and what to do about it."""
+    if is_packed(experts.dtype):
+        return [
+            f"The experts are stored as {experts.dtype} and unpacked each time they are used, which is slow on a CPU."
+        ]
     lines = []
     stored = stored_dtype(experts.dtype)
     if stored != dtype:

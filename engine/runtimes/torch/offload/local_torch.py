@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import linear, pad
 
-from engine.models.files import Experts, StoredTensor
+from engine.models.files import Experts, ExpertWeights
 from engine.moe.prefetch import ReadAhead
 from engine.runtimes.torch.offload.combining import weighted_sum
 from engine.runtimes.torch.offload.gates import Gate
 from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 from engine.runtimes.torch.offload.torch_kernels import kernels_for, padded_rows
-from engine.runtimes.torch.offload.torch_tensors import NAMES, stored_dtype, view
+from engine.runtimes.torch.offload.torch_tensors import DTYPES, NAMES, numbers
 
 FEW_ROUTES = 64
 """Up to here routes are sorted in Python, above by torch: Python wins while there are few of them."""
@@ -31,6 +31,16 @@ class ExpertTensors:
     gate_bias: torch.Tensor | None
     up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
+
+
+def expert_tensors(part: Callable[[str], torch.Tensor | None]) -> ExpertTensors:
+    """The expert whose matrices and biases ``part`` gives by name, None for one that there is not. It is asked for
+    ``gate`` and ``up`` only if they do not lie together."""
+    gate_up = part("gate_up")
+    gate, up = (part("gate"), part("up")) if gate_up is None else gate_up.chunk(2)
+    down = part("down")
+    assert gate is not None and up is not None and down is not None
+    return ExpertTensors(gate, up, down, gate_up, part("gate_bias"), part("up_bias"), part("down_bias"))
 
 
 def run_expert(weights: ExpertTensors, gate: Gate, hidden: torch.Tensor) -> torch.Tensor:
@@ -51,8 +61,8 @@ def run_expert(weights: ExpertTensors, gate: Gate, hidden: torch.Tensor) -> torc
 class TorchBackend(TensorBackend):
     """Runs experts with torch.
 
-    The weights stay views of the mapped file. Where the stored dtype differs from what is computed with, an expert is
-    converted each time it is used and dropped afterwards, so memory stays bounded by one expert.
+    The weights stay views of the mapped file. Where they are packed, or of another dtype than is computed with, an
+    expert is converted each time it is used and dropped afterwards, so memory stays bounded by one expert.
     ``gates[layer]`` is the family's activation, taken from the module of the library that this backend stands in for.
     """
 
@@ -68,12 +78,13 @@ class TorchBackend(TensorBackend):
         self._read_ahead = read_ahead
         self._count = experts.count
         self._views: dict[tuple[int, int], ExpertTensors] = {}
+        self._stored: dict[tuple[int, int], ExpertWeights] = {}
         self._pads = dtype == torch.bfloat16
-        self._in_place = stored_dtype(experts.dtype) == dtype
 
     @property
     def description(self) -> str:
-        converted = "" if self._in_place else f", converted to {NAMES[self.dtype]}"
+        in_place = DTYPES.get(self.experts.dtype) == self.dtype
+        converted = "" if in_place else f", converted to {NAMES[self.dtype]}"
         return f"local (torch, cpu{converted})"
 
     def outputs(
@@ -174,45 +185,15 @@ class TorchBackend(TensorBackend):
         return torch.tensor(ordered, device=flat.device), torch.tensor(places, device=flat.device), sizes
 
     def _tensors(self, layer: int, expert: int) -> ExpertTensors:
-        found = self._views.get((layer, expert))
-        if found is None:
-            found = self._views[layer, expert] = self._open(layer, expert)
-        return found if self._in_place else self._moved(found)
-
-    def _open(self, layer: int, expert: int) -> ExpertTensors:
-        stored = self.experts.expert(layer, expert)
-
-        def optional(tensor: StoredTensor | None) -> torch.Tensor | None:
-            return None if tensor is None else view(tensor)
-
-        return ExpertTensors(
-            gate=view(stored.gate),
-            up=view(stored.up),
-            down=view(stored.down),
-            gate_up=optional(stored.gate_up),
-            gate_bias=optional(stored.gate_bias),
-            up_bias=optional(stored.up_bias),
-            down_bias=optional(stored.down_bias),
+        key = layer, expert
+        if key in self._views:
+            return self._views[key]
+        if key not in self._stored:
+            self._stored[key] = self.experts.expert(layer, expert)
+        stored = self._stored[key]
+        tensors = expert_tensors(
+            lambda name: None if (there := getattr(stored, name)) is None else numbers(there, self.dtype)
         )
-
-    def _moved(self, tensors: ExpertTensors) -> ExpertTensors:
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(self.dtype)
-
-        def optional(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else moved(tensor)
-
-        if tensors.gate_up is not None:
-            gate_up = moved(tensors.gate_up)
-            gate, up = gate_up.chunk(2)
-        else:
-            gate_up, gate, up = None, moved(tensors.gate), moved(tensors.up)
-        return ExpertTensors(
-            gate=gate,
-            up=up,
-            down=moved(tensors.down),
-            gate_up=gate_up,
-            gate_bias=optional(tensors.gate_bias),
-            up_bias=optional(tensors.up_bias),
-            down_bias=optional(tensors.down_bias),
-        )
+        if all(DTYPES.get(part.dtype) == self.dtype for part in stored.parts):
+            self._views[key] = tensors
+        return tensors

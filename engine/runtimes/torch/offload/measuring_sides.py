@@ -3,12 +3,12 @@ answer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
 from engine.ipc.progress import ProgressCallback
-from engine.models.files import Experts, ExpertWeights, StoredTensor
+from engine.models.files import Experts, ExpertWeights
 from engine.runtimes.torch.offload.cuda_device import find_gpu
 from engine.runtimes.torch.offload.devices import DeviceError, ExpertDevice
 from engine.runtimes.torch.offload.gates import Activation, FamilyGate
@@ -80,14 +80,8 @@ def calls_in_turn(experts: Experts, together: int, limit: int | None = None) -> 
 
 def read_once(weights: ExpertWeights) -> None:
     """Bring an expert's weights from the disk into memory."""
-    for tensor in tensors_of(weights):
+    for tensor in weights.parts:
         tensor.words.max()
-
-
-def tensors_of(weights: ExpertWeights) -> Iterable[StoredTensor]:
-    """Gate, up and down, and the biases there are."""
-    parts = (weights.gate, weights.up, weights.down, weights.gate_bias, weights.up_bias, weights.down_bias)
-    return [part for part in parts if part is not None]
 
 
 class DeviceGpuSide:

@@ -1,4 +1,4 @@
-"""Stored tensors as torch tensors, without copying."""
+"""Stored tensors as torch tensors: views of the mapped files, or copies in another dtype or of packed weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 
 from engine.errors import ModelError
 from engine.models.files import StoredTensor
+from engine.models.number_formats import is_packed
+from engine.runtimes.torch.offload.torch_unpacking import unpack
 
 DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
@@ -36,3 +38,23 @@ def view(stored: StoredTensor) -> torch.Tensor:
     """``stored`` as a tensor that shares its file-backed memory; same shape, possibly strided."""
     dtype = stored_dtype(stored.dtype)
     return torch.from_numpy(stored.words).view(dtype)
+
+
+def computed_dtype(name: str) -> torch.dtype:
+    """The dtype in which weights stored as ``name`` are computed with if nobody chooses one. Raises ModelError if this
+    runtime has no use for them."""
+    return torch.bfloat16 if is_packed(name) else stored_dtype(name)
+
+
+def numbers(stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
+    """``stored`` in ``dtype``: a view if it is stored so, else a copy."""
+    if is_packed(stored.dtype):
+        return unpack(torch.from_numpy(stored.words), stored.dtype, dtype)
+    return view(stored).to(dtype)
+
+
+def numbers_on(device: torch.device, stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of ``stored`` in ``dtype`` on ``device``."""
+    if is_packed(stored.dtype):
+        return unpack(torch.from_numpy(stored.words), stored.dtype, dtype, device)
+    return view(stored).to(device=device, dtype=dtype, copy=True)

@@ -14,10 +14,8 @@ import torch
 from engine.models.number_formats import BLOCKS
 
 _ON_CPU = 1 << 18
-_ON_DEVICE = 1 << 24
+_ON_DEVICE = 1 << 22
 """Numbers that are unpacked at once: on a CPU so many stay in its caches, on a GPU so many keep it busy."""
-SCRATCH_BYTES = 16 * _ON_DEVICE
-"""Device memory in bytes that unpacking takes beside its result."""
 
 _HALF_BYTES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Values of the codes of the IQ4 formats."""
@@ -25,18 +23,23 @@ _HALVES_OF_FP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the values of the codes of MXFP4."""
 
 
-def unpack(words: torch.Tensor, number_format: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The numbers in ``words``, uint8 [rows, bytes], on the same device: [rows, numbers] of ``dtype``.
+def unpack(
+    words: torch.Tensor,
+    number_format: str,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """The numbers in ``words``, uint8 [rows, bytes]: [rows, numbers] of ``dtype`` on ``device`` (None: the same one).
 
     The memory taken beside the result does not depend on the number of rows.
     """
     numbers, nbytes = BLOCKS[number_format]
     decode = _DECODERS[number_format]
     blocks = words.reshape(-1, nbytes)
-    out = torch.empty(len(blocks), numbers, dtype=dtype, device=words.device)
-    step = (_ON_CPU if words.device.type == "cpu" else _ON_DEVICE) // numbers
+    out = torch.empty(len(blocks), numbers, dtype=dtype, device=words.device if device is None else device)
+    step = (_ON_CPU if out.device.type == "cpu" else _ON_DEVICE) // numbers
     for start in range(0, len(blocks), step):
-        out[start : start + step] = decode(blocks[start : start + step])
+        out[start : start + step] = decode(blocks[start : start + step].to(out.device))
     return out.view(*words.shape[:-1], -1)
 
 

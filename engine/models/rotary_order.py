@@ -1,4 +1,4 @@
-"""Weights of GGUF files for runtimes that compute with plain numbers: blocks unpacked, rows in transformers' order."""
+"""Queries and keys of GGUF files with their rows in transformers' order, for runtimes that expect it."""
 
 from __future__ import annotations
 
@@ -6,21 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.models.files import StoredTensor
-from engine.models.number_formats import is_packed
 
 PAIRED = ("q_proj.weight", "k_proj.weight", "q_proj.bias", "k_proj.bias")
 """Ends of the names of tensors whose rows are in another order if the rotation's pairs lie side by side."""
-
-
-def unpacked(tensor: StoredTensor) -> StoredTensor:
-    """A float32 copy of a packed tensor; a plain one unchanged."""
-    if not is_packed(tensor.dtype):
-        return tensor
-    from gguf import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    values: NDArray[np.float32] = dequantize(np.ascontiguousarray(tensor.words), GGMLQuantizationType[tensor.dtype])
-    return StoredTensor("F32", values.astype(np.float32, copy=False).view(np.uint32))
 
 
 def halves_order(rows: int, head_size: int) -> NDArray[np.int64]:

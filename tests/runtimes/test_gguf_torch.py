@@ -1,0 +1,125 @@
+"""GGUF files in the torch runtime: transformers' logits on what the packed weights stand for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType
+from native_oracle import needs_kernels
+from pairwise import pairwise
+from subjects import prompt_of
+from tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
+from tiny_models import write_tiny_model
+from torch_oracle import library_run, load, no_progress, our_run, typical, worst
+
+from benchmarks.stand_in_device import StandInDevice
+from engine.ipc.messages import ExpertPolicy, Load
+from engine.models.files import ModelFiles
+from engine.models.gguf_folder import open_gguf
+from engine.models.number_formats import BLOCKS
+from engine.models.opening import open_model
+from engine.planning.hybrid import GPU_RUNTIME_BYTES
+from engine.runtimes.torch.runtime import TorchRuntime
+
+EXACT = 1e-5
+"""Both compute in float32; the order of the sums differs."""
+ROUNDED = 0.05
+"""Largest usual error where the native kernels round the experts' inputs to eight bits, as a share of the logits'
+spread: these models, of random weights, make small errors larger than real ones do."""
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The tiny model of a family, written once."""
+    folder = tmp_path_factory.mktemp("sources")
+    return functools.cache(lambda family: write_tiny_model(folder / family, family, **whole_blocks(family)))
+
+
+def packed_model(folder: Path, source: Path, family: str, kind: str) -> tuple[Path, Path]:
+    """The model folder of ``source`` packed as ``kind``, and the folder of what its weights stand for."""
+    path = write_tiny_gguf(
+        folder / "m.gguf",
+        source,
+        ARCHITECTURES[family],
+        quantised=GGMLQuantizationType[kind],
+        extra={"attention.sliding_window": 16} if family == "mistral" else {},
+        merged=kind in ("Q8_0", "Q6_K"),
+        truth=folder / "truth",
+    )
+    return open_gguf(path, no_progress), folder / "truth"
+
+
+def mostly(files: ModelFiles) -> str:
+    """The format of most of the experts, or of the embedding."""
+    if files.experts is not None:
+        return files.experts.dtype
+    return dict(files.trunk())["model.embed_tokens.weight"].dtype
+
+
+@pytest.mark.parametrize(("family", "kind"), pairwise(tuple(ARCHITECTURES), tuple(BLOCKS))[::3])
+def test_unpacked_weights_give_the_librarys_logits(
+    tmp_path: Path, sources: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, kind: str
+) -> None:
+    monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
+    folder, truth = packed_model(tmp_path, sources(family), family, kind)
+    assert mostly(open_model(folder)) == kind
+    model, tokens = load(folder, dtype="float32"), prompt_of(40)
+    answer, theirs = library_run(truth, tokens, chunks=1)
+    assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
+    if model.facts.experts:
+        assert any(f"stored as {kind} and unpacked" in line for line in model.facts.notices)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("family", "kind"), [("mixtral", "Q4_K"), ("qwen2_moe", "MXFP4"), ("llama", "Q6_K")])
+def test_packed_experts_run_in_the_native_kernels(
+    tmp_path: Path, sources: Callable[[str], Path], family: str, kind: str
+) -> None:
+    folder, truth = packed_model(tmp_path, sources(family), family, kind)
+    model, tokens = load(folder), prompt_of(40)
+    assert model.facts.dtype == "bfloat16"
+    assert ("native" in model.facts.executor) == (family != "llama")
+    answer, theirs = library_run(truth, tokens, chunks=1)
+    assert typical(our_run(model, tokens, 2, answer), theirs) < ROUNDED
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "policy"),
+    pairwise(MOE, tuple(BLOCKS), ("balanced", "lru-offload", "stream", "layers", "twiddler", "monde"))[::5],
+)
+def test_a_device_shares_packed_experts(
+    tmp_path: Path,
+    sources: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    kind: str,
+    policy: ExpertPolicy,
+) -> None:
+    monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
+    folder, truth = packed_model(tmp_path, sources(family), family, kind)
+    experts = open_model(folder).experts
+    assert experts is not None
+    device = StandInDevice(2 * GPU_RUNTIME_BYTES)
+    room = 3 * experts.place(0, 0).nbytes + 1000
+    request = Load(id=1, model="packed", cpu_threads=1, dtype="float32", policy=policy, gpu_expert_bytes=room)
+    model = TorchRuntime(lambda: device).load(folder, request, no_progress)
+    copied = {op.nbytes for op in device.trace if op.kind in ("copy", "fill")}
+    tokens = prompt_of(40)
+    answer, theirs = library_run(truth, tokens, chunks=1)
+    assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
+    copied |= {op.nbytes for op in device.trace if op.kind in ("copy", "fill")}
+    assert copied <= {experts.place(layer, 0).nbytes for layer in experts.layers}, "packed bytes travel, nothing else"
+    assert copied or policy in ("layers", "twiddler")
+    assert model.facts.expert_bytes == experts.nbytes
+    model.close()
+    assert np.isfinite(theirs[0]).all()
