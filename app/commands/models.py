@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from app.commands.engine_work import Interruption, do, open_for, run_with_engine
@@ -14,7 +14,7 @@ from app.text_safety import one_line
 from engine.errors import ModelError
 from engine.ipc.messages import AnyRequest, Done, Prepare, Pull
 from engine.models import found_elsewhere, store
-from engine.models.catalogue import catalogue
+from engine.models.catalogue import CatalogueEntry, catalogue, offered_here
 from engine.models.locations import locate
 from engine.planning.units import byte_size
 
@@ -29,6 +29,8 @@ class ModelRow:
     family: str
     description: str
     path: str = ""
+    about: bool = False
+    """Whether ``nbytes`` is computed from the number of parameters."""
     program: str = ""
     """The program that holds it, if another one does."""
 
@@ -37,16 +39,19 @@ def rows() -> list[ModelRow]:
     """The models of this machine first, then the others of the catalogue, then those of other programs. Raises
     ModelError."""
     known = {entry.name: entry for entry in catalogue()}
+    found = found_elsewhere.find_all(found_elsewhere.here())
+    held = {model.path for model in found}
     here = [
         ModelRow(
             model.name,
             "ready, prepared" if model.prepared else "ready",
             model.nbytes,
             model.family,
-            known[model.name].description if model.name in known else "",
+            _about(model, known),
             str(model.path),
         )
         for model in store.installed()
+        if model.linked not in held
     ]
     names = {row.name for row in here}
     begun = [
@@ -71,16 +76,22 @@ def rows() -> list[ModelRow]:
             "can be made" if entry.origin == "starter" else "can be pulled",
             int(entry.gigabytes * 1e9),
             entry.family,
-            entry.description,
+            entry.summary,
+            about=entry.about,
         )
-        for entry in known.values()
+        for entry in offered_here()
         if entry.name not in names
     ]
     others = [
-        ModelRow(model.name, "elsewhere", model.nbytes, "", "", str(model.path), model.title)
-        for model in found_elsewhere.find_all(found_elsewhere.here())
+        ModelRow(model.name, "elsewhere", model.nbytes, "", "", str(model.path), program=model.title) for model in found
     ]
     return here + begun + absent + others
+
+
+def _about(model: store.InstalledModel, known: Mapping[str, CatalogueEntry]) -> str:
+    if model.linked is not None:
+        return f"Links to {model.linked}."
+    return known[model.name].description if model.name in known else ""
 
 
 def show_models(*, in_json: bool) -> int:
@@ -97,14 +108,21 @@ def _json(found: list[ModelRow]) -> str:
 
 
 def _table(found: list[ModelRow]) -> str:
-    safe = [replace(row, name=one_line(row.name), family=one_line(row.family)) for row in found]
+    safe = [
+        replace(row, name=one_line(row.name), family=one_line(row.family), description=one_line(row.description))
+        for row in found
+    ]
     own = [row for row in safe if not row.program]
     width = max(len(row.name) for row in own)
     lines = [
-        f"{row.name:{width}}  {row.state:15}  {byte_size(row.nbytes):>8}  {row.family:12}  {row.description}".rstrip()
+        f"{row.name:{width}}  {row.state:15}  {_size(row):>13}  {row.family:12}  {row.description}".rstrip()
         for row in own
     ]
     return "\n".join([*lines, *_table_of_others([row for row in safe if row.program])]) + "\n"
+
+
+def _size(row: ModelRow) -> str:
+    return f"about {byte_size(row.nbytes)}" if row.about else byte_size(row.nbytes)
 
 
 def _table_of_others(found: list[ModelRow]) -> list[str]:

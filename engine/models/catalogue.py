@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
+import platform
+import sys
 import tomllib
 from typing import Any, Literal
 
@@ -30,13 +32,18 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """``model_type`` in transformers."""
     gigabytes: float
     """Disk space of the download, in decimal gigabytes."""
+    about: bool = False
+    """Whether ``gigabytes`` is computed from the parameters and the bits of a weight."""
+    memory_gigabytes: int
+    """Memory of the machines that it is meant for; 0 if none alone holds it."""
     parameters_billion: float
     active_billion: float
-    """Billions of parameters that a token uses."""
+    """Billions of parameters that a token uses; all of them in a dense model."""
     experts: int
+    """Routed experts per layer; 0 for a dense model."""
     experts_per_token: int
-    runtime: Literal["any", "mlx"] = "any"
-    """``mlx``: the weights are quantised, and no other runtime reads them."""
+    runtime: Literal["any", "native", "mlx"] = "any"
+    """``native``, ``mlx``: the weights are packed, and no other runtime reads them."""
     licence: str
     """SPDX identifier."""
     description: str
@@ -45,6 +52,12 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def address(self) -> str:
         """``owner/name`` or ``owner/name:Q4_K_M``; the name of the starter."""
         return f"{self.repo}:{self.tag}" if self.tag else self.repo or self.name
+
+    @property
+    def summary(self) -> str:
+        """Its description, and for which machines it is."""
+        machines = f" For {self.memory_gigabytes} GB of memory." if self.memory_gigabytes else ""
+        return self.description + machines
 
 
 class _CatalogueFile(msgspec.Struct, forbid_unknown_fields=True):
@@ -56,6 +69,17 @@ def catalogue() -> tuple[CatalogueEntry, ...]:
     """All known models in the order for the screen, small ones first."""
     text = importlib.resources.files("assets").joinpath("catalogue.toml").read_text(encoding="utf-8")
     return parse_catalogue(tomllib.loads(text))
+
+
+def offered(*, apple: bool) -> tuple[CatalogueEntry, ...]:
+    """The models to offer: of the packed ones mlx's on a Mac with Apple Silicon (``apple``), GGUF files elsewhere."""
+    other = "native" if apple else "mlx"
+    return tuple(entry for entry in catalogue() if entry.runtime != other)
+
+
+def offered_here() -> tuple[CatalogueEntry, ...]:
+    """The models to offer on this machine. All others can be named as well."""
+    return offered(apple=sys.platform == "darwin" and platform.machine() == "arm64")
 
 
 def parse_catalogue(data: dict[str, Any]) -> tuple[CatalogueEntry, ...]:

@@ -36,7 +36,12 @@ _DIGITS_FIRST = frozenset({"smollm", "starcoder", "refact"})
 _WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama-v3", "llama3", "tekken"})
 """Pre-tokenizers for which words of the vocabulary are taken whole, without merging."""
 
-KNOWN_SPLITS = tuple(sorted({*_SPLITS, *_DIGITS_FIRST, "gpt-2"}))
+_PLAIN = frozenset({"gpt-2", "olmo"})
+"""Pre-tokenizers that split as GPT-2's does."""
+_COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen", "olmo"})
+"""Pre-tokenizers of models whose text is composed (NFC) before it is split."""
+
+KNOWN_SPLITS = tuple(sorted({*_SPLITS, *_DIGITS_FIRST, *_PLAIN}))
 
 LONGEST_TOKEN = 1000
 """Maximum characters of a token; the longest in use is a run of some hundred spaces."""
@@ -115,7 +120,7 @@ def _byte_level(metadata: dict[str, Any]) -> Any:
     else:
         before = [_bytes(split=True)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(before)
-    if _SPLITS.get(name) is _QWEN2:
+    if name in _COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

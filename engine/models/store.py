@@ -118,6 +118,8 @@ class InstalledModel:
     nbytes: int
     """Bytes on disk, the bank included."""
     prepared: bool
+    linked: Path | None = None
+    """The GGUF file, elsewhere on this machine, to which it is only links; None for all others."""
 
 
 def is_complete(folder: Path) -> bool:
@@ -190,8 +192,18 @@ def installed() -> list[InstalledModel]:
                 family=family_of(folder),
                 nbytes=folder_bytes(plain) + folder_bytes(bank),
                 prepared=is_complete(bank) or has_bank(plain),
+                linked=_linked_file(plain),
             )
     return sorted(found.values(), key=lambda item: item.name.casefold())
+
+
+def _linked_file(folder: Path) -> Path | None:
+    """The first file to which ``folder`` links."""
+    if not folder.name.startswith("gguf--"):
+        return None
+    with contextlib.suppress(OSError):
+        return next((path.readlink() for path in sorted(folder.glob("*.gguf")) if path.is_symlink()), None)
+    return None
 
 
 def partial_downloads() -> list[tuple[str, int]]:

@@ -320,6 +320,15 @@ def test_models_of_other_programs_are_listed_apart(
     heading, row = listed.removeprefix(alone).strip().splitlines()
     assert heading == "Held by other programs, and used where they lie:"
     assert row.split() == ["llama.cpp:M-Q4_K_M", "2", "MB", "llama.cpp,", str(file)]
+    links = install(home, "gguf--M-Q4_K_M--0123456789abcdef")
+    (links / "M-Q4_K_M.gguf").symlink_to(file)
+    assert run(["models"]) == 0
+    assert capsys.readouterr().out == listed, "the links to it are no further model"
+    own = home / "own.gguf"
+    (links / "M-Q4_K_M.gguf").unlink()
+    (links / "M-Q4_K_M.gguf").symlink_to(own)
+    assert run(["models"]) == 0
+    assert f"Links to {own}." in capsys.readouterr().out
     assert run(["models", "--json"]) == 0
     last = json.loads(capsys.readouterr().out)[-1]
     assert (last["state"], last["program"], last["path"]) == ("elsewhere", "llama.cpp", str(file))

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_gguf import ARCHITECTURES
 
 from engine.errors import ModelError
 from engine.models import store
-from engine.models.catalogue import catalogue, find, parse_catalogue
+from engine.models.catalogue import catalogue, find, offered, parse_catalogue
 from engine.models.families import SUPPORTED
+from engine.models.gguf_names import tag_of
 from engine.models.store import installed, partial_downloads, remove, resolve
 
 
@@ -35,24 +37,56 @@ def make_model(folder: Path, family: str = "mixtral", size: int = 1000, bank: bo
     return folder
 
 
+BITS = {"Q4_K_M": 4.8, "Q8_0": 8.5, "4bit": 4.5, "8bit": 8.5}
+"""Bits of a weight, by what a tag or a repo's name ends in."""
+
+
 def test_every_entry_is_whole_and_runs_here() -> None:
     entries = catalogue()
     assert entries[0].name == "starter" and entries[0].origin == "starter" and not entries[0].repo
     for entry in entries:
         assert entry.family in SUPPORTED, f"{entry.name}: {entry.family} is not supported"
         assert entry.licence in {"Apache-2.0", "MIT"}
-        assert 0 < entry.active_billion < entry.parameters_billion
-        assert 0 < entry.experts_per_token < entry.experts
+        if entry.experts:
+            assert 0 < entry.active_billion < entry.parameters_billion
+            assert 0 < entry.experts_per_token < entry.experts
+        else:
+            assert entry.active_billion == entry.parameters_billion and not entry.experts_per_token
         assert entry.description.endswith(".") and len(entry.description) <= 110
         assert "/" not in entry.name
+        assert entry.gigabytes <= 0.75 * entry.memory_gigabytes or not entry.memory_gigabytes
         if entry.origin == "hub":
             assert entry.repo.count("/") == 1
-            bits = 16 if entry.runtime == "any" else 4.5
+            bits = BITS.get(entry.tag or entry.repo.rpartition("-")[2], 16)
             if entry.family == "gpt_oss":
                 bits = 5.3  # 4.25 in the experts, 16 in the trunk
             assert entry.gigabytes == pytest.approx(bits / 8 * entry.parameters_billion, rel=0.06)
-            assert (entry.runtime == "mlx") == ("Apple Silicon" in entry.description)
+        assert (entry.runtime == "native") == bool(entry.tag), (
+            "packed files for native are GGUF files, and no others are"
+        )
+        if entry.tag:
+            assert entry.tag == tag_of(entry.tag)
+            assert entry.family in ARCHITECTURES, f"{entry.name}: GGUF files of {entry.family} do not run"
     assert [entry.gigabytes for entry in entries] == sorted(entry.gigabytes for entry in entries)
+
+
+@pytest.mark.parametrize("apple", [False, True])
+def test_something_packed_is_offered_for_every_size_of_machine(apple: bool) -> None:
+    runtime = "mlx" if apple else "native"
+    packed = [entry for entry in offered(apple=apple) if entry.runtime == runtime]
+    assert {8, 16, 32, 64, 128} <= {entry.memory_gigabytes for entry in packed}
+    assert {entry.runtime for entry in offered(apple=apple)} == {"any", runtime}
+    assert len(offered(apple=apple)) <= 16, "a list to choose from"
+    assert set(offered(apple=False)) | set(offered(apple=True)) == set(catalogue())
+
+
+def test_a_packed_entry_is_one_file_of_its_repo(models: Path) -> None:
+    model = resolve("qwen3-30b-q4")
+    assert (model.repo, model.tag) == ("unsloth/Qwen3-30B-A3B-Instruct-2507-GGUF", "Q4_K_M")
+    assert resolve("unsloth/Qwen3-30B-A3B-Instruct-2507-GGUF:q4_k_m") == model
+    assert resolve("unsloth/Qwen3-30B-A3B-Instruct-2507-GGUF:Q6_K").entry is None
+    make_model(models / "unsloth--Qwen3-30B-A3B-Instruct-2507-GGUF--Q4_K_M")
+    assert [item.name for item in installed()] == ["qwen3-30b-q4"]
 
 
 @pytest.mark.parametrize("change", [{"surprise": 1}, {"gigabytes": "many"}, {"family": None}, {"origin": "elsewhere"}])

@@ -320,6 +320,7 @@ def test_what_ollama_holds_is_opened_where_it_lies(
         assert name == "ollama:tiny:latest" and open_model(folder).trunk_bytes > 0
         assert [path.readlink() for path in folder.iterdir() if path.is_symlink()] == [blob]
     assert pull("ollama:tiny", silent) == folder
+    assert [item.linked for item in store.installed()] == [blob]
     planned = plan_model(Plan(id=1, load=Load(id=1, model="ollama:tiny", runtime="native")), None)
     assert planned.model == "ollama:tiny:latest" and planned.family == "llama"
     assert {path: path.lstat().st_mtime_ns for path in root.rglob("*")} == before

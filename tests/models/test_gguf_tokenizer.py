@@ -88,6 +88,7 @@ def test_every_known_split_keeps_all_text(tmp_path: Path, pre: str) -> None:
     [
         ("smollm", "ab 123", ["ab", " ", "1", "2", "3"]),
         ("gpt-2", "ab 123", ["ab", " 123"]),
+        ("olmo", "ab 123", ["ab", " 123"]),
         ("llama-bpe", "ab 12345", ["ab", " ", "123", "45"]),
         ("qwen2", "ab 12", ["ab", " ", "1", "2"]),
         ("qwen2", "it's\n\nNow", ["it", "'s", "\n\n", "Now"]),
@@ -99,6 +100,17 @@ def test_text_is_split_as_the_models_rule_says(tmp_path: Path, pre: str, text: s
     tokenizer = written(tmp_path, byte_level(pre))
     split = tokenizer._library.pre_tokenizer.pre_tokenize_str(text)
     assert [text[start:end] for _, (start, end) in split] == pieces
+
+
+@pytest.mark.parametrize("text", [*CORPUS[:4], *AWKWARD[1:-1], "cafe\u0301 u\u0308ber"])
+def test_olmos_ids_are_those_of_transformers(tmp_path: Path, text: str) -> None:
+    from transformers import GPTNeoXTokenizer
+
+    metadata = byte_level("olmo")
+    vocabulary = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    theirs = GPTNeoXTokenizer(vocab=vocabulary, merges=merges)
+    assert written(tmp_path, metadata).encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
 
 
 def test_ids_and_special_tokens_are_the_files(tmp_path: Path) -> None:
