@@ -326,7 +326,8 @@ class Host:
         _, folder = find_folder(request.load.model, task.report, task.cancelled)
         try:
             with self._undisturbed():
-                return run_bench(request, self._loaded(), folder, task.report, task.cancelled)
+                buffer_bytes = self._parts.effort.buffer_bytes
+                return run_bench(request, self._loaded(), folder, task.report, task.cancelled, buffer_bytes)
         finally:
             if self._popularity_writer is not None:
                 self._popularity_writer.leave_out()

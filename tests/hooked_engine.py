@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine.cluster.parts import EngineParts
+from engine.cluster.parts import Effort, EngineParts
 
 
 def hooked(function: Callable[..., EngineParts], **options: Any) -> list[str]:
@@ -22,6 +22,11 @@ def hooked(function: Callable[..., EngineParts], **options: Any) -> list[str]:
     ``function`` should import little, as every such process imports it."""
     file = inspect.getsourcefile(function)
     return [__file__, f"{file}:{function.__name__}", json.dumps(options)]
+
+
+def measures_little() -> EngineParts:
+    """Its benchmarks read as little memory as they may to measure its rate."""
+    return EngineParts(effort=Effort(buffer_bytes=1))
 
 
 def main(where: str, options: str) -> None:

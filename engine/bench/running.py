@@ -11,6 +11,7 @@ import msgspec
 from engine.bench.experts import bench_experts
 from engine.bench.subject import BenchSubject
 from engine.bench.throughput import bench_beams, bench_decode, bench_prefill
+from engine.calibration.memory_rate import BUFFER_BYTES
 from engine.calibration.samples import OtherPrograms
 from engine.errors import ModelError
 from engine.ipc.messages import Bench, BenchResult, ExpertMovement, Load, Message, ModelFacts
@@ -46,11 +47,17 @@ def load_for(request: Bench) -> Load:
 
 
 def run_bench(
-    request: Bench, session: Session, folder: Path, report: ProgressCallback, cancelled: Callable[[], bool]
+    request: Bench,
+    session: Session,
+    folder: Path,
+    report: ProgressCallback,
+    cancelled: Callable[[], bool],
+    buffer_bytes: int | None = None,
 ) -> BenchResult:
     """Measure ``session``'s model, which is loaded from ``folder``. Raises ModelError, and Cancelled if stopped.
 
-    The session's cache is not changed, as every measurement has its own rows.
+    The session's cache is not changed, as every measurement has its own rows. ``buffer_bytes`` are read to measure the
+    rate of memory; None: as many as make it exact.
     """
     ran = msgspec.structs.replace(request.load, runtime=session.facts.runtime)
     sizes = read_headers(folder, ran).sizes
@@ -65,6 +72,7 @@ def run_bench(
         report=report,
         cancelled=cancelled,
         unsteady_reason=(lambda samples: "") if request.even_if_busy else OtherPrograms().unsteady_reason,
+        buffer_bytes=buffer_bytes or BUFFER_BYTES,
     )
     session.model.recorder.reset()
     match request.kind:

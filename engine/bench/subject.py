@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from engine.calibration.memory_rate import BUFFER_BYTES
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import ModelFacts
 from engine.ipc.progress import ProgressCallback
@@ -37,6 +38,8 @@ class BenchSubject:
     clock: Callable[[], float] = time.perf_counter
     unsteady_reason: Callable[[Sequence[float]], str] = lambda samples: ""
     """Why what was measured is not to be kept for plans, given what one thing took again and again; empty: it is."""
+    buffer_bytes: int = BUFFER_BYTES
+    """Bytes that are read to measure the rate of memory."""
 
     @property
     def on_cpu(self) -> bool:

@@ -35,7 +35,7 @@ def bench_decode(subject: BenchSubject, request_id: int) -> BenchResult:
     prompt = random_tokens(1, subject.prompt_tokens(room), subject.facts.vocabulary)
     seconds: list[float] = []
     rates: list[float] = []
-    memory = StreamingRead(subject.threads, subject.clock) if subject.on_cpu else None
+    memory = StreamingRead(subject.threads, subject.clock, subject.buffer_bytes) if subject.on_cpu else None
     gpu_rates: list[float] = []
     for index in range(subject.rounds):
         subject.report("decoding", index, subject.rounds, "")

@@ -65,7 +65,8 @@ class TimeConstants:
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is measured while a ring is formed. The same on all of its nodes, as they measure together."""
+    """How much is measured, of a model and while a ring is formed. The same on all nodes of a ring, as they measure
+    together."""
 
     link_s: float = 0.3
     """Maximum seconds for the bandwidth of a link."""
@@ -73,6 +74,9 @@ class Effort:
     """Measured rounds of an exchange."""
     rehearse: bool = True
     """Whether layers are rehearsed over the exchange, to predict the ring's speed."""
+    buffer_bytes: int | None = None
+    """Bytes that a benchmark reads to measure the rate of memory; None:
+    :data:`engine.calibration.memory_rate.BUFFER_BYTES`."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,9 @@ def play(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     monkeypatch.setattr(engine_process, "host_command", lambda: (sys.executable, str(SCRIPT), script))
 
 
-def fork_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def fork_engines(monkeypatch: pytest.MonkeyPatch, arguments: Sequence[str] = ("-m", "engine.host")) -> None:
     """Engines that are started from now on are real ones, forked from a process that has imported everything."""
-    monkeypatch.setattr(engine_process, "start", lambda command: forked(["-m", "engine.host"], os.environ))
+    monkeypatch.setattr(engine_process, "start", lambda command: forked(arguments, os.environ))
 
 
 def make_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

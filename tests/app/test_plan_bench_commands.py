@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from hooked_engine import hooked, measures_little
 from scripted import fork_engines, install, make_home, play, written
 
 from app.commands.bench import as_text
@@ -176,7 +177,7 @@ def test_ctrl_c_leaves_no_engine(home: Path, tiny_model: Callable[..., Path], ki
 def test_a_real_model_is_planned_and_measured(
     home: Path, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fork_engines(monkeypatch)
+    fork_engines(monkeypatch, hooked(measures_little))
 
     def privatellm(*arguments: str) -> dict[str, Any]:
         assert run([*arguments, "--json", "--threads", "1"]) == 0

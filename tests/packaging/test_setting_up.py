@@ -142,7 +142,7 @@ def test_a_failed_installation_leaves_no_stamp_behind(tmp_path: Path) -> None:
         tmp_path / "quick",
         f'[ "$1 $2" = "-m venv" ] || exec {sys.executable} "$@"\n'
         f'{sys.executable} -m venv --without-pip "$3"\n'
-        f"echo {sysconfig.get_path('purelib')} >$(echo \"$3\"/lib/python*/site-packages)/pip.pth",
+        f'echo {sysconfig.get_path("purelib")} >$(echo "$3"/lib/python*/site-packages)/pip.pth',
     )
     result = subprocess.run(
         ["make", "install", f"PYTHON={quick}"],

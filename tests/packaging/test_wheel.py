@@ -43,7 +43,7 @@ def copied(folder: Path) -> Path:
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, folder)
     settings = folder / "pyproject.toml"
-    # How fast the kernels are is not looked at here. A compiler is done soonest with -Og: -O0 keeps all that is inlined.
+    # How fast the kernels are is not looked at here. A compiler is done soonest with -Og: -O0 keeps what is inlined.
     slow = settings.read_text(encoding="utf-8").replace('"-O3"', '"-Og"')
     settings.write_text(slow, encoding="utf-8")
     return folder

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from engine_process import EngineProcess
+from hooked_engine import hooked, measures_little
 from tiny_models import write_tiny_model
 
 from engine.ipc.messages import (
@@ -53,7 +54,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(home: Path) -> Iterator[EngineProcess]:
-    with EngineProcess(home) as process:
+    with EngineProcess(home, hooked(measures_little)) as process:
         yield process
 
 
