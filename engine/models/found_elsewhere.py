@@ -30,8 +30,9 @@ TITLES: dict[str, str] = {
 }
 """The programs, by the word that stands before the colon in a model's name."""
 
-MOST_ENTRIES = 20_000
+MOST_ENTRIES = 10_000
 """Maximum files and folders that are looked at per program; the rest of a huge folder is not."""
+_LONGEST_PATH = 4096
 _MANIFEST_BYTES = 1 << 20
 """Maximum bytes of ollama's manifest of a model; they have about a thousand."""
 _WORD = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}"
@@ -40,6 +41,8 @@ _CACHED_REPO = re.compile(rf"models--(?P<owner>{_WORD}?)--(?P<name>{_WORD})")
 _REVISION = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.safetensors")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json")
+"""Files of which a whole model has one."""
 _WEIGHT_INDEX = "model.safetensors.index.json"
 _OLLAMA_HOSTS = ("registry.ollama.ai", "ollama.com")
 _OLLAMA_WEIGHTS = "application/vnd.ollama.image.model"
@@ -86,7 +89,7 @@ class _Budget:
 
 
 def places(environment: Mapping[str, str], home: Path, platform: str) -> Places:
-    """The programs' folders as their own documentation says, with the variables that move them."""
+    """The programs' folders as their own documentation says, with the variables and files that move them."""
 
     def moved(*names: str) -> Path | None:
         found = (environment[name].strip() for name in names if environment.get(name, "").strip())
@@ -98,10 +101,26 @@ def places(environment: Mapping[str, str], home: Path, platform: str) -> Places:
     of_service = () if mac else (Path("/usr/share/ollama/.ollama/models"),)
     return Places(
         ollama=(moved("OLLAMA_MODELS") or home / ".ollama" / "models", *of_service),
-        lmstudio=(home / ".lmstudio" / "models", home / ".cache" / "lm-studio" / "models"),
+        lmstudio=_lm_studio_folders(home),
         llama_cpp=(moved("LLAMA_CACHE") or (home / "Library" / "Caches" if mac else cache) / "llama.cpp",),
         huggingface=(moved("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE") or hugging_face / "hub",),
     )
+
+
+def _lm_studio_folders(home: Path) -> tuple[Path, ...]:
+    """Where LM Studio's pointer to its home and its settings say, and where it keeps models without them."""
+    folders = [home / ".lmstudio", home / ".cache" / "lm-studio"]
+    with contextlib.suppress(OSError, ValueError):
+        pointed = Path((home / ".lmstudio-home-pointer").read_bytes()[:_LONGEST_PATH].decode().strip())
+        folders = [pointed, *folders] if pointed.is_absolute() else folders
+    models: list[Path] = []
+    for folder in folders:
+        with contextlib.suppress(ModelError, OSError, ValueError):
+            chosen = read_object(folder / "settings.json", SMALL_FILE).get("downloadsFolder")
+            if isinstance(chosen, str) and Path(chosen).is_absolute():
+                models.append(Path(chosen))
+        models.append(folder / "models")
+    return tuple(dict.fromkeys(models))
 
 
 def here() -> Places:
@@ -290,6 +309,8 @@ def _safetensors_bytes(folder: Path) -> int:
         if not (folder / "config.json").is_file():
             return 0
         check_supported(read_object(folder / "config.json", SMALL_FILE))
+        if not any((folder / name).is_file() for name in _TOKENIZERS):
+            return 0
         return sum((folder / name).stat().st_size for name in _weight_names(folder))
     except (ModelError, OSError):
         return 0
@@ -315,35 +336,34 @@ def _weight_names(folder: Path) -> set[str]:
 
 def _folders(root: Path, budget: _Budget) -> Iterator[Path]:
     """The folders in ``root`` with plain names, in order."""
-    for path in _entries(root, budget):
-        if _NAME.fullmatch(path.name) and _is_folder(path):
-            yield path
+    for entry in _entries(root, budget):
+        if _NAME.fullmatch(entry.name) and _is_folder(entry):
+            yield Path(entry.path)
 
 
 def _files(root: Path, depth: int, budget: _Budget) -> Iterator[Path]:
     """The files in ``root`` and, for ``depth`` above 1, in the folders in it; a link counts as what it points to."""
-    for path in _entries(root, budget):
-        if _is_folder(path):
-            if depth > 1:
-                yield from _files(path, depth - 1, budget)
-        else:
-            yield path
+    for entry in _entries(root, budget):
+        if not _is_folder(entry):
+            yield Path(entry.path)
+        elif depth > 1:
+            yield from _files(Path(entry.path), depth - 1, budget)
 
 
-def _is_folder(path: Path) -> bool:
+def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
-        return path.is_dir()
-    except OSError:  # somebody else's
+        return entry.is_dir()
+    except OSError:  # a circle of links
         return False
 
 
-def _entries(root: Path, budget: _Budget) -> list[Path]:
-    """What lies in ``root``, in order, as far as the budget goes; nothing if it cannot be read."""
-    found: list[Path] = []
-    with contextlib.suppress(OSError), os.scandir(root) as entries:
+def _entries(root: Path, budget: _Budget) -> list[os.DirEntry[str]]:
+    """What lies in ``root``, by name, as far as the budget goes; nothing if it cannot be read."""
+    found: list[os.DirEntry[str]] = []
+    with contextlib.suppress(OSError, ValueError), os.scandir(root) as entries:
         for entry in entries:
             if budget.left < 1:
                 break
             budget.left -= 1
-            found.append(Path(entry.path))
-    return sorted(found)
+            found.append(entry)
+    return sorted(found, key=lambda entry: entry.name)

@@ -59,6 +59,7 @@ def safetensors(folder: Path, family: str = "mixtral", shards: int = 2, missing:
         write(folder / name, bytes(100))
     write(folder / "model.safetensors.index.json", json.dumps({"weight_map": {str(i): n for i, n in enumerate(names)}}))
     write(folder / "config.json", json.dumps({"model_type": family}))
+    write(folder / "tokenizer.json", "{}")
     return folder
 
 
@@ -89,6 +90,19 @@ def test_where_each_program_keeps_its_models(tmp_path: Path) -> None:
     assert places({**moved, "HF_HUB_CACHE": "/e", "LLAMA_CACHE": " "}, tmp_path, "linux") == Places(
         chosen.ollama, linux.lmstudio, (Path("/d/llama.cpp"),), (Path("/e"),)
     )
+
+
+def test_lm_studio_says_itself_where_its_models_are(tmp_path: Path) -> None:
+    usual = (tmp_path / ".lmstudio/models", tmp_path / ".cache/lm-studio/models")
+    write(tmp_path / ".lmstudio-home-pointer", "/disk/studio\n")
+    write(tmp_path / ".lmstudio" / "settings.json", json.dumps({"downloadsFolder": "/disk/models"}))
+    moved = places({}, tmp_path, "linux").lmstudio
+    assert moved == (Path("/disk/studio/models"), Path("/disk/models"), *usual)
+    for pointer, settings in ((b"relative", "{}"), (b"\xff", "["), (b"/a\0b", '{"downloadsFolder": 3}')):
+        write(tmp_path / ".lmstudio-home-pointer", pointer)
+        write(tmp_path / ".lmstudio" / "settings.json", settings)
+        assert places({}, tmp_path, "linux").lmstudio[-2:] == usual
+        assert find_all(Places(lmstudio=places({}, tmp_path, "linux").lmstudio)) == ()
 
 
 def test_ollamas_models_are_blobs_that_manifests_name(ollama: Path) -> None:
@@ -169,12 +183,14 @@ def test_the_hugging_face_cache(tmp_path: Path) -> None:
     weights = snapshot(tmp_path, "a/M")
     (weights / "model.safetensors").symlink_to(blob)
     write(weights / "config.json", json.dumps({"model_type": "mixtral"}))
+    write(weights / "tokenizer.json", "{}")
     files = snapshot(tmp_path, "a/M-GGUF")
     write(files / "Q8_0" / "M-Q8_0.gguf", bytes(7))
     write(files / "M-Q4_K_M.gguf", bytes(5))
     (files / "M-Q6_K.gguf").symlink_to(tmp_path / "gone")
     safetensors(snapshot(tmp_path, "a/encoder"), family="bert")
     safetensors(snapshot(tmp_path, "a/half"), missing=True)
+    (safetensors(snapshot(tmp_path, "a/mute")) / "tokenizer.json").unlink()
     snapshot(tmp_path, "a/empty")
     write(tmp_path / "datasets--a--D" / "refs" / "main", REVISION)
     where = Places(huggingface=(tmp_path,))

@@ -17,6 +17,7 @@ from tiny_models import write_tiny_model
 from engine.errors import Cancelled, ModelError
 from engine.models import downloading, gguf_fetching, store
 from engine.models.fetching import pull
+from engine.models.gguf_file import GgufFile, HeaderGoesOn
 from engine.models.opening import open_model
 from engine.models.tokenizer import load_tokenizer
 
@@ -227,6 +228,20 @@ def test_a_type_that_does_not_run_is_refused_in_any_part(hub: LoopbackHub, repo:
     repo.files[EIGHT.format(2)] = second[:at] + (35).to_bytes(4, "little") + second[at + 4 :]
     with pytest.raises(ModelError, match=r"blk\.1\.attn_output\.weight"):
         pull(f"{REPO}:Q8_0", silent)
+
+
+def test_a_header_is_read_from_a_beginning_that_holds_it_and_from_no_shorter_one(published: dict[str, bytes]) -> None:
+    data = published["M-Q4_K_M.gguf"]
+    whole = GgufFile(Path("M.gguf"), [(data, len(data))])
+    end = min(tensor.offset for tensor in whole.tensors.values())
+    for length in (*range(0, end - 32, 997), end - 32):
+        with pytest.raises(HeaderGoesOn):
+            GgufFile(Path("M.gguf"), [(data[:length], len(data))])
+        with pytest.raises(ModelError, match="ends in the middle of its header"):
+            GgufFile(Path("M.gguf"), [(data[:length], length)])
+    for length in (end, end + 1, len(data)):
+        found = GgufFile(Path("M.gguf"), [(data[:length], len(data))])
+        assert (found.metadata, found.tensors) == (whole.metadata, whole.tensors)
 
 
 def test_a_header_without_end_is_not_fetched(hub: LoopbackHub, repo: Repo, monkeypatch: pytest.MonkeyPatch) -> None:
