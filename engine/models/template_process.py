@@ -18,6 +18,8 @@ from engine.errors import Cancelled, ModelError
 from engine.models.wording import shown
 from engine.system.child_processes import start_module
 
+CPU_S = 5.0
+"""Maximum seconds of CPU time for an answer of the renderer."""
 DEADLINE_S = 30.0
 """Maximum seconds for an answer of the renderer, if it does not reach its limit of CPU time before."""
 LOOK_S = 0.02
@@ -35,11 +37,13 @@ StopCheck = Callable[[], bool]
 class TemplateProcess:
     """A process that renders one model's chat template. It is started at once, and again after it was killed.
 
-    From any thread, one rendering at a time. It ends with this object, and with this process.
+    From any thread, one rendering at a time. It ends with this object, and with this process. An answer may take
+    ``cpu_s`` seconds of CPU time.
     """
 
-    def __init__(self, template: str) -> None:
+    def __init__(self, template: str, cpu_s: float = CPU_S) -> None:
         self._template = template
+        self._cpu_s = cpu_s
         self._lock = threading.Lock()
         self._process = _start()
         self._literals: list[str] | None = None
@@ -85,6 +89,7 @@ class TemplateProcess:
             "messages": messages,
             "variables": dict(variables),
             "continue_last": continue_last,
+            "cpu_s": self._cpu_s,
         }
         with self._lock:
             if self._process.poll() is not None:
@@ -117,7 +122,7 @@ class TemplateProcess:
                 if should_stop():
                     raise Cancelled("Stopped while the chat template was being rendered.")
                 if time.monotonic() > deadline:
-                    raise _refused(f"it does not end within {DEADLINE_S:.0f} seconds")
+                    raise _refused(f"it does not end within {DEADLINE_S:g} seconds")
                 if len(received) > ANSWER_BYTES or _memory_of(process.pid) > MEMORY_BYTES:
                     raise _refused(f"it needs more than {MEMORY_BYTES >> 20} MB of memory")
                 for key, _ in selector.select(LOOK_S):
@@ -128,7 +133,7 @@ class TemplateProcess:
                         continue
                     piece = os.read(process.stdout.fileno(), 1 << 20)
                     if not piece:
-                        raise _refused(_why_ended(process))
+                        raise _refused(_why_ended(process, self._cpu_s))
                     received += piece
         answer: dict[str, Any] = json.loads(received)
         return answer
@@ -165,14 +170,12 @@ def _write(descriptor: int, data: memoryview) -> int:
         return len(data)
 
 
-def _why_ended(process: subprocess.Popen[bytes]) -> str:
+def _why_ended(process: subprocess.Popen[bytes], cpu_s: float) -> str:
     import signal
-
-    from engine.models.template_sandbox import CPU_S
 
     status = process.wait()
     if status == -signal.SIGVTALRM:
-        return f"it does not end within {CPU_S:.0f} seconds"
+        return f"it does not end within {cpu_s:g} seconds"
     return f"its process ended by itself (status {status})"
 
 

@@ -26,8 +26,6 @@ import jinja2.parser
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-CPU_S = 5.0
-"""Maximum seconds of CPU time for one conversation."""
 MEMORY_BYTES = 512 << 20
 """Maximum bytes that rendering may add to the process."""
 LARGEST = 16 << 20
@@ -308,9 +306,10 @@ def main() -> None:
     limit_this_process()
     templates: dict[str, ChatTemplate] = {}
     for line in sys.stdin.buffer:
+        request = json.loads(line)
         # The signal ends the process, whatever it is in; the time of waiting for a request does not count.
-        signal.setitimer(signal.ITIMER_VIRTUAL, CPU_S)
-        answer = json.dumps(_answer(json.loads(line), templates))
+        signal.setitimer(signal.ITIMER_VIRTUAL, request["cpu_s"])
+        answer = json.dumps(_answer(request, templates))
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
         sys.stdout.buffer.write(answer.encode() + b"\n")
         sys.stdout.buffer.flush()

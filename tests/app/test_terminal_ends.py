@@ -122,7 +122,7 @@ def test_lending_ends_with_its_terminal(opened: Open, hang_up: bool) -> None:
 
 def test_a_terminal_that_takes_nothing_more_does_not_keep_the_process(opened: Open, tmp_path: Path) -> None:
     """Its output is stopped (ctrl+s in a screen multiplexer, a frozen window), so that even drawing does not end."""
-    terminal = opened(patience_s=2.0)
+    terminal = opened(patience_s=0.5)
     engines = answering(terminal)
     terminal.until(lambda: messages(tmp_path)[-1].content, "saving of the answer")
     termios.tcflow(terminal.slave, termios.TCOOFF)

@@ -110,7 +110,7 @@ BAD_NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", BAD_NAMES)
+@pytest.mark.parametrize("name", BAD_NAMES, ids=range(len(BAD_NAMES)))
 def test_files_that_no_model_has(name: str):
     with pytest.raises(RingProtocolError, match="no file of weights"):
         decode_offer(encode_offer(an_offer(files=((name, 1000),))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -10,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -254,7 +255,6 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from engine.models.prepare import prepare
-left = int(sys.argv[3])
 def counted(call):
     def wrapper(*arguments, **options):
         global left
@@ -263,37 +263,52 @@ def counted(call):
             os.kill(os.getpid(), signal.SIGKILL)
         return call(*arguments, **options)
     return wrapper
-for name in ("fsync", "rename", "replace", "unlink", "mkdir", "rmdir"):
-    setattr(os, name, counted(getattr(os, name)))
-prepare(Path(sys.argv[1]), Path(sys.argv[2]), lambda *step: None)
-print(left)
+for line in sys.stdin:
+    left = int(line)
+    pid = os.fork()
+    if pid == 0:
+        for name in ("fsync", "rename", "replace", "unlink", "mkdir", "rmdir"):
+            setattr(os, name, counted(getattr(os, name)))
+        prepare(Path(sys.argv[1]), Path(sys.argv[2]), lambda *step: None)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
+"""For every number that it reads, a forked process prepares, and kills itself at that change of the file system."""
 
 
-def run_and_kill(source: Path, destination: Path, at: int) -> subprocess.CompletedProcess[str]:
-    """Prepare in a process that kills itself at its ``at``-th change of the file system."""
-    command = [sys.executable, "-c", KILLED, str(source), str(destination), str(at)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+@contextlib.contextmanager
+def killing(source: Path, destination: Path) -> Iterator[Callable[[int], bool]]:
+    """``kill(at)``: prepare in a process that is killed at its ``at``-th change of the file system; whether it was."""
+    command = [sys.executable, "-c", KILLED, str(source), str(destination)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        stdin, stdout = process.stdin, process.stdout
+
+        def kill(at: int) -> bool:
+            print(at, file=stdin, flush=True)
+            status = int(stdout.readline())
+            assert status in (0, -signal.SIGKILL)
+            return status != 0
+
+        yield kill
+        stdin.close()
 
 
 @pytest.mark.slow
 def test_killed_at_every_change_of_the_file_system(source: Path, tmp_path: Path):
-    destination, at = tmp_path / "bank", 0
-    while True:
-        at += 1
-        result = run_and_kill(source, destination, at)
-        if result.returncode == 0:
-            break
-        assert result.returncode == -signal.SIGKILL, result.stderr
-        for folder in (destination, partial(destination)):
-            if opens(folder):
-                verify(folder)
-        if at % 3 == 0:
-            # Taken up where it was killed; the other times the next run is killed further on.
-            prepare(source, destination, quiet)
-            assert_equal_models(destination, source)
-            assert not partial(destination).exists()
-            shutil.rmtree(destination)
+    destination, at = tmp_path / "bank", 1
+    with killing(source, destination) as kill:
+        while kill(at):
+            for folder in (destination, partial(destination)):
+                if opens(folder):
+                    verify(folder)
+            if at % 3 == 0:
+                # Taken up where it was killed; the other times the next run is killed further on.
+                prepare(source, destination, quiet)
+                assert_equal_models(destination, source)
+                assert not partial(destination).exists()
+                shutil.rmtree(destination)
+            at += 1
     assert at > 20
     assert_equal_models(destination, source)
 
@@ -301,17 +316,17 @@ def test_killed_at_every_change_of_the_file_system(source: Path, tmp_path: Path)
 @pytest.mark.slow
 def test_killed_while_replacing_a_bank(source: Path, tmp_path: Path):
     plain = Path(shutil.copytree(source, tmp_path / "plain"))
-    destination, at = tmp_path / "bank", 0
+    destination, at = tmp_path / "bank", 1
     prepare(plain, destination, quiet)
-    while True:
-        at += 1
-        os.utime(plain / "model.safetensors", ns=(at, at))
-        result = run_and_kill(plain, destination, at * 4)
-        if result.returncode == 0:
-            break
-        for folder in (destination, partial(destination)):
-            if opens(folder):
-                verify(folder)
+    os.utime(plain / "model.safetensors", ns=(at, at))
+    with killing(plain, destination) as kill:
+        while kill(at * 4):
+            for folder in (destination, partial(destination)):
+                if opens(folder):
+                    verify(folder)
+            at += 1
+            os.utime(plain / "model.safetensors", ns=(at, at))
+    assert at > 2
     prepare(plain, destination, quiet)
     assert_equal_models(destination, source)
     assert not [path for path in tmp_path.iterdir() if path.name.endswith(".partial")]

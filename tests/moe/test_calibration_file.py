@@ -86,7 +86,16 @@ def test_a_file_of_something_else_is_refused(change: dict[str, Any], said: str) 
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"{", b"[]", b"\xff\xfe", b'{"version": "one"}', b'{"version": 1}', b"x" * 1_000_001]
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"\xff\xfe",
+        b'{"version": "one"}',
+        b'{"version": 1}',
+        pytest.param(b"x" * 1_000_001, id="long"),
+    ],
 )
 def test_a_damaged_file_is_ignored_with_a_word(data: bytes) -> None:
     path = save_calibration(calibration())
