@@ -25,6 +25,7 @@ import numpy as np
 import psutil
 
 from benchmarks.engines import DEFAULT, KINDS
+from benchmarks.engines import PACKED as READ_PACKED
 from benchmarks.measuring import (
     MEASURES,
     OURS,
@@ -38,9 +39,11 @@ from benchmarks.measuring import (
     markdown,
     read_fraction,
 )
+from benchmarks.packed_export import packed_tensors
 from benchmarks.processes import Worker, WorkerFailed
 from benchmarks.subjects import (
     MEMORY_SHARE,
+    PACKED,
     Subject,
     add_arguments,
     check_arguments,
@@ -48,7 +51,7 @@ from benchmarks.subjects import (
     subject_named,
     work_folder,
 )
-from benchmarks.targets import targets_table, verdicts
+from benchmarks.targets import IN_PLACE, targets_table, verdicts
 from engine.planning.memory import expected_distinct_experts
 
 READ_BYTES = 1 << 30
@@ -162,15 +165,24 @@ def measure_once(
     return seconds
 
 
+def bytes_read(subject: Subject) -> ReadBytes:
+    """What a step reads of the subject's weights."""
+    config = subject.config
+    if not subject.packed:
+        return ReadBytes.of(config)
+    return ReadBytes.packed(packed_tensors(config, PACKED[subject.kind][2]), config)
+
+
 def run(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
     """Compare the engines on one model: equality first, then the rounds. Raises WorkerFailed."""
     config = subject.config
     vocabulary = config["vocab_size"]
-    reads = ReadBytes.of(config)
+    reads = bytes_read(subject)
+    engines = [name for name in arguments.engines if (name in READ_PACKED if subject.packed else name != IN_PLACE)]
     counts = {0: arguments.steps, 1: 2 * arguments.steps}
     merged: Samples = {}
     rates: list[float] = []
-    with Bench(subject, arguments.engines, arguments.threads, arguments.work / "workers.log") as bench:
+    with Bench(subject, engines, arguments.threads, arguments.work / "workers.log") as bench:
         versions = {}
         for engine in bench.engines:
             with bench.worker(engine) as worker:
@@ -182,7 +194,8 @@ def run(subject: Subject, arguments: argparse.Namespace) -> dict[str, Any]:
         if unequal:
             raise SystemExit(f"{subject.title}: {', '.join(unequal)} computes something else; nothing was timed.")
         rows = [measure.rows for measure in arguments.measures if measure.rows]
-        routing = check_routing(bench, rows, reads, vocabulary) if OURS in bench.engines else []
+        routed = OURS in bench.engines and reads.experts > 1
+        routing = check_routing(bench, rows, reads, vocabulary) if routed else []
         for use in routing:
             say(f"  distinct experts per layer: {use}" + (", DEGENERATE" if use.degenerate else ""))
         # A round that is not counted: pages come in, threads start, kernels choose themselves.

@@ -164,7 +164,9 @@ class LlamaCppEngine(Engine):
     for: too much work by the head, where the other is too little. What a deep model would show lies between the two.
     """
 
-    variants = ("llama.cpp", ALL_LOGITS)
+    variants: ClassVar[tuple[str, ...]] = ("llama.cpp", ALL_LOGITS)
+    repacks: ClassVar[bool] = True
+    """Whether weights of some formats are copied into another order while they are loaded, as is its default."""
 
     def __init__(self, model: Path, threads: int) -> None:
         import llama_cpp
@@ -176,6 +178,7 @@ class LlamaCppEngine(Engine):
         llama_cpp.llama_backend_init()
         model_parameters = llama_cpp.llama_model_default_params()
         model_parameters.n_gpu_layers = 0
+        model_parameters.use_extra_bufts = self.repacks
         self._model = llama_cpp.llama_model_load_from_file(os.fsencode(model), model_parameters)
         if not self._model:
             raise ValueError(f"llama.cpp cannot load {model}")
@@ -244,6 +247,13 @@ class LlamaCppEngine(Engine):
         return self._decode(entries)
 
 
+class LlamaCppInPlaceEngine(LlamaCppEngine):
+    """llama.cpp on packed weights as they lie in the file."""
+
+    variants = ("llama.cpp, in place",)
+    repacks = False
+
+
 class MlxEngine(Engine):
     """mlx-lm's own model class. On Linux mlx is a platform for checking results, not for speed: it multiplies experts
     in float32 only, so that there it reads twice the bytes."""
@@ -307,8 +317,12 @@ KINDS: dict[str, type[Engine]] = {
     "privatellm-torch": PrivatellmTorchEngine,
     "transformers": TransformersEngine,
     "llama.cpp": LlamaCppEngine,
+    "llama.cpp, in place": LlamaCppInPlaceEngine,
     "mlx-lm": MlxEngine,
 }
 
-DEFAULT = ("privatellm", "privatellm-torch", "transformers", "llama.cpp")
+DEFAULT = ("privatellm", "privatellm-torch", "transformers", "llama.cpp", "llama.cpp, in place")
 """What is compared unless something else is asked for."""
+
+PACKED = ("privatellm", "llama.cpp", "llama.cpp, in place")
+"""What reads packed files."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from benchmarks.packed_export import PackedTensor
 
 OURS = "privatellm"
 REFERENCE = "transformers-eager"
@@ -157,6 +159,33 @@ class ReadBytes:
             layers=config["num_hidden_layers"],
             experts=experts,
             per_token=config["num_experts_per_tok"],
+        )
+
+    @classmethod
+    def packed(cls, tensors: Iterable[PackedTensor], config: Mapping[str, Any]) -> ReadBytes:
+        """From the tensors of a packed file: the mean of its layers, as they are stored."""
+        attention = router = expert = dense = vocabulary = 0
+        experts = config.get("num_experts") or config.get("num_local_experts") or 1
+        layers = config["num_hidden_layers"]
+        for tensor in tensors:
+            if ".attn_" in tensor.name:
+                attention += tensor.nbytes
+            elif "ffn_gate_inp" in tensor.name:
+                router += tensor.nbytes
+            elif "_exps" in tensor.name:
+                expert += tensor.nbytes // experts
+            elif ".ffn_" in tensor.name:
+                dense += tensor.nbytes
+            elif tensor.name == ("token_embd.weight" if config["tie_word_embeddings"] else "output.weight"):
+                vocabulary += tensor.nbytes
+        return cls(
+            attention=(attention + dense) // layers,
+            router=router // layers,
+            expert=expert // layers,
+            head=vocabulary,
+            layers=layers,
+            experts=experts,
+            per_token=config.get("num_experts_per_tok", 1),
         )
 
     def step(self, distinct: float | None = None) -> float:

@@ -67,6 +67,42 @@ class MixtralShape(MoeShape):
     title: ClassVar[str] = "Synthetic Mixtral-shaped"
 
 
+@dataclass(frozen=True)
+class LlamaShape:
+    """The defaults are Llama-3.2-1B's: a dense model whose embedding is its head, too."""
+
+    layers: int = 16
+    hidden: int = 2048
+    ffn: int = 8192
+    heads: int = 32
+    key_value_heads: int = 8
+    vocabulary: int = 128256
+    positions: int = 8192
+
+    name: ClassVar[str] = "llama-shaped"
+    title: ClassVar[str] = "Synthetic Llama-3.2-1B-shaped"
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "dtype": "bfloat16",
+            "hidden_act": "silu",
+            "hidden_size": self.hidden,
+            "intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_value_heads,
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": self.positions,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+
+
 QWEN3_LAYERS = 48
 QWEN3_VOCABULARY = 151936
 

@@ -14,26 +14,41 @@ from typing import Any, Literal
 import psutil
 
 from benchmarks.gguf_export import write_gguf
+from benchmarks.packed_export import SCALE, Mix, write_packed
 from benchmarks.plain_export import write_plain
-from benchmarks.shapes import QWEN3_LAYERS, QWEN3_VOCABULARY, MixtralShape, Qwen3MoeShape, layer_bytes, model_bytes
+from benchmarks.shapes import (
+    QWEN3_LAYERS,
+    QWEN3_VOCABULARY,
+    LlamaShape,
+    MixtralShape,
+    Qwen3MoeShape,
+    layer_bytes,
+    model_bytes,
+)
 from benchmarks.synthetic import write_synthetic
+from engine.models.gguf_architectures import config_of
+from engine.models.gguf_file import GgufFile
 
 MEMORY_SHARE = 0.8
 """How much of the free memory or disk the benchmark takes."""
 
-Kind = Literal["starter", "mixtral", "qwen3-moe", "folder"]
+Kind = Literal[
+    "starter", "mixtral", "qwen3-moe", "folder", "mixtral-q4", "qwen3-q4", "qwen3-mxfp4", "dense-q4", "dense-q8"
+]
 """What the targets are stated for; ``folder`` is any other model, which has none."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to compare on: as a plain Hugging Face folder, as GGUF, and as a bank where there is one."""
+    """A model to compare on: as a plain Hugging Face folder, as GGUF, and as a bank where there is one. A packed one is
+    a GGUF, and the folder links to it."""
 
     title: str
     folder: Path
     gguf: Path
     prepared: Path | None = None
     kind: Kind = "folder"
+    packed: bool = False
 
     @property
     def config(self) -> dict[str, Any]:
@@ -42,13 +57,15 @@ class Subject:
 
     @property
     def nbytes(self) -> int:
+        if self.packed:
+            return self.gguf.stat().st_size
         return sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
 
     def path_for(self, engine: str) -> Path:
         """Where ``engine`` (a key of ``benchmarks.engines.KINDS``) finds the model."""
         if engine.startswith("privatellm") and self.prepared is not None:
             return self.prepared
-        return self.gguf if engine == "llama.cpp" else self.folder
+        return self.gguf if engine.startswith("llama.cpp") else self.folder
 
 
 def say(text: str) -> None:
@@ -78,6 +95,34 @@ def synthetic_subject(work: Path, shape: MixtralShape | Qwen3MoeShape, kind: Kin
     return subject
 
 
+PACKED: dict[str, tuple[Kind, LlamaShape | MixtralShape | Qwen3MoeShape, Mix]] = {
+    "mixtral-q4": ("mixtral-q4", MixtralShape(), "Q4_K_M"),
+    "qwen3-q4": ("qwen3-q4", Qwen3MoeShape(QWEN3_LAYERS // 6, vocabulary=QWEN3_VOCABULARY // 6), "Q4_K_M"),
+    "qwen3-mxfp4": ("qwen3-mxfp4", Qwen3MoeShape(QWEN3_LAYERS // 6, vocabulary=QWEN3_VOCABULARY // 6), "MXFP4"),
+    "dense-q4": ("dense-q4", LlamaShape(), "Q4_K_M"),
+    "dense-q8": ("dense-q8", LlamaShape(), "Q8_0"),
+}
+"""The packed synthetic models by name."""
+
+
+def packed_subject(work: Path, name: str) -> Subject:
+    """Write a model of :data:`PACKED` into ``work``, or reuse it."""
+    kind, shape, mix = PACKED[name]
+    title = f"{shape.title}, {shape.layers} layers, {mix}"
+    subject = Subject(title, work / name, work / f"{name}.gguf", kind=kind, packed=True)
+    write_packed(subject.gguf, shape.config(), mix, getattr(shape, "embedding_scale", SCALE))
+    say(f"{subject.title}: {subject.nbytes / 1e9:.1f} GB in {subject.gguf}")
+    # Without a vocabulary the program would refuse the file itself, so the folder is made here.
+    subject.folder.mkdir(exist_ok=True)
+    with GgufFile(subject.gguf) as opened:
+        config = config_of(opened)
+    (subject.folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    link = subject.folder / subject.gguf.name
+    link.unlink(missing_ok=True)
+    link.symlink_to(subject.gguf.absolute())
+    return subject
+
+
 def starter_subject(work: Path) -> Subject:
     """The starter model, fetched if it is not on this machine."""
     from engine.models.store import resolve
@@ -102,7 +147,8 @@ def model_subject(folder: Path, work: Path, title: str, kind: Kind = "folder") -
 
 def add_arguments(parser: argparse.ArgumentParser, models: list[str]) -> None:
     """The options that say which models are measured, shared by the benchmarks."""
-    named = "starter, synthetic (Mixtral-shaped), qwen3-moe (synthetic), or folders of bfloat16 models"
+    named = "starter, synthetic (Mixtral-shaped), qwen3-moe (synthetic), or folders of bfloat16 models; packed: "
+    named += ", ".join(PACKED)
     parser.add_argument("--models", nargs="+", default=models, help=named)
     parser.add_argument("--layers", default="2", help="layers of the Mixtral-shaped model: a number, or auto: as fit")
     parser.add_argument("--hidden", type=int, default=4096, help="its hidden size (multiple of 128)")
@@ -156,4 +202,6 @@ def subject_named(name: str, arguments: argparse.Namespace) -> Subject:
         return synthetic_subject(
             work, Qwen3MoeShape(layers, vocabulary=max(1000, QWEN3_VOCABULARY * layers // QWEN3_LAYERS)), "qwen3-moe"
         )
+    if name in PACKED:
+        return packed_subject(work, name)
     return model_subject(Path(name), work, Path(name).name)

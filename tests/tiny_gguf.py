@@ -14,7 +14,8 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
-from packed_blocks import random_values
+
+from benchmarks.packed_blocks import random_values
 
 Floats = NDArray[np.float32]
 Layout = Literal["stacked", "fused", "separate"]

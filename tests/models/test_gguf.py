@@ -19,11 +19,11 @@ import pytest
 from gguf import GGMLQuantizationType
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from packed_blocks import unpacked
 from pairwise import pairwise
 from tiny_gguf import ARCHITECTURES, Floats, Layout, whole_blocks, write_tiny_gguf
 from tiny_models import write_tiny_model
 
+from benchmarks.packed_blocks import unpacked
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load, Plan
 from engine.models import gguf_tensors, store

@@ -1,4 +1,5 @@
-"""Rows of packed weights for tests: any codes, with scales that keep the values around zero and all about as large."""
+"""Rows of packed weights for tests and benchmarks: any codes, with scales that keep the values around zero and all
+about as large."""
 
 from __future__ import annotations
 
@@ -44,11 +45,13 @@ def random_blocks(name: str, rows: int, columns: int, seed: int = 0) -> NDArray[
     return blocks.reshape(rows, -1)
 
 
-def random_values(name: str, rows: int, columns: int, seed: int = 0) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Random blocks of which a row's values are about as large as 1 / sqrt(columns), and these values."""
+def random_values(
+    name: str, rows: int, columns: int, seed: int = 0, deviation: float | None = None
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Random blocks and the values they stand for, with a standard deviation of about ``deviation`` (None: one over the
+    root of ``columns``)."""
     words = random_blocks(name, rows, columns, seed)
-    values = unpacked(name, words)
-    factor = 1 / (np.sqrt(columns) * values.std())
+    factor = (columns**-0.5 if deviation is None else deviation) / unpacked(name, words[:64]).std()
     for scale in _SCALES.get(name, (0,)):
         blocks = words.reshape(-1, block_of(name)[1])
         if name == "MXFP4":
