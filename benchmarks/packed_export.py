@@ -172,7 +172,8 @@ class _Tiles:
         chosen = tile[(start + np.arange(rows)) % len(tile)]
         if len(tensor.shape) == 1:
             # Norms near one, but not one: a model that forgets to apply them must not pass for equal.
-            return np.float32(1) + chosen[0] * np.float32(0.1 / SCALE)
+            norm: NDArray[np.float32] = np.float32(1) + chosen[0] * np.float32(0.1 / SCALE)
+            return norm
         return chosen
 
 

@@ -291,6 +291,8 @@ def whole_blocks(family: str) -> dict[str, Any]:
     in every layer if it has any."""
     sizes: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
     sizes |= {"intermediate_size": 512, "num_hidden_layers": 2}
+    if family == "olmoe":
+        sizes["num_key_value_heads"] = 8  # llama.cpp knows no other
     if family in ("mixtral", "granitemoe"):
         sizes["num_local_experts"] = 4
     if family in ("qwen2_moe", "qwen3_moe", "olmoe"):

@@ -16,11 +16,16 @@ from benchmarks.compare import Bench, check_equal, main, memory_needed
 from benchmarks.engines import KINDS
 from benchmarks.gguf_export import half_rotation, write_gguf
 from benchmarks.looking import main as look
+from benchmarks.measuring import ReadBytes
+from benchmarks.packed_export import Mix, packed_tensors, write_packed
 from benchmarks.plain_export import write_plain
 from benchmarks.profile_step import main as profile
 from benchmarks.shapes import MixtralShape, Qwen3MoeShape, Shape, model_bytes
 from benchmarks.subjects import Subject, model_subject
 from benchmarks.synthetic import bf16_words, write_synthetic
+from engine.models.gguf_architectures import architecture_of, config_of
+from engine.models.gguf_file import GgufFile
+from engine.models.gguf_tensors import entries_of
 from engine.models.prepare import prepare
 
 TINY = MixtralShape(layers=2, hidden=256, ffn=320, experts=4, heads=2, key_value_heads=1, vocabulary=500)
@@ -160,9 +165,28 @@ def test_all_engines_are_found_equal_and_measured(tmp_path: Path, capsys: pytest
     assert "| Mixtral-shaped | decode: time relative to llama.cpp | ≤ 0.95 |" in printed
 
 
+@pytest.mark.parametrize("mix", ["Q4_K_M", "Q8_0", "MXFP4"])
+def test_a_packed_file_opens_and_holds_what_is_read(tmp_path: Path, mix: Mix) -> None:
+    shape = Qwen3MoeShape(
+        2, 256, 256, experts=8, experts_per_token=2, heads=4, key_value_heads=2, head_width=64, vocabulary=600
+    )
+    path = write_packed(tmp_path / "model.gguf", shape.config(), mix, shape.embedding_scale)
+    with GgufFile(path) as opened:
+        config = config_of(opened)
+        tensors = list(packed_tensors(shape.config(), mix))
+        assert {tensor.name: tensor.format for tensor in tensors} == {
+            name: tensor.format for name, tensor in opened.tensors.items()
+        }
+        reads = ReadBytes.packed(tensors, shape.config())
+        entries = entries_of(opened, architecture_of(opened), config)[path.name]
+        experts = sum(entry.nbytes for name, entry in entries.items() if "_exps" in name)
+        assert reads.expert == experts // 8 // 2
+        assert reads.head == entries["lm_head.weight"].nbytes
+
+
 @pytest.mark.slow
 def test_every_engine_computes_the_same_for_qwen3_moe(tmp_path: Path) -> None:
-    installed = {"llama.cpp": "llama_cpp", "mlx-lm": "mlx_lm"}
+    installed = {"llama.cpp": "llama_cpp", "llama.cpp, in place": "llama_cpp", "mlx-lm": "mlx_lm"}
     engines = [kind for kind in KINDS if importlib.util.find_spec(installed.get(kind, "engine")) is not None]
     folder = write_synthetic(tmp_path / "model", TINY_QWEN3)
     subject = Subject("tiny", folder, write_gguf(folder, tmp_path / "model.gguf"))
