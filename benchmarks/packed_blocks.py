@@ -55,7 +55,7 @@ def random_values(
     for scale in _SCALES.get(name, (0,)):
         blocks = words.reshape(-1, block_of(name)[1])
         if name == "MXFP4":
-            blocks[:, 0] = np.clip(blocks[:, 0] + round(np.log2(factor)), 0, 254).astype(np.uint8)
+            blocks[:, 0] = np.clip(blocks[:, 0].astype(int) + round(np.log2(factor)), 0, 254)
             continue
         numbers = np.ascontiguousarray(blocks[:, scale : scale + 2]).view(np.float16)
         blocks[:, scale : scale + 2] = (numbers * np.float16(factor)).view(np.uint8)
