@@ -96,7 +96,8 @@ def weight_bytes_per_token(facts: ModelFacts, sizes: Sizes) -> int:
     Of an embedding that is not the head as well, only one row is read.
     """
     routed = facts.expert_bytes * facts.experts_per_token / facts.experts if facts.experts else 0.0
-    return max(0, round(facts.trunk_bytes - sizes.embedding_bytes + routed))
+    embedding = sizes.for_runtime(facts.runtime).embedding_bytes
+    return max(0, round(facts.trunk_bytes - embedding + routed))
 
 
 def _with_movement(result: BenchResult, movement: ExpertMovement | None) -> BenchResult:

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from engine.models.durable_files import new_file
-from engine.models.files import Experts, first_place
+from engine.models.files import Experts, first_place, whole_bytes
 from engine.models.locations import ensure, locate
 from engine.moe.kernels.bindings import choose
 from engine.moe.kernels.pool import physical_cores
@@ -37,10 +37,11 @@ def machine_key(instruction_set: str, threads: int, gpu: str | None) -> str:
 
 
 def shape_of(experts: Experts) -> ExpertShape:
-    """The shape of a model's experts (all are alike); reads no weights."""
-    place = first_place(experts)
-    ffn, hidden = place.matrices["gate"].shape
-    return ExpertShape(hidden=hidden, ffn=ffn, dtype=experts.dtype, expert_bytes=place.weight_bytes)
+    """The shape of a model's experts; reads no weights. Bytes are the mean, as layers may store theirs in different
+    formats."""
+    ffn, hidden = first_place(experts).matrices["gate"].shape
+    nbytes = -(-whole_bytes(experts) // (experts.count * len(experts.layers)))
+    return ExpertShape(hidden=hidden, ffn=ffn, dtype=experts.dtype, expert_bytes=nbytes)
 
 
 def calibration_path(shape: ExpertShape, machine: str) -> Path:

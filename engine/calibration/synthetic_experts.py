@@ -18,7 +18,8 @@ from engine.calibration.expert_cost import curve_of, measure
 from engine.calibration.memory_rate import memory_rate
 from engine.errors import ModelError
 from engine.models.files import ExpertWeights, StoredTensor
-from engine.moe.kernels.bindings import choose
+from engine.models.number_formats import BLOCKS, is_packed, stored_bytes, words_dtype, words_shape
+from engine.moe.kernels.bindings import FORMATS, choose
 from engine.moe.kernels.layers import Gate, LayerExperts
 from engine.moe.kernels.pool import Pool, physical_cores, shared_pool
 from engine.planning.calibration import Curve, ExpertShape, Processor
@@ -33,8 +34,10 @@ CYCLE_BYTES = 256 << 20
 AT_ONCE_ROUNDS = 7
 AT_ONCE_S = 0.15
 """Time of each round in which experts of several processes are measured, in seconds."""
-_WIDTH = {"BF16": 2, "F32": 4}
-"""Bytes of a weight by number format, of those that made-up weights are made of."""
+_SMALL = {"BF16": 0x3C24, "F16": 0x211F, "F32": 0x3C23D70A}
+"""Words of 0.01 in the plain formats that the kernels read."""
+_FILLING, _MXFP4_FILLING = 0x21, 0x78
+"""Bytes that make blocks of small normal numbers: 0x2121 is 0.01 as a scale, and 0x78 is the exponent of 2 ** -8."""
 _DTYPE = re.compile(r"[A-Za-z0-9_-]{1,16}")
 _OPERATIONS_PER_BYTE = 4.0
 """Operations per byte of memory read: a guess for a CPU whose kernels cannot be measured here."""
@@ -56,28 +59,50 @@ def check_shape(shape: ExpertShape) -> None:
         )
 
 
+def _formats(shape: ExpertShape) -> tuple[str, str] | None:
+    """The number formats of gate and up, and of down, of made-up weights; None if the kernels read no such.
+
+    In files of packed weights down often has a format of its own: the one that comes nearest to the expert's bytes.
+    """
+    if shape.dtype not in FORMATS:
+        return None
+    if not is_packed(shape.dtype):
+        return shape.dtype, shape.dtype
+    if shape.hidden % BLOCKS[shape.dtype][0]:
+        return None
+    down = shape.expert_bytes - 2 * stored_bytes(shape.dtype, (shape.ffn, shape.hidden))
+    possible = [shape.dtype, *(name for name in FORMATS if name != shape.dtype)]
+    fitting = [name for name in possible if not is_packed(name) or shape.ffn % BLOCKS[name][0] == 0]
+    size = (shape.hidden, shape.ffn)
+    return shape.dtype, min(fitting, key=lambda name: abs(stored_bytes(name, size) - down))
+
+
 def _measured_bytes(shape: ExpertShape) -> int:
     """Bytes of one made-up expert; 0 if none is made for this number format."""
-    return shape.weights * _WIDTH.get(shape.dtype, 0)
+    formats = _formats(shape)
+    if formats is None:
+        return 0
+    first, last = formats
+    return 2 * stored_bytes(first, (shape.ffn, shape.hidden)) + stored_bytes(last, (shape.hidden, shape.ffn))
 
 
 def expert_curve(shape: ExpertShape, dtype: str, threads: int | None, rate: float) -> Curve:
     """Seconds of one expert of ``shape`` over its tokens.
 
     From this machine's calibration, or measured now. Where none of our kernels runs: the time for reading its weights
-    at ``rate`` bytes per second.
+    at ``rate`` bytes per second, unpacked if they are packed.
     """
     key = (shape, dtype, threads)
     if key not in _known:
         kept = load_calibration(shape, calibration_key(dtype, threads, None))
         if kept is not None:
             _known[key] = kept.cpu
-        elif choose("bfloat16" if dtype == "bfloat16" else "float32").native and shape.dtype in ("BF16", "F32"):
+        elif choose("bfloat16" if dtype == "bfloat16" else "float32").native and _formats(shape) is not None:
             side = SyntheticCpuSide(shape, dtype, threads or physical_cores())
             figures = measure(side, None, lambda: rate, time.perf_counter, budget_s=BUDGET_S, tokens=TOKENS)
             _known[key] = curve_of(figures.cpu)
         else:
-            _known[key] = Processor(rate, rate * _OPERATIONS_PER_BYTE).curve(shape)
+            _known[key] = Processor(rate, rate * _OPERATIONS_PER_BYTE, unpacks=True).curve(shape)
     return _known[key]
 
 
@@ -135,7 +160,7 @@ def experts_at_once(shape: ExpertShape, threads: int, processes: int) -> float:
     choice = choose("float32" if shape.dtype == "F32" else "bfloat16")
     if processes < 2:
         return 1.0
-    if not choice.native or shape.dtype not in ("BF16", "F32"):
+    if not choice.native or _formats(shape) is None:
         return max(1.0, memory_rate(threads * processes) / memory_rate(threads))
     check_shape(shape)
     count = max(1, min(32, min(CYCLE_BYTES, available_bytes() // 4) // _measured_bytes(shape)))
@@ -170,13 +195,18 @@ def experts_at_once(shape: ExpertShape, threads: int, processes: int) -> float:
 
 def _like(shape: ExpertShape) -> ExpertWeights:
     """Weights of ``shape`` made of small normal numbers. Subnormal ones would take longer."""
-    word = np.float32(0.01).view(np.uint32)
+    formats = _formats(shape)
+    assert formats is not None
+    first, last = formats
 
-    def stored(rows: int, columns: int) -> StoredTensor:
-        if shape.dtype == "F32":
-            return StoredTensor("F32", np.full((rows, columns), word, dtype=np.uint32))
-        return StoredTensor("BF16", np.full((rows, columns), int(word) >> 16, dtype=np.uint16))
+    def stored(name: str, rows: int, columns: int) -> StoredTensor:
+        if is_packed(name):
+            filling = _MXFP4_FILLING if name == "MXFP4" else _FILLING
+            return StoredTensor(name, np.full(words_shape(name, (rows, columns)), filling, dtype=np.uint8))
+        return StoredTensor(name, np.full((rows, columns), _SMALL[name], dtype=words_dtype(name)))
 
     return ExpertWeights(
-        stored(shape.ffn, shape.hidden), stored(shape.ffn, shape.hidden), stored(shape.hidden, shape.ffn)
+        stored(first, shape.ffn, shape.hidden),
+        stored(first, shape.ffn, shape.hidden),
+        stored(last, shape.hidden, shape.ffn),
     )

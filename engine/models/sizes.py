@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -29,8 +30,18 @@ _FEW = 2
 
 
 @dataclass(frozen=True)
+class TrunkSize:
+    """Bytes, or numbers, of the trunk; of those, an embedding that is not the head, and shared experts."""
+
+    total: int = 0
+    embedding: int = 0
+    shared: int = 0
+
+
+@dataclass(frozen=True)
 class Sizes:
-    """The sizes that loading and running a model need. Bytes are for computing in ``dtype``; experts stay as stored."""
+    """The sizes that loading and running a model need. Bytes are for computing in ``dtype``; packed weights and experts
+    stay as stored. :meth:`for_runtime` is exact for one runtime."""
 
     family: str
     dtype: str
@@ -55,11 +66,32 @@ class Sizes:
     """Bytes of the shared experts, which are part of the trunk and are run for every token."""
     expert_weights: int = 0
     """Number of weights of the routed experts, whatever bytes they take; 0: as many as of the computed width."""
+    experts_are_packed: bool = False
+    """Whether an expert is unpacked where the native kernels do not run it."""
+    largest_expert_bytes: int = 0
+    """The largest expert; layers may store theirs in different formats."""
+    trunk_stored: TrunkSize = TrunkSize()
+    """Bytes of the trunk in the files."""
+    trunk_numbers: TrunkSize | None = None
+    """Numbers of the trunk; None if the runtime for these files never converts it."""
 
     @property
     def width(self) -> int:
         """Bytes of one number in ``dtype``."""
         return _WIDTHS.get(self.dtype, 2)
+
+    def for_runtime(self, runtime: str) -> Sizes:
+        """These sizes with the trunk as ``runtime`` keeps it: native reads it where it is stored, torch converts all
+        of it to ``dtype``."""
+        if self.trunk_numbers is None or runtime not in ("native", "torch"):
+            return self
+        trunk, width = (self.trunk_stored, 1) if runtime == "native" else (self.trunk_numbers, self.width)
+        return replace(
+            self,
+            trunk_bytes=trunk.total * width,
+            embedding_bytes=trunk.embedding * width,
+            shared_bytes=trunk.shared * width,
+        )
 
     def for_planning(self, name: str = "", bytes_per_weight: int | None = None) -> ModelSizes:
         """The planner's sizes. ``bytes_per_weight`` is for a runtime that computes with another width."""
@@ -76,17 +108,20 @@ class Sizes:
             bytes_per_weight=self.width if bytes_per_weight is None else bytes_per_weight,
             shared_bytes=self.shared_bytes,
             expert_weights=self.expert_weights,
+            trunk_weights=0 if self.trunk_numbers is None else self.trunk_numbers.total,
+            trunk_stored_bytes=self.trunk_stored.total,
+            unpacks_experts=self.experts_are_packed,
+            largest_slab_bytes=self.largest_expert_bytes,
         )
 
 
 @dataclass(frozen=True)
 class _Trunk:
-    """Its commonest dtype and its bytes; of those, an embedding that is not the head, and shared experts."""
+    """Its commonest dtype, its bytes as stored, and its numbers; None if they are not known."""
 
     stored: str
-    nbytes: int
-    embedding: int
-    shared: int
+    nbytes: TrunkSize
+    numbers: TrunkSize | None
 
 
 class _Stored(Protocol):
@@ -96,19 +131,23 @@ class _Stored(Protocol):
     def dtype(self) -> str: ...
 
     @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
     def nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True)
 class _Routed:
-    """The routed experts: layers that have them, experts per layer, bytes of all, the format of most, and the number of
-    their weights, 0 if that is unknown."""
+    """The routed experts: layers that have them, experts per layer, bytes of all, the format of most, the number of
+    their weights, 0 if that is unknown, and the bytes of the largest, 0 if all are alike."""
 
     layers: int
     count: int
     nbytes: int
     dtype: str
     weights: int = 0
+    largest: int = 0
 
 
 def sizes_of(files: ModelFiles, dtype: str = "auto") -> Sizes:
@@ -116,8 +155,14 @@ def sizes_of(files: ModelFiles, dtype: str = "auto") -> Sizes:
     experts = files.experts
     routed = None
     if experts is not None:
-        layers = len(experts.layers)
-        routed = _Routed(layers, experts.count, whole_bytes(experts), experts.dtype, whole_weights(experts))
+        routed = _Routed(
+            layers=len(experts.layers),
+            count=experts.count,
+            nbytes=whole_bytes(experts),
+            dtype=experts.dtype,
+            weights=whole_weights(experts),
+            largest=max((experts.place(layer, 0).weight_bytes for layer in experts.layers), default=0),
+        )
     return _sizes(files.config, _trunk(files.trunk(), files.config), routed, dtype)
 
 
@@ -134,21 +179,19 @@ def sizes_in_library(layout: WeightLayout, dtype: str = "auto") -> Sizes:
     routed = _Routed(len(layout.layers), layout.count, nbytes, norm) if layout.experts else None
     if trunk.stored not in _WIDTHS:
         dtype = _NAMES.get(norm, norm)
-        return _sizes(layout.config, replace(trunk, stored=dtype), routed, dtype)
+        return _sizes(layout.config, replace(trunk, stored=dtype, numbers=None), routed, dtype)
     return _sizes(layout.config, trunk, routed, dtype)
 
 
 def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dtype: str) -> Sizes:
     family = check_supported(whole)
     config = language_config(whole, family)
-    stored = trunk.stored
-    if experts is not None and experts.dtype in _NAMES:
-        stored = _NAMES[experts.dtype]
+    stored = trunk.stored if experts is None else _NAMES.get(experts.dtype, experts.dtype)
     chosen = dtype
     if dtype == "auto":
-        chosen = "bfloat16" if is_packed(stored) else stored
+        chosen = stored if stored in _WIDTHS else "bfloat16"
     shape = expert_shape(whole, family)
-    # torch converts a plain trunk; packed weights and experts are read as they are.
+    # Whoever runs it converts a plain trunk; packed weights and experts are read as they are.
     scale = 1.0 if is_packed(trunk.stored) else _WIDTHS.get(chosen, 2) / _WIDTHS.get(trunk.stored, 2)
     hidden = _number(config, "hidden_size", "d_model")
     return Sizes(
@@ -163,12 +206,16 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
         ffn=shape.ffn if shape is not None else _number(config, "intermediate_size", default=4 * hidden),
         vocabulary=_number(config, "vocab_size"),
         context_limit=_number(config, "max_position_embeddings", "max_seq_len", default=4096),
-        trunk_bytes=round(trunk.nbytes * scale),
-        embedding_bytes=round(trunk.embedding * scale),
-        shared_bytes=round(trunk.shared * scale),
+        trunk_bytes=round(trunk.nbytes.total * scale),
+        embedding_bytes=round(trunk.nbytes.embedding * scale),
+        shared_bytes=round(trunk.nbytes.shared * scale),
         expert_bytes=0 if experts is None else experts.nbytes,
         expert_weights=_expert_weights(experts, hidden, 0 if shape is None else shape.ffn),
         key_value_bytes_per_token=key_value_numbers(config) * _WIDTHS.get(chosen, 2),
+        experts_are_packed=experts is not None and is_packed(experts.dtype),
+        largest_expert_bytes=0 if experts is None else experts.largest,
+        trunk_stored=trunk.nbytes,
+        trunk_numbers=trunk.numbers,
     )
 
 
@@ -204,21 +251,35 @@ def key_value_numbers(config: Mapping[str, Any]) -> int:
 
 def _trunk(tensors: Iterable[tuple[str, _Stored]], config: Mapping[str, Any]) -> _Trunk:
     by_dtype: dict[str, int] = {}
-    embedding = shared = 0
-    has_head = False
+    nbytes, numbers = _TrunkCount(), _TrunkCount()
     for name, tensor in tensors:
         by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.nbytes
-        has_head = has_head or name.endswith("lm_head.weight")
-        if name.rpartition(".")[0].endswith(("embed_tokens", "wte")):
-            embedding += tensor.nbytes
-        elif not _SHARED.isdisjoint(name.split(".")):
-            shared += tensor.nbytes
+        nbytes.add(name, tensor.nbytes)
+        numbers.add(name, math.prod(tensor.shape))
     dtype = max(by_dtype, key=lambda stored: by_dtype[stored], default="BF16")
     tied = bool(config.get("tie_word_embeddings", False))
-    total = sum(by_dtype.values())
-    if tied and has_head:  # stored twice, kept once
-        return _Trunk(_NAMES.get(dtype, dtype), total - embedding, 0, shared)
-    return _Trunk(_NAMES.get(dtype, dtype), total, embedding if has_head else 0, shared)
+    return _Trunk(_NAMES.get(dtype, dtype), nbytes.size(tied), numbers.size(tied))
+
+
+class _TrunkCount:
+    """A :class:`TrunkSize` while its tensors are counted."""
+
+    def __init__(self) -> None:
+        self._total = self._embedding = self._shared = 0
+        self._has_head = False
+
+    def add(self, name: str, count: int) -> None:
+        self._total += count
+        self._has_head = self._has_head or name.endswith("lm_head.weight")
+        if name.rpartition(".")[0].endswith(("embed_tokens", "wte")):
+            self._embedding += count
+        elif not _SHARED.isdisjoint(name.split(".")):
+            self._shared += count
+
+    def size(self, tied: bool) -> TrunkSize:
+        if tied and self._has_head:  # stored twice, kept once
+            return TrunkSize(self._total - self._embedding, 0, self._shared)
+        return TrunkSize(self._total, self._embedding if self._has_head else 0, self._shared)
 
 
 def _number(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:

@@ -64,10 +64,11 @@ class WeightLayout:
     def trunk_bytes(self) -> int:
         return sum(entry.nbytes for piece in self.trunk for _, _, entry in piece)
 
-    @property
+    @cached_property
     def expert_bytes(self) -> int:
-        """Of one expert, as stored."""
-        return sum(run.nbytes for run in next(iter(self.experts.values()), ()))
+        """Of one expert, as stored: the mean rounded up, as layers may store theirs in different formats."""
+        nbytes = sum(run.nbytes for runs in self.experts.values() for run in runs)
+        return -(-nbytes // max(1, len(self.experts)))
 
     @cached_property
     def settings(self) -> tuple[Path, ...]:

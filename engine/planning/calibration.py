@@ -19,6 +19,10 @@ ESTIMATED_TOKENS = (1, 2, 4, 8, 12, 16, 32, 64, 128, 256, 512, 1024, 4096)
 """Numbers of tokens at which the curves of :func:`estimated` have points."""
 
 
+UNPACKING_TRAFFIC = 32
+"""Bytes read and written per packed weight while torch unpacks it: whole steps over codes, scales and products."""
+
+
 class ExpertShape(msgspec.Struct, frozen=True):
     """What makes two experts cost the same."""
 
@@ -33,6 +37,11 @@ class ExpertShape(msgspec.Struct, frozen=True):
     def weights(self) -> int:
         """Number of weights of gate, up and down."""
         return 3 * self.hidden * self.ffn
+
+    @property
+    def packed(self) -> bool:
+        """Whether its weights are packed: no plain format takes less than two bytes for each."""
+        return self.expert_bytes < 2 * self.weights
 
 
 class Curve(msgspec.Struct, frozen=True):
@@ -70,10 +79,13 @@ class Processor(msgspec.Struct, frozen=True):
     memory_rate: float
     operations_rate: float
     fixed_s: float = 0.0
+    unpacks: bool = False
+    """Whether packed weights are unpacked by torch before they are multiplied."""
 
     def curve(self, shape: ExpertShape) -> Curve:
         """Seconds of one expert for ESTIMATED_TOKENS."""
-        reading, operations = shape.expert_bytes / self.memory_rate, 2 * shape.weights / self.operations_rate
+        moved = shape.expert_bytes + (UNPACKING_TRAFFIC * shape.weights if self.unpacks and shape.packed else 0)
+        reading, operations = moved / self.memory_rate, 2 * shape.weights / self.operations_rate
         return Curve(ESTIMATED_TOKENS, tuple(self.fixed_s + max(reading, n * operations) for n in ESTIMATED_TOKENS))
 
 
@@ -101,7 +113,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
 
 GUESSED_CPU = Processor(memory_rate=40e9, operations_rate=1e12, fixed_s=20e-6)
-GUESSED_GPU = Processor(memory_rate=600e9, operations_rate=60e12, fixed_s=40e-6)
+GUESSED_GPU = Processor(memory_rate=600e9, operations_rate=60e12, fixed_s=40e-6, unpacks=True)
 GUESSED_PCIE = 20e9
 """Rates of a machine that was not measured, in bytes and operations per second: a desktop computer with a GPU of the
 middle class."""

@@ -41,6 +41,8 @@ __all__ = [
 
 GPU_RUNTIME_BYTES = 512 * 1024 * 1024
 """GPU memory in bytes that the GPU's own libraries take before anything is loaded."""
+UNPACKING_ROOM = 128 * 1024 * 1024
+"""GPU memory in bytes that unpacking takes beside the unpacked expert."""
 STAGING_SLABS = 2
 """Slots for copied weights that are not kept: one is computed with while the next arrives."""
 _WIDTHS_OF_ACTIVATIONS = 16
@@ -101,13 +103,15 @@ class HybridPlan:
 def workspace_bytes(model: ModelSizes, prefill_chunk: int, gpu: bool) -> int:
     """Memory for what is computed in one forward pass of ``prefill_chunk`` tokens, beside weights and keys and values.
 
-    On a GPU that is also what its libraries take, and slots for weights on their way.
+    On a GPU that is also what its libraries take, slots for weights on their way, and an unpacked expert if they are
+    packed.
     """
     widths = _WIDTHS_OF_ACTIVATIONS + (2 * model.experts_per_token if model.experts else 0)
     activations = 4 * prefill_chunk * model.hidden * widths
     if not gpu:
         return activations
-    return activations + GPU_RUNTIME_BYTES + STAGING_SLABS * model.slab_bytes
+    unpacking = model.unpacked_slab_bytes + UNPACKING_ROOM if model.unpacked_slab_bytes else 0
+    return activations + GPU_RUNTIME_BYTES + STAGING_SLABS * model.slot_bytes + unpacking
 
 
 def gpu_room(model: ModelSizes, gpu: Device, context_tokens: int, prefill_chunk: int = 512) -> int:
@@ -119,14 +123,16 @@ def gpu_room(model: ModelSizes, gpu: Device, context_tokens: int, prefill_chunk:
 def experts_only(model: ModelSizes) -> ModelSizes:
     """``model`` as a GPU of a ring sees it: trunk, keys and values are on the CPU, where their bits are those of other
     machines."""
-    return replace(model, trunk_bytes=0, shared_bytes=0, key_value_bytes_per_token=0)
+    return replace(
+        model, trunk_bytes=0, trunk_weights=0, trunk_stored_bytes=0, shared_bytes=0, key_value_bytes_per_token=0
+    )
 
 
 def slabs_kept(model: ModelSizes, policy: Policy, room: int) -> int:
     """How many experts the policy's cache holds in ``room`` bytes: whole layers, or as many per layer, by its rule."""
     if not model.slab_bytes or policy.cache.kind == "none":
         return 0
-    slabs = min(max(0, room) // model.slab_bytes, model.slabs)
+    slabs = min(max(0, room) // model.slot_bytes, model.slabs)
     if policy.cache.kind == "layers":
         return slabs - slabs % model.experts
     if policy.cache.scope == "layer":
@@ -213,7 +219,8 @@ def _gpu_plan(
     room = gpu_room(model, gpu, wanted.context_tokens, wanted.prefill_chunk)
     asked = 0
     if policy.cache.kind != "none":
-        asked = min(max(0, room if wanted.gpu_expert_bytes is None else wanted.gpu_expert_bytes), model.expert_bytes)
+        most = model.slabs * model.slot_bytes
+        asked = min(max(0, room if wanted.gpu_expert_bytes is None else wanted.gpu_expert_bytes), most)
     slabs = slabs_kept(model, policy, min(asked, room))
     shortfall = max(0, -room, asked - room)
     on_gpu = DeviceMemory(
@@ -221,7 +228,7 @@ def _gpu_plan(
         total=gpu.total,
         free=gpu.free,
         trunk=model.trunk_bytes,
-        experts=asked if shortfall else min(slabs * model.slab_bytes, model.expert_bytes),
+        experts=asked if shortfall else slabs * model.slot_bytes,
         key_values=wanted.context_tokens * model.key_value_bytes_per_token,
         workspace=workspace_bytes(model, wanted.prefill_chunk, gpu=True),
     )
@@ -264,7 +271,7 @@ def _gpu_choices(
     elif slabs == model.slabs:
         kept = _choice("experts on the GPU", f"all {slabs}", "there is room for every expert")
     else:
-        size = f"{model.slab_bytes / 1e6:.0f} MB each"
+        size = f"{model.slot_bytes / 1e6:.0f} MB each"
         limit = (
             f"{max(0, room) / 1e9:.1f} GB are left beside trunk, keys and values, and workspace"
             if wanted.gpu_expert_bytes is None

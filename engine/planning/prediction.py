@@ -36,13 +36,37 @@ class ModelSizes:
     expert_bytes: int
     key_value_bytes_per_token: int
     bytes_per_weight: int = 2
-    """Of the trunk, as it is computed with."""
+    """Of numbers that are computed with."""
     name: str = ""
     """As a command takes it, for sentences that name one."""
     shared_bytes: int = 0
     """Part of the trunk: the shared experts of all MoE layers, which every token runs."""
     expert_weights: int = 0
     """Number of weights of all routed experts, in whatever format they are packed; 0: of the trunk's width."""
+    trunk_weights: int = 0
+    """Number of weights of the trunk, in whatever format they are packed; 0: of the width that is computed with."""
+    trunk_stored_bytes: int = 0
+    """Bytes of the trunk in the model's files; 0: as in memory."""
+    unpacks_experts: bool = False
+    """Whether a GPU unpacks an expert into numbers of the computed width each time it runs it."""
+    largest_slab_bytes: int = 0
+    """The largest routed expert, as layers may store theirs in different formats; 0: all are alike."""
+
+    @property
+    def trunk_file_bytes(self) -> int:
+        """Bytes of the trunk on the disk and on its way to another machine."""
+        return self.trunk_stored_bytes or self.trunk_bytes
+
+    @property
+    def weights_per_trunk_byte(self) -> float:
+        """Weights that a byte of the trunk stands for."""
+        known = self.trunk_weights and self.trunk_bytes
+        return self.trunk_weights / self.trunk_bytes if known else 1.0 / self.bytes_per_weight
+
+    @property
+    def unpacked_slab_bytes(self) -> int:
+        """One routed expert's weights while a GPU computes with them beside the slab; 0 if it reads the slab itself."""
+        return round(self.slab_weights * self.bytes_per_weight) if self.unpacks_experts else 0
 
     @property
     def slab_weights(self) -> float:
@@ -58,8 +82,13 @@ class ModelSizes:
 
     @property
     def slab_bytes(self) -> int:
-        """One routed expert's weights, rounded up; 0 for a dense model."""
+        """One routed expert's weights, the mean rounded up; 0 for a dense model."""
         return -(-self.expert_bytes // self.slabs) if self.slabs else 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """GPU memory that holds any one routed expert."""
+        return max(self.slab_bytes, self.largest_slab_bytes)
 
 
 @dataclass(frozen=True)
@@ -232,7 +261,7 @@ def _trunk_bytes_read(model: ModelSizes) -> float:
 
 
 def _trunk(model: ModelSizes, rows: int, rate: float, operations_per_s: float) -> float:
-    operations = 2.0 * rows * model.trunk_bytes / model.bytes_per_weight
+    operations = 2.0 * rows * model.trunk_bytes * model.weights_per_trunk_byte
     return max(_trunk_bytes_read(model) / rate, operations / operations_per_s)
 
 

@@ -154,7 +154,7 @@ def disk_room(model: RingModelFacts, node: NodeMeasured, central_follower: bool)
     if node.disk_free is None:
         return None
     there = sum(len(set(experts)) for experts in node.has.values()) * model.sizes.slab_bytes
-    trunk = 0 if node.has_trunk or central_follower else model.sizes.trunk_bytes
+    trunk = 0 if node.has_trunk or central_follower else model.sizes.trunk_file_bytes
     return node.disk_free + there - trunk
 
 

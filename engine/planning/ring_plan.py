@@ -536,7 +536,7 @@ def _against_alone(planner: _Planner, nodes: Sequence[NodeMeasured], ring: RingD
     by_itself = {node.node_id: planner.alone(node) for node in nodes}
     sizes = planner.model.sizes
     # A head that lacks the model would have to take all of it.
-    on_disk = head.disk_free is None or head.disk_free >= sizes.trunk_bytes + sizes.expert_bytes
+    on_disk = head.disk_free is None or head.disk_free >= sizes.trunk_file_bytes + sizes.expert_bytes
     if not on_disk:
         by_itself[head.node_id] = None
     fits_alone = on_disk and expert_room(planner.model, head) >= sizes.expert_bytes

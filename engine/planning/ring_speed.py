@@ -310,7 +310,7 @@ def costs_of(
     def seconds(tokens: int, weights: int, beside: int = 0) -> float:
         """Of a pass of ``tokens`` through so many bytes of weights, for which ``beside`` more bytes are read."""
         reading = (weights + beside) / memory_read
-        return max(reading, 2.0 * tokens * weights / model.bytes_per_weight / operations if operations else 0.0)
+        return max(reading, 2.0 * tokens * weights * model.weights_per_trunk_byte / operations if operations else 0.0)
 
     shared = model.shared_bytes if model.moe_layers else 0
     cached = DECODE_CONTEXT * model.key_value_bytes_per_token

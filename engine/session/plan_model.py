@@ -7,12 +7,14 @@ measurements, and the person's own use of the model.
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.calibration.calibration_file import MLX_GPU, MachineSpeed, calibration_key, load_calibration, load_speed
 from engine.calibration.disk_rate import disk_rate
 from engine.ipc.messages import Load, ModelFacts, Plan, Planned, PlannedChoice
+from engine.models.number_formats import is_packed
 from engine.models.sizes import Sizes
 from engine.models.store import ResolvedModel, resolve
 from engine.moe.kernels.cpu_threads import reason_for, threads_of, within_this_machine
@@ -48,9 +50,10 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Cluster
     resolved = resolve(load.model)
     folder = _folder_of(resolved)
     headers = read_headers(folder, load)
-    sizes = headers.sizes
     graphics = gpu_for(load)
     runtime = planned_runtime(load, headers, graphics)
+    headers = replace(headers, sizes=headers.sizes.for_runtime(runtime.name))
+    sizes = headers.sizes
     notices: list[str] = []
     calibration, speed = _measured(load, headers, graphics, runtime.name, notices)
     context = min(sizes.context_limit, load.context_limit or HybridRequest().context_tokens)
@@ -190,7 +193,8 @@ def _choices(load: Load, sizes: Sizes, runtime: RuntimeChoice, context: int) -> 
     else:
         why = f"usual for a conversation; the model takes up to {sizes.context_limit}"
     per_thousand = 1000 * sizes.key_value_bytes_per_token / 1e6
-    numbers = "as the model is stored" if load.dtype == "auto" else "as chosen"
+    stored = f"the weights are packed, most of them as {sizes.stored}" if is_packed(sizes.stored) else ""
+    numbers = (stored or "as the model is stored") if load.dtype == "auto" else "as chosen"
     choices = [
         PlannedChoice("runtime", runtime.name, runtime.reason),
         PlannedChoice("numbers", sizes.dtype, numbers),

@@ -227,7 +227,7 @@ def test_sizes_are_the_byte_maps(experts: PackedExperts) -> None:
     assert shard.nbytes == 2 * one + other
     assert whole_bytes(shard) == experts.nbytes
     assert model_of(shard) == model_of(experts)
-    assert shape_of(experts).expert_bytes == one
+    assert shape_of(experts).expert_bytes == -(-(one + other) // 2)
     sizes = sizes_of(files_of(experts))
     assert sizes_of(files_of(shard)) == sizes, "a shard's slots are as large as the whole model's"
     assert (sizes.expert_bytes, sizes.expert_weights) == (experts.nbytes, whole_weights(experts))
@@ -237,14 +237,14 @@ def test_sizes_are_the_byte_maps(experts: PackedExperts) -> None:
 
 def test_plans_count_bytes_for_memory_and_weights_for_arithmetic(experts: PackedExperts) -> None:
     sizes = sizes_of(files_of(experts)).for_planning()
-    slab = -(-experts.nbytes // (2 * COUNT))
-    assert sizes.slab_bytes == slab
+    largest = max(sum(size_of(name, layer) for name in SHAPES) for layer in (0, 2))
+    assert sizes.slab_bytes == -(-experts.nbytes // (2 * COUNT)) < largest == sizes.slot_bytes
     assert sizes.slab_weights == 3 * HIDDEN * FFN + HIDDEN
     model = RingModelFacts(sizes, experts.layers, context_tokens=10)
-    assert isinstance(model.grid, ExpertGrid) and model.grid.slab_bytes == slab
+    assert isinstance(model.grid, ExpertGrid) and model.grid.slab_bytes == sizes.slab_bytes
     node = NodeMeasured("a", "a", 1 << 34, 1 << 33)
     taken = workspace_bytes(sizes, model.prefill_chunk, gpu=True)
-    gpu = NodeGpu("a GPU", taken + 3 * slab, taken + 3 * slab)
+    gpu = NodeGpu("a GPU", taken + 3 * largest, taken + 3 * largest)
     assert gpu_slabs(model, NodeMeasured("a", "a", 1 << 34, 1 << 33, gpu=gpu)) == 3
     assert expert_room(model, node) == memory_room(model, node)
     assert gpu_room(sizes, Device("", taken, taken), 10) < 0

@@ -230,7 +230,7 @@ def _facts(ring: Ring, one: Candidate, ready: Forming, name: str, sizes: Sizes, 
         trunk_bytes=0,
         expert_bytes=0,
         key_value_bytes_per_token=0,
-        parameters=sizes.trunk_bytes // sizes.width
+        parameters=(sizes.trunk_bytes // sizes.width if sizes.trunk_numbers is None else sizes.trunk_numbers.total)
         + sizes.experts * sizes.moe_layers * _MATRICES * sizes.hidden * sizes.ffn,
         trunk=executor,
     )

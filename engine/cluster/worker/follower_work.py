@@ -77,10 +77,11 @@ def load_of(spec: EpochSpec, terms: LendTerms) -> Load:
 
 def shard_bytes(folder: Path, spec: EpochSpec) -> int:
     """Bytes of memory for the weights of this node's shard. ``folder`` has the shard, or the whole model."""
-    parts = outline(folder)
-    return parts.expert_bytes * spec.placement.count_of(spec.rank) + (
-        0 if spec.mode == "central" else parts.trunk_bytes
-    )
+    experts = outline(folder).expert_bytes * spec.placement.count_of(spec.rank)
+    if spec.mode == "central":
+        return experts
+    load = Load(id=0, model=spec.model, runtime=spec.runtime, dtype=spec.dtype)
+    return experts + read_headers(folder, load).sizes.for_runtime(spec.runtime).trunk_bytes
 
 
 def gpu_shard_bytes(
@@ -98,7 +99,12 @@ def gpu_shard_bytes(
     sizes = read_headers(folder, load).sizes
     context = min(sizes.context_limit, load.context_limit or HybridRequest().context_tokens)
     free = min(lent.memory_free, lent.memory_lent or 0)
-    slabs = slabs_on(NodeGpu(lent.name, lent.memory_total, free), sizes.for_planning(), context, load.prefill_chunk)
+    slabs = slabs_on(
+        NodeGpu(lent.name, lent.memory_total, free),
+        sizes.for_runtime("torch").for_planning(),
+        context,
+        load.prefill_chunk,
+    )
     return min(slabs, spec.placement.count_of(spec.rank)) * outline(folder).expert_bytes
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from engine.ipc.messages import Load, ModelFacts
-from engine.models.files import Experts, ModelFiles, first_place, whole_weights
+from engine.models.files import Experts, ModelFiles, whole_weights
+from engine.moe.held import held_by
 from engine.moe.kernels.bindings import KernelChoice
 from engine.moe.rank_context import RankContext
 from engine.runtimes.native.shape import Shape
@@ -57,7 +58,7 @@ def _expert_bytes(experts: Experts | None, context: RankContext | None) -> int:
         return 0
     if context is None:
         return experts.nbytes
-    return first_place(experts).weight_bytes * context.placement.count_of(context.rank)
+    return held_by(experts, context.placement, context.rank).nbytes
 
 
 def _executor(files: ModelFiles, choice: KernelChoice, context: RankContext | None) -> str:
