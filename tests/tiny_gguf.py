@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 
@@ -31,6 +31,7 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "olmoe": "olmoe",
     "granitemoe": "granitemoe",
+    "gpt_oss": "gpt-oss",
 }
 """Family in transformers -> architecture of its GGUF files."""
 
@@ -51,6 +52,7 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
@@ -69,6 +71,8 @@ def plain_types(name: str) -> GGMLQuantizationType:
 def gguf_name(name: str) -> str:
     """The name of a Hugging Face tensor in a GGUF; those of experts are not asked for."""
     stem, _, kind = name.rpartition(".")
+    if kind == "sinks":
+        return f"blk.{stem.split('.')[2]}.attn_sinks.weight"
     if stem in _NAMES:
         return f"{_NAMES[stem]}.{kind}"
     _, _, layer, rest = stem.split(".", 3)
@@ -109,9 +113,6 @@ def write_tiny_gguf(
     whose weights are what the packed ones stand for.
     """
     config = json.loads((source / "config.json").read_text())
-    size = {"split_max_tensors": -(-_tensor_count(source, config, layout) // parts)} if parts > 1 else {}
-    writer = GGUFWriter(path, architecture, **size)
-    _write_metadata(writer, config, architecture, extra or {}, split)
     pack = _Packing(quantised if callable(quantised) else (lambda name: quantised))
     paired = architecture in ("llama", "granitemoe")
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
@@ -127,7 +128,12 @@ def write_tiny_gguf(
         if name.endswith(("input_linear.weight", "output_linear.weight")):
             true[name] = _granite(name, values, written, pack)
             continue
+        if ".mlp.experts." in name:
+            true[name] = _gpt_oss(name, values, written, pack)
+            continue
         known = gguf_name(name)
+        if architecture == "gpt-oss":
+            known = known.replace("ffn_norm", "post_attention_norm")
         short = next((short for short in heads if f".{short}." in known), None) if paired else None
         words, kind, back = pack(known, values if short is None else rotated(values, heads[short]))
         if known.endswith("ffn_gate_inp_shexp.weight"):
@@ -139,9 +145,12 @@ def write_tiny_gguf(
         written = _merged(written)
     for name, values in (extra_tensors or {}).items():
         written.append((name, values, GGMLQuantizationType.F32))
+    written = [entry for entry in written if entry[0] != leave_out]
+    size = {"split_max_tensors": -(-len(written) // parts)} if parts > 1 else {}
+    writer = GGUFWriter(path, architecture, **size)
+    _write_metadata(writer, config, architecture, extra or {}, split)
     for name, words, kind in written:
-        if name != leave_out:
-            writer.add_tensor(name, words, raw_dtype=kind)
+        writer.add_tensor(name, words, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -191,6 +200,10 @@ def _write_metadata(
         writer.add_expert_used_count(config["num_experts_per_tok"])
     if config.get("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if architecture == "gpt-oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+        writer.add_sliding_window(config["sliding_window"])
+        _write_yarn(writer, config["rope_parameters"])
     if config.get("shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if config.get("clip_qkv"):
@@ -206,17 +219,18 @@ def _write_metadata(
     add_tokenizer(writer, config["vocab_size"], split)
 
 
+def _write_yarn(writer: GGUFWriter, rope: dict[str, Any]) -> None:
+    writer.add_rope_scaling_type(RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(rope["factor"])
+    writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    writer.add_rope_scaling_yarn_beta_fast(rope["beta_fast"])
+    writer.add_rope_scaling_yarn_beta_slow(rope["beta_slow"])
+
+
 def _tensors(source: Path) -> dict[str, NDArray[Any]]:
     from safetensors.numpy import load_file
 
     return dict(load_file(source / "model.safetensors"))
-
-
-def _tensor_count(source: Path, config: dict[str, Any], layout: Layout) -> int:
-    names = list(_tensors(source))
-    experts = [name for name in names if _EXPERT.fullmatch(name)]
-    stacked = {"stacked": 3, "fused": 2}.get(layout, 0) * config["num_hidden_layers"] if experts else 0
-    return len(names) - len(experts) + stacked if stacked else len(names)
 
 
 def _granite(
@@ -239,6 +253,26 @@ def _granite(
         written.append((known, words, kind))
         back.append(true)
     return np.concatenate(back, axis=1)
+
+
+def _gpt_oss(
+    name: str,
+    values: Floats,
+    written: list[tuple[str, NDArray[Any], GGMLQuantizationType]],
+    pack: _Packing,
+) -> Floats:
+    """gpt-oss's experts come stacked and transposed, the rows of gate and up in turns."""
+    bias = name.endswith("_bias")
+    stem = f"blk.{name.split('.')[2]}.ffn_{{}}_exps." + ("bias" if bias else "weight")
+    rows = values if bias else values.swapaxes(1, 2)
+    shorts = ("down",) if ".down_proj" in name else ("gate", "up")
+    back = np.empty_like(rows)
+    for first, short in enumerate(shorts):
+        piece = np.ascontiguousarray(rows[:, first :: len(shorts)])
+        words, kind, true = (piece, GGMLQuantizationType.F32, piece) if bias else pack(stem.format(short), piece)
+        written.append((stem.format(short), words, kind))
+        back[:, first :: len(shorts)] = true
+    return back if bias else np.ascontiguousarray(back.swapaxes(1, 2))
 
 
 def _add_experts(
@@ -293,7 +327,7 @@ def whole_blocks(family: str) -> dict[str, Any]:
     sizes |= {"intermediate_size": 512, "num_hidden_layers": 2}
     if family == "olmoe":
         sizes["num_key_value_heads"] = 8  # llama.cpp knows no other
-    if family in ("mixtral", "granitemoe"):
+    if family in ("mixtral", "granitemoe", "gpt_oss"):
         sizes["num_local_experts"] = 4
     if family in ("qwen2_moe", "qwen3_moe", "olmoe"):
         sizes["num_experts"] = 4

@@ -102,6 +102,11 @@ class Checkpoint:
         return False
 
     @property
+    def is_gguf(self) -> bool:
+        """Whether its weights are in GGUF files, not in safetensors."""
+        return any(path.suffix.casefold() == ".gguf" for path in self.files)
+
+    @property
     def trunk_bytes(self) -> int:
         if self._shard is not None and not self._shard.has_trunk:
             return 0
@@ -348,7 +353,7 @@ class _Collected:
         if key in self._sources:
             raise ModelError(f"{file_name}: tensor {name} holds weights that another tensor holds too.")
         self._sources[key] = _Source(tensor, file_name, entry)
-        if not is_packed(entry.dtype):
+        if not is_packed(entry.dtype) and not tensor.parts[0].endswith("_bias"):
             self._dtypes.setdefault(entry.dtype, name)
 
     def finish(self, folder: Path) -> _Sources:

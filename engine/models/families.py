@@ -113,8 +113,12 @@ _MLP_EXPERTS = _LAYER + "mlp.experts"
 _FUSED_MLP = _fused(_MLP_EXPERTS + ".")
 """Layouts as transformers holds most families in memory, and as some tools write them."""
 _BY_NAME = _per_expert(_MLP_EXPERTS, "gate_proj", "up_proj", "down_proj")
+_GGUF_MATRICES = tuple(ExpertTensor(f"{_LAYER}ffn_{part}_exps.weight", (part,), "stacked") for part in PARTS[:3])
+_GGUF_BIASES = tuple(
+    ExpertTensor(f"{_LAYER}ffn_{part.removesuffix('_bias')}_exps.bias", (part,), "stacked") for part in PARTS[3:]
+)
 _GGUF = (
-    tuple(ExpertTensor(f"{_LAYER}ffn_{part}_exps.weight", (part,), "stacked") for part in ("gate", "up", "down")),
+    _GGUF_MATRICES,
     _fused(_LAYER, "ffn_gate_up_exps.weight", "ffn_down_exps.weight"),
 )
 """Layouts of GGUF files (:mod:`engine.models.gguf_tensors`); old ones have the experts by name."""
@@ -138,6 +142,7 @@ _GPT_OSS = (
         ExpertTensor(f"{_MLP_EXPERTS}.gate_up_proj_bias", ("gate_bias", "up_bias"), "stacked", interleaved=True),
         ExpertTensor(f"{_MLP_EXPERTS}.down_proj_bias", ("down_bias",), "stacked"),
     ),
+    (*_GGUF_MATRICES, *_GGUF_BIASES),
 )
 _DBRX_EXPERTS = "transformer.blocks.{layer}.ffn.experts.mlp."
 _DBRX = (

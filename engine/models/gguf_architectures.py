@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +16,8 @@ from engine.models.gguf_file import GgufFile
 from engine.models.wording import shown
 
 HeadNorm = Literal["none", "per-head", "whole"]
+Biases = Literal["none", "qkv", "all"]
+"""Biases of no projection; of queries, keys and values; of every projection, the router's and the experts' included."""
 
 _LARGEST = {"block_count": MOST_LAYERS}
 """Largest values of numbers whose limit differs from the general one."""
@@ -65,8 +67,12 @@ class Architecture:
     paired_rotary: bool = False
     """Whether the two values that a rotation turns together lie side by side in queries and keys (llama.cpp's order),
     instead of half a head apart (transformers' order)."""
-    qkv_bias: bool = False
+    biases: Biases = "none"
+    sinks: bool = False
+    """Whether every head has a logit besides those of the keys."""
     head_norm: HeadNorm = "none"
+    yarn: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of yarn that files do not hold."""
     router: str = ""
     """transformers' name of the router within a layer; empty for a dense family."""
     shared_expert: bool = False
@@ -123,9 +129,27 @@ def _granite_moe(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
+    slides = [layer % 2 == 0 for layer in range(metadata.number("block_count"))]
+    pattern = metadata.get("attention.sliding_window_pattern", 2)
+    if pattern not in (2, slides):
+        raise ModelError(
+            f"The GGUF gives {shown(pattern)} for the layers with a sliding window, which must be every second of a "
+            "gpt-oss model; use another file of this model."
+        )
+    return {
+        "num_local_experts": metadata.number("expert_count"),
+        "num_experts_per_tok": metadata.number("expert_used_count"),
+        "intermediate_size": metadata.number("expert_feed_forward_length"),
+        "sliding_window": metadata.number("attention.sliding_window"),
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in slides],
+        "attention_bias": True,
+    }
+
+
 _DENSE = {
     "llama": Architecture("llama", "LlamaForCausalLM", paired_rotary=True),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", qkv_bias=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", biases="qkv"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", head_norm="per-head"),
 }
 """GGUF architectures without experts. Mistral's files call themselves llama."""
@@ -141,7 +165,7 @@ _WITH_EXPERTS = {
     "qwen2moe": Architecture(
         "qwen2_moe",
         "Qwen2MoeForCausalLM",
-        qkv_bias=True,
+        biases="qkv",
         router="mlp.gate.weight",
         shared_expert=True,
         settings=_qwen2_moe,
@@ -156,6 +180,15 @@ _WITH_EXPERTS = {
         paired_rotary=True,
         router="block_sparse_moe.router.layer.weight",
         settings=_granite_moe,
+    ),
+    "gpt-oss": Architecture(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        biases="all",
+        sinks=True,
+        yarn={"truncate": False},
+        router="mlp.router.weight",
+        settings=_gpt_oss,
     ),
 }
 """GGUF architectures with routed experts. Mixtral's files call themselves llama and count experts."""
@@ -197,7 +230,7 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     family, class_name = architecture.family, architecture.class_name
     if family == "llama" and 0 < window < context:
         family, class_name = "mistral", "MistralForCausalLM"
-    rope = _rope(gguf, metadata, head_size)
+    rope = _rope(gguf, metadata, head_size, architecture.yarn)
     config: dict[str, Any] = {
         "architectures": [class_name],
         "model_type": family,
@@ -219,7 +252,8 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
         "torch_dtype": "bfloat16",
         **architecture.settings(metadata),
     }
-    config["intermediate_size"] = metadata.number("feed_forward_length", config.get("moe_intermediate_size"))
+    if "intermediate_size" not in config:
+        config["intermediate_size"] = metadata.number("feed_forward_length", config.get("moe_intermediate_size"))
     if family == "mistral":
         config["sliding_window"] = window
     if rope["rope_type"] != "default":
@@ -244,7 +278,11 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _rope(gguf: GgufFile, metadata: Metadata, head_size: int) -> dict[str, Any]:
+_ELSEWHERE = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")
+"""Settings of scaled positions that must be 1 where a file holds them."""
+
+
+def _rope(gguf: GgufFile, metadata: Metadata, head_size: int, yarn: Mapping[str, Any]) -> dict[str, Any]:
     theta = metadata.real("rope.freq_base", 10000.0)
     kind = metadata.get("rope.scaling.type", "none")
     if "rope_freqs.weight" in gguf.tensors:
@@ -255,12 +293,23 @@ def _rope(gguf: GgufFile, metadata: Metadata, head_size: int) -> dict[str, Any]:
     if kind == "linear":
         return {"rope_type": "linear", "rope_theta": theta, "factor": factor}
     if kind == "yarn":
-        original = metadata.number("rope.scaling.original_context_length")
+        for key in _ELSEWHERE:
+            if metadata.real(f"rope.scaling.{key}", 1.0) != 1.0:
+                raise ModelError(
+                    f"{gguf.path} scales its positions with a {key}, which is not supported; use another model."
+                )
+        betas = {
+            name: metadata.real(f"rope.scaling.yarn_{name}", 1.0)
+            for name in ("beta_fast", "beta_slow")
+            if metadata.has(f"rope.scaling.yarn_{name}")
+        }
         return {
             "rope_type": "yarn",
             "rope_theta": theta,
             "factor": factor,
-            "original_max_position_embeddings": original,
+            "original_max_position_embeddings": metadata.number("rope.scaling.original_context_length"),
+            **betas,
+            **yarn,
         }
     raise ModelError(
         f"{gguf.path} scales its positions by {shown(ascii(kind))}, which is not supported; use another model."

@@ -80,7 +80,8 @@ def named_tensors(gguf: GgufFile, architecture: Architecture, config: Mapping[st
     for layer in range(config["num_hidden_layers"]):
         here, there = f"blk.{layer}.", f"model.layers.{layer}."
         yield from _attention(gguf, architecture, config, here, there)
-        yield _whole(here + "ffn_norm.weight", there + "post_attention_layernorm.weight", (hidden,))
+        norm = "post_attention_norm" if here + "post_attention_norm.weight" in gguf.tensors else "ffn_norm"
+        yield _whole(f"{here}{norm}.weight", there + "post_attention_layernorm.weight", (hidden,))
         if architecture.router:
             yield from _experts(gguf, architecture, config, here, there)
         else:
@@ -103,7 +104,7 @@ def _attention(
     yield _whole(here + "attn_norm.weight", there + "input_layernorm.weight", (hidden,))
     projections = (("q", queries), ("k", keys), ("v", keys))
     for kind, columns in (("weight", (hidden,)), ("bias", ())):
-        if kind == "bias" and not architecture.qkv_bias:
+        if kind == "bias" and architecture.biases == "none":
             continue
         merged, first = f"{here}attn_qkv.{kind}", 0
         for short, rows in projections:
@@ -118,6 +119,10 @@ def _attention(
         yield _whole(here + "attn_q_norm.weight", attention + "q_norm.weight", (queries if whole else size,))
         yield _whole(here + "attn_k_norm.weight", attention + "k_norm.weight", (keys if whole else size,))
     yield _whole(here + "attn_output.weight", attention + "o_proj.weight", (hidden, queries))
+    if architecture.biases == "all":
+        yield _whole(here + "attn_output.bias", attention + "o_proj.bias", (hidden,))
+    if architecture.sinks:
+        yield _whole(here + "attn_sinks.weight", attention + "sinks", (config["num_attention_heads"],))
 
 
 def _feed_forward(source: str, prefix: str, ffn: int, hidden: int) -> Iterator[NamedTensor]:
@@ -143,6 +148,10 @@ def _experts(
         stacked = {"gate_up": (2 * ffn, hidden), "down": shapes["down"]} if fused else shapes
         for short, shape in stacked.items():
             yield _whole(f"{here}ffn_{short}_exps.weight", f"{there}ffn_{short}_exps.weight", (count, *shape))
+    if architecture.biases == "all":
+        yield _whole(here + "ffn_gate_inp.bias", there + architecture.router.removesuffix("weight") + "bias", (count,))
+        for short, (rows, _) in shapes.items():
+            yield _whole(f"{here}ffn_{short}_exps.bias", f"{there}ffn_{short}_exps.bias", (count, rows))
     if architecture.shared_expert:
         shared = config["shared_expert_intermediate_size"]
         yield _shared_gate(here, there, hidden)

@@ -44,7 +44,7 @@ from engine.models.bank import (
 from engine.models.checkpoint import Checkpoint, PlainExperts
 from engine.models.durable_files import flush, flush_folder, forget_cached, new_file
 from engine.models.files import ExpertWeights, StoredTensor
-from engine.models.number_formats import WIDTHS, is_packed, words_dtype
+from engine.models.number_formats import WIDTHS, words_dtype
 from engine.models.opening import open_model
 from engine.models.safetensors_files import encode_header
 
@@ -71,8 +71,9 @@ def needs_preparing(folder: Path) -> tuple[bool, str]:
     if experts is None:
         return False, "It is a dense model: there are no routed experts to prestack."
     assert isinstance(experts, PlainExperts)
-    if is_packed(experts.dtype):
-        return False, f"Its weights are packed ({experts.dtype}) and are used where they lie: preparing gains nothing."
+    assert isinstance(files, Checkpoint)
+    if files.is_gguf:
+        return False, "A GGUF file's weights are used where they lie: preparing gains nothing."
     if experts.strided:
         return True, (
             "Its experts are stored transposed or interleaved: unprepared, every use of an expert reads its matrices "
@@ -99,10 +100,9 @@ def prepare(
     files = open_model(source)
     if not isinstance(files, Checkpoint):
         raise ModelError(f"{source} is prepared already; use it as it is.", "bad-input")
-    if files.experts is not None and is_packed(files.experts.dtype):
+    if files.is_gguf:
         raise ModelError(
-            f"{source} holds packed weights ({files.experts.dtype}), which are used where they lie; use it as it is.",
-            "bad-input",
+            f"{source} holds the weights of a GGUF file, which are used where they lie; use it as it is.", "bad-input"
         )
     plan = plan_bank(files)
     _check_destination(source, destination)

@@ -16,11 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_gguf import write_tiny_gguf
 
 from engine.errors import Cancelled, ModelError
 from engine.models import prepare as preparing
 from engine.models import store
 from engine.models.bank import JOURNAL, verify
+from engine.models.gguf_folder import open_gguf
 from engine.models.opening import open_model
 from engine.models.prepare import needs_preparing, prepare
 from engine.models.safetensors_files import encode_header
@@ -512,3 +514,12 @@ def test_memory_is_bounded_by_one_expert(tmp_path: Path, family: str):
     assert measured["prepare"] <= expert + room < model / 4, measured
     assert measured["read"] <= room, measured
     assert measured["files"] >= 0.9 * model, measured
+
+
+def test_a_gguf_file_is_not_prepared(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Its rows of queries and keys may lie in another order, and its biases are of another type."""
+    folder = open_gguf(write_tiny_gguf(tmp_path / "m.gguf", tiny_model("mixtral"), "llama"), quiet)
+    assert needs_preparing(folder) == (False, "A GGUF file's weights are used where they lie: preparing gains nothing.")
+    with pytest.raises(ModelError, match="holds the weights of a GGUF file"):
+        prepare(folder, tmp_path / "bank", quiet)
+    assert not (tmp_path / "bank").exists()

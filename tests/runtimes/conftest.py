@@ -18,14 +18,19 @@ from engine.runtimes.protocol import LoadedModel
 
 
 @pytest.fixture(scope="session")
-def stored_model(tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> StoredModel:
+def stored_model(
+    tiny_model: Callable[..., Path], prepared: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory
+) -> StoredModel:
     """The folder of a tiny model in the form ``stored``, written once a session. Not to be changed."""
     root = tmp_path_factory.mktemp("quantised")
     written: dict[str, Path] = {}
 
-    def folder_of(subject: Subject, family: str, stored: str = "float32", **options: Any) -> Path:
+    def folder_of(
+        subject: Subject, family: str, stored: str = "float32", as_saved: bool = False, **options: Any
+    ) -> Path:
         if stored != "4-bit":
-            return tiny_model(family, dtype=stored, **(subject.unlike.get(family, {}) | options))
+            saved = tiny_model(family, dtype=stored, **(subject.unlike.get(family, {}) | options))
+            return prepared(saved) if family in subject.prepared_only and not as_saved else saved
         from mlx_oracle import write_quantised
 
         if family not in written:

@@ -13,7 +13,9 @@ from engine.moe.kernels.bindings import choose
 from engine.runtimes import runtime_named
 from engine.runtimes.native.model import NativeModel
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss")
+PREPARED_ONLY = ("gpt_oss",)
+"""Those of the families whose checkpoints are transposed, so that the kernels read the experts of a bank only."""
 
 needs_kernels = pytest.mark.skipif(not choose("float32").native, reason=choose("float32").reason)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from native_oracle import FAMILIES as NATIVE_FAMILIES
-from native_oracle import needs_kernels
+from native_oracle import PREPARED_ONLY, needs_kernels
 from tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES
 
 from engine.ipc.messages import Load
@@ -32,6 +32,7 @@ class Subject:
     """A runtime: the families it runs, the forms its tests have weights in, and what of a tiny model it does not know.
 
     ``unlike``: settings of the shared tiny models that the runtime refuses, by family, and what stands in their place.
+    ``prepared_only``: families of which it runs prepared models only.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Subject:
     stored: tuple[str, str]
     marks: tuple[pytest.MarkDecorator, ...] = ()
     unlike: dict[str, dict[str, Any]] = field(default_factory=dict)
+    prepared_only: tuple[str, ...] = ()
 
     @property
     def moe_families(self) -> tuple[str, ...]:
@@ -63,7 +65,7 @@ class Subject:
         return self.name
 
 
-NATIVE = Subject("native", NATIVE_FAMILIES, ("float32", "bfloat16"), (needs_kernels,))
+NATIVE = Subject("native", NATIVE_FAMILIES, ("float32", "bfloat16"), (needs_kernels,), prepared_only=PREPARED_ONLY)
 TORCH = Subject("torch", TINY_FAMILIES, ("float32", "bfloat16"))
 MLX = Subject(
     "mlx",
@@ -90,7 +92,8 @@ def together(rows: list[Any]) -> list[Any]:
 
 
 StoredModel = Callable[..., Path]
-"""``stored_model(subject, family, stored="float32", **options)``: the folder of a tiny model that ``subject`` runs."""
+"""``stored_model(subject, family, stored="float32", as_saved=False, **options)``: the folder of a tiny model that
+``subject`` runs, or with ``as_saved`` of the same one as transformers saved it."""
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

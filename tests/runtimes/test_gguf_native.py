@@ -73,3 +73,43 @@ def test_packed_weights_give_the_logits_of_what_they_stand_for(
     tokens = prompt_of(40)
     answer, theirs = library_run(tmp_path / "truth", tokens, chunks=1)
     assert typical(our_run(model, tokens, 2, answer), theirs) < ROUNDED
+
+
+@pytest.mark.parametrize("attention", ["Q8_0", "F16", "BF16"])
+def test_gpt_oss_as_it_is_published(tmp_path: Path, sources: Callable[[str], Path], attention: str) -> None:
+    """Experts in MXFP4, biases in float32; a prompt over many windows, and more branches than are taken together."""
+
+    def kind_of(name: str) -> GGMLQuantizationType:
+        return GGMLQuantizationType["MXFP4" if "_exps" in name else attention]
+
+    path = write_tiny_gguf(
+        tmp_path / "m.gguf", sources("gpt_oss"), "gpt-oss", quantised=kind_of, truth=tmp_path / "truth"
+    )
+    model = load_native(open_gguf(path, no_progress), dtype="float32")
+    tokens = prompt_of(300)
+    answer, theirs = library_run(tmp_path / "truth", tokens, chunks=1)
+    for chunks in (1, 3):
+        assert typical(our_run(model, tokens, chunks, answer), theirs) < ROUNDED
+    rows = model.start()
+    rows.extend(tokens)
+    branches = rows.fan_out(18)
+    for token in answer[:3]:
+        alike = branches.step([token] * 18)
+    assert all(row.tobytes() == alike[0].tobytes() for row in alike)
+    assert typical([alike[0]], theirs[3:4]) < ROUNDED
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16"])
+def test_biases_of_experts_may_be_of_another_type_than_their_weights(
+    tmp_path: Path, sources: Callable[[str], Path], kind: str
+) -> None:
+    path = write_tiny_gguf(
+        tmp_path / "m.gguf",
+        sources("gpt_oss"),
+        "gpt-oss",
+        quantised=GGMLQuantizationType[kind],
+        truth=tmp_path / "truth",
+    )
+    model, tokens = load_native(open_gguf(path, no_progress), dtype="float32"), prompt_of(40)
+    answer, theirs = library_run(tmp_path / "truth", tokens, chunks=1)
+    assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from native_oracle import load_native, needs_kernels
 from resident_memory import needs_smaps, resident_bytes
-from subjects import assert_close, fresh, prompt_of
+from subjects import NATIVE, StoredModel, assert_close, fresh, prompt_of
 
 from engine.runtimes.native.cache import KEY_BLOCK, SMALLEST_PAGE, Page, PageShape, Segments
 from engine.runtimes.native.model import NativeModel
@@ -40,11 +40,14 @@ def test_a_page_takes_memory_for_the_positions_that_are_written() -> None:
         assert resident_bytes(array.ctypes.data, array.nbytes) - before <= 2 * written
 
 
-@pytest.mark.parametrize(("family", "length", "width"), [("mistral", 150, 3), ("mixtral", 30, 18)])
+@pytest.mark.parametrize(
+    ("family", "length", "width"), [("mistral", 150, 3), ("mixtral", 30, 18), ("gpt_oss", 400, 18)]
+)
 def test_beams_over_several_pages_and_of_many_rows(
-    family: str, length: int, width: int, tiny_model: Callable[..., Path]
+    family: str, length: int, width: int, stored_model: StoredModel
 ) -> None:
-    model, choose, tokens = load_native(tiny_model(family), cpu_threads=2), random.Random(1), prompt_of(length)
+    model = load_native(stored_model(NATIVE, family), cpu_threads=2)
+    choose, tokens = random.Random(1), prompt_of(length)
     single = model.start()
     single.extend(tokens)
     beams = single.fan_out(width)

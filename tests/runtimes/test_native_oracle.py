@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from native_oracle import load_native, needs_kernels
+from native_oracle import PREPARED_ONLY, load_native, needs_kernels
 from subjects import prompt_of
 from tiny_models import write_tiny_model
 from torch_oracle import library_run, our_run, typical, worst
@@ -60,16 +60,27 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_parameters": YARN | {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}},
     ),
+    "other windows, clamps and no biases of attention": (
+        "gpt_oss",
+        {
+            "attention_bias": False,
+            "swiglu_alpha": 1.3,
+            "swiglu_limit": 0.9,
+            "sliding_window": 7,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+        },
+    ),
+    "sinks without yarn": ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}),
     "another activation": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "many experts": ("mixtral", {"num_local_experts": 40, "num_experts_per_tok": 6}),
 }
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants_equal_the_library(name: str, tmp_path: Path) -> None:
+def test_variants_equal_the_library(name: str, tmp_path: Path, prepared: Callable[[Path], Path]) -> None:
     family, options = VARIANTS[name]
     folder = write_tiny_model(tmp_path / "model", family, **options)
-    model = load_native(folder, cpu_threads=1)
+    model = load_native(prepared(folder) if family in PREPARED_ONLY else folder, cpu_threads=1)
     tokens = prompt_of(37)
     answer, theirs = library_run(folder, tokens, chunks=1)
     for chunks in (1, 4):
@@ -78,10 +89,12 @@ def test_variants_equal_the_library(name: str, tmp_path: Path) -> None:
         assert [int(logits.argmax()) for logits in ours] == answer
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2_moe"])
-def test_a_prompt_over_several_pieces_pages_and_score_tiles(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2_moe", "gpt_oss"])
+def test_a_prompt_over_several_pieces_pages_and_score_tiles(
+    family: str, tmp_path: Path, prepared: Callable[[Path], Path]
+) -> None:
     folder = write_tiny_model(tmp_path / "model", family, max_position_embeddings=2048)
-    model = load_native(folder)
+    model = load_native(prepared(folder) if family in PREPARED_ONLY else folder)
     tokens = prompt_of(1100)
     answer, theirs = library_run(folder, tokens, chunks=1)
     for chunks in (1, 7):
@@ -112,14 +125,18 @@ def test_float16_weights_are_those_of_the_library_in_float32(
 
 
 @pytest.mark.parametrize("instructions", available())
-@pytest.mark.parametrize("family", ["mistral", "mixtral"])
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "gpt_oss"])
 def test_every_instruction_set_gives_the_same(
-    instructions: str, family: str, tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    instructions: str,
+    family: str,
+    tiny_model: Callable[..., Path],
+    prepared: Callable[[Path], Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, tokens = tiny_model(family, head_dim=20), prompt_of(27)
     monkeypatch.setenv("PRIVATELLM_KERNELS", instructions)
     runs = "avx512f" if instructions == "avx512_bf16" else instructions  # in float32
-    model = load_native(folder)
+    model = load_native(prepared(folder) if family in PREPARED_ONLY else folder)
     assert model.facts.trunk.startswith(f"native ({runs}, ")
     answer, theirs = library_run(folder, tokens, chunks=1)
     assert worst(our_run(model, tokens, 1, answer), theirs) < LIMIT

@@ -13,6 +13,7 @@ from native_oracle import FAMILIES, load_native, needs_kernels
 from pairwise import pairwise
 from ring_conversation import assert_same, conversation
 from ring_places import placed
+from subjects import NATIVE, StoredModel
 from test_native_ring import in_ring
 from tiny_models import TINY_MOE_FAMILIES
 
@@ -77,9 +78,9 @@ def central(folder: Path, nodes: int, loading: Loading, one_by_one: bool = False
     ],
 )
 def test_central_mode_between_alike_nodes_equals_one_machine(
-    family: str, dtype: str, nodes: int, loading: Loading, one_by_one: bool, tiny_model: TinyModel
+    family: str, dtype: str, nodes: int, loading: Loading, one_by_one: bool, stored_model: StoredModel
 ) -> None:
-    folder = tiny_model(family, dtype=dtype)
+    folder = stored_model(NATIVE, family, dtype)
     alone = conversation(load_native(folder, cpu_threads=1))
     assert_same([central(folder, nodes, loading, one_by_one)], alone)
 

@@ -42,7 +42,7 @@ def of_families(*runs: Any) -> list[Any]:
         pytest.param(family, *run.values, marks=run.marks, id=f"{family}-{run.id}")
         for family in TINY_FAMILIES
         for run in runs
-        if family in run.values[0].families
+        if family in run.values[0].families and not ("plain" in run.values and family in run.values[0].prepared_only)
     ]
 
 
@@ -76,7 +76,7 @@ def test_float32_equals_the_library(
     prepared: Prepared,
     kernels: Callable[[str], None],
 ) -> None:
-    plain = stored_model(subject, family)
+    plain = stored_model(subject, family, as_saved=True)
     answer, theirs = library_run(plain, PROMPT, chunks=1)
     assert len(set(answer)) > 3, "the tiny model repeats itself, so it shows nothing"
     kernels(experts_by)
@@ -181,7 +181,8 @@ def test_bfloat16_of_the_native_trunk_is_nearer_to_float32_than_the_library_in_b
     with torch.inference_mode():
         out = library_model(halved, "float32")(torch.tensor([PROMPT + answer]))
     true = list(out.logits[0, len(PROMPT) - 1 : -1].numpy())
-    for form, chunks in ((halved, 1), (prepared(halved) if family in TINY_MOE_FAMILIES else halved, 3)):
+    bank = prepared(halved) if family in TINY_MOE_FAMILIES else halved
+    for form, chunks in ((bank if family in NATIVE.prepared_only else halved, 1), (bank, 3)):
         model = NATIVE.load(form)
         assert model.facts.dtype == "bfloat16"
         ours = errors(our_run(model, PROMPT, chunks, answer), true)
@@ -198,10 +199,10 @@ def test_bfloat16_of_the_native_trunk_is_nearer_to_float32_than_the_library_in_b
     ),
 )
 def test_bfloat16_weights_in_float32(
-    family: str, subject: Subject, experts_by: str, halved: Path, kernels: Callable[[str], None]
+    family: str, subject: Subject, experts_by: str, halved: Path, prepared: Prepared, kernels: Callable[[str], None]
 ) -> None:
     kernels(experts_by)
-    model = subject.load(halved, dtype="float32")
+    model = subject.load(prepared(halved) if family in subject.prepared_only else halved, dtype="float32")
     assert model.facts.dtype == "float32"
     converted = any("converted" in notice for notice in model.facts.notices)
     assert converted == model.facts.executor.startswith("local (torch")

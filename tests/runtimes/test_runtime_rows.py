@@ -19,7 +19,7 @@ from engine.runtimes.protocol import Interrupted, LoadedModel, Logits
 Loaded = Callable[..., LoadedModel]
 
 KINDS_OF_CACHES = {
-    "native": ("mistral", "qwen2_moe", "granitemoe"),
+    "native": ("mistral", "qwen2_moe", "granitemoe", "gpt_oss"),
     "torch": ("llama", "mistral", "mixtral", "gpt_oss", "deepseek_v3", "minimax", "dbrx", "llama4_text"),
     "mlx": ("mistral", "mixtral", "gpt_oss", "deepseek_v3", "dbrx"),
 }

@@ -20,7 +20,7 @@ from engine.errors import ModelError
 Dtype = Literal["bfloat16", "float32"]
 """What a model computes with; ``float32`` keeps activations in float32 whatever the weights are stored as."""
 
-VERSION = 5
+VERSION = 6
 """PLLM_VERSION of native/privatellm_kernels.h; a library of another version is not used."""
 
 VARIABLE = "PRIVATELLM_KERNELS"
@@ -120,6 +120,8 @@ class Layer(ctypes.Structure):
         ("activation", CActivation),
         ("set", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
+        ("bias_dtype", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
     )
 
 

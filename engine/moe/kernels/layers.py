@@ -15,6 +15,7 @@ from engine.models.number_formats import is_packed
 from engine.moe.kernels.bindings import (
     ACTIVATIONS,
     FORMATS,
+    WEIGHT_DTYPES,
     CActivation,
     Expert,
     KernelChoice,
@@ -83,9 +84,10 @@ def unsupported_reason(weights: ExpertWeights) -> str | None:
     if is_packed(weights.gate.dtype):
         if not all(is_packed(tensor.dtype) for tensor in matrices):
             return "some of its matrices are packed and others are not"
-        return None if all(bias.dtype == "F32" for bias in biases) else "its biases are not stored as F32"
-    if len({tensor.dtype for tensor in present}) > 1:
-        return "its tensors are of different dtypes"
+    elif len({tensor.dtype for tensor in matrices}) > 1:
+        return "its matrices are of different dtypes"
+    if any(is_packed(bias.dtype) for bias in biases) or len({bias.dtype for bias in biases}) > 1:
+        return "its biases are packed or of different dtypes"
     return None
 
 
@@ -109,7 +111,8 @@ class LayerExperts:
             if reason is not None:
                 raise ModelError(f"The native kernels cannot run expert {number}: {reason}.")
             shapes = (expert.gate.shape, expert.up.shape, expert.down.shape)
-            if shapes != ((ffn, hidden), (ffn, hidden), (hidden, ffn)) or not _alike(expert.gate, first.gate):
+            alike = _alike(expert.gate, first.gate) and _bias_dtype(expert) == _bias_dtype(first)
+            if shapes != ((ffn, hidden), (ffn, hidden), (hidden, ffn)) or not alike:
                 raise ModelError(f"Expert {number} has matrices of {shapes}, unlike the first; the file is damaged.")
             table[number] = _expert(expert)
         self._table = table
@@ -123,6 +126,7 @@ class LayerExperts:
             activation=CActivation(kind=ACTIVATIONS[gate.kind], alpha=gate.alpha, limit=gate.limit),
             set=choice.number,
             dtype=FORMATS[first.gate.dtype],
+            bias_dtype=WEIGHT_DTYPES[_bias_dtype(first)],
         )
         self.address = ctypes.addressof(self._layer)
 
@@ -194,6 +198,10 @@ def linear(
 def _alike(one: StoredTensor, other: StoredTensor) -> bool:
     """Whether the same kernels multiply by both: any two packed formats, or the same plain one."""
     return one.dtype == other.dtype or (is_packed(one.dtype) and is_packed(other.dtype))
+
+
+def _bias_dtype(weights: ExpertWeights) -> str:
+    return "F32" if weights.gate_bias is None else weights.gate_bias.dtype
 
 
 def _expert(weights: ExpertWeights) -> Expert:

@@ -37,6 +37,8 @@ class TrunkLayer(ctypes.Structure):
         ("key_bias", ctypes.c_void_p),
         ("value_bias", ctypes.c_void_p),
         ("output_bias", ctypes.c_void_p),
+        ("router_bias", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
         ("experts", ctypes.c_void_p),
         ("shared", ctypes.c_void_p),
         ("counts", ctypes.c_void_p),

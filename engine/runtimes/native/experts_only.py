@@ -7,29 +7,39 @@ from pathlib import Path
 
 from engine.errors import ModelError
 from engine.ipc.messages import Load
-from engine.models.files import Experts
+from engine.models.files import Experts, first_held
+from engine.models.number_formats import is_packed
 from engine.models.opening import open_model
 from engine.moe.held import held_by
 from engine.moe.kernel_backend import KernelBackend, KernelExperts
 from engine.moe.kernels.bindings import FORMATS, KernelChoice, choose
-from engine.moe.kernels.layers import Gate
+from engine.moe.kernels.layers import Gate, unsupported_reason
 from engine.moe.kernels.pool import Pool, physical_cores, shared_pool
 from engine.moe.rank_context import RankContext
 from engine.runtimes.native.dtypes import compute_dtype
-from engine.runtimes.native.shape import ACTIVATIONS, ActivationName, unsupported_shape
+from engine.runtimes.native.shape import read_gate, unsupported_shape
 from engine.runtimes.node_experts import NodeExperts
 
 
-def open_backend(
-    experts: Experts, context: RankContext, activation: ActivationName, choice: KernelChoice, pool: Pool
-) -> KernelBackend:
+def open_backend(experts: Experts, context: RankContext, gate: Gate, choice: KernelChoice, pool: Pool) -> KernelBackend:
     """The experts of ``context``, ready to be run. The weights stay in the mapped files.
 
     Raises ModelError if the context's placement is of another model, or an expert it gives this node is missing."""
-    gate = Gate(activation)
     kernels = KernelExperts(held_by(experts, context.placement, context.rank), lambda layer: gate, choice, pool)
     kernels.open()
     return KernelBackend(kernels)
+
+
+def unreadable_experts(experts: Experts) -> str | None:
+    """Why the kernels cannot run these experts where they lie, in a few words; None if they can."""
+    if experts.dtype not in FORMATS:
+        return f"the experts are stored as {experts.dtype}"
+    held = first_held(experts)
+    reason = None if held is None else unsupported_reason(experts.expert(*held))
+    if reason is None:
+        return None
+    advice = "" if is_packed(experts.dtype) else "; those of a prepared copy can"
+    return f"its experts cannot be run where they lie ({reason}{advice})"
 
 
 def load_experts(folder: Path, request: Load, context: RankContext) -> NodeExperts:
@@ -41,9 +51,7 @@ def load_experts(folder: Path, request: Load, context: RankContext) -> NodeExper
     experts = files.experts
     if experts is None:
         raise ModelError(f"{request.model} has no experts to share; it runs on one machine.", kind="bad-input")
-    reason = unsupported_shape(files.config)
-    if reason is None and experts.dtype not in FORMATS:
-        reason = f"the experts are stored as {experts.dtype}"
+    reason = unsupported_shape(files.config) or unreadable_experts(experts)
     if reason is not None:
         raise ModelError(
             f"The native runtime cannot run the experts of {request.model}: {reason}; choose the runtime torch.",
@@ -54,7 +62,6 @@ def load_experts(folder: Path, request: Load, context: RankContext) -> NodeExper
         raise ModelError(f"The native kernels cannot be used: {choice.reason}; choose the runtime torch.")
     pool = shared_pool(physical_cores() if request.cpu_threads is None else request.cpu_threads)
     width = int(files.config["hidden_size"])
-    activation = ACTIVATIONS[files.config.get("hidden_act", "silu")]
-    backend = open_backend(experts, context, activation, choice, pool)
+    backend = open_backend(experts, context, read_gate(files.config), choice, pool)
     description = f"ring (node {context.rank + 1} of {context.nodes}, {context.mode}, native {choice.name}, cpu)"
     return NodeExperts(backend, width, description, experts)

@@ -26,12 +26,13 @@ class Rotary:
     factor: float
 
 
-def rope_settings(config: Mapping[str, Any], default_base: float) -> dict[str, Any]:
-    """The rotary settings of ``config.json`` in one table, whichever of transformers' forms it uses.
+def rope_settings(config: Mapping[str, Any], default_base: float, default: Mapping[str, Any]) -> dict[str, Any]:
+    """The rotary settings of ``config.json`` in one table, whichever of transformers' forms it uses; ``default`` if it
+    has none.
 
     ``rope_type`` and ``rope_theta`` are always there.
     """
-    settings = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    settings = dict(config.get("rope_scaling") or config.get("rope_parameters") or default)
     base = config.get("rope_theta")
     settings.setdefault("rope_theta", default_base if base is None else base)
     settings.setdefault("rope_type", settings.get("type", "default"))

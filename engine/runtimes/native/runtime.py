@@ -26,7 +26,7 @@ from engine.moe.popularity import Popularity
 from engine.moe.timing import Recorder
 from engine.runtimes.native import rotary
 from engine.runtimes.native.dtypes import bulk_dtype, compute_dtype
-from engine.runtimes.native.experts_only import open_backend
+from engine.runtimes.native.experts_only import open_backend, unreadable_experts
 from engine.runtimes.native.facts import describe
 from engine.runtimes.native.model import NativeModel
 from engine.runtimes.native.ring import RingTrunk
@@ -81,7 +81,7 @@ class NativeRuntime:
         pool = shared_pool(threads)
         trunk = None
         if ring is not None and experts is not None:
-            backend = open_backend(experts, ring.context, shape.activation, choice, pool)
+            backend = open_backend(experts, ring.context, shape.gate, choice, pool)
             layers = tuple(experts.layers)
             executor = RingExecutor(backend, ring.exchange, ring.context, layers, experts.count, recorder)
             trunk = RingTrunk(executor, backend, layers, shape.top_k, shape.hidden, ring.logits)
@@ -160,8 +160,9 @@ def _unsupported_storage(files: ModelFiles, request: Load) -> str | None:
         if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
             kind = "packed" if is_packed(tensor.dtype) else tensor.dtype
             attention.setdefault(name.rpartition(".self_attn.")[0], set()).add(kind)
-    if files.experts is not None and files.experts.dtype not in FORMATS:
-        return f"the experts are stored as {files.experts.dtype}"
+    unreadable = None if files.experts is None else unreadable_experts(files.experts)
+    if unreadable is not None:
+        return unreadable
     if any(len(dtypes) > 1 for dtypes in attention.values()):
         return "queries, keys and values are stored in different types"
     if request.dtype == "bfloat16" and bulk_dtype(files) == "F32":

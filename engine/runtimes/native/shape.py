@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from engine.errors import ModelError
 from engine.models.wording import shown
+from engine.moe.kernels.layers import Gate
 from engine.runtimes.native import rotary
 
 HeadNorm = Literal["none", "per-head", "whole"]
 """Norms of queries and keys: none; each head by itself (qwen3); the whole projection (olmoe)."""
 
-ActivationName = Literal["silu", "gelu", "gelu_tanh", "relu"]
-
-ACTIVATIONS: Mapping[str, ActivationName] = {
+ACTIVATIONS: Mapping[str, str] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -54,17 +53,23 @@ def _late_windows(config: Mapping[str, Any], layers: int) -> list[int]:
     """Layers from ``max_window_layers`` on, if ``use_sliding_window``, or as ``layer_types`` says (qwen2, qwen3)."""
     used = bool(config.get("use_sliding_window", False)) and config.get("sliding_window", 4096) is not None
     first = config.get("max_window_layers", 28)
-    return _by_type(config, [used and layer >= first for layer in range(layers)], used)
+    return _by_type(config, [used and layer >= first for layer in range(layers)], used, 4096)
 
 
 def _early_even_windows(config: Mapping[str, Any], layers: int) -> list[int]:
     """Even layers before ``max_window_layers``, if ``use_sliding_window`` (qwen2_moe)."""
     used = bool(config.get("use_sliding_window", False))
     last = config.get("max_window_layers", 28)
-    return _by_type(config, [used and layer % 2 == 0 and layer < last for layer in range(layers)], used)
+    return _by_type(config, [used and layer % 2 == 0 and layer < last for layer in range(layers)], used, 4096)
 
 
-def _by_type(config: Mapping[str, Any], default: list[bool], used: bool) -> list[int]:
+def _even_windows(config: Mapping[str, Any], layers: int) -> list[int]:
+    """Even layers, or as ``layer_types`` says (gpt_oss)."""
+    used = config.get("sliding_window", 128) is not None
+    return _by_type(config, [layer % 2 == 0 for layer in range(layers)], used, 128)
+
+
+def _by_type(config: Mapping[str, Any], default: list[bool], used: bool, size: int) -> list[int]:
     kinds = config.get("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != len(default):
@@ -78,7 +83,7 @@ def _by_type(config: Mapping[str, Any], default: list[bool], used: bool) -> list
         default = [kind == "sliding_attention" for kind in kinds]
     if any(default) and not used:
         raise ModelError("config.json asks for sliding windows and gives no size for them; fetch the model again.")
-    return [_window(config.get("sliding_window", 4096)) if slides else 0 for slides in default]
+    return [_window(config.get("sliding_window", size)) if slides else 0 for slides in default]
 
 
 def _window(value: Any) -> int:
@@ -99,15 +104,23 @@ class Traits:
     """A bias of queries, keys and values: never, always, or as this setting says."""
     output_bias: bool | str = False
     mlp_bias: bool | str = False
+    default_on: tuple[str, ...] = ()
+    """Settings that transformers assumes to be true if ``config.json`` does not contain them."""
+    sinks: bool = False
+    """Whether every head has a logit besides those of the keys, which takes a share of the attention (gpt_oss)."""
+    clamped: bool = False
+    """Whether gate and up are clamped before they are multiplied (gpt_oss)."""
     default_width: int | None = None
     """Size of a head if ``config.json`` gives none and it is not hidden / heads."""
     default_key_value_heads: int | None = None
     """Number of key-value heads; None: as many as heads."""
     default_epsilon: float = 1e-6
     default_base: float = 10_000.0
+    default_rope: Mapping[str, Any] = field(default_factory=dict)
     default_top_k: int = 0
     routers: tuple[str, ...] = ()
     """Names that a checkpoint may use for the router; empty for a dense family."""
+    router_bias: bool = False
     normalise: bool | str = False
     """Whether the chosen experts' weights are divided by their sum: never, always, or as this setting says."""
     shared_expert: bool = False
@@ -144,6 +157,7 @@ TABLE: Mapping[str, Traits] = {
         routers=("mlp.gate.weight",),
         normalise="norm_topk_prob",
         qkv_bias="qkv_bias",
+        default_on=("qkv_bias",),
         shared_expert=True,
         default_key_value_heads=16,
         default_top_k=4,
@@ -177,11 +191,32 @@ TABLE: Mapping[str, Traits] = {
         default_top_k=2,
         multipliers=True,
     ),
+    "gpt_oss": Traits(
+        windows=_even_windows,
+        routers=("mlp.router.weight",),
+        router_bias=True,
+        normalise=True,  # as granitemoe
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        default_on=("attention_bias",),
+        sinks=True,
+        clamped=True,
+        default_width=64,
+        default_key_value_heads=8,
+        default_epsilon=1e-5,
+        default_base=150_000.0,
+        default_rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        default_top_k=4,
+    ),
 }
 """transformers' ``model_type`` -> traits."""
-
-_DEFAULT_ON = ("qkv_bias",)
-"""Settings that transformers assumes to be true if ``config.json`` does not contain them."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +235,7 @@ class Shape:
     vocabulary: int
     context: int
     epsilon: float
-    activation: ActivationName
+    gate: Gate
     windows: tuple[int, ...]
     moe_layers: tuple[int, ...]
     top_k: int
@@ -209,8 +244,10 @@ class Shape:
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
+    sinks: bool
     tied: bool
     routers: tuple[str, ...]
+    router_bias: bool
     shared_ffn: int
     clip: float
     """Limit of queries, keys and values; 0: none."""
@@ -239,7 +276,7 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         )
 
     def switched(trait: bool | str) -> bool:
-        return trait if isinstance(trait, bool) else bool(config.get(trait, trait in _DEFAULT_ON))
+        return trait if isinstance(trait, bool) else bool(config.get(trait, trait in traits.default_on))
 
     def multiplier(key: str, default: float = 1.0) -> float:
         return _positive(config, key, default) if traits.multipliers else default
@@ -255,7 +292,7 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         vocabulary=_whole(config, "vocab_size"),
         context=_whole(config, "max_position_embeddings"),
         epsilon=_positive(config, "rms_norm_eps", traits.default_epsilon),
-        activation=ACTIVATIONS[config.get("hidden_act", "silu")],
+        gate=read_gate(config),
         windows=tuple(traits.windows(config, layers)),
         moe_layers=moe_layers,
         top_k=_whole(config, "num_experts_per_tok", traits.default_top_k) if moe_layers else 0,
@@ -264,16 +301,25 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         qkv_bias=switched(traits.qkv_bias),
         output_bias=switched(traits.output_bias),
         mlp_bias=switched(traits.mlp_bias),
+        sinks=traits.sinks,
         tied=bool(config.get("tie_word_embeddings", False)),
         routers=traits.routers,
+        router_bias=traits.router_bias,
         shared_ffn=_whole(config, "shared_expert_intermediate_size", 5632) if traits.shared_expert else 0,
         clip=_positive(config, "clip_qkv", 0.0) if traits.clip else 0.0,
         embedding_scale=multiplier("embedding_multiplier"),
         attention_scale=multiplier("attention_multiplier") if traits.multipliers else width**-0.5,
         residual_scale=multiplier("residual_multiplier"),
         logits_divisor=multiplier("logits_scaling"),
-        rope=rotary.rope_settings(config, traits.default_base),
+        rope=rotary.rope_settings(config, traits.default_base, traits.default_rope),
     )
+
+
+def read_gate(config: Mapping[str, Any]) -> Gate:
+    """What the feed-forward networks of a model of the table do between their matrices."""
+    if TABLE[config["model_type"]].clamped:
+        return Gate("clamped", _positive(config, "swiglu_alpha", 1.702), _positive(config, "swiglu_limit", 7.0))
+    return Gate(ACTIVATIONS[config.get("hidden_act", "silu")])
 
 
 def unsupported_shape(config: Mapping[str, Any]) -> str | None:
@@ -281,10 +327,10 @@ def unsupported_shape(config: Mapping[str, Any]) -> str | None:
     family = config.get("model_type")
     if not isinstance(family, str) or family not in TABLE:
         return f"it runs {', '.join(TABLE)}, and this is {shown(family)}"
-    activation = config.get("hidden_act", "silu")
-    if activation not in ACTIVATIONS:
+    traits, activation = TABLE[family], config.get("hidden_act", "silu")
+    if activation not in ACTIVATIONS and not traits.clamped:
         return f"the activation {shown(activation)} has no kernel"
-    return rotary.unsupported_reason(rotary.rope_settings(config, TABLE[family].default_base))
+    return rotary.unsupported_reason(rotary.rope_settings(config, traits.default_base, traits.default_rope))
 
 
 def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

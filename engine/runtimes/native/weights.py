@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from engine.errors import ModelError
 from engine.models.files import Experts, ExpertWeights, ModelFiles, StoredTensor
 from engine.moe.kernels.bindings import WEIGHT_DTYPES, KernelChoice, Matrix
-from engine.moe.kernels.layers import Gate, LayerExperts, layer_experts, matrix
+from engine.moe.kernels.layers import LayerExperts, layer_experts, matrix
 from engine.moe.popularity import Popularity
 from engine.runtimes.native.bindings import HEAD_NORMS, Trunk, TrunkLayer
 from engine.runtimes.native.shape import Shape
@@ -146,6 +146,8 @@ class TrunkWeights:
             layer.value_bias = tensors.vector(attention + "v_proj.bias", keys)
         if shape.output_bias:
             layer.output_bias = tensors.vector(attention + "o_proj.bias", shape.hidden)
+        if shape.sinks:
+            layer.sinks = tensors.vector(attention + "sinks", shape.heads)
         if shape.head_norm != "none":
             whole = shape.head_norm == "whole"
             layer.query_norm = tensors.vector(attention + "q_norm.weight", queries if whole else shape.width)
@@ -167,8 +169,10 @@ class TrunkWeights:
             )
         names = [prefix + name for name in shape.routers]
         layer.router = self._tensors.matrix(names, experts.count, shape.hidden)
+        if shape.router_bias:
+            layer.router_bias = self._tensors.vector(names[0].removesuffix("weight") + "bias", experts.count)
         if not self._in_ring:
-            routed = layer_experts(experts, index, Gate(shape.activation), self._choice)
+            routed = layer_experts(experts, index, shape.gate, self._choice)
             self._experts.append(routed)
             layer.experts = routed.address
         if self._popularity is not None:
@@ -188,6 +192,6 @@ class TrunkWeights:
             up_bias=tensors.take([prefix + "up_proj.bias"], (ffn,)) if bias else None,
             down_bias=tensors.take([prefix + "down_proj.bias"], (hidden,)) if bias else None,
         )
-        layer = LayerExperts({0: one}, 1, Gate(self._shape.activation), self._choice)
+        layer = LayerExperts({0: one}, 1, self._shape.gate, self._choice)
         self._experts.append(layer)
         return layer.address

@@ -185,7 +185,7 @@ static void multiply(const plan *p, const pllm_matrix *matrix, const void *bias,
     else
         p->kernels->many(w, matrix->dtype, matrix->row_stride, number, matrix->columns, tiles, count, y, y_stride, 0,
                          p->panel);
-    pllm_add_bias(y, y_stride, count, bias, matrix->dtype, first, number);
+    pllm_add_bias(y, y_stride, count, bias, p->layer->bias_dtype, first, number);
 }
 
 /* The activated values of rows [first, first + number) to where the down projection reads them. */

@@ -19,7 +19,7 @@
 #endif
 
 /* Raised whenever a structure or a function of this file changes: the Python side refuses another number. */
-#define PLLM_VERSION 5
+#define PLLM_VERSION 6
 
 enum { PLLM_OK = 0, PLLM_E_SET = -1, PLLM_E_MEMORY = -2, PLLM_E_ARGUMENT = -3 };
 
@@ -130,16 +130,16 @@ PLLM_API float pllm_exp_sum(int set, float *values, float shift, int64_t count);
 
 typedef struct pllm_expert {
     pllm_matrix gate, up, down;
-    const void *gate_bias, *up_bias, *down_bias; /* of their matrix's dtype, float32 of a packed one, or NULL */
+    const void *gate_bias, *up_bias, *down_bias; /* or NULL */
 } pllm_expert;
 
-/* All experts of one layer; every matrix of one dtype, or every one packed, each in a format of its own. Built once per
-   layer. */
+/* All experts of one layer; every matrix of one dtype, or every one packed, each in a format of its own. Biases are of
+   one plain dtype. Built once per layer. */
 typedef struct pllm_layer {
     const pllm_expert *experts; /* [count] */
     int64_t count, hidden, ffn;
     pllm_activation activation;
-    int32_t set, dtype;
+    int32_t set, dtype, bias_dtype, reserved;
 } pllm_layer;
 
 typedef struct pllm_routes {

@@ -329,8 +329,12 @@ static void route(walk *w, const pllm_trunk_layer *layer, int32_t *indices, floa
             memcpy(w->own.logits, logits, (size_t)(rows * count) * 4);
             logits = w->own.logits;
         }
-        for (int64_t i = 0; i < rows; i++)
-            choose(w, logits + i * count, count, indices + (row + i) * k, weights + (row + i) * k);
+        for (int64_t i = 0; i < rows; i++) {
+            float *mine = logits + i * count;
+            if (layer->router_bias)
+                for (int64_t e = 0; e < count; e++) mine[e] += layer->router_bias[e];
+            choose(w, mine, count, indices + (row + i) * k, weights + (row + i) * k);
+        }
     }
 }
 

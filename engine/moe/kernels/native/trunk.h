@@ -25,6 +25,9 @@ typedef struct pllm_trunk_layer {
     const float *attention_norm, *ffn_norm; /* [hidden] */
     const float *query_norm, *key_norm;     /* [width] or the whole projection; NULL with PLLM_NORM_NONE */
     const float *query_bias, *key_bias, *value_bias, *output_bias; /* or NULL */
+    const float *router_bias; /* [experts], added to the router's logits; or NULL */
+    const float *sinks;       /* [heads]: a logit that every query of the head has besides those of its keys, for a value
+                                 of zeros; or NULL */
     const pllm_layer *experts; /* NULL with a router: they are run elsewhere, and the pass is cut before them */
     const pllm_layer *shared; /* NULL: none */
     int64_t *counts;          /* [experts]: routes of each, added to what is there; or NULL */

@@ -141,10 +141,11 @@ void pllm_prepare_prompt(const trunk_job *job, const own_area *own, int64_t laye
     }
 }
 
-static void reset(const own_area *own, int64_t count, int64_t width) {
+/* `sinks`: of the heads of the group, or NULL. A sink counts as a key that was seen before the others. */
+static void reset(const own_area *own, int64_t count, int64_t width, const float *sinks, int64_t group) {
     for (int64_t i = 0; i < count; i++) {
-        own->maximum[i] = -INFINITY;
-        own->total[i] = 0;
+        own->maximum[i] = sinks ? sinks[i % group] : -INFINITY;
+        own->total[i] = sinks ? 1 : 0;
     }
     for (int64_t i = 0; i < count * width; i++) own->sum[i] = 0;
 }
@@ -156,7 +157,8 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
     const int64_t width = trunk->width, group = job->group, count = (last - first) * group;
     const int64_t bytes = element_bytes(trunk);
     const int64_t lowest_seen = lowest(trunk->layers + layer, pass->start + first);
-    reset(own, count, width);
+    const float *sinks = trunk->layers[layer].sinks;
+    reset(own, count, width, sinks ? sinks + head * group : NULL, group);
     for (int64_t i = 0; i < count; i++)
         own->queries[i] = job->qkv + (first + i / group) * job->projected + (head * group + i % group) * width;
     for (int64_t s = 0; s < pass->segment_count; s++) {
@@ -276,15 +278,17 @@ void pllm_attend_rows(const trunk_job *job, const own_area *own, int64_t layer, 
 
 void pllm_join_rows(const trunk_job *job, int64_t layer, int64_t at, int64_t first, int64_t last, float *to) {
     const int64_t width = job->trunk->width, heads = job->trunk->heads;
+    const float *sinks = job->trunk->layers[layer].sinks;
     chunk c = {0};
     int64_t chunks = 0;
     for (int64_t from = 0; next_chunk(job, layer, at, from, &c); from = c.last) chunks++;
     for (int64_t row = first; row < last; row++)
         for (int64_t head = 0; head < heads; head++) {
             float *result = to + row * job->joined + head * width;
-            float most = -INFINITY, total = 0;
+            float most = sinks ? sinks[head] : -INFINITY;
             for (int64_t i = 0; i < chunks; i++)
                 most = MAX(most, job->part_maximum[part_index(job, head / job->group, i, row) + head % job->group]);
+            float total = sinks ? expf(sinks[head] - most) : 0;
             for (int64_t d = 0; d < width; d++) result[d] = 0;
             for (int64_t i = 0; i < chunks; i++) {
                 const int64_t part = part_index(job, head / job->group, i, row) + head % job->group;
