@@ -49,15 +49,21 @@ def choose(repository: Repository, tag: str) -> GgufChoice | None:
     if len(found) == 1 and found[0].complete:
         return found[0]
     if len(found) == 1:
-        problem, others = f"not all parts of {found[0].tag}", choices
+        problem, meant = f"not all parts of {found[0].tag}", choices
     elif found:
-        problem, others = f"several GGUF files{f' that {tag} could mean' if tag else ''}", found
+        problem, meant = f"several GGUF files{f' that {tag} could mean' if tag else ''}", found
     else:
-        problem, others = f"no GGUF file called {tag}", choices
-    whole = [choice for choice in others if choice.complete]
+        problem, meant = f"no GGUF file called {tag}", choices
+    whole = [choice for choice in meant if choice.complete]
     best = recommended(whole)
-    advice = f"the recommended one: privatellm models pull {repo}:{best.tag}" if best else "none of them runs here"
-    raise ModelError(f"{repo} holds {problem}; choose one of {listed(whole)}; {advice}", "bad-input")
+    if best is None:
+        others = f", but {listed(whole)} are in formats that do not run here" if whole else ""
+        raise ModelError(f"{repo} holds {problem}{others}; choose another repository.", "bad-input")
+    raise ModelError(
+        f"{repo} holds {problem}; choose one of {listed(whole)}; the recommended one: privatellm models pull "
+        f"{repo}:{best.tag}",
+        "bad-input",
+    )
 
 
 def fetch_gguf(

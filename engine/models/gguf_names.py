@@ -22,7 +22,7 @@ _EDGE = r"(?:(?<=[-._/])|^)"
 _TAG = re.compile(
     _EDGE + r"(?P<tag>(UD-)?(I?Q\d+(_[A-Z0-9]+)*|TQ\d_\d|MXFP4(_MOE)?|NVFP4|BF16|FP?16|FP?32))(?=[-.]|$)", re.IGNORECASE
 )
-_RUNS = re.compile(r"(UD-)?(Q[458]_[01]|Q[4568]_K(_[A-Z]+)?|IQ4_(XS|NL)|MXFP4(_MOE)?|BF16|FP?16|FP?32)")
+_RUNS = re.compile(r"(UD-)?(Q[4568]|Q[458]_[01]|Q[4568]_K(_[A-Z]+)?|IQ4_(XS|NL)|MXFP4(_MOE)?|BF16|FP?16|FP?32)")
 """Tags of files whose tensors are, by custom, all in formats that run."""
 _NO_MODEL = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 _RECOMMENDED = ("Q4_K_M", "UD-Q4_K_XL", "MXFP4", "MXFP4_MOE", "Q4_K_XL", "Q4_K_L", "Q4_K_S", "IQ4_XS", "Q4_0", "Q5_K_M")
@@ -48,8 +48,9 @@ class GgufChoice:
 
     @property
     def runs(self) -> bool:
-        """Whether a file with this tag holds formats that run. Its header tells for certain."""
-        return _RUNS.fullmatch(self.tag) is not None
+        """Whether its name speaks of formats that run, or of none. Its header tells for certain."""
+        tag = tag_of(self.stem)
+        return _RUNS.fullmatch(tag) is not None or _TAG.fullmatch(tag) is None
 
 
 def parts_of(path: Path) -> tuple[Path, ...]:

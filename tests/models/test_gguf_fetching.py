@@ -180,6 +180,17 @@ def test_a_file_that_lacks_a_part_is_refused(hub: LoopbackHub, repo: Repo) -> No
         pull(f"{REPO}:Q8_0", silent)
 
 
+def test_where_nothing_runs_another_repository_is_advised(hub: LoopbackHub, repo: Repo) -> None:
+    repo.files = {"M-Q2_K.gguf": b"GGUF", "M-IQ1_S.gguf": b"GG"}
+    with pytest.raises(
+        ModelError, match=r"several GGUF files, but IQ1_S \(2 B\), Q2_K \(4 B\) are in formats that do not run"
+    ):
+        pull(REPO, silent)
+    repo.files = {"M-Q8_0-00001-of-00002.gguf": b"GGUF"}
+    with pytest.raises(ModelError, match=r"holds not all parts of Q8_0; choose another repository\.$"):
+        pull(REPO, silent)
+
+
 def rewritten(data: bytes, old: bytes, new: bytes) -> bytes:
     assert len(old) == len(new) and old in data
     return data.replace(old, new)

@@ -101,6 +101,27 @@ def test_the_recommended_one(names: list[str], tag: str | None) -> None:
     assert (found.tag if found else None) == tag
 
 
+@pytest.mark.parametrize(
+    ("stem", "runs"),
+    [
+        ("M-Q4_K_M", True),
+        ("M-UD-Q8_K_XL", True),
+        ("M-q4", True),
+        ("M", True),
+        ("M-mxfp4", True),
+        ("M-Q4_0_4_8", False),
+        ("M-Q3_K_L", False),
+        ("M-UD-IQ1_S", False),
+        ("M-TQ1_0", False),
+        ("M-IQ4_KS", False),
+    ],
+)
+def test_which_names_speak_of_formats_that_run(stem: str, runs: bool) -> None:
+    (choice,) = choices_of({f"{stem}.gguf": 1})
+    assert choice.runs == runs
+    assert [other.runs for other in choices_of({f"{stem}.gguf": 1, f"Other{stem}.gguf": 2})] == [runs, runs]
+
+
 def test_choices_are_listed_with_their_sizes() -> None:
     choices = choices_of(REPOSITORY)
     assert listed(choices[:3]) == "Q4_K_M (18.0 GB), UD-Q4_K_XL (19.0 GB), and 1 in formats that do not run here"
