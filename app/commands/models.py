@@ -83,7 +83,8 @@ def rows() -> list[ModelRow]:
         if entry.name not in names
     ]
     others = [
-        ModelRow(model.name, "elsewhere", model.nbytes, "", "", str(model.path), program=model.title) for model in found
+        ModelRow(model.name, "elsewhere", model.nbytes, "", model.problem, str(model.path), program=model.title)
+        for model in found
     ]
     return here + begun + absent + others
 
@@ -129,7 +130,11 @@ def _table_of_others(found: list[ModelRow]) -> list[str]:
     if not found:
         return []
     width = max(len(row.name) for row in found)
-    lines = [f"{row.name:{width}}  {byte_size(row.nbytes):>8}  {row.program}, {one_line(row.path)}" for row in found]
+    lines = [
+        f"{row.name:{width}}  {byte_size(row.nbytes):>8}  {row.program}, {one_line(row.path)}"
+        + (f" ({row.description})" if row.description else "")
+        for row in found
+    ]
     return ["", "Held by other programs, and used where they lie:", *lines]
 
 

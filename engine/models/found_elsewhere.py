@@ -1,7 +1,7 @@
 """Models that other programs on this machine hold already: ollama, LM Studio, llama.cpp, and the Hugging Face cache.
 
-They are found by looking at names and sizes, and used where they lie; nothing is ever written there. What is broken,
-unfinished or too much to look at is left out without an error.
+They are found by names and sizes, and used where they lie; nothing is ever written there. What is broken, unfinished or
+too much to look at is left out without an error.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any, Literal
 from engine.errors import ModelError
 from engine.models.gguf_names import GgufChoice, choices_of, matching
 from engine.models.json_files import MOST_TOKENIZER_BYTES, SMALL_FILE, read_object
+from engine.models.wording import shown
 
 Program = Literal["ollama", "lmstudio", "llama.cpp", "huggingface"]
 
@@ -59,6 +61,16 @@ class FoundModel:
     path: Path
     """A folder of safetensors, a GGUF file, or the first part of a split one. ollama's have no ending."""
     nbytes: int
+
+    @property
+    def problem(self) -> str:
+        """Why it does not run, if the first bytes of its file tell; empty if not. Reads the disk."""
+        from engine.models.gguf_architectures import ARCHITECTURES
+        from engine.models.gguf_file import stated_architecture
+
+        architecture = "" if self.path.is_dir() else stated_architecture(self.path)
+        known = not architecture or architecture in ARCHITECTURES
+        return "" if known else f"the architecture {shown(architecture)} is not supported"
 
     @property
     def title(self) -> str:
@@ -111,7 +123,7 @@ def _lm_studio_folders(home: Path) -> tuple[Path, ...]:
     """Where LM Studio's pointer to its home and its settings say, and where it keeps models without them."""
     folders = [home / ".lmstudio", home / ".cache" / "lm-studio"]
     with contextlib.suppress(OSError, ValueError):
-        pointed = Path((home / ".lmstudio-home-pointer").read_bytes()[:_LONGEST_PATH].decode().strip())
+        pointed = Path(_beginning(home / ".lmstudio-home-pointer", _LONGEST_PATH).decode().strip())
         folders = [pointed, *folders] if pointed.is_absolute() else folders
     models: list[Path] = []
     for folder in folders:
@@ -215,8 +227,7 @@ def in_ollama(root: Path) -> tuple[FoundModel, ...]:
 def _ollama_blob(root: Path, manifest: Path) -> tuple[Path, int] | None:
     """Path and size of the weights that ``manifest`` names; None if they are not one whole GGUF file."""
     try:
-        with manifest.open("rb") as file:
-            said = json.loads(file.read(_MANIFEST_BYTES))
+        said = json.loads(_beginning(manifest, _MANIFEST_BYTES))
         layers = [(layer["mediaType"], layer["digest"], layer["size"]) for layer in said["layers"]]
         kinds = [kind for kind, _, _ in layers]
         if kinds.count(_OLLAMA_WEIGHTS) != 1 or _OLLAMA_ADAPTER in kinds:
@@ -268,7 +279,7 @@ def _in_snapshot(folder: Path, repo: str, budget: _Budget) -> list[FoundModel]:
 def _snapshot_of(folder: Path) -> Path | None:
     """The revision that ``refs/main`` names, or else the newest."""
     try:
-        main = (folder / "refs" / "main").read_bytes()[:100].decode("ascii", "replace").strip()
+        main = _beginning(folder / "refs" / "main", 100).decode("ascii", "replace").strip()
         if _REVISION.fullmatch(main) and (folder / "snapshots" / main).is_dir():
             return folder / "snapshots" / main
     except OSError:
@@ -297,7 +308,9 @@ def _choices_in(folder: Path, depth: int, budget: _Budget) -> list[GgufChoice]:
     for path in _files(folder, depth, budget):
         if path.suffix.casefold() == ".gguf":
             with contextlib.suppress(OSError):  # a link to what is gone
-                sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
+                seen = path.stat()
+                if stat.S_ISREG(seen.st_mode):
+                    sizes[path.relative_to(folder).as_posix()] = seen.st_size
     return [choice for choice in choices_of(sizes) if choice.complete]
 
 
@@ -332,6 +345,14 @@ def _weight_names(folder: Path) -> set[str]:
                 return set()
             names |= {f"{split['stem']}-{part:05}-of-{count:05}.safetensors" for part in range(1, count + 1)}
     return names if all((folder / name).is_file() for name in names) else set()
+
+
+def _beginning(path: Path, nbytes: int) -> bytes:
+    """The first bytes of a file; nothing of what is none, as reading a pipe would wait. Raises OSError."""
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        return file.read(nbytes)
 
 
 def _folders(root: Path, budget: _Budget) -> Iterator[Path]:

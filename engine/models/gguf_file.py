@@ -28,6 +28,10 @@ _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING = 8
 _ARRAY = 9
+_VERSIONS = (2, 3)
+_PEEK_BYTES = 1 << 16
+_PEEK_ENTRIES = 100
+"""Maximum metadata keys that are read for the architecture, which is usually the first."""
 _ENTRIES_LIMIT = 1 << 20
 """Maximum metadata keys and tensors, more than any real model has."""
 
@@ -52,6 +56,24 @@ class GgufTensor:
     @property
     def nbytes(self) -> int:
         return self.rows * self.row_bytes
+
+
+def stated_architecture(path: Path) -> str:
+    """What the file calls its architecture, from its first bytes; empty if these do not tell."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_PEEK_BYTES)
+        cursor = _Cursor(data, 0, len(data))
+        if cursor.take(4) != _MAGIC or cursor.unpack("I") not in _VERSIONS:
+            return ""
+        cursor.unpack("Q")
+        for _ in range(min(cursor.unpack("Q"), _PEEK_ENTRIES)):
+            key, value = cursor.string(), cursor.value(cursor.unpack("I"))
+            if key == "general.architecture":
+                return value if isinstance(value, str) else ""
+    except (OSError, ValueError, struct.error, OverflowError):
+        pass
+    return ""
 
 
 class HeaderGoesOn(ValueError):
@@ -235,7 +257,7 @@ def _read_header(data: mmap.mmap | bytes, part: int, size: int) -> tuple[dict[st
     if cursor.take(4) != _MAGIC:
         raise ValueError("it does not begin with GGUF")
     version = cursor.unpack("I")
-    if version not in {2, 3}:
+    if version not in _VERSIONS:
         raise ValueError(f"its version {version} is not 2 or 3 (or it is big-endian)")
     tensor_count, value_count = cursor.unpack("Q"), cursor.unpack("Q")
     if max(tensor_count, value_count) > _ENTRIES_LIMIT:

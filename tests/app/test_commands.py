@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import signal
+import struct
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -314,12 +315,14 @@ def test_models_of_other_programs_are_listed_apart(
     alone = capsys.readouterr().out
     file = home / "cache" / "M-Q4_K_M.gguf"
     file.parent.mkdir()
-    file.write_bytes(bytes(2_000_000))
+    header = struct.pack("<4sIQQQ20sIQ6s", b"GGUF", 3, 0, 1, 20, b"general.architecture", 8, 6, b"gemma9")
+    file.write_bytes(header + bytes(2_000_000))
     assert run(["models"]) == 0
     listed = capsys.readouterr().out
     heading, row = listed.removeprefix(alone).strip().splitlines()
     assert heading == "Held by other programs, and used where they lie:"
-    assert row.split() == ["llama.cpp:M-Q4_K_M", "2", "MB", "llama.cpp,", str(file)]
+    assert row.split()[:5] == ["llama.cpp:M-Q4_K_M", "2", "MB", "llama.cpp,", str(file)]
+    assert row.endswith("(the architecture gemma9 is not supported)")
     links = install(home, "gguf--M-Q4_K_M--0123456789abcdef")
     (links / "M-Q4_K_M.gguf").symlink_to(file)
     assert run(["models"]) == 0

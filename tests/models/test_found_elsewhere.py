@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from gguf import GGUFWriter
 from tiny_gguf import write_tiny_gguf
 from tiny_models import write_tiny_model
 
@@ -15,7 +16,7 @@ from engine.errors import ModelError
 from engine.ipc.messages import Load, Plan
 from engine.models import found_elsewhere, store
 from engine.models.fetching import pull
-from engine.models.found_elsewhere import FoundModel, Places, find, find_all, find_repo, places
+from engine.models.found_elsewhere import FoundModel, Places, find, find_all, find_repo, in_llama_cpp, places
 from engine.models.opening import open_model
 from engine.session.loading import find_folder
 from engine.session.plan_model import plan_model
@@ -247,6 +248,26 @@ def test_links_in_circles_end(tmp_path: Path) -> None:
     assert find_all(where) == ()
 
 
+def test_no_pipe_is_waited_for(ollama: Path, tmp_path: Path) -> None:
+    library = ollama / "manifests" / "registry.ollama.ai" / "library"
+    weights = safetensors(snapshot(tmp_path / "hub", "a/M"))
+    pipes = [
+        library / "piped" / "latest",
+        tmp_path / "home" / ".lmstudio-home-pointer",
+        tmp_path / "home" / ".lmstudio" / "settings.json",
+        tmp_path / "llama" / "M-Q8_0.gguf",
+        snapshot(tmp_path / "hub", "a/N", main=False) / "config.json",
+        tmp_path / "hub" / "models--a--N" / "refs" / "main",
+    ]
+    for pipe in pipes:
+        pipe.parent.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(pipe)
+    studio = places({}, tmp_path / "home", "linux").lmstudio
+    found = find_all(Places((ollama,), studio, (tmp_path / "llama",), (tmp_path / "hub",)))
+    assert names(found) == ["ollama:llama3.2:latest", "ollama:qwen3:30b", "huggingface:a/M"]
+    assert found[-1].path == weights and [model.problem for model in found] == ["", "", ""]
+
+
 def test_what_cannot_be_read_is_left_out(ollama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def closed(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
@@ -264,6 +285,25 @@ def test_nothing_is_written(ollama: Path, tmp_path: Path) -> None:
     where = Places((ollama,), (ollama,), (ollama,), (tmp_path / "hub",))
     assert len(find_all(where)) == 3
     assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize(("architecture", "problem"), [("llama", ""), ("gemma9", "gemma9 is not supported")])
+def test_an_architecture_that_does_not_run_is_said(tmp_path: Path, architecture: str, problem: str) -> None:
+    writer = GGUFWriter(tmp_path / "M-Q8_0.gguf", architecture)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    (found,) = in_llama_cpp(tmp_path)
+    assert found.problem.endswith(problem) and bool(found.problem) == bool(problem)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"GGUF", b"GGUF\x03", b"PK" * 50, b"GGUF" + b"\xff" * 100, b"GGUF\x03" + bytes(500)]
+)
+def test_a_header_that_tells_nothing_is_no_problem(tmp_path: Path, data: bytes) -> None:
+    write(tmp_path / "M-Q8_0.gguf", data)
+    (found,) = in_llama_cpp(tmp_path)
+    assert found.problem == ""
 
 
 # --- by name ------------------------------------------------------------------------------------------------------

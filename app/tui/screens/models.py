@@ -68,7 +68,12 @@ def rows() -> list[ModelOption]:
         if entry.name not in names
     ]
     others = [
-        ModelOption(model.name, f"{size(model.nbytes)} · in {model.title}", one_line(str(model.path)), True)
+        ModelOption(
+            model.name,
+            " · ".join(filter(None, [size(model.nbytes), f"in {model.title}", model.problem])),
+            one_line(str(model.path)),
+            True,
+        )
         for model in theirs
     ]
     return found + others + known
