@@ -36,6 +36,8 @@ LIBRARIES = (
 NO_MODULE = ("engine.moe.kernels._native",)
 """The library of the kernels, which is no Python module."""
 
+HIDDEN = 48
+"""Numbers of a hidden state of the tiny models; see tiny_models.py."""
 PACKET_BYTES = 1 << 20
 STANDARD = 4
 """Descriptors of every job: standard streams and the report socket."""
@@ -51,6 +53,7 @@ def main() -> None:
     for name in (*modules_of("discovery", left_out), *modules_of("engine", left_out)):
         with contextlib.suppress(ModuleNotFoundError if whole else ()):  # mlx is not installed everywhere
             importlib.import_module(name)
+    warm_up()
     assert whole or not {"torch", "mlx"} & sys.modules.keys(), "something else of the engine imports torch or mlx"
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread was started by an import: forking is not safe"
     gc.collect()
@@ -58,6 +61,17 @@ def main() -> None:
     job = serve(control)
     if job is not None:
         run(job)
+
+
+def warm_up() -> None:
+    """What is measured or compiled once per process for the first model is done here, for all engines."""
+    from engine.cluster.membership.measuring_node import central_seconds, layer_seconds
+    from engine.models.families import FAMILIES, match_tensor
+
+    for measured in (layer_seconds, central_seconds):
+        measured(HIDDEN)
+    for family in FAMILIES.values():
+        match_tensor(family, "")
 
 
 def modules_of(package: str, left_out: tuple[str, ...]) -> Iterator[str]:
