@@ -64,7 +64,7 @@ _WORDS = (
 )  # fmt: skip
 
 
-EVERY = 9
+EVERY = 18
 """Number of hostile texts of which one is tried with each lexer. The soak tests try all of them."""
 
 
