@@ -62,6 +62,19 @@ def write_model(folder: Path) -> Path:
     )
 
 
+def write_large_model(folder: Path, hidden_size: int, intermediate_size: int) -> Path:
+    """32 experts, whose weights take time to send and room on a disk."""
+    return write_tiny_model(
+        folder,
+        "mixtral",
+        num_local_experts=8,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_hidden_layers=4,
+        eos_token_id=None,
+    )
+
+
 def free_pair() -> int:
     """A port of loopback that is free, and so is the next one."""
     while True:

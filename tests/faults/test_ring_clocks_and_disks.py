@@ -17,8 +17,7 @@ import pytest
 from eventually import eventually
 from hooked_engine import hooked
 from msgspec.structs import replace
-from ring_faults import EXACT, Machine, Oracle, Ring
-from tiny_models import write_tiny_model
+from ring_faults import EXACT, Machine, Oracle, Ring, write_large_model
 
 from engine.errors import ModelError
 from engine.ipc.messages import Failed, Load, Loaded, NetworkState, Pair, Progress
@@ -135,17 +134,17 @@ def test_pairing_with_a_machine_whose_clock_is_wrong(
 
 
 @pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 MB, of which a node of two gets about half."""
+    folder = tmp_path_factory.mktemp("models") / "large"
+    return write_large_model(folder, hidden_size=144, intermediate_size=704)
+
+
+@pytest.fixture(scope="module")
 def larger(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """150 MB, of which a node of two gets about half."""
-    return write_tiny_model(
-        tmp_path_factory.mktemp("models") / "larger",
-        "mixtral",
-        num_local_experts=8,
-        hidden_size=288,
-        intermediate_size=1408,
-        num_hidden_layers=4,
-        eos_token_id=None,
-    )
+    """150 MB: it takes a moment to send half of them."""
+    folder = tmp_path_factory.mktemp("models") / "larger"
+    return write_large_model(folder, hidden_size=288, intermediate_size=1408)
 
 
 def form(ring: Ring, model: Path) -> Loaded | Failed:
@@ -181,11 +180,11 @@ def read_at(path: Path, start: int, stop: int) -> bytes:
         return file.read(stop - start)
 
 
-def test_disk_that_takes_no_such_file(larger: Path) -> None:
+def test_disk_that_takes_no_such_file(large: Path) -> None:
     """The follower may write no file beyond some megabytes: it is left out with the reason, and the answer comes."""
-    with Ring(1, arguments={1: hooked(hooks.small_files, limit=20_000_000)}) as ring:
+    with Ring(1, arguments={1: hooked(hooks.small_files, limit=5_000_000)}) as ring:
         since = ring.mark()
-        loaded = form(ring, larger)
+        loaded = form(ring, large)
         assert isinstance(loaded, Loaded), loaded
         told = " ".join([*ring.notices(since), *loaded.facts.notices])
         first = ring.answer(8).token_ids
@@ -194,19 +193,19 @@ def test_disk_that_takes_no_such_file(larger: Path) -> None:
         assert "disk" in told
         assert len(first) == 8
         models = ring.followers[0].home / "models"
-        check_shard(models, larger)
+        check_shard(models, large)
         # Room is made: at the next loading it takes part, and goes on with what is there.
         ring.followers[0].kill()
         eventually(lambda: ring.state_of(ring.followers[0]) in ("lost", "paired"))
         ring.followers[0].arguments = ring.head.arguments
         ring.followers[0].start(lend=True)
         eventually(lambda: ring.state_of(ring.followers[0]) == "ready")
-        again = form(ring, larger)
+        again = form(ring, large)
         assert isinstance(again, Loaded)
         assert again.facts.ring is not None
         assert len(again.facts.ring.nodes) == 2
         assert ring.answer(8).token_ids == first
-        assert check_shard(models, larger) == again.facts.ring.nodes[1].experts
+        assert check_shard(models, large) == again.facts.ring.nodes[1].experts
 
 
 @pytest.fixture
@@ -223,37 +222,37 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=False)
 
 
-def test_a_disk_with_room_for_a_part_of_its_share_is_given_that_part(small_disk: Path, larger: Path) -> None:
-    """Of 32 experts the node would hold half, but its disk takes about 37 MB: seven, which are sent and run."""
+def test_a_disk_with_room_for_a_part_of_its_share_is_given_that_part(small_disk: Path, large: Path) -> None:
+    """Of 32 experts the node would hold half, but its disk takes about 10 MB: seven, which are sent and run."""
     with Ring(1) as ring:
         models = ring.followers[0].home / "models"
         models.rmdir()
         models.symlink_to(small_disk)
         with (small_disk / "something else").open("wb") as file:
-            file.write(bytes(175_000_000))
+            file.write(bytes(203_500_000))
         since = ring.mark()
-        loaded = form(ring, larger)
+        loaded = form(ring, large)
         assert isinstance(loaded, Loaded), loaded
         assert loaded.facts.ring is not None
         head, node = loaded.facts.ring.nodes
         assert (head.experts + node.experts, node.experts) == (32, 7)
         first = ring.answer(8).token_ids
         told = " ".join([*ring.notices(since), *loaded.facts.notices])
-        assert re.search(r"node 1 has disk space for 3\d MB of experts, less than it has memory for\.", told), told
+        assert re.search(r"node 1 has disk space for 9 MB of experts, less than it has memory for\.", told), told
         assert "left out" not in told
-        assert check_shard(models, larger) == node.experts
+        assert check_shard(models, large) == node.experts
         # What is there counts as room: formed again, it keeps its part, and nothing is sent.
         (small_disk / "still more").write_bytes(bytes(30_000_000))
-        again = form(ring, larger)
+        again = form(ring, large)
         assert isinstance(again, Loaded), again
         assert again.facts.ring is not None
         kept = again.facts.ring.nodes[1]
-        assert kept.experts == check_shard(models, larger) == node.experts
+        assert kept.experts == check_shard(models, large) == node.experts
         assert kept.has_bytes >= kept.expert_bytes + kept.trunk_bytes
         assert ring.answer(8).token_ids == first
 
 
-def test_disk_without_room_is_left_out_with_what_is_missing(small_disk: Path, larger: Path) -> None:
+def test_disk_without_room_is_left_out_with_what_is_missing(small_disk: Path, large: Path) -> None:
     with Ring(1) as ring:
         models = ring.followers[0].home / "models"
         models.rmdir()
@@ -261,7 +260,7 @@ def test_disk_without_room_is_left_out_with_what_is_missing(small_disk: Path, la
         with (small_disk / "something else").open("wb") as file:
             file.write(bytes(240_000_000))
         since = ring.mark()
-        loaded = form(ring, larger)
+        loaded = form(ring, large)
         assert isinstance(loaded, Loaded), loaded
         told = " ".join([*ring.notices(since), *loaded.facts.notices])
         assert len(ring.answer(8).token_ids) == 8
@@ -303,7 +302,7 @@ def test_disk_that_somebody_else_fills_meanwhile(small_disk: Path, larger: Path)
         assert ring.answer(8).token_ids == first
 
 
-def test_a_refused_share_that_nobody_else_can_hold_is_a_sentence(small_disk: Path, larger: Path) -> None:
+def test_a_refused_share_that_nobody_else_can_hold_is_a_sentence(small_disk: Path, large: Path) -> None:
     """Without that node the model does not fit: the failure says both."""
     with Ring(1) as ring:
         models = ring.followers[0].home / "models"
@@ -311,10 +310,10 @@ def test_a_refused_share_that_nobody_else_can_hold_is_a_sentence(small_disk: Pat
         models.symlink_to(small_disk)
         with (small_disk / "something else").open("wb") as file:
             file.write(bytes(230_000_000))
-        shares = {ring.head.identity.node_id: 60_000_000}
+        shares = {ring.head.identity.node_id: 15_000_000}
         choice = replace(EXACT, overlap=False, shares=shares)
         with pytest.raises(ModelError) as refused:
-            ring.load(larger, choice)
+            ring.load(large, choice)
         assert "node 1 is left out: it lacks" in str(refused.value)
         assert "are missing" in str(refused.value)
         assert refused.value.kind == "memory"
