@@ -210,6 +210,11 @@ class PlainExperts:
         return sum(self.place(layer, 0).nbytes * len(self._shard.held(layer)) for layer in self.layers)
 
     @property
+    def packed(self) -> bool:
+        """Whether any of them is stored in a packed format."""
+        return any(is_packed(source.entry.dtype) for source in self._sources.values())
+
+    @property
     def strided(self) -> bool:
         """Whether experts are stored transposed or interleaved, so that their matrices are strided views."""
         return any(source.tensor.strided for source in self._sources.values())

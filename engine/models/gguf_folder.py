@@ -6,6 +6,7 @@ Nothing of the weights is copied or converted. With the folder, a GGUF file is a
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,9 @@ SETTINGS = ("config.json", "generation_config.json", "tokenizer.json", "tokenize
 
 _NAMELESS = "model.gguf"
 """Name of the link to a file that has no such ending."""
+
+_LONGEST_STEM = 180
+"""Longest name of a link, in characters without the ending."""
 
 StopCheck = Callable[[], bool] | None
 
@@ -126,9 +130,16 @@ def _link(folder: Path, path: Path) -> None:
 
 
 def _links(path: Path) -> dict[str, Path]:
-    """The parts of ``path`` by the names of their links, which end in ``.gguf``."""
-    parts = parts_of(path.absolute())
-    return {part.name if part.suffix.casefold() == ".gguf" else _NAMELESS: part for part in parts}
+    """The parts of ``path`` by the names of their links, which end in ``.gguf`` and can go to other machines."""
+    return {_link_name(part): part for part in parts_of(path.absolute())}
+
+
+def _link_name(part: Path) -> str:
+    if part.suffix.casefold() != ".gguf":
+        return _NAMELESS
+    # The end of a name says which part of a split file it is.
+    stem = re.sub(r"[^A-Za-z0-9_.+-]+", "-", part.stem)[-_LONGEST_STEM:].lstrip(".+-")
+    return f"{stem or 'model'}.gguf"
 
 
 def _renew_links(folder: Path, path: Path) -> None:

@@ -100,10 +100,6 @@ def prepare(
     files = open_model(source)
     if not isinstance(files, Checkpoint):
         raise ModelError(f"{source} is prepared already; use it as it is.", "bad-input")
-    if files.is_gguf:
-        raise ModelError(
-            f"{source} holds the weights of a GGUF file, which are used where they lie; use it as it is.", "bad-input"
-        )
     plan = plan_bank(files)
     _check_destination(source, destination)
     try:
@@ -145,8 +141,13 @@ class BankPlan:
 
 
 def plan_bank(files: Checkpoint) -> BankPlan:
-    """Raises ModelError for a dense model."""
+    """Raises ModelError for a dense model, or a GGUF file, whose weights may be packed and in another order."""
     experts = files.experts
+    if files.is_gguf:
+        raise ModelError(
+            f"{files.folder} holds the weights of a GGUF file, which are used where they lie; use it as it is.",
+            "bad-input",
+        )
     if experts is None:
         raise ModelError(
             f"{files.folder} is a dense {files.family.model_type} model without routed experts: there is nothing to "

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from packed_blocks import unpacked
 
+from benchmarks.packed_blocks import unpacked
 from engine.calibration import synthetic_experts
 from engine.calibration.calibration_file import load_calibration, save_calibration
 from engine.calibration.synthetic_experts import SyntheticCpuSide, check_shape, expert_curve

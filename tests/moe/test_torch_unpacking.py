@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from packed_blocks import block_of, unpacked
 
+from benchmarks.packed_blocks import block_of, unpacked
 from engine.models.number_formats import BLOCKS
 from engine.runtimes.torch.offload import torch_unpacking
 from engine.runtimes.torch.offload.torch_unpacking import unpack

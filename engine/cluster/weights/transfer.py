@@ -41,7 +41,7 @@ OFFER_LIMIT = 8 * 1024 * 1024
 once it is decoded."""
 _CHUNK_OVERHEAD = 64
 _SETTINGS_LIMIT = 1_000_000_000
-_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors|experts/layer-[0-9]{5}\.slabs")
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,200}\.(safetensors|gguf)|experts/layer-[0-9]{5}\.slabs")
 _SETTING_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_. -]{0,200}")
 _MOST_ITEMS = 100_000
 _MOST_RUNS = 100_000
@@ -364,7 +364,7 @@ def _is_setting_name(name: str) -> bool:
     spaces.
     """
     folded = name.casefold().rstrip(". ")
-    return folded != SHARD_MANIFEST and not folded.endswith((".safetensors", ".slabs", ".part", ".py"))
+    return folded != SHARD_MANIFEST and not folded.endswith((".safetensors", ".gguf", ".slabs", ".part", ".py"))
 
 
 def _check_same_files(folder: Path, offered: Offer) -> None:

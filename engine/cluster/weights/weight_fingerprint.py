@@ -245,10 +245,11 @@ class ItemChecksums:
             self._known = len(self._items)
 
     def _canonical(self, report: Callable[[int], None]) -> Iterator[tuple[tuple[int, int], int]]:
-        """Every expert's checksum in the form of a bank; in the form ``library``, of its bytes as stored."""
+        """Every expert's checksum in the form of a bank, or of its bytes as stored where none can be made: in the form
+        ``library``, and of packed weights."""
         opened = self._layout.opened
         fill: Callable[[int, int], int] | None = None
-        if isinstance(opened, Checkpoint) and isinstance(opened.experts, PlainExperts):
+        if isinstance(opened, Checkpoint) and isinstance(opened.experts, PlainExperts) and not opened.experts.packed:
             experts = opened.experts
             has_bias = experts.expert(experts.layers[0], 0).down_bias is not None
             slab = slab_layout(experts.dtype, experts.shape, has_bias)
