@@ -94,6 +94,8 @@ def test_every_known_split_keeps_all_text(tmp_path: Path, pre: str) -> None:
         ("qwen2", "it's\n\nNow", ["it", "'s", "\n\n", "Now"]),
         ("tekken", "parseXMLFile", ["parse", "XMLFile"]),
         ("tekken", "ab 12", ["ab", " ", "1", "2"]),
+        ("gpt-4o", "parseXMLFile", ["parse", "XMLFile"]),
+        ("gpt-4o", "don't WE'LL 12345/\n", ["don't", " WE'LL", " ", "123", "45", "/\n"]),
     ],
 )
 def test_text_is_split_as_the_models_rule_says(tmp_path: Path, pre: str, text: str, pieces: list[str]) -> None:
