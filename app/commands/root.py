@@ -39,7 +39,10 @@ def _several(*options: Callable[[_Command], _Command]) -> Callable[[_Command], _
 
 
 _model_argument = click.argument(
-    "model", metavar="M", help="Catalogue name, Hugging Face repository id, local folder, or GGUF file."
+    "model",
+    metavar="M",
+    help="Catalogue name, Hugging Face repository id (OWNER/NAME:Q4_K_M for a GGUF file of it), folder, GGUF file, or "
+    "a model of another program (ollama:qwen3:30b).",
 )
 _json_option = click.option("--json", "in_json", is_flag=True, help="Print JSON.")
 _yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")

@@ -63,7 +63,9 @@ class Settings(RingSettings):
     """All settings with their values."""
 
     model: str = _loading(
-        "text", "Model", "starter", "Catalogue name, Hugging Face repository id, local folder, or GGUF file.",
+        "text", "Model", "starter",
+        "Catalogue name, Hugging Face repository id (owner/name:Q4_K_M for a GGUF file of it), folder, GGUF file, or a "
+        "model of another program (ollama:qwen3:30b).",
     )  # fmt: skip
     runtime: RuntimeName = _loading(
         "choice", "Runtime", "auto",

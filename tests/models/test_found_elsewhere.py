@@ -18,6 +18,7 @@ from engine.models import found_elsewhere, store
 from engine.models.fetching import pull
 from engine.models.found_elsewhere import FoundModel, Places, find, find_all, find_repo, in_llama_cpp, places
 from engine.models.opening import open_model
+from engine.models.prepare import prepare
 from engine.session.loading import find_folder
 from engine.session.plan_model import plan_model
 
@@ -381,3 +382,22 @@ def test_what_ollama_holds_is_opened_where_it_lies(
     assert planned.model == "ollama:tiny:latest" and planned.family == "llama"
     assert {path: path.lstat().st_mtime_ns for path in root.rglob("*")} == before
     assert store.remove("ollama:tiny") > 0 and not folder.exists() and blob.exists()
+
+
+def test_what_the_hugging_face_cache_holds_is_opened_where_it_lies(tmp_path: Path, hub_cache: Path) -> None:
+    source = write_tiny_model(tmp_path / "source", "qwen3_moe")
+    write(source / "tokenizer.json", "{}")
+    weights = snapshot(hub_cache, "a/M")
+    blobs = weights.parents[1] / "blobs"
+    blobs.mkdir()
+    for number, path in enumerate(sorted(source.iterdir())):
+        path.rename(blobs / str(number))
+        (weights / path.name).symlink_to(Path("../../blobs") / str(number))
+    before = {path: path.lstat().st_mtime_ns for path in hub_cache.rglob("*")}
+    name, folder = find_folder("a/M", silent, None)
+    opened = open_model(folder)
+    assert (name, folder) == ("a/M", weights) and opened.experts is not None
+    prepare(folder, store.resolve("a/M").prepared_folder, silent)
+    assert find_folder("a/M", silent, None)[1].parent == store.locate("models")
+    assert [folder for folder, _ in store.banks_of_elsewhere()] == [store.resolve("a/M").prepared_folder.name]
+    assert {path: path.lstat().st_mtime_ns for path in hub_cache.rglob("*")} == before
