@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,15 +12,21 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
 
-from subjects import StoredModel, Subject, no_progress
+from subjects import PACKED_MODELS, StoredModel, Subject, no_progress
+from tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
+from tiny_models import write_tiny_model
 
+from engine.models.gguf_folder import open_gguf
 from engine.models.prepare import prepare
 from engine.runtimes.protocol import LoadedModel
 
 
 @pytest.fixture(scope="session")
 def stored_model(
-    tiny_model: Callable[..., Path], prepared: Callable[[Path], Path], tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Callable[..., Path],
+    prepared: Callable[[Path], Path],
+    packed: Callable[[str, str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> StoredModel:
     """The folder of a tiny model in the form ``stored``, written once a session. Not to be changed."""
     root = tmp_path_factory.mktemp("quantised")
@@ -28,6 +35,8 @@ def stored_model(
     def folder_of(
         subject: Subject, family: str, stored: str = "float32", as_saved: bool = False, **options: Any
     ) -> Path:
+        if stored in PACKED_MODELS:
+            return packed(family, stored)
         if stored != "4-bit":
             saved = tiny_model(family, dtype=stored, **(subject.unlike.get(family, {}) | options))
             return prepared(saved) if family in subject.prepared_only and not as_saved else saved
@@ -36,6 +45,26 @@ def stored_model(
         if family not in written:
             written[family] = write_quantised(root / family, family, **options)
         return written[family]
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """``packed(family, name)``: the folder of a GGUF file in the formats that PACKED_MODELS has under ``name``, written
+    once a session. Not to be changed."""
+    root = tmp_path_factory.mktemp("packed")
+
+    @functools.cache
+    def source(family: str) -> Path:
+        return write_tiny_model(root / family, family, **whole_blocks(family))
+
+    @functools.cache
+    def folder_of(family: str, name: str) -> Path:
+        kind, parts = PACKED_MODELS[name]
+        path = root / f"{family}-{name}.gguf"
+        path = write_tiny_gguf(path, source(family), ARCHITECTURES[family], quantised=kind, parts=parts)
+        return open_gguf(path, no_progress, folder=root / f"gguf--{family}-{name}")
 
     return folder_of
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 from native_oracle import FAMILIES as NATIVE_FAMILIES
 from native_oracle import PREPARED_ONLY, needs_kernels
 from tiny_models import TINY_FAMILIES, TINY_MOE_FAMILIES
@@ -75,6 +76,22 @@ MLX = Subject(
     {"olmoe": {"clip_qkv": None}, "qwen2_moe": {"mlp_only_layers": []}, "glm4_moe": {"n_group": 1}},
 )
 SUBJECTS = (NATIVE, TORCH, MLX)
+
+PACKED_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")
+
+
+def _mixed(name: str) -> GGMLQuantizationType:
+    """As files called Q4_K_M mix: some layers' down projections in more bits, and so the values and the head."""
+    more = "attn_v" in name or name.startswith(("output", "blk.0.ffn_down"))
+    return GGMLQuantizationType.Q6_K if more else GGMLQuantizationType.Q4_K
+
+
+PACKED_MODELS: dict[str, tuple[Callable[[str], GGMLQuantizationType], int]] = {
+    "Q4_K_M": (_mixed, 2),
+    "Q8_0": (lambda name: GGMLQuantizationType.Q8_0, 1),
+    "MXFP4": (lambda name: GGMLQuantizationType.MXFP4 if "_exps" in name else GGMLQuantizationType.Q5_0, 1),
+}
+"""Formats of tiny GGUF files, by a name: of each matrix by its name, and in how many files they are."""
 
 each_runtime = pytest.mark.parametrize("subject", [pytest.param(one, marks=one.marks, id=one.name) for one in SUBJECTS])
 """A test of all three runtimes, as its ``subject``."""

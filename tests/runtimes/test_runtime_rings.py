@@ -20,7 +20,18 @@ from pairwise import pairwise
 from ring_conversation import all_conversations, assert_same, conversation
 from ring_places import PLACEMENTS, placed, places
 from safetensors.numpy import load_file, save_file
-from subjects import MLX, NATIVE, TORCH, StoredModel, Subject, case, each_runtime, prompt_of
+from subjects import (
+    MLX,
+    NATIVE,
+    PACKED_FAMILIES,
+    PACKED_MODELS,
+    TORCH,
+    StoredModel,
+    Subject,
+    case,
+    each_runtime,
+    prompt_of,
+)
 
 from engine.cluster.all_gather import RingLayers
 from engine.cluster.transport.exchange import PeerLost
@@ -74,6 +85,7 @@ def close(models: list[LoadedModel]) -> None:
 
 FEW = ((2, "unequal"), (3, "overlapping"))
 MORE = (*FEW, (4, "even"))
+PACKED = (("qwen2_moe", "Q4_K_M"), ("mixtral", "MXFP4"), ("granitemoe", "Q8_0"))
 SAMPLED = [
     *(case(NATIVE, *row) for row in pairwise(NATIVE.moe_families, NATIVE.stored, (1, 2, 3, 4), PLACEMENTS)),
     *(
@@ -81,8 +93,11 @@ SAMPLED = [
         for subject in (TORCH, MLX)
         for family, stored, (nodes, how) in pairwise(subject.moe_families, subject.stored, FEW)
     ),
+    *(case(NATIVE, *row) for row in pairwise(PACKED_FAMILIES, tuple(PACKED_MODELS), (2, 3, 4), PLACEMENTS)[::2]),
+    *(case(TORCH, *model, *ring) for model, ring in zip(PACKED, MORE, strict=True)),
 ]
-"""Families, number formats, nodes and placements, of which each pair of two occurs once."""
+"""Families, number formats, nodes and placements, of which each pair of two occurs once; of packed ones every second
+one."""
 ALL = [
     *(case(NATIVE, *row, soak=True) for row in product(NATIVE.moe_families, NATIVE.stored, (1, 2, 3, 4), PLACEMENTS)),
     *(

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from tiny_gguf import whole_blocks, write_tiny_gguf
 from tiny_models import write_tiny_model
 
 from engine.ipc.messages import Finished, Generate, Load, RuntimeName
@@ -33,8 +35,8 @@ class Nobody:
         return False
 
 
-def open_session(folder: Path, runtime: RuntimeName = "torch") -> Session:
-    return load_session(Load(id=1, model=str(folder), runtime=runtime), lambda *_: None)
+def open_session(folder: Path, runtime: RuntimeName = "torch", **options: Any) -> Session:
+    return load_session(Load(id=1, model=str(folder), runtime=runtime, **options), lambda *_: None)
 
 
 def ask(session: Session, **options: Any) -> Finished:
@@ -72,6 +74,27 @@ def test_equals_transformers(
     folder = tiny_model(family)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     session = open_session(folder, runtime)
+    assert_same_beams(session, reference, searches)
+    session.close()
+
+
+def test_beams_of_a_packed_model_equal_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On what its weights stand for; in torch, as the native kernels round the inputs of packed weights."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    source = write_tiny_model(tmp_path / "source", "qwen3_moe", **whole_blocks("qwen3_moe"))
+    truth = tmp_path / "truth"
+    packed = write_tiny_gguf(tmp_path / "m.gguf", source, "qwen3moe", quantised=GGMLQuantizationType.Q4_K, truth=truth)
+    reference = AutoModelForCausalLM.from_pretrained(truth, dtype=torch.float32).eval()
+    session = open_session(packed, "torch", dtype="float32")
+    assert_same_beams(session, reference, SEARCHES[0])
+    session.close()
+
+
+def assert_same_beams(session: Session, reference: Any, searches: tuple[tuple[int, float, int], ...]) -> None:
+    """The beams of ``session`` are those of transformers' model ``reference``."""
     ended_early = 0
     for width, penalty, count in searches:
         ends = frequent_ends(session, count)
@@ -97,7 +120,6 @@ def test_equals_transformers(
             assert beam.score == pytest.approx(float(score), rel=1e-4)
             ended_early += len(beam.token_ids) < LENGTH
     assert ended_early
-    session.close()
 
 
 def test_each_expert_is_read_once_per_step_for_all_beams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
