@@ -19,13 +19,14 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "gpt_oss",
     "deepseek_v3",
     "granitemoe",
+    "qwen3_5_moe_text",
     "phimoe",
     "glm4_moe",
     "minimax",
     "dbrx",
     "llama4_text",
 )
-TINY_DENSE_FAMILIES: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3")
+TINY_DENSE_FAMILIES: tuple[str, ...] = ("llama", "mistral", "qwen2", "qwen3", "qwen3_5_text")
 TINY_FAMILIES: tuple[str, ...] = TINY_DENSE_FAMILIES + TINY_MOE_FAMILIES
 
 _COMMON: dict[str, Any] = {
@@ -40,6 +41,23 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+
+_DELTA_NET: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+"""Three layers of gated delta-net, the fourth with attention."""
 
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
@@ -123,6 +141,14 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "routed_scaling_factor": 1.5,
         "num_mtp_layers": 0,
+    },
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": {
+        **_DELTA_NET,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
     },
     "minimax": {
         "num_local_experts": 6,

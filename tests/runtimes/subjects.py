@@ -70,7 +70,7 @@ NATIVE = Subject("native", NATIVE_FAMILIES, ("float32", "bfloat16"), (needs_kern
 TORCH = Subject("torch", TINY_FAMILIES, ("float32", "bfloat16"))
 MLX = Subject(
     "mlx",
-    tuple(family for family in TINY_FAMILIES if family not in ("minimax", "llama4_text")),
+    tuple(f for f in TINY_FAMILIES if f not in ("minimax", "llama4_text", "qwen3_5_text", "qwen3_5_moe_text")),
     ("float32", "4-bit"),
     (needs_mlx,),
     {"olmoe": {"clip_qkv": None}, "qwen2_moe": {"mlp_only_layers": []}, "glm4_moe": {"n_group": 1}},

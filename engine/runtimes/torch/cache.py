@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kwargs
@@ -132,48 +132,39 @@ class KeyValueCache(Cache):  # type: ignore[misc]
         return sum(layer.move(rows, parents, start) for layer in self.layers)
 
 
-class RecurrentCache(MiniMaxCache):  # type: ignore[misc]
-    """minimax: some layers keep one state [rows, heads, width, width] instead of keys and values.
+class _States:
+    """The states of layers that keep one of fixed size instead of keys and values, [rows, ...] each.
 
-    A state cannot be taken back, so this cache cannot be cut. New states count only once the pass has succeeded.
+    A state cannot be taken back, so such a cache cannot be cut. New states count only once the pass has succeeded.
     """
 
     can_truncate = False
+    layers: list[GrowingLayer]
 
     def __init__(self, layers: list[GrowingLayer], position: Position) -> None:
-        super().__init__()
-        self.layer_class_to_replicate = None
         self.layers = layers
-        self.states: dict[int, torch.Tensor] = {}
-        self.pending: dict[int, torch.Tensor] = {}
+        self.states: dict[tuple[int, str], torch.Tensor] = {}
+        self.pending: dict[tuple[int, str], torch.Tensor] = {}
         self.position = position
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
-        return self.states.get(layer_idx)
-
-    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
-        self.pending[layer_idx] = linear_cache
 
     def commit(self, tokens: int) -> None:
         """A forward pass over ``tokens`` positions has succeeded."""
         self.position.length += tokens
-        self.states, self.pending = self.pending, {}
+        self.states |= self.pending
+        self.pending = {}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.position.length
 
-    def rows_copied(self, rows: int) -> RecurrentCache:
+    def rows_copied(self, rows: int) -> Self:
         """A new cache of ``rows`` rows, each a copy of the only row."""
         position = Position(self.position.length)
-        copy = RecurrentCache([layer.rows_copied(position, rows) for layer in self.layers], position)
-        copy.states = {layer: state.repeat_interleave(rows, 0) for layer, state in self.states.items()}
+        copy = type(self)([layer.rows_copied(position, rows) for layer in self.layers], position)
+        copy.states = {key: state.repeat_interleave(rows, 0) for key, state in self.states.items()}
         return copy
 
     def move(self, rows: torch.Tensor, parents: torch.Tensor, start: int) -> int:
-        """See :meth:`GrowingLayer.move`; a recurrent state moves whole."""
+        """See :meth:`GrowingLayer.move`; a state moves whole."""
         moved = sum(layer.move(rows, parents, start) for layer in self.layers)
         for state in self.states.values():
             taken = state.index_select(0, parents)
@@ -182,13 +173,76 @@ class RecurrentCache(MiniMaxCache):  # type: ignore[misc]
         return moved
 
 
-AnyCache = KeyValueCache | RecurrentCache
+class LightningCache(_States, MiniMaxCache):  # type: ignore[misc]
+    """minimax: some layers keep one state [rows, heads, width, width]."""
+
+    def __init__(self, layers: list[GrowingLayer], position: Position) -> None:
+        MiniMaxCache.__init__(self)
+        self.layer_class_to_replicate = None
+        _States.__init__(self, layers, position)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
+        return self.states.get((layer_idx, "linear"))
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
+        self.pending[layer_idx, "linear"] = linear_cache
+
+
+class DeltaNetCache(_States, Cache):  # type: ignore[misc]
+    """Gated delta-net (qwen3_5): some layers keep a state [rows, heads, key width, value width] and the last inputs of
+    their convolution [rows, channels, kernel]."""
+
+    def __init__(self, layers: list[GrowingLayer], position: Position) -> None:
+        Cache.__init__(self, layers=layers)
+        _States.__init__(self, layers, position)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        state = self.states.get((layer_idx, "convolution"))
+        if state is None:
+            return None
+        # A step writes into what it gets.
+        changed = self.pending[layer_idx, "convolution"] = state.clone()
+        return changed
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self.states.get((layer_idx, "recurrent"))
+
+    def is_recording_past(self, layer_idx: int | None = None) -> bool:
+        return False
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int = 0) -> bool:
+        return bool(self.states)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0, **options: Any
+    ) -> torch.Tensor:
+        """``conv_states`` [rows, channels, tokens] behind those before them; the last ``conv_kernel_size`` are kept."""
+        before = self.states.get((layer_idx, "convolution"))
+        whole = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
+        missing = max(0, conv_kernel_size - whole.shape[-1])
+        whole = torch.nn.functional.pad(whole, (missing, 0))
+        self.pending[layer_idx, "convolution"] = whole[..., -conv_kernel_size:].clone()
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **options: Any
+    ) -> torch.Tensor:
+        self.pending[layer_idx, "recurrent"] = recurrent_states
+        return recurrent_states
+
+
+AnyCache = KeyValueCache | LightningCache | DeltaNetCache
 
 
 def empty_cache(config: Any) -> AnyCache:
     """The cache a model of ``config`` needs, with nothing in it."""
     position = Position()
     if config.model_type == "minimax":
-        return RecurrentCache([GrowingLayer(position) for _ in range(config.num_hidden_layers)], position)
+        return LightningCache([GrowingLayer(position) for _ in range(config.num_hidden_layers)], position)
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        return DeltaNetCache([GrowingLayer(position) for _ in range(config.num_hidden_layers)], position)
     _, options = get_layer_types_and_kwargs(config)
     return KeyValueCache([GrowingLayer(position, option.get("sliding_window")) for option in options], position)
