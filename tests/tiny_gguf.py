@@ -30,6 +30,8 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "olmoe": "olmoe",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
     "granitemoe": "granitemoe",
     "gpt_oss": "gpt-oss",
 }
@@ -46,6 +48,13 @@ _NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -71,6 +80,8 @@ def plain_types(name: str) -> GGMLQuantizationType:
 def gguf_name(name: str) -> str:
     """The name of a Hugging Face tensor in a GGUF; those of experts are not asked for."""
     stem, _, kind = name.rpartition(".")
+    if kind in ("A_log", "dt_bias"):
+        return f"blk.{stem.split('.')[2]}.{'ssm_a' if kind == 'A_log' else 'ssm_dt.bias'}"
     if kind == "sinks":
         return f"blk.{stem.split('.')[2]}.attn_sinks.weight"
     if stem in _NAMES:
@@ -89,6 +100,46 @@ def unrotated(weight: Floats, heads: int) -> Floats:
     """Undoes :func:`rotated`."""
     pairs = weight.reshape(heads, weight.shape[0] // heads // 2, 2, *weight.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weight.shape))
+
+
+def delta_net_stored(name: str, values: Floats, config: dict[str, Any]) -> Floats:
+    """As llama.cpp stores Qwen 3.5: norms with one added, decays as they are used, value heads in tiles."""
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        return values + np.float32(1)
+    if name.endswith("A_log"):
+        values = -np.exp(values)
+    if name.endswith("conv1d.weight"):
+        values = values[:, 0]
+    return _moved_heads(name, values, config, back=False)
+
+
+def delta_net_restored(name: str, values: Floats, config: dict[str, Any]) -> Floats:
+    """Undoes :func:`delta_net_stored`."""
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        return values - np.float32(1)
+    values = _moved_heads(name, values, config, back=True)
+    if name.endswith("conv1d.weight"):
+        return values[:, None]
+    return np.log(-values) if name.endswith("A_log") else values
+
+
+def _moved_heads(name: str, values: Floats, config: dict[str, Any], back: bool) -> Floats:
+    groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    width, keys = config["linear_value_head_dim"], 2 * groups * config["linear_key_head_dim"]
+    sizes = (heads // groups, groups) if back else (groups, heads // groups)
+
+    def moved(rows: Floats, each: int) -> Floats:
+        return np.ascontiguousarray(rows.reshape(*sizes, each, *rows.shape[1:]).swapaxes(0, 1).reshape(rows.shape))
+
+    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        return np.concatenate([values[:keys], moved(values[keys:], width)])
+    if name.endswith("in_proj_z.weight"):
+        return moved(values, width)
+    if name.endswith(("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias")):
+        return moved(values, 1)
+    if name.endswith("out_proj.weight"):
+        return np.ascontiguousarray(moved(np.ascontiguousarray(values.T), width).T)
+    return values
 
 
 def write_tiny_gguf(
@@ -132,14 +183,22 @@ def write_tiny_gguf(
             true[name] = _gpt_oss(name, values, written, pack)
             continue
         known = gguf_name(name)
-        if architecture == "gpt-oss":
+        if architecture in ("gpt-oss", "qwen35", "qwen35moe"):
             known = known.replace("ffn_norm", "post_attention_norm")
         short = next((short for short in heads if f".{short}." in known), None) if paired else None
-        words, kind, back = pack(known, values if short is None else rotated(values, heads[short]))
+        if short is not None:
+            values = rotated(values, heads[short])
+        elif architecture.startswith("qwen35"):
+            values = delta_net_stored(name, values, config)
+        words, kind, back = pack(known, values)
         if known.endswith("ffn_gate_inp_shexp.weight"):
             words = words.reshape(-1)
         written.append((known, words, kind))
-        true[name] = back if short is None else unrotated(back, heads[short])
+        if short is not None:
+            back = unrotated(back, heads[short])
+        elif architecture.startswith("qwen35"):
+            back = delta_net_restored(name, back, config)
+        true[name] = back
     _add_experts(experts, layout, pack, written, true)
     if merged:
         written = _merged(written)
@@ -168,7 +227,8 @@ class _Packing:
 
     def __call__(self, name: str, values: Floats) -> tuple[NDArray[Any], GGMLQuantizationType, Floats]:
         """What is stored of ``values``, its type, and the values it stands for."""
-        kind = self._kinds(name) if values.ndim > 1 and "ffn_gate_inp" not in name else GGMLQuantizationType.F32
+        kept = values.ndim == 1 or "ffn_gate_inp" in name or "ssm_conv1d" in name
+        kind = GGMLQuantizationType.F32 if kept else self._kinds(name)
         if kind == GGMLQuantizationType.F32:
             return values, kind, values
         flat = values.reshape(-1, values.shape[-1])
@@ -203,11 +263,22 @@ def _write_metadata(
     if architecture == "gpt-oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
         writer.add_sliding_window(config["sliding_window"])
-        _write_yarn(writer, config["rope_parameters"])
+        if config["rope_parameters"]["rope_type"] == "yarn":
+            _write_yarn(writer, config["rope_parameters"])
     if config.get("shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
     if config.get("clip_qkv"):
         writer.add_clamp_kqv(config["clip_qkv"])
+    if architecture.startswith("qwen35"):
+        rope = config["rope_parameters"]
+        writer.add_rope_dimension_count(round(rope["partial_rotary_factor"] * config["head_dim"]))
+        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+        writer.add_full_attention_interval(4)
+        writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+        writer.add_ssm_state_size(config["linear_key_head_dim"])
+        writer.add_ssm_group_count(config["linear_num_key_heads"])
+        writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+        writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
     if architecture == "granitemoe":
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
@@ -333,8 +404,15 @@ def whole_blocks(family: str) -> dict[str, Any]:
         sizes["num_experts"] = 4
     if family in ("qwen2_moe", "qwen3_moe"):
         sizes |= {"mlp_only_layers": [], "moe_intermediate_size": 256}
-    if family == "qwen2_moe":
+    if family in ("qwen2_moe", "qwen3_5_moe_text"):
         sizes["shared_expert_intermediate_size"] = 256
+    if family.startswith("qwen3_5"):
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+        rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
+        sizes |= {"num_hidden_layers": 4, "rope_parameters": rope, "linear_num_value_heads": 4}
+        sizes |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    if family == "qwen3_5_moe_text":
+        sizes |= {"num_experts": 4, "moe_intermediate_size": 256}
     return sizes
 
 

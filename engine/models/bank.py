@@ -22,6 +22,7 @@ import msgspec
 
 from engine.errors import ModelError
 from engine.models.byte_map import ExpertPlace, FileSpan, MatrixPlace
+from engine.models.changes import Change
 from engine.models.families import ExpertLayers, Family, Part, expert_shape, layer_count, part_shape
 from engine.models.files import Experts, ExpertWeights, StoredTensor
 from engine.models.mapped_file import MappedFile, aligned
@@ -188,6 +189,7 @@ class Bank:
         self._config = config
         self._shard = shard
         self.paired_rotary = False
+        self.changes: dict[str, Change] = {}
         self.manifest = read_manifest(folder)
         layer_count(config, family)
         self._trunk_entries: dict[str, TensorEntry] = read_header(folder / TRUNK)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.models.byte_map import ExpertPlace, FileSpan, MatrixPlace
+from engine.models.changes import Change
 from engine.models.families import (
     PARTS,
     ExpertLayers,
@@ -34,7 +35,7 @@ from engine.models.families import (
 from engine.models.files import Experts, ExpertWeights, StoredTensor
 from engine.models.gguf_architectures import architecture_of
 from engine.models.gguf_file import GgufFile
-from engine.models.gguf_tensors import entries_of
+from engine.models.gguf_tensors import changes_of, entries_of
 from engine.models.mapped_file import MappedFile, aligned
 from engine.models.number_formats import is_packed, stored_bytes, words_dtype
 from engine.models.safetensors_files import TensorEntry, read_header
@@ -75,7 +76,7 @@ class Checkpoint:
         self._config = config
         self._shard = shard
         self.family = family
-        headers, self.paired_rotary = _read_headers(folder, config, progress)
+        headers, self.paired_rotary, self.changes = _read_headers(folder, config, progress)
         self._files = {name: MappedFile(folder / name) for name in headers}
         self._trunk: dict[str, tuple[str, TensorEntry]] = {}
         shape = expert_shape(config, family)
@@ -400,15 +401,15 @@ class _Collected:
 
 def _read_headers(
     folder: Path, config: Mapping[str, Any], progress: ProgressCallback | None
-) -> tuple[dict[str, dict[str, TensorEntry]], bool]:
-    """The headers of the folder's files of weights, by file name, and whether queries and keys are stored in pairs
-    (:attr:`Checkpoint.paired_rotary`). No tensor is in two files."""
+) -> tuple[dict[str, dict[str, TensorEntry]], bool, dict[str, Change]]:
+    """The headers of the folder's files of weights, by file name, and what :attr:`Checkpoint.paired_rotary` and
+    :attr:`Checkpoint.changes` say of them. No tensor is in two files."""
     gguf = next(iter(sorted(folder.glob("*.gguf"))), None)
     if gguf is None or any(folder.glob("*.safetensors")):
-        return _safetensors_headers(folder, progress), False
+        return _safetensors_headers(folder, progress), False, {}
     with GgufFile(gguf) as opened:
         architecture = architecture_of(opened)
-        return entries_of(opened, architecture, config), architecture.paired_rotary
+        return entries_of(opened, architecture, config), architecture.paired_rotary, changes_of(architecture, config)
 
 
 def _safetensors_headers(folder: Path, progress: ProgressCallback | None) -> dict[str, dict[str, TensorEntry]]:

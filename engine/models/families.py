@@ -208,9 +208,7 @@ _TABLE: tuple[Family, ...] = (
     ),
     Family("granitemoe", layouts=_GRANITE),
     Family("qwen3_5_text"),
-    Family(
-        "qwen3_5_moe_text", layouts=_QWEN, expert_count_key="num_experts", ffn_key="moe_intermediate_size"
-    ),
+    Family("qwen3_5_moe_text", layouts=_QWEN, expert_count_key="num_experts", ffn_key="moe_intermediate_size"),
     Family("phimoe", layouts=_MIXTRAL),
     Family(
         "glm4_moe",

@@ -6,15 +6,18 @@ torch nor mlx is needed: a tensor is raw words in a numpy array.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from numpy.typing import NDArray
 
 from engine.models.byte_map import ExpertPlace, FileMapping
 from engine.models.number_formats import numbers_shape
+
+if TYPE_CHECKING:
+    from engine.models.changes import Change
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,11 @@ class ModelFiles(Protocol):
     def paired_rotary(self) -> bool:
         """Whether the rows of queries and keys that a rotation turns together lie side by side, as in GGUF files of
         llama's kind, instead of half a head apart."""
+        ...
+
+    @property
+    def changes(self) -> Mapping[str, Change]:
+        """What makes tensors of the trunk the checkpoint's, by name; those that are stored as they are are not here."""
         ...
 
     @property

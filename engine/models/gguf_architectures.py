@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
+from engine.models import gguf_delta_net
 from engine.models.config_values import LARGEST, check_config
 from engine.models.families import MOST_LAYERS
 from engine.models.gguf_file import GgufFile
@@ -76,6 +77,8 @@ class Architecture:
     router: str = ""
     """transformers' name of the router within a layer; empty for a dense family."""
     shared_expert: bool = False
+    delta_net: bool = False
+    """Whether layers are of :mod:`engine.models.gguf_delta_net`, which says more."""
     settings: Callable[[Metadata], dict[str, Any]] = lambda metadata: {}
     """Settings of ``config.json`` beyond those that all have."""
 
@@ -151,6 +154,13 @@ _DENSE = {
     "llama": Architecture("llama", "LlamaForCausalLM", paired_rotary=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", biases="qkv"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", head_norm="per-head"),
+    "qwen35": Architecture(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        head_norm="per-head",
+        delta_net=True,
+        settings=gguf_delta_net.settings,
+    ),
 }
 """GGUF architectures without experts. Mistral's files call themselves llama."""
 
@@ -180,6 +190,15 @@ _WITH_EXPERTS = {
         paired_rotary=True,
         router="block_sparse_moe.router.layer.weight",
         settings=_granite_moe,
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        head_norm="per-head",
+        delta_net=True,
+        router="mlp.gate.weight",
+        shared_expert=True,
+        settings=gguf_delta_net.expert_settings,
     ),
     "gpt-oss": Architecture(
         "gpt_oss",
@@ -221,7 +240,8 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     heads = metadata.number("attention.head_count")
     head_size = metadata.number("attention.key_length", hidden // max(1, heads))
     rotated = metadata.number("rope.dimension_count", head_size)
-    if rotated != head_size or metadata.number("attention.value_length", head_size) != head_size:
+    partly = rotated != head_size and not architecture.delta_net
+    if partly or metadata.number("attention.value_length", head_size) != head_size:
         raise ModelError(
             f"{gguf.path} rotates {rotated} of {head_size} values per head: a model of this kind does not run; use "
             "another model."

@@ -16,8 +16,7 @@ from engine.errors import Cancelled
 from engine.models.durable_files import flush
 from engine.models.gguf_architectures import architecture_of, config_of
 from engine.models.gguf_file import GgufFile
-from engine.models.gguf_tensors import entries_of, named_tensors
-from engine.models.rotary_order import PAIRED, halves_order
+from engine.models.gguf_tensors import changes_of, entries_of, named_tensors
 
 if TYPE_CHECKING:
     from engine.ipc.progress import ProgressCallback
@@ -53,13 +52,13 @@ def dense_plan(gguf: GgufFile) -> list[PlannedTensor]:
     """
     architecture, config = architecture_of(gguf), config_of(gguf)
     entries_of(gguf, architecture, config)
-    plan = []
-    for tensor in named_tensors(gguf, architecture, config):
-        order = None
-        if architecture.paired_rotary and tensor.name.endswith(PAIRED):
-            order = halves_order(tensor.shape[0], config["head_dim"])
-        plan.append(PlannedTensor(tensor.name, tensor.shape, tensor.source, order))
-    return plan
+    changes = changes_of(architecture, config)
+    return [
+        PlannedTensor(
+            tensor.name, tensor.shape, tensor.source, changes[tensor.name].rows if tensor.name in changes else None
+        )
+        for tensor in named_tensors(gguf, architecture, config)
+    ]
 
 
 # --- writing ------------------------------------------------------------------------------------------------------

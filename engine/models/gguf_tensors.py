@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import ModelError
-from engine.models.gguf_architectures import Architecture, tensor_shape
+from engine.models import gguf_delta_net
+from engine.models.changes import Change, paired_changes
+from engine.models.gguf_architectures import Architecture, Metadata, tensor_shape
 from engine.models.gguf_file import GgufFile, GgufTensor
 from engine.models.number_formats import BLOCKS, stored_bytes
 from engine.models.safetensors_files import TensorEntry
@@ -16,6 +18,8 @@ from engine.models.wording import shown
 _PLAIN = ("F32", "F16", "BF16")
 _IGNORED = frozenset({"rope_freqs.weight"})
 """Tensors whose content is in the configuration."""
+_MOST_AHEAD = 8
+"""Maximum blocks that predict several tokens; models have one."""
 
 Shape = tuple[int, ...]
 
@@ -42,7 +46,7 @@ def entries_of(
     read.
     """
     entries: dict[str, dict[str, TensorEntry]] = {path.name: {} for path in gguf.paths}
-    left = set(gguf.tensors) - _IGNORED
+    left = {name for name in gguf.tensors if name not in _IGNORED and not _predicts_ahead(gguf, name, config)}
     for wanted in named_tensors(gguf, architecture, config):
         # The first missing tensor ends this, as a file may claim any number of layers.
         found = tensor_shape(gguf, wanted.source)
@@ -62,6 +66,20 @@ def entries_of(
     return entries
 
 
+def changes_of(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, Change]:
+    """What undoes llama.cpp's storage of a model of ``architecture``, by the checkpoint's name of the tensor."""
+    if architecture.delta_net:
+        return gguf_delta_net.changes(config)
+    return paired_changes(config) if architecture.paired_rotary else {}
+
+
+def _predicts_ahead(gguf: GgufFile, name: str, config: Mapping[str, Any]) -> bool:
+    """Whether a tensor is of the blocks after the last layer, which predict several tokens and are not used."""
+    if not Metadata(gguf).get("nextn_predict_layers"):
+        return False
+    return any(name.startswith(f"blk.{config['num_hidden_layers'] + extra}.") for extra in range(_MOST_AHEAD))
+
+
 def _entry(gguf: GgufFile, tensor: GgufTensor, wanted: NamedTensor) -> TensorEntry:
     number_format = tensor.format
     if number_format not in BLOCKS and number_format not in _PLAIN:
@@ -79,7 +97,12 @@ def named_tensors(gguf: GgufFile, architecture: Architecture, config: Mapping[st
     yield _whole("token_embd.weight", "model.embed_tokens.weight", (vocabulary, hidden))
     for layer in range(config["num_hidden_layers"]):
         here, there = f"blk.{layer}.", f"model.layers.{layer}."
-        yield from _attention(gguf, architecture, config, here, there)
+        if architecture.delta_net and config["layer_types"][layer] == "linear_attention":
+            yield _whole(here + "attn_norm.weight", there + "input_layernorm.weight", (hidden,))
+            for source, name, stored, shape in gguf_delta_net.layer_shapes(config, here, there):
+                yield NamedTensor(source, name, shape, stored)
+        else:
+            yield from _attention(gguf, architecture, config, here, there)
         norm = "post_attention_norm" if here + "post_attention_norm.weight" in gguf.tensors else "ffn_norm"
         yield _whole(f"{here}{norm}.weight", there + "post_attention_layernorm.weight", (hidden,))
         if architecture.router:
@@ -102,7 +125,9 @@ def _attention(
     queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
     attention = there + "self_attn."
     yield _whole(here + "attn_norm.weight", there + "input_layernorm.weight", (hidden,))
-    projections = (("q", queries), ("k", keys), ("v", keys))
+    # A gate of every query lies beside it.
+    gated = 2 * queries if architecture.delta_net else queries
+    projections = (("q", gated), ("k", keys), ("v", keys))
     for kind, columns in (("weight", (hidden,)), ("bias", ())):
         if kind == "bias" and architecture.biases == "none":
             continue
@@ -110,7 +135,7 @@ def _attention(
         for short, rows in projections:
             name, shape = f"{attention}{short}_proj.{kind}", (rows, *columns)
             if merged in gguf.tensors:
-                yield NamedTensor(merged, name, shape, (queries + 2 * keys, *columns), first, rows)
+                yield NamedTensor(merged, name, shape, (gated + 2 * keys, *columns), first, rows)
             else:
                 yield _whole(f"{here}attn_{short}.{kind}", name, shape)
             first += rows

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gguf import GGMLQuantizationType
+from native_oracle import FAMILIES as NATIVE
 from native_oracle import load_native, needs_kernels
 from subjects import prompt_of
 from tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
 from tiny_models import write_tiny_model
-from torch_oracle import library_run, no_progress, our_run, typical
+from torch_oracle import library_run, load, no_progress, our_run, typical
 
 from engine.models.gguf_folder import open_gguf
 
@@ -26,20 +28,29 @@ FAMILIES = tuple(family for family in ARCHITECTURES if family != "mistral")
 """Families of which llama.cpp computes the same: it takes a mistral file for a llama without a window."""
 
 
+ALIKE_FOR: dict[str, dict[str, Any]] = {
+    "olmoe": {"clip_qkv": None},
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}},
+}
+"""What llama.cpp does otherwise is left out: it knows no limit of olmoe's queries and keys, which no published model
+has, and rounds the borders of yarn, which gpt-oss leaves as they are."""
+
+
 def errors(tmp_path: Path, family: str, kind: str) -> tuple[float, float]:
     """Our error and llama.cpp's, relative to transformers' logits on what the weights stand for."""
     from benchmarks.engines import LlamaCppInPlaceEngine
 
-    # llama.cpp knows no limit of olmoe's queries and keys, which no published model has.
-    unlimited = {"clip_qkv": None} if family == "olmoe" else {}
-    source = write_tiny_model(tmp_path / f"{family}-source", family, **whole_blocks(family), **unlimited)
+    source = write_tiny_model(
+        tmp_path / f"{family}-source", family, **whole_blocks(family), **ALIKE_FOR.get(family, {})
+    )
     truth = tmp_path / f"{family}-truth"
     quantised = GGMLQuantizationType[kind]
     path = tmp_path / f"{family}-{kind}.gguf"
     write_tiny_gguf(path, source, ARCHITECTURES[family], quantised=quantised, truth=truth)
     tokens = prompt_of(24)
     answer, wanted = library_run(truth, tokens, chunks=1)
-    ours = our_run(load_native(open_gguf(path, no_progress), dtype="float32"), tokens, 1, answer)
+    loaded = load_native if family in NATIVE else load
+    ours = our_run(loaded(open_gguf(path, no_progress), dtype="float32"), tokens, 1, answer)
     engine = LlamaCppInPlaceEngine(path, 2)
     theirs = [engine.prompt(tokens)]
     engine.rows(1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from gguf import GGMLQuantizationType
-from native_oracle import load_native, needs_kernels
+from native_oracle import FAMILIES, load_native, needs_kernels
 from pairwise import pairwise
 from subjects import prompt_of
 from tiny_gguf import ARCHITECTURES, Layout, whole_blocks, write_tiny_gguf
@@ -41,7 +41,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize(
     ("family", "layout", "merged"),
-    pairwise(tuple(ARCHITECTURES), ("stacked", "fused", "separate"), (False, True)),
+    pairwise(FAMILIES, ("stacked", "fused", "separate"), (False, True)),
 )
 def test_plain_weights_give_the_librarys_logits(
     tmp_path: Path, sources: Callable[[str], Path], family: str, layout: Layout, merged: bool
@@ -55,7 +55,7 @@ def test_plain_weights_give_the_librarys_logits(
     assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
 
 
-@pytest.mark.parametrize(("family", "kind"), pairwise(tuple(ARCHITECTURES), tuple(BLOCKS))[::3])
+@pytest.mark.parametrize(("family", "kind"), pairwise(FAMILIES, tuple(BLOCKS))[::3])
 def test_packed_weights_give_the_logits_of_what_they_stand_for(
     tmp_path: Path, sources: Callable[[str], Path], family: str, kind: str
 ) -> None:

@@ -19,7 +19,6 @@ from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.models.config_values import without_implementations
 from engine.models.files import ModelFiles, StoredTensor
-from engine.models.rotary_order import PAIRED, in_halves
 from engine.models.wording import shown
 from engine.runtimes.torch.offload.torch_tensors import numbers_on
 
@@ -113,9 +112,7 @@ def fill_trunk(
                 "the files do not belong together: fetch the model again."
             )
         wanted = torch.float32 if keep_float32 is not None and keep_float32.search(name) else place.dtype
-        paired = files.paired_rotary and name.endswith(PAIRED)
-        ordered = in_halves(tensor, files.config["head_dim"]) if paired else tensor
-        _place(model, name, numbers_on(device, ordered, wanted))
+        _place(model, name, numbers_on(device, tensor, wanted, files.changes.get(stored_name)))
         filled.add(name)
         done += tensor.nbytes
         progress("reading the trunk", min(done, files.trunk_bytes), files.trunk_bytes, "bytes")

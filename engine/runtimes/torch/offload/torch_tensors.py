@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.errors import ModelError
+from engine.models.changes import Change
 from engine.models.files import StoredTensor
 from engine.models.number_formats import is_packed
 from engine.runtimes.torch.offload.torch_unpacking import unpack
@@ -53,8 +54,22 @@ def numbers(stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
     return view(stored).to(dtype)
 
 
-def numbers_on(device: torch.device, stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
-    """A copy of ``stored`` in ``dtype`` on ``device``."""
+def numbers_on(
+    device: torch.device, stored: StoredTensor, dtype: torch.dtype, change: Change | None = None
+) -> torch.Tensor:
+    """A copy of ``stored`` in ``dtype`` on ``device``, after ``change``."""
+    if change is not None:
+        return _changed(device, stored, change).to(dtype)
     if is_packed(stored.dtype):
         return unpack(torch.from_numpy(stored.words), stored.dtype, dtype, device)
     return view(stored).to(device=device, dtype=dtype, copy=True)
+
+
+def _changed(device: torch.device, stored: StoredTensor, change: Change) -> torch.Tensor:
+    """In float32."""
+    values = numbers_on(device, change.in_rows(stored), torch.float32)
+    if change.columns is not None:
+        values = values[:, torch.from_numpy(change.columns).to(device)]
+    if change.subtracted:
+        values = values - change.subtracted
+    return (-values).log() if change.log_of_negative else values
