@@ -71,6 +71,8 @@ _CLASS_OF_FAMILY = {
     "qwen3_moe": "Qwen2Tokenizer",
     "olmoe": "GPTNeoXTokenizer",
     "dbrx": "GPT2Tokenizer",
+    "qwen3_5_text": "Qwen3_5Tokenizer",
+    "qwen3_5_moe_text": "Qwen3_5Tokenizer",
     **dict.fromkeys(("mistral", "mixtral", "granitemoe", "phimoe", "glm4_moe"), "TokenizersBackend"),
 }
 """transformers' registered class of the families that run here; the others have none."""
