@@ -10,16 +10,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
 from real_rings import PROMPT, Machine, RealRing
+from tiny_gguf import whole_blocks, write_tiny_gguf
 from tiny_models import write_tiny_model
 
 from engine.bench.local_ring import LocalEngine, open_network, pair_homes
 from engine.errors import ModelError
 from engine.ipc.messages import Done, Pull
+from engine.models.gguf_file import GgufFile
+from engine.models.gguf_folder import write_settings
 from engine.models.prepare import prepare
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-PLAIN, BANK, SHARED = "owner--plain", "owner--bank", "owner--shared"
+PLAIN, BANK, SHARED, PACKED = "owner--plain", "owner--bank", "owner--shared", "owner--packed--Q4_K_M"
 ANSWER = 6
 
 
@@ -30,12 +34,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     model = write_tiny_model(folder / PLAIN, "mixtral", num_local_experts=8, dtype="bfloat16")
     prepare(model, folder / f"{BANK}.prepared", lambda *_: None)
     shared = write_tiny_model(folder / SHARED, "mixtral", num_local_experts=8, dtype="bfloat16", seed=1)
-    return {PLAIN: model, BANK: folder / f"{BANK}.prepared", SHARED: shared}
+    source = write_tiny_model(folder / "source", "qwen2_moe", **whole_blocks("qwen2_moe"))
+    packed = folder / "a file" / "packed-Q4_K_M.gguf"
+    packed.parent.mkdir()
+    write_tiny_gguf(packed, source, "qwen2moe", quantised=GGMLQuantizationType.Q4_K)
+    with GgufFile(packed) as gguf:
+        write_settings(packed.parent, gguf)
+    packed.parent.rename(folder / PACKED)
+    return {PLAIN: model, BANK: folder / f"{BANK}.prepared", SHARED: shared, PACKED: folder / PACKED}
 
 
 def test_a_model_that_only_followers_have_runs_in_a_ring(tmp_path: Path, made: dict[str, Path]):
     """As a plain folder on one, as a bank on the other; then both have a half of what the head gave away."""
-    with RealRing(tmp_path, [Machine(), Machine(models=(made[PLAIN],)), Machine(models=(made[BANK],))]) as ring:
+    others = [Machine(models=(made[PLAIN], made[PACKED])), Machine(models=(made[BANK],))]
+    with RealRing(tmp_path, [Machine(), *others]) as ring:
         models = ring.head.home / "models"
 
         def copied(name: str) -> Done:
@@ -54,6 +66,15 @@ def test_a_model_that_only_followers_have_runs_in_a_ring(tmp_path: Path, made: d
             facts = ring.form(Path(name), "native", 2, "bfloat16")
             assert ring.answer() == alone
             assert any(share.has_bytes >= share.expert_bytes + share.trunk_bytes for share in facts.nodes[1:])
+        # One GGUF file of a repository; the other machine is sent its share of it.
+        assert copied("owner/packed:Q4_K_M").detail == "Copied from node 1."
+        ring.alone(made[PACKED], "native", "bfloat16")
+        alone = ring.answer()
+        ring.form(Path("owner/packed:Q4_K_M"), "native", 2, "bfloat16")
+        assert ring.answer() == alone
+        (share,) = (ring.engines[2].home / "models").glob("*packed*.share")
+        for file in (models / PACKED / "packed-Q4_K_M.gguf", share / "packed-Q4_K_M.gguf"):
+            assert file.stat().st_size == (made[PACKED] / file.name).stat().st_size and not file.is_symlink()
         # The head gives all experts away, and loses its copy.
         shutil.copytree(made[SHARED], models / SHARED)
         ring.load(Path("owner/shared"), "native", 2, "bfloat16", shares={ring.ids[0]: 0})

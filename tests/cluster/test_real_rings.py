@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from engine_forks import with_libraries
+from gguf import GGMLQuantizationType as Kind
 from real_rings import ANSWER, TRUSTED, Machine, RealRing
+from tiny_gguf import whole_blocks, write_tiny_gguf
 from tiny_models import write_tiny_model
 
 from engine.ipc.messages import Notice
@@ -20,7 +22,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 NEAR = 1e-4
 """Weighted sums are added in another order than on one machine."""
-KINDS = ["native float32", "native bfloat16", "torch float32", "mlx float32", "mlx 4-bit"]
+KINDS = [
+    "native float32",
+    "native bfloat16",
+    "native packed",
+    "torch packed",
+    "torch float32",
+    "mlx float32",
+    "mlx 4-bit",
+]
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +39,24 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {
         "float32": write_tiny_model(folder / "tiny-float32", "qwen3_moe"),
         "bfloat16": write_tiny_model(folder / "tiny-bfloat16", "qwen2_moe", dtype="bfloat16"),
+        "packed": write_packed(folder),
     }
     if importlib.util.find_spec("mlx_lm") is not None:
         found["4-bit"] = write_quantised(folder)
     return found
+
+
+def write_packed(folder: Path) -> Path:
+    """A GGUF file in two parts, in a folder of its own, with several formats."""
+    source = write_tiny_model(folder / "unpacked", "qwen2_moe", **whole_blocks("qwen2_moe"))
+    (folder / "of a person").mkdir()
+    return write_tiny_gguf(
+        folder / "of a person" / "tiny-packed.gguf",
+        source,
+        "qwen2moe",
+        quantised=lambda name: Kind.Q6_K if "ffn_down" in name and name.startswith("blk.0.") else Kind.Q4_K,
+        parts=2,
+    )
 
 
 def write_quantised(folder: Path) -> Path:
@@ -70,7 +94,7 @@ def test_answers_and_beams_are_those_of_one_machine(ring: RealRing, models: dict
     """A beam's score is a sum of log-probabilities: the same to the bit only if the logits are."""
     runtime, stored = kind.split()
     need(runtime)
-    dtype = "bfloat16" if stored == "bfloat16" else "float32"
+    dtype = "bfloat16" if stored in ("bfloat16", "packed") else "float32"
     model = models[stored]
     ring.alone(model, runtime, dtype)
     alone, beams = ring.answer(), ring.beams()
