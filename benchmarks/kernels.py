@@ -1,14 +1,17 @@
 """The native expert kernels alone: one expert at M tokens, against the rate at which this machine streams memory.
 
-    python -m benchmarks.kernels [--shape mixtral|fine] [--sets avx512_bf16,avx2] [--rows 1,4,8] [--json]
+    python -m benchmarks.kernels [--shape mixtral|fine] [--sets avx512_bf16,avx2] [--formats BF16,Q4_K] [--rows 1,4,8]
+                                 [--json]
 
 ``mixtral`` is one expert of 4096 x 14336; ``fine`` a layer of experts of 2048 x 768, eight for each token. Each
 figure is the median of rounds that take turns with a plain read of the same bytes, so that both see the same machine.
+``against one`` is how much longer so many calls of one token take: what the tokens save by sharing a call.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
 import time
@@ -18,12 +21,31 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.models.files import ExpertWeights, StoredTensor
-from engine.moe.kernels.bindings import KernelChoice, available
-from engine.moe.kernels.layers import Gate, LayerExperts
+from engine.moe.kernels.bindings import (
+    ACTIVATIONS,
+    PACKED_FORMATS,
+    SETS,
+    WEIGHT_DTYPES,
+    CActivation,
+    Expert,
+    Layer,
+    Matrix,
+    available,
+    load,
+)
 from engine.moe.kernels.pool import Pool, physical_cores
 
 ROWS = (1, 2, 4, 8, 12, 16, 64, 256)
+
+BLOCKS = {
+    "BF16": (1, 2), "F16": (1, 2), "F32": (1, 4), "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22),
+    "Q5_1": (32, 24), "Q8_0": (32, 34), "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+    "IQ4_NL": (32, 18), "IQ4_XS": (256, 136), "MXFP4": (32, 17),
+}  # fmt: skip
+"""Values and bytes of a block of each format."""
+
+SCALES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+"""Where the float16 scales of a block are, in bytes; in the other packed formats at its beginning."""
 
 
 @dataclass(frozen=True)
@@ -49,45 +71,77 @@ class Figure:
 
     shape: str
     kernels: str
+    format: str
     threads: int
     rows: int
     milliseconds: float
     spread: float
     gigabytes_per_second: float
     read_shard: float
+    against_one: float | None
     gigaflops: float
 
 
-def aligned(values: NDArray[np.uint16] | NDArray[np.uint32]) -> NDArray[np.uint16] | NDArray[np.uint32]:
-    """A copy that begins at a multiple of 64 bytes, as the weights of a prepared model do."""
-    memory = np.empty(values.nbytes + 64, dtype=np.uint8)
-    start = -memory.ctypes.data % 64
-    copy = memory[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
-    copy[:] = values
-    return copy
-
-
-def stored(generator: np.random.Generator, rows: int, columns: int, dtype: str) -> StoredTensor:
-    """Random weights of about 1 / sqrt(columns), made from random bits: quick for gigabytes."""
+def stored(generator: np.random.Generator, rows: int, columns: int, dtype: str) -> NDArray[np.uint8]:
+    """Random weights [rows, bytes] of about 1 / sqrt(columns), made from random bits: quick for gigabytes. They
+    begin at a multiple of 64 bytes."""
+    values, nbytes = BLOCKS[dtype]
+    memory = np.empty(rows * columns // values * nbytes + 64, np.uint8)
+    weights = memory[-memory.ctypes.data % 64 :][: memory.size - 64]
+    weights[:] = np.frombuffer(generator.bytes(weights.size), np.uint8)
+    exponent = 127 - int(np.log2(columns)) // 2
     if dtype == "F32":
-        values = generator.standard_normal((rows, columns), dtype=np.float32) / np.sqrt(columns).astype(np.float32)
-        return StoredTensor("F32", aligned(values.view(np.uint32)))
-    words = generator.integers(0, 1 << 16, size=(rows, columns), dtype=np.uint16)
-    exponent = np.uint16(127 - int(np.log2(columns)) // 2 << 7)
-    return StoredTensor("BF16", aligned((words & np.uint16(0x807F)) | exponent))
+        words = weights.view(np.uint32)
+        words[:] = words & np.uint32(0x807FFFFF) | np.uint32(exponent << 23)
+    elif dtype in ("BF16", "F16"):
+        mantissa = 7 if dtype == "BF16" else 10
+        words16 = weights.view(np.uint16)
+        words16[:] = words16 & np.uint16(0x8000 | (1 << mantissa) - 1)
+        words16 |= np.uint16((exponent if dtype == "BF16" else exponent - 112) << mantissa)
+    elif dtype == "MXFP4":
+        weights.reshape(-1, nbytes)[:, 0] = exponent
+    else:
+        scale = np.array([2.0**-12], np.float16).view(np.uint8)
+        for at in SCALES.get(dtype, (0,)):
+            weights.reshape(-1, nbytes)[:, at : at + 2] = scale
+    return weights.reshape(rows, -1)
 
 
-def layer_of(shape: Shape, dtype: str, kernels: str) -> LayerExperts:
-    generator = np.random.default_rng(0)
-    weights = {
-        expert: ExpertWeights(
-            gate=stored(generator, shape.ffn, shape.hidden, dtype),
-            up=stored(generator, shape.ffn, shape.hidden, dtype),
-            down=stored(generator, shape.hidden, shape.ffn, dtype),
+class RandomLayer:
+    """The experts of a layer of ``shape`` with random weights of one format."""
+
+    def __init__(self, shape: Shape, dtype: str, kernels: str) -> None:
+        generator = np.random.default_rng(0)
+        number = (WEIGHT_DTYPES | PACKED_FORMATS)[dtype]
+        self._kept: list[NDArray[np.uint8]] = []
+        self._experts = (Expert * shape.experts)()
+
+        def matrix(rows: int, columns: int) -> Matrix:
+            self._kept.append(stored(generator, rows, columns, dtype))
+            return Matrix(self._kept[-1].ctypes.data, rows, columns, columns, number, 0)
+
+        for expert in self._experts:
+            expert.gate, expert.up = (matrix(shape.ffn, shape.hidden) for _ in range(2))
+            expert.down = matrix(shape.hidden, shape.ffn)
+        self._layer = Layer(
+            experts=self._experts,
+            count=shape.experts,
+            hidden=shape.hidden,
+            ffn=shape.ffn,
+            activation=CActivation(kind=ACTIVATIONS["silu"]),
+            set=SETS[kernels],
+            dtype=number,
         )
-        for expert in range(shape.experts)
-    }
-    return LayerExperts(weights, shape.experts, Gate("silu"), KernelChoice(kernels, "benchmark"))
+        self.expert_bytes = sum(weights.nbytes for weights in self._kept) // shape.experts
+
+    def run(self, pool: Pool, hidden: int, indices: int, weights: int, tokens: int, k: int, sum_to: int) -> None:
+        """The arguments from ``hidden`` on are addresses and sizes, as of LayerExperts."""
+        code = load().pllm_experts(
+            pool.handle, ctypes.addressof(self._layer), hidden, indices, weights, tokens, k, 0, sum_to, None, None,
+            None, 0,
+        )  # fmt: skip
+        if code:
+            raise ValueError(f"the kernels {self._layer.set} cannot run here ({code})")
 
 
 def routes_of(shape: Shape, rows: int) -> NDArray[np.int32]:
@@ -110,11 +164,11 @@ class Bench:
     """One layer, its pool, and memory to read."""
 
     def __init__(self, shape: Shape, dtype: str, kernels: str, threads: int) -> None:
-        self.shape, self.kernels = shape, kernels
-        self.layer = layer_of(shape, dtype, kernels)
+        self.shape, self.dtype, self.kernels = shape, dtype, kernels
+        self.layer = RandomLayer(shape, dtype, kernels)
         self.pool = Pool(threads)
-        self.expert_bytes = shape.hidden * shape.ffn * 3 * (2 if dtype == "BF16" else 4)
-        self.memory = np.ones(max(self.expert_bytes, 1 << 28) // 8, dtype=np.uint64)
+        self.memory = np.ones(max(self.layer.expert_bytes, 1 << 28) // 8, dtype=np.uint64)
+        self.one: float | None = None
 
     def read(self, nbytes: int) -> float:
         """Seconds to read ``nbytes``, at the rate of a read of at least 256 MiB."""
@@ -131,7 +185,7 @@ class Bench:
         def run() -> None:
             self.layer.run(self.pool, x, routes, scales, rows, shape.k, to)
 
-        nbytes = len(np.unique(indices)) * self.expert_bytes
+        nbytes = len(np.unique(indices)) * self.layer.expert_bytes
         timed(run)
         seconds, reads = [], []
         for _ in range(rounds_of(timed(run) + self.read(nbytes))):
@@ -139,15 +193,19 @@ class Bench:
             reads.append(self.read(nbytes))
         middle = statistics.median(seconds)
         low, _, high = statistics.quantiles(seconds, n=4)
+        if rows == 1:
+            self.one = middle
         return Figure(
             shape=shape.name,
             kernels=self.kernels,
+            format=self.dtype,
             threads=self.pool.threads,
             rows=rows,
             milliseconds=middle * 1e3,
             spread=(high - low) / middle,
             gigabytes_per_second=nbytes / middle / 1e9,
             read_shard=statistics.median(reads) / middle,
+            against_one=rows * self.one / middle if self.one else None,
             gigaflops=6.0 * indices.size * shape.hidden * shape.ffn / middle / 1e9,
         )
 
@@ -155,32 +213,38 @@ class Bench:
         self.pool.close()
 
 
+def show(figure: Figure) -> None:
+    shared = "" if figure.against_one is None else f"{figure.against_one:.2f}"
+    print(
+        f"| {figure.shape} | {figure.kernels} | {figure.format} | {figure.threads} | {figure.rows} | "
+        f"{figure.milliseconds:.2f} | {figure.spread:.0%} | {figure.gigabytes_per_second:.1f} | "
+        f"{figure.read_shard:.0%} | {shared} | {figure.gigaflops:.0f} |",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=tuple(SHAPES), default="mixtral")
     parser.add_argument("--sets", default=",".join(available()[:1]), help="sets of kernels, separated by commas")
     parser.add_argument("--rows", default=",".join(map(str, ROWS)), help="numbers of tokens, separated by commas")
-    parser.add_argument("--dtype", choices=("BF16", "F32"), default="BF16", help="of the weights")
+    parser.add_argument("--formats", default="BF16", help=f"of the weights, separated by commas: {', '.join(BLOCKS)}")
     parser.add_argument("--threads", type=int, default=physical_cores())
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     figures = []
     if not given.json:
-        print("| experts | kernels | threads | tokens | ms | spread | GB/s | of reading | GFLOP/s |")
-        print("|---|---|---|---|---|---|---|---|---|")
+        print("| experts | kernels | format | threads | tokens | ms | spread | GB/s | read | against one | GFLOP/s |")
+        print("|---|---|---|---|---|---|---|---|---|---|---|")
     for kernels in filter(None, given.sets.split(",")):
-        bench = Bench(SHAPES[given.shape], given.dtype, kernels, given.threads)
-        for rows in map(int, given.rows.split(",")):
-            figure = bench.figure(rows)
-            figures.append(asdict(figure))
-            if not given.json:
-                print(
-                    f"| {figure.shape} | {figure.kernels} | {figure.threads} | {figure.rows} | "
-                    f"{figure.milliseconds:.2f} | {figure.spread:.0%} | {figure.gigabytes_per_second:.1f} | "
-                    f"{figure.read_shard:.0%} | {figure.gigaflops:.0f} |",
-                    flush=True,
-                )
-        bench.close()
+        for dtype in filter(None, given.formats.split(",")):
+            bench = Bench(SHAPES[given.shape], dtype, kernels, given.threads)
+            for rows in map(int, given.rows.split(",")):
+                figure = bench.figure(rows)
+                figures.append(asdict(figure))
+                if not given.json:
+                    show(figure)
+            bench.close()
     if given.json:
         print(json.dumps(figures))
 
