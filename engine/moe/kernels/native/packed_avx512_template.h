@@ -1,18 +1,12 @@
-/* Products with packed weights for AVX-512: 64 codes of four to eight bits at a time, sums of products in whole numbers,
-   16 lanes of four values each. Codes are unsigned, as the instructions want them: what was added to them for that is
-   taken away again, with the minimums or before. The including file says
+/* Packed weights opened for AVX-512: 64 codes of four to eight bits at a time. Codes are unsigned: what was added to them
+   for that is taken away again with the minimums. The including file says
 
-   SET(name)                     the name of this set's copy of a function
-   DOTS(codes, in, signed_ones)  the sums of the products of four neighbours; `signed_ones`: of codes that were raised by
-                                 128, as if they had not been */
+   SET(name)   the name of this set's copy of a function */
 
 #include "packed_scales_x86.h"
 
 #define GROUP 64 /* codes of a vector */
 #define GROUPS (UNIT / GROUP)
-#define MOST_ROWS 4
-#define MOST_TOKENS 4
-
 /* By how much the codes of a format are raised: those that are signed in the file by 128. */
 ALWAYS_INLINE float raised_by(const int dtype) {
     return has_minimums(dtype) || raised_in_file(dtype) > 0 ? raised_in_file(dtype) : 128;
@@ -97,9 +91,8 @@ ALWAYS_INLINE __m512 each_twice(__m256 v) {
                                  _mm512_castps256_ps512(v));
 }
 
-/* The scales of a unit, and what is to be taken away for each 16 values of the input. `products`: of DOTS, and not of the
-   codes themselves. */
-ALWAYS_INLINE __m512 scales_of(const uint8_t *b, const int dtype, const int products, __m512 *minimums) {
+/* The scales of a unit, and what is to be taken away, for each 16 values of raised codes. */
+ALWAYS_INLINE __m512 scales_of(const uint8_t *b, const int dtype, __m512 *minimums) {
     if (has_minimums(dtype)) {
         *minimums = each_twice(eight_minimums(b, dtype));
         return each_twice(eight_scales(b, dtype));
@@ -112,75 +105,8 @@ ALWAYS_INLINE __m512 scales_of(const uint8_t *b, const int dtype, const int prod
     } else {
         scales = each_twice(eight_scales(b, dtype));
     }
-    const float raised = raised_by(dtype);
-    *minimums = _mm512_mul_ps(scales, _mm512_set1_ps(products && raised == 128 ? 0 : raised));
+    *minimums = _mm512_mul_ps(scales, _mm512_set1_ps(raised_by(dtype)));
     return scales;
-}
-
-/* sums[R][M] += `groups` groups of the units at w, one of each row, times those at x. */
-ALWAYS_INLINE void add_unit(const uint8_t *const *w, const packed_input *const *x, const int groups,
-                            __m512 sums[MOST_ROWS][MOST_TOKENS], const int dtype, const int R, const int M) {
-    __m512 scales[MOST_ROWS][MOST_TOKENS];
-    UNROLL for (int r = 0; r < R; r++) {
-        __m512 minimums;
-        const __m512 own = scales_of(w[r], dtype, 1, &minimums);
-        UNROLL for (int m = 0; m < M; m++) {
-            scales[r][m] = _mm512_mul_ps(own, _mm512_loadu_ps(x[m]->scales));
-            if (raised_by(dtype) < 128)
-                sums[r][m] = _mm512_fnmadd_ps(minimums, _mm512_loadu_ps(x[m]->sums), sums[r][m]);
-        }
-    }
-    UNROLL for (int g = 0; g < GROUPS; g++) {
-        if (g >= groups) break;
-        const __m512i lanes = _mm512_add_epi32(_mm512_set1_epi32(4 * g),
-                                               _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3));
-        UNROLL for (int r = 0; r < R; r++) {
-            const __m512i codes = codes_of(w[r], g, dtype);
-            UNROLL for (int m = 0; m < M; m++) {
-                const __m512i in = _mm512_loadu_si512(x[m]->codes + GROUP * g);
-                const __m512 dots = _mm512_cvtepi32_ps(DOTS(codes, in, raised_by(dtype) == 128));
-                sums[r][m] = _mm512_fmadd_ps(dots, _mm512_permutexvar_ps(lanes, scales[r][m]), sums[r][m]);
-            }
-        }
-    }
-}
-
-typedef __m512 lanes;
-
-ALWAYS_INLINE lanes no_lanes(void) { return _mm512_setzero_ps(); }
-
-ALWAYS_INLINE float added_up(lanes v) { return _mm512_reduce_add_ps(v); }
-
-#define ROWS_OF_1 4
-#define ROWS_OF_2 2
-#define ROWS_OF_3 2
-#define ROWS_OF_4 2
-#include "packed_rows_template.h"
-
-/* The same numbers as pllm_packed_scalar_convert. */
-void SET(convert)(void *row, int64_t first, const float *from, float scale, int64_t count) {
-    const __m512 factor = _mm512_set1_ps(scale);
-    for (int64_t i = 0; i < count; i += INPUT_BLOCK) {
-        packed_input *unit = (packed_input *)row + (first + i) / UNIT;
-        const int64_t at = (first + i) % UNIT;
-        const __m512 low = _mm512_mul_ps(_mm512_loadu_ps(from + i), factor);
-        const __m512 high = _mm512_mul_ps(_mm512_loadu_ps(from + i + 16), factor);
-        const __m512 low_size = _mm512_abs_ps(low), high_size = _mm512_abs_ps(high);
-        const __m512 largest = _mm512_set1_ps(3.40282347e38F);
-        const int finite = _mm512_cmp_ps_mask(low_size, largest, _CMP_LE_OQ) == 0xffff &&
-                           _mm512_cmp_ps_mask(high_size, largest, _CMP_LE_OQ) == 0xffff;
-        const float most = finite ? _mm512_reduce_max_ps(_mm512_max_ps(low_size, high_size)) : 0;
-        const float step = finite ? most / 127.0F : __builtin_nanf("");
-        const __m512 by = _mm512_set1_ps(most > 0 ? 127.0F / most : 0);
-        const __m512i zero = _mm512_setzero_si512();
-        const __m512i low_codes = finite ? _mm512_cvtps_epi32(_mm512_mul_ps(low, by)) : zero;
-        const __m512i high_codes = finite ? _mm512_cvtps_epi32(_mm512_mul_ps(high, by)) : zero;
-        _mm_storeu_si128((__m128i *)(void *)(unit->codes + at), _mm512_cvtepi32_epi8(low_codes));
-        _mm_storeu_si128((__m128i *)(void *)(unit->codes + at + 16), _mm512_cvtepi32_epi8(high_codes));
-        unit->scales[at / FINEST] = unit->scales[at / FINEST + 1] = step;
-        unit->sums[at / FINEST] = step * (float)_mm512_reduce_add_epi32(low_codes);
-        unit->sums[at / FINEST + 1] = step * (float)_mm512_reduce_add_epi32(high_codes);
-    }
 }
 
 /* ---- Rows opened for panels ---------------------------------------------------------------------------------- */
@@ -213,7 +139,7 @@ ALWAYS_INLINE void open_row(const int dtype, const uint8_t *from, void *to, int6
             unit = blocks;
         }
         __m512 minimums;
-        const __m512 scales = scales_of(unit, dtype, 0, &minimums);
+        const __m512 scales = scales_of(unit, dtype, &minimums);
         UNROLL for (int g = 0; g < GROUPS; g++) {
             const __m512i codes = codes_of(unit, g, dtype);
             UNROLL for (int i = 0; i < GROUP / 16; i++) {

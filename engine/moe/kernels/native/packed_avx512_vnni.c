@@ -11,18 +11,26 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c")
 #endif
 
-#define SET(name) pllm_packed_avx512_vnni_##name
-#define DOTS(codes, in, signed_ones) SET(dots)(codes, in, signed_ones)
+#include "vector_avx512f.h"
 
-/* What raised codes add, 128 times the inputs, is taken away before: the same for all rows of weights. */
-static inline __attribute__((always_inline)) __m512i SET(dots)(__m512i codes, __m512i in, const int signed_ones) {
-    __m512i before = _mm512_setzero_si512();
-    if (signed_ones)
-        before = _mm512_sub_epi32(before, _mm512_slli_epi32(_mm512_dpbusd_epi32(before, _mm512_set1_epi8(1), in), 7));
-    return _mm512_dpbusd_epi32(before, codes, in);
+#undef SET
+#define SET(name) pllm_packed_avx512_vnni_##name
+#include "packed_avx512_template.h"
+
+#define DOT(codes, in, dtype) SET(dot)(codes, (in)->codes, (in)->raised, dtype)
+
+static inline __attribute__((always_inline)) __m512i SET(dot)(const __m512i codes[4], const int8_t (*in)[64],
+                                                              const int32_t *raised, const int dtype) {
+    /* 128 or less: taken away as whole numbers, before anything is added. */
+    const int less = raised_by(dtype) == 128 ? 0 : raised_by(dtype) == 32 ? 2 : raised_by(dtype) == 16 ? 3 : 4;
+    __m512i sum = _mm512_setzero_si512();
+    if (raised_by(dtype) > 0) sum = _mm512_srai_epi32(_mm512_loadu_si512(raised), less);
+    UNROLL for (int i = 0; i < 4; i++) sum = _mm512_dpbusd_epi32(sum, codes[i], _mm512_loadu_si512(in[i]));
+    return sum;
 }
 
-#include "packed_avx512_template.h"
+#define LARGE_CODES 1
+#include "packed_avx512_few_template.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -32,6 +32,7 @@ ALWAYS_INLINE float raised_in_file(const int dtype) {
 /* kernel_set.convert, and rows opened as float32 or bfloat16, of sets that are faster at it than plain C. */
 #define PACKED_ROWS(SET)                                                                                           \
     void pllm_packed_##SET##_convert(void *row, int64_t first, const float *from, float scale, int64_t count);     \
+    void pllm_packed_##SET##_pad(void *row, int64_t columns);                                                      \
     void pllm_packed_##SET##_open_row(int dtype, const void *from, float *to, int64_t count);                      \
     void pllm_packed_##SET##_open_row_bf16(int dtype, const void *from, uint16_t *to, int64_t count);
 PACKED_FEW(scalar)
@@ -46,8 +47,7 @@ PACKED_ROWS(avx512_vnni)
 PACKED_FEW(neon)
 #endif
 void pllm_packed_scalar_convert(void *row, int64_t first, const float *from, float scale, int64_t count);
-/* kernel_set.pad of all of them. */
-void pllm_packed_pad(void *row, int64_t columns);
+void pllm_packed_scalar_pad(void *row, int64_t columns);
 
 #define PACKED_ROW_ELEMENT 4
 _Static_assert(sizeof(packed_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a unit fits into the shortest row");
@@ -55,7 +55,7 @@ _Static_assert(sizeof(packed_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a un
 #define PACKED_SET(FEW, CONVERT)                                                                                    \
     .element = 4 / PER_WORD, .row_element = PACKED_ROW_ELEMENT, .task_rows = INPUT_BLOCK,                          \
     .tile_tokens = TILE_TOKENS, .few = pllm_packed_##FEW##_few, .many = SET(many),                                \
-    .convert = pllm_packed_##CONVERT##_convert, .pad = pllm_packed_pad, .tile = SET(tile), .gate = SET(gate),         \
+    .convert = pllm_packed_##CONVERT##_convert, .pad = pllm_packed_##CONVERT##_pad, .tile = SET(tile), .gate = SET(gate),         \
     .exp_sum = SET(exp_sum), .add_scaled = SET(add_scaled)
 #define PLAIN_SET                                                                                                  \
     .element = 4 / PER_WORD, .row_element = 4 / PER_WORD, .task_rows = 16, .tile_tokens = TILE_TOKENS,             \

@@ -31,7 +31,7 @@ void pllm_packed_scalar_convert(void *row, int64_t first, const float *from, flo
     }
 }
 
-void pllm_packed_pad(void *row, int64_t columns) {
+void pllm_packed_scalar_pad(void *row, int64_t columns) {
     const int64_t at = columns % UNIT;
     if (!at) return;
     packed_input *unit = (packed_input *)row + columns / UNIT;

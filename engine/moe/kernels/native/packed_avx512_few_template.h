@@ -1,0 +1,436 @@
+/* Products of a few tokens with packed weights for AVX-512. The including file says what packed_avx512_template.h wants,
+   has included it, and says
+
+   DOT(codes, in, dtype)   for each lane the sum of the products of its 16 codes, which lie in four vectors, with those
+                           of a wide_input
+   LARGE_CODES             whether all codes may have eight bits: high nibbles are multiplied where they lie then, and
+                           the scale is a sixteenth */
+
+/* Each of the 16 lanes of a unit has 16 values of its own, half a block of 32, so that a lane's products are added up as
+   whole numbers and scaled once. Lane 4 l + p has the half l % 2 of block 4 (p % 2) + 2 (l / 2) + p / 2. Four values of
+   a lane, one after the other, lie in each of four vectors; in blocks of odd number the first and second vector are
+   exchanged, and the third and fourth: so nibbles of Q4_K need fewest shuffles. */
+typedef struct wide_input {
+    int8_t codes[4][64];
+    float scales[16];
+    float sums[16];     /* eight zeros, and the sums of the values of each block */
+    int32_t raised[16]; /* -128 times the sum of a lane's codes: what is too much with codes raised by 128 */
+} wide_input;
+
+_Static_assert(sizeof(wide_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a unit fits into the shortest row");
+
+/* Input that is passed by a group of rows before the next part of it is wanted, in bytes: it stays in the first-level
+   cache. */
+#define SPAN_BYTES 20480
+#define GROUP_ROWS 16
+#define MOST_TOKENS 8
+
+ALWAYS_INLINE int lane_of(int block, int half) { return 4 * (block / 2 % 2 * 2 + half) + block / 4 + block % 2 * 2; }
+
+ALWAYS_INLINE __m512i lanes_of_blocks(void) {
+    return _mm512_setr_epi32(0, 4, 1, 5, 0, 4, 1, 5, 2, 6, 3, 7, 2, 6, 3, 7);
+}
+
+ALWAYS_INLINE __m512i loaded(const void *from) { return _mm512_loadu_si512(from); }
+
+/* `low` where the bits of `mask` are set in each byte, `high` where they are not. */
+ALWAYS_INLINE __m512i joined(__m512i low, __m512i high, int mask) {
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi8((char)mask), low, high, 0xca);
+}
+
+/* The four vectors of a unit from those of blocks 0 and 2, 1 and 3, 4 and 6, 5 and 7. */
+ALWAYS_INLINE void spread(__m512i a, __m512i b, __m512i c, __m512i d, __m512i to[4]) {
+    const __m512i even = _mm512_unpacklo_epi32(a, c), odd = _mm512_unpacklo_epi32(b, d);
+    const __m512i even_end = _mm512_unpackhi_epi32(a, c), odd_end = _mm512_unpackhi_epi32(b, d);
+    to[0] = _mm512_mask_mov_epi64(even, 0xaa, odd);
+    to[1] = _mm512_alignr_epi8(odd, even, 8);
+    to[2] = _mm512_mask_mov_epi64(even_end, 0xaa, odd_end);
+    to[3] = _mm512_alignr_epi8(odd_end, even_end, 8);
+}
+
+/* The same from 128 bytes that hold a value in each nibble, blocks 0 and 2 in the low ones of the first half and 1 and 3
+   in the high ones, 4 to 7 in the second half. The nibbles of the other block are still there. */
+ALWAYS_INLINE void spread_nibbles(const uint8_t *from, __m512i to[4]) {
+    __m512i a = loaded(from), b = loaded(from + 64);
+    __asm__("" : "+v"(a), "+v"(b)); /* or they are loaded twice, and most of them cross a line */
+    to[0] = _mm512_unpacklo_epi32(a, b);
+    to[1] = _mm512_shuffle_epi32(to[0], 0x4e);
+    to[2] = _mm512_unpackhi_epi32(a, b);
+    to[3] = _mm512_shuffle_epi32(to[2], 0x4e);
+}
+
+/* The bits of each byte that belong to the lane's block; and they, brought to the bottom, with others above them. */
+ALWAYS_INLINE __m512i nibble_bits(void) {
+    const int low = 0x0f0f0f0f;
+    return _mm512_broadcast_i32x4(_mm_setr_epi32(low, low, ~low, ~low));
+}
+
+ALWAYS_INLINE __m512i nibbles_lowered(__m512i v) {
+    return _mm512_srlv_epi32(v, _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0, 4, 4)));
+}
+
+/* The four vectors of eight blocks `step` bytes apart, of 16 bytes each whose low nibbles are the first half. */
+ALWAYS_INLINE __m256i two_blocks(const uint8_t *a, const uint8_t *b) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)a)),
+                                   _mm_loadu_si128((const __m128i *)(const void *)b), 1);
+}
+
+ALWAYS_INLINE __m512i both_nibbles(__m256i v) {
+    const __m512i all = _mm512_castsi256_si512(v);
+    return nibbles(_mm512_shuffle_i64x2(all, all, 0x50));
+}
+
+ALWAYS_INLINE void spread_blocks(const uint8_t *from, const int64_t step, __m512i to[4]) {
+    const __m256i a = two_blocks(from, from + 2 * step), b = two_blocks(from + step, from + 3 * step);
+    const __m256i c = two_blocks(from + 4 * step, from + 6 * step), d = two_blocks(from + 5 * step, from + 7 * step);
+    const __m256i even = _mm256_unpacklo_epi32(a, c), odd = _mm256_unpacklo_epi32(b, d);
+    const __m256i even_end = _mm256_unpackhi_epi32(a, c), odd_end = _mm256_unpackhi_epi32(b, d);
+    to[0] = both_nibbles(_mm256_blend_epi32(even, odd, 0xcc));
+    to[1] = both_nibbles(_mm256_alignr_epi8(odd, even, 8));
+    to[2] = both_nibbles(_mm256_blend_epi32(even_end, odd_end, 0xcc));
+    to[3] = both_nibbles(_mm256_alignr_epi8(odd_end, even_end, 8));
+}
+
+ALWAYS_INLINE __m512i two_of_five_bits(const uint8_t *a, const uint8_t *b, const int high, const int codes) {
+    uint32_t first, second;
+    memcpy(&first, a + high, 4);
+    memcpy(&second, b + high, 4);
+    const __m512i low = nibbles(pair_of_blocks(a + codes, b + codes));
+    return _mm512_mask_add_epi8(low, (__mmask64)first | (__mmask64)second << 32, low, _mm512_set1_epi8(16));
+}
+
+ALWAYS_INLINE __m512i two_of_eight_bits(const uint8_t *a, const uint8_t *b) {
+    const __m256i low = _mm256_loadu_si256((const __m256i *)(const void *)a);
+    const __m256i high = _mm256_loadu_si256((const __m256i *)(const void *)b);
+    return _mm512_xor_si512(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1), _mm512_set1_epi8((char)0x80));
+}
+
+/* Two blocks of Q6_K whose low four bits are a nibble each of the same 32 bytes; the others are rotated by `turns`. */
+ALWAYS_INLINE __m512i two_of_six_bits(const uint8_t *low, const uint8_t *high, __m512i turns) {
+    return masked(joined(halves_shifted(twice(low), 0, 4), _mm512_rolv_epi32(twice(high), turns), 15), 63);
+}
+
+/* The unsigned codes of the unit at b. */
+ALWAYS_INLINE void unit_codes(const uint8_t *b, const int dtype, __m512i to[4]) {
+    const int64_t size = block_bytes(dtype);
+    switch (dtype) {
+    case PLLM_Q4_K:
+        spread_nibbles(b + Q4_K_CODES, to);
+        UNROLL for (int i = 0; i < 4; i++)
+            to[i] = LARGE_CODES ? _mm512_and_si512(to[i], nibble_bits()) : masked(nibbles_lowered(to[i]), 15);
+        return;
+    case PLLM_Q5_K: {
+        /* From the bit of a block's number to bit 4. */
+        const __m512i turns = _mm512_setr_epi32(4, 0, 3, 31, 4, 0, 3, 31, 2, 30, 1, 29, 2, 30, 1, 29);
+        const __m512i high = twice(b + Q5_K_HIGH);
+        spread_nibbles(b + Q5_K_CODES, to);
+        UNROLL for (int i = 0; i < 4; i++) to[i] = nibbles_lowered(to[i]);
+        to[0] = joined(to[0], _mm512_rolv_epi32(_mm512_shuffle_epi32(high, 0x50), turns), 15);
+        to[1] = joined(to[1], _mm512_rolv_epi32(_mm512_shuffle_epi32(high, 0x05), turns), 15);
+        to[2] = joined(to[2], _mm512_rolv_epi32(_mm512_shuffle_epi32(high, 0xfa), turns), 15);
+        to[3] = joined(to[3], _mm512_rolv_epi32(_mm512_shuffle_epi32(high, 0xaf), turns), 15);
+        UNROLL for (int i = 0; i < 4; i++) to[i] = masked(to[i], 31);
+        return;
+    }
+    case PLLM_Q6_K: {
+        const __m512i first = _mm512_inserti64x4(_mm512_set1_epi32(4), _mm256_setzero_si256(), 1);
+        const __m512i second = _mm512_inserti64x4(_mm512_set1_epi32(2), _mm256_set1_epi32(30), 1);
+        const uint8_t *high = b + Q6_K_HIGH;
+        spread(two_of_six_bits(b, high, first), two_of_six_bits(b + 32, high, second),
+               two_of_six_bits(b + 64, high + 32, first), two_of_six_bits(b + 96, high + 32, second), to);
+        return;
+    }
+    case PLLM_Q8_0:
+        b += 2;
+        spread(two_of_eight_bits(b, b + 2 * size), two_of_eight_bits(b + size, b + 3 * size),
+               two_of_eight_bits(b + 4 * size, b + 6 * size), two_of_eight_bits(b + 5 * size, b + 7 * size), to);
+        return;
+    case PLLM_Q5_0:
+    case PLLM_Q5_1: {
+        const int high = dtype == PLLM_Q5_0 ? 2 : 4, at = high + 4;
+        spread(two_of_five_bits(b, b + 2 * size, high, at), two_of_five_bits(b + size, b + 3 * size, high, at),
+               two_of_five_bits(b + 4 * size, b + 6 * size, high, at),
+               two_of_five_bits(b + 5 * size, b + 7 * size, high, at), to);
+        return;
+    }
+    default: {
+        const int64_t step = dtype == PLLM_IQ4_XS ? 16 : size;
+        b += dtype == PLLM_IQ4_XS ? IQ4_XS_CODES : dtype == PLLM_Q4_1 ? 4 : dtype == PLLM_MXFP4 ? 1 : 2;
+        spread_blocks(b, step, to);
+        if (dtype == PLLM_IQ4_NL || dtype == PLLM_IQ4_XS || dtype == PLLM_MXFP4)
+            UNROLL for (int i = 0; i < 4; i++) to[i] = looked_up(to[i], dtype);
+    }
+    }
+}
+
+/* ---- Scales ---------------------------------------------------------------------------------------------------- */
+
+ALWAYS_INLINE __m512i two_pairs(const uint8_t *a, const uint8_t *b) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)(const void *)a)),
+                              _mm256_loadu_si256((const __m256i *)(const void *)b), 1);
+}
+
+/* For `headers`: where the words are in the 64 of two_pairs, twice. */
+ALWAYS_INLINE __m256i header_order(const int size, const int at, const int last) {
+    int16_t of[8];
+    UNROLL for (int i = 0; i < 8; i++) of[i] = (int16_t)(i / 2 * 16 + (i % 2 * size + at) / 2);
+    if (last)
+        return _mm256_setr_epi16(of[0], of[1], of[2], of[3], of[4], of[5], of[6], of[7],
+                                 of[0], of[1], of[2], of[3], of[4], of[5], of[6], of[7]);
+    return _mm256_setr_epi16(of[0], of[4], of[1], of[5], of[0], of[4], of[1], of[5],
+                             of[2], of[6], of[3], of[7], of[2], of[6], of[3], of[7]);
+}
+
+/* The 16 bits `at` bytes after the beginning of each of eight blocks of up to 30 bytes, by lane, or, `last`, those of
+   the blocks 0 to 7 in the last eight lanes. Nothing is read beyond the blocks. */
+ALWAYS_INLINE __m256i headers(const uint8_t *b, const int size, const int at, const int last) {
+    const __m512i order = _mm512_castsi256_si512(header_order(size, at, last));
+    return _mm512_castsi512_si256(_mm512_permutex2var_epi16(two_pairs(b, b + 2 * size), order,
+                                                            two_pairs(b + 4 * size, b + 6 * size)));
+}
+
+/* The same for the scales of Q8_0, whose blocks are larger. */
+ALWAYS_INLINE __m256i wide_headers(const uint8_t *b) {
+    const int size = 34;
+    const __m512i order = _mm512_castsi256_si512(
+        _mm256_setr_epi16(0, 0, 17, 17, 0, 0, 17, 17, 32, 32, 49, 49, 32, 32, 49, 49));
+    const __m512i first = _mm512_permutex2var_epi16(loaded(b), order, loaded(b + 2 * size));
+    const __m512i second = _mm512_permutex2var_epi16(loaded(b + 4 * size), order, loaded(b + 6 * size));
+    return _mm256_mask_mov_epi16(_mm512_castsi512_si256(first), 0xaaaa, _mm512_castsi512_si256(second));
+}
+
+/* Two to the power of (exponent - 127), which is twice the scale of MXFP4; 0 and infinity at the ends. */
+ALWAYS_INLINE __m512 powers(const uint8_t *b) {
+    const int size = 17;
+    /* Word 2 lane + 1: the exponent and the byte after it, or, of an odd block, before it. */
+    const __m512i order = _mm512_slli_epi32(_mm512_cvtepu16_epi32(header_order(size, 0, 0)), 16);
+    const __m512i words = _mm512_permutex2var_epi16(two_pairs(b, b + 2 * size), order,
+                                                    two_pairs(b + 4 * size, b + 6 * size));
+    const __m512i turns = _mm512_broadcast_i32x4(_mm_setr_epi32(7, 7, 31, 31));
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_rolv_epi32(words, turns), _mm512_set1_epi32(0x7f800000)));
+}
+
+ALWAYS_INLINE __m512 half_in_all(const uint8_t *from) {
+    return _mm512_cvtph_ps(_mm256_set1_epi16((short)half_at(from)));
+}
+
+/* The scales of a unit by lane, and in the last eight lanes of `minimums` what is to be taken away from each block, if
+   its format has that. For Q4_K and Q5_K see below. */
+ALWAYS_INLINE __m512 unit_scales(const uint8_t *b, const int dtype, __m512 *minimums) {
+    const int size = (int)block_bytes(dtype);
+    switch (dtype) {
+    case PLLM_Q6_K: {
+        const __m128i order = _mm_setr_epi8(0, 8, 2, 10, 1, 9, 3, 11, 4, 12, 6, 14, 5, 13, 7, 15);
+        const __m128i own = _mm_loadu_si128((const __m128i *)(const void *)(b + Q6_K_SCALES));
+        return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_shuffle_epi8(own, order))),
+                             half_in_all(b + Q6_K_SCALE));
+    }
+    case PLLM_IQ4_XS:
+        return _mm512_permutexvar_ps(lanes_of_blocks(), _mm512_castps256_ps512(eight_iq4_xs(b)));
+    case PLLM_MXFP4: return powers(b);
+    case PLLM_Q8_0: return _mm512_cvtph_ps(wide_headers(b));
+    default:
+        if (has_minimums(dtype))
+            *minimums = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_cvtph_ps(headers(b, size, 2, 1)));
+        return _mm512_cvtph_ps(headers(b, size, 0, 0));
+    }
+}
+
+/* Those of four blocks of Q4_K or Q5_K, a quarter of a vector each: the 6-bit numbers of k_scale as bytes, eight scales
+   and eight minimums, and their factors. `large`: codes of odd blocks are sixteen times as large. */
+ALWAYS_INLINE void four_k_scales(const uint8_t *const b[4], __m512 scales[4], __m512 minimums[4], const int large) {
+    __m512i heads = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(const void *)b[0]));
+    heads = _mm512_mask_broadcast_i32x4(heads, 0x00f0, _mm_loadu_si128((const __m128i *)(const void *)b[1]));
+    heads = _mm512_mask_broadcast_i32x4(heads, 0x0f00, _mm_loadu_si128((const __m128i *)(const void *)b[2]));
+    heads = _mm512_mask_broadcast_i32x4(heads, 0xf000, _mm_loadu_si128((const __m128i *)(const void *)b[3]));
+    const __m512i words = _mm512_srlv_epi32(_mm512_shuffle_epi32(heads, (_MM_PERM_ENUM)(1 | 3 << 2 | 2 << 4 | 3 << 6)),
+                                            _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0, 0, 4)));
+    const __m512i kept = _mm512_and_si512(
+        words, _mm512_broadcast_i32x4(_mm_setr_epi32(0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f)));
+    const __m512i high = _mm512_maskz_shuffle_epi32(0xaaaa, heads, (_MM_PERM_ENUM)(1 << 2 | 2 << 6));
+    const __m512i bytes = _mm512_ternarylogic_epi32(kept, _mm512_srli_epi32(high, 2), _mm512_set1_epi8(0x30), 0xf8);
+    const __m512i firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12, 0, 4, 8, 12);
+    __m512 factors = _mm512_cvtph_ps(_mm512_castsi512_si256(_mm512_permutexvar_epi32(firsts, heads)));
+    if (large) factors = _mm512_mask_mul_ps(factors, 0xff00, factors, _mm512_set1_ps(1.0F / 16));
+    const __m512i places = _mm512_setr_epi32(0, 8, 0, 8, 0, 8, 0, 8, 1, 1, 1, 1, 1, 1, 1, 1);
+#define K_SCALES(i)                                                                                                \
+    minimums[i] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(bytes, i))),     \
+                                _mm512_permutexvar_ps(_mm512_add_epi32(places, _mm512_set1_epi32(2 * (i))), factors)); \
+    scales[i] = _mm512_permutexvar_ps(lanes_of_blocks(), minimums[i]);
+    K_SCALES(0)
+    K_SCALES(1)
+    K_SCALES(2)
+    K_SCALES(3)
+#undef K_SCALES
+}
+
+/* ---- Products ---------------------------------------------------------------------------------------------------- */
+
+/* sums[M] += the unit at w times those at x. */
+ALWAYS_INLINE void add_unit(const uint8_t *w, const __m512 scales, const __m512 minimums, const wide_input *const *x,
+                            int64_t unit, __m512 *sums, const int dtype, const int M) {
+    __m512i codes[4];
+    unit_codes(w, dtype, codes);
+    UNROLL for (int m = 0; m < M; m++) {
+        const wide_input *in = x[m] + unit;
+        const __m512 by = _mm512_mul_ps(scales, _mm512_loadu_ps(in->scales));
+        sums[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(DOT(codes, in, dtype)), by, sums[m]);
+        if (has_minimums(dtype)) sums[m] = _mm512_fnmadd_ps(minimums, _mm512_loadu_ps(in->sums), sums[m]);
+    }
+}
+
+/* Units first..last) of `rows` rows, from `w` on, added to sums[rows][M], which are new if `fresh`. `values`: those of a
+   whole row, whose last unit may be a part of one. */
+ALWAYS_INLINE void add_rows(const uint8_t *w, const int64_t row_bytes, const int64_t rows, const int64_t first,
+                            const int64_t last, const int64_t values, const void *const *x, __m512 *all,
+                            const int fresh, const int dtype, const int M) {
+    const int k = dtype == PLLM_Q4_K || dtype == PLLM_Q5_K;
+    const int64_t size = bytes_of_values(dtype, UNIT), whole = MIN(last, values / UNIT);
+    const wide_input *in[MOST_TOKENS];
+    UNROLL for (int m = 0; m < M; m++) in[m] = x[m];
+    for (int64_t row = 0; row < rows; row++, w += row_bytes, all += M) {
+        const uint8_t *at = w;
+        __m512 sums[MOST_TOKENS];
+        UNROLL for (int m = 0; m < M; m++) sums[m] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps((float *)&all[m]);
+        int64_t unit = first;
+        if (k) {
+            for (; unit < whole; unit += 4) {
+                __m512 scales[4], minimums[4];
+                const int64_t some = MIN(4, whole - unit), end = some - 1;
+                const uint8_t *const four[4] = {at, at + MIN(1, end) * size, at + MIN(2, end) * size, at + end * size};
+                four_k_scales(four, scales, minimums, LARGE_CODES && dtype == PLLM_Q4_K);
+                for (int64_t i = 0; i < some; i++, at += size)
+                    add_unit(at, scales[i], minimums[i], in, unit + i, sums, dtype, M);
+            }
+        } else {
+            for (; unit < whole; unit++, at += size) {
+                __m512 minimums;
+                const __m512 scales = unit_scales(at, dtype, &minimums);
+                add_unit(at, scales, minimums, in, unit, sums, dtype, M);
+            }
+            if (block_values(dtype) < UNIT && unit < last) { /* zeros follow, so that nothing is read past the row */
+                uint8_t block[UNIT_BYTES_LIMIT] = {0};
+                __m512 minimums;
+                memcpy(block, at, (size_t)bytes_of_values(dtype, values % UNIT));
+                const __m512 scales = unit_scales(block, dtype, &minimums);
+                add_unit(block, scales, minimums, in, unit, sums, dtype, M);
+            }
+        }
+        UNROLL for (int m = 0; m < M; m++) _mm512_storeu_ps((float *)&all[m], sums[m]);
+    }
+}
+
+typedef void (*add_rows_function)(const uint8_t *w, int64_t row_bytes, int64_t rows, int64_t first, int64_t last,
+                                  int64_t values, const void *const *x, __m512 *all, int fresh);
+
+#define ADD_ROWS(DTYPE, M)                                                                                         \
+    NOINLINE void DTYPE##_##M(const uint8_t *w, int64_t row_bytes, int64_t rows, int64_t first, int64_t last,      \
+                              int64_t values, const void *const *x, __m512 *all, int fresh) {                      \
+        add_rows(w, row_bytes, rows, first, last, values, x, all, fresh, DTYPE, M);                                \
+    }
+#define ALL(DTYPE)                                                                                                 \
+    ADD_ROWS(DTYPE, 1) ADD_ROWS(DTYPE, 2) ADD_ROWS(DTYPE, 3) ADD_ROWS(DTYPE, 4)                                    \
+    ADD_ROWS(DTYPE, 5) ADD_ROWS(DTYPE, 6) ADD_ROWS(DTYPE, 7) ADD_ROWS(DTYPE, 8)
+#define NAMES(DTYPE)                                                                                               \
+    [DTYPE] = {DTYPE##_1, DTYPE##_2, DTYPE##_3, DTYPE##_4, DTYPE##_5, DTYPE##_6, DTYPE##_7, DTYPE##_8}
+
+ALL(PLLM_Q4_0)
+ALL(PLLM_Q4_1)
+ALL(PLLM_Q5_0)
+ALL(PLLM_Q5_1)
+ALL(PLLM_Q8_0)
+ALL(PLLM_Q4_K)
+ALL(PLLM_Q5_K)
+ALL(PLLM_Q6_K)
+ALL(PLLM_IQ4_NL)
+ALL(PLLM_IQ4_XS)
+ALL(PLLM_MXFP4)
+
+/* By dtype and tokens. */
+static const add_rows_function add_rows_table[PLLM_DTYPES][MOST_TOKENS] = {
+    NAMES(PLLM_Q4_0), NAMES(PLLM_Q4_1), NAMES(PLLM_Q5_0),   NAMES(PLLM_Q5_1),   NAMES(PLLM_Q8_0),  NAMES(PLLM_Q4_K),
+    NAMES(PLLM_Q5_K), NAMES(PLLM_Q6_K), NAMES(PLLM_IQ4_NL), NAMES(PLLM_IQ4_XS), NAMES(PLLM_MXFP4),
+};
+
+/* The lanes of each of `count` vectors added up. */
+static void add_lanes(const __m512 *sums, int64_t count, float *to) {
+    for (int64_t i = 0; i < count; i += 4) {
+        const __m512 *last = sums + count - 1, *of = sums + i;
+        avx512f_sum4(*of, *MIN(of + 1, last), *MIN(of + 2, last), *MIN(of + 3, last), to + i);
+    }
+}
+
+void SET(few)(const void *weights, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *const *x,
+              int64_t tokens, float *y, int64_t y_stride, int add) {
+    const int64_t row_bytes = bytes_of_values(dtype, stride), parts = divided_up(tokens, MOST_TOKENS);
+    const int64_t units = divided_up(columns, UNIT), most = divided_up(tokens, parts);
+    const int64_t spans = divided_up(units * most * (int64_t)sizeof(wide_input), SPAN_BYTES);
+    for (int64_t group = 0; group < rows; group += GROUP_ROWS) {
+        const uint8_t *w = (const uint8_t *)weights + group * row_bytes;
+        const int64_t count = MIN(GROUP_ROWS, rows - group);
+        for (int64_t part = 0; part < parts; part++) {
+            const int64_t m = tokens * part / parts, width = tokens * (part + 1) / parts - m;
+            __m512 sums[GROUP_ROWS * MOST_TOKENS];
+            float totals[GROUP_ROWS * MOST_TOKENS + 4];
+            for (int64_t span = 0; span < spans; span++) {
+                const int64_t first = units * span / spans, last = units * (span + 1) / spans;
+                add_rows_table[dtype][width - 1](w + bytes_of_values(dtype, first * UNIT), row_bytes, count, first,
+                                                 last, columns, x + m, sums, span == 0);
+            }
+            add_lanes(sums, count * width, totals);
+            const float by = dtype == PLLM_MXFP4 ? 0.5F : 1.0F; /* see powers */
+            for (int64_t i = 0; i < width; i++) {
+                float *to = y + (m + i) * y_stride + group;
+                for (int64_t r = 0; r < count; r++)
+                    to[r] = add ? to[r] + by * totals[r * width + i] : by * totals[r * width + i];
+            }
+        }
+    }
+}
+
+/* Codes and scales are the numbers of pllm_packed_scalar_convert. */
+void SET(convert)(void *row, int64_t first, const float *from, float scale, int64_t count) {
+    const __m512 factor = _mm512_set1_ps(scale), largest = _mm512_set1_ps(3.40282347e38F);
+    const __m512i zero = _mm512_setzero_si512();
+    for (int64_t i = 0; i < count; i += INPUT_BLOCK) {
+        wide_input *unit = (wide_input *)row + (first + i) / UNIT;
+        const int block = (int)((first + i) % UNIT / INPUT_BLOCK);
+        const __m512 low = _mm512_mul_ps(_mm512_loadu_ps(from + i), factor);
+        const __m512 high = _mm512_mul_ps(_mm512_loadu_ps(from + i + 16), factor);
+        const __m512 low_size = _mm512_abs_ps(low), high_size = _mm512_abs_ps(high);
+        const int finite = _mm512_cmp_ps_mask(low_size, largest, _CMP_LE_OQ) == 0xffff &&
+                           _mm512_cmp_ps_mask(high_size, largest, _CMP_LE_OQ) == 0xffff;
+        const float most = finite ? _mm512_reduce_max_ps(_mm512_max_ps(low_size, high_size)) : 0;
+        const float step = finite ? most / 127.0F : __builtin_nanf("");
+        const __m512 by = _mm512_set1_ps(most > 0 ? 127.0F / most : 0);
+        const __m512i halves[2] = {finite ? _mm512_cvtps_epi32(_mm512_mul_ps(low, by)) : zero,
+                                   finite ? _mm512_cvtps_epi32(_mm512_mul_ps(high, by)) : zero};
+        int total = 0;
+        UNROLL for (int half = 0; half < 2; half++) {
+            const int lane = lane_of(block, half), sum = _mm512_reduce_add_epi32(halves[half]);
+            uint32_t words[4];
+            _mm_storeu_si128((__m128i *)(void *)words, _mm512_cvtepi32_epi8(halves[half]));
+            UNROLL for (int step_of = 0; step_of < 4; step_of++)
+                memcpy(unit->codes[step_of ^ (block & 1)] + 4 * lane, &words[step_of], 4);
+            unit->scales[lane] = step;
+            unit->raised[lane] = -128 * sum;
+            total += sum;
+        }
+        unit->sums[block] = 0;
+        unit->sums[8 + block] = step * (float)total;
+    }
+}
+
+/* Zeros in the blocks of the last unit that have no values. */
+void SET(pad)(void *row, int64_t columns) {
+    wide_input *unit = (wide_input *)row + columns / UNIT;
+    for (int block = (int)(columns % UNIT / INPUT_BLOCK); block % 8; block++) {
+        for (int half = 0; half < 2; half++) {
+            const int lane = lane_of(block, half);
+            for (int step = 0; step < 4; step++) memset(unit->codes[step] + 4 * lane, 0, 4);
+            unit->scales[lane] = 0;
+            unit->raised[lane] = 0;
+        }
+        unit->sums[block] = unit->sums[8 + block] = 0;
+    }
+}
