@@ -77,7 +77,7 @@ _CLASS_OF_FAMILY = {
 }
 """transformers' registered class of the families that run here; the others have none."""
 
-_WRONG_ON_THE_HUB = frozenset(("qwen2", "phimoe"))
+_WRONG_ON_THE_HUB = frozenset(("qwen2", "phimoe", "qwen3_5_moe_text"))
 """Families whose published folders name a tokenizer class that transformers overrides."""
 
 
@@ -120,6 +120,12 @@ _QWEN2_SPLIT = (
 )
 
 
+_QWEN35_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
 def _llama(library: Library, config: Mapping[str, Any]) -> None:
     from tokenizers import decoders, pre_tokenizers
 
@@ -132,14 +138,19 @@ def _llama(library: Library, config: Mapping[str, Any]) -> None:
     library.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
 
 
-def _qwen2(library: Library, config: Mapping[str, Any]) -> None:
+def _qwen2(library: Library, config: Mapping[str, Any], words: str = _QWEN2_SPLIT) -> None:
+    """``words``: the regular expression by which text is split."""
     from tokenizers import Regex, decoders, normalizers, pre_tokenizers
 
-    split = pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated", invert=False)
+    split = pre_tokenizers.Split(Regex(words), behavior="isolated", invert=False)
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=bool(config.get("add_prefix_space")), use_regex=False)
     library.normalizer = normalizers.NFC()
     library.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     library.decoder = decoders.ByteLevel()
+
+
+def _qwen35(library: Library, config: Mapping[str, Any]) -> None:
+    _qwen2(library, config, _QWEN35_SPLIT)
 
 
 def _gpt2(library: Library, config: Mapping[str, Any]) -> None:
@@ -172,6 +183,7 @@ _END = "<|endoftext|>"
 _REBUILT = {
     "LlamaTokenizer": _Rebuilt(_llama, {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}, True, True),
     "Qwen2Tokenizer": _Rebuilt(_qwen2, dict.fromkeys(("unk_token", "eos_token", "pad_token"), _END)),
+    "Qwen3_5Tokenizer": _Rebuilt(_qwen35, dict.fromkeys(("unk_token", "eos_token", "pad_token"), _END)),
     "GPT2Tokenizer": _Rebuilt(_gpt2, dict.fromkeys(("unk_token", "bos_token", "eos_token"), _END)),
     "GPTNeoXTokenizer": _Rebuilt(
         _gpt_neox, {**dict.fromkeys(("unk_token", "bos_token", "eos_token"), _END), "pad_token": "<|padding|>"}

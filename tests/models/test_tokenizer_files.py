@@ -31,6 +31,7 @@ TEXTS = [
     "trailing   ",
     "a  b   c\n\n\nd",
     "e\u0301 \u200d ﬁ Å",
+    "हिन्दी में लिखा, ไทย ก็ได้",
     "<s>x</s> y <|endoftext|>z",
     "<|im_start|>user\nHi<|im_end|>\n <tool>a</tool> <pad>",
 ]
@@ -148,6 +149,8 @@ FORMS: dict[str, Form] = {
         {"model_type": "qwen2"},
         {},
     ),
+    "qwen 3.5": (byte_level, {"tokenizer_class": FAST}, {"model_type": "qwen3_5_moe_text"}, {}),
+    "qwen 3.5, dense": (byte_level, {"tokenizer_class": "Qwen3_5Tokenizer"}, {"model_type": "qwen3_5_text"}, {}),
     "qwen3, class unnamed": (byte_level, {}, {"model_type": "qwen3_moe"}, {}),
     "qwen2, class disbelieved": (byte_level, {"tokenizer_class": FAST}, {"model_type": "qwen2"}, {}),
     "olmoe": (byte_level, {"tokenizer_class": "GPTNeoXTokenizerFast"}, {"model_type": "olmoe"}, {}),
