@@ -30,7 +30,7 @@ EXACT = 1e-5
 ROUNDED = 0.05
 """Largest usual error where the native kernels round the experts' inputs to eight bits, as a share of the logits'
 spread: these models, of random weights, make small errors larger than real ones do."""
-MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss")
 
 
 @pytest.fixture(autouse=True)
