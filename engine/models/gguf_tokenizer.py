@@ -1,8 +1,4 @@
-"""The tokenizer inside a GGUF file, written as ``tokenizer.json`` and ``tokenizer_config.json``.
-
-A GGUF names the rule by which its byte-level BPE splits text before merging (``tokenizer.ggml.pre``), but does not
-contain it. The known rules are in a table. Any other is refused by name, as a wrong rule gives subtly wrong prompts.
-"""
+"""The tokenizer inside a GGUF file, written as ``tokenizer.json`` and ``tokenizer_config.json``."""
 
 from __future__ import annotations
 
@@ -12,44 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import Cancelled, ModelError
+from engine.models.gguf_splits import SPLITS
 from engine.models.wording import shown
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
-_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?|"
-    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+KNOWN_SPLITS = tuple(sorted(SPLITS))
 
-_SPLITS = {
-    "llama-bpe": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "tekken": _TEKKEN,
-    "gpt-4o": _GPT4O,
-}
-_DIGITS_FIRST = frozenset({"smollm", "starcoder", "refact"})
-_WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama-v3", "llama3", "tekken"})
-"""Pre-tokenizers for which words of the vocabulary are taken whole, without merging."""
-
-_PLAIN = frozenset({"gpt-2", "olmo"})
-"""Pre-tokenizers that split as GPT-2's does."""
-_COMPOSED = frozenset({"qwen2", "deepseek-r1-qwen", "olmo"})
-"""Pre-tokenizers of models whose text is composed (NFC) before it is split."""
-
-KNOWN_SPLITS = tuple(sorted({*_SPLITS, *_DIGITS_FIRST, *_PLAIN}))
+_KINDS = ("gpt2", "llama", "gemma4")
+"""Byte-level BPE; sentencepiece's BPE, with scores in place of merges; Gemma 4's, with merges."""
 
 LONGEST_TOKEN = 1000
 """Maximum characters of a token; the longest in use is a run of some hundred spaces."""
+
+_ENDS = ("<|return|>", "<|call|>")
+"""Tokens that end a turn of gpt-oss; its files name the first only."""
+
+_SPECIAL_TEMPLATES = ("tool_use", "rag")
+"""Names of templates that are not for conversations."""
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 
@@ -57,10 +31,12 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 def check_tokenizer(metadata: dict[str, Any]) -> None:
     """Raises ModelError if the tokenizer of a GGUF with ``metadata`` is of an unknown kind, or invalid."""
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
-        raise ModelError(f"The GGUF's tokenizer is of the kind {shown(ascii(kind))}; supported are gpt2 and llama.")
+    if kind not in _KINDS:
+        raise ModelError(
+            f"The GGUF's tokenizer is of the kind {shown(ascii(kind))}; supported are {', '.join(_KINDS)}."
+        )
     name = metadata.get("tokenizer.ggml.pre", "(none)")
-    if kind == "gpt2" and name not in KNOWN_SPLITS:
+    if kind == "gpt2" and (not isinstance(name, str) or name not in SPLITS):
         raise ModelError(
             f"The GGUF's tokenizer splits text by the rule {shown(ascii(name))}, which is not known here; known are "
             f"{', '.join(KNOWN_SPLITS)}. Use the model's safetensors folder."
@@ -82,8 +58,11 @@ def write_tokenizer(folder: Path, metadata: dict[str, Any], should_stop: Callabl
     """
     check_tokenizer(metadata)
     try:
-        if metadata["tokenizer.ggml.model"] == "gpt2":
+        kind = metadata["tokenizer.ggml.model"]
+        if kind == "gpt2":
             tokenizer = _byte_level(metadata)
+        elif kind == "gemma4":
+            tokenizer = _gemma(metadata)
         else:
             tokenizer = _sentencepiece(metadata, should_stop)
         _add_special(tokenizer, metadata)
@@ -94,7 +73,7 @@ def write_tokenizer(folder: Path, metadata: dict[str, Any], should_stop: Callabl
         raise ModelError(
             f"The GGUF's tokenizer is damaged ({shown(repr(error), 200)}); download the file again."
         ) from error
-    config = {
+    config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "model_max_length": int(1e30),
@@ -103,29 +82,26 @@ def write_tokenizer(folder: Path, metadata: dict[str, Any], should_stop: Callabl
         token = _token(metadata, key)
         if token is not None:
             config[f"{name}_token"] = token
-    if isinstance(metadata.get("tokenizer.chat_template"), str):
-        config["chat_template"] = metadata["tokenizer.chat_template"]
+    templates = _chat_templates(metadata)
+    if templates:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
     ends = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    ends += [tokenizer.token_to_id(text) for text in _ENDS]
     return sorted({end for end in ends if isinstance(end, int)})
 
 
 def _byte_level(metadata: dict[str, Any]) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    name = metadata["tokenizer.ggml.pre"]
-    vocabulary = _vocabulary(metadata)
+    split = SPLITS[metadata["tokenizer.ggml.pre"]]
     merges = [_merge(line) for line in metadata["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=name in _WHOLE_WORDS_FIRST))
-    if name in _DIGITS_FIRST:
-        before = [pre_tokenizers.Digits(individual_digits=True), _bytes(split=True)]
-    elif name in _SPLITS:
-        before = [pre_tokenizers.Split(Regex(_SPLITS[name]), "isolated"), _bytes(split=False)]
-    else:
-        before = [_bytes(split=True)]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(before)
-    if name in _COMPOSED:
+    tokenizer = Tokenizer(models.BPE(_vocabulary(metadata), merges, ignore_merges=split.whole_words))
+    before: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.single_digits else []
+    before += [pre_tokenizers.Split(Regex(step), "isolated") for step in split.steps]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*before, _bytes(split=split.as_gpt2)])
+    if split.composed:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
@@ -142,6 +118,19 @@ def _merge(line: str) -> tuple[str, str]:
     if not left or not right:
         raise ValueError(f"merge {line!r}")
     return left, right
+
+
+def _gemma(metadata: dict[str, Any]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    merges = [_merge(line) for line in metadata["tokenizer.ggml.merges"]]
+    unknown = _token(metadata, "unknown")
+    tokenizer = Tokenizer(
+        models.BPE(_vocabulary(metadata), merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
 
 
 def _sentencepiece(metadata: dict[str, Any], should_stop: Callable[[], bool] | None) -> Any:
@@ -206,12 +195,22 @@ def _add_special(tokenizer: Any, metadata: dict[str, Any]) -> None:
 
 
 def _bos_by_default(metadata: dict[str, Any]) -> bool:
-    return metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in {
-        "llama-bpe",
-        "llama-v3",
-        "llama3",
-        "tekken",
-    }
+    if metadata["tokenizer.ggml.model"] != "gpt2":
+        return True
+    return SPLITS[metadata["tokenizer.ggml.pre"]].begins
+
+
+def _chat_templates(metadata: dict[str, Any]) -> dict[str, str]:
+    """The chat templates by name. Without one called default, the only one for conversations is it."""
+    prefix = "tokenizer.chat_template"
+    named = {key.removeprefix(f"{prefix}."): text for key, text in metadata.items() if key.startswith(f"{prefix}.")}
+    templates = {name: text for name, text in named.items() if isinstance(text, str)}
+    if isinstance(metadata.get(prefix), str):
+        templates["default"] = metadata[prefix]
+    plain = [name for name in templates if name not in _SPECIAL_TEMPLATES]
+    if "default" not in templates and len(plain) == 1:
+        templates["default"] = templates[plain[0]]
+    return templates
 
 
 def _token(metadata: dict[str, Any], name: str) -> str | None:

@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.errors import Cancelled, ModelError
+from engine.ipc.messages import Message
+from engine.models.gguf_splits import SPLITS
 from engine.models.gguf_tokenizer import KNOWN_SPLITS, write_tokenizer
 from engine.models.tokenizer import Tokenizer, load_tokenizer
 
@@ -94,8 +96,22 @@ def test_every_known_split_keeps_all_text(tmp_path: Path, pre: str) -> None:
         ("qwen2", "it's\n\nNow", ["it", "'s", "\n\n", "Now"]),
         ("tekken", "parseXMLFile", ["parse", "XMLFile"]),
         ("tekken", "ab 12", ["ab", " ", "1", "2"]),
-        ("gpt-4o", "parseXMLFile", ["parse", "XMLFile"]),
+        ("gpt-4o", "parseXMLFile's 12345", ["parse", "XMLFile's", " ", "123", "45"]),
         ("gpt-4o", "don't WE'LL 12345/\n", ["don't", " WE'LL", " ", "123", "45", "/\n"]),
+        ("gpt-4o", "a/b//\n\nC", ["a", "/b", "//\n\n", "C"]),
+        ("llama4", "I'LL naïve", ["I'LL", " naïve"]),
+        ("minimax-m2", "x1234", ["x", "123", "4"]),
+        ("lfm2", "ab 12345", ["ab", " ", "123", "45"]),
+        ("glm4", "it's 1234", ["it", "'s", " ", "123", "4"]),
+        ("qwen35", "हिन्दी 12", ["हिन्दी", " ", "1", "2"]),
+        ("qwen2", "हिन्दी", ["ह", "िन", "्द", "ी"]),
+        (
+            "deepseek-llm",
+            "ab  \u00c9t\u00e9\n12, \u4e2d\u6587",
+            ["ab", " ", " \u00c9", "t", "\u00e9", "\n", "12", ",", " ", "\u4e2d\u6587"],
+        ),
+        ("deepseek-coder", "ab x+1\n23 中", ["ab", " x", "+", "1", "\n", "2", "3", " ", "中"]),
+        ("deepseek-v3", "fn(x) 12345 日本中", ["fn", "(x", ")", " ", "123", "45", " ", "日本中"]),
     ],
 )
 def test_text_is_split_as_the_models_rule_says(tmp_path: Path, pre: str, text: str, pieces: list[str]) -> None:
@@ -115,9 +131,68 @@ def test_olmos_ids_are_those_of_transformers(tmp_path: Path, text: str) -> None:
     assert written(tmp_path, metadata).encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
 
 
+def test_rules_are_those_of_transformers() -> None:
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as THEIRS
+
+    common = set(THEIRS) & set(SPLITS)
+    assert common >= {"gpt-4o", "llama4", "lfm2", "minimax-m2", "qwen2", "qwen35", "llama-bpe", "tekken"}
+    for name in common:
+        assert SPLITS[name].steps == (THEIRS[name],)
+
+
+HARD = [
+    *CORPUS[:4],
+    *AWKWARD[:-1],
+    "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n",
+    "3 33 333 3333 33333 333333 3333333 33333333 3.3 3..3 3...3",
+    "កាន់តែពិសេសអាច😁 ?我想在apple工作1314151天～ ------======= нещо на Български",
+    "```````\"\"\"\"......!!!!!!?????? I've been 'told he's there, 'RE you sure? 'M not sure I'll make it",
+    "if (a[0] != b->c) { return &x | ~y; }  // 100% $5 #1 @me\r\n\r\n\tdone",
+    "東京タワー、ひらがな。한국어 텍스트 שלום ‘quotes’ “more” … ½ Ⅷ",
+]
+
+
+@pytest.mark.parametrize("pre", [name for name in KNOWN_SPLITS if name not in ("tekken", "gpt-4o", "llama4")])
+def test_ids_are_llama_cpps(tmp_path: Path, pre: str) -> None:
+    """Of those that are left out llama.cpp's rules are approximations."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is installed by `make bench`")
+    metadata = {**byte_level(pre), "tokenizer.ggml.add_bos_token": False}
+    path = write_vocabulary(tmp_path / "m.gguf", metadata)
+    theirs, ours = llama_cpp.Llama(str(path), vocab_only=True, verbose=False), written(tmp_path / "ours", metadata)
+    for text in HARD:
+        found = theirs.tokenize(text.encode(), add_bos=False, special=False) if text else []
+        assert ours.encode(text) == found, text
+
+
+def write_vocabulary(path: Path, metadata: dict[str, Any]) -> Path:
+    """A GGUF file with a byte-level BPE and no tensors."""
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(path, "llama")
+    writer.add_context_length(16)
+    writer.add_embedding_length(32)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(32)
+    writer.add_head_count(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model(metadata["tokenizer.ggml.model"])
+    writer.add_tokenizer_pre(metadata["tokenizer.ggml.pre"])
+    writer.add_token_list(metadata["tokenizer.ggml.tokens"])
+    writer.add_token_types(metadata["tokenizer.ggml.token_type"])
+    writer.add_token_merges(metadata["tokenizer.ggml.merges"])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def test_ids_and_special_tokens_are_the_files(tmp_path: Path) -> None:
     metadata = byte_level("gpt-2")
     assert write_tokenizer(tmp_path, metadata) == [0, 2]
+    called = metadata | {"tokenizer.ggml.tokens": [*metadata["tokenizer.ggml.tokens"], "<|call|>"]}
+    called["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 3]
+    assert write_tokenizer(tmp_path, called) == [0, 2, len(metadata["tokenizer.ggml.tokens"])]
     tokenizer = written(tmp_path, metadata)
     assert tokenizer.encode("<|im_start|>hi<|im_end|>")[0] == 1
     assert tokenizer.encode("<|im_start|>hi<|im_end|>")[-1] == 2
@@ -131,6 +206,60 @@ def test_a_beginning_token_is_added_where_the_file_says(tmp_path: Path) -> None:
     assert tokenizer.encode("hi")[0] == 1
     metadata["tokenizer.ggml.add_bos_token"] = False
     assert written(tmp_path, metadata).encode("hi")[0] != 1
+
+
+def test_named_chat_templates_come_along(tmp_path: Path) -> None:
+    metadata = byte_level("gpt-2")
+    metadata["tokenizer.chat_templates"] = ["rag", "tool_use"]
+    metadata["tokenizer.chat_template.rag"] = "from {{ documents }}"
+    metadata["tokenizer.chat_template.tool_use"] = "with {{ tools }}"
+    rendered = written(tmp_path, metadata).render_chat([Message("user", "Hi")])
+    assert rendered == "<|im_start|>Hi<|im_end|>"
+    metadata["tokenizer.chat_template.plain"] = metadata.pop("tokenizer.chat_template")
+    assert written(tmp_path, metadata).render_chat([Message("user", "Hi")]) == rendered
+    names = [each["name"] for each in json.loads((tmp_path / "tokenizer_config.json").read_text())["chat_template"]]
+    assert sorted(names) == ["default", "plain", "rag", "tool_use"]
+    del metadata["tokenizer.chat_template.plain"]
+    with pytest.raises(ModelError, match=r"several chat templates \(rag, tool_use\) and none is called default"):
+        written(tmp_path, metadata)
+
+
+def gemma() -> dict[str, Any]:
+    """Metadata of a BPE over whole characters, with bytes for those it lacks, trained on the corpus."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import models, normalizers, trainers
+
+    library = Library(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    library.normalizer = normalizers.Replace(" ", "\u2581")
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    library.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
+    )
+    state = json.loads(library.to_str())["model"]
+    tokens = sorted(state["vocab"], key=state["vocab"].get)
+    kinds = {"<pad>": 3, "<eos>": 3, "<bos>": 3, "<unk>": 2}
+    return {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [kinds.get(token, 6 if token.startswith("<0x") else 1) for token in tokens],
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in state["merges"]],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+    }
+
+
+def test_gemmas_ids_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import GemmaTokenizer
+
+    metadata = gemma()
+    vocabulary = {token: i for i, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    theirs, ours = GemmaTokenizer(vocab=vocabulary, merges=merges), written(tmp_path, metadata)
+    for text in (text for text in HARD if "<|" not in text):
+        ids = ours.encode(text)
+        assert ids == [2, *theirs(text, add_special_tokens=False)["input_ids"]]
+        assert ours.decode(ids) == text
 
 
 def test_an_unknown_split_is_refused_by_name(tmp_path: Path) -> None:
