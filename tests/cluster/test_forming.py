@@ -15,7 +15,8 @@ from paired_nodes import Nodes, make_identity
 from tests_models import tiny_mixtral
 
 from discovery.addresses import shown_address
-from engine.cluster.head.forming import RingFormer
+from engine.cluster.head.formed import FormedRing
+from engine.cluster.head.forming import NothingConnected, RingFormer
 from engine.cluster.head.survey import (
     TORCH_LAYER_S,
     Candidate,
@@ -46,7 +47,7 @@ from engine.cluster.membership.control_messages import (
 from engine.cluster.membership.heartbeat import FORMING
 from engine.cluster.membership.links import measure_best, reachable
 from engine.cluster.membership.measuring_node import measure_node
-from engine.cluster.membership.node import LentState
+from engine.cluster.membership.node import LentState, Node
 from engine.cluster.transport.addresses import listener_address, own_addresses, parse_address, plain_ip
 from engine.cluster.transport.exchange import PeerLost
 from engine.cluster.weights.transfer import encode_offer, offer
@@ -54,10 +55,11 @@ from engine.cluster.worker import lending
 from engine.cluster.worker.follower_work import Busy
 from engine.cluster.worker.lending import ClusterWorker
 from engine.errors import Cancelled, ModelError
-from engine.ipc.messages import Load
+from engine.ipc.messages import Load, OpenNetwork
 from engine.ipc.messages.ring import LinkFacts, RingChoice
 from engine.planning.calibration import Curve, ExpertShape
 from engine.planning.placement import Placement
+from engine.runtimes import runtime_named
 from engine.runtimes.model_headers import read_headers
 
 pytestmark = pytest.mark.usefixtures("no_keyring")
@@ -458,28 +460,49 @@ def test_candidates_are_lent_free_and_wanted(three: Nodes) -> None:
             lender.close()
 
 
-def test_forming_with_nobody_is_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from engine.cluster.membership.node import Node
-    from engine.ipc.messages import OpenNetwork
-    from engine.runtimes import runtime_named
-
+@pytest.fixture
+def former(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RingFormer]:
+    """Of a head that knows nobody."""
     monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
     folder = tiny_mixtral(tmp_path / "model")
     node = Node(*make_identity(tmp_path / "me"), OpenNetwork(id=1, name="me", listen="127.0.0.1:0"))
     load = Load(id=0, model="tiny", runtime="native", partitioning="cpu")
-    former = RingFormer(
-        node, "tiny", folder, runtime_named("native"), load, Surveyor(node.identity.node_id, folder, load)
-    )
-    try:
-        formed = former.form(lambda *_: None)
-        assert formed.names == {0: "me"}
-        assert formed.command_links == {}
-        assert len(formed.facts.nodes) == 1
-        assert formed.lost() is None
-        assert formed.layers.give_up() is False
-        rows = formed.model.start()
-        assert rows.extend([1, 2, 3]) is not None
-        assert not former.changed(lambda *_: None, lambda text: None)
-    finally:
-        former.close()
-        node.close()
+    surveyor = Surveyor(node.identity.node_id, folder, load)
+    made = RingFormer(node, "tiny", folder, runtime_named("native"), load, surveyor)
+    yield made
+    made.close()
+    node.close()
+
+
+def test_forming_with_nobody_is_one_machine(former: RingFormer) -> None:
+    formed = former.form(lambda *_: None)
+    assert formed.names == {0: "me"}
+    assert formed.command_links == {}
+    assert len(formed.facts.nodes) == 1
+    assert formed.lost() is None
+    assert formed.layers.give_up() is False
+    rows = formed.model.start()
+    assert rows.extend([1, 2, 3]) is not None
+    assert not former.changed(lambda *_: None, lambda text: None)
+
+
+@pytest.mark.parametrize(("again", "failures", "formed"), [(True, 3, True), (True, 4, False), (False, 1, False)])
+def test_a_ring_that_was_there_is_connected_again_when_all_failed_at_once(
+    former: RingFormer, monkeypatch: pytest.MonkeyPatch, again: bool, failures: int, formed: bool
+) -> None:
+    """Machines that are too busy for a moment do not end an answer."""
+    form, left = former._form_with, iter(range(failures))
+
+    def failing(*arguments: Any) -> FormedRing:
+        if next(left, None) is not None:
+            raise NothingConnected("The link to Bob cannot be made.", "network")
+        return form(*arguments)
+
+    if again:
+        former.form(lambda *_: None)
+    monkeypatch.setattr(former, "_form_with", failing)
+    if formed:
+        assert former.form(lambda *_: None).names == {0: "me"}
+        return
+    with pytest.raises(ModelError, match="link to Bob"):
+        former.form(lambda *_: None)

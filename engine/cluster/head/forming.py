@@ -14,6 +14,7 @@ from engine.cluster.expert_runners import layers_for
 from engine.cluster.formation import PassControl
 from engine.cluster.head.capacity_wait import CapacityError, CapacityWait
 from engine.cluster.head.epoch_specs import Ring, Trial, epoch_specs
+from engine.cluster.head.exchange_choice import ExchangeChoice
 from engine.cluster.head.formed import AloneLayers, FormedRing, end_epoch
 from engine.cluster.head.lacked_model import LackedModel
 from engine.cluster.head.loading_nodes import LoadingNodes, notices_of
@@ -38,9 +39,7 @@ from engine.cluster.membership.rpc_fanout import (
     stopped_by,
 )
 from engine.cluster.rehearsal import ranks_together
-from engine.cluster.transport.addresses import parse_address, plain_ip
 from engine.cluster.transport.exchange import PeerLost
-from engine.cluster.transport.registry import TRANSPORTS, allowed_exchanges, available_exchanges, choose_exchange
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load
 from engine.ipc.messages.ring import ExchangeName, RingFacts
@@ -54,8 +53,6 @@ from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel, RingPlace, Runtime
 
-CERTAIN: tuple[ExchangeName, ...] = ("tls", "socket", "envoy")
-"""Exchanges that can be opened wherever links can. The others belong to other libraries and may fail there."""
 MOST_LOSSES = 3
 """Maximum losses of links or of unknown machines during one forming."""
 CONNECT_S = 60.0
@@ -70,6 +67,10 @@ class LinksBroke(Exception):
     def __init__(self, tried: Tried) -> None:
         super().__init__(", ".join(tried.broken.values()))
         self.tried = tried
+
+
+class NothingConnected(ModelError):
+    """No node in particular failed: no exchange could be made between this machine and any other."""
 
 
 class RingFormer:
@@ -112,7 +113,7 @@ class RingFormer:
         self._considered: dict[str, str] = {}
         """Machines that the last forming or a later check has seen: node ids to processes."""
         self._rejoin_policy = RejoinPolicy(surveyor)
-        self._chosen: ExchangeName | None = None
+        self._exchange = ExchangeChoice(load.ring)
         self._notified: set[str] = set()
         self._notified_of_links: set[str] = set()
         self._link_retry = LinkRetry(node, {}, self._present_machines)
@@ -120,7 +121,6 @@ class RingFormer:
         """Node ids of the last plan. Some of the machines may be gone since."""
         self._tried: Tried | None = None
         """Links that can be opened, if they were tried before the survey."""
-        self._fallen_back = ""
         self._open_choice = choice
         """Until the ring was formed first: the runtime stays the same then, for the sake of the answers."""
         node.on_forgotten(self._forgotten)
@@ -246,6 +246,12 @@ class RingFormer:
                 if losses > MOST_LOSSES:
                     raise ModelError(f"The links of the ring cannot be made: {broke}.", kind="network") from broke
                 self._tried = broke.tried
+            except NothingConnected:
+                # The first time the wanted exchange is not available, which is said. Later it was, an answer waits, and
+                # all may have been too busy for a moment.
+                losses += 1
+                if self._formed is None or losses > MOST_LOSSES:
+                    raise
             except NodeRefused as refused:
                 # The other machines may be enough without it; if not, the plan says what is missing.
                 notices.append(f"{self._node.table.name_of(refused.node_id)} is left out of the ring: {refused}")
@@ -391,16 +397,16 @@ class RingFormer:
         has = ShardUpload(self._supply(ring.decision, progress), ring.decision, ring.followers).send(progress)
         threads = self._trial.threads or self._threads(ring.decision)
         elsewhere = ring.decision.kind == "elsewhere"
-        exchanges = [] if elsewhere else self._exchanges(ring)
+        exchanges = [] if elsewhere else self._exchange.candidates(ring, self._load.runtime, self._formed is not None)
         # Forming again must be quick.
-        rehearse = self._node.parts.effort.rehearse and self._chosen is None and not elsewhere
+        rehearse = self._node.parts.effort.rehearse and not self._exchange.made and not elsewhere
         specs = epoch_specs(ring, self._node, self._name, self._load, exchanges, threads, self._trial, rehearse)
         links = EpochLinks(epoch_of(specs[HEAD], {rank: one.name for rank, one in ring.followers.items()}))
         try:
             medians = self._connect(ring, specs, links, progress)
             if elsewhere:
                 return self._elsewhere(ring, specs[HEAD], links, has, notices, progress)
-            exchange, exchange_s = self._choose(medians, links)
+            exchange, exchange_s = self._exchange.choose(medians, links.problems)
             terms = ring.decision.terms
             self.terms = None if terms is None else terms.with_exchange(exchange_s, links.layer_s.get(exchange))
             model, layers, lines = self._load_all(ring, specs[HEAD], links, exchange, progress)
@@ -419,7 +425,7 @@ class RingFormer:
             encrypted=exchange in ("tls", "envoy"),
             nodes=shards,
         )
-        lines += self._take_fallen_back(exchange)
+        lines += self._exchange.take_notices()
         return self._formed_ring(ring, specs[HEAD], facts, model, layers, links, [*notices, *lines])
 
     def _threads(self, decision: RingDecision) -> int | None:
@@ -476,41 +482,7 @@ class RingFormer:
             notices,
         )
 
-    def _take_fallen_back(self, exchange: ExchangeName) -> list[str]:
-        line, self._fallen_back = self._fallen_back, ""
-        return [f"{line}; {exchange} is used."] if line else []
-
     # --- links ----------------------------------------------------------------------------------------------------
-
-    def _exchanges(self, ring: Ring) -> list[ExchangeName]:
-        used = {link.address for link in ring.survey.links.values()}
-        hosts = sorted({plain_ip(parse_address(address)[0]) for address in used})
-        available = [
-            name
-            for name in available_exchanges()
-            if all(name in ring.survey.facts[one.node_id].exchanges for one in ring.followers.values())
-        ]
-        if ring.decision.mode == "central":
-            available = [name for name in available if not TRANSPORTS[name].in_step_only]
-        machines = [ring.survey.facts[node_id].machine for node_id in ring.decision.ranks]
-        allowed = allowed_exchanges(
-            self._choice.exchange,
-            hosts,
-            self._choice.trusted,
-            available,
-            self._load.runtime,
-            together=len(set(machines)) < len(machines),
-        )
-        if allowed == ["mlx"]:
-            # mlx may not be available a second time (see below). The ring must not fail because of that.
-            allowed = ["tls", "mlx"]
-        if self._chosen is not None:
-            # Forming again must be quick: the former exchange is used without a comparison, or tls where it fails.
-            # A process can open one mlx group in its life, so none after a loss or with other machines.
-            again = self._chosen in allowed and (self._chosen != "mlx" or self._formed is None)
-            return list(dict.fromkeys([self._chosen if again else allowed[0], "tls"]))
-        # Exchanges that may fail come last: nodes that wait for them in vain have the others by then.
-        return sorted(allowed, key=lambda name: CERTAIN.index(name) if name in CERTAIN else len(CERTAIN))
 
     def _connect(
         self, ring: Ring, specs: Mapping[int, EpochSpec], links: EpochLinks, progress: ProgressCallback
@@ -554,8 +526,7 @@ class RingFormer:
         if (failure is not None or refused) and not unreachable:
             self._try_links(ring, progress)
         if isinstance(failure, ModelError) and len(refused) == len(answers) and not unreachable:
-            # No node in particular failed: the wanted exchange is not available.
-            raise failure
+            raise NothingConnected(str(failure), failure.kind) from failure
         if refused:
             raise most_likely(refused)
         if failure is not None:
@@ -565,19 +536,6 @@ class RingFormer:
             for name, seconds in links.medians.items()
             if all(isinstance(answer, Connected) and name in answer.medians for answer in answers)
         }
-
-    def _choose(self, medians: Mapping[ExchangeName, float], links: EpochLinks) -> tuple[ExchangeName, float]:
-        """The exchange to use, and its median seconds."""
-        wanted = self._choice.exchange
-        before = self._chosen or (wanted if wanted != "auto" else None)
-        if before is not None and before not in medians:
-            self._fallen_back = (
-                f"The exchange “{before}” could not be made{' again' if self._chosen else ''} "
-                f"({links.problems.get(before, 'not by every node, or not a second time').rstrip('.')})"
-            )
-        chosen = before if before is not None and before in medians else choose_exchange(medians)
-        self._chosen = chosen
-        return chosen, medians[chosen]
 
     def _try_links(self, ring: Ring, progress: ProgressCallback) -> None:
         """Find out why links could not be opened. Raises LinksBroke if one of them does not work any more."""
