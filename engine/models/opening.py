@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.ipc.progress import ProgressCallback
 
 _QUANTIZATION_ADVICE = {
-    "mxfp4": "use a bfloat16 copy (transformers makes one: Mxfp4Config(dequantize=True), then save_pretrained)",
+    "mxfp4": "use a GGUF file of the model, whose four-bit weights run where they lie",
     "fp8": "use a bfloat16 copy of the model",
 }
 

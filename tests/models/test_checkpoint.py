@@ -251,7 +251,7 @@ def test_remote_code_is_refused(tiny_model: TinyModel, tmp_path: Path):
 @pytest.mark.parametrize(
     ("setting", "name"),
     [
-        ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4.*Mxfp4Config"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4.*use a GGUF file of the model"),
         ({"quantization_config": {"quant_method": "fp8"}}, "fp8.*bfloat16 copy"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
         ({"quantization": {"group_size": 64, "bits": 4}}, "an unnamed method"),

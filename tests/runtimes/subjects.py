@@ -77,7 +77,7 @@ MLX = Subject(
 )
 SUBJECTS = (NATIVE, TORCH, MLX)
 
-PACKED_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe")
+PACKED_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss")
 
 
 def _mixed(name: str) -> GGMLQuantizationType:
