@@ -25,6 +25,7 @@ from engine.planning.hybrid import plan as plan_placement
 from engine.planning.runtime_choice import RuntimeChoice
 from engine.runtimes import choosing
 from engine.runtimes.choosing import choose_runtime
+from engine.runtimes.mlx.eligible import refuse_gguf
 from engine.runtimes.model_headers import Headers, read_headers
 from engine.session.loading import check_request
 from engine.system.free_memory import available_bytes, memory
@@ -137,6 +138,8 @@ def planned_runtime(load: Load, headers: Headers, graphics: Gpu | None) -> Runti
     choice = choose_runtime(load, headers.folder, graphics is not None, lambda: headers.not_native)
     if choice.name == "native" and headers.refused is not None:
         raise headers.refused
+    if choice.name == "mlx":
+        refuse_gguf(headers.folder)
     return choice
 
 

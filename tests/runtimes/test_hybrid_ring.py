@@ -100,6 +100,31 @@ def test_a_ring_with_devices_is_one_machine_to_the_bit(
 
 
 @pytest.mark.parametrize(
+    ("stored", "kernels", "policy"), [("Q4_K_M", "native", "lru-offload"), ("MXFP4", "off", "balanced")]
+)
+def test_packed_experts_are_shared_with_a_device_in_a_ring(
+    stored: str,
+    kernels: str,
+    policy: ExpertPolicy,
+    packed: Callable[[str, str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if kernels == "off":
+        monkeypatch.setenv("PRIVATELLM_KERNELS", "off")
+    folder = packed("qwen3_moe", stored)
+    experts = open_model(folder).experts
+    assert experts is not None
+    alone = conversation(load(folder, None, None))
+    devices: Devices = [StandInDevice(MEMORY), StandInDevice(MEMORY)]
+    room = 3 * experts.place(0, 0).nbytes
+    models = ring_of(folder, devices, "overlapping", policy=policy, gpu_expert_bytes=room)
+    assert_same(all_conversations(models), alone)
+    assert all(ran(device) for device in devices)
+    sizes = {operation.nbytes for device in devices if device is not None for operation in device.trace}
+    assert {experts.place(layer, 0).nbytes for layer in experts.layers} & sizes
+
+
+@pytest.mark.parametrize(
     ("how", "kernels", "policy", "room"), pairwise(PLACEMENTS, ("native", "off"), POLICIES, (0, FEW_EXPERTS, None))
 )
 def test_no_policy_changes_a_bit(

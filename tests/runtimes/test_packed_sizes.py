@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ from tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
 from tiny_models import write_tiny_model
 from torch_oracle import load, no_progress
 
+from engine.errors import ModelError
 from engine.ipc.messages import Load, Plan
 from engine.models.gguf_file import GgufFile
 from engine.models.gguf_folder import open_gguf
 from engine.models.opening import open_model
 from engine.models.sizes import sizes_of
 from engine.planning.hybrid import UNPACKING_ROOM, Device, gpu_room, policy_named, slabs_kept, workspace_bytes
+from engine.runtimes import runtime_named
 from engine.session.plan_model import plan_model
 
 
@@ -63,6 +66,17 @@ def test_predicted_memory_is_what_the_runtimes_take(folders: tuple[Path, Path]) 
     weights = [sizes.for_runtime(name).for_planning() for name in ("native", "torch")]
     assert len({round(each.trunk_bytes * each.weights_per_trunk_byte) for each in weights}) == 1
     assert {each.trunk_file_bytes for each in weights} == {native.trunk_bytes}
+
+
+@pytest.mark.parametrize("folders", ["olmoe"], indirect=True)
+def test_mlx_refuses_a_gguf_file_by_name(folders: tuple[Path, Path]) -> None:
+    path, folder = folders
+    asked = Load(id=1, model=str(path), runtime="mlx")
+    with pytest.raises(ModelError, match=r"does not read GGUF files.*choose the native runtime"):
+        plan_model(Plan(id=1, load=asked))
+    if importlib.util.find_spec("mlx_lm") is not None:
+        with pytest.raises(ModelError, match=r"does not read GGUF files.*choose the native runtime"):
+            runtime_named("mlx").load(folder, asked, no_progress)
 
 
 @pytest.mark.parametrize("folders", ["olmoe"], indirect=True)

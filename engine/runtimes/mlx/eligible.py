@@ -17,6 +17,7 @@ from engine.ipc.messages import Load
 from engine.models.opening import read_config
 from engine.models.sizes import sizes_of
 from engine.models.weight_layout import layout_of
+from engine.models.wording import shown
 from engine.runtimes.mlx.families import unsupported_config
 
 _LEFT_TO_MACOS = 4_000_000_000
@@ -27,7 +28,7 @@ def unsupported_reason(folder: Path, request: Load) -> str | None:
     """Why mlx does not run the model in ``folder`` as ``request`` asks, in a few words; None if its headers show no
     reason. Raises ModelError if the model cannot be opened."""
     config = read_config(folder)
-    if any(folder.glob("*.gguf")):
+    if in_gguf(folder):
         return "its weights are in a GGUF file, which the native runtime reads where it lies"
     problem = unsupported_config(config) or unsupported_quantisation(config)
     if problem is not None:
@@ -37,6 +38,21 @@ def unsupported_reason(folder: Path, request: Load) -> str | None:
     # In a ring the experts are shared, and the plan says whether they fit.
     budget = None if request.partitioning == "ring" else working_set_bytes()
     return None if budget is None else too_large(weight_bytes(folder, request.dtype), budget)
+
+
+def in_gguf(folder: Path) -> bool:
+    """Whether the weights in ``folder`` are in GGUF files."""
+    return any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
+
+
+def refuse_gguf(folder: Path) -> None:
+    """Raises ModelError (bad-input) if the weights in ``folder`` are in GGUF files."""
+    if in_gguf(folder):
+        raise ModelError(
+            f"The mlx runtime does not read GGUF files, as {shown(folder.name)} is: choose the native runtime, or a "
+            "model of mlx-community.",
+            kind="bad-input",
+        )
 
 
 def unsupported_quantisation(config: Mapping[str, Any]) -> str | None:

@@ -113,6 +113,7 @@ def load_experts(folder: Path, request: Load, progress: ProgressCallback, contex
 
 
 def _plan(folder: Path, request: Load, context: RankContext | None) -> _Plan:
+    eligible.refuse_gguf(folder)
     config = read_config(folder)
     family = family_of(config)
     device = "gpu" if mx.default_device() == mx.gpu else "cpu"

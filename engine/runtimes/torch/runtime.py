@@ -14,6 +14,7 @@ from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
 from engine.models.files import Experts, ModelFiles
 from engine.models.opening import open_model
+from engine.models.sizes import sizes_of
 from engine.moe.executor import Executor
 from engine.moe.kernels.cpu_threads import threads_of
 from engine.moe.timing import Recorder
@@ -84,7 +85,8 @@ class TorchRuntime:
         held = experts_here(files.experts, ring)
         if held is not None:
             gates = {place.layer: gate_of(place.experts) for place in places}
-            backend, said = make_backend(held, gates, dtype, recorder, request, room, files.trunk_bytes)
+            trunk_bytes = sizes_of(files, NAMES[dtype]).for_runtime("torch").trunk_bytes
+            backend, said = make_backend(held, gates, dtype, recorder, request, room, trunk_bytes)
             lines += said
             executor = make_executor(backend, held, recorder, ring)
             replace_experts(module, places, executor)
