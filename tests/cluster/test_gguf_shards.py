@@ -16,6 +16,7 @@ from engine.cluster.weights.own_shard import OwnShard
 from engine.cluster.weights.shard_store import Need, ShardStore
 from engine.cluster.weights.transfer import Offer, decode_offer, encode_offer, offer, outline, stream
 from engine.cluster.weights.weight_fingerprint import identity_of, known_weights
+from engine.cluster.worker.model_provider import find_provided
 from engine.errors import ModelError
 from engine.models import store
 from engine.models.gguf_file import GgufFile
@@ -180,6 +181,12 @@ def test_a_head_keeps_only_its_share(folder: Path, tmp_path: Path, monkeypatch: 
     assert experts is not None
     assert {layer: list(experts.held(layer)) for layer in experts.layers} == half(folder)
     assert OwnShard.find(shard.offered.identity.name, "me") is not None
+
+
+def test_a_persons_own_file_is_not_given(folder: Path) -> None:
+    """Its folder lies in the models folder; the file does not."""
+    assert folder.parent == store.locate("models") and store.is_complete(folder)
+    assert find_provided(folder.name, "tiny", "anybody") is None
 
 
 def test_a_gguf_file_is_no_source_of_a_bank(folder: Path, tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ from engine.models.shard_files import read_shard
 
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 _NEVER = (store.PARTIAL, store.SHARD, store.PREPARED)
+_BORROWED = ("local--", "gguf--")
+"""Beginnings of the names of folders that were made for a person's own folder or file elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def find_provided(key: str, name: str, caller: str) -> ProvidedModel | None:
     Otherwise the shard that the machine with the node id ``caller`` once sent of the model it calls ``name``. None if
     neither is here. Shards of other heads are not given: what a head sent is used with that head only.
     """
-    if not _KEY.fullmatch(key) or key.endswith(_NEVER) or key.startswith("local--"):
+    if not _KEY.fullmatch(key) or key.endswith(_NEVER) or key.startswith(_BORROWED):
         return None
     found = store.resolve_installed(key)
     if found is not None and found.folder is not None:
