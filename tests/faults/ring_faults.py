@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import shutil
 import signal
 import socket
@@ -75,16 +76,19 @@ def write_large_model(folder: Path, hidden_size: int, intermediate_size: int) ->
     )
 
 
+PORTS = range(10_000, 30_000, 2)
+"""Ports that no system gives to outgoing connections: those of other tests cannot take one before it is used, nor while
+its machine is gone."""
+
+
 def free_pair() -> int:
     """A port of loopback that is free, and so is the next one."""
     while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            with contextlib.suppress(OSError):
-                if port < 65000:
-                    second.bind(("127.0.0.1", port + 1))
-                    return int(port)
+        port = random.SystemRandom().choice(PORTS)
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
+            return port
 
 
 class Machine:
