@@ -266,10 +266,14 @@ ALWAYS_INLINE void four_k_scales(const uint8_t *const b[4], __m512 scales[4], __
 
 /* ---- Products ---------------------------------------------------------------------------------------------------- */
 
-/* sums[M] += the unit at w times those at x. */
-ALWAYS_INLINE void add_unit(const uint8_t *w, const __m512 scales, const __m512 minimums, const wide_input *const *x,
-                            int64_t unit, __m512 *sums, const int dtype, const int M) {
+/* sums[M] += the unit at w times those at x. What lies `ahead` is fetched, but not for one token, whose weights the
+   processor fetches faster by itself. */
+ALWAYS_INLINE void add_unit(const uint8_t *w, const int64_t ahead, const __m512 scales, const __m512 minimums,
+                            const wide_input *const *x, int64_t unit, __m512 *sums, const int dtype, const int M) {
     __m512i codes[4];
+    if (M > 1)
+        for (int64_t line = 0; line < bytes_of_values(dtype, UNIT); line += 64)
+            __builtin_prefetch((const char *)w + ahead + line, 0, 2);
     unit_codes(w, dtype, codes);
     UNROLL for (int m = 0; m < M; m++) {
         const wide_input *in = x[m] + unit;
@@ -286,6 +290,7 @@ ALWAYS_INLINE void add_rows(const uint8_t *w, const int64_t row_bytes, const int
                             const int fresh, const int dtype, const int M) {
     const int k = dtype == PLLM_Q4_K || dtype == PLLM_Q5_K;
     const int64_t size = bytes_of_values(dtype, UNIT), whole = MIN(last, values / UNIT);
+    const int64_t ahead = GROUP_ROWS * row_bytes; /* the same columns of the next group */
     const wide_input *in[MOST_TOKENS];
     UNROLL for (int m = 0; m < M; m++) in[m] = x[m];
     for (int64_t row = 0; row < rows; row++, w += row_bytes, all += M) {
@@ -300,20 +305,20 @@ ALWAYS_INLINE void add_rows(const uint8_t *w, const int64_t row_bytes, const int
                 const uint8_t *const four[4] = {at, at + MIN(1, end) * size, at + MIN(2, end) * size, at + end * size};
                 four_k_scales(four, scales, minimums, LARGE_CODES && dtype == PLLM_Q4_K);
                 for (int64_t i = 0; i < some; i++, at += size)
-                    add_unit(at, scales[i], minimums[i], in, unit + i, sums, dtype, M);
+                    add_unit(at, ahead, scales[i], minimums[i], in, unit + i, sums, dtype, M);
             }
         } else {
             for (; unit < whole; unit++, at += size) {
                 __m512 minimums;
                 const __m512 scales = unit_scales(at, dtype, &minimums);
-                add_unit(at, scales, minimums, in, unit, sums, dtype, M);
+                add_unit(at, ahead, scales, minimums, in, unit, sums, dtype, M);
             }
             if (block_values(dtype) < UNIT && unit < last) { /* zeros follow, so that nothing is read past the row */
                 uint8_t block[UNIT_BYTES_LIMIT] = {0};
                 __m512 minimums;
                 memcpy(block, at, (size_t)bytes_of_values(dtype, values % UNIT));
                 const __m512 scales = unit_scales(block, dtype, &minimums);
-                add_unit(block, scales, minimums, in, unit, sums, dtype, M);
+                add_unit(block, 0, scales, minimums, in, unit, sums, dtype, M);
             }
         }
         UNROLL for (int m = 0; m < M; m++) _mm512_storeu_ps((float *)&all[m], sums[m]);
