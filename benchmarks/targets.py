@@ -153,7 +153,7 @@ def verdicts(models: Sequence[Mapping[str, Any]], targets: Sequence[Target] = TA
 def kernel_verdicts(figures: Sequence[Mapping[str, Any]]) -> list[Verdict]:
     """The targets of one expert alone, for every set of kernels that ``benchmarks.kernels`` measured."""
     found = []
-    large = [figure for figure in figures if figure["shape"] == "mixtral"]
+    large = [figure for figure in figures if figure["shape"] == "mixtral" and figure["format"] == "BF16"]
     for kernels in dict.fromkeys(figure["kernels"] for figure in large):
         by_rows = {figure["rows"]: figure for figure in large if figure["kernels"] == kernels}
         one, four = by_rows.get(1), by_rows.get(4)

@@ -69,10 +69,10 @@ def test_the_targets_are_those_that_were_set() -> None:
 
 
 FIGURES = [
-    {"shape": "mixtral", "kernels": "avx512f", "rows": 1, "milliseconds": 10.0, "read_shard": 0.92},
-    {"shape": "mixtral", "kernels": "avx512f", "rows": 4, "milliseconds": 13.0, "read_shard": 0.7},
-    {"shape": "mixtral", "kernels": "avx2", "rows": 1, "milliseconds": 12.0, "read_shard": 0.8},
-    {"shape": "fine", "kernels": "avx2", "rows": 4, "milliseconds": 12.0, "read_shard": 0.8},
+    {"shape": "mixtral", "kernels": "avx512f", "format": "BF16", "rows": 1, "milliseconds": 10.0, "read_shard": 0.92},
+    {"shape": "mixtral", "kernels": "avx512f", "format": "BF16", "rows": 4, "milliseconds": 13.0, "read_shard": 0.7},
+    {"shape": "mixtral", "kernels": "avx2", "format": "BF16", "rows": 1, "milliseconds": 12.0, "read_shard": 0.8},
+    {"shape": "fine", "kernels": "avx2", "format": "BF16", "rows": 4, "milliseconds": 12.0, "read_shard": 0.8},
 ]
 
 
