@@ -82,12 +82,14 @@ class Sizes:
 
     def for_runtime(self, runtime: str) -> Sizes:
         """These sizes with the trunk as ``runtime`` keeps it: native reads it where it is stored, torch converts all
-        of it to ``dtype``."""
+        of it to ``dtype``. Native computes in bfloat16 with weights stored as float16."""
         if self.trunk_numbers is None or runtime not in ("native", "torch"):
             return self
         trunk, width = (self.trunk_stored, 1) if runtime == "native" else (self.trunk_numbers, self.width)
+        native_float16 = runtime == "native" and self.dtype == "float16"
         return replace(
             self,
+            dtype="bfloat16" if native_float16 else self.dtype,
             trunk_bytes=trunk.total * width,
             embedding_bytes=trunk.embedding * width,
             shared_bytes=trunk.shared * width,

@@ -196,8 +196,14 @@ def _choices(load: Load, sizes: Sizes, runtime: RuntimeChoice, context: int) -> 
     else:
         why = f"usual for a conversation; the model takes up to {sizes.context_limit}"
     per_thousand = 1000 * sizes.key_value_bytes_per_token / 1e6
-    stored = f"the weights are packed, most of them as {sizes.stored}" if is_packed(sizes.stored) else ""
-    numbers = (stored or "as the model is stored") if load.dtype == "auto" else "as chosen"
+    if load.dtype != "auto":
+        numbers = "as chosen"
+    elif is_packed(sizes.stored):
+        numbers = f"the weights are packed, most of them as {sizes.stored}"
+    else:
+        numbers = (
+            "as the model is stored" if sizes.stored == sizes.dtype else f"the weights are stored as {sizes.stored}"
+        )
     choices = [
         PlannedChoice("runtime", runtime.name, runtime.reason),
         PlannedChoice("numbers", sizes.dtype, numbers),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,17 @@ def test_predicted_memory_is_what_the_runtimes_take(folders: tuple[Path, Path]) 
     weights = [sizes.for_runtime(name).for_planning() for name in ("native", "torch")]
     assert len({round(each.trunk_bytes * each.weights_per_trunk_byte) for each in weights}) == 1
     assert {each.trunk_file_bytes for each in weights} == {native.trunk_bytes}
+
+
+@needs_kernels
+def test_float16_is_computed_with_in_bfloat16_by_native_alone(tiny_model: Callable[..., Path]) -> None:
+    folder = tiny_model("qwen2_moe", dtype="float16")
+    sizes = sizes_of(open_model(folder))
+    for runtime, model in (("native", load_native(folder)), ("torch", load(folder, partitioning="cpu"))):
+        predicted = sizes.for_runtime(runtime)
+        assert (predicted.dtype, predicted.stored) == (model.facts.dtype, "float16")
+        assert predicted.trunk_bytes == pytest.approx(model.facts.trunk_bytes, rel=0.02)
+        assert predicted.key_value_bytes_per_token == model.facts.key_value_bytes_per_token
 
 
 @pytest.mark.parametrize("folders", ["olmoe"], indirect=True)

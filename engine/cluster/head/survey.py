@@ -318,7 +318,9 @@ def decide(
     The plan's sentences call the head "this machine"; its facts contain the head's name.
     """
     (me, my_name), *others = order
-    nodes = planned_nodes(survey, [(me, THIS_MACHINE), *others], load.runtime, headers.sizes.dtype, load)
+    nodes = planned_nodes(
+        survey, [(me, THIS_MACHINE), *others], load.runtime, headers.sizes.for_runtime(load.runtime).dtype, load
+    )
     popularity: list[list[float]] = []
     if headers.profile is not None:
         counts = known_counts(headers.folder, headers.profile, headers.sizes.experts_per_token, lambda text: None)
