@@ -14,13 +14,13 @@ from pairwise import pairwise
 from subjects import prompt_of
 from tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
 from tiny_models import write_tiny_model
-from torch_oracle import library_run, load, no_progress, our_run, typical, worst
+from torch_oracle import library_model, library_run, load, no_progress, our_run, typical, worst
 
 from benchmarks.stand_in_device import StandInDevice
 from engine.ipc.messages import ExpertPolicy, Load
 from engine.models.files import ModelFiles
 from engine.models.gguf_folder import open_gguf
-from engine.models.number_formats import BLOCKS
+from engine.models.number_formats import BLOCKS, is_packed
 from engine.models.opening import open_model
 from engine.planning.hybrid import GPU_RUNTIME_BYTES
 from engine.runtimes.torch.runtime import TorchRuntime
@@ -91,6 +91,24 @@ def test_packed_experts_run_in_the_native_kernels(
     assert ("native" in model.facts.executor) == (family != "llama")
     answer, theirs = library_run(truth, tokens, chunks=1)
     assert typical(our_run(model, tokens, 2, answer), theirs) < ROUNDED
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "Q4_K"), ("qwen2", "Q5_0"), ("qwen3_5_text", "Q6_K"), ("qwen3_5_moe_text", "Q4_K")]
+)
+def test_a_packed_trunk_stays_where_it_lies(
+    tmp_path: Path, sources: Callable[[str], Path], family: str, kind: str
+) -> None:
+    folder, truth = packed_model(tmp_path, sources(family), family, kind)
+    model, tokens = load(folder), prompt_of(40)
+    answer, theirs = library_run(truth, tokens, chunks=1)
+    assert typical(our_run(model, tokens, 2, answer), theirs) < ROUNDED
+    stored = open_model(folder)
+    plain = sum(tensor.nbytes for _, tensor in stored.trunk() if not is_packed(tensor.dtype))
+    assert stored.trunk_bytes - plain <= model.facts.trunk_bytes <= stored.trunk_bytes
+    library = library_model(truth)
+    assert model.facts.parameters == sum(parameter.numel() for parameter in library.parameters())
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from engine.models.files import Experts, ModelFiles, whole_weights
 from engine.moe.executor import Executor
 from engine.runtimes.torch.gpu_memory_plan import SharedRoom
 from engine.runtimes.torch.offload.torch_tensors import NAMES
+from engine.runtimes.torch.packed_modules import numbers_kept_packed
 
 
 def describe(
@@ -50,7 +51,7 @@ def describe(
         trunk_bytes=sum(tensor.nbytes for tensor in stored),
         expert_bytes=0 if held is None else held.nbytes,
         key_value_bytes_per_token=key_value_numbers(config) * dtype.itemsize,
-        parameters=sum(p.numel() for p in module.parameters()) + expert_parameters,
+        parameters=sum(p.numel() for p in module.parameters()) + numbers_kept_packed(module) + expert_parameters,
         load_s=load_s,
         trunk=f"transformers (torch, {device.type})",
         policy=request.policy if shared is not None else None,

@@ -20,7 +20,9 @@ from engine.ipc.progress import ProgressCallback
 from engine.models.config_values import without_implementations
 from engine.models.files import ModelFiles, StoredTensor
 from engine.models.wording import shown
+from engine.moe.kernels.bindings import KernelChoice
 from engine.runtimes.torch.offload.torch_tensors import numbers_on
+from engine.runtimes.torch.packed_modules import PackedEmbedding, PackedLinear, kernels_for, packed_module
 
 COMPOSITE_PREFIX = "language_model."
 """Prefix of the text model's tensors in a checkpoint that also sees pictures."""
@@ -94,11 +96,13 @@ def _in_one_line(error: Exception) -> str:
 def fill_trunk(
     model: Any, files: ModelFiles, dtype: torch.dtype, device: torch.device, progress: ProgressCallback
 ) -> None:
-    """Copy every trunk tensor of ``files`` into ``model`` (a skeleton whose experts have been replaced), unpacked.
+    """Copy every trunk tensor of ``files`` into ``model`` (a skeleton whose experts have been replaced). Packed ones
+    stay where they lie (:mod:`engine.runtimes.torch.packed_modules`) or are unpacked.
 
     Raises ModelError naming the first tensor that is missing, unexpected, of the wrong shape or there twice.
     """
     expected: dict[str, torch.Tensor] = model.state_dict()
+    kernels = kernels_for(device, dtype)
     keep_float32 = _keep_float32(model, dtype)
     filled: set[str] = set()
     done = 0
@@ -112,11 +116,18 @@ def fill_trunk(
                 "the files do not belong together: fetch the model again."
             )
         wanted = torch.float32 if keep_float32 is not None and keep_float32.search(name) else place.dtype
-        _place(model, name, numbers_on(device, tensor, wanted, files.changes.get(stored_name)))
+        change, owner = files.changes.get(stored_name), name.rpartition(".")[0]
+        packed = None
+        if kernels is not None and wanted == dtype and name.endswith(".weight"):
+            packed = packed_module(model.get_submodule(owner), tensor, change, kernels, dtype)
+        if packed is None:
+            _place(model, name, numbers_on(device, tensor, wanted, change))
+        else:
+            _replace(model, owner, packed)
         filled.add(name)
         done += tensor.nbytes
         progress("reading the trunk", min(done, files.trunk_bytes), files.trunk_bytes, "bytes")
-    _tie(model, expected.keys() - filled)
+    _tie(model, expected.keys() - filled, kernels)
     _fill_buffers(model, device)
 
 
@@ -177,10 +188,20 @@ def _place(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
         parent._parameters[child] = nn.Parameter(tensor, requires_grad=False)
 
 
-def _tie(model: Any, missing: set[str]) -> None:
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def _tie(model: Any, missing: set[str], kernels: KernelChoice | None) -> None:
     """Share the tensors that the family shares (head and embedding). Raises ModelError if one is still missing."""
     for target, source in model.all_tied_weights_keys.items():
-        if target in missing and source not in missing:
+        shared = model.get_submodule(source.rpartition(".")[0])
+        if target in missing and isinstance(shared, PackedEmbedding) and kernels is not None:
+            owner = target.rpartition(".")[0]
+            _replace(model, owner, PackedLinear(shared.stored, None, None, kernels))
+            missing = missing - {target}
+        elif target in missing and source not in missing:
             model.get_submodule(target.rpartition(".")[0])._parameters[target.rpartition(".")[2]] = model.get_parameter(
                 source
             )

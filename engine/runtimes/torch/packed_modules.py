@@ -1,0 +1,116 @@
+"""Modules that compute with packed weights where they lie, in place of torch's with unpacked copies.
+
+A packed trunk then takes no more memory than its file, and is read in a quarter of the bytes. The native kernels
+multiply; they round their inputs to eight bits, so a model that computes in float32 keeps unpacked copies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from engine.models.changes import Change
+from engine.models.files import StoredTensor
+from engine.models.number_formats import is_packed
+from engine.moe.kernels.bindings import KernelChoice, choose, load
+from engine.moe.kernels.layers import matrix
+from engine.moe.kernels.pool import shared_pool
+from engine.runtimes.torch.offload.torch_unpacking import unpack
+
+
+class PackedLinear(nn.Module):  # type: ignore[misc]
+    """Replaces a linear layer: ``x`` [..., in] times the packed ``stored`` [out, in] transposed, plus ``bias``.
+
+    ``change`` is undone on what goes in and comes out, as its orders would tear blocks apart.
+    """
+
+    def __init__(
+        self, stored: StoredTensor, bias: nn.Parameter | None, change: Change | None, choice: KernelChoice
+    ) -> None:
+        super().__init__()
+        self.stored = stored
+        self.out_features, self.in_features = stored.shape
+        # Seen by those who count what a model keeps.
+        self.register_buffer("blocks", torch.from_numpy(stored.words))
+        self.register_parameter("bias", bias)
+        self._choice = choice
+        self._matrix = matrix(stored)
+        self._native = load()
+        columns = None if change is None else change.columns
+        self._columns = None if columns is None else torch.from_numpy(np.argsort(columns))
+        self._rows = None if change is None or change.rows is None else torch.from_numpy(change.rows)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, self.in_features).to(torch.float32)
+        rows = (rows if self._columns is None else rows.index_select(1, self._columns)).contiguous()
+        out = torch.empty(rows.shape[0], self.out_features)
+        if rows.shape[0]:
+            code = self._native.pllm_linear(
+                shared_pool(torch.get_num_threads()).handle,
+                self._choice.number,
+                ctypes.addressof(self._matrix),
+                None,
+                rows.data_ptr(),
+                self.in_features,
+                rows.shape[0],
+                out.data_ptr(),
+                self.out_features,
+            )
+            assert code == 0, f"pllm_linear returned {code}"
+        if self._rows is not None:
+            out = out.index_select(1, self._rows)
+        if self.bias is not None:
+            out = out + self.bias
+        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+
+class PackedEmbedding(nn.Module):  # type: ignore[misc]
+    """Replaces an embedding: the wanted rows of the packed ``stored`` [vocabulary, hidden], in ``dtype``."""
+
+    def __init__(self, stored: StoredTensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.stored = stored
+        self.num_embeddings, self.embedding_dim = stored.shape
+        self.register_buffer("blocks", torch.from_numpy(stored.words))
+        self._dtype = dtype
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        chosen = self.blocks.index_select(0, ids.reshape(-1))
+        return unpack(chosen, self.stored.dtype, self._dtype).view(*ids.shape, self.embedding_dim)
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype) -> KernelChoice | None:
+    """The kernels that multiply packed matrices of a trunk on ``device`` that computes in ``dtype``; None if it is
+    unpacked."""
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return None
+    choice = choose("bfloat16")
+    return choice if choice.native else None
+
+
+def packed_module(
+    old: nn.Module, stored: StoredTensor, change: Change | None, choice: KernelChoice, dtype: torch.dtype
+) -> nn.Module | None:
+    """The module that takes the place of ``old``, whose weight is ``stored``; None if there is none for its kind."""
+    if not is_packed(stored.dtype):
+        return None
+    if type(old) is nn.Linear:
+        # The bias is filled by its own name, before or after this.
+        return PackedLinear(stored, old.bias, change, choice)
+    if type(old) is nn.Embedding and change is None:
+        return PackedEmbedding(stored, dtype)
+    return None
+
+
+def numbers_kept_packed(model: Any) -> int:
+    """How many weights packed modules of ``model`` hold, each tensor once."""
+    kept = {
+        module.blocks.data_ptr(): module.stored.shape
+        for module in model.modules()
+        if isinstance(module, PackedLinear | PackedEmbedding)
+    }
+    return sum(rows * columns for rows, columns in kept.values())
