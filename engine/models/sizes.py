@@ -74,25 +74,34 @@ class Sizes:
     """Bytes of the trunk in the files."""
     trunk_numbers: TrunkSize | None = None
     """Numbers of the trunk; None if the runtime for these files never converts it."""
+    trunk_packed: TrunkSize = TrunkSize()
+    """Bytes of the trunk's packed tensors."""
+    trunk_plain: TrunkSize = TrunkSize()
+    """Numbers of the trunk's other tensors."""
 
     @property
     def width(self) -> int:
         """Bytes of one number in ``dtype``."""
         return _WIDTHS.get(self.dtype, 2)
 
-    def for_runtime(self, runtime: str) -> Sizes:
-        """These sizes with the trunk as ``runtime`` keeps it: native reads it where it is stored, torch converts all
-        of it to ``dtype``. Native computes in bfloat16 with weights stored as float16."""
+    def for_runtime(self, runtime: str, on_gpu: bool = False) -> Sizes:
+        """These sizes with the trunk as ``runtime`` keeps it. native reads it where it is stored, and computes in
+        bfloat16 with weights stored as float16. torch converts it to ``dtype``, but for packed tensors of a trunk that
+        computes in bfloat16 on a CPU."""
         if self.trunk_numbers is None or runtime not in ("native", "torch"):
             return self
-        trunk, width = (self.trunk_stored, 1) if runtime == "native" else (self.trunk_numbers, self.width)
-        native_float16 = runtime == "native" and self.dtype == "float16"
+        trunk, width, packed, dtype = self.trunk_numbers, self.width, TrunkSize(), self.dtype
+        if runtime == "native":
+            trunk, width = self.trunk_stored, 1
+            dtype = "bfloat16" if dtype == "float16" else dtype
+        elif dtype == "bfloat16" and not on_gpu:
+            trunk, packed = self.trunk_plain, self.trunk_packed
         return replace(
             self,
-            dtype="bfloat16" if native_float16 else self.dtype,
-            trunk_bytes=trunk.total * width,
-            embedding_bytes=trunk.embedding * width,
-            shared_bytes=trunk.shared * width,
+            dtype=dtype,
+            trunk_bytes=packed.total + trunk.total * width,
+            embedding_bytes=packed.embedding + trunk.embedding * width,
+            shared_bytes=packed.shared + trunk.shared * width,
         )
 
     def for_planning(self, name: str = "", bytes_per_weight: int | None = None) -> ModelSizes:
@@ -124,6 +133,10 @@ class _Trunk:
     stored: str
     nbytes: TrunkSize
     numbers: TrunkSize | None
+    packed: TrunkSize
+    """Bytes of packed tensors."""
+    plain: TrunkSize
+    """Numbers of the others."""
 
 
 class _Stored(Protocol):
@@ -218,6 +231,8 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
         largest_expert_bytes=0 if experts is None else experts.largest,
         trunk_stored=trunk.nbytes,
         trunk_numbers=trunk.numbers,
+        trunk_packed=trunk.packed,
+        trunk_plain=trunk.plain,
     )
 
 
@@ -253,14 +268,16 @@ def key_value_numbers(config: Mapping[str, Any]) -> int:
 
 def _trunk(tensors: Iterable[tuple[str, _Stored]], config: Mapping[str, Any]) -> _Trunk:
     by_dtype: dict[str, int] = {}
-    nbytes, numbers = _TrunkCount(), _TrunkCount()
+    nbytes, numbers, packed, plain = (_TrunkCount() for _ in range(4))
     for name, tensor in tensors:
         by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.nbytes
         nbytes.add(name, tensor.nbytes)
         numbers.add(name, math.prod(tensor.shape))
+        packed.add(name, tensor.nbytes if is_packed(tensor.dtype) else 0)
+        plain.add(name, 0 if is_packed(tensor.dtype) else math.prod(tensor.shape))
     dtype = max(by_dtype, key=lambda stored: by_dtype[stored], default="BF16")
     tied = bool(config.get("tie_word_embeddings", False))
-    return _Trunk(_NAMES.get(dtype, dtype), nbytes.size(tied), numbers.size(tied))
+    return _Trunk(_NAMES.get(dtype, dtype), nbytes.size(tied), numbers.size(tied), packed.size(tied), plain.size(tied))
 
 
 class _TrunkCount:

@@ -53,7 +53,7 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Cluster
     headers = read_headers(folder, load)
     graphics = gpu_for(load)
     runtime = planned_runtime(load, headers, graphics)
-    headers = replace(headers, sizes=headers.sizes.for_runtime(runtime.name))
+    headers = replace(headers, sizes=headers.sizes.for_runtime(runtime.name, on_gpu=graphics is not None))
     sizes = headers.sizes
     notices: list[str] = []
     calibration, speed = _measured(load, headers, graphics, runtime.name, notices)

@@ -62,7 +62,9 @@ def test_predicted_memory_is_what_the_runtimes_take(folders: tuple[Path, Path]) 
         assert planned.memory[0].experts == predicted.expert_bytes
         (numbers,) = [choice for choice in planned.choices if choice.what == "numbers"]
         assert (numbers.choice, numbers.reason) == ("bfloat16", "the weights are packed, most of them as Q4_K")
-    assert sizes.for_runtime("torch").trunk_bytes > 2 * native.trunk_bytes
+    assert sizes.for_runtime("torch", on_gpu=True).trunk_bytes > 2 * native.trunk_bytes
+    wide = sizes_of(files, "float32")
+    assert wide.for_runtime("torch").trunk_bytes == 2 * sizes.for_runtime("torch", on_gpu=True).trunk_bytes
     # Arithmetic is counted in weights, whatever bytes they are packed in.
     weights = [sizes.for_runtime(name).for_planning() for name in ("native", "torch")]
     assert len({round(each.trunk_bytes * each.weights_per_trunk_byte) for each in weights}) == 1
@@ -96,7 +98,7 @@ def test_a_gpu_has_slots_for_the_largest_expert_and_room_to_unpack_one(folders: 
     _, folder = folders
     experts = open_model(folder).experts
     assert experts is not None
-    sizes = sizes_of(open_model(folder)).for_runtime("torch").for_planning()
+    sizes = sizes_of(open_model(folder)).for_runtime("torch", on_gpu=True).for_planning()
     large, small = (experts.place(layer, 0).nbytes for layer in (0, 1))
     assert small < sizes.slab_bytes < large == sizes.slot_bytes
     assert sizes.unpacked_slab_bytes == 2 * experts.place(0, 0).weights

@@ -94,7 +94,7 @@ def find_room(
             ]
         return None, []
     free = _may_take(request, there, total)
-    sizes = sizes_of(files, NAMES[dtype]).for_runtime("torch")
+    sizes = sizes_of(files, NAMES[dtype]).for_runtime("torch", on_gpu=not in_ring)
     context = min(sizes.context_limit, request.context_limit or HybridRequest().context_tokens)
     needed = sizes.for_planning(bytes_per_weight=dtype.itemsize)
     if in_ring:
