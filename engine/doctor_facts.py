@@ -61,7 +61,8 @@ def _about_model(facts: DoctorFacts, load: Load) -> DoctorFacts:
     if headers.shape is None:
         return facts
     notices: list[str] = []
-    key = calibration_key(headers.sizes.dtype, load.cpu_threads, graphics.name if graphics is not None else None)
+    dtype = headers.sizes.for_runtime(runtime.name).dtype
+    key = calibration_key(dtype, load.cpu_threads, graphics.name if graphics is not None else None)
     calibration = load_calibration(headers.shape, key, notices.append)
     none = " ".join(notices) or "none for this model's experts on this machine"
     found = calibration is not None

@@ -73,6 +73,15 @@ def changes_of(architecture: Architecture, config: Mapping[str, Any]) -> dict[st
     return paired_changes(config) if architecture.paired_rotary else {}
 
 
+def unread_entries(gguf: GgufFile) -> Iterator[tuple[str, str, TensorEntry]]:
+    """Name, file name and place of the tensors whose content is in the configuration. No runtime reads them, but a copy
+    of the file has them."""
+    for name in sorted(_IGNORED & gguf.tensors.keys()):
+        tensor = gguf.tensors[name]
+        stop = tensor.offset + tensor.nbytes
+        yield name, gguf.paths[tensor.part].name, TensorEntry(tensor.format, tensor.shape, tensor.offset, stop)
+
+
 def _predicts_ahead(gguf: GgufFile, name: str, config: Mapping[str, Any]) -> bool:
     """Whether a tensor is of the blocks after the last layer, which predict several tokens and are not used."""
     if not Metadata(gguf).get("nextn_predict_layers"):

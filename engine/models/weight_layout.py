@@ -22,6 +22,7 @@ from engine.models.byte_map import Run, Runs, merged
 from engine.models.checkpoint import INDEX, Checkpoint
 from engine.models.families import check_supported, expert_shape
 from engine.models.gguf_file import GgufFile
+from engine.models.gguf_tensors import unread_entries
 from engine.models.opening import open_model, read_config
 from engine.models.safetensors_files import TensorEntry, read_header
 from engine.models.shard_files import Form
@@ -139,13 +140,21 @@ def _opened_layout(opened: Bank | Checkpoint) -> WeightLayout:
         for layer in experts.layers:
             for expert in range(experts.count):
                 runs[layer, expert] = experts.place(layer, expert).runs(numbers)
-    return _layout(opened, form, files, opened.trunk_entries, runs)
+    trunk = dict(opened.trunk_entries)
+    if isinstance(opened, Checkpoint) and opened.is_gguf:
+        with GgufFile(opened.files[0]) as gguf:
+            trunk |= {name: (file, entry) for name, file, entry in unread_entries(gguf)}
+            headers = gguf.data_starts
+    else:
+        headers = tuple(_header_bytes(opened.folder / name) for name in files)
+    return _layout(opened, form, files, headers, trunk, runs)
 
 
 def _layout(
     opened: Bank | Checkpoint,
     form: Form,
     files: Mapping[str, int],
+    headers: tuple[int, ...],
     trunk: Mapping[str, tuple[str, TensorEntry]],
     runs: Mapping[tuple[int, int], Runs],
 ) -> WeightLayout:
@@ -156,7 +165,7 @@ def _layout(
         config=opened.config,
         form=form,
         files=tuple(files.items()),
-        headers=tuple(_header_bytes(opened.folder / name) for name in files),
+        headers=headers,
         layers=experts.layers if experts is not None else (),
         count=experts.count if experts is not None else 0,
         experts=runs,
@@ -241,9 +250,6 @@ def _pieces(tensors: list[TrunkTensor]) -> tuple[tuple[TrunkTensor, ...], ...]:
 
 def _header_bytes(path: Path) -> int:
     """Number of bytes of a file before its first tensor; 0 for slabs."""
-    if path.suffix.casefold() == ".gguf":
-        with GgufFile(path) as gguf:
-            return gguf.data_starts[gguf.paths.index(path)]
     if path.suffix != ".safetensors":
         return 0
     with path.open("rb") as file:

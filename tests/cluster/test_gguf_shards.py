@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
 from lacking_machine import Having
@@ -19,6 +20,7 @@ from engine.cluster.weights.weight_fingerprint import identity_of, known_weights
 from engine.cluster.worker.model_provider import find_provided
 from engine.errors import ModelError
 from engine.models import store
+from engine.models.gguf_architectures import llama3_divisors
 from engine.models.gguf_file import GgufFile
 from engine.models.gguf_folder import open_gguf
 from engine.models.opening import open_model
@@ -168,6 +170,18 @@ def test_a_copy_of_the_model_has_real_files(folder: Path, tmp_path: Path, monkey
     assert identity_of(got, quiet).weights == mine.weights
     with GgufFile(files[1]) as gguf:
         assert gguf.paths == tuple(files)
+
+
+def test_a_copy_has_what_only_the_configuration_is_made_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_tiny_model(tmp_path / "llama", "llama", rope_theta=500000.0)
+    parameters = {"rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    parameters["original_max_position_embeddings"] = 8192
+    divisors = llama3_divisors(parameters, 8).astype(np.float32)
+    path = write_tiny_gguf(tmp_path / "l3.gguf", source, "llama", extra_tensors={"rope_freqs.weight": divisors})
+    having = Having(open_gguf(path, quiet))
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "other"))
+    got = ModelReceiver(store.resolve("owner/name:F32"), "me", [having], quiet).run()
+    assert (got / "l3.gguf").read_bytes() == path.read_bytes()
 
 
 def test_a_head_keeps_only_its_share(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
