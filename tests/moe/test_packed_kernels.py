@@ -161,6 +161,18 @@ def test_a_row_depends_neither_on_its_neighbours_nor_on_the_threads(pool: Pool, 
         alone.close()
 
 
+@pytest.mark.parametrize(("instructions", "name"), pairwise(AVAILABLE, FORMATS))
+def test_rows_that_are_passed_in_parts_give_the_same(pool: Pool, instructions: str, name: str) -> None:
+    """Several tokens' input is larger than the cache that it is kept in, and is taken in parts; one token's is not."""
+    columns = 10240
+    words = weights(name, 19, columns)
+    x = np.random.default_rng(6).standard_normal((11, columns)).astype(np.float32)
+    together = product(pool, instructions, matrix(name, words), x)
+    assert error(together, x @ unpacked(name, words).astype(np.float64).T) < GAUSSIAN
+    for row in range(len(x)):
+        assert (product(pool, instructions, matrix(name, words), x[row : row + 1]) == together[row]).all()
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("instructions", AVAILABLE)
 def test_nothing_is_read_past_the_last_block(pool: Pool, instructions: str, name: str) -> None:

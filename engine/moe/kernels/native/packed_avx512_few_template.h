@@ -20,9 +20,11 @@ typedef struct wide_input {
 _Static_assert(sizeof(wide_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a unit fits into the shortest row");
 
 /* Input that is passed by a group of rows before the next part of it is wanted, in bytes: it stays in the first-level
-   cache. */
+   cache. One token is passed whole, so that the weights are read from end to end. */
 #define SPAN_BYTES 20480
 #define GROUP_ROWS 16
+#define LARGE_UNITS 36 /* of one token's input: half of a small first-level cache */
+#define FAR_BYTES 2048
 #define MOST_TOKENS 8
 
 ALWAYS_INLINE int lane_of(int block, int half) { return 4 * (block / 2 % 2 * 2 + half) + block / 4 + block % 2 * 2; }
@@ -266,14 +268,13 @@ ALWAYS_INLINE void four_k_scales(const uint8_t *const b[4], __m512 scales[4], __
 
 /* ---- Products ---------------------------------------------------------------------------------------------------- */
 
-/* sums[M] += the unit at w times those at x. What lies `ahead` is fetched, but not for one token, whose weights the
-   processor fetches faster by itself. */
+/* sums[M] += the unit at w times those at x. What lies `ahead` is fetched, if it is not 0. */
 ALWAYS_INLINE void add_unit(const uint8_t *w, const int64_t ahead, const __m512 scales, const __m512 minimums,
                             const wide_input *const *x, int64_t unit, __m512 *sums, const int dtype, const int M) {
     __m512i codes[4];
-    if (M > 1)
+    if (ahead)
         for (int64_t line = 0; line < bytes_of_values(dtype, UNIT); line += 64)
-            __builtin_prefetch((const char *)w + ahead + line, 0, 2);
+            __builtin_prefetch((const char *)w + ahead + line, 0, M > 1 ? 2 : 0);
     unit_codes(w, dtype, codes);
     UNROLL for (int m = 0; m < M; m++) {
         const wide_input *in = x[m] + unit;
@@ -290,7 +291,9 @@ ALWAYS_INLINE void add_rows(const uint8_t *w, const int64_t row_bytes, const int
                             const int fresh, const int dtype, const int M) {
     const int k = dtype == PLLM_Q4_K || dtype == PLLM_Q5_K;
     const int64_t size = bytes_of_values(dtype, UNIT), whole = MIN(last, values / UNIT);
-    const int64_t ahead = GROUP_ROWS * row_bytes; /* the same columns of the next group */
+    /* Of several tokens the same columns of the next group. One token's weights the processor fetches faster by itself,
+       unless they push an input out of the first-level cache that nearly fills it: then they are fetched past that. */
+    const int64_t ahead = M > 1 ? GROUP_ROWS * row_bytes : last - first > LARGE_UNITS ? FAR_BYTES : 0;
     const wide_input *in[MOST_TOKENS];
     UNROLL for (int m = 0; m < M; m++) in[m] = x[m];
     for (int64_t row = 0; row < rows; row++, w += row_bytes, all += M) {
@@ -369,7 +372,7 @@ void SET(few)(const void *weights, int dtype, int64_t stride, int64_t rows, int6
               int64_t tokens, float *y, int64_t y_stride, int add) {
     const int64_t row_bytes = bytes_of_values(dtype, stride), parts = divided_up(tokens, MOST_TOKENS);
     const int64_t units = divided_up(columns, UNIT), most = divided_up(tokens, parts);
-    const int64_t spans = divided_up(units * most * (int64_t)sizeof(wide_input), SPAN_BYTES);
+    const int64_t spans = most == 1 ? 1 : divided_up(units * most * (int64_t)sizeof(wide_input), SPAN_BYTES);
     for (int64_t group = 0; group < rows; group += GROUP_ROWS) {
         const uint8_t *w = (const uint8_t *)weights + group * row_bytes;
         const int64_t count = MIN(GROUP_ROWS, rows - group);
