@@ -7,6 +7,7 @@ instruction dispatch meets another's. Only the forward pass is timed: no samplin
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import sys
 from abc import ABC, abstractmethod
@@ -156,6 +157,14 @@ class TransformersEngine(Engine):
         return self._forward([[token] for token in tokens], self._cache)
 
 
+@functools.cache
+def _quiet() -> Any:
+    """A log for llama.cpp that keeps nothing. The library goes on calling it after the engine is gone."""
+    import llama_cpp
+
+    return llama_cpp.llama_log_callback(lambda level, text, data: None)
+
+
 class LlamaCppEngine(Engine):
     """llama.cpp through its C interface: W rows are W sequences in one batch, sharing the prompt's cache.
 
@@ -172,9 +181,7 @@ class LlamaCppEngine(Engine):
         import llama_cpp
 
         self._api: Any = llama_cpp
-        # A reference is kept: the library goes on calling it.
-        self._quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)
-        llama_cpp.llama_log_set(self._quiet, None)
+        llama_cpp.llama_log_set(_quiet(), None)
         llama_cpp.llama_backend_init()
         model_parameters = llama_cpp.llama_model_default_params()
         model_parameters.n_gpu_layers = 0
