@@ -103,11 +103,17 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 FORMATS = ("F32", "F16", "BF16", *BLOCKS)
+USUAL = ("F32", "Q8_0", "Q4_K", "MXFP4")
+"""Formats that every architecture is opened in; the others are opened in one."""
+LAYOUTS: tuple[Layout, ...] = ("stacked", "fused", "separate")
 
 
 @pytest.mark.parametrize(
     ("family", "kind", "layout", "merged", "parts"),
-    pairwise(tuple(ARCHITECTURES), FORMATS, ("stacked", "fused", "separate"), (False, True), (1, 3)),
+    [
+        *pairwise(tuple(ARCHITECTURES), USUAL, LAYOUTS, (False, True), (1, 3)),
+        *pairwise(("qwen3_moe",), tuple(kind for kind in FORMATS if kind not in USUAL), LAYOUTS[:2], (False,), (1,)),
+    ],
 )
 def test_the_opened_file_is_the_model_it_was_made_from(
     tmp_path: Path, sources: Callable[[str], Path], family: str, kind: str, layout: Layout, merged: bool, parts: int
