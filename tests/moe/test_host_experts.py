@@ -9,9 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import TINY_MOE_FAMILIES
+from gguf import GGMLQuantizationType
+from tiny_gguf import Layout, whole_blocks, write_tiny_gguf
+from tiny_models import TINY_MOE_FAMILIES, write_tiny_model
 
+from benchmarks.packed_blocks import unpacked
 from engine.models.files import Experts
+from engine.models.gguf_folder import open_gguf
 from engine.models.opening import open_model
 from engine.models.prepare import prepare
 from engine.runtimes.torch.offload.devices import tensors_in
@@ -68,6 +72,27 @@ def test_a_slot_computes_in_another_dtype(tiny_model: Callable[..., Path]) -> No
     host = HostExperts(experts)
     found = tensors_in(slot_of(host, 0, 3), host.layout(0), torch.float32)
     assert torch.equal(found.down, view(experts.expert(0, 3).down).float())
+
+
+@pytest.mark.parametrize(("layout", "kind"), [("stacked", "Q6_K"), ("fused", "Q4_K"), ("separate", "MXFP4")])
+def test_a_slot_of_packed_weights_is_unpacked_for_computing(
+    layout: Layout, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRIVATELLM_HOME", str(tmp_path / "home"))
+    source = write_tiny_model(tmp_path / "source", "qwen3_moe", **whole_blocks("qwen3_moe"))
+    packed = GGMLQuantizationType[kind]
+    path = write_tiny_gguf(tmp_path / "m.gguf", source, "qwen3moe", quantised=packed, layout=layout)
+    experts = experts_of(open_gguf(path, no_progress))
+    host = HostExperts(experts)
+    for layer in experts.layers:
+        stored = experts.expert(layer, 2)
+        slot, place = slot_of(host, layer, 2), host.layout(layer)
+        found = tensors_in(slot, place, torch.float32)
+        assert (found.gate_up is not None) == (layout == "fused")
+        for name in ("gate", "up", "down"):
+            wanted = torch.from_numpy(unpacked(kind, getattr(stored, name).words))
+            assert torch.equal(getattr(found, name), wanted)
+            assert torch.equal(getattr(tensors_in(slot, place, torch.bfloat16), name), wanted.bfloat16())
 
 
 def test_locked_pages_are_read_from(tiny_model: Callable[..., Path]) -> None:
