@@ -24,9 +24,9 @@ Mix = Literal["Q4_K_M", "Q8_0", "MXFP4"]
 _TILE_ROWS = 4096
 SCALE = 0.02
 """Standard deviation of the matrices' entries."""
-_REAL_LAYERS = {"mixtral": 32, "qwen3_moe": 48, "llama": 16}
+_REAL_LAYERS = {"mixtral": 32, "qwen3_moe": 48, "llama": 16, "qwen3_5_moe_text": 40}
 """Layers of the models that the shapes stand for: their files store every third layer or so in more bits."""
-_ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "llama": "llama"}
+_ARCHITECTURES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "llama": "llama", "qwen3_5_moe_text": "qwen35moe"}
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,24 @@ def packed_tensors(config: dict[str, Any], mix: Mix) -> Iterator[PackedTensor]:
     yield PackedTensor("token_embd.weight", vocabulary, format_of("token_embd", mix, 0, config))
     for layer in range(layers):
         real = layer * _REAL_LAYERS[config["model_type"]] // layers
-        shapes = {
-            "attn_q": (heads * width, hidden),
+        delta_net = config.get("layer_types", ["full_attention"] * layers)[layer] == "linear_attention"
+        gated = 2 if "layer_types" in config else 1
+        shapes: dict[str, tuple[int, ...]] = {
+            "attn_q": (gated * heads * width, hidden),
             "attn_k": (groups * width, hidden),
             "attn_v": (groups * width, hidden),
             "attn_output": (hidden, heads * width),
         }
+        if delta_net:
+            keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+            values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+            shapes = {
+                "attn_qkv": (2 * keys + values, hidden),
+                "attn_gate": (values, hidden),
+                "ssm_out": (hidden, values),
+            }
+            shapes |= dict.fromkeys(("ssm_alpha", "ssm_beta"), (config["linear_num_value_heads"], hidden))
+            yield from _delta_net_vectors(config, f"blk.{layer}.", 2 * keys + values)
         many = (experts,) if experts else ()
         suffix = "_exps" if experts else ""
         shapes |= {f"ffn_{short}{suffix}": (*many, ffn, hidden) for short in ("gate", "up")}
@@ -83,15 +95,29 @@ def packed_tensors(config: dict[str, Any], mix: Mix) -> Iterator[PackedTensor]:
         for name, shape in shapes.items():
             yield PackedTensor(f"blk.{layer}.{name}.weight", shape, format_of(name, mix, real, config))
         yield PackedTensor(f"blk.{layer}.attn_norm.weight", (hidden,), "F32")
-        yield PackedTensor(f"blk.{layer}.ffn_norm.weight", (hidden,), "F32")
+        second = "post_attention_norm" if "layer_types" in config else "ffn_norm"
+        yield PackedTensor(f"blk.{layer}.{second}.weight", (hidden,), "F32")
+        if shared := config.get("shared_expert_intermediate_size"):
+            yield PackedTensor(f"blk.{layer}.ffn_gate_inp_shexp.weight", (hidden,), "F32")
+            for short, shape in (("gate", (shared, hidden)), ("up", (shared, hidden)), ("down", (hidden, shared))):
+                name = f"ffn_{short}_shexp"
+                yield PackedTensor(f"blk.{layer}.{name}.weight", shape, format_of(name, mix, real, config))
         if experts:
             yield PackedTensor(f"blk.{layer}.ffn_gate_inp.weight", (experts, hidden), "F32")
-        if config["model_type"] == "qwen3_moe":
+        if config["model_type"] == "qwen3_moe" or ("layer_types" in config and not delta_net):
             yield PackedTensor(f"blk.{layer}.attn_q_norm.weight", (width,), "F32")
             yield PackedTensor(f"blk.{layer}.attn_k_norm.weight", (width,), "F32")
     yield PackedTensor("output_norm.weight", (hidden,), "F32")
     if not config["tie_word_embeddings"]:
         yield PackedTensor("output.weight", vocabulary, format_of("output", mix, 0, config))
+
+
+def _delta_net_vectors(config: dict[str, Any], here: str, channels: int) -> Iterator[PackedTensor]:
+    heads = config["linear_num_value_heads"]
+    yield PackedTensor(here + "ssm_conv1d.weight", (channels, config["linear_conv_kernel_dim"]), "F32")
+    yield PackedTensor(here + "ssm_norm.weight", (config["linear_value_head_dim"],), "F32")
+    yield PackedTensor(here + "ssm_a", (heads,), "F32")
+    yield PackedTensor(here + "ssm_dt.bias", (heads,), "F32")
 
 
 def write_packed(path: Path, config: dict[str, Any], mix: Mix, embedding: float = SCALE) -> Path:
@@ -141,16 +167,29 @@ def describe(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(width)
     writer.add_value_length(width)
-    writer.add_rope_dimension_count(width)
+    writer.add_rope_dimension_count(round(config.get("partial_rotary_factor", 1) * width))
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config["num_experts_per_tok"])
+    if "layer_types" in config:
+        _describe_delta_net(writer, config, width)
     if config.get("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
+
+
+def _describe_delta_net(writer: gguf.GGUFWriter, config: dict[str, Any], width: int) -> None:
+    writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    writer.add_rope_dimension_sections([*config["mrope_section"], 0])
+    writer.add_full_attention_interval(4)
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(config["linear_key_head_dim"])
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(config["linear_num_value_heads"] * config["linear_value_head_dim"])
 
 
 class _Tiles:
@@ -170,6 +209,10 @@ class _Tiles:
         tile = self._tiles[key]
         start = index * 977 % len(tile)
         chosen = tile[(start + np.arange(rows)) % len(tile)]
+        if tensor.name.endswith("ssm_a"):
+            # A state decays.
+            decay: NDArray[np.float32] = -np.exp(chosen[0])
+            return decay
         if len(tensor.shape) == 1:
             # Norms near one, but not one: a model that forgets to apply them must not pass for equal.
             norm: NDArray[np.float32] = np.float32(1) + chosen[0] * np.float32(0.1 / SCALE)

@@ -103,6 +103,60 @@ class LlamaShape:
         }
 
 
+@dataclass(frozen=True)
+class Qwen35MoeShape:
+    """The defaults are Qwen3.6-35B-A3B's, but for a fifth of its layers and of its vocabulary."""
+
+    layers: int = 8
+    hidden: int = 2048
+    ffn: int = 512
+    experts: int = 256
+    experts_per_token: int = 8
+    heads: int = 16
+    key_value_heads: int = 2
+    head_width: int = 256
+    vocabulary: int = 49664
+
+    embedding_scale: ClassVar[float] = 2.0
+    name: ClassVar[str] = "qwen3.6-moe-shaped"
+    title: ClassVar[str] = "Synthetic Qwen3.6-35B-A3B-shaped"
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["Qwen3_5MoeForCausalLM"],
+            "model_type": "qwen3_5_moe_text",
+            "dtype": "bfloat16",
+            "hidden_act": "silu",
+            "hidden_size": self.hidden,
+            "head_dim": self.head_width,
+            "intermediate_size": self.ffn,
+            "moe_intermediate_size": self.ffn,
+            "shared_expert_intermediate_size": self.ffn,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.key_value_heads,
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.experts_per_token,
+            "layer_types": [
+                "linear_attention" if (layer + 1) % 4 else "full_attention" for layer in range(self.layers)
+            ],
+            "linear_conv_kernel_dim": 4,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+            "vocab_size": self.vocabulary,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e7,
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+
+
 QWEN3_LAYERS = 48
 QWEN3_VOCABULARY = 151936
 

@@ -22,6 +22,7 @@ from benchmarks.shapes import (
     LlamaShape,
     MixtralShape,
     Qwen3MoeShape,
+    Qwen35MoeShape,
     layer_bytes,
     model_bytes,
 )
@@ -33,7 +34,16 @@ MEMORY_SHARE = 0.8
 """How much of the free memory or disk the benchmark takes."""
 
 Kind = Literal[
-    "starter", "mixtral", "qwen3-moe", "folder", "mixtral-q4", "qwen3-q4", "qwen3-mxfp4", "dense-q4", "dense-q8"
+    "starter",
+    "mixtral",
+    "qwen3-moe",
+    "folder",
+    "mixtral-q4",
+    "qwen3-q4",
+    "qwen3-mxfp4",
+    "qwen35-q4",
+    "dense-q4",
+    "dense-q8",
 ]
 """What the targets are stated for; ``folder`` is any other model, which has none."""
 
@@ -95,10 +105,11 @@ def synthetic_subject(work: Path, shape: MixtralShape | Qwen3MoeShape, kind: Kin
     return subject
 
 
-PACKED: dict[str, tuple[Kind, LlamaShape | MixtralShape | Qwen3MoeShape, Mix]] = {
+PACKED: dict[str, tuple[Kind, LlamaShape | MixtralShape | Qwen3MoeShape | Qwen35MoeShape, Mix]] = {
     "mixtral-q4": ("mixtral-q4", MixtralShape(), "Q4_K_M"),
     "qwen3-q4": ("qwen3-q4", Qwen3MoeShape(QWEN3_LAYERS // 6, vocabulary=QWEN3_VOCABULARY // 6), "Q4_K_M"),
     "qwen3-mxfp4": ("qwen3-mxfp4", Qwen3MoeShape(QWEN3_LAYERS // 6, vocabulary=QWEN3_VOCABULARY // 6), "MXFP4"),
+    "qwen35-q4": ("qwen35-q4", Qwen35MoeShape(), "Q4_K_M"),
     "dense-q4": ("dense-q4", LlamaShape(), "Q4_K_M"),
     "dense-q8": ("dense-q8", LlamaShape(), "Q8_0"),
 }

@@ -65,6 +65,7 @@ TARGETS = (
     *_packed("mixtral-q4", 1.15, 1.3, 1.5, 1.8, 1.5, 2.0),
     *_packed("qwen3-q4", 1.15, 1.1, 1.2, 1.3, 1.5, 2.0),
     *_packed("qwen3-mxfp4", 1.15, 1.1, 1.2, 1.3, 1.5, 2.0),
+    *_packed("qwen35-q4", 1.1, 1.1, None, None, 1.2, 1.5),
     *_packed("dense-q4", 1.1, 1.5, None, None, 1.5, 1.5),
     *_packed("dense-q8", 1.1, 1.5, None, None, 1.5, 1.5),
     Target("starter", "decode", "speed", 1.00),
@@ -90,6 +91,7 @@ TITLES = {
     "mixtral-q4": "Mixtral-shaped, Q4_K_M",
     "qwen3-q4": "Qwen3-MoE-shaped, Q4_K_M",
     "qwen3-mxfp4": "Qwen3-MoE-shaped, MXFP4",
+    "qwen35-q4": "Qwen3.6-MoE-shaped, Q4_K_M",
     "dense-q4": "dense 1B, Q4_K_M",
     "dense-q8": "dense 1B, Q8_0",
 }
