@@ -17,6 +17,7 @@ from tiny_models import write_tiny_model
 from torch_oracle import library_model, library_run, load, no_progress, our_run, typical, worst
 
 from benchmarks.stand_in_device import StandInDevice
+from engine.errors import ModelError
 from engine.ipc.messages import ExpertPolicy, Load
 from engine.models.files import ModelFiles
 from engine.models.gguf_folder import open_gguf
@@ -109,6 +110,20 @@ def test_a_packed_trunk_stays_where_it_lies(
     assert stored.trunk_bytes - plain <= model.facts.trunk_bytes <= stored.trunk_bytes
     library = library_model(truth)
     assert model.facts.parameters == sum(parameter.numel() for parameter in library.parameters())
+
+
+@needs_kernels
+def test_a_packed_trunk_whose_file_changes_is_not_believed(tmp_path: Path, sources: Callable[[str], Path]) -> None:
+    folder, _ = packed_model(tmp_path, sources("llama"), "llama", "Q4_K")
+    model = load(folder)
+    rows = model.start()
+    rows.extend(prompt_of(5))
+    file = tmp_path / "m.gguf"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(ModelError, match=r"m\.gguf was changed while the model was open"):
+        rows.step([7])
+    with pytest.raises(ModelError, match=r"m\.gguf was changed"):
+        model.start()
 
 
 @pytest.mark.parametrize(

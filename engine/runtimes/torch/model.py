@@ -26,6 +26,7 @@ from engine.runtimes.torch.gpu_memory_plan import SharedRoom
 from engine.runtimes.torch.hooks import TimingHooks, layer_parts
 from engine.runtimes.torch.offload.devices import DeviceLost
 from engine.runtimes.torch.offload.torch_kernels import kernels_for
+from engine.runtimes.torch.packed_modules import numbers_kept_packed
 from engine.runtimes.torch.rows import TorchTokenRows
 
 Done = TypeVar("Done")
@@ -52,7 +53,9 @@ class TorchModel(LoadedModel):
         self._facts = facts
         self._recorder = recorder
         self._files: ModelFiles | None = files
-        self._guard = FileGuard(getattr(files.experts, "mapped_files", ()))
+        self._in_place = files.mapped_files if numbers_kept_packed(module) else ()
+        self._guard = FileGuard(self.mapped_files)
+        self._convolves = any(isinstance(each, torch.nn.Conv1d) for each in module.modules())
         self._hooks = TimingHooks(layer_parts(decoder_layers(module)), recorder, device)
         self.device = device
         self.executor = executor
@@ -67,8 +70,10 @@ class TorchModel(LoadedModel):
 
     @property
     def mapped_files(self) -> tuple[FileMapping, ...]:
-        """Those of the experts, the trunk is torch's."""
-        return () if self._files is None else getattr(self._files.experts, "mapped_files", ())
+        """Those of the experts, and of a packed trunk; any other trunk is torch's."""
+        if self._files is None:
+            return ()
+        return self._in_place or getattr(self._files.experts, "mapped_files", ())
 
     @property
     def recorder(self) -> Recorder:
@@ -144,10 +149,14 @@ class TorchModel(LoadedModel):
         return logits
 
     def _check_files(self) -> None:
-        """Raises ModelError if a file of the experts is not what it was when it was mapped, or could not be read."""
-        if self._files is not None and self._files.experts is not None:
+        """Raises ModelError if a mapped file is not what it was when it was mapped, or could not be read."""
+        if self._files is None:
+            return
+        for mapped in self._in_place:
+            mapped.check_unchanged()
+        if self._files.experts is not None and not self._in_place:
             self._files.experts.check_unchanged()
-            self._guard.check()
+        self._guard.check()
 
     def with_room(self, work: Callable[[], Done]) -> Done:
         """What ``work`` gives; if the GPU's memory runs out, the experts there make room and it is done again."""
@@ -160,7 +169,7 @@ class TorchModel(LoadedModel):
 
     def _forward(self, tokens: list[list[int]], cache: AnyCache, want_logits: bool) -> Logits | None:
         start = cache.position.length
-        with torch.inference_mode(), kernels_for(len(tokens) * len(tokens[0])):
+        with torch.inference_mode(), kernels_for(len(tokens) * len(tokens[0]), self._convolves):
             inputs = {
                 "input_ids": torch.tensor(tokens, device=self.device),
                 "position_ids": torch.arange(start, start + len(tokens[0]), device=self.device)[None],
