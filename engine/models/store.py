@@ -190,11 +190,20 @@ def installed() -> list[InstalledModel]:
                 name=_display_name(key),
                 path=bank if is_complete(bank) else plain,
                 family=family_of(folder),
-                nbytes=folder_bytes(plain) + folder_bytes(bank),
+                nbytes=folder_bytes(plain) + folder_bytes(bank) + _linked_bytes(plain),
                 prepared=is_complete(bank) or has_bank(plain),
                 linked=_linked_file(plain),
             )
     return sorted(found.values(), key=lambda item: item.name.casefold())
+
+
+def _linked_bytes(folder: Path) -> int:
+    """Bytes of the files outside of ``folder`` that it links to."""
+    total = 0
+    for link in folder.glob("*.gguf"):
+        with contextlib.suppress(OSError):
+            total += link.stat().st_size if link.is_symlink() else 0
+    return total
 
 
 def _linked_file(folder: Path) -> Path | None:
@@ -504,14 +513,25 @@ def _resolve_gguf(path: Path, stem: str) -> ResolvedModel:
 
 
 def resolve_installed(text: str) -> ResolvedModel | None:
-    """A complete model of the models folder by its folder's own name, e.g. a converted GGUF in ``privatellm models``;
-    None if there is none."""
+    """A complete model of the models folder by its folder's own name, or a GGUF by the name that ``privatellm models``
+    shows; None if there is none."""
     if "/" in text or "\0" in text or text.startswith("."):
         return None
     folder = locate("models") / text
+    linked = [each for each in _links_of(text) if is_complete(each)]
+    if len(linked) == 1:
+        folder = linked[0]
     if is_complete(folder) or is_complete(folder.with_name(folder.name + PREPARED)):
-        return ResolvedModel(text, "folder", folder, folder, folder.with_name(folder.name + PREPARED))
+        name = _display_name(folder.name)
+        return ResolvedModel(name, "folder", folder, folder, folder.with_name(folder.name + PREPARED))
     return None
+
+
+def _links_of(stem: str) -> list[Path]:
+    """The folders of GGUF files called ``stem``.gguf, of which there may be several in different places."""
+    root = locate("models")
+    pattern = re.compile(re.escape(f"gguf--{stem}--") + "[0-9a-f]{16}")
+    return [each for each in root.iterdir() if pattern.fullmatch(each.name)] if root.is_dir() else []
 
 
 def _is_newer(plain: Path, bank: Path) -> bool:
@@ -546,7 +566,10 @@ def _key_of(folder_name: str) -> str:
 
 
 def _display_name(key: str) -> str:
-    if key.startswith(("gguf--", "local--")) or "--" not in key:
+    if key.startswith("gguf--"):
+        stem = key.removeprefix("gguf--").rpartition("--")[0]
+        return stem if len(_links_of(stem)) == 1 else key
+    if key.startswith("local--") or "--" not in key:
         return key
     repo = key.replace("--", "/", 1).replace("--", ":", 1)
     entry = catalogue.find(repo)

@@ -296,7 +296,8 @@ def test_the_tokenizer_comes_along(tiny_llama: Path) -> None:
     assert not tokenizer.has_chat_template
 
 
-def test_the_folder_is_made_once_and_found_by_name(tiny_llama: Path) -> None:
+def test_the_folder_is_made_once_and_found_by_name(tmp_path: Path, tiny_llama: Path) -> None:
+    (tmp_path / "other").mkdir()
     folder = pull(str(tiny_llama), silent)
     written = (folder / "tokenizer.json").stat().st_mtime_ns
     assert open_gguf(tiny_llama, silent) == folder
@@ -304,7 +305,13 @@ def test_the_folder_is_made_once_and_found_by_name(tiny_llama: Path) -> None:
     resolved = store.resolve(str(tiny_llama))
     assert (resolved.kind, resolved.folder, resolved.name) == ("gguf", folder, "tiny.gguf")
     (model,) = store.installed()
-    assert model.name == folder.name and store.resolve(model.name).folder == folder
+    assert model.name == "tiny" and store.resolve("tiny").folder == folder
+    assert tiny_llama.stat().st_size < model.nbytes < tiny_llama.stat().st_size + 100_000
+    assert store.resolve(folder.name).folder == folder
+    other = write_tiny_gguf(tmp_path / "other" / "tiny.gguf", write_tiny_model(tmp_path / "s", "qwen3"), "qwen3")
+    second = open_gguf(other, silent)
+    assert {each.name for each in store.installed()} == {folder.name, second.name}
+    assert store.remove(str(other)) > 0
     assert store.remove(str(tiny_llama)) > 0
     assert tiny_llama.exists() and not folder.exists()
 
