@@ -53,13 +53,22 @@ def engine_of(started: psutil.Process) -> psutil.Process | None:
     return None
 
 
-def linked_nodes(kind: str, mark: str) -> int:
-    """The benchmark's own nodes that are connected with another one."""
-    found = 0
+def nodes(kind: str, mark: str) -> list[psutil.Process]:
+    """The benchmark's own nodes; one may end while it is looked at."""
+    found = []
     for process in descendants(mark):
         with contextlib.suppress(psutil.Error):
             if NODE[kind] in process.cmdline():
-                found += any(one.status == psutil.CONN_ESTABLISHED for one in process.net_connections("inet"))
+                found.append(process)
+    return found
+
+
+def linked_nodes(kind: str, mark: str) -> int:
+    """How many of them are connected with another one."""
+    found = 0
+    for process in nodes(kind, mark):
+        with contextlib.suppress(psutil.Error):
+            found += any(one.status == psutil.CONN_ESTABLISHED for one in process.net_connections("inet"))
     return found
 
 
@@ -98,7 +107,8 @@ def removers() -> list[psutil.Process]:
 def test_nothing_is_left(tmp_path: Path, kind: str, stage: str, number: signal.Signals, whom: str) -> None:
     """``preparing``: what will be removed is there; ``measuring``: so are the nodes, connected with one another."""
     model = write_model(tmp_path)
-    mark = tmp_path.name
+    # The whole path, as another run of the tests on this machine may be at the same one.
+    mark = str(tmp_path)
 
     def so_far() -> bool:
         assert bench.poll() is None, "it ended before it could be killed"
@@ -106,7 +116,7 @@ def test_nothing_is_left(tmp_path: Path, kind: str, stage: str, number: signal.S
             return linked_nodes(kind, mark) == 2
         if kind == "ring":
             return any((tmp_path / "temporary").iterdir())
-        return any(NODE[kind] in one.cmdline() for one in descendants(mark))
+        return bool(nodes(kind, mark))
 
     with start(kind, model, tmp_path, mark) as bench:
         try:
