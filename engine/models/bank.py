@@ -22,9 +22,8 @@ import msgspec
 
 from engine.errors import ModelError
 from engine.models.byte_map import ExpertPlace, FileSpan, MatrixPlace
-from engine.models.changes import Change
 from engine.models.families import ExpertLayers, Family, Part, expert_shape, layer_count, part_shape
-from engine.models.files import Experts, ExpertWeights, StoredTensor
+from engine.models.files import Change, Experts, ExpertWeights, StoredTensor
 from engine.models.mapped_file import MappedFile, aligned
 from engine.models.number_formats import WIDTHS
 from engine.models.safetensors_files import ALIGNMENT, TensorEntry, read_header

@@ -1,32 +1,13 @@
-"""How tensors of GGUF files differ from a checkpoint of transformers, so that a runtime can undo it."""
+"""What undoes llama.cpp's order of queries and keys, for runtimes that expect transformers'."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from engine.models.files import StoredTensor
-
-Order = NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False)
-class Change:
-    """What makes a stored tensor the checkpoint's: its rows and columns are taken in these orders, then ``subtracted``
-    is taken away, or the logarithm of the negative is taken."""
-
-    rows: Order | None = None
-    columns: Order | None = None
-    subtracted: float = 0.0
-    log_of_negative: bool = False
-
-    def in_rows(self, tensor: StoredTensor) -> StoredTensor:
-        """``tensor`` with its rows in order, a copy, whatever its format."""
-        return tensor if self.rows is None else StoredTensor(tensor.dtype, tensor.words[self.rows])
+from engine.models.files import Change, Order
 
 
 def paired_changes(config: Mapping[str, Any]) -> dict[str, Change]:

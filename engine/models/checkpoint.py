@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.models.byte_map import ExpertPlace, FileSpan, MatrixPlace
-from engine.models.changes import Change
 from engine.models.families import (
     PARTS,
     ExpertLayers,
@@ -32,7 +31,7 @@ from engine.models.families import (
     part_views,
     stored_shape,
 )
-from engine.models.files import Experts, ExpertWeights, StoredTensor
+from engine.models.files import Change, Experts, ExpertWeights, StoredTensor
 from engine.models.gguf_architectures import architecture_of
 from engine.models.gguf_file import GgufFile
 from engine.models.gguf_tensors import changes_of, entries_of

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from engine.models.byte_map import ExpertPlace, FileMapping
 from engine.models.number_formats import numbers_shape
 
-if TYPE_CHECKING:
-    from engine.models.changes import Change
+Order = NDArray[np.int64]
+"""Places in the order in which they are taken."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,21 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         return int(self.words.nbytes)
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What makes a stored tensor the checkpoint's: its rows and columns are taken in these orders, then ``subtracted``
+    is taken away, or the logarithm of the negative is taken."""
+
+    rows: Order | None = None
+    columns: Order | None = None
+    subtracted: float = 0.0
+    log_of_negative: bool = False
+
+    def in_rows(self, tensor: StoredTensor) -> StoredTensor:
+        """``tensor`` with its rows in order, a copy, whatever its format."""
+        return tensor if self.rows is None else StoredTensor(tensor.dtype, tensor.words[self.rows])
 
 
 @dataclass(frozen=True)

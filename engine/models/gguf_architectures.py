@@ -11,52 +11,14 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.models import gguf_delta_net
-from engine.models.config_values import LARGEST, check_config
-from engine.models.families import MOST_LAYERS
+from engine.models.config_values import check_config
 from engine.models.gguf_file import GgufFile
+from engine.models.gguf_metadata import Metadata
 from engine.models.wording import shown
 
 HeadNorm = Literal["none", "per-head", "whole"]
 Biases = Literal["none", "qkv", "all"]
 """Biases of no projection; of queries, keys and values; of every projection, the router's and the experts' included."""
-
-_LARGEST = {"block_count": MOST_LAYERS}
-"""Largest values of numbers whose limit differs from the general one."""
-
-
-class Metadata:
-    """The numbers of a file's own architecture, checked as they are read."""
-
-    def __init__(self, gguf: GgufFile) -> None:
-        self._gguf = gguf
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self._gguf.metadata.get(f"{self._gguf.metadata['general.architecture']}.{key}", default)
-
-    def has(self, key: str) -> bool:
-        return self.get(key) is not None
-
-    def number(self, key: str, default: int | None = None) -> int:
-        """Raises ModelError if it is missing without a default, or impossible."""
-        value = self.get(key, default)
-        if isinstance(value, list) and value and len(set(value)) == 1:
-            value = value[0]
-        most = _LARGEST.get(key, LARGEST)
-        if type(value) is not int or not (0 < value <= most or value == default == 0):
-            raise ModelError(
-                f"{self._gguf.path} is damaged: its {key} is {shown(value)}, not a whole number from 1 to {most}; "
-                "download it again."
-            )
-        return value
-
-    def real(self, key: str, default: float) -> float:
-        """Raises ModelError if it is not a positive number."""
-        value = self.get(key, default)
-        if not isinstance(value, int | float) or not 0 < value < float("inf"):
-            raise ModelError(
-                f"{self._gguf.path} is damaged: its {key} is {shown(value)}, not a positive number; download it again."
-            )
-        return float(value)
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,12 @@ checkpoint has them grouped by key head.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from engine.models.changes import Change, Order
-
-if TYPE_CHECKING:
-    from engine.models.gguf_architectures import Metadata
+from engine.models.files import Change, Order
+from engine.models.gguf_metadata import Metadata
 
 Shapes = Iterator[tuple[str, str, tuple[int, ...], tuple[int, ...]]]
 """(name in the file, name in the checkpoint, shape in the file, shape in the checkpoint)."""

@@ -8,9 +8,11 @@ from typing import Any
 
 from engine.errors import ModelError
 from engine.models import gguf_delta_net
-from engine.models.changes import Change, paired_changes
-from engine.models.gguf_architectures import Architecture, Metadata, tensor_shape
+from engine.models.changes import paired_changes
+from engine.models.files import Change
+from engine.models.gguf_architectures import Architecture, tensor_shape
 from engine.models.gguf_file import GgufFile, GgufTensor
+from engine.models.gguf_metadata import Metadata
 from engine.models.number_formats import BLOCKS, stored_bytes
 from engine.models.safetensors_files import TensorEntry
 from engine.models.wording import shown

@@ -27,9 +27,8 @@ from benchmarks.packed_blocks import unpacked
 from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load, Plan
 from engine.models import gguf_tensors, store
-from engine.models.changes import Change
 from engine.models.fetching import pull
-from engine.models.files import ModelFiles, StoredTensor, whole_bytes
+from engine.models.files import Change, ModelFiles, StoredTensor, whole_bytes
 from engine.models.gguf_architectures import architecture_of, config_of, llama3_divisors
 from engine.models.gguf_conversion import to_bfloat16
 from engine.models.gguf_file import GgufFile

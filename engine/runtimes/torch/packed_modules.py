@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from engine.models.changes import Change
-from engine.models.files import StoredTensor
+from engine.models.files import Change, StoredTensor
 from engine.models.number_formats import is_packed
 from engine.moe.kernels.bindings import KernelChoice, choose, load
 from engine.moe.kernels.layers import matrix

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.errors import ModelError
-from engine.models.changes import Change
-from engine.models.files import StoredTensor
+from engine.models.files import Change, StoredTensor
 from engine.models.number_formats import is_packed
 from engine.runtimes.torch.offload.torch_unpacking import unpack
 
