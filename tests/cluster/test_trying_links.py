@@ -17,6 +17,7 @@ from engine.cluster.head.formed import what_broke
 from engine.cluster.head.forming import RingFormer
 from engine.cluster.head.missing_links import LinkRetry, plan_connected
 from engine.cluster.head.survey import Surveyor, candidates
+from engine.cluster.membership import links
 from engine.cluster.membership.client import CallGroup
 from engine.cluster.membership.links import LinkTrial, Tried, Way, all_ways
 from engine.cluster.membership.rpc_fanout import NodeRefused
@@ -122,7 +123,13 @@ def test_a_machine_that_does_not_answer_is_gone_and_no_link_is_blamed(three: Thr
     assert (refused.value.node_id, refused.value.gone) == (three.carl, True)
 
 
-def test_a_ring_is_planned_with_those_who_reach_one_another(three: Three, tmp_path: Path) -> None:
+def test_a_ring_is_planned_with_those_who_reach_one_another(
+    three: Three, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On a busy machine the sound links may take longer than people would wait.
+    monkeypatch.setattr(links, "PROBE_S", 60.0)
+    monkeypatch.setattr(links, "ANSWER_S", 60.0)
+    monkeypatch.setattr(links, "TRIED_S", 60.0)
     folder = tiny_mixtral(tmp_path / "model")
     load = Load(id=0, model="tiny", runtime="native", ring=RingChoice(even_if_slower=True, overlap=False))
     surveyor = Surveyor(three.anna, folder, load)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import random
 import shutil
 import signal
@@ -11,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import hooks
 import psutil
@@ -81,14 +82,22 @@ PORTS = range(10_000, 30_000, 2)
 its machine is gone."""
 
 
+_LOCKS: list[IO[str]] = []
+"""Locks on ports that tests of this process have taken: two workers never take the same."""
+
+
 def free_pair() -> int:
-    """A port of loopback that is free, and so is the next one."""
+    """A port of loopback that is free, and so is the next one. It is this process's until it ends."""
     while True:
         port = random.SystemRandom().choice(PORTS)
+        lock = (Path(tempfile.gettempdir()) / f"privatellm-tests-port-{port}.lock").open("w")
         with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             first.bind(("127.0.0.1", port))
             second.bind(("127.0.0.1", port + 1))
+            _LOCKS.append(lock)
             return port
+        lock.close()
 
 
 class Machine:
