@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from hypothesis import given
 from hypothesis import strategies as st
 from kernel_oracle import before_a_hole
 from numpy.typing import NDArray
 from pairwise import pairwise
 
+from benchmarks.packed_blocks import block_of, random_blocks, unpacked
 from engine.moe.kernels import bindings
 from engine.moe.kernels.bindings import PACKED_FORMATS, SETS, CActivation, Expert, Layer, Matrix
 from engine.moe.kernels.pool import Pool
@@ -34,44 +34,8 @@ def pool() -> Iterator[Pool]:
     made.close()
 
 
-def sizes(name: str) -> tuple[int, int]:
-    """Values and bytes of a block."""
-    values, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
-    return int(values), int(nbytes)
-
-
-def unpacked(name: str, words: NDArray[np.uint8]) -> NDArray[np.float32]:
-    with np.errstate(all="ignore"):
-        return np.asarray(dequantize(words, GGMLQuantizationType[name]), np.float32)
-
-
-def weights(name: str, rows: int, columns: int, seed: int = 0) -> NDArray[np.uint8]:
-    """Rows of blocks with random codes, around zero and all about as large."""
-    values, nbytes = sizes(name)
-    generator = np.random.default_rng(seed)
-    blocks = generator.integers(0, 256, (rows * columns // values, nbytes), dtype=np.uint8)
-    scale = generator.uniform(0.01, 0.02, len(blocks)).astype(np.float16)
-
-    def put(at: int, numbers: NDArray[np.float16]) -> None:
-        blocks[:, at : at + 2] = numbers.view(np.uint8).reshape(-1, 2)
-
-    if name == "MXFP4":
-        blocks[:, 0] = generator.integers(120, 123, len(blocks))
-    elif name == "Q6_K":
-        put(208, scale)
-        blocks[:, 192:208] = generator.integers(20, 60, (len(blocks), 16))
-    else:
-        put(0, scale)
-    if name in ("Q4_1", "Q5_1"):
-        put(2, (scale * np.float16(-7.5 if name == "Q4_1" else -15.5)).astype(np.float16))
-    if name in ("Q4_K", "Q5_K"):
-        put(2, (scale * np.float16(7.5 if name == "Q4_K" else 15.5)).astype(np.float16))
-        blocks[:, 4:16] = 0x21 + 0x11 * generator.integers(0, 2, (len(blocks), 1), dtype=np.uint8)
-    return blocks.reshape(rows, -1)
-
-
 def matrix(name: str, words: NDArray[np.uint8]) -> Matrix:
-    values, nbytes = sizes(name)
+    values, nbytes = block_of(name)
     rows, columns = words.shape[0], words.shape[1] // nbytes * values
     stride = words.strides[0] // nbytes * values
     return Matrix(words.ctypes.data, rows, columns, stride, PACKED_FORMATS[name], 0)
@@ -94,14 +58,14 @@ def error(found: NDArray[np.float32], wanted: NDArray[np.float64]) -> float:
 
 def columns_of(name: str) -> int:
     """More than a unit of 256 values, and where the format has small blocks a part of one."""
-    return 768 if sizes(name)[0] == 256 else 704 + 32
+    return 768 if block_of(name)[0] == 256 else 704 + 32
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data())
 def test_every_block_is_unpacked_to_the_bit(name: str, data: st.DataObject) -> None:
     """Any bytes are a block: scales that are zero, subnormal, infinite or no number included."""
-    values, nbytes = sizes(name)
+    values, nbytes = block_of(name)
     words = np.frombuffer(data.draw(st.binary(min_size=3 * nbytes, max_size=3 * nbytes)), np.uint8)
     out = np.empty(3 * values, np.float32)
     bindings.load().pllm_unpack_row(PACKED_FORMATS[name], words.ctypes.data, out.ctypes.data, out.size)
@@ -123,7 +87,7 @@ def test_exponents_at_the_ends_of_mxfp4(exponent: int) -> None:
 @pytest.mark.parametrize("instructions", AVAILABLE)
 def test_products_are_those_of_the_unpacked_weights(pool: Pool, instructions: str, name: str) -> None:
     """With few rows, where inputs are rounded to eight bits, and with many."""
-    words = weights(name, 203, columns_of(name))
+    words = random_blocks(name, 203, columns_of(name))
     wide = unpacked(name, words).astype(np.float64)
     generator = np.random.default_rng(1)
     for rows in (1, 2, 3, 4, 7, 16, 17, 40):
@@ -136,7 +100,7 @@ def test_products_are_those_of_the_unpacked_weights(pool: Pool, instructions: st
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_all_sets_add_up_the_same_whole_numbers(pool: Pool, name: str) -> None:
-    words = weights(name, 37, columns_of(name))
+    words = random_blocks(name, 37, columns_of(name))
     x = np.random.default_rng(2).standard_normal((5, columns_of(name))).astype(np.float32)
     plain = product(pool, "scalar", matrix(name, words), x)
     for instructions in AVAILABLE:
@@ -148,7 +112,7 @@ def test_all_sets_add_up_the_same_whole_numbers(pool: Pool, name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("instructions", AVAILABLE)
 def test_a_row_depends_neither_on_its_neighbours_nor_on_the_threads(pool: Pool, instructions: str, name: str) -> None:
-    words = weights(name, 67, columns_of(name))
+    words = random_blocks(name, 67, columns_of(name))
     alone = Pool(1)
     try:
         for most in (16, 33):
@@ -165,7 +129,7 @@ def test_a_row_depends_neither_on_its_neighbours_nor_on_the_threads(pool: Pool, 
 def test_rows_that_are_passed_in_parts_give_the_same(pool: Pool, instructions: str, name: str) -> None:
     """Several tokens' input is larger than the cache that it is kept in, and is taken in parts; one token's is not."""
     columns = 10240
-    words = weights(name, 19, columns)
+    words = random_blocks(name, 19, columns)
     x = np.random.default_rng(6).standard_normal((11, columns)).astype(np.float32)
     together = product(pool, instructions, matrix(name, words), x)
     assert error(together, x @ unpacked(name, words).astype(np.float64).T) < GAUSSIAN
@@ -177,7 +141,7 @@ def test_rows_that_are_passed_in_parts_give_the_same(pool: Pool, instructions: s
 @pytest.mark.parametrize("instructions", AVAILABLE)
 def test_nothing_is_read_past_the_last_block(pool: Pool, instructions: str, name: str) -> None:
     """The matrix ends where the memory does: the page after it cannot be read."""
-    words = weights(name, 5, columns_of(name))
+    words = random_blocks(name, 5, columns_of(name))
     at_the_end = before_a_hole(words)
     for rows in (1, 4, 20):
         x = np.random.default_rng(4).standard_normal((rows, columns_of(name))).astype(np.float32)
@@ -187,7 +151,7 @@ def test_nothing_is_read_past_the_last_block(pool: Pool, instructions: str, name
 
 @pytest.mark.parametrize("instructions", AVAILABLE)
 def test_an_input_that_is_no_number_gives_none(pool: Pool, instructions: str) -> None:
-    words = weights("Q4_K", 8, 512)
+    words = random_blocks("Q4_K", 8, 512)
     x = np.ones((3, 512), np.float32)
     x[0, 300], x[1, 7] = np.nan, np.inf
     found = product(pool, instructions, matrix("Q4_K", words), x)
@@ -204,7 +168,9 @@ def test_experts_whose_matrices_have_formats_of_their_own(
     hidden, ffn, count, k = 512, 256, 4, 2
     shapes = [(ffn, hidden), (ffn, hidden), (hidden, ffn)]
     named = list(zip(formats, shapes, strict=True))
-    words = [[weights(name, *shape, seed=10 * e + i) for i, (name, shape) in enumerate(named)] for e in range(count)]
+    words = [
+        [random_blocks(name, *shape, seed=10 * e + i) for i, (name, shape) in enumerate(named)] for e in range(count)
+    ]
     generator = np.random.default_rng(5)
     biases = [[generator.standard_normal(rows).astype(np.float32) for rows, _ in shapes] for _ in range(count)]
     experts = [
