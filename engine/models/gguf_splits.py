@@ -36,7 +36,7 @@ _ASCII_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
 
 
 @dataclass(frozen=True)
-class Split:
+class TextSplit:
     """How text is split before merging. ``steps`` are regular expressions; each splits what those before it left."""
 
     steps: tuple[str, ...] = ()
@@ -52,25 +52,25 @@ class Split:
     """Whether texts begin with the beginning-of-text token if the file does not say it."""
 
 
-_GPT2 = Split(as_gpt2=True)
-_DIGITS = Split(single_digits=True, as_gpt2=True)
-_LLAMA3 = Split((rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_TAIL}",))
+_GPT2 = TextSplit(as_gpt2=True)
+_DIGITS = TextSplit(single_digits=True, as_gpt2=True)
+_LLAMA3 = TextSplit((rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}{{1,3}}|{_TAIL}",))
 _LLAMA3_WHOLE = replace(_LLAMA3, whole_words=True, begins=True)
-_QWEN2 = Split((rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_TAIL}",), composed=True)
-_QWEN35 = Split(
+_QWEN2 = TextSplit((rf"{_CONTRACTIONS}|{_WORD}|\p{{N}}|{_TAIL}",), composed=True)
+_QWEN35 = TextSplit(
     (
         rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
         rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_SPACE}",
     ),
     composed=True,
 )
-_TEKKEN = Split((rf"{'|'.join(_CASED_WORDS)}|\p{{N}}|{_CASED_TAIL}",), whole_words=True, begins=True)
-_GPT4O = Split((rf"{'|'.join(f'{word}{_CONTRACTIONS}?' for word in _CASED_WORDS)}|\p{{N}}{{1,3}}|{_CASED_TAIL}",))
-_DEEPSEEK_LLM = Split(
+_TEKKEN = TextSplit((rf"{'|'.join(_CASED_WORDS)}|\p{{N}}|{_CASED_TAIL}",), whole_words=True, begins=True)
+_GPT4O = TextSplit((rf"{'|'.join(f'{word}{_CONTRACTIONS}?' for word in _CASED_WORDS)}|\p{{N}}{{1,3}}|{_CASED_TAIL}",))
+_DEEPSEEK_LLM = TextSplit(
     ("[\r\n]", rf"\s?[{_CASED_LETTERS}]+", _WIDE_PUNCTUATION, r"\s+$", _IDEOGRAPHS, r"\p{N}+"),
 )
-_DEEPSEEK_CODER = Split(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _IDEOGRAPHS, r"\p{N}"))
-_DEEPSEEK_V3 = Split(
+_DEEPSEEK_CODER = TextSplit(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _IDEOGRAPHS, r"\p{N}"))
+_DEEPSEEK_V3 = TextSplit(
     (
         r"\p{N}{1,3}",
         "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
@@ -79,7 +79,7 @@ _DEEPSEEK_V3 = Split(
     ),
 )
 
-SPLITS: Mapping[str, Split] = {
+SPLITS: Mapping[str, TextSplit] = {
     "gpt-2": _GPT2,
     "olmo": replace(_GPT2, composed=True),
     **dict.fromkeys(("smollm", "starcoder", "refact"), _DIGITS),

@@ -13,8 +13,8 @@ def kernels_for(rows: int, convolves: bool = False) -> Iterator[None]:
     """Choose torch's own matrix-vector kernels for one row, oneDNN for more, and for models that convolve.
 
     Measured in bfloat16 on a CPU with AVX512_BF16 (GB/s of weights): one row 48 against 27, four rows 11 against 25.
-    torch's own convolution of 8192 channels takes 30 ms, oneDNN's 0.1 ms. The choice depends on the model and the rows
-    alone, so that the same request gives the same bits.
+    torch's own convolution of some thousand channels is hundreds of times slower than oneDNN's. The choice depends on
+    the model and the rows alone, so that the same request gives the same bits.
     """
     if rows > 1 or convolves or not mkldnn.enabled:
         yield
