@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks.engines import KINDS, Engine, PrivatellmEngine
 from engine.moe.timing import PARTS
+from engine.residency.mapped import MappedWeights
 
 BLOCK = 8
 """Steps between two changes: hooks are put in and taken out once per block, as when the panel opens and closes."""
@@ -58,6 +59,27 @@ def steps(engine: Engine, context: int, rows: int, count: int, vocabulary: int, 
         engine.step(tokens)
         seconds.append(time.perf_counter() - start)
     return seconds[warm_up:]
+
+
+def first(engine: Engine, tokens: list[int], count: int, vocabulary: int) -> dict[str, float]:
+    """Seconds of a prompt, and of ``count`` tokens decoded after it, none of them left out."""
+    begun = time.perf_counter()
+    engine.prompt(tokens)
+    prompted = time.perf_counter()
+    engine.rows(1)
+    for index in range(count):
+        engine.step(random_tokens(100 + index, 1, vocabulary))
+    return {"prompt": prompted - begun, "tokens": time.perf_counter() - prompted}
+
+
+def populate(engine: Engine, folder: Path) -> float:
+    """Seconds to touch every piece of the weights once, as the page warmer does."""
+    assert isinstance(engine, PrivatellmEngine)
+    begun = time.perf_counter()
+    weights = MappedWeights(folder, in_use=engine.model.mapped_files)
+    for index in range(len(weights.sizes)):
+        weights.touch(index)
+    return time.perf_counter() - begun
 
 
 def alternate(engine: Engine, context: int, count: int, vocabulary: int) -> dict[str, list[float]]:
@@ -152,6 +174,8 @@ def answer(engine: Engine | None, request: dict[str, Any], threads: int) -> Any:
     assert engine is not None
     if request["do"] == "version":
         return engine.version()
+    if request["do"] == "populate":
+        return populate(engine, Path(request["folder"]))
     engine.select(request["variant"])
     vocabulary = request["vocabulary"]
     if request["do"] == "logits":
@@ -159,6 +183,9 @@ def answer(engine: Engine | None, request: dict[str, Any], threads: int) -> Any:
         return logits(engine, tokens, request["rows"], request["steps"], vocabulary)
     if request["do"] == "prefill":
         return prefill(engine, random_tokens(request["seed"], request["tokens"], vocabulary))
+    if request["do"] == "first":
+        tokens = random_tokens(request["seed"], request["tokens"], vocabulary)
+        return first(engine, tokens, request["count"], vocabulary)
     if request["do"] == "steps":
         return steps(engine, request["context"], request["rows"], request["count"], vocabulary)
     if request["do"] == "watched":

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.models.gguf_names import parts_of
+from engine.models.number_formats import BLOCKS, WIDTHS
 from engine.models.wording import shown
 
 _MAGIC = b"GGUF"
@@ -29,6 +30,11 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING = 8
 _ARRAY = 9
 _VERSIONS = (2, 3)
+_FORMATS = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
+    20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4",
+}  # fmt: skip
+"""ggml's numbers of the types that can be run."""
 _PEEK_BYTES = 1 << 16
 _PEEK_ENTRIES = 100
 """Maximum metadata keys that are read for the architecture, which is usually the first."""
@@ -300,11 +306,8 @@ def _read_tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _placed(name: str, shape: tuple[int, ...], kind: int, offset: int, size: int, part: int) -> GgufTensor:
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
     try:
-        number_format = GGMLQuantizationType(kind)
-        block, block_bytes = GGML_QUANT_SIZES[number_format]
+        number_format, block, block_bytes = _format_of(kind)
     except (ValueError, KeyError):
         raise ValueError(f"tensor {name!r} has the unknown type {kind}") from None
     columns, rows = shape[-1], math.prod(shape[:-1])
@@ -314,4 +317,18 @@ def _placed(name: str, shape: tuple[int, ...], kind: int, offset: int, size: int
     if offset + rows * row_bytes > size:
         missing = offset + rows * row_bytes - size
         raise ValueError(f"it is truncated: tensor {name!r} ends {missing} bytes after the file does")
-    return GgufTensor(name, shape, number_format.name, offset, rows, columns, row_bytes, part)
+    return GgufTensor(name, shape, number_format, offset, rows, columns, row_bytes, part)
+
+
+def _format_of(kind: int) -> tuple[str, int, int]:
+    """ggml's name of the type with the number ``kind``, and the numbers and bytes of one of its blocks.
+
+    Raises ValueError or KeyError for a number that ggml does not use.
+    """
+    if kind in _FORMATS:
+        name = _FORMATS[kind]
+        return (name, *BLOCKS[name]) if name in BLOCKS else (name, 1, WIDTHS[name])
+    # The package takes as long to import as the rest of opening a file does, and only names what cannot be run.
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    return (GGMLQuantizationType(kind).name, *GGML_QUANT_SIZES[GGMLQuantizationType(kind)])

@@ -14,6 +14,8 @@ from safetensors import safe_open
 
 from benchmarks.compare import Bench, check_equal, main, memory_needed
 from benchmarks.engines import KINDS
+from benchmarks.first_touch import STATES
+from benchmarks.first_touch import main as first_touch
 from benchmarks.gguf_export import half_rotation, write_gguf
 from benchmarks.looking import main as look
 from benchmarks.measuring import ReadBytes
@@ -21,7 +23,7 @@ from benchmarks.packed_export import Mix, packed_tensors, write_packed
 from benchmarks.plain_export import write_plain
 from benchmarks.profile_step import main as profile
 from benchmarks.shapes import MixtralShape, Qwen3MoeShape, Shape, model_bytes
-from benchmarks.subjects import Subject, model_subject
+from benchmarks.subjects import PACKED, Subject, model_subject
 from benchmarks.synthetic import bf16_words, write_synthetic
 from engine.models.gguf_architectures import architecture_of, config_of
 from engine.models.gguf_file import GgufFile
@@ -182,6 +184,23 @@ def test_a_packed_file_opens_and_holds_what_is_read(tmp_path: Path, mix: Mix) ->
         experts = sum(entry.nbytes for name, entry in entries.items() if "_exps" in name)
         assert reads.expert == experts // 8 // 2
         assert reads.head == entries["lm_head.weight"].nbytes
+
+
+def test_a_process_s_first_answer_is_measured_in_every_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = Qwen3MoeShape(
+        2, 256, 256, experts=8, experts_per_token=2, heads=4, key_value_heads=2, head_width=64, vocabulary=600
+    )
+    monkeypatch.setitem(PACKED, "qwen3-q4", ("qwen3-q4", shape, "Q4_K_M"))
+    json_file = tmp_path / "found.json"
+    options = ["--models", "qwen3-q4", "--engines", "privatellm", "--rounds", "1", "--prompt", "8", "--tokens", "2"]
+    monkeypatch.setattr("sys.argv", ["first_touch", *options, "--work", str(tmp_path), "--json", str(json_file)])
+    first_touch()
+    (found,) = json.loads(json_file.read_text())["qwen3-q4"]["privatellm"]
+    assert all(found[state]["prompt"] > 0 and found[state]["tokens"] > 0 for state in STATES)
+    assert found["warmed"]["populating"] > 0
+    assert "| privatellm | steady | – | – |" in capsys.readouterr().out
 
 
 @pytest.mark.slow

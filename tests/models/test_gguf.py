@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pairwise import pairwise
@@ -464,6 +464,33 @@ def test_a_folder_that_was_killed_while_it_was_made_is_made_again(tiny_llama: Pa
     assert store.installed() == []
     assert store.is_complete(open_gguf(tiny_llama, silent))
     assert store.partial_downloads() == []
+
+
+def test_reading_a_header_does_not_wait_for_the_package(tiny_llama: Path) -> None:
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom engine.models.gguf_file import GgufFile\n"
+        "print(len(GgufFile(Path(sys.argv[1])).tensors) > 5, 'gguf' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", program, str(tiny_llama)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False"]
+
+
+def test_the_types_are_the_package_s(tmp_path: Path) -> None:
+    columns = 512
+    path = tmp_path / "one.gguf"
+    for number in range(64):
+        header = b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sIQIQ", 1, b"a", 1, columns, number, 0)
+        path.write_bytes(header.ljust(8192, b"\0"))
+        if number not in list(GGMLQuantizationType):
+            with pytest.raises(ModelError, match=f"unknown type {number}"):
+                GgufFile(path)
+            continue
+        block, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(number)]
+        with GgufFile(path) as gguf:
+            tensor = gguf.tensors["a"]
+        assert (tensor.format, tensor.row_bytes) == (GGMLQuantizationType(number).name, columns // block * nbytes)
 
 
 def test_a_file_that_is_not_gguf_or_not_there(tmp_path: Path) -> None:
