@@ -37,6 +37,7 @@ from engine.models.gguf_file import GgufFile
 from engine.models.gguf_tensors import changes_of, entries_of
 from engine.models.mapped_file import MappedFile, aligned
 from engine.models.number_formats import is_packed, stored_bytes, words_dtype
+from engine.models.quantisation import refuse_names
 from engine.models.safetensors_files import TensorEntry, read_header
 from engine.models.shard_files import Part as ShardPart
 from engine.models.wording import shown
@@ -405,7 +406,9 @@ def _read_headers(
     :attr:`Checkpoint.changes` say of them. No tensor is in two files."""
     gguf = next(iter(sorted(folder.glob("*.gguf"))), None)
     if gguf is None or any(folder.glob("*.safetensors")):
-        return _safetensors_headers(folder, progress), False, {}
+        headers = _safetensors_headers(folder, progress)
+        refuse_names(name for header in headers.values() for name in header)
+        return headers, False, {}
     with GgufFile(gguf) as opened:
         architecture = architecture_of(opened)
         return entries_of(opened, architecture, config), architecture.paired_rotary, changes_of(architecture, config)

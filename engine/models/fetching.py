@@ -17,7 +17,8 @@ from engine.models.downloading import Download, StopCheck, disk_error, write_jso
 from engine.models.durable_files import flush_folder
 from engine.models.families import check_supported
 from engine.models.locations import ensure
-from engine.models.opening import read_config, refuse_quantized
+from engine.models.opening import read_config
+from engine.models.quantisation import SETTINGS, refuse_quantized, refuse_settings
 
 if TYPE_CHECKING:
     from engine.ipc.progress import ProgressCallback
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 _ORIGIN = "origin.json"
 
 Refuse = Callable[[Mapping[str, Any], int], None]
-"""Function of config.json and the bytes of all weights. Raises ModelError if no runtime on this machine can run the
-model."""
+"""Function of config.json and the bytes of all weights, 0 while they are not known. Raises ModelError if no runtime on
+this machine can run the model."""
 
 
 def _refuse_quantised(config: Mapping[str, Any], nbytes: int) -> None:
@@ -117,9 +118,13 @@ def _fetch_safetensors(task: Download, repository: Repository, refuse: Refuse) -
     from engine.models import hub
 
     small = hub.small_files(repository)
-    task.fetch(small, hub.total_bytes(small))
+    first = [file for file in small if file.name == "config.json" or file.name in SETTINGS]
+    task.fetch(first, hub.total_bytes(first))
     config = read_config(task.folder)
     check_supported(config)
+    refuse(config, 0)
+    refuse_settings(task.folder, config)
+    task.fetch(small, hub.total_bytes(small))
     index = task.folder / hub.WEIGHT_INDEX
     weights = hub.weight_files(repository, index if index.is_file() else None)
     # Checked before gigabytes are fetched.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +12,11 @@ from engine.models.config_values import check_config
 from engine.models.families import check_supported
 from engine.models.files import ModelFiles
 from engine.models.json_files import SMALL_FILE, read_object
+from engine.models.quantisation import refuse_quantized, refuse_settings
 from engine.models.shard_files import part_of
-from engine.models.wording import shown
 
 if TYPE_CHECKING:
     from engine.ipc.progress import ProgressCallback
-
-_QUANTIZATION_ADVICE = {
-    "mxfp4": "use a GGUF file of the model, whose four-bit weights run where they lie",
-    "fp8": "use a bfloat16 copy of the model",
-}
 
 
 def open_model(folder: Path, progress: ProgressCallback | None = None, as_whole: bool = False) -> ModelFiles:
@@ -40,6 +34,7 @@ def open_model(folder: Path, progress: ProgressCallback | None = None, as_whole:
     config = read_config(folder)
     family = check_supported(config)
     refuse_quantized(config)
+    refuse_settings(folder, config)
     shard = None if as_whole else part_of(folder)
     if (folder / MANIFEST).is_file():
         return Bank(folder, config, family, shard)
@@ -60,17 +55,3 @@ def read_config(folder: Path) -> dict[str, Any]:
     config = read_object(path, SMALL_FILE)
     check_config(config, str(path))
     return config
-
-
-def refuse_quantized(config: Mapping[str, Any]) -> None:
-    """Raises ModelError naming the method if the weights of ``config`` are quantised."""
-    sections = [config, *(config[key] for key in ("text_config",) if isinstance(config.get(key), Mapping))]
-    for section in sections:
-        for key in ("quantization_config", "quantization", "compression_config"):
-            settings = section.get(key)
-            if not settings:
-                continue
-            named = settings.get("quant_method") if isinstance(settings, Mapping) else None
-            method = shown(named) if named else "an unnamed method"
-            advice = _QUANTIZATION_ADVICE.get(method.lower(), "use a bfloat16 or float16 copy of the model")
-            raise ModelError(f"The model's weights are quantised with {method}, which is not supported; {advice}.")

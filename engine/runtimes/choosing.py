@@ -74,7 +74,7 @@ def native_unsupported_reason(folder: Path, request: Load, progress: ProgressCal
 def refuse_download(config: Mapping[str, Any], nbytes: int) -> None:
     """Raises ModelError if no runtime of this machine would run a model with this ``config``, whose files of weights
     have ``nbytes``: what is quantised is for mlx alone, and for the memory of a Mac's GPU."""
-    from engine.models.opening import refuse_quantized
+    from engine.models.quantisation import refuse_quantized
     from engine.runtimes.mlx import eligible, families
 
     if eligible.quantisation_of(config) is None or not mlx_installed():

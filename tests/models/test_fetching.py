@@ -341,16 +341,27 @@ def test_an_index_naming_an_unsafe_file_is_refused(hub: LoopbackHub, repo: Repo,
     [
         ({"model_type": "rwkv9"}, "rwkv9"),
         ({"model_type": "mixtral", "auto_map": {"AutoModel": "modeling_custom.X"}}, "auto_map"),
-        ({"model_type": "mixtral", "quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        ({"model_type": "mixtral", "quantization_config": {"quant_method": "gptq"}}, "GPTQ"),
+        (
+            {"model_type": "mixtral", "quantization_config": {"quant_method": "made-up"}},
+            "quantised with .?made-up",
+        ),
     ],
 )
-def test_a_model_that_cannot_run_is_refused_before_its_weights(
+def test_a_model_that_cannot_run_is_refused_after_its_configuration(
     hub: LoopbackHub, repo: Repo, config: dict[str, object], message: str
 ) -> None:
     repo.files["config.json"] = json.dumps(config).encode()
     with pytest.raises(ModelError, match=message):
         pull(REPO, silent)
-    assert hub.file_requests(SHARDS[0]) == []
+    assert hub.file_requests(SHARDS[0]) == hub.file_requests("tokenizer.json") == []
+
+
+def test_a_file_that_names_the_quantisation_is_read_before_the_weights(hub: LoopbackHub, repo: Repo) -> None:
+    repo.files["quantize_config.json"] = json.dumps({"bits": 4, "group_size": 128, "damp_percent": 0.1}).encode()
+    with pytest.raises(ModelError, match="quantised with GPTQ, which does not run here; take a GGUF file"):
+        pull(REPO, silent)
+    assert hub.file_requests(SHARDS[0]) == hub.file_requests("tokenizer.json") == []
 
 
 def test_pickled_weights_are_refused(hub: LoopbackHub, repo: Repo) -> None:

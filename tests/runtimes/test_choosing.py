@@ -230,7 +230,7 @@ class TestDownloads:
 
     def test_without_mlx_nothing_quantised_is_fetched(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(choosing, "mlx_installed", lambda: False)
-        with pytest.raises(ModelError, match="mxfp4"):
+        with pytest.raises(ModelError, match="MXFP4"):
             refuse_download(self.mxfp4, 1)
         with pytest.raises(ModelError, match="quantised"):
             refuse_download({"model_type": "mixtral", "quantization": {"bits": 4}}, 1)
