@@ -87,7 +87,7 @@ class StopStrings:
             self.stopped = True
             self._held = ""
             return text[:cut]
-        keep = max(_overlap(text, stop) for stop in self._stops)
+        keep = max(overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -103,7 +103,7 @@ def first_stop(text: str, stops: Sequence[str]) -> int | None:
     return min(found)[1] if found else None
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     for length in range(min(len(stop) - 1, len(text)), 0, -1):
         if text.endswith(stop[:length]):

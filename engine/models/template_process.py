@@ -61,7 +61,7 @@ class TemplateProcess:
     def render(
         self,
         messages: Sequence[Mapping[str, str]],
-        variables: Mapping[str, str],
+        variables: Mapping[str, Any],
         continue_last: bool = False,
         should_stop: StopCheck = lambda: False,
     ) -> str:
@@ -80,7 +80,7 @@ class TemplateProcess:
     def _ask(
         self,
         messages: Sequence[Mapping[str, str]] | None,
-        variables: Mapping[str, str],
+        variables: Mapping[str, Any],
         continue_last: bool,
         should_stop: StopCheck,
     ) -> dict[str, Any]:

@@ -6,14 +6,15 @@ template (:mod:`engine.models.template_process`). Neither runs Python code of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ModelError
-from engine.ipc.messages import Message
+from engine.ipc.messages import Message, ReasoningFacts
 from engine.models.control_tokens import ControlTokens
 from engine.models.json_files import SMALL_FILE, read_object
+from engine.models.reasoning_formats import ReasoningFormat, format_of, has_effort, has_switch
 from engine.models.template_process import StopCheck, TemplateProcess
 from engine.models.tokenizer_files import TokenizerFiles, read_template, read_tokenizer
 
@@ -37,9 +38,19 @@ class Tokenizer:
     """Converts text to token ids and back, and a conversation to the model's prompt format."""
 
     def __init__(
-        self, files: TokenizerFiles, template: TemplateProcess | None, end_of_turn_ids: frozenset[int]
+        self,
+        files: TokenizerFiles,
+        template: TemplateProcess | None,
+        end_of_turn_ids: frozenset[int],
+        source: str = "",
     ) -> None:
+        """``source`` is the chat template, by which the format of the model's thoughts is known."""
         self._library = files.library
+        added = files.library.get_added_tokens_decoder()
+        self.reasoning = format_of(source, {token.content for token in added.values()})
+        """How the model marks its thoughts; None if it does not."""
+        self._switch, self._effort = has_switch(source), has_effort(source)
+        self._left_out = _left_out(added, self.reasoning)
         self._named = files.named
         self._end_of_turn_ids = end_of_turn_ids
         self._template = template
@@ -65,9 +76,21 @@ class Tokenizer:
         """Token ids of ``text``, with the tokens that the model puts before every text, often a beginning-of-text."""
         return list(self._library.encode(text).ids)
 
+    @property
+    def reasoning_facts(self) -> ReasoningFacts | None:
+        """What a person may know and change about the model's thoughts."""
+        if self.reasoning is None:
+            return None
+        return ReasoningFacts(format=self.reasoning.name, switch=self._switch, effort=self._effort)
+
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ``ids`` without special tokens. An incomplete character at the end becomes U+FFFD."""
-        return self._library.decode(list(ids), skip_special_tokens=True)
+        """The text of ``ids`` without special tokens, but with those that mark thoughts.
+
+        An incomplete character at the end becomes U+FFFD.
+        """
+        if self._left_out is None:
+            return self._library.decode(list(ids), skip_special_tokens=True)
+        return self._library.decode([each for each in ids if each not in self._left_out], skip_special_tokens=False)
 
     def encode_chat(
         self, messages: Sequence[Message], continue_last: bool = False, should_stop: StopCheck = lambda: False
@@ -89,13 +112,18 @@ class Tokenizer:
         return self._library.decode(list(ids), skip_special_tokens=False)
 
     def render_chat(
-        self, messages: Sequence[Message], continue_last: bool = False, should_stop: StopCheck = lambda: False
+        self,
+        messages: Sequence[Message],
+        continue_last: bool = False,
+        should_stop: StopCheck = lambda: False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The conversation as the text that is tokenized: the model's own chat template, nothing added.
 
         Control tokens that a message spells out have a mark in them (:mod:`engine.models.control_tokens`).
         ``continue_last``: the last message is the beginning of the answer and stays open. Without a template the
-        messages are written as ``role: content`` blocks with ``assistant:`` at the end.
+        messages are written as ``role: content`` blocks with ``assistant:`` at the end. ``variables``: what the
+        template may name besides the messages.
         Raises ModelError if there are no messages, or the template refuses them; Cancelled as soon as ``should_stop``.
         """
         if not messages:
@@ -111,13 +139,20 @@ class Tokenizer:
                 raise ModelError("There is no message to answer; type one.", "bad-input")
         control = self._control_tokens(should_stop)
         marked = [
-            Message(message.role, control.mark(message.content, own_words=message.role == "assistant"))
+            Message(
+                message.role,
+                control.mark(message.content, own_words=message.role == "assistant"),
+                control.mark(message.reasoning, own_words=True),
+            )
             for message in messages
         ]
         if self._template is None:
             return plain_prompt(marked, continue_last)
         said = [{"role": message.role, "content": message.content} for message in marked]
-        return self._template.render(said, self._named, continue_last, should_stop)
+        if continue_last and marked[-1].reasoning:
+            # Templates know the thoughts by one name or the other.
+            said[-1] |= {"reasoning_content": marked[-1].reasoning, "thinking": marked[-1].reasoning}
+        return self._template.render(said, {**self._named, **(variables or {})}, continue_last, should_stop)
 
     def _control_tokens(self, should_stop: StopCheck) -> ControlTokens:
         if self._control is None:
@@ -134,13 +169,22 @@ def load_tokenizer(folder: Path) -> Tokenizer | None:
     # It starts while the vocabulary is read.
     template = TemplateProcess(source) if source else None
     files = read_tokenizer(folder)
-    return Tokenizer(files, template, _end_of_turn_ids(folder, files))
+    return Tokenizer(files, template, _end_of_turn_ids(folder, files), source or "")
 
 
 def plain_prompt(messages: Sequence[Message], continue_last: bool = False) -> str:
     """How a conversation is written for a model without a chat template."""
     blocks = [f"{message.role}: {message.content}" for message in messages]
     return "\n\n".join(blocks if continue_last else [*blocks, "assistant:"])
+
+
+def _left_out(added: Mapping[int, Any], form: ReasoningFormat | None) -> frozenset[int] | None:
+    """The special tokens that are no part of a text, if some of them mark thoughts; None if the library knows best."""
+    special = {number: token.content for number, token in added.items() if token.special}
+    marks = form.marks if form is not None else ()
+    if not any(content in marks for content in special.values()):
+        return None
+    return frozenset(number for number, content in special.items() if content not in marks)
 
 
 def _end_of_turn_ids(folder: Path, files: TokenizerFiles) -> frozenset[int]:

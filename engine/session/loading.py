@@ -76,6 +76,7 @@ def load_session(
         name=name,
         has_chat_template=words is not None and words.has_chat_template,
         has_tokenizer=words is not None,
+        reasoning=words.reasoning_facts if words is not None else None,
         load_s=time.perf_counter() - started,
         notices=[*said, *model.facts.notices, *(words.notices if words else ()), *settings_not_applied(defaults)],
         context_limit=min(model.facts.context_limit, request.context_limit or model.facts.context_limit),

@@ -11,6 +11,7 @@ import msgspec
 
 from engine.errors import Cancelled, ModelError
 from engine.generation.beams import BeamRule, BeamState, Hypothesis, beam_run, check_beams
+from engine.generation.reasoning import ReasoningParser, separate
 from engine.generation.sampling import NotNumbersError, Sampler, sampling_rule
 from engine.generation.text import IncrementalDecoder, StopStrings, first_stop
 from engine.ipc.messages import (
@@ -24,6 +25,7 @@ from engine.ipc.messages import (
     ModelFacts,
     RingChanged,
 )
+from engine.models.reasoning_formats import template_variables
 from engine.moe.popularity_file import ProfileModel
 from engine.planning.memory import ModelCosts, estimate_beams, extra_beam_memory, longest_answer
 from engine.planning.units import byte_size
@@ -43,6 +45,9 @@ SHORTEST_BEAM_ANSWER = 64
 
 STOP_MARGIN = 8
 """Number of tokens decoded in addition to the length of the longest stop string, when a beam is checked for one."""
+
+RENDERED_CHARACTERS = 200
+"""Number of the prompt's last characters in which a template may begin the thoughts."""
 
 CONTEXT_TOKENS = 8
 """Number of the prompt's last tokens that are decoded together with an answer that continues them."""
@@ -80,6 +85,8 @@ class Session:
         self._clock = clock
         self._cache = PrefixCache(model, prefill_chunk)
         self._context: list[int] = []
+        self._parser: Callable[[], ReasoningParser] | None = None
+        """Makes what separates the current question's answer from its thoughts; None if they are not marked."""
         self.first_pass_s: float | None = None
         """Seconds of the first pass of the last question; None if nothing was run."""
 
@@ -124,6 +131,7 @@ class Session:
             prompt = self._prompt(request, control.cancelled)
         except Cancelled:
             return cancelled_answer(request.id)
+        self._parser = self._parsing(request)
         # Text that continues the prompt's is decoded together with it: a word's space may be part of its first token.
         self._context = prompt[-CONTEXT_TOKENS:] if request.continue_last else []
         check_beams(request.beams, request.length_penalty)
@@ -214,10 +222,19 @@ class Session:
         elif not request.messages:
             raise ModelError("There is no message to answer.", kind="bad-input")
         else:
-            prompt = self._history.prompt(request.messages, request.continue_last, cancelled)
+            variables = template_variables(request.thinking, request.effort)
+            prompt = self._history.prompt(request.messages, request.continue_last, cancelled, variables)
         if not prompt:
             raise ModelError("The prompt is empty: the model needs at least one token to go on from.", kind="bad-input")
         return prompt
+
+    def _parsing(self, request: Generate) -> Callable[[], ReasoningParser] | None:
+        """What makes the parser of ``request``'s answer. Without a template, thoughts are text like any other."""
+        form = self._tokenizer.reasoning if self._tokenizer is not None else None
+        if form is None or self._history is None or request.messages is None:
+            return None
+        rendered = self._history.text[-RENDERED_CHARACTERS:]
+        return lambda: ReasoningParser(form, rendered, answering=request.continue_last)
 
     def _most_tokens(self, request: Generate, prompt_tokens: int) -> int:
         """Maximum tokens of the answer. Raises ModelError if there is no room for one."""
@@ -254,7 +271,7 @@ class Session:
 
     def _sample(self, turn: Turn, logits: Logits, sampler: Sampler, stops: StopStrings, most: int) -> Answer:
         decoder = IncrementalDecoder(self._tokenizer.decode, self._context) if self._tokenizer else None
-        stream = turn.stream(decoder, stops)
+        stream = turn.stream(decoder, stops, self._parser and self._parser())
         rule = sampler.rule
         # With a seed the host draws, from the same numbers on every runtime.
         draw = Draw(rule.temperature, rule.top_k, rule.top_p, rule.min_p, sampler.choose)
@@ -286,7 +303,8 @@ class Session:
                     turn.show_timing()
         finally:
             self._cache.settle()
-        return Answer(stream.finish(), tokens, reason)
+        text = stream.finish()
+        return Answer(text, tokens, reason, thoughts=stream.thoughts)
 
     def _following(self, token: int, turn: Turn, sampler: Sampler, draw: Draw | None) -> int | None:
         """The token after ``token``; None if cancelled.
@@ -327,13 +345,18 @@ class Session:
         best = run.state.hypotheses()[0]
         beams = self._beams(run.state, request.stop)
         reason: FinishReason = "cancelled" if cancelled else "stop" if self._ended(best, request.stop) else "length"
-        return Answer(beams[0].text, beams[0].token_ids, reason, beams)
+        return Answer(beams[0].text, beams[0].token_ids, reason, beams, beams[0].reasoning)
 
     def _beams(self, state: BeamState, stops: Sequence[str]) -> list[Beam]:
-        return [
-            Beam(self._cut_text(entry.tokens, stops), list(entry.tokens), entry.score, entry.finished)
-            for entry in state.hypotheses()
-        ]
+        return [self._beam(entry, stops) for entry in state.hypotheses()]
+
+    def _beam(self, entry: Hypothesis, stops: Sequence[str]) -> Beam:
+        text, thoughts = self._whole_text(entry.tokens), ""
+        if self._parser is not None:
+            found = separate(self._parser(), text)
+            text, thoughts = found.answer, found.thoughts
+        text = text[: first_stop(text, stops)] if stops else text
+        return Beam(text, list(entry.tokens), entry.score, entry.finished, thoughts)
 
     def _ended(self, best: Hypothesis, stops: Sequence[str]) -> bool:
         """Whether a finished hypothesis ended by itself rather than at the maximum length."""
@@ -350,12 +373,10 @@ class Session:
 
         return reached
 
-    def _cut_text(self, tokens: Sequence[int], stops: Sequence[str]) -> str:
+    def _whole_text(self, tokens: Sequence[int]) -> str:
         if self._tokenizer is None:
             return ""
-        whole = tokens[:-1] if tokens and tokens[-1] in self._ends else tokens
-        text = self._decode(whole)
-        return text[: first_stop(text, stops)] if stops else text
+        return self._decode(tokens[:-1] if tokens and tokens[-1] in self._ends else tokens)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         assert self._tokenizer is not None

@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.ipc.messages import Message
+from engine.models.reasoning_formats import ReasoningFormat
 
 TRIES = 4
 """Number of boundaries tried, the latest first, before the whole prompt is tokenized from its text."""
@@ -25,8 +26,14 @@ REMEMBERED_TOKENS = 2_000_000
 class ChatTokenizer(Protocol):
     """The part of :class:`engine.models.tokenizer.Tokenizer` that a session uses."""
 
+    reasoning: ReasoningFormat | None
+
     def render_chat(
-        self, messages: Sequence[Message], continue_last: bool = False, should_stop: Callable[[], bool] = ...
+        self,
+        messages: Sequence[Message],
+        continue_last: bool = False,
+        should_stop: Callable[[], bool] = ...,
+        variables: Mapping[str, Any] | None = None,
     ) -> str: ...
 
     def encode_rendered(self, text: str, beginning: bool = True) -> list[int]: ...
@@ -61,13 +68,14 @@ class TokenHistory:
         messages: Sequence[Message],
         continue_last: bool = False,
         should_stop: Callable[[], bool] = lambda: False,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """The token ids of ``messages`` through the chat template.
+        """The token ids of ``messages`` through the chat template, which may name ``variables``.
 
         They are the recorded tokens as far as the text is the same, and the tokenizer's for the rest. Raises ModelError
         if the template refuses the messages, and Cancelled as soon as ``should_stop()`` returns True.
         """
-        text = self._tokenizer.render_chat(messages, continue_last, should_stop)
+        text = self._tokenizer.render_chat(messages, continue_last, should_stop, variables)
         same = [boundary for boundary in self._boundaries if text.startswith(self._text[: boundary.characters])]
         key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         if key in self._asked:
@@ -80,6 +88,11 @@ class TokenHistory:
         self._text, self._tokens, self._boundaries = text, list(tokens), kept
         self._add_boundary()
         return tokens
+
+    @property
+    def text(self) -> str:
+        """The last prompt as the template rendered it, and the answer to it if its tokens were recorded."""
+        return self._text
 
     def _tokenized(self, text: str, same: list[_Boundary]) -> tuple[list[int], list[_Boundary]]:
         """The tokens of ``text``, and the boundaries of ``same`` up to which they are the recorded ones."""

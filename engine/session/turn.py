@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.generation.reasoning import ReasoningParser, Separated
 from engine.generation.text import IncrementalDecoder, StopStrings
 from engine.ipc.messages import AnyEvent, Beam, BeamProgress, Finished, FinishReason, Generate, Notice, Piece
 from engine.ipc.progress import ProgressCallback, Reports
@@ -36,12 +37,13 @@ class TurnControl(Protocol):
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a turn. ``beams``: best first; empty without a beam search."""
+    """The result of a turn. ``beams``: best first; empty without a beam search. ``thoughts`` are not in ``text``."""
 
     text: str
     tokens: list[int]
     reason: FinishReason
     beams: list[Beam] = field(default_factory=list)
+    thoughts: str = ""
 
 
 class Turn:
@@ -108,6 +110,11 @@ class Turn:
     def tokens(self) -> int:
         return self._count
 
+    @property
+    def answering_s(self) -> float:
+        """Seconds from the first token to the last one."""
+        return self._last - self._first
+
     def tokens_per_s(self) -> float:
         """Tokens per second after the first token, whose time belongs to the prefill."""
         elapsed = self._last - self._first
@@ -138,9 +145,12 @@ class Turn:
 
     # --- the answer -----------------------------------------------------------------------------------------------
 
-    def stream(self, decoder: IncrementalDecoder | None, stops: StopStrings) -> TextStream:
-        """A stream for the answer's tokens. Without ``decoder`` only their number is emitted."""
-        self._stream = TextStream(self, decoder, stops)
+    def stream(
+        self, decoder: IncrementalDecoder | None, stops: StopStrings, parser: ReasoningParser | None = None
+    ) -> TextStream:
+        """A stream for the answer's tokens. Without ``decoder`` only their number is emitted. ``parser`` separates the
+        thoughts, in which stop strings mean nothing."""
+        self._stream = TextStream(self, decoder, stops, parser)
         return self._stream
 
     def show_beams(self, step: int, beams: Callable[[], list[Beam]]) -> None:
@@ -151,6 +161,7 @@ class Turn:
     def finished(self, answer: Answer) -> Finished:
         """The turn's last event; pieces still held are sent before it."""
         self.close()
+        stream = self._stream
         return Finished(
             id=self.id,
             text=answer.text,
@@ -162,6 +173,9 @@ class Turn:
             ttft_s=self._first - self._start if self._count else 0.0,
             tokens_per_s=self.tokens_per_s(),
             beams=answer.beams,
+            reasoning=answer.thoughts,
+            reasoning_tokens=0 if stream is None else stream.thought_tokens,
+            reasoning_s=0.0 if stream is None else stream.thought_s,
             timing=self._recorder.frame(self.id) if self._measured else None,
         )
 
@@ -181,35 +195,82 @@ class Turn:
 class TextStream:
     """Emits an answer's text in pieces, the first one at once and then at most fifteen per second."""
 
-    def __init__(self, turn: Turn, decoder: IncrementalDecoder | None, stops: StopStrings) -> None:
+    def __init__(
+        self, turn: Turn, decoder: IncrementalDecoder | None, stops: StopStrings, parser: ReasoningParser | None
+    ) -> None:
         self._turn = turn
         self._decoder = decoder
         self._stops = stops
+        self._parser = parser
         self._sent: list[str] = []
-        self._waiting = ""
+        self._thoughts: list[str] = []
+        self._waiting = Separated()
         self._counted = 0
+        self.thought_tokens = 0
+        """Tokens up to the end of the thoughts."""
+        self.thought_s = 0.0
+        """Seconds from the first token to the end of the thoughts."""
+
+    @property
+    def thoughts(self) -> str:
+        """The thoughts that were sent."""
+        return "".join(self._thoughts)
 
     def push(self, token: int) -> None:
         if self._decoder is not None:
-            self._waiting += self._stops.push(self._decoder.push(token))
+            self._add(self._decoder.push(token))
         if self._turn.due("piece", PIECE_INTERVAL_S):
             self.send()
 
     def finish(self) -> str:
         """The whole text of the answer, including what was held back for stop strings or unfinished characters."""
         if self._decoder is not None:
-            self._waiting += self._stops.push(self._decoder.flush())
-            self._waiting += self._stops.flush()
+            self._add(self._decoder.flush())
+            if self._parser is not None:
+                self._wait(self._parser.flush())
+            self._wait(Separated(answer=self._stops.flush()), stops=False)
         self.send()
         return "".join(self._sent)
 
+    def _add(self, text: str) -> None:
+        if self._parser is None:
+            self._wait(Separated(answer=text))
+            return
+        self._wait(self._parser.push(text))
+        if self._parser.thinking:
+            self.thought_tokens, self.thought_s = self._turn.tokens, self._turn.answering_s
+
+    def _wait(self, found: Separated, stops: bool = True) -> None:
+        """Add what was found to what is sent next."""
+        if found.withdrawn:
+            self._stops.flush()
+            self.thought_tokens, self.thought_s = self._turn.tokens, self._turn.answering_s
+            self._waiting = Separated(withdrawn=True)
+        before = self._waiting
+        answer = self._stops.push(found.answer) if stops else found.answer
+        self._waiting = Separated(before.thoughts + found.thoughts, before.answer + answer, before.withdrawn)
+
     def send(self) -> None:
         """Send the pending piece, if any."""
-        if not self._waiting and (self._decoder is not None or self._counted == self._turn.tokens):
+        new, turn = self._waiting, self._turn
+        empty = not new.answer and not new.thoughts
+        if empty and (self._decoder is not None or self._counted == turn.tokens):
             return
-        piece, self._waiting = self._waiting, ""
-        self._counted = self._turn.tokens
-        self._sent.append(piece)
-        self._turn.emit(
-            Piece(id=self._turn.id, text=piece, tokens=self._turn.tokens, tokens_per_s=self._turn.tokens_per_s())
+        self._waiting = Separated()
+        self._counted = turn.tokens
+        if new.withdrawn:
+            self._sent.clear()
+        self._sent.append(new.answer)
+        self._thoughts.append(new.thoughts)
+        turn.emit(
+            Piece(
+                id=turn.id,
+                text=new.answer,
+                tokens=turn.tokens,
+                tokens_per_s=turn.tokens_per_s(),
+                reasoning=new.thoughts,
+                reasoning_tokens=self.thought_tokens,
+                reasoning_s=self.thought_s,
+                withdrawn=new.withdrawn,
+            )
         )

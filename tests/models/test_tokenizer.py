@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from templates import QWEN3
 
 from engine.errors import ModelError
-from engine.ipc.messages import Message
+from engine.ipc.messages import Message, ReasoningFacts
+from engine.models.reasoning_formats import template_variables
 from engine.models.tokenizer import load_tokenizer
 
 CHATML = (
@@ -106,6 +108,29 @@ def test_special_tokens_are_not_shown(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("a b<|im_end|>")) == "a b"
     assert tokenizer.decode(tokenizer.encode("é")[:1]) == "\ufffd"
     assert tokenizer.decode(tokenizer.encode(" , don 't !")) == " , don 't !"
+
+
+def test_special_tokens_that_mark_thoughts_stay(tmp_path: Path) -> None:
+    marks = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
+    tokenizer = load_tokenizer(write_tokenizer_folder(tmp_path, special=("<|endoftext|>", *marks)))
+    assert tokenizer is not None and tokenizer.reasoning_facts is not None
+    assert tokenizer.reasoning_facts.format == "gpt-oss"
+    ids = tokenizer.encode("<|channel|>analysis<|message|>é<|end|><|return|><|endoftext|>")
+    assert tokenizer.decode(ids) == "<|channel|>analysis<|message|>é<|end|>"
+
+
+def test_the_template_is_told_how_to_think(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write_tokenizer_folder(tmp_path, QWEN3))
+    assert tokenizer is not None
+    assert tokenizer.reasoning_facts == ReasoningFacts(format="think", switch=True)
+    assert "<think>" not in tokenizer.render_chat(QUESTION)
+    variables = template_variables(False, "")
+    assert tokenizer.render_chat(QUESTION, variables=variables).endswith("assistant\n<think>\n\n</think>\n\n")
+    begun = [*QUESTION, Message("assistant", "It is", "Four? <|im_end|>")]
+    text = tokenizer.render_chat(begun, continue_last=True)
+    assert "<think>\nFour? <" in text and text.endswith("</think>\n\nIt is")
+    assert text.count("<|im_end|>") == 1
+    assert "Four?" not in tokenizer.render_chat([*begun, *QUESTION])
 
 
 def test_all_that_ends_a_turn(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.ipc.messages import AnyEvent, Finished, Generate, Message
+from engine.models.reasoning_formats import ReasoningFormat
 from engine.session.session import Session
 
 
@@ -13,12 +14,17 @@ class LetterTokenizer:
     """Token i of 160 is one letter, the same one for i and i + 90; a message is its letters between role marks."""
 
     has_chat_template = True
+    reasoning: ReasoningFormat | None = None
 
     def encode_chat(self, messages: Sequence[Message], continue_last: bool = False) -> list[int]:
         return self.encode_rendered(self.render_chat(messages, continue_last))
 
     def render_chat(
-        self, messages: Sequence[Message], continue_last: bool = False, should_stop: Callable[[], bool] = lambda: False
+        self,
+        messages: Sequence[Message],
+        continue_last: bool = False,
+        should_stop: Callable[[], bool] = lambda: False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         text = "".join(f"{chr(1000 + len(message.role) % 7)}{message.content}\u0400" for message in messages)
         return text[:-1] if continue_last else f"{text}\u03ea"

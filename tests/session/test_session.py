@@ -12,6 +12,7 @@ from asking import Ask, LetterTokenizer
 from tiny_models import write_tiny_model
 
 from engine.errors import ModelError
+from engine.generation.reasoning import ReasoningParser, Separated, separate
 from engine.ipc.messages import (
     BeamProgress,
     EstimateBeams,
@@ -22,6 +23,7 @@ from engine.ipc.messages import (
     Sampling,
     Timing,
 )
+from engine.models.reasoning_formats import ReasoningFormat
 from engine.session.loading import load_session, read_settings, stop_ids
 from engine.session.session import Session
 from engine.session.token_history import TokenHistory
@@ -217,6 +219,46 @@ def test_messages_and_continuing(ask: Ask) -> None:
     assert begun.text == LetterTokenizer().decode(begun.token_ids)
     beams = ask(messages=messages, max_tokens=4, continue_last=True, beams=2)
     assert beams.text == LetterTokenizer().decode(beams.token_ids)
+
+
+def test_thoughts_are_no_part_of_the_answer(ask: Ask) -> None:
+    messages = [Message("user", "hello")]
+    whole = ask(messages=messages, max_tokens=30)
+    assert (whole.reasoning, whole.reasoning_tokens, whole.reasoning_s) == ("", 0, 0.0)
+    begin, thoughts, end, rest = whole.text[:2], whole.text[2:12], whole.text[12:15], whole.text[15:]
+    # The stop string occurs among the thoughts, where it means nothing, and in the answer.
+    stop = next((rest[at : at + 1] for at in range(3, 12) if rest[at] in thoughts), rest[8])
+    tokenizer = LetterTokenizer()
+    tokenizer.reasoning = ReasoningFormat(name="letters", begin=begin, end=end)
+    ask.session._tokenizer = tokenizer
+    ask.session._history = TokenHistory(tokenizer)
+    found = ask(messages=messages, max_tokens=30, stop=[stop])
+    assert (found.reasoning, found.text) == (thoughts, rest[: rest.index(stop)])
+    assert found.reasoning_tokens == 14
+    assert found.reasoning_s > 0
+    pieces = ask.of(Piece)
+    assert "".join(piece.reasoning for piece in pieces) == thoughts
+    assert "".join(piece.text for piece in pieces) == found.text
+    beams = ask(messages=messages, max_tokens=20, beams=2)
+    letters = tokenizer.decode(beams.token_ids)
+    assert separate(ReasoningParser(tokenizer.reasoning), letters) == Separated(beams.reasoning, beams.text)
+    raw = ask(tokenizer.encode_chat(messages), max_tokens=30)
+    assert (raw.reasoning, raw.text) == ("", whole.text)
+
+
+def test_an_end_without_a_beginning_makes_thoughts_of_what_was_sent(ask: Ask) -> None:
+    messages = [Message("user", "hello")]
+    whole = ask(messages=messages, max_tokens=30).text
+    tokenizer = LetterTokenizer()
+    tokenizer.reasoning = ReasoningFormat(name="letters", begin="\0", end=whole[12:15])
+    ask.session._tokenizer = tokenizer
+    ask.session._history = TokenHistory(tokenizer)
+    found = ask(messages=messages, max_tokens=30)
+    assert (found.reasoning, found.text, found.reasoning_tokens) == (whole[:12], whole[15:], 15)
+    pieces = ask.of(Piece)
+    (withdrawn,) = [place for place, piece in enumerate(pieces) if piece.withdrawn]
+    assert pieces[withdrawn].reasoning == whole[:12]
+    assert "".join(piece.text for piece in pieces[withdrawn:]) == whole[15:]
 
 
 def test_seeds_repeat(ask: Ask) -> None:

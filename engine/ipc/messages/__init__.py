@@ -59,6 +59,7 @@ from engine.ipc.messages.parts import (
     PhaseTimes as PhaseTimes,
     RuntimeName as RuntimeName,
     Sampling as Sampling,
+    ReasoningFacts as ReasoningFacts,
 )
 from engine.ipc.messages.requests import (
     LENT_GPU_SHARE as LENT_GPU_SHARE,

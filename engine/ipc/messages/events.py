@@ -46,11 +46,21 @@ class Prefill(Event, frozen=True, kw_only=True, tag="prefill"):
 
 
 class Piece(Event, frozen=True, kw_only=True, tag="piece"):
-    """A piece of the answer's text, in whole characters. ``tokens`` is the answer's number of tokens so far."""
+    """A piece of the answer's text, in whole characters. ``tokens`` is the answer's number of tokens so far, thoughts
+    included."""
 
     text: str
     tokens: int
     tokens_per_s: float = 0.0
+    reasoning: str = ""
+    """A piece of the thoughts before the answer."""
+    reasoning_tokens: int = 0
+    """Tokens of thoughts so far."""
+    reasoning_s: float = 0.0
+    """Seconds that the model has thought so far."""
+    withdrawn: bool = False
+    """Whether the answer up to this piece was thoughts, which ``reasoning`` repeats, because only their end was
+    marked."""
 
 
 class BeamProgress(Event, frozen=True, kw_only=True, tag="beam_progress"):
@@ -105,6 +115,10 @@ class Finished(Event, frozen=True, kw_only=True, tag="finished"):
     tokens_per_s: float
     beams: list[Beam] = []
     timing: Timing | None = None
+    reasoning: str = ""
+    """The thoughts before the answer, which are no part of ``text``."""
+    reasoning_tokens: int = 0
+    reasoning_s: float = 0.0
     probe_s: float | None = None
     """Seconds of the first pass if this was the first answer after more than ten seconds of idling, else None. It shows
     the cost of weights that were unwired or dropped meanwhile."""

@@ -24,6 +24,8 @@ class Message(msgspec.Struct, frozen=True):
 
     role: Literal["system", "user", "assistant"]
     content: str
+    reasoning: str = ""
+    """The thoughts before an assistant's answer, for an answer that is continued."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +70,19 @@ class Beam(msgspec.Struct, frozen=True):
     token_ids: list[int]
     score: float
     finished: bool = False
+    reasoning: str = ""
+    """The candidate's thoughts, which are no part of ``text``."""
+
+
+class ReasoningFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model thinks before it answers."""
+
+    format: str
+    """Name of the format in which its thoughts are marked."""
+    switch: bool = False
+    """Whether its template can be told to think or not."""
+    effort: bool = False
+    """Whether its template can be told how long to think."""
 
 
 class ExpertMovement(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,6 +150,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     has_chat_template: bool = True
     has_tokenizer: bool = True
     """Whether the model has a tokenizer. Without one it takes and gives token ids only."""
+    reasoning: ReasoningFacts | None = None
+    """How the model thinks; None if it does not mark thoughts."""
 
 
 class DoctorFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -122,6 +122,10 @@ class Generate(Request, frozen=True, kw_only=True, tag="generate"):
     beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool = False
+    thinking: bool | None = None
+    """Whether the model thinks before it answers, if its template can be told; None: as the template does by itself."""
+    effort: str = ""
+    """How long it thinks (``low``, ``medium``, ``high``), if its template can be told; empty: as the template says."""
     with_timing: bool = False
     """Whether to measure from the first token on, even if the timing panel is closed."""
 
