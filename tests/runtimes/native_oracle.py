@@ -13,7 +13,20 @@ from engine.moe.kernels.bindings import choose
 from engine.runtimes import runtime_named
 from engine.runtimes.native.model import NativeModel
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss")
+FAMILIES = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "olmoe",
+    "granitemoe",
+    "gpt_oss",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)
 PREPARED_ONLY = ("gpt_oss",)
 """Those of the families whose checkpoints are transposed, so that the kernels read the experts of a bank only."""
 

@@ -77,7 +77,7 @@ MLX = Subject(
 )
 SUBJECTS = (NATIVE, TORCH, MLX)
 
-PACKED_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss")
+PACKED_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "qwen3_5_moe_text")
 
 
 def _mixed(name: str) -> GGMLQuantizationType:

@@ -79,6 +79,9 @@ def test_a_gpu_that_is_asked_for_is_not_left_idle(mixtral: Path, monkeypatch: py
         ("llama", {"hidden_act": "tanh"}, {}, "the activation tanh has no kernel"),
         ("llama", {}, {"dtype": "bfloat16"}, "would have to be converted to bfloat16"),
         ("mixtral", {}, {"partitioning": "ring"}, "the partitioning is ring"),
+        ("qwen3_5_text", {"attention_bias": True}, {}, "its gated attention has biases"),
+        ("qwen3_5_text", {"linear_conv_kernel_dim": 17}, {}, "its convolutions are over 17 tokens, and the most is 16"),
+        ("qwen3_5_text", {"hidden_act": "gelu"}, {}, "its delta-nets have the activation gelu"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 2.0}},

@@ -71,6 +71,32 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "sinks without yarn": ("gpt_oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0}}),
+    "delta-nets last": (
+        "qwen3_5_moe_text",
+        {"layer_types": ["full_attention", "linear_attention", "full_attention", "linear_attention"]},
+    ),
+    "delta-nets of other widths, a value head per key head": (
+        "qwen3_5_text",
+        {
+            "linear_key_head_dim": 33,
+            "linear_value_head_dim": 72,
+            "linear_num_key_heads": 3,
+            "linear_num_value_heads": 3,
+            "linear_conv_kernel_dim": 3,
+        },
+    ),
+    "a convolution of one token": ("qwen3_5_text", {"linear_conv_kernel_dim": 1, "tie_word_embeddings": True}),
+    "yarn on a part of each head": (
+        "qwen3_5_moe_text",
+        {
+            "head_dim": 24,
+            "rope_parameters": YARN | {"partial_rotary_factor": 0.25, "mrope_section": [1, 1, 1]},
+        },
+    ),
+    "gated attention that rotates whole heads": (
+        "qwen3_5_text",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}},
+    ),
     "another activation": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "many experts": ("mixtral", {"num_local_experts": 40, "num_experts_per_tok": 6}),
 }
@@ -89,7 +115,7 @@ def test_variants_equal_the_library(name: str, tmp_path: Path, prepared: Callabl
         assert [int(logits.argmax()) for logits in ours] == answer
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2_moe", "gpt_oss", "qwen3_5_moe_text"])
 def test_a_prompt_over_several_pieces_pages_and_score_tiles(
     family: str, tmp_path: Path, prepared: Callable[[Path], Path]
 ) -> None:
@@ -125,7 +151,7 @@ def test_float16_weights_are_those_of_the_library_in_float32(
 
 
 @pytest.mark.parametrize("instructions", available())
-@pytest.mark.parametrize("family", ["mistral", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mistral", "mixtral", "gpt_oss", "qwen3_5_text"])
 def test_every_instruction_set_gives_the_same(
     instructions: str,
     family: str,

@@ -19,12 +19,12 @@ from engine.runtimes.protocol import Interrupted, LoadedModel, Logits
 Loaded = Callable[..., LoadedModel]
 
 KINDS_OF_CACHES = {
-    "native": ("mistral", "qwen2_moe", "granitemoe", "gpt_oss"),
+    "native": ("mistral", "qwen2_moe", "granitemoe", "gpt_oss", "qwen3_5_moe_text"),
     "torch": ("llama", "mistral", "mixtral", "gpt_oss", "deepseek_v3", "minimax", "dbrx", "llama4_text"),
     "mlx": ("mistral", "mixtral", "gpt_oss", "deepseek_v3", "dbrx"),
 }
 """Full attention, windows in all layers and in some, sinks, compressed keys and values, linear and chunked attention,
-attention in a block of its own."""
+delta-nets, attention in a block of its own."""
 
 
 WITH_STATES = ("minimax", "qwen3_5_text", "qwen3_5_moe_text")

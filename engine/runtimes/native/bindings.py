@@ -11,12 +11,33 @@ from engine.moe.timing import Part
 KEY_BLOCK = 16
 """Positions per block of keys, which are stored transposed (PLLM_KEY_BLOCK)."""
 
+STATE_COLUMNS = 32
+"""Columns of a delta-net's state that lie together (PLLM_STATE_COLUMNS)."""
+
+MOST_TAPS = 16
+"""Maximum tokens of a delta-net's convolution (PLLM_MOST_TAPS)."""
+
 HEAD_NORMS = {"none": 0, "per-head": 1, "whole": 2}
 
 PARTS: tuple[Part, ...] = ("attention", "router", "experts", "other")
 """The timed parts of a layer, in the order of the library."""
 
 MEANING = {-1: "this CPU lacks the instruction set", -2: "memory ran out", -3: "its numbers do not fit together"}
+
+
+class Delta(ctypes.Structure):
+    """``pllm_delta``."""
+
+    _fields_ = (
+        ("input", Matrix),
+        ("gate", Matrix),
+        ("decay", Matrix),
+        ("rate", Matrix),
+        ("kernel", ctypes.c_void_p),
+        ("decay_scale", ctypes.c_void_p),
+        ("decay_bias", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p),
+    )
 
 
 class TrunkLayer(ctypes.Structure):
@@ -42,7 +63,9 @@ class TrunkLayer(ctypes.Structure):
         ("experts", ctypes.c_void_p),
         ("shared", ctypes.c_void_p),
         ("counts", ctypes.c_void_p),
+        ("delta", ctypes.POINTER(Delta)),
         ("window", ctypes.c_int64),
+        ("place", ctypes.c_int64),
     )
 
 
@@ -60,12 +83,21 @@ class Trunk(ctypes.Structure):
         ("key_value_heads", ctypes.c_int64),
         ("width", ctypes.c_int64),
         ("top_k", ctypes.c_int64),
+        ("rotated", ctypes.c_int64),
+        ("delta_layers", ctypes.c_int64),
+        ("delta_key_heads", ctypes.c_int64),
+        ("delta_value_heads", ctypes.c_int64),
+        ("delta_key_width", ctypes.c_int64),
+        ("delta_value_width", ctypes.c_int64),
+        ("delta_taps", ctypes.c_int64),
         ("set", ctypes.c_int32),
         ("exact_set", ctypes.c_int32),
         ("cache_dtype", ctypes.c_int32),
         ("head_norm", ctypes.c_int32),
         ("normalise", ctypes.c_int32),
         ("paired_rotary", ctypes.c_int32),
+        ("gated_queries", ctypes.c_int32),
+        ("tiled_heads", ctypes.c_int32),
         ("epsilon", ctypes.c_float),
         ("clip", ctypes.c_float),
         ("embedding_scale", ctypes.c_float),
@@ -99,6 +131,8 @@ class Pass(ctypes.Structure):
         ("sine", ctypes.c_void_p),
         ("segments", ctypes.POINTER(CSegment)),
         ("logits", ctypes.c_void_p),
+        ("states_before", ctypes.c_void_p),
+        ("states_after", ctypes.c_void_p),
         ("seconds", ctypes.c_void_p),
         ("workspace", ctypes.c_void_p),
         ("segment_count", ctypes.c_int64),

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.runtimes.native.bindings import KEY_BLOCK, CSegment
+from engine.runtimes.native.states import States
 
 SMALLEST_PAGE = 128
 """Minimum positions of a page. A page of a long row has an eighth of the row's length, so that pages stay few."""
@@ -27,7 +28,7 @@ SMALLEST_PAGE = 128
 
 @dataclass(frozen=True)
 class PageShape:
-    """What a position costs: keys and values of ``heads`` heads of ``width`` in every layer."""
+    """What a position costs: keys and values of ``heads`` heads of ``width`` in every layer with attention."""
 
     layers: int
     heads: int
@@ -97,11 +98,17 @@ class Segment:
 
 
 class Segments:
-    """The pages of some rows of equal length. Pages of one row are shared by all rows."""
+    """The pages of some rows of equal length. Pages of one row are shared by all rows.
 
-    def __init__(self, shape: PageShape, rows: int = 1, segments: Sequence[Segment] = ()) -> None:
+    ``states``: what layers keep that have a delta-net and no keys and values.
+    """
+
+    def __init__(
+        self, shape: PageShape, rows: int = 1, segments: Sequence[Segment] = (), states: States | None = None
+    ) -> None:
         self.shape = shape
         self.rows = rows
+        self.states = states
         self._segments = list(segments)
         self.length = segments[-1].end if segments else 0
 
@@ -123,6 +130,8 @@ class Segments:
     def commit(self, tokens: int) -> None:
         """A pass over ``tokens`` positions has succeeded."""
         self.length += tokens
+        if self.states is not None:
+            self.states.commit()
 
     def _grow(self, needed: int) -> None:
         """Make the segments cover ``needed`` positions, in the last page and new ones."""
@@ -164,7 +173,7 @@ class Segments:
 
     def shared(self, rows: int) -> Segments:
         """``rows`` rows that see what this single row holds, by reference, and go on by themselves."""
-        return Segments(self.shape, rows, self._seen())
+        return Segments(self.shape, rows, self._seen(), None if self.states is None else self.states.shared(rows))
 
     def move(self, changed: Sequence[tuple[int, int, int]]) -> int:
         """For each (row, parent, first): ``row`` gets what ``parent`` has from position ``first`` on.
@@ -195,8 +204,9 @@ class Segments:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pages, those shared with others included."""
-        return sum(segment.page.nbytes for segment in self._segments)
+        """Bytes of the pages and states, those shared with others included."""
+        states = 0 if self.states is None else self.states.nbytes
+        return states + sum(segment.page.nbytes for segment in self._segments)
 
 
 def _copied(segment: Segment) -> Segment:

@@ -22,6 +22,7 @@ from engine.runtimes.native.ring import RingTrunk
 from engine.runtimes.native.rotary import Rotary
 from engine.runtimes.native.rows import NativeTokenRows
 from engine.runtimes.native.shape import Shape
+from engine.runtimes.native.states import States
 from engine.runtimes.native.weights import TrunkWeights
 from engine.runtimes.protocol import LoadedModel, Logits
 
@@ -84,7 +85,9 @@ class NativeModel(LoadedModel):
         self._pool = pool
         self._popularity = popularity
         self._ring = ring
-        self._page_shape = PageShape(shape.layers, shape.key_value_heads, shape.width, cache_dtype)
+        # A page of no layers cannot be mapped.
+        with_keys = max(1, len(shape.attention_layers))
+        self._page_shape = PageShape(with_keys, shape.key_value_heads, shape.width, cache_dtype)
         self._workspace: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._seconds = np.zeros((shape.layers, len(PARTS)))
         self.between_layers = None
@@ -110,7 +113,9 @@ class NativeModel(LoadedModel):
         if self._files is None:
             raise self._closed()
         self._check_files()
-        return NativeTokenRows(self, Segments(self._page_shape))
+        delta = self._shape.delta
+        states = None if delta is None or not delta.layers else States.of_one_row(delta.state_numbers)
+        return NativeTokenRows(self, Segments(self._page_shape, states=states))
 
     def close(self) -> None:
         """Drop the weights and the mappings of the files. The model cannot run afterwards."""
@@ -144,10 +149,14 @@ class NativeModel(LoadedModel):
             logits = self._pieces(self._weights, phase, tokens, cache, want_logits)
             if measured:
                 self._record(before)
+            self._check_files()
+        except BaseException:
+            if cache.states is not None:
+                cache.states.give_up()
+            raise
         finally:
             if measured:
                 self._recorder.end_step()
-        self._check_files()
         cache.commit(count)
         if logits is not None and self._ring is not None and not self._ring.logits:
             return logits[:, :0]
@@ -166,13 +175,19 @@ class NativeModel(LoadedModel):
         """Run a long prefill in pieces; only the last gives logits. Nothing is committed here."""
         count, start = len(tokens[0]), cache.length
         table, segments = cache.room_for(count)
+        # A step is one call, which nothing ends before its time but a change of the files, and then the model is lost.
+        whole = phase == "decode" and self._ring is None
+        states = None if cache.states is None else cache.states.begin(in_place=whole)
         self._angles.need(start + count)
         logits: Logits | None = np.empty((len(tokens), self._shape.vocabulary), np.float32) if want_logits else None
         ids = np.array(tokens, dtype=np.int32)
         for first in range(0, count, PIECE):
             piece = np.ascontiguousarray(ids[:, first : first + PIECE])
             last = first + PIECE >= count
-            self._one_pass(weights, phase, piece, start + first, table, segments, logits if last else None, first == 0)
+            found = logits if last else None
+            self._one_pass(weights, phase, piece, start + first, table, segments, states, found, first == 0)
+            if states is not None:
+                states = (states[1], states[1])
         if self._workspace.nbytes > KEPT_BYTES:
             self._workspace = np.empty(0, np.uint8)
         return logits
@@ -185,6 +200,7 @@ class NativeModel(LoadedModel):
         start: int,
         table: Any,
         segments: int,
+        states: tuple[Any, Any] | None,
         logits: Logits | None,
         begins: bool,
     ) -> None:
@@ -195,6 +211,8 @@ class NativeModel(LoadedModel):
             sine=self._angles.sine[start:].ctypes.data,
             segments=table,
             logits=None if logits is None else logits.ctypes.data,
+            states_before=None if states is None else ctypes.addressof(states[0]),
+            states_after=None if states is None else ctypes.addressof(states[1]),
             seconds=self._seconds.ctypes.data,
             segment_count=segments,
             rows=ids.shape[0],

@@ -48,12 +48,13 @@ def rope_settings(config: Mapping[str, Any], default_base: float, default: Mappi
     return settings
 
 
-def unsupported_reason(settings: Mapping[str, Any]) -> str | None:
-    """Why these rotary settings do not run here, in a few words; None if they do."""
+def unsupported_reason(settings: Mapping[str, Any], partial: bool = False) -> str | None:
+    """Why these rotary settings do not run here, in a few words; None if they do. ``partial``: a part of each head may
+    be rotated."""
     kind = settings["rope_type"]
     if kind not in TYPES:
         return f"its rotary scaling {shown(kind)} is not one of {', '.join(TYPES)}"
-    if settings.get("partial_rotary_factor") not in (None, 1, 1.0):
+    if not partial and settings.get("partial_rotary_factor") not in (None, 1, 1.0):
         return "it rotates a part of each head only"
     return None
 

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import numpy as np
 
+from engine.errors import ModelError
+from engine.ipc.messages import ModelFacts
 from engine.moe.timing import Phase
 from engine.runtimes.native.cache import Segments
 from engine.runtimes.protocol import Logits, TokenRows
@@ -14,6 +16,9 @@ from engine.runtimes.protocol import Logits, TokenRows
 
 class NativePasses(Protocol):
     """What rows need of the model they belong to."""
+
+    @property
+    def facts(self) -> ModelFacts: ...
 
     def run(self, phase: Phase, tokens: list[list[int]], cache: Segments, want_logits: bool) -> Logits | None: ...
 
@@ -40,7 +45,7 @@ class NativeTokenRows(TokenRows):
 
     @property
     def can_truncate(self) -> bool:
-        return True
+        return self._cache.states is None
 
     def extend(self, tokens: Sequence[int], want_logits: bool = True) -> Logits | None:
         """Prefill ``tokens`` after what is there; the logits after the last one, [vocabulary], float32."""
@@ -65,6 +70,8 @@ class NativeTokenRows(TokenRows):
             raise ValueError(f"truncate works on one row, not on {self.rows}")
         if not 0 <= length <= self.length:
             raise ValueError(f"{length} is not a length between 0 and {self.length}")
+        if length < self.length and not self.can_truncate:
+            raise ModelError(f"The {self._model.facts.family} family keeps a state that cannot be cut back.")
         self._cache.truncate(length)
 
     def fan_out(self, rows: int) -> NativeTokenRows:
@@ -83,6 +90,8 @@ class NativeTokenRows(TokenRows):
         if not changed:
             return 0
         moved = self._cache.move(changed)
+        if self._cache.states is not None:
+            self._cache.states.reorder(parents)
         common = self._common[np.ix_(parents, parents)]
         siblings = np.equal.outer(np.asarray(parents), np.asarray(parents))
         self._common = np.where(siblings, self.length, common)

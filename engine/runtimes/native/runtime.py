@@ -111,7 +111,7 @@ def open_native(files: ModelFiles, request: Load, popularity: Popularity | None,
     choice, exact = choose(dtype), choose("float32")
     shape = read_shape(files.config, () if files.experts is None else files.experts.layers)
     weights = TrunkWeights(files, shape, choice, exact, _STORED[dtype], popularity, in_ring)
-    return Opened(shape, dtype, choice, weights, rotary.rotary(shape.rope, shape.width, shape.context))
+    return Opened(shape, dtype, choice, weights, rotary.rotary(shape.rope, shape.rotated, shape.context))
 
 
 def check_native(files: ModelFiles, request: Load, in_ring: bool) -> None:
@@ -121,7 +121,7 @@ def check_native(files: ModelFiles, request: Load, in_ring: bool) -> None:
     shape = read_shape(files.config, () if files.experts is None else files.experts.layers)
     exact = choose("float32")
     TrunkWeights(files, shape, exact, exact, "F32", None, in_ring=True)
-    rotary.rotary(shape.rope, shape.width, shape.context)
+    rotary.rotary(shape.rope, shape.rotated, shape.context)
 
 
 def refuse_not_native(files: ModelFiles, request: Load, in_ring: bool) -> None:

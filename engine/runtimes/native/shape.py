@@ -1,20 +1,22 @@
 """The models that the native trunk runs: a table of families and their traits, read with ``config.json``.
 
-Every family here is the same decoder: RMS norm, rotary grouped-query attention, residual, RMS norm, gated
-feed-forward or routed experts, residual. To add one, add a row to the table and its tiny model to the tests.
+Every family here is the same decoder: RMS norm, rotary grouped-query attention or a gated delta-net, residual, RMS
+norm, gated feed-forward or routed experts, residual. To add one, add a row to the table and its tiny model to the
+tests.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from engine.errors import ModelError
 from engine.models.wording import shown
 from engine.moe.kernels.layers import Gate
 from engine.runtimes.native import rotary
+from engine.runtimes.native.bindings import MOST_TAPS, STATE_COLUMNS
 
 HeadNorm = Literal["none", "per-head", "whole"]
 """Norms of queries and keys: none; each head by itself (qwen3); the whole projection (olmoe)."""
@@ -69,17 +71,32 @@ def _even_windows(config: Mapping[str, Any], layers: int) -> list[int]:
     return _by_type(config, [layer % 2 == 0 for layer in range(layers)], used, 128)
 
 
+def _linear_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Layers with a delta-net: as ``layer_types`` says, or all but every fourth (qwen3_5)."""
+    kinds = config.get("layer_types")
+    if kinds is None:
+        interval = _whole(config, "full_attention_interval", 4)
+        return tuple(layer for layer in range(layers) if (layer + 1) % interval)
+    _check_kinds(kinds, layers, ("full_attention", "linear_attention"))
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+
+
+def _check_kinds(kinds: Any, layers: int, known: tuple[str, ...]) -> None:
+    """Raises ModelError if ``layer_types`` is no list of so many ``known`` kinds of layers."""
+    if not isinstance(kinds, list) or len(kinds) != layers:
+        raise ModelError(
+            f"config.json gives {shown(kinds)} for layer_types, which must name one kind for each of the {layers} "
+            "layers; fetch the model again."
+        )
+    unknown = next((kind for kind in kinds if kind not in known), None)
+    if unknown is not None:
+        raise ModelError(f"config.json names the unknown kind of layer {shown(unknown)}; fetch the model again.")
+
+
 def _by_type(config: Mapping[str, Any], default: list[bool], used: bool, size: int) -> list[int]:
     kinds = config.get("layer_types")
     if kinds is not None:
-        if not isinstance(kinds, list) or len(kinds) != len(default):
-            raise ModelError(
-                f"config.json gives {shown(kinds)} for layer_types, which must name one kind for each of the "
-                f"{len(default)} layers; fetch the model again."
-            )
-        unknown = next((kind for kind in kinds if kind not in ("full_attention", "sliding_attention")), None)
-        if unknown is not None:
-            raise ModelError(f"config.json names the unknown kind of layer {shown(unknown)}; fetch the model again.")
+        _check_kinds(kinds, len(default), ("full_attention", "sliding_attention"))
         default = [kind == "sliding_attention" for kind in kinds]
     if any(default) and not used:
         raise ModelError("config.json asks for sliding windows and gives no size for them; fetch the model again.")
@@ -129,7 +146,20 @@ class Traits:
     """``clip_qkv`` limits queries, keys and values (olmoe)."""
     multipliers: bool = False
     """granite's four numbers that scale embedding, attention, residual and logits."""
+    delta_nets: bool = False
+    """Whether most layers have a gated delta-net, the others attention with a gate for each query, and norms are stored
+    as their difference from one (qwen3_5)."""
+    default_rotated: float | None = None
+    """Share of each head that is rotated; None: all of it, and no other share is known."""
 
+
+_QWEN35 = Traits(
+    head_norm="per-head",
+    delta_nets=True,
+    default_rotated=0.25,
+    default_width=256,
+    default_key_value_heads=4,
+)
 
 TABLE: Mapping[str, Traits] = {
     "llama": Traits(qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
@@ -215,8 +245,45 @@ TABLE: Mapping[str, Traits] = {
         },
         default_top_k=4,
     ),
+    "qwen3_5_text": _QWEN35,
+    "qwen3_5_moe_text": replace(
+        _QWEN35,
+        routers=("mlp.gate.weight",),
+        normalise=True,
+        shared_expert=True,
+        default_key_value_heads=2,
+        default_top_k=8,
+    ),
 }
 """transformers' ``model_type`` -> traits."""
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """The gated delta-nets of a model: each of ``layers`` has ``value_heads`` states [key_width, value_width], and a
+    convolution over ``taps`` tokens before."""
+
+    layers: tuple[int, ...]
+    key_heads: int
+    value_heads: int
+    key_width: int
+    value_width: int
+    taps: int
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_width
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_width + self.values
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers that the delta-nets of all layers keep for one row."""
+        padded = -(-self.value_width // STATE_COLUMNS) * STATE_COLUMNS
+        return len(self.layers) * (self.value_heads * self.key_width * padded + (self.taps - 1) * self.channels)
 
 
 @dataclass(frozen=True)
@@ -256,11 +323,19 @@ class Shape:
     residual_scale: float
     logits_divisor: float
     rope: dict[str, Any]
+    rotated: int
+    """Leading numbers of each head that are rotated."""
+    delta: DeltaShape | None
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Those with attention, which keep keys and values."""
+        return tuple(layer for layer in range(self.layers) if self.delta is None or layer not in self.delta.layers)
 
     @property
     def key_value_numbers(self) -> int:
         """Numbers one token adds to the cache."""
-        return 2 * self.layers * self.key_value_heads * self.width
+        return 2 * len(self.attention_layers) * self.key_value_heads * self.width
 
 
 def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
@@ -274,6 +349,7 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
             f"config.json gives {heads} heads of {width} over {key_value_heads} key/value heads, which do not fit "
             "together; fetch the model again."
         )
+    rope = rotary.rope_settings(config, traits.default_base, traits.default_rope)
 
     def switched(trait: bool | str) -> bool:
         return trait if isinstance(trait, bool) else bool(config.get(trait, trait in traits.default_on))
@@ -288,7 +364,7 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         heads=heads,
         key_value_heads=key_value_heads,
         width=width,
-        ffn=_whole(config, "intermediate_size"),
+        ffn=_whole(config, "intermediate_size") if len(moe_layers) < layers else 0,
         vocabulary=_whole(config, "vocab_size"),
         context=_whole(config, "max_position_embeddings"),
         epsilon=_positive(config, "rms_norm_eps", traits.default_epsilon),
@@ -311,8 +387,40 @@ def read_shape(config: Mapping[str, Any], moe_layers: tuple[int, ...]) -> Shape:
         attention_scale=multiplier("attention_multiplier") if traits.multipliers else width**-0.5,
         residual_scale=multiplier("residual_multiplier"),
         logits_divisor=multiplier("logits_scaling"),
-        rope=rotary.rope_settings(config, traits.default_base, traits.default_rope),
+        rope=rope,
+        rotated=_rotated(rope, traits, width),
+        delta=_read_delta(config, layers) if traits.delta_nets else None,
     )
+
+
+def _rotated(rope: Mapping[str, Any], traits: Traits, width: int) -> int:
+    share = rope.get("partial_rotary_factor")
+    if traits.default_rotated is None:
+        return width
+    rotated = int(width * (traits.default_rotated if share is None else share))
+    if rotated % 2 or not 2 <= rotated <= width:
+        raise ModelError(
+            f"config.json rotates {rotated} numbers of heads of {width} (partial_rotary_factor {shown(share)}), which "
+            "must be an even number of them; fetch the model again."
+        )
+    return rotated
+
+
+def _read_delta(config: Mapping[str, Any], layers: int) -> DeltaShape:
+    shape = DeltaShape(
+        layers=_linear_layers(config, layers),
+        key_heads=_whole(config, "linear_num_key_heads", 16),
+        value_heads=_whole(config, "linear_num_value_heads", 32),
+        key_width=_whole(config, "linear_key_head_dim", 128),
+        value_width=_whole(config, "linear_value_head_dim", 128),
+        taps=_whole(config, "linear_conv_kernel_dim", 4),
+    )
+    if shape.value_heads % shape.key_heads:
+        raise ModelError(
+            f"config.json gives {shape.value_heads} value heads over {shape.key_heads} key heads of delta-nets, which "
+            "do not fit together; fetch the model again."
+        )
+    return shape
 
 
 def read_gate(config: Mapping[str, Any]) -> Gate:
@@ -330,7 +438,15 @@ def unsupported_shape(config: Mapping[str, Any]) -> str | None:
     traits, activation = TABLE[family], config.get("hidden_act", "silu")
     if activation not in ACTIVATIONS and not traits.clamped:
         return f"the activation {shown(activation)} has no kernel"
-    return rotary.unsupported_reason(rotary.rope_settings(config, traits.default_base, traits.default_rope))
+    if traits.delta_nets and ACTIVATIONS[activation] != "silu":
+        return f"its delta-nets have the activation {shown(activation)}, and only silu has a kernel there"
+    if traits.delta_nets and config.get("attention_bias"):
+        return "its gated attention has biases"
+    taps = config.get("linear_conv_kernel_dim", 4)
+    if traits.delta_nets and isinstance(taps, int) and taps > MOST_TAPS:
+        return f"its convolutions are over {taps} tokens, and the most is {MOST_TAPS}"
+    settings = rotary.rope_settings(config, traits.default_base, traits.default_rope)
+    return rotary.unsupported_reason(settings, partial=traits.default_rotated is not None)
 
 
 def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:

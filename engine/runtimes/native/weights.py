@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
-from engine.models.files import Experts, ExpertWeights, ModelFiles, StoredTensor
+from engine.models.files import Change, Experts, ExpertWeights, ModelFiles, StoredTensor
 from engine.moe.kernels.bindings import WEIGHT_DTYPES, KernelChoice, Matrix
 from engine.moe.kernels.layers import LayerExperts, layer_experts, matrix
 from engine.moe.popularity import Popularity
-from engine.runtimes.native.bindings import HEAD_NORMS, Trunk, TrunkLayer
-from engine.runtimes.native.shape import Shape
+from engine.runtimes.native.bindings import HEAD_NORMS, Delta, Trunk, TrunkLayer
+from engine.runtimes.native.shape import DeltaShape, Shape
 
 
 def to_float32(tensor: StoredTensor) -> NDArray[np.float32]:
@@ -60,9 +60,12 @@ class Tensors:
 
     def vector(self, name: str, count: int) -> int:
         """The address of a float32 copy."""
-        copy = to_float32(self.take([name], (count,)))
-        self.kept.append(copy)
-        return int(copy.ctypes.data)
+        return self.keep(to_float32(self.take([name], (count,))))
+
+    def keep(self, numbers: NDArray[np.float32]) -> int:
+        """The address of ``numbers``, which lie one after the other and are kept."""
+        self.kept.append(numbers)
+        return int(numbers.ctypes.data)
 
     def check_all_taken(self, family: str) -> None:
         """Raises ModelError naming a tensor that has no place. Frequencies that old versions stored are passed over."""
@@ -72,6 +75,12 @@ class Tensors:
                     f"Tensor {name} has no place in a {family} model as config.json describes it; "
                     "the files do not belong together: fetch the model again."
                 )
+
+
+def _tiled(files: ModelFiles, delta: DeltaShape) -> bool:
+    """Whether value heads are stored as llama.cpp does: the first of every key head, then the second, and so on."""
+    name = f"model.layers.{delta.layers[0]}.linear_attn.in_proj_qkv.weight" if delta.layers else ""
+    return files.changes.get(name, Change()).rows is not None
 
 
 class TrunkWeights:
@@ -96,7 +105,10 @@ class TrunkWeights:
         self._choice = choice
         self._popularity = popularity
         self._in_ring = in_ring
+        self._changes = files.changes
         self._tensors = tensors = Tensors(files)
+        delta = shape.delta
+        self._deltas = (Delta * (0 if delta is None else len(delta.layers)))()
         self._experts: list[LayerExperts] = []
         self._layers = (TrunkLayer * shape.layers)()
         embedding = tensors.take(["model.embed_tokens.weight"], (shape.vocabulary, shape.hidden))
@@ -108,19 +120,28 @@ class TrunkWeights:
             layers=self._layers,
             embedding=matrix(embedding),
             head=matrix(head),
-            final_norm=tensors.vector("model.norm.weight", shape.hidden),
+            final_norm=self._norm("model.norm.weight", shape.hidden),
             layer_count=shape.layers,
             hidden=shape.hidden,
             heads=shape.heads,
             key_value_heads=shape.key_value_heads,
             width=shape.width,
             top_k=shape.top_k,
+            rotated=shape.rotated,
+            delta_layers=0 if delta is None else len(delta.layers),
+            delta_key_heads=0 if delta is None else delta.key_heads,
+            delta_value_heads=0 if delta is None else delta.value_heads,
+            delta_key_width=0 if delta is None else delta.key_width,
+            delta_value_width=0 if delta is None else delta.value_width,
+            delta_taps=0 if delta is None else delta.taps,
             set=choice.number,
             exact_set=exact.number,
             cache_dtype=WEIGHT_DTYPES[cache_dtype],
             head_norm=HEAD_NORMS[shape.head_norm],
             normalise=shape.normalise,
             paired_rotary=int(files.paired_rotary),
+            gated_queries=int(delta is not None),
+            tiled_heads=int(delta is not None and _tiled(files, delta)),
             epsilon=shape.epsilon,
             clip=shape.clip,
             embedding_scale=shape.embedding_scale,
@@ -133,10 +154,25 @@ class TrunkWeights:
         self.shared_layers = frozenset(i for i in range(shape.layers) if self._layers[i].shared)
 
     def _fill_layer(self, index: int, layer: TrunkLayer, experts: Experts | None) -> None:
+        shape, prefix = self._shape, f"model.layers.{index}."
+        if shape.delta is not None and index in shape.delta.layers:
+            self._fill_delta(index, layer, shape.delta)
+        else:
+            self._fill_attention(index, layer)
+        layer.attention_norm = self._norm(prefix + "input_layernorm.weight", shape.hidden)
+        layer.ffn_norm = self._norm(prefix + "post_attention_layernorm.weight", shape.hidden)
+        if experts is not None and index in shape.moe_layers:
+            self._fill_moe(index, layer, experts)
+        else:
+            layer.experts = self._dense(prefix + "mlp.", shape.ffn, shape.mlp_bias)
+
+    def _fill_attention(self, index: int, layer: TrunkLayer) -> None:
         shape, tensors, prefix = self._shape, self._tensors, f"model.layers.{index}."
         queries, keys = shape.heads * shape.width, shape.key_value_heads * shape.width
         attention = prefix + "self_attn."
-        layer.query = tensors.matrix([attention + "q_proj.weight"], queries, shape.hidden)
+        # A gate of every query may lie beside it.
+        projected = queries if shape.delta is None else 2 * queries
+        layer.query = tensors.matrix([attention + "q_proj.weight"], projected, shape.hidden)
         layer.key = tensors.matrix([attention + "k_proj.weight"], keys, shape.hidden)
         layer.value = tensors.matrix([attention + "v_proj.weight"], keys, shape.hidden)
         layer.output = tensors.matrix([attention + "o_proj.weight"], shape.hidden, queries)
@@ -150,15 +186,37 @@ class TrunkWeights:
             layer.sinks = tensors.vector(attention + "sinks", shape.heads)
         if shape.head_norm != "none":
             whole = shape.head_norm == "whole"
-            layer.query_norm = tensors.vector(attention + "q_norm.weight", queries if whole else shape.width)
-            layer.key_norm = tensors.vector(attention + "k_norm.weight", keys if whole else shape.width)
-        layer.attention_norm = tensors.vector(prefix + "input_layernorm.weight", shape.hidden)
-        layer.ffn_norm = tensors.vector(prefix + "post_attention_layernorm.weight", shape.hidden)
+            layer.query_norm = self._norm(attention + "q_norm.weight", queries if whole else shape.width)
+            layer.key_norm = self._norm(attention + "k_norm.weight", keys if whole else shape.width)
         layer.window = shape.windows[index]
-        if experts is not None and index in shape.moe_layers:
-            self._fill_moe(index, layer, experts)
-        else:
-            layer.experts = self._dense(prefix + "mlp.", shape.ffn, shape.mlp_bias)
+        layer.place = shape.attention_layers.index(index)
+
+    def _fill_delta(self, index: int, layer: TrunkLayer, delta: DeltaShape) -> None:
+        shape, tensors, prefix = self._shape, self._tensors, f"model.layers.{index}.linear_attn."
+        layer.place = delta.layers.index(index)
+        layer.output = tensors.matrix([prefix + "out_proj.weight"], shape.hidden, delta.values)
+        filled = self._deltas[layer.place]
+        filled.input = tensors.matrix([prefix + "in_proj_qkv.weight"], delta.channels, shape.hidden)
+        filled.gate = tensors.matrix([prefix + "in_proj_z.weight"], delta.values, shape.hidden)
+        filled.decay = tensors.matrix([prefix + "in_proj_a.weight"], delta.value_heads, shape.hidden)
+        filled.rate = tensors.matrix([prefix + "in_proj_b.weight"], delta.value_heads, shape.hidden)
+        kernel = to_float32(tensors.take([prefix + "conv1d.weight"], (delta.channels, 1, delta.taps)))
+        filled.kernel = tensors.keep(np.ascontiguousarray(kernel[:, 0].T))
+        decays = to_float32(tensors.take([prefix + "A_log"], (delta.value_heads,)))
+        stored = self._changes.get(prefix + "A_log", Change())
+        if not stored.log_of_negative:  # in float64, as numpy's float32 routines differ by CPU
+            decays = -np.exp(decays.astype(np.float64)).astype(np.float32)
+        filled.decay_scale = tensors.keep(decays)
+        filled.decay_bias = tensors.vector(prefix + "dt_bias", delta.value_heads)
+        filled.norm = tensors.vector(prefix + "norm.weight", delta.value_width)
+        layer.delta = ctypes.pointer(filled)
+
+    def _norm(self, name: str, count: int) -> int:
+        """The address of what a norm multiplies by, in float32."""
+        weight = to_float32(self._tensors.take([name], (count,)))
+        if self._shape.delta is not None:
+            weight += np.float32(1 - self._changes.get(name, Change()).subtracted)
+        return self._tensors.keep(weight)
 
     def _fill_moe(self, index: int, layer: TrunkLayer, experts: Experts) -> None:
         shape, prefix = self._shape, f"model.layers.{index}."

@@ -373,6 +373,9 @@ static void NAME(attend)(const attention *a) {
     }
 }
 
+#include "delta_template.h"
+
 const trunk_set NAME(pllm_trunk) = {
-    NAME(residual_norm), NAME(norm), NAME(rotate), NAME(store), NAME(load), NAME(attend),
+    NAME(residual_norm), NAME(norm), NAME(rotate), NAME(store), NAME(load),  NAME(attend),
+    NAME(gate),          NAME(convolve), NAME(unit), NAME(recur), NAME(gated_norm),
 };

@@ -61,14 +61,19 @@ static void experts_bytes(const trunk_job *job, size_t *own, size_t *shared) {
     }
 }
 
+/* Values of a position that an output projection reads, at most. */
+static int64_t joined_most(const pllm_trunk *trunk) {
+    return MAX(trunk->heads * trunk->width, trunk->delta_value_heads * trunk->delta_value_width);
+}
+
 static size_t own_layout(const trunk_job *job, own_area *own, char *base) {
     const pllm_trunk *trunk = job->trunk;
-    const int64_t few = MIN(job->positions, FEW_LIMIT), widest = MAX(trunk->hidden, job->joined);
+    const int64_t few = MIN(job->positions, FEW_LIMIT), widest = MAX(trunk->hidden, joined_most(trunk));
     const int64_t queries = MAX(job->block, ROW_GROUP) * job->group, k = MAX(trunk->top_k, 1);
     char *at = base;
     own->h = take(&at, few * trunk->hidden, 4);
     own->normed = take(&at, few * trunk->hidden, 4);
-    own->joined = take(&at, few * job->joined, 4);
+    own->joined = take(&at, few * joined_most(trunk), 4);
     own->shared_weights = take(&at, few, 4);
     own->logits = take(&at, FEW_LIMIT * expert_count(trunk), 4);
     own->weights = take(&at, few * k, 4);
@@ -87,6 +92,10 @@ static size_t own_layout(const trunk_job *job, own_area *own, char *base) {
     own->queries = take(&at, queries, sizeof(float *));
     own->low = take(&at, queries, 8);
     own->high = take(&at, queries, 8);
+    own->delta_queries = take(&at, DELTA_TOKENS * trunk->delta_key_width, 4);
+    own->delta_keys = take(&at, DELTA_TOKENS * trunk->delta_key_width, 4);
+    own->delta_values = take(&at, DELTA_TOKENS * pllm_delta_padded(trunk), 4);
+    own->delta_results = take(&at, DELTA_TOKENS * pllm_delta_padded(trunk), 4);
     /* A page apart, so that threads never write into each other's. */
     return (size_t)(at - base) + 4096;
 }
@@ -96,7 +105,10 @@ static size_t layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pass *p
     const int64_t positions = job->positions = pass->rows * pass->tokens, k = MAX(trunk->top_k, 1);
     job->group = trunk->heads / trunk->key_value_heads;
     job->joined = trunk->heads * trunk->width;
-    job->projected = job->joined + 2 * trunk->key_value_heads * trunk->width;
+    job->query = trunk->gated_queries ? 2 * trunk->width : trunk->width;
+    job->queries = trunk->heads * job->query;
+    const int64_t delta = pllm_delta_channels(trunk) + trunk->delta_value_heads * (trunk->delta_value_width + 2);
+    job->projected = MAX(job->queries + 2 * trunk->key_value_heads * trunk->width, delta);
     job->block = MAX(16, divided_up(BLOCK_QUERIES, job->group));
     const int64_t length = pass->start + pass->tokens;
     job->chunk_length = pllm_chunk_length(length);
@@ -109,7 +121,7 @@ static size_t layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pass *p
     job->h = take(&at, many * trunk->hidden, 4);
     job->normed = take(&at, many * trunk->hidden, 4);
     job->qkv = take(&at, positions * job->projected, 4);
-    job->attended = take(&at, positions * job->joined, 4);
+    job->attended = take(&at, positions * joined_most(trunk), 4);
     job->out = take(&at, positions * trunk->hidden, 4);
     job->shared_out = take(&at, positions * trunk->hidden, 4);
     job->router = take(&at, FEW_LIMIT * expert_count(trunk), 4);
@@ -117,7 +129,7 @@ static size_t layout(trunk_job *job, const pllm_trunk *trunk, const pllm_pass *p
     job->shared_weights = take(&at, positions, 4);
     job->indices = take(&at, positions * k, 4);
     job->zeros = take(&at, positions, 4);
-    job->input = take(&at, 1, pllm_input_bytes(positions, MAX(trunk->hidden, job->joined)));
+    job->input = take(&at, 1, pllm_input_bytes(positions, MAX(trunk->hidden, joined_most(trunk))));
     job->experts = take(&at, 1, shared);
     job->part_maximum = take(&at, parts, 4);
     job->part_total = take(&at, parts, 4);
@@ -232,12 +244,54 @@ static void keep_last(walk *w) {
     memmove(w->h, from, (size_t)hidden * 4);
 }
 
+static int read_alike(const pllm_matrix *a, const pllm_matrix *b) {
+    return is_packed(a->dtype) ? is_packed(b->dtype) : a->dtype == b->dtype;
+}
+
+/* As attend_layer, of a layer with a delta-net. Its states go on with every position, whatever is wanted. */
+static int delta_layer(walk *w, int64_t index, int last) {
+    const trunk_job *job = w->job;
+    const pllm_trunk_layer *layer = job->trunk->layers + index;
+    const pllm_delta *delta = layer->delta;
+    const pllm_matrix *matrices[] = {&delta->input, &delta->gate, &delta->decay, &delta->rate};
+    float *results[4], *to = job->qkv;
+    int done[4] = {0};
+    for (int i = 0; i < 4; to += matrices[i]->rows, i++) results[i] = to;
+    for (int i = 0; i < 4; i++) {
+        const pllm_matrix *alike[4];
+        float *y[4];
+        int count = 0;
+        for (int j = i; j < 4; j++) {
+            if (done[j] || !read_alike(matrices[i], matrices[j])) continue;
+            done[j] = 1, alike[count] = matrices[j], y[count++] = results[j];
+        }
+        if (!count) continue;
+        fill_input(w, w->normed, matrices[i]);
+        project_all(w, alike, y, count, job->projected);
+    }
+    barrier(w);
+    pllm_delta_heads(job, &w->own, index);
+    barrier(w);
+    pllm_delta_keep(job, index, w->thread, w->threads);
+    if (last && !job->pass->logits) return 0;
+    const float *joined = job->attended;
+    if (last && job->pass->tokens > 1) {
+        joined += (job->positions - 1) * layer->output.columns;
+        keep_last(w);
+    }
+    fill_input(w, joined, &layer->output);
+    project(w, &layer->output, job->out, job->trunk->hidden);
+    barrier(w);
+    return 1;
+}
+
 /* From the norm to the output projection, in job->out. Returns 0 if nothing more is wanted of the pass. */
 static int attend_layer(walk *w, int64_t index, int last) {
     const trunk_job *job = w->job;
     const pllm_trunk_layer *layer = job->trunk->layers + index;
+    if (layer->delta) return delta_layer(w, index, last);
     const pllm_pass *pass = job->pass;
-    const int64_t keys = job->joined, values = keys + layer->key.rows;
+    const int64_t keys = job->queries, values = keys + layer->key.rows;
     const int prompt = pass->tokens > 1, wanted = !last || pass->logits != NULL;
     const float *qkv = job->qkv;
     int64_t at = pass->start;
@@ -269,7 +323,7 @@ static int attend_layer(walk *w, int64_t index, int last) {
         pllm_attend_rows(job, &w->own, index, qkv, at, prompt);
         barrier(w);
         float *joined = w->few ? w->own.joined : job->attended;
-        pllm_join_rows(job, index, at, share_start(w), share_end(w), joined);
+        pllm_join_rows(job, index, qkv, at, share_start(w), share_end(w), joined);
         fill_input(w, joined, &layer->output);
     }
     project(w, &layer->output, job->out, job->trunk->hidden);
@@ -450,6 +504,9 @@ static void shared_region(int thread, int threads, void *argument) {
 static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
     if (pass->rows < 1 || pass->tokens < 1 || (pass->rows > 1 && pass->tokens > 1) || pass->first_layer < 0 ||
         pass->last_layer > trunk->layer_count || pass->first_layer > pass->last_layer || pass->segment_count < 1)
+        return PLLM_E_ARGUMENT;
+    if (trunk->delta_taps < 0 || trunk->delta_taps > PLLM_MOST_TAPS ||
+        (trunk->delta_layers > 0 && !(pass->states_before && pass->states_after)))
         return PLLM_E_ARGUMENT;
     const pllm_segment *last = pass->segments + pass->segment_count - 1;
     if (pass->segments[0].start != 0 || last->start + last->count < pass->start + pass->tokens) return PLLM_E_ARGUMENT;

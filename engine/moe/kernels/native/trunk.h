@@ -1,4 +1,5 @@
-/* The trunk of a pre-norm decoder: RMS norm, rotary grouped-query attention, residual, RMS norm, experts, residual.
+/* The trunk of a pre-norm decoder: RMS norm, rotary grouped-query attention or a gated delta-net, residual, RMS norm,
+   experts, residual.
 
    A dense feed-forward network is one expert that every token is sent to. A pass runs layers first_layer..last_layer)
    for all its positions in one region of the pool; it can be cut between layers, the residual stream stays in the
@@ -18,6 +19,25 @@
 enum { PLLM_NORM_NONE = 0, PLLM_NORM_PER_HEAD = 1, PLLM_NORM_WHOLE = 2 };
 enum { PLLM_ATTENTION = 0, PLLM_ROUTER = 1, PLLM_EXPERTS = 2, PLLM_OTHER = 3, PLLM_PARTS = 4 };
 
+/* A gated delta-net in place of attention: every value head keeps a state [delta_key_width, delta_value_width], which
+   decays, and in which the value of each token takes the place of what the state answers to the token's key. Queries,
+   keys and values first pass a causal convolution of every channel over the last delta_taps tokens, and SiLU. */
+typedef struct pllm_delta {
+    pllm_matrix input;        /* [channels, hidden]: queries of all key heads, then their keys, then all values */
+    pllm_matrix gate;         /* [value heads * value width, hidden] */
+    pllm_matrix decay, rate;  /* [value heads, hidden] */
+    const float *kernel;      /* [delta_taps, channels], the latest token's last */
+    const float *decay_scale; /* [value heads]: the logarithm of a decay is scale * softplus(decay + bias) */
+    const float *decay_bias;  /* [value heads] */
+    const float *norm;        /* [value width] */
+} pllm_delta;
+
+/* Value columns of a state that lie together: a head's state is [value width / PLLM_STATE_COLUMNS, rounded up][key width]
+   [PLLM_STATE_COLUMNS], float32. The states of a row are, for each delta-net, those of its heads and then the inputs of
+   the convolution's last delta_taps - 1 tokens, [delta_taps - 1, channels]. */
+#define PLLM_STATE_COLUMNS 32
+#define PLLM_MOST_TAPS 16
+
 typedef struct pllm_trunk_layer {
     pllm_matrix query, key, value, output;
     pllm_matrix router;      /* data NULL: every token goes to expert 0 with weight 1 */
@@ -31,7 +51,9 @@ typedef struct pllm_trunk_layer {
     const pllm_layer *experts; /* NULL with a router: they are run elsewhere, and the pass is cut before them */
     const pllm_layer *shared; /* NULL: none */
     int64_t *counts;          /* [experts]: routes of each, added to what is there; or NULL */
+    const pllm_delta *delta;  /* in place of query, key, value; NULL: attention */
     int64_t window;           /* positions a query sees, its own included; 0: all */
+    int64_t place;            /* among the layers with attention or, with a delta-net, among those */
 } pllm_trunk_layer;
 
 typedef struct pllm_trunk {
@@ -39,17 +61,23 @@ typedef struct pllm_trunk {
     pllm_matrix embedding, head;
     const float *final_norm;
     int64_t layer_count, hidden, heads, key_value_heads, width, top_k;
+    int64_t rotated; /* leading values of a head of attention that are rotated; even */
+    int64_t delta_layers, delta_key_heads, delta_value_heads, delta_key_width, delta_value_width, delta_taps;
     int32_t set;         /* kernels of the projections and experts */
     int32_t exact_set;   /* kernels that keep activations in float32: routers and gates */
     int32_t cache_dtype; /* of keys and values */
     int32_t head_norm, normalise;
     int32_t paired_rotary; /* rows of queries and keys, and their biases, lie so that a rotation turns values 2 i and
-                              2 i + 1 of a head, as llama.cpp stores them; 0: i and i + width / 2 */
+                              2 i + 1 of a head, as llama.cpp stores them; 0: i and i + rotated / 2 */
+    int32_t gated_queries; /* behind each head's query lies its gate, whose sigmoid scales the head's result */
+    int32_t tiled_heads;   /* value head h belongs to key head h % key heads, as llama.cpp stores them; 0: to
+                              h / (value heads / key heads) */
     float epsilon, clip, embedding_scale, attention_scale, residual_scale, logits_divisor;
 } pllm_trunk;
 
 /* Positions start..start+count) of every row, in a page of `capacity` positions from `offset` on. A page holds keys
-   [row][layer][head][capacity / PLLM_KEY_BLOCK][width][PLLM_KEY_BLOCK] and values [row][layer][head][capacity][width].
+   [row][layer][head][capacity / PLLM_KEY_BLOCK][width][PLLM_KEY_BLOCK] and values [row][layer][head][capacity][width],
+   of the layers with attention.
    Row strides are in elements; 0: all rows share them. */
 typedef struct pllm_segment {
     void *keys, *values;
@@ -59,9 +87,11 @@ typedef struct pllm_segment {
 
 typedef struct pllm_pass {
     const int32_t *ids;          /* [rows, tokens] */
-    const float *cosine, *sine;  /* [tokens, width / 2], of positions start... */
+    const float *cosine, *sine;  /* [tokens, rotated / 2], of positions start... */
     const pllm_segment *segments; /* ascending, covering 0..start + tokens) */
     float *logits;               /* [rows, vocabulary], after each row's last token; NULL: not wanted */
+    const float *const *states_before; /* [rows]: each row's states; NULL in it: zeros */
+    float *const *states_after;  /* [rows]: where they are put. A row's own place before, or one that no row has before */
     double *seconds;             /* [layer_count, PLLM_PARTS], added */
     void *workspace;             /* pllm_trunk_bytes() bytes, 64-byte aligned; kept between the calls of one pass */
     int64_t segment_count, rows, tokens, start, first_layer, last_layer;
@@ -80,7 +110,7 @@ typedef struct pllm_cut {
 /* Workspace of a pass, whatever layers it is cut into. */
 PLLM_API size_t pllm_trunk_bytes(const pllm_trunk *trunk, const pllm_pass *pass, int threads);
 /* Layers first_layer..last_layer). `tokens` above 1 need rows = 1. Keys and values of the new positions are written
-   into the segments. With the last layer, the logits. In it, only the rows whose logits are wanted are computed
+   into the segments, and states of layers that are run into states_after. With the last layer, the logits. In it, only the rows whose logits are wanted are computed
    beyond keys and values. PLLM_E_ARGUMENT: numbers that do not fit together. */
 PLLM_API int pllm_trunk_run(pllm_pool *pool, const pllm_trunk *trunk, const pllm_pass *pass);
 /* The same up to the routes of the first of these layers that has a router; `cut` says which. The pass goes on with

@@ -33,14 +33,14 @@ static float whole_scale(const trunk_job *job, const float *x, const float *bias
 }
 
 /* A head of a projection: bias, order, norm, clip. `paired`: the values that a rotation turns together lie side by side,
-   and are brought half a width apart, so that everything after is the same to the bit in either order. Head norms are
+   and are brought apart, so that everything after is the same to the bit in either order. Head norms are
    in the order of `to`. `from` and `to` do not overlap. */
 static void ready_head(const trunk_job *job, float *to, const float *from, const float *bias, const float *norm,
                        float whole, int64_t head, int paired) {
     const pllm_trunk *trunk = job->trunk;
-    const int64_t width = trunk->width, base = head * width, half = width / 2;
+    const int64_t width = trunk->width, base = head * width, half = trunk->rotated / 2;
     for (int64_t d = 0; d < width; d++) {
-        const int64_t place = paired ? d / 2 + d % 2 * half : d;
+        const int64_t place = paired && d < trunk->rotated ? d / 2 + d % 2 * half : d;
         to[place] = from[d] + (bias ? bias[base + d] : 0);
     }
     if (norm && trunk->head_norm == PLLM_NORM_PER_HEAD) job->set->norm(to, norm, trunk->epsilon, width);
@@ -62,7 +62,8 @@ static int64_t element_bytes(const pllm_trunk *trunk) { return trunk->cache_dtyp
 /* Start of what one head of a row keeps in a page, in elements. */
 static int64_t head_start(const pllm_trunk *trunk, const pllm_segment *segment, int64_t row_stride, int64_t row,
                           int64_t layer, int64_t head) {
-    return row * row_stride + (layer * trunk->key_value_heads + head) * segment->capacity * trunk->width;
+    const int64_t place = trunk->layers[layer].place;
+    return row * row_stride + (place * trunk->key_value_heads + head) * segment->capacity * trunk->width;
 }
 
 /* Rounds `key` and `value` in place on the way. */
@@ -100,8 +101,8 @@ static void add_key_value(const trunk_job *job, const float *qkv, int64_t row, i
                           int64_t position, float whole, float *scratch) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_trunk_layer *weights = trunk->layers + layer;
-    const int64_t width = trunk->width, half = width / 2, step = position - job->pass->start;
-    const float *keys = qkv + job->joined, *values = keys + trunk->key_value_heads * width;
+    const int64_t width = trunk->width, half = trunk->rotated / 2, step = position - job->pass->start;
+    const float *keys = qkv + job->queries, *values = keys + trunk->key_value_heads * width;
     float *key = scratch, *value = scratch + width;
     ready_head(job, key, keys + head * width, weights->key_bias, weights->key_norm, whole, head,
                trunk->paired_rotary);
@@ -114,10 +115,11 @@ static void ready_query(const trunk_job *job, float *to, const float *qkv, int64
                         int64_t position, float whole) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_trunk_layer *weights = trunk->layers + layer;
-    const int64_t half = trunk->width / 2, step = position - job->pass->start;
-    ready_head(job, to, qkv + head * trunk->width, weights->query_bias, weights->query_norm, whole, head,
+    const int64_t half = trunk->rotated / 2, step = position - job->pass->start;
+    ready_head(job, to, qkv + head * job->query, weights->query_bias, weights->query_norm, whole, head,
                trunk->paired_rotary);
     job->set->rotate(to, job->pass->cosine + step * half, job->pass->sine + step * half, trunk->attention_scale, half);
+    for (int64_t d = trunk->rotated; d < trunk->width; d++) to[d] *= trunk->attention_scale;
 }
 
 /* ---- A prompt --------------------------------------------------------------------------------------------- */
@@ -129,14 +131,14 @@ void pllm_prepare_prompt(const trunk_job *job, const own_area *own, int64_t laye
     for (int64_t t = job->positions * thread / threads; t < job->positions * (thread + 1) / threads; t++) {
         float *qkv = job->qkv + t * job->projected;
         const int64_t position = job->pass->start + t;
-        float whole = whole_scale(job, qkv + job->joined, weights->key_bias, trunk->key_value_heads);
+        float whole = whole_scale(job, qkv + job->queries, weights->key_bias, trunk->key_value_heads);
         for (int64_t head = 0; head < trunk->key_value_heads; head++)
             add_key_value(job, qkv, 0, layer, head, position, whole, own->rotated);
         if (t < first_query) continue;
         whole = whole_scale(job, qkv, weights->query_bias, trunk->heads);
         for (int64_t head = 0; head < trunk->heads; head++) {
             ready_query(job, own->rotated, qkv, layer, head, position, whole);
-            memcpy(qkv + head * trunk->width, own->rotated, (size_t)trunk->width * 4);
+            memcpy(qkv + head * job->query, own->rotated, (size_t)trunk->width * 4);
         }
     }
 }
@@ -160,7 +162,7 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
     const float *sinks = trunk->layers[layer].sinks;
     reset(own, count, width, sinks ? sinks + head * group : NULL, group);
     for (int64_t i = 0; i < count; i++)
-        own->queries[i] = job->qkv + (first + i / group) * job->projected + (head * group + i % group) * width;
+        own->queries[i] = job->qkv + (first + i / group) * job->projected + (head * group + i % group) * job->query;
     for (int64_t s = 0; s < pass->segment_count; s++) {
         const pllm_segment *segment = pass->segments + s;
         const int64_t from = MAX(segment->start, lowest_seen);
@@ -186,6 +188,7 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
         float *to = job->attended + (first + i / group) * job->joined + (head * group + i % group) * width;
         const float by = 1.0F / own->total[i];
         for (int64_t d = 0; d < width; d++) to[d] = own->sum[i * width + d] * by;
+        if (trunk->gated_queries) job->set->gate(to, own->queries[i] + width, width);
     }
 }
 
@@ -228,7 +231,7 @@ static void attend_chunk(const trunk_job *job, const own_area *own, int64_t laye
     const int64_t shift = c->segment->offset - c->segment->start;
     if (!stored && c->first <= at && at < c->last) {
         const float *mine = qkv + row * job->projected;
-        const float whole = whole_scale(job, mine + job->joined, weights->key_bias, trunk->key_value_heads);
+        const float whole = whole_scale(job, mine + job->queries, weights->key_bias, trunk->key_value_heads);
         add_key_value(job, mine, row, layer, head, at, whole, own->rotated);
     }
     for (int64_t i = 0; i < count; i++) {
@@ -237,7 +240,7 @@ static void attend_chunk(const trunk_job *job, const own_area *own, int64_t laye
         own->low[i] = c->first + shift;
         own->high[i] = c->last + shift;
         if (stored) {
-            own->queries[i] = mine + query * width;
+            own->queries[i] = mine + query * job->query;
         } else {
             const float whole = whole_scale(job, mine, weights->query_bias, trunk->heads);
             ready_query(job, own->rotated + i * width, mine, layer, query, at, whole);
@@ -276,7 +279,8 @@ void pllm_attend_rows(const trunk_job *job, const own_area *own, int64_t layer, 
     }
 }
 
-void pllm_join_rows(const trunk_job *job, int64_t layer, int64_t at, int64_t first, int64_t last, float *to) {
+void pllm_join_rows(const trunk_job *job, int64_t layer, const float *qkv, int64_t at, int64_t first, int64_t last,
+                    float *to) {
     const int64_t width = job->trunk->width, heads = job->trunk->heads;
     const float *sinks = job->trunk->layers[layer].sinks;
     chunk c = {0};
@@ -298,5 +302,7 @@ void pllm_join_rows(const trunk_job *job, int64_t layer, int64_t at, int64_t fir
                 for (int64_t d = 0; d < width; d++) result[d] += sum[d] * by;
             }
             for (int64_t d = 0; d < width; d++) result[d] /= total;
+            if (job->trunk->gated_queries)
+                job->set->gate(result, qkv + row * job->projected + head * job->query + width, width);
         }
 }

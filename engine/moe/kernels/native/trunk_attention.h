@@ -7,6 +7,9 @@
 /* Rows of a decoding pass that look at shared positions together. */
 #define ROW_GROUP 16
 
+/* Tokens of a prompt that a head of a delta-net takes at a time, so that what they need stays in the cache. */
+#define DELTA_TOKENS 16
+
 /* Positions of one page, as a decoding pass cuts them for its threads. */
 typedef struct chunk {
     const pllm_segment *segment;
@@ -24,6 +27,7 @@ typedef struct own_area {
     const float **queries;
     uint32_t *packed_queries, *packed_weights;
     int64_t *low, *high;
+    float *delta_queries, *delta_keys, *delta_values, *delta_results; /* of DELTA_TOKENS tokens of one head */
 } own_area;
 
 typedef struct trunk_job {
@@ -34,6 +38,8 @@ typedef struct trunk_job {
     int64_t positions; /* rows * tokens */
     int64_t joined;    /* heads * width */
     int64_t projected; /* columns of qkv */
+    int64_t queries;   /* columns of it that are queries, with their gates: keys and values follow */
+    int64_t query;     /* columns from one head's query to the next */
     int64_t group;     /* query heads per key/value head */
     int64_t block;     /* positions of a prefill's query block */
     int64_t chunk_length, chunk_limit;
@@ -60,6 +66,16 @@ void pllm_attend_prompt(const trunk_job *job, const own_area *own, int64_t layer
 void pllm_attend_rows(const trunk_job *job, const own_area *own, int64_t layer, const float *qkv, int64_t at,
                       int stored);
 /* Joins the parts of rows first..last) into `to` [rows, heads * width]. */
-void pllm_join_rows(const trunk_job *job, int64_t layer, int64_t at, int64_t first, int64_t last, float *to);
+void pllm_join_rows(const trunk_job *job, int64_t layer, const float *qkv, int64_t at, int64_t first, int64_t last,
+                    float *to);
+
+/* Channels of a delta-net's convolution, and the values of a head, padded to whole PLLM_STATE_COLUMNS. */
+int64_t pllm_delta_channels(const pllm_trunk *trunk);
+int64_t pllm_delta_padded(const pllm_trunk *trunk);
+/* The heads of a delta-net: from job->qkv [positions, projected] (input, gate, decay, rate) to job->attended
+   [positions, value heads * value width], and the heads' states. Takes tasks with pllm_pool_next. */
+void pllm_delta_heads(const trunk_job *job, const own_area *own, int64_t layer);
+/* A thread's share of keeping the last inputs of the convolution. After pllm_delta_heads and a barrier. */
+void pllm_delta_keep(const trunk_job *job, int64_t layer, int thread, int threads);
 
 #endif

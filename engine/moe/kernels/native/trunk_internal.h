@@ -22,6 +22,19 @@ typedef struct attention {
     int32_t dtype, reserved;
 } attention;
 
+/* Tokens of one head of a delta-net: its states and what changes them. Widths of values are padded to whole
+   PLLM_STATE_COLUMNS. */
+typedef struct delta_run {
+    const float *before;         /* the head's state; NULL: zeros */
+    float *after;                /* may be `before` */
+    const float *queries, *keys; /* [tokens, key_width] */
+    const float *values;         /* [tokens, value_width] */
+    float *results;              /* [tokens, value_width] */
+    const float *decays, *rates; /* [tokens] */
+    const float *products;       /* [tokens]: query times key */
+    int64_t tokens, key_width, value_width;
+} delta_run;
+
 typedef struct trunk_set {
     /* h += scale * out (+ other) if `out`; to = h / rms(h) * weight. */
     void (*residual_norm)(float *h, const float *out, const float *bias, const float *other, float scale,
@@ -33,6 +46,16 @@ typedef struct trunk_set {
     void (*store)(void *to, const float *from, int64_t count, int dtype);
     void (*load)(float *to, const void *from, float scale, int64_t count, int dtype);
     void (*attend)(const attention *a);
+    /* x *= sigmoid(gate) */
+    void (*gate)(float *x, const float *gate, int64_t count);
+    /* to = SiLU of the sum of taps[i] * kernel[i], i from `first` on; `stride` from one tap's kernel to the next. */
+    void (*convolve)(float *to, const float *const *taps, const float *kernel, int64_t stride, int first, int last,
+                     int64_t count);
+    /* Makes both of length 1, then the query `scale` long; returns their product. */
+    float (*unit)(float *query, float *key, float scale, int64_t count);
+    void (*recur)(const delta_run *run);
+    /* to = x / rms(x) * weight * SiLU(gate) */
+    void (*gated_norm)(float *to, const float *x, const float *gate, const float *weight, float epsilon, int64_t count);
 } trunk_set;
 
 extern const trunk_set pllm_trunk_scalar;

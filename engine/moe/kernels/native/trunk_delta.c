@@ -1,0 +1,122 @@
+/* Gated delta-nets: the convolution before, the recurrent states of the heads, and the gated norm after. */
+
+#include "trunk_attention.h"
+
+#include <math.h>
+#include <string.h>
+
+int64_t pllm_delta_channels(const pllm_trunk *trunk) {
+    return 2 * trunk->delta_key_heads * trunk->delta_key_width + trunk->delta_value_heads * trunk->delta_value_width;
+}
+
+int64_t pllm_delta_padded(const pllm_trunk *trunk) {
+    return divided_up(trunk->delta_value_width, PLLM_STATE_COLUMNS) * PLLM_STATE_COLUMNS;
+}
+
+static int64_t head_numbers(const pllm_trunk *trunk) { return trunk->delta_key_width * pllm_delta_padded(trunk); }
+
+/* Where the inputs of the convolution begin in what one layer keeps for a row. */
+static int64_t heads_numbers(const pllm_trunk *trunk) { return trunk->delta_value_heads * head_numbers(trunk); }
+
+static int64_t layer_start(const pllm_trunk *trunk, int64_t layer) {
+    const int64_t kept = heads_numbers(trunk) + (trunk->delta_taps - 1) * pllm_delta_channels(trunk);
+    return trunk->layers[layer].place * kept;
+}
+
+static float sigmoid(float x) { return 1.0F / (1.0F + expf(-x)); }
+
+static float softplus(float x) { return x > 20.0F ? x : log1pf(expf(x)); }
+
+/* One head of one row, over all tokens of the pass. */
+static void run_head(const trunk_job *job, const own_area *own, int64_t layer, int64_t row, int64_t head) {
+    const pllm_trunk *trunk = job->trunk;
+    const pllm_pass *pass = job->pass;
+    const pllm_delta *delta = trunk->layers[layer].delta;
+    const int64_t keys = trunk->delta_key_width, values = trunk->delta_value_width, padded_values = pllm_delta_padded(trunk);
+    const int64_t key_heads = trunk->delta_key_heads, heads = trunk->delta_value_heads;
+    const int64_t channels = pllm_delta_channels(trunk), gates = channels + head * values;
+    const int64_t decays = channels + heads * values + head, rates = decays + heads;
+    const int64_t key_head = trunk->tiled_heads ? head % key_heads : head / (heads / key_heads);
+    const int64_t query = key_head * keys, key = (key_heads + key_head) * keys, value = 2 * key_heads * keys + head * values;
+    const int last = (int)trunk->delta_taps;
+    const float *before = pass->states_before[row], *history = NULL;
+    float *after = pass->states_after[row] + layer_start(trunk, layer) + head * head_numbers(trunk);
+    if (before) {
+        before += layer_start(trunk, layer);
+        history = before + heads_numbers(trunk);
+        before += head * head_numbers(trunk);
+    }
+    float decay[DELTA_TOKENS], rate[DELTA_TOKENS], product[DELTA_TOKENS];
+    for (int64_t done = 0; done < pass->tokens; done += DELTA_TOKENS) {
+        const int64_t count = MIN(DELTA_TOKENS, pass->tokens - done);
+        for (int64_t t = 0; t < count; t++) {
+            const float *input = job->qkv + (row * pass->tokens + done + t) * job->projected;
+            const float *taps[3][PLLM_MOST_TAPS];
+            int first = 0;
+            for (int i = 0; i < last; i++) {
+                const int64_t at = done + t + i - (last - 1);
+                const float *from = at >= 0 ? input + (i - (last - 1)) * job->projected
+                                            : history ? history + (at + last - 1) * channels : NULL;
+                if (!from) {
+                    first = i + 1;
+                    continue;
+                }
+                taps[0][i] = from + query, taps[1][i] = from + key, taps[2][i] = from + value;
+            }
+            float *q = own->delta_queries + t * keys, *k = own->delta_keys + t * keys;
+            float *v = own->delta_values + t * padded_values;
+            job->set->convolve(q, taps[0], delta->kernel + query, channels, first, last, keys);
+            job->set->convolve(k, taps[1], delta->kernel + key, channels, first, last, keys);
+            job->set->convolve(v, taps[2], delta->kernel + value, channels, first, last, values);
+            memset(v + values, 0, (size_t)(padded_values - values) * 4);
+            product[t] = job->set->unit(q, k, 1.0F / sqrtf((float)keys), keys);
+            decay[t] = expf(delta->decay_scale[head] * softplus(input[decays] + delta->decay_bias[head]));
+            rate[t] = sigmoid(input[rates]);
+        }
+        const delta_run run = {.before = before, .after = after, .queries = own->delta_queries, .keys = own->delta_keys,
+                               .values = own->delta_values, .results = own->delta_results, .decays = decay,
+                               .rates = rate, .products = product, .tokens = count, .key_width = keys,
+                               .value_width = padded_values};
+        job->set->recur(&run);
+        before = after;
+        for (int64_t t = 0; t < count; t++) {
+            const int64_t position = row * pass->tokens + done + t;
+            job->set->gated_norm(job->attended + (position * heads + head) * values,
+                                 own->delta_results + t * padded_values, job->qkv + position * job->projected + gates,
+                                 delta->norm, trunk->epsilon, values);
+        }
+    }
+}
+
+static int in_place(const pllm_pass *pass, int64_t row) { return pass->states_before[row] == pass->states_after[row]; }
+
+void pllm_delta_heads(const trunk_job *job, const own_area *own, int64_t layer) {
+    for (int64_t head; (head = pllm_pool_next(job->pool)) < job->trunk->delta_value_heads;)
+        /* Rows that go on in another place than before may have had that of a row that stays in its own. */
+        for (int stays = 0; stays < 2; stays++)
+            for (int64_t row = 0; row < job->pass->rows; row++)
+                if (in_place(job->pass, row) == stays) run_head(job, own, layer, row, head);
+}
+
+void pllm_delta_keep(const trunk_job *job, int64_t layer, int thread, int threads) {
+    const pllm_trunk *trunk = job->trunk;
+    const pllm_pass *pass = job->pass;
+    const int64_t channels = pllm_delta_channels(trunk), first = channels * thread / threads;
+    const size_t bytes = (size_t)(channels * (thread + 1) / threads - first) * 4;
+    const int64_t kept = trunk->delta_taps - 1, start = layer_start(trunk, layer) + heads_numbers(trunk) + first;
+    for (int stays = 0; stays < 2; stays++)
+        for (int64_t row = 0; row < pass->rows; row++) {
+            if (in_place(pass, row) != stays) continue;
+            const float *before = pass->states_before[row];
+            for (int64_t i = 0; i < kept; i++) { /* ascending, as what is read lies behind what is written */
+                float *to = pass->states_after[row] + start + i * channels;
+                const int64_t token = pass->tokens - kept + i;
+                if (token >= 0)
+                    memcpy(to, job->qkv + (row * pass->tokens + token) * job->projected + first, bytes);
+                else if (before)
+                    memcpy(to, before + start + (pass->tokens + i) * channels, bytes);
+                else
+                    memset(to, 0, bytes);
+            }
+        }
+}
