@@ -1,14 +1,15 @@
 """Engine processes that are forked from one that has imported everything, where a test does not test the start itself.
 
 A cold start costs a second of processor time for the imports (two more with torch), a fork a few milliseconds. There is
-one fork server per test process, and a second one with torch and mlx. Elsewhere than on Linux engines are started cold:
-a process that has used Apple's frameworks must not be forked.
+one fork server per run of the tests, whatever its workers, and a second one with torch and mlx. Elsewhere than on Linux
+engines are started cold: a process that has used Apple's frameworks must not be forked.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import functools
 import io
 import json
@@ -31,6 +32,8 @@ from engine.system.child_processes import start_module
 
 FORKS = sys.platform == "linux"
 START_S = 120.0
+MOST_STARTS = 4
+"""Of a server by one process: one that has just ended is started again."""
 MEMORY_READ = 10e9
 """Bytes per second that every node believes to read; nothing that is tested depends on it."""
 LAYER_S = 1e-5
@@ -99,27 +102,18 @@ def number_on(report: socket.socket) -> int:
 
 
 class ForkServer:
-    """The server's process, and the socket on which it is given jobs."""
+    """A connection with the server of all workers of this run; the server's process, where it is the first one."""
 
     def __init__(self, *more: str) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+        # A name that ends with its last socket, and belongs to no folder.
+        address = "\0" + "-".join(["privatellm-forks", run, *more])
+        starts = 0
+        while (control := _connected(address)) is None:
+            starts += _serve(address, *more)
+            assert starts < MOST_STARTS, "the fork server ends as soon as it is started"
+        self._control = control
         self._lock = threading.Lock()
-        with theirs:
-            root = Path(__file__).resolve().parent.parent
-            # A shell puts it into the background: tests that count this process's children do not see it.
-            subprocess.run(
-                ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, fork_server.__file__, str(theirs.fileno()), *more],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                check=True,
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "OPENBLAS_NUM_THREADS": "1",
-                    "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
-                },
-            )
-        self._control.settimeout(START_S)
         atexit.register(self.close)
 
     def start(
@@ -132,8 +126,47 @@ class ForkServer:
         return number_on(report), report
 
     def close(self) -> None:
-        """The server ends with the socket."""
+        """The server ends with the last connection."""
         self._control.close()
+
+
+def _serve(address: str, *more: str) -> bool:
+    """Start the server at ``address``. False: another worker has done so."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        try:
+            listener.bind(address)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise
+        listener.listen()
+        root = Path(__file__).resolve().parent.parent
+        # A shell puts it into the background: tests that count this process's children do not see it.
+        subprocess.run(
+            ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, fork_server.__file__, str(listener.fileno()), *more],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+            check=True,
+            env={
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+                "PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")]),
+            },
+        )
+    return True
+
+
+def _connected(address: str) -> socket.socket | None:
+    """A connection that the server at ``address`` has accepted. None: there is none, or it was just ending."""
+    control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    control.settimeout(START_S)
+    with contextlib.suppress(ConnectionError):
+        control.connect(address)
+        if control.recv(len(fork_server.ACCEPTED)) == fork_server.ACCEPTED:
+            return control
+    control.close()
+    return None
 
 
 server = functools.cache(ForkServer)

@@ -1,9 +1,10 @@
 """A process that has imported what an engine imports and forks engine processes from that; see engine_forks.py.
 
-``python fork_server.py CONTROL [libraries]``: CONTROL is the descriptor of a socket. Each packet on it is a job, with
-four descriptors: standard input, output and errors, and a socket on which the process id and, at its end, the exit
-status are reported; then those that the process is given under the numbers of the job's ``descriptors``. The process
-stays a zombie until the other side has closed that socket, so that its id is not given away before.
+``python fork_server.py LISTENER [libraries]``: LISTENER is the descriptor of a socket, on which each worker of the
+tests connects and is told ``ACCEPTED``. Each packet on a connection is a job, with four descriptors: standard input,
+output and errors, and a socket on which the process id and, at its end, the exit status are reported; then those that
+the process is given under the numbers of the job's ``descriptors``. The process stays a zombie until the other side
+has closed that socket, so that its id is not given away before.
 
 No thread and no gRPC object may exist here: neither survives a fork.
 """
@@ -42,12 +43,14 @@ PACKET_BYTES = 1 << 20
 STANDARD = 4
 """Descriptors of every job: standard streams and the report socket."""
 MOST_DESCRIPTORS = 16
+ACCEPTED = b"accepted"
 REPORT = 8
 """Bytes of a number on a report socket."""
 
 
 def main() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    listener.setblocking(False)
     whole = "libraries" in sys.argv[2:]
     left_out = NO_MODULE if whole else (*NO_MODULE, *LIBRARIES)
     for name in (*modules_of("discovery", left_out), *modules_of("engine", left_out)):
@@ -58,7 +61,7 @@ def main() -> None:
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread was started by an import: forking is not safe"
     gc.collect()
     gc.freeze()
-    job = serve(control)
+    job = serve(listener)
     if job is not None:
         run(job)
 
@@ -83,8 +86,8 @@ def modules_of(package: str, left_out: tuple[str, ...]) -> Iterator[str]:
                 yield from modules_of(module.name, left_out)
 
 
-def serve(control: socket.socket) -> dict[str, Any] | None:
-    """Fork until the other side of ``control`` closes it: None then. In a forked process: its job."""
+def serve(listener: socket.socket) -> dict[str, Any] | None:
+    """Fork until the last connection is closed: None then. In a forked process: its job."""
     woken, wake = socket.socketpair()
     for one in (woken, wake):
         one.setblocking(False)
@@ -92,8 +95,9 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     running: dict[int, socket.socket] = {}
     ended: dict[int, socket.socket] = {}
+    connections = 0
     with selectors.DefaultSelector() as selector:
-        selector.register(control, selectors.EVENT_READ)
+        selector.register(listener, selectors.EVENT_READ, "listener")
         selector.register(woken, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
@@ -104,13 +108,31 @@ def serve(control: socket.socket) -> dict[str, Any] | None:
                         ended[pid] = running.pop(pid)
                         _report(ended[pid], os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT))
                         selector.register(ended[pid], selectors.EVENT_READ, pid)
-                elif key.fileobj is control:
-                    packet, descriptors, _, _ = socket.recv_fds(control, PACKET_BYTES, MOST_DESCRIPTORS)
+                elif key.data == "listener":
+                    control, _ = listener.accept()
+                    control.setblocking(True)
+                    control.sendall(ACCEPTED)
+                    selector.register(control, selectors.EVENT_READ, "control")
+                    connections += 1
+                elif key.data == "control":
+                    assert isinstance(key.fileobj, socket.socket)
+                    packet, descriptors, _, _ = socket.recv_fds(key.fileobj, PACKET_BYTES, MOST_DESCRIPTORS)
                     if not packet:
-                        return None
+                        selector.unregister(key.fileobj)
+                        key.fileobj.close()
+                        connections -= 1
+                        if not connections:
+                            return None
+                        continue
                     job = json.loads(packet)
                     pid = os.fork()
                     if pid == 0:
+                        mine = [each.fileobj for each in selector.get_map().values()]
+                        selector.close()
+                        # Closed as descriptors: a socket object would close whatever has its number by then.
+                        for held in (*mine, wake, *running.values()):
+                            assert isinstance(held, socket.socket)
+                            held.detach()
                         become(job, descriptors)
                         return dict(job)
                     for descriptor in (*descriptors[:3], *descriptors[STANDARD:]):
