@@ -13,7 +13,7 @@
 #define OWN_ELEMENTS 65536 /* input values up to which each thread converts its own copy instead of meeting the others */
 
 /* What every thread knows of a call; each makes it for itself from the same input. Rows of inputs and of activations
-   lie by expert; an expert of more than FEW_LIMIT routes has them in tiles instead. */
+   lie by expert; an expert of more routes than are few for the kernels has them in tiles instead. */
 typedef struct plan {
     const pllm_layer *layer;
     const pllm_routes *routes;
@@ -119,7 +119,7 @@ static void make_plan(plan *p, int threads) {
     for (int64_t i = 0; i < p->active; i++) {
         const int64_t count = routes_of(p, p->list[i]);
         p->row_offset[i] = rows;
-        if (count > FEW_LIMIT) {
+        if (count > p->kernels->few_tokens) {
             p->any_many = 1;
             rows += divided_up(count, tile) * tile;
         } else {
@@ -158,7 +158,7 @@ static void fill_tiles(const plan *p, int thread, int threads) {
     int64_t turn = 0;
     for (int64_t i = 0; i < p->active; i++) {
         const int64_t count = routes_of(p, p->list[i]);
-        if (count <= FEW_LIMIT) continue;
+        if (count <= p->kernels->few_tokens) continue;
         const int32_t *routes = p->sorted + p->first[p->list[i]];
         for (int64_t m = 0; m < count; m += tile) {
             if (turn++ % threads != thread) continue;
@@ -180,7 +180,7 @@ static void fill_tiles(const plan *p, int thread, int threads) {
 static void multiply(const plan *p, const pllm_matrix *matrix, const void *bias, const void *const *rows,
                      const void *tiles, int64_t count, int64_t first, int64_t number, float *y, int64_t y_stride) {
     const char *w = (const char *)matrix->data + first * bytes_of_values(matrix->dtype, matrix->row_stride);
-    if (count <= FEW_LIMIT)
+    if (count <= p->kernels->few_tokens)
         p->kernels->few(w, matrix->dtype, matrix->row_stride, number, matrix->columns, rows, count, y, y_stride, 0);
     else
         p->kernels->many(w, matrix->dtype, matrix->row_stride, number, matrix->columns, tiles, count, y, y_stride, 0,
@@ -192,7 +192,7 @@ static void multiply(const plan *p, const pllm_matrix *matrix, const void *bias,
 static void store_act(const plan *p, int64_t i, int64_t count, int64_t first, int64_t number) {
     const int64_t tile = p->kernels->tile_tokens, ffn = p->layer->ffn, bytes = p->act_stride * p->kernels->row_element;
     char *act = p->act + p->row_offset[i] * bytes;
-    if (count <= FEW_LIMIT) {
+    if (count <= p->kernels->few_tokens) {
         for (int64_t m = 0; m < count; m++) {
             p->kernels->convert(act + m * bytes, first, p->part + m * p->ffn_rows, 1.0F, number);
             if (first + number == ffn) p->kernels->pad(act + m * bytes, ffn);

@@ -31,6 +31,7 @@ static inline __attribute__((always_inline)) __m512i SET(dot)(const __m512i code
 
 #define LARGE_CODES 1
 #include "packed_avx512_few_template.h"
+#include "packed_avx512_many_template.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop

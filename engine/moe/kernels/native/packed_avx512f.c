@@ -52,6 +52,86 @@ static inline __attribute__((always_inline)) __m512i SET(dot)(const __m512i code
 #define LARGE_CODES 0
 #include "packed_avx512_few_template.h"
 
+/* ---- Rows opened for panels ---------------------------------------------------------------------------------- */
+
+ALWAYS_INLINE __m512 each_twice(__m256 v) {
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7),
+                                 _mm512_castps256_ps512(v));
+}
+
+/* The scales of a unit, and what is to be taken away, for each 16 values of raised codes. */
+ALWAYS_INLINE __m512 scales_of(const uint8_t *b, const int dtype, __m512 *minimums) {
+    if (has_minimums(dtype)) {
+        *minimums = each_twice(eight_minimums(b, dtype));
+        return each_twice(eight_scales(b, dtype));
+    }
+    __m512 scales;
+    if (dtype == PLLM_Q6_K) {
+        const __m128i own = _mm_loadu_si128((const __m128i *)(const void *)(b + Q6_K_SCALES));
+        scales = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(own)),
+                               _mm512_set1_ps(widened(b + Q6_K_SCALE)));
+    } else {
+        scales = each_twice(eight_scales(b, dtype));
+    }
+    *minimums = _mm512_mul_ps(scales, _mm512_set1_ps(raised_by(dtype)));
+    return scales;
+}
+
+/* Values 16 i .. 16 i + 15 of a group of raised codes. */
+ALWAYS_INLINE __m512 opened(__m512i codes, const int i, __m512 scales, __m512 minimums, const int part) {
+    const __m512 values = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(codes, i)));
+    const __m512i lane = _mm512_set1_epi32(part);
+    return _mm512_fmsub_ps(values, _mm512_permutexvar_ps(lane, scales), _mm512_permutexvar_ps(lane, minimums));
+}
+
+ALWAYS_INLINE void open_row(const int dtype, const uint8_t *from, float *to, int64_t count) {
+    for (int64_t first = 0; first < count; first += UNIT) {
+        uint8_t blocks[UNIT_BYTES_LIMIT];
+        const uint8_t *unit = from + bytes_of_values(dtype, first);
+        const int64_t values = MIN(UNIT, count - first);
+        if (values < UNIT) {
+            memset(blocks, 0, sizeof blocks);
+            memcpy(blocks, unit, (size_t)bytes_of_values(dtype, values));
+            unit = blocks;
+        }
+        __m512 minimums;
+        const __m512 scales = scales_of(unit, dtype, &minimums);
+        UNROLL for (int g = 0; g < GROUPS; g++) {
+            const __m512i codes = codes_of(unit, g, dtype);
+            UNROLL for (int i = 0; i < GROUP / 16; i++) {
+                const int64_t at = first + GROUP * g + 16 * i;
+                if (at >= count) break;
+                /* The part is a constant of the compiler, and so is what is extracted. */
+                const __m512 v = i == 0   ? opened(codes, 0, scales, minimums, 4 * g)
+                                 : i == 1 ? opened(codes, 1, scales, minimums, 4 * g + 1)
+                                 : i == 2 ? opened(codes, 2, scales, minimums, 4 * g + 2)
+                                          : opened(codes, 3, scales, minimums, 4 * g + 3);
+                _mm512_storeu_ps(to + at, v);
+            }
+        }
+    }
+}
+
+#define OPEN(DTYPE)                                                                                                \
+    case DTYPE: open_row(DTYPE, from, to, count); break;
+
+void SET(open_row)(int dtype, const void *from, float *to, int64_t count) {
+    switch (dtype) {
+        OPEN(PLLM_Q4_0)
+        OPEN(PLLM_Q4_1)
+        OPEN(PLLM_Q5_0)
+        OPEN(PLLM_Q5_1)
+        OPEN(PLLM_Q8_0)
+        OPEN(PLLM_Q4_K)
+        OPEN(PLLM_Q5_K)
+        OPEN(PLLM_Q6_K)
+        OPEN(PLLM_IQ4_NL)
+        OPEN(PLLM_IQ4_XS)
+        OPEN(PLLM_MXFP4)
+    default: break;
+    }
+}
+
 #if defined(__clang__)
 #pragma clang attribute pop
 #else

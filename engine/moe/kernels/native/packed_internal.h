@@ -29,19 +29,23 @@ ALWAYS_INLINE float raised_in_file(const int dtype) {
 #define PACKED_FEW(SET)                                                                                            \
     void pllm_packed_##SET##_few(const void *w, int dtype, int64_t stride, int64_t rows, int64_t columns,          \
                                  const void *const *x, int64_t tokens, float *y, int64_t y_stride, int add);
-/* kernel_set.convert, and rows opened as float32 or bfloat16, of sets that are faster at it than plain C. */
+/* kernel_set.convert and .pad of sets that are faster at it than plain C. */
 #define PACKED_ROWS(SET)                                                                                           \
     void pllm_packed_##SET##_convert(void *row, int64_t first, const float *from, float scale, int64_t count);     \
-    void pllm_packed_##SET##_pad(void *row, int64_t columns);                                                      \
-    void pllm_packed_##SET##_open_row(int dtype, const void *from, float *to, int64_t count);                      \
-    void pllm_packed_##SET##_open_row_bf16(int dtype, const void *from, uint16_t *to, int64_t count);
+    void pllm_packed_##SET##_pad(void *row, int64_t columns);
 PACKED_FEW(scalar)
 #if defined(__x86_64__)
 PACKED_FEW(avx2)
 PACKED_FEW(avx512f)
 PACKED_ROWS(avx512f)
+/* Rows opened as float32. */
+void pllm_packed_avx512f_open_row(int dtype, const void *from, float *to, int64_t count);
 PACKED_FEW(avx512_vnni)
 PACKED_ROWS(avx512_vnni)
+void pllm_packed_avx512_vnni_many(const void *w, int dtype, int64_t stride, int64_t rows, int64_t columns,
+                                  const void *tiles, int64_t tokens, float *y, int64_t y_stride, int add, void *panel);
+void pllm_packed_avx512_vnni_tile(void *tile, const float *const *rows, const float *scales, int64_t tokens,
+                                  int64_t column, int64_t count);
 #endif
 #if defined(__aarch64__)
 PACKED_FEW(neon)
@@ -50,16 +54,26 @@ void pllm_packed_scalar_convert(void *row, int64_t first, const float *from, flo
 void pllm_packed_scalar_pad(void *row, int64_t columns);
 
 #define PACKED_ROW_ELEMENT 4
+/* Tiles of bytes: six tokens have as many sums of whole numbers and of products as there are registers. */
+#define BYTE_TILE_TOKENS 6
+#define BYTE_TILE_ELEMENT 2
 _Static_assert(sizeof(packed_input) <= FEWEST_STRIDE * PACKED_ROW_ELEMENT, "a unit fits into the shortest row");
 /* The kernels for packed weights of a set whose other kernels were defined above it. */
-#define PACKED_SET(FEW, CONVERT)                                                                                    \
-    .element = 4 / PER_WORD, .row_element = PACKED_ROW_ELEMENT, .task_rows = INPUT_BLOCK,                          \
-    .tile_tokens = TILE_TOKENS, .few = pllm_packed_##FEW##_few, .many = SET(many),                                \
-    .convert = pllm_packed_##CONVERT##_convert, .pad = pllm_packed_##CONVERT##_pad, .tile = SET(tile), .gate = SET(gate),         \
+#define PACKED_FEW_SET(FEW, CONVERT)                                                                               \
+    .row_element = PACKED_ROW_ELEMENT, .task_rows = INPUT_BLOCK, .few = pllm_packed_##FEW##_few,                   \
+    .convert = pllm_packed_##CONVERT##_convert, .pad = pllm_packed_##CONVERT##_pad, .gate = SET(gate),             \
     .exp_sum = SET(exp_sum), .add_scaled = SET(add_scaled)
+/* Panels of weights as the set's own activations are. */
+#define PACKED_SET(FEW, CONVERT)                                                                                   \
+    PACKED_FEW_SET(FEW, CONVERT), .few_tokens = FEW_LIMIT, .element = 4 / PER_WORD, .tile_tokens = TILE_TOKENS,    \
+    .many = SET(many), .tile = SET(tile)
+/* Panels of bytes, which are faster as soon as `few` would have to open its weights twice. */
+#define PACKED_VNNI_SET                                                                                            \
+    PACKED_FEW_SET(avx512_vnni, avx512_vnni), .few_tokens = 8, .element = BYTE_TILE_ELEMENT,                       \
+    .tile_tokens = BYTE_TILE_TOKENS, .many = pllm_packed_avx512_vnni_many, .tile = pllm_packed_avx512_vnni_tile
 #define PLAIN_SET                                                                                                  \
     .element = 4 / PER_WORD, .row_element = 4 / PER_WORD, .task_rows = 16, .tile_tokens = TILE_TOKENS,             \
-    .few = SET(few), .many = SET(many), .convert = SET(convert), .pad = SET(pad), .tile = SET(tile),               \
-    .gate = SET(gate), .exp_sum = SET(exp_sum), .add_scaled = SET(add_scaled)
+    .few_tokens = FEW_LIMIT, .few = SET(few), .many = SET(many), .convert = SET(convert), .pad = SET(pad),         \
+    .tile = SET(tile), .gate = SET(gate), .exp_sum = SET(exp_sum), .add_scaled = SET(add_scaled)
 
 #endif

@@ -12,7 +12,7 @@
    V_SELECT_POSITIVE(v, a, b)  a where v >= 0, else b
    FEW_TOKENS                  tokens whose accumulators fit beside four rows of weights
    TILE_TOKENS                 tokens whose accumulators fit beside PANEL_ROWS rows
-   OPEN_ROW(dtype, from, to, count)    packed weights as float32, or as bfloat16 where activations are
+   OPEN_ROW(dtype, from, to, count)    packed weights as float32, unless others multiply them
    SET(name)                   the name of this set's copy of a function
 
    and what is multiplied: words of 32 bits, each one float32 value or (bfloat16 activations) a pair of values:
@@ -37,8 +37,6 @@ static inline int64_t SET(bytes_of)(int dtype) { return dtype == PLLM_F32 ? 4 : 
 /* Of what a table holds for each plain format, or each that the set reads. */
 static inline int SET(place_of)(int dtype) { return dtype == PLLM_F32 ? 1 : dtype == PLLM_F16 ? 2 : 0; }
 
-/* Packed weights become these before they are packed into a panel. */
-#define OPENED_DTYPE (PER_WORD == 2 ? PLLM_BF16 : PLLM_F32)
 
 /* ---- Few tokens: each row of weights streams past all of them ------------------------------------------------ */
 
@@ -343,8 +341,7 @@ static void SET(narrow)(const float *panel, const float *tile, int64_t words, in
 static void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *tiles,
                       int64_t tokens, float *y, int64_t y_stride, int add, void *scratch) {
     const int64_t row_bytes = bytes_of_values(dtype, stride), tile_words = TILE_TOKENS * padded(columns) / PER_WORD;
-    const int64_t size = SET(bytes_of)(OPENED_DTYPE);
-    float *panel = scratch, *part = panel + PANEL_WORDS, *opened = part + TILE_LIMIT * PANEL_ROWS;
+    float *panel = scratch, *part = panel + PANEL_WORDS;
     for (int64_t n = 0; n < rows; n += PANEL_ROWS) {
         const int64_t count = MIN(PANEL_ROWS, rows - n);
         for (int64_t k = 0; k < columns; k += PANEL_COLUMNS) {
@@ -353,13 +350,15 @@ static void SET(many)(const void *weights, int dtype, int64_t stride, int64_t ro
             const char *from = (const char *)weights + n * row_bytes + bytes_of_values(dtype, k);
             const char *next = from + (k + depth < columns ? bytes_of_values(dtype, depth)
                                                            : PANEL_ROWS * row_bytes - bytes_of_values(dtype, k));
+#ifdef OPEN_ROW
             if (is_packed(dtype)) {
+                float *opened = part + TILE_LIMIT * PANEL_ROWS;
                 for (int64_t r = 0; r < count; r++)
-                    OPEN_ROW(dtype, from + r * row_bytes, (char *)opened + r * PANEL_COLUMNS * size, depth);
-                SET(pack)(panel, (const char *)opened, OPENED_DTYPE, PANEL_COLUMNS * size, count, depth);
-            } else {
+                    OPEN_ROW(dtype, from + r * row_bytes, opened + r * PANEL_COLUMNS, depth);
+                SET(pack)(panel, (const char *)opened, PLLM_F32, PANEL_COLUMNS * 4, count, depth);
+            } else
+#endif
                 SET(pack)(panel, from, dtype, row_bytes, count, depth);
-            }
             int64_t fetched = 0; /* rows of the next panel */
             for (int64_t m = 0; m < tokens; m += TILE_TOKENS) {
                 const int64_t width = MIN(TILE_TOKENS, tokens - m);

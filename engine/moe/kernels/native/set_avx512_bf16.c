@@ -18,13 +18,12 @@
 
 #undef SET
 #define SET(name) avx512_bf16_##name
-#define OPEN_ROW(dtype, from, to, count) pllm_packed_avx512_vnni_open_row_bf16(dtype, from, (uint16_t *)(to), count)
 #include "activations_bf16_template.h"
 #include "rows_template.h"
 #include "vector_math_template.h"
 
 const kernel_set pllm_set_avx512_bf16 = {PLAIN_SET};
-const kernel_set pllm_set_avx512_bf16_packed = {PACKED_SET(avx512_vnni, avx512_vnni)};
+const kernel_set pllm_set_avx512_bf16_packed = {PACKED_VNNI_SET};
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -14,14 +14,14 @@
 
 #include "vector_avx512f.h"
 
-#define OPEN_ROW(dtype, from, to, count) pllm_packed_avx512f_open_row(dtype, from, (float *)(to), count)
+#define OPEN_ROW(dtype, from, to, count) pllm_packed_avx512f_open_row(dtype, from, to, count)
 #include "activations_f32_template.h"
 #include "rows_template.h"
 #include "vector_math_template.h"
 
 const kernel_set pllm_set_avx512f = {PLAIN_SET};
 const kernel_set pllm_set_avx512f_packed = {PACKED_SET(avx512f, avx512f)};
-const kernel_set pllm_set_avx512_vnni_packed = {PACKED_SET(avx512_vnni, avx512_vnni)};
+const kernel_set pllm_set_avx512_vnni_packed = {PACKED_VNNI_SET};
 
 #if defined(__clang__)
 #pragma clang attribute pop

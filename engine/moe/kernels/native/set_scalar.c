@@ -2,7 +2,7 @@
 #include "packed_internal.h"
 #include "vector_scalar.h"
 
-#define OPEN_ROW(dtype, from, to, count) pllm_unpack_row(dtype, from, (float *)(to), count)
+#define OPEN_ROW(dtype, from, to, count) pllm_unpack_row(dtype, from, to, count)
 #include "activations_f32_template.h"
 #include "rows_template.h"
 #include "vector_math_template.h"

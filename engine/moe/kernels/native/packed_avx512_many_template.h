@@ -1,0 +1,336 @@
+/* Products of many tokens with packed weights for AVX-512 with VNNI: bytes times bytes, added up as whole numbers within a
+   block of 32 values and scaled once. The including file has included packed_avx512_few_template.h.
+
+   A panel is PANEL_ROWS rows of weights opened once for all tokens, sixteen rows to a vector, four neighbouring codes to
+   a lane. A tile is up to BYTE_TILE_TOKENS rows of input, four codes of one after those of another. */
+#define BLOCKS_OF_UNIT (UNIT / INPUT_BLOCK)
+#define PANEL_VECTORS (PANEL_ROWS / 16)
+
+typedef struct tile_block {
+    int32_t codes[8][BYTE_TILE_TOKENS];
+    float scales[BYTE_TILE_TOKENS], sums[BYTE_TILE_TOKENS];
+    int32_t raised[2][BYTE_TILE_TOKENS]; /* of each half -128 times the sum of its codes, see wide_input */
+    char unused[BYTE_TILE_TOKENS * 16];
+} tile_block;
+
+_Static_assert(sizeof(tile_block) == BYTE_TILE_TOKENS * INPUT_BLOCK * BYTE_TILE_ELEMENT, "tiles lie where they are looked for");
+
+/* Codes as packed_avx512_template.h raises them. Only Q6_K has a scale for each half. */
+typedef struct panel_block {
+    uint8_t codes[8][PANEL_ROWS * 4];
+    float scales[2][PANEL_ROWS], minimums[PANEL_ROWS];
+} panel_block;
+
+#define PANEL_BLOCKS (PANEL_COLUMNS / INPUT_BLOCK)
+#define FETCHES (PANEL_ROWS * (PANEL_COLUMNS / 32 * 34 / 64 + 1)) /* lines of the largest panel in the file */
+
+typedef struct byte_panel {
+    panel_block blocks[PANEL_BLOCKS];
+    uint32_t fetches[FETCHES + PANEL_BLOCKS];
+} byte_panel;
+
+_Static_assert(sizeof(byte_panel) <= PANEL_BYTES, "a panel of bytes fits where others do");
+
+/* ---- Opening a panel -------------------------------------------------------------------------------------------- */
+
+/* To `blocks` blocks, for the sixteen rows of vector v of the panel. */
+ALWAYS_INLINE void store_codes(panel_block *to, const int v, const int64_t blocks, const int block, const int step,
+                               const __m512 codes) {
+    if (block < blocks) _mm512_storeu_ps((float *)(void *)(to[block].codes[step] + 64 * v), codes);
+}
+
+ALWAYS_INLINE void open_codes(const uint8_t *const rows[16], panel_block *to, const int v, const int64_t blocks,
+                              const int dtype) {
+    __m512 lanes[16];
+    if (dtype == PLLM_Q4_K) { /* a nibble of each byte, so that they are exchanged together */
+        for (int half = 0; half < 2; half++) {
+            UNROLL for (int r = 0; r < 16; r++) lanes[r] = _mm512_loadu_ps(rows[r] + Q4_K_CODES + 64 * half);
+            avx512f_transpose(lanes);
+            UNROLL for (int i = 0; i < 16; i++) {
+                const __m512i both = _mm512_castps_si512(lanes[i]);
+                const int block = 4 * half + i / 8 * 2;
+                store_codes(to, v, blocks, block, i % 8, _mm512_castsi512_ps(masked(both, 15)));
+                store_codes(to, v, blocks, block + 1, i % 8,
+                            _mm512_castsi512_ps(masked(_mm512_srli_epi32(both, 4), 15)));
+            }
+        }
+        return;
+    }
+#define OPEN_GROUP(g)                                                                                              \
+    UNROLL for (int r = 0; r < 16; r++) lanes[r] = _mm512_castsi512_ps(codes_of(rows[r], g, dtype));               \
+    avx512f_transpose(lanes);                                                                                      \
+    UNROLL for (int i = 0; i < 16; i++) store_codes(to, v, blocks, 2 * (g) + i / 8, i % 8, lanes[i]);
+    OPEN_GROUP(0)
+    OPEN_GROUP(1)
+    OPEN_GROUP(2)
+    OPEN_GROUP(3)
+#undef OPEN_GROUP
+}
+
+/* The first 16 bytes at `rows` as four vectors of words, a row to a lane. */
+ALWAYS_INLINE void sixteen_words(const uint8_t *const rows[16], const int64_t at, __m512i to[4]) {
+    __m512i four[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+        four[i] = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(const void *)(rows[i] + at)));
+        four[i] = _mm512_mask_broadcast_i32x4(four[i], 0x00f0, _mm_loadu_si128((const __m128i *)(const void *)(rows[4 + i] + at)));
+        four[i] = _mm512_mask_broadcast_i32x4(four[i], 0x0f00, _mm_loadu_si128((const __m128i *)(const void *)(rows[8 + i] + at)));
+        four[i] = _mm512_mask_broadcast_i32x4(four[i], 0xf000, _mm_loadu_si128((const __m128i *)(const void *)(rows[12 + i] + at)));
+    }
+    const __m512i a = _mm512_unpacklo_epi32(four[0], four[1]), b = _mm512_unpackhi_epi32(four[0], four[1]);
+    const __m512i c = _mm512_unpacklo_epi32(four[2], four[3]), d = _mm512_unpackhi_epi32(four[2], four[3]);
+    to[0] = _mm512_unpacklo_epi64(a, c);
+    to[1] = _mm512_unpackhi_epi64(a, c);
+    to[2] = _mm512_unpacklo_epi64(b, d);
+    to[3] = _mm512_unpackhi_epi64(b, d);
+}
+
+ALWAYS_INLINE __m512i bits_of(__m512i words, const int low, const int bits) {
+    return _mm512_and_si512(_mm512_srli_epi32(words, (unsigned)low), _mm512_set1_epi32(bits));
+}
+
+ALWAYS_INLINE __m512 scaled(__m512i whole, __m512 by) { return _mm512_mul_ps(_mm512_cvtepi32_ps(whole), by); }
+
+/* As k_scale. */
+ALWAYS_INLINE void open_k_scales(const uint8_t *const rows[16], panel_block *to, const int v) {
+    __m512i heads[4];
+    sixteen_words(rows, 0, heads);
+    const __m512 scale = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(heads[0]));
+    const __m512 minimum = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(heads[0], 16)));
+    UNROLL for (int j = 0; j < 4; j++) {
+        const __m512i scale_end = _mm512_slli_epi32(bits_of(heads[1], 8 * j + 6, 3), 4);
+        const __m512i minimum_end = _mm512_slli_epi32(bits_of(heads[2], 8 * j + 6, 3), 4);
+        _mm512_storeu_ps(to[j].scales[0] + 16 * v, scaled(bits_of(heads[1], 8 * j, 63), scale));
+        _mm512_storeu_ps(to[j].minimums + 16 * v, scaled(bits_of(heads[2], 8 * j, 63), minimum));
+        _mm512_storeu_ps(to[4 + j].scales[0] + 16 * v,
+                         scaled(_mm512_or_si512(bits_of(heads[3], 8 * j, 15), scale_end), scale));
+        _mm512_storeu_ps(to[4 + j].minimums + 16 * v,
+                         scaled(_mm512_or_si512(bits_of(heads[3], 8 * j + 4, 15), minimum_end), minimum));
+    }
+}
+
+ALWAYS_INLINE void open_q6_k_scales(const uint8_t *const rows[16], panel_block *to, const int v) {
+    __m512i own[4];
+    uint32_t halves[16];
+    sixteen_words(rows, Q6_K_SCALES, own);
+    for (int r = 0; r < 16; r++) halves[r] = (uint32_t)half_at(rows[r] + Q6_K_SCALE);
+    const __m512 scale = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_loadu_si512(halves)));
+    UNROLL for (int i = 0; i < 4; i++)
+        UNROLL for (int j = 0; j < 4; j++) {
+            const __m512i whole = _mm512_srai_epi32(_mm512_slli_epi32(own[i], (unsigned)(24 - 8 * j)), 24);
+            _mm512_storeu_ps(to[2 * i + j / 2].scales[j % 2] + 16 * v, scaled(whole, scale));
+        }
+}
+
+ALWAYS_INLINE void open_scales(const uint8_t *const rows[16], panel_block *to, const int v, const int64_t blocks,
+                               const int dtype) {
+    if (dtype == PLLM_Q4_K || dtype == PLLM_Q5_K) return open_k_scales(rows, to, v);
+    if (dtype == PLLM_Q6_K) return open_q6_k_scales(rows, to, v);
+    __m512 lanes[16];
+    for (int r = 0; r < 16; r++) {
+        lanes[r] = _mm512_castps256_ps512(eight_scales(rows[r], dtype));
+        if (has_minimums(dtype)) lanes[r] = _mm512_insertf32x8(lanes[r], eight_minimums(rows[r], dtype), 1);
+    }
+    avx512f_transpose(lanes);
+    for (int block = 0; block < blocks; block++) {
+        _mm512_storeu_ps(to[block].scales[0] + 16 * v, lanes[block]);
+        if (has_minimums(dtype)) _mm512_storeu_ps(to[block].minimums + 16 * v, lanes[8 + block]);
+    }
+}
+
+/* `count` rows of `columns` values; those that are not there get the last one's. */
+ALWAYS_INLINE void open_panel(panel_block *to, const uint8_t *w, const int64_t row_bytes, const int64_t count,
+                              const int64_t columns, const int dtype) {
+    for (int64_t first = 0; first < columns; first += UNIT, to += BLOCKS_OF_UNIT) {
+        const int64_t values = MIN(UNIT, columns - first), blocks = values / INPUT_BLOCK;
+        for (int v = 0; v < PANEL_VECTORS; v++) {
+            uint8_t ends[16][UNIT_BYTES_LIMIT];
+            const uint8_t *rows[16];
+            for (int r = 0; r < 16; r++) {
+                rows[r] = w + MIN(16 * v + r, count - 1) * row_bytes + bytes_of_values(dtype, first);
+                if (values == UNIT) continue;
+                memset(ends[r], 0, sizeof ends[r]); /* so that nothing is read past the row */
+                rows[r] = memcpy(ends[r], rows[r], (size_t)bytes_of_values(dtype, values));
+            }
+            open_codes(rows, to, v, blocks, dtype);
+            open_scales(rows, to, v, blocks, dtype);
+        }
+    }
+}
+
+#define OPEN_PANEL(DTYPE)                                                                                          \
+    NOINLINE void DTYPE##_panel(panel_block *to, const uint8_t *w, int64_t row_bytes, int64_t count,               \
+                                int64_t columns) {                                                                 \
+        open_panel(to, w, row_bytes, count, columns, DTYPE);                                                       \
+    }
+OPEN_PANEL(PLLM_Q4_0)
+OPEN_PANEL(PLLM_Q4_1)
+OPEN_PANEL(PLLM_Q5_0)
+OPEN_PANEL(PLLM_Q5_1)
+OPEN_PANEL(PLLM_Q8_0)
+OPEN_PANEL(PLLM_Q4_K)
+OPEN_PANEL(PLLM_Q5_K)
+OPEN_PANEL(PLLM_Q6_K)
+OPEN_PANEL(PLLM_IQ4_NL)
+OPEN_PANEL(PLLM_IQ4_XS)
+OPEN_PANEL(PLLM_MXFP4)
+
+typedef void (*open_function)(panel_block *to, const uint8_t *w, int64_t row_bytes, int64_t count, int64_t columns);
+
+static const open_function open_table[PLLM_DTYPES] = {
+    [PLLM_Q4_0] = PLLM_Q4_0_panel,     [PLLM_Q4_1] = PLLM_Q4_1_panel,     [PLLM_Q5_0] = PLLM_Q5_0_panel,
+    [PLLM_Q5_1] = PLLM_Q5_1_panel,     [PLLM_Q8_0] = PLLM_Q8_0_panel,     [PLLM_Q4_K] = PLLM_Q4_K_panel,
+    [PLLM_Q5_K] = PLLM_Q5_K_panel,     [PLLM_Q6_K] = PLLM_Q6_K_panel,     [PLLM_IQ4_NL] = PLLM_IQ4_NL_panel,
+    [PLLM_IQ4_XS] = PLLM_IQ4_XS_panel, [PLLM_MXFP4] = PLLM_MXFP4_panel,
+};
+
+/* ---- Products --------------------------------------------------------------------------------------------------- */
+
+/* Whether a format's blocks have a minimum; else its codes are raised, with one scale for a block or one for each half. */
+enum { LOWERED = 0, RAISED = 1, HALVED = 2 };
+
+ALWAYS_INLINE int kind_of(const int dtype) {
+    return dtype == PLLM_Q6_K ? HALVED : has_minimums(dtype) ? LOWERED : RAISED;
+}
+
+/* What a matrix's products have in common. */
+typedef struct panel_task {
+    const panel_block *panel;
+    int64_t blocks, y_stride;
+    int64_t fetched;         /* lines of the next panel fetched with each block */
+    int less, more;          /* how far tile_block.raised is shifted; whether y is added to */
+    __mmask16 rows[PANEL_VECTORS]; /* of the panel that there are */
+} panel_task;
+
+/* y[m][0..PANEL_ROWS) (+)= panel * tile for M tokens; KIND and M are constants of the compiler. */
+ALWAYS_INLINE void multiply_tile(const panel_task *task, const tile_block *tile, float *y, const char *next,
+                                 const uint32_t *fetches, const int kind, const int M) {
+    __m512 sums[BYTE_TILE_TOKENS][PANEL_VECTORS];
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int v = 0; v < PANEL_VECTORS; v++)
+            sums[m][v] = task->more ? _mm512_maskz_loadu_ps(task->rows[v], y + m * task->y_stride + 16 * v)
+                                    : _mm512_setzero_ps();
+    const panel_block *panel = task->panel;
+    const int halves = kind == HALVED ? 2 : 1, steps = 8 / halves;
+    const __m128i less = _mm_cvtsi32_si128(task->less);
+    for (int64_t block = 0; block < task->blocks; block++, panel++, tile++) {
+        for (int64_t i = 0; i < task->fetched; i++) __builtin_prefetch(next + *fetches++, 0, 2);
+        UNROLL for (int half = 0; half < halves; half++) {
+            __m512i whole[BYTE_TILE_TOKENS][PANEL_VECTORS];
+            UNROLL for (int m = 0; m < M; m++) {
+                __m512i start = _mm512_setzero_si512();
+                if (kind == RAISED)
+                    start = _mm512_sra_epi32(_mm512_set1_epi32(tile->raised[0][m] + tile->raised[1][m]), less);
+                if (kind == HALVED) start = _mm512_srai_epi32(_mm512_set1_epi32(tile->raised[half][m]), 2);
+                UNROLL for (int v = 0; v < PANEL_VECTORS; v++) whole[m][v] = start;
+            }
+            UNROLL for (int step = half * steps; step < (half + 1) * steps; step++) {
+                __m512i codes[PANEL_VECTORS];
+                UNROLL for (int v = 0; v < PANEL_VECTORS; v++) codes[v] = loaded(panel->codes[step] + 64 * v);
+                UNROLL for (int m = 0; m < M; m++) {
+                    const __m512i in = _mm512_set1_epi32(tile->codes[step][m]);
+                    UNROLL for (int v = 0; v < PANEL_VECTORS; v++)
+                        whole[m][v] = _mm512_dpbusd_epi32(whole[m][v], codes[v], in);
+                }
+            }
+            UNROLL for (int v = 0; v < PANEL_VECTORS; v++) {
+                const __m512 scale = _mm512_loadu_ps(panel->scales[half] + 16 * v);
+                UNROLL for (int m = 0; m < M; m++)
+                    sums[m][v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[m][v]),
+                                                 _mm512_mul_ps(scale, _mm512_set1_ps(tile->scales[m])), sums[m][v]);
+            }
+        }
+        if (kind == LOWERED)
+            UNROLL for (int v = 0; v < PANEL_VECTORS; v++) {
+                const __m512 minimum = _mm512_loadu_ps(panel->minimums + 16 * v);
+                UNROLL for (int m = 0; m < M; m++)
+                    sums[m][v] = _mm512_fnmadd_ps(minimum, _mm512_set1_ps(tile->sums[m]), sums[m][v]);
+            }
+    }
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int v = 0; v < PANEL_VECTORS; v++)
+            _mm512_mask_storeu_ps(y + m * task->y_stride + 16 * v, task->rows[v], sums[m][v]);
+}
+
+typedef void (*tile_function)(const panel_task *task, const tile_block *tile, float *y, const char *next,
+                              const uint32_t *fetches);
+
+#define MULTIPLY(KIND, M)                                                                                          \
+    NOINLINE void KIND##_##M(const panel_task *task, const tile_block *tile, float *y, const char *next,           \
+                             const uint32_t *fetches) {                                                            \
+        multiply_tile(task, tile, y, next, fetches, KIND, M);                                                      \
+    }
+#define MULTIPLY_ALL(KIND)                                                                                         \
+    MULTIPLY(KIND, 1) MULTIPLY(KIND, 2) MULTIPLY(KIND, 3) MULTIPLY(KIND, 4) MULTIPLY(KIND, 5) MULTIPLY(KIND, 6)
+MULTIPLY_ALL(LOWERED)
+MULTIPLY_ALL(RAISED)
+MULTIPLY_ALL(HALVED)
+
+#define MULTIPLY_NAMES(KIND) {KIND##_1, KIND##_2, KIND##_3, KIND##_4, KIND##_5, KIND##_6}
+static const tile_function tile_table[3][BYTE_TILE_TOKENS] = {
+    MULTIPLY_NAMES(LOWERED), MULTIPLY_NAMES(RAISED), MULTIPLY_NAMES(HALVED),
+};
+
+/* Where the lines of a panel are that begins at 0; returns their number. */
+static int64_t lines_of(uint32_t *fetches, const int64_t row_bytes, const int64_t bytes) {
+    int64_t count = 0;
+    for (int64_t row = 0; row < PANEL_ROWS; row++)
+        for (int64_t at = 0; at < bytes + 64 && count < FETCHES; at += 64)
+            fetches[count++] = (uint32_t)(row * row_bytes + MIN(at, bytes - 1));
+    return count;
+}
+
+void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *tiles,
+               int64_t tokens, float *y, int64_t y_stride, int add, void *scratch) {
+    byte_panel *panel = scratch;
+    const int64_t row_bytes = bytes_of_values(dtype, stride), count = divided_up(tokens, BYTE_TILE_TOKENS);
+    const int64_t tile_blocks = padded(columns) / INPUT_BLOCK;
+    const int less = raised_by(dtype) == 16 ? 3 : raised_by(dtype) == 8 ? 4 : 0;
+    const int64_t lines = lines_of(panel->fetches, row_bytes, bytes_of_values(dtype, MIN(PANEL_COLUMNS, columns)));
+    for (int64_t n = 0; n < rows; n += PANEL_ROWS) {
+        const int64_t here = MIN(PANEL_ROWS, rows - n);
+        for (int64_t k = 0; k < columns; k += PANEL_COLUMNS) {
+            const int64_t depth = MIN(PANEL_COLUMNS, columns - k), blocks = depth / INPUT_BLOCK;
+            const char *from = (const char *)weights + n * row_bytes + bytes_of_values(dtype, k);
+            const char *next = from + (k + depth < columns ? bytes_of_values(dtype, depth)
+                                                           : PANEL_ROWS * row_bytes - bytes_of_values(dtype, k));
+            open_table[dtype](panel->blocks, (const uint8_t *)from, row_bytes, here, depth);
+            panel_task task = {.panel = panel->blocks, .blocks = blocks, .y_stride = y_stride, .less = less,
+                               .more = add || k > 0, .fetched = divided_up(lines, count * blocks)};
+            for (int v = 0; v < PANEL_VECTORS; v++)
+                task.rows[v] = (__mmask16)((1U << MAX(0, MIN(16, here - 16 * v))) - 1);
+            int64_t fetched = 0;
+            for (int64_t i = 0; i < count; i++) {
+                if (fetched >= lines) task.fetched = 0;
+                const int64_t m = i * BYTE_TILE_TOKENS, width = MIN(BYTE_TILE_TOKENS, tokens - m);
+                const tile_block *tile = (const tile_block *)tiles + i * tile_blocks + k / INPUT_BLOCK;
+                tile_table[kind_of(dtype)][width - 1](&task, tile, y + m * y_stride + n, next,
+                                                      panel->fetches + fetched);
+                fetched += task.fetched * blocks;
+            }
+        }
+    }
+}
+
+/* ---- Tiles ------------------------------------------------------------------------------------------------------- */
+
+void SET(tile)(void *tile, const float *const *rows, const float *scales, int64_t tokens, int64_t column,
+               int64_t count) {
+    for (int64_t m = 0; m < tokens; m++) {
+        tile_block *to = (tile_block *)tile + column / INPUT_BLOCK;
+        for (int64_t i = 0; i < count; i += INPUT_BLOCK, to++) {
+            __m512i halves[2];
+            const float step = rounded_block(rows[m] + i, scales ? scales[m] : 1.0F, halves);
+            int total = 0;
+            UNROLL for (int half = 0; half < 2; half++) {
+                uint32_t words[4];
+                const int sum = _mm512_reduce_add_epi32(halves[half]);
+                _mm_storeu_si128((__m128i *)(void *)words, _mm512_cvtepi32_epi8(halves[half]));
+                UNROLL for (int j = 0; j < 4; j++) memcpy(&to->codes[4 * half + j][m], &words[j], 4);
+                to->raised[half][m] = -128 * sum;
+                total += sum;
+            }
+            to->scales[m] = step;
+            to->sums[m] = step * (float)total;
+        }
+    }
+}
