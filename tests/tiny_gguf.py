@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, RopeScalingType
+from gguf import ExpertGatingFuncType, GGMLQuantizationType, GGUFWriter, RopeScalingType
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 
@@ -34,8 +34,15 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": "qwen35moe",
     "granitemoe": "granitemoe",
     "gpt_oss": "gpt-oss",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
+    "glm4_moe": "glm4moe",
 }
 """Family in transformers -> architecture of its GGUF files."""
+
+PRE = {"glm4_moe_lite": "glm4", "glm4_moe": "glm4"}
+"""The rule by which texts are split, for families that are told apart by it."""
 
 TOKENS = [chr(code) for code in range(33, 127)] + [f"{a}{b}" for a in "abcdefgh" for b in "aeiou"] + ["Ġ", "Ċ"]
 _NAMES = {
@@ -64,6 +71,15 @@ _NAMES = {
     "mlp.router": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
     "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
     "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
@@ -71,6 +87,10 @@ _NAMES = {
 }
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 _SHORT = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+
+
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Families' names of the number of experts."""
 
 
 def plain_types(name: str) -> GGMLQuantizationType:
@@ -82,6 +102,8 @@ def gguf_name(name: str) -> str:
     stem, _, kind = name.rpartition(".")
     if kind in ("A_log", "dt_bias"):
         return f"blk.{stem.split('.')[2]}.{'ssm_a' if kind == 'A_log' else 'ssm_dt.bias'}"
+    if kind == "e_score_correction_bias":
+        return f"blk.{stem.split('.')[2]}.exp_probs_b.bias"
     if kind == "sinks":
         return f"blk.{stem.split('.')[2]}.attn_sinks.weight"
     if stem in _NAMES:
@@ -183,7 +205,10 @@ def write_tiny_gguf(
             true[name] = _gpt_oss(name, values, written, pack)
             continue
         known = gguf_name(name)
-        if architecture in ("gpt-oss", "qwen35", "qwen35moe"):
+        if name.endswith("kv_b_proj.weight") and layout != "separate":
+            true[name] = _split_latents(known, values, config, written, pack)
+            continue
+        if architecture in ("gpt-oss", "qwen35", "qwen35moe", "glm4moe"):
             known = known.replace("ffn_norm", "post_attention_norm")
         short = next((short for short in heads if f".{short}." in known), None) if paired else None
         if short is not None:
@@ -207,7 +232,7 @@ def write_tiny_gguf(
     written = [entry for entry in written if entry[0] != leave_out]
     size = {"split_max_tensors": -(-len(written) // parts)} if parts > 1 else {}
     writer = GGUFWriter(path, architecture, **size)
-    _write_metadata(writer, config, architecture, extra or {}, split)
+    _write_metadata(writer, config, architecture, extra or {}, PRE.get(config["model_type"], split), layout)
     for name, words, kind in written:
         writer.add_tensor(name, words, raw_dtype=kind)
     writer.write_header_to_file()
@@ -241,7 +266,7 @@ class _Packing:
 
 
 def _write_metadata(
-    writer: GGUFWriter, config: dict[str, Any], architecture: str, extra: dict[str, Any], split: str
+    writer: GGUFWriter, config: dict[str, Any], architecture: str, extra: dict[str, Any], pre: str, layout: Layout
 ) -> None:
     moe = "num_experts_per_tok" in config
     writer.add_block_count(config["num_hidden_layers"])
@@ -249,14 +274,17 @@ def _write_metadata(
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    split = architecture == "deepseek2" and layout != "separate"
+    writer.add_head_count_kv(1 if split else config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    if config.get("head_dim"):
+    if architecture == "deepseek2":
+        _write_latents(writer, config, layout)
+    elif config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
     if moe and "expert_count" not in extra:
-        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+        writer.add_expert_count(next(config[key] for key in COUNTS if config.get(key)))
         writer.add_expert_used_count(config["num_experts_per_tok"])
     if config.get("moe_intermediate_size"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
@@ -267,6 +295,10 @@ def _write_metadata(
             _write_yarn(writer, config["rope_parameters"])
     if config.get("shared_expert_intermediate_size"):
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if config.get("n_shared_experts"):
+        _write_shared(writer, config)
+    if architecture == "glm4moe":
+        writer.add_rope_dimension_count(round(config["rope_parameters"]["partial_rotary_factor"] * config["head_dim"]))
     if config.get("clip_qkv"):
         writer.add_clamp_kqv(config["clip_qkv"])
     if architecture.startswith("qwen35"):
@@ -287,7 +319,40 @@ def _write_metadata(
     for key, value in extra.items():
         add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, bool: writer.add_bool}
         add[type(value)](key if key.startswith("general.") else f"{architecture}.{key}", value)
-    add_tokenizer(writer, config["vocab_size"], split)
+    add_tokenizer(writer, config["vocab_size"], pre)
+
+
+def _write_latents(writer: GGUFWriter, config: dict[str, Any], layout: Layout) -> None:
+    rope, latents, rotated = config["rope_parameters"], config["kv_lora_rank"], config["qk_rope_head_dim"]
+    keys, values = config["qk_nope_head_dim"] + rotated, config["v_head_dim"]
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(latents)
+    if layout == "separate":
+        writer.add_key_length(keys)
+        writer.add_value_length(values)
+    else:
+        writer.add_key_length(latents + rotated)
+        writer.add_value_length(latents)
+        writer.add_key_length_mla(keys)
+        writer.add_value_length_mla(values)
+    writer.add_rope_dimension_count(rotated)
+    if rope["rope_type"] == "yarn":
+        _write_yarn(writer, rope)
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def _write_shared(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    """What models with a shared expert of several experts' size say of their routing."""
+    writer.add_expert_shared_count(config["n_shared_experts"])
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+    if config["model_type"] != "deepseek_v2":
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
+    dense = config.get("first_k_dense_replace")
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense") if dense is None else dense)
 
 
 def _write_yarn(writer: GGUFWriter, rope: dict[str, Any]) -> None:
@@ -346,6 +411,26 @@ def _gpt_oss(
     return back if bias else np.ascontiguousarray(back.swapaxes(1, 2))
 
 
+def _split_latents(
+    known: str,
+    values: Floats,
+    config: dict[str, Any],
+    written: list[tuple[str, NDArray[Any], GGMLQuantizationType]],
+    pack: _Packing,
+) -> Floats:
+    """Latents' projection as two tensors of a matrix for each head, that of the keys transposed."""
+    heads, plain = config["num_attention_heads"], config["qk_nope_head_dim"]
+    each = values.reshape(heads, -1, values.shape[-1])
+    back = np.empty_like(each)
+    for short, rows, turned in (("attn_k_b", slice(None, plain), True), ("attn_v_b", slice(plain, None), False)):
+        piece = each[:, rows].swapaxes(1, 2) if turned else each[:, rows]
+        name = known.replace("attn_kv_b", short)
+        words, kind, true = pack(name, np.ascontiguousarray(piece))
+        written.append((name, words, kind))
+        back[:, rows] = true.swapaxes(1, 2) if turned else true
+    return back.reshape(values.shape)
+
+
 def _add_experts(
     experts: dict[tuple[int, str], dict[int, tuple[str, Floats]]],
     layout: Layout,
@@ -378,7 +463,7 @@ def _merged(
     written: list[tuple[str, NDArray[Any], GGMLQuantizationType]],
 ) -> list[tuple[str, NDArray[Any], GGMLQuantizationType]]:
     found = {name: (words, kind) for name, words, kind in written}
-    for name in [name for name in found if ".attn_q." in name]:
+    for name in [name for name in found if ".attn_q." in name and name.replace("attn_q", "attn_k") in found]:
         pieces = [found.pop(name.replace("attn_q", f"attn_{short}")) for short in "qkv"]
         found[name.replace("attn_q", "attn_qkv")] = (np.concatenate([words for words, _ in pieces]), pieces[0][1])
     return [(name, words, kind) for name, (words, kind) in found.items()]
@@ -411,6 +496,12 @@ def whole_blocks(family: str) -> dict[str, Any]:
         rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
         sizes |= {"num_hidden_layers": 4, "rope_parameters": rope, "linear_num_value_heads": 4}
         sizes |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    if family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "glm4_moe"):
+        sizes |= {"n_routed_experts": 8, "moe_intermediate_size": 256, "first_k_dense_replace": 1}
+    if family in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite"):
+        del sizes["head_dim"]
+        sizes |= {"num_key_value_heads": 8, "kv_lora_rank": 256, "v_head_dim": 64, "qk_nope_head_dim": 256}
+        sizes |= {"q_lora_rank": None if family == "deepseek_v2" else 256}
     if family == "qwen3_5_moe_text":
         sizes |= {"num_experts": 4, "moe_intermediate_size": 256}
     return sizes

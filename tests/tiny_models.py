@@ -18,6 +18,8 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "olmoe",
     "gpt_oss",
     "deepseek_v3",
+    "deepseek_v2",
+    "glm4_moe_lite",
     "granitemoe",
     "qwen3_5_moe_text",
     "phimoe",
@@ -59,6 +61,21 @@ _DELTA_NET: dict[str, Any] = {
 }
 """Three layers of gated delta-net, the fourth with attention."""
 
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+}
+"""Latent attention; experts in groups, of which the best two count."""
+
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "mistral": {"sliding_window": 16, "head_dim": 16},
@@ -97,22 +114,26 @@ _FAMILIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
-    "deepseek_v3": {
-        "num_key_value_heads": 6,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 40,
-        "n_shared_experts": 1,
-        "n_group": 4,
-        "topk_group": 2,
+    "deepseek_v3": {**_LATENT, "first_k_dense_replace": 1, "q_lora_rank": 24, "num_mtp_layers": 0},
+    "deepseek_v2": {
+        **_LATENT,
         "first_k_dense_replace": 1,
-        "q_lora_rank": 24,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16,
-        "v_head_dim": 16,
-        "num_mtp_layers": 0,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "topk_method": "group_limited_greedy",
+        "routed_scaling_factor": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 64,
+        },
     },
+    "glm4_moe_lite": {**_LATENT, "q_lora_rank": 24, "v_head_dim": 20, "n_group": 1, "topk_group": 1},
     "granitemoe": {
         "num_local_experts": 8,
         "num_experts_per_tok": 3,

@@ -34,7 +34,7 @@ from engine.models.families import (
 from engine.models.files import Change, Experts, ExpertWeights, StoredTensor
 from engine.models.gguf_architectures import architecture_of
 from engine.models.gguf_file import GgufFile
-from engine.models.gguf_tensors import changes_of, entries_of
+from engine.models.gguf_tensors import entries_of
 from engine.models.mapped_file import MappedFile, aligned
 from engine.models.number_formats import is_packed, stored_bytes, words_dtype
 from engine.models.quantisation import refuse_names
@@ -411,7 +411,7 @@ def _read_headers(
         return headers, False, {}
     with GgufFile(gguf) as opened:
         architecture = architecture_of(opened)
-        return entries_of(opened, architecture, config), architecture.paired_rotary, changes_of(architecture, config)
+        return entries_of(opened, architecture, config), architecture.paired_rotary, architecture.changes(config)
 
 
 def _safetensors_headers(folder: Path, progress: ProgressCallback | None) -> dict[str, dict[str, TensorEntry]]:

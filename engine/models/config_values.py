@@ -122,7 +122,7 @@ _RULES: dict[str, _Rule] = {
         "lm_head_bias use_qk_norm truncate",
     ),
     **_rules(_table, "rope_parameters rope_scaling text_config attn_config ffn_config ffn_act_fn"),
-    **_rules(_list_of(_text, "names"), "layer_types architectures"),
+    **_rules(_list_of(_text, "names"), "layer_types mlp_layer_types architectures"),
     **_rules(_list_of(_number, "numbers"), "long_factor short_factor"),
     **_rules(_list_of(_whole(0), "layers"), "mlp_only_layers moe_layers no_rope_layers"),
     **_rules(_tokens, "bos_token_id eos_token_id pad_token_id"),

@@ -168,6 +168,13 @@ def _after_dense(config: Mapping[str, Any], layers: int) -> list[int]:
     return list(range(_integer(config, "first_k_dense_replace", minimum=0), layers))
 
 
+def _sparse_types(config: Mapping[str, Any], layers: int) -> list[int]:
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return list(range(1, layers))
+    return [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
+
+
 def _llama4_layers(config: Mapping[str, Any], layers: int) -> list[int]:
     listed = _layer_list(config, "moe_layers")
     if listed is not None:
@@ -202,6 +209,21 @@ _TABLE: tuple[Family, ...] = (
         "deepseek_v3",
         layouts=_QWEN,
         moe_layers=_after_dense,
+        expert_count_key="n_routed_experts",
+        ffn_key="moe_intermediate_size",
+        extra_layers=True,
+    ),
+    Family(
+        "deepseek_v2",
+        layouts=_QWEN,
+        moe_layers=_after_dense,
+        expert_count_key="n_routed_experts",
+        ffn_key="moe_intermediate_size",
+    ),
+    Family(
+        "glm4_moe_lite",
+        layouts=_QWEN,
+        moe_layers=_sparse_types,
         expert_count_key="n_routed_experts",
         ffn_key="moe_intermediate_size",
         extra_layers=True,

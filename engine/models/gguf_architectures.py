@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
-from engine.models import gguf_delta_net
+from engine.models import gguf_delta_net, gguf_latent
+from engine.models.changes import paired_changes
 from engine.models.config_values import check_config
+from engine.models.files import Change
 from engine.models.gguf_file import GgufFile
-from engine.models.gguf_metadata import Metadata
+from engine.models.gguf_metadata import Metadata, Shapes
 from engine.models.wording import shown
 
-HeadNorm = Literal["none", "per-head", "whole"]
+HeadNorm = Literal["none", "per-head", "optional", "whole"]
+"""Norms of queries and keys: none, of every head, of every head if the file has them, or of whole rows."""
+Settings = Callable[[Metadata], dict[str, Any]]
+SharedExpert = Literal["none", "gated", "plain"]
 Biases = Literal["none", "qkv", "all"]
 """Biases of no projection; of queries, keys and values; of every projection, the router's and the experts' included."""
 
@@ -34,14 +39,25 @@ class Architecture:
     sinks: bool = False
     """Whether every head has a logit besides those of the keys."""
     head_norm: HeadNorm = "none"
-    yarn: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of yarn that files do not hold."""
+    gated_queries: bool = False
+    """Whether a gate of every query lies beside it."""
+    yarn: Settings = lambda metadata: {}
+    """Settings of yarn that not all have."""
     router: str = ""
     """transformers' name of the router within a layer; empty for a dense family."""
-    shared_expert: bool = False
-    delta_net: bool = False
-    """Whether layers are of :mod:`engine.models.gguf_delta_net`, which says more."""
-    settings: Callable[[Metadata], dict[str, Any]] = lambda metadata: {}
+    router_bias: str = ""
+    """transformers' name of what is added to the router's scores where experts are chosen, and not where they are
+    weighed; empty without it."""
+    shared_expert: SharedExpert = "none"
+    own_heads: bool = False
+    """Whether ``settings`` says which of a head's values are rotated; otherwise all of them must be."""
+    mixer: Callable[[GgufFile, Mapping[str, Any], str, str], Shapes] | None = None
+    """The tensors of a layer of ``mixed_layers``, given the prefixes of its names in the file and in the checkpoint."""
+    mixed_layers: str = ""
+    """The layer type (``layer_types`` of the configuration) whose attention ``mixer`` stands for; empty: of all."""
+    changes: Callable[[Mapping[str, Any]], dict[str, Change]] = lambda config: {}
+    """What undoes llama.cpp's storage, by the checkpoint's name of the tensor."""
+    settings: Settings = lambda metadata: {}
     """Settings of ``config.json`` beyond those that all have."""
 
 
@@ -87,10 +103,10 @@ def _granite_moe(metadata: Metadata) -> dict[str, Any]:
     return {
         "num_local_experts": metadata.number("expert_count"),
         "num_experts_per_tok": metadata.number("expert_used_count"),
-        "attention_multiplier": _shortest(metadata.real("attention.scale", 1.0)),
-        "embedding_multiplier": _shortest(metadata.real("embedding_scale", 1.0)),
-        "residual_multiplier": _shortest(metadata.real("residual_scale", 1.0)),
-        "logits_scaling": _shortest(metadata.real("logit_scale", 1.0)),
+        "attention_multiplier": metadata.short_real("attention.scale", 1.0),
+        "embedding_multiplier": metadata.short_real("embedding_scale", 1.0),
+        "residual_multiplier": metadata.short_real("residual_scale", 1.0),
+        "logits_scaling": metadata.short_real("logit_scale", 1.0),
     }
 
 
@@ -112,25 +128,53 @@ def _gpt_oss(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _glm_moe(metadata: Metadata) -> dict[str, Any]:
+    head_size = metadata.number("attention.key_length")
+    if metadata.get("expert_gating_func", 2) != 2:
+        raise ModelError("The GGUF's router is not one of sigmoids, as every glm4moe model's is; use another file.")
+    return {
+        "num_hidden_layers": metadata.number("block_count") - metadata.number("nextn_predict_layers", 0),
+        "attention_bias": True,
+        "partial_rotary_factor": metadata.number("rope.dimension_count", head_size) / head_size,
+        "n_routed_experts": metadata.number("expert_count"),
+        "num_experts_per_tok": metadata.number("expert_used_count"),
+        "moe_intermediate_size": metadata.number("expert_feed_forward_length"),
+        "n_shared_experts": metadata.number("expert_shared_count"),
+        "routed_scaling_factor": metadata.short_real("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(metadata.get("expert_weights_norm", True)),
+        "n_group": metadata.number("expert_group_count", 1),
+        "topk_group": metadata.number("expert_group_used_count", 1),
+        "first_k_dense_replace": metadata.number("leading_dense_block_count", 0),
+    }
+
+
 _DENSE = {
-    "llama": Architecture("llama", "LlamaForCausalLM", paired_rotary=True),
+    "llama": Architecture("llama", "LlamaForCausalLM", paired_rotary=True, changes=paired_changes),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", biases="qkv"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", head_norm="per-head"),
     "qwen35": Architecture(
         "qwen3_5_text",
         "Qwen3_5ForCausalLM",
         head_norm="per-head",
-        delta_net=True,
+        gated_queries=True,
+        own_heads=True,
+        mixer=gguf_delta_net.layer_shapes,
+        mixed_layers="linear_attention",
+        changes=gguf_delta_net.changes,
         settings=gguf_delta_net.settings,
     ),
 }
 """GGUF architectures without experts. Mistral's files call themselves llama."""
+
+_CORRECTION = "mlp.gate.e_score_correction_bias"
+_DEEPSEEK = "deepseek2"
 
 _WITH_EXPERTS = {
     "llama": Architecture(
         "mixtral",
         "MixtralForCausalLM",
         paired_rotary=True,
+        changes=paired_changes,
         router="block_sparse_moe.gate.weight",
         settings=_mixtral,
     ),
@@ -139,7 +183,7 @@ _WITH_EXPERTS = {
         "Qwen2MoeForCausalLM",
         biases="qkv",
         router="mlp.gate.weight",
-        shared_expert=True,
+        shared_expert="gated",
         settings=_qwen2_moe,
     ),
     "qwen3moe": Architecture(
@@ -150,6 +194,7 @@ _WITH_EXPERTS = {
         "granitemoe",
         "GraniteMoeForCausalLM",
         paired_rotary=True,
+        changes=paired_changes,
         router="block_sparse_moe.router.layer.weight",
         settings=_granite_moe,
     ),
@@ -157,24 +202,61 @@ _WITH_EXPERTS = {
         "qwen3_5_moe_text",
         "Qwen3_5MoeForCausalLM",
         head_norm="per-head",
-        delta_net=True,
+        gated_queries=True,
+        own_heads=True,
+        mixer=gguf_delta_net.layer_shapes,
+        mixed_layers="linear_attention",
+        changes=gguf_delta_net.changes,
         router="mlp.gate.weight",
-        shared_expert=True,
+        shared_expert="gated",
         settings=gguf_delta_net.expert_settings,
+    ),
+    "glm4moe": Architecture(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        biases="qkv",
+        head_norm="optional",
+        router="mlp.gate.weight",
+        router_bias=_CORRECTION,
+        shared_expert="plain",
+        own_heads=True,
+        settings=_glm_moe,
     ),
     "gpt-oss": Architecture(
         "gpt_oss",
         "GptOssForCausalLM",
         biases="all",
         sinks=True,
-        yarn={"truncate": False},
+        yarn=lambda metadata: {"truncate": False},
         router="mlp.router.weight",
         settings=_gpt_oss,
     ),
 }
 """GGUF architectures with routed experts. Mixtral's files call themselves llama and count experts."""
 
-ARCHITECTURES: tuple[str, ...] = tuple(dict.fromkeys([*_WITH_EXPERTS, *_DENSE]))
+
+def _latent(family: str, class_name: str, router_bias: str, settings: Settings) -> Architecture:
+    return Architecture(
+        family,
+        class_name,
+        yarn=gguf_latent.yarn,
+        router="mlp.gate.weight",
+        router_bias=router_bias,
+        shared_expert="plain",
+        own_heads=True,
+        mixer=gguf_latent.attention_shapes,
+        settings=settings,
+    )
+
+
+_LATENT: dict[gguf_latent.Kind, Architecture] = {
+    "deepseek_v2": _latent("deepseek_v2", "DeepseekV2ForCausalLM", "", gguf_latent.softmax_settings),
+    "deepseek_v3": _latent("deepseek_v3", "DeepseekV3ForCausalLM", _CORRECTION, gguf_latent.settings),
+    "glm4_moe_lite": _latent("glm4_moe_lite", "Glm4MoeLiteForCausalLM", _CORRECTION, gguf_latent.glm_settings),
+}
+"""Kinds of deepseek2 by their families."""
+
+ARCHITECTURES: tuple[str, ...] = tuple(dict.fromkeys([*_WITH_EXPERTS, _DEEPSEEK, *_DENSE]))
 """Names of the architectures that run, as files say them."""
 
 
@@ -184,6 +266,8 @@ def architecture_of(gguf: GgufFile) -> Architecture:
     if not isinstance(name, str):
         raise ModelError(f"{gguf.path} does not say which architecture it is; download it again.")
     experts = Metadata(gguf).get("expert_count", 0)
+    if experts and name == _DEEPSEEK:
+        return _LATENT[gguf_latent.kind_of(gguf)]
     found = (_WITH_EXPERTS if experts else _DENSE).get(name)
     if found is None:
         kind = " with experts" if experts and name in _DENSE else ""
@@ -202,8 +286,8 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     heads = metadata.number("attention.head_count")
     head_size = metadata.number("attention.key_length", hidden // max(1, heads))
     rotated = metadata.number("rope.dimension_count", head_size)
-    partly = rotated != head_size and not architecture.delta_net
-    if partly or metadata.number("attention.value_length", head_size) != head_size:
+    partly = rotated != head_size or metadata.number("attention.value_length", head_size) != head_size
+    if partly and not architecture.own_heads:
         raise ModelError(
             f"{gguf.path} rotates {rotated} of {head_size} values per head: a model of this kind does not run; use "
             "another model."
@@ -212,7 +296,7 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     family, class_name = architecture.family, architecture.class_name
     if family == "llama" and 0 < window < context:
         family, class_name = "mistral", "MistralForCausalLM"
-    rope = _rope(gguf, metadata, head_size, architecture.yarn)
+    rope = _rope(gguf, metadata, head_size, architecture.yarn(metadata))
     config: dict[str, Any] = {
         "architectures": [class_name],
         "model_type": family,
@@ -223,7 +307,7 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
         "num_key_value_heads": metadata.number("attention.head_count_kv", heads),
         "head_dim": head_size,
         "max_position_embeddings": context,
-        "rms_norm_eps": _shortest(metadata.real("attention.layer_norm_rms_epsilon", 1e-5)),
+        "rms_norm_eps": metadata.short_real("attention.layer_norm_rms_epsilon", 1e-5),
         # Both spellings: transformers 5 reads rope_parameters, other readers the older top-level name.
         "rope_theta": rope["rope_theta"],
         "rope_parameters": rope,
@@ -236,6 +320,10 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     }
     if "intermediate_size" not in config:
         config["intermediate_size"] = metadata.number("feed_forward_length", config.get("moe_intermediate_size"))
+    if architecture.head_norm == "optional":
+        config["use_qk_norm"] = "blk.0.attn_q_norm.weight" in gguf.tensors
+    if "partial_rotary_factor" in config:
+        rope["partial_rotary_factor"] = config["partial_rotary_factor"]
     if family == "mistral":
         config["sliding_window"] = window
     if rope["rope_type"] != "default":
@@ -253,11 +341,6 @@ def tensor_shape(gguf: GgufFile, name: str) -> tuple[int, ...]:
     if tensor is None:
         raise ModelError(f"{gguf.path} is damaged: it has no tensor {name}; download it again.")
     return tensor.shape
-
-
-def _shortest(value: float) -> float:
-    """The number of fewest digits that is ``value`` in float32, as files store it: 1e-6 and not 9.99999997e-07."""
-    return float(str(np.float32(value)))
 
 
 _ELSEWHERE = ("attn_factor", "yarn_attn_factor", "yarn_ext_factor")

@@ -16,7 +16,7 @@ from engine.errors import Cancelled
 from engine.models.durable_files import flush
 from engine.models.gguf_architectures import architecture_of, config_of
 from engine.models.gguf_file import GgufFile
-from engine.models.gguf_tensors import changes_of, entries_of, named_tensors
+from engine.models.gguf_tensors import entries_of, named_tensors
 
 if TYPE_CHECKING:
     from engine.ipc.progress import ProgressCallback
@@ -52,7 +52,7 @@ def dense_plan(gguf: GgufFile) -> list[PlannedTensor]:
     """
     architecture, config = architecture_of(gguf), config_of(gguf)
     entries_of(gguf, architecture, config)
-    changes = changes_of(architecture, config)
+    changes = architecture.changes(config)
     return [
         PlannedTensor(
             tensor.name, tensor.shape, tensor.source, changes[tensor.name].rows if tensor.name in changes else None

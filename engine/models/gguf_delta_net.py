@@ -7,16 +7,14 @@ checkpoint has them grouped by key head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from engine.models.files import Change, Order
-from engine.models.gguf_metadata import Metadata
-
-Shapes = Iterator[tuple[str, str, tuple[int, ...], tuple[int, ...]]]
-"""(name in the file, name in the checkpoint, shape in the file, shape in the checkpoint)."""
+from engine.models.gguf_file import GgufFile
+from engine.models.gguf_metadata import Metadata, Shapes
 
 
 def settings(metadata: Metadata) -> dict[str, Any]:
@@ -56,7 +54,7 @@ def expert_settings(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def layer_shapes(config: Mapping[str, Any], here: str, there: str) -> Shapes:
+def layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Shapes:
     """The tensors of a layer's delta-net, norms of the layer left out."""
     hidden, kernel = config["hidden_size"], config["linear_conv_kernel_dim"]
     keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from engine.errors import ModelError
 from engine.models.config_values import LARGEST
 from engine.models.families import MOST_LAYERS
 from engine.models.gguf_file import GgufFile
 from engine.models.wording import shown
+
+Shapes = Iterator[tuple[str, str, tuple[int, ...], tuple[int, ...]]]
+"""(name in the file, name in the checkpoint, shape in the file, shape in the checkpoint) of tensors."""
 
 _LARGEST = {"block_count": MOST_LAYERS}
 """Largest values of numbers whose limit differs from the general one."""
@@ -41,9 +47,16 @@ class Metadata:
 
     def real(self, key: str, default: float) -> float:
         """Raises ModelError if it is not a positive number."""
-        value = self.get(key, default)
+        if not self.has(key):
+            return default
+        value = self.get(key)
         if not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise ModelError(
                 f"{self._gguf.path} is damaged: its {key} is {shown(value)}, not a positive number; download it again."
             )
         return float(value)
+
+    def short_real(self, key: str, default: float) -> float:
+        """As :meth:`real`: the number of fewest digits that is the same in float32, as files store it, so 1e-6 and not
+        9.99999997e-07."""
+        return float(str(np.float32(self.real(key, default))))

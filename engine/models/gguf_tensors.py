@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import ModelError
-from engine.models import gguf_delta_net
-from engine.models.changes import paired_changes
-from engine.models.files import Change
+from engine.models.families import FAMILIES, expert_shape
 from engine.models.gguf_architectures import Architecture, tensor_shape
 from engine.models.gguf_file import GgufFile, GgufTensor
 from engine.models.gguf_metadata import Metadata
@@ -22,6 +20,9 @@ _IGNORED = frozenset({"rope_freqs.weight"})
 """Tensors whose content is in the configuration."""
 _MOST_AHEAD = 8
 """Maximum blocks that predict several tokens; models have one."""
+
+_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of the number of experts."""
 
 Shape = tuple[int, ...]
 
@@ -68,13 +69,6 @@ def entries_of(
     return entries
 
 
-def changes_of(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, Change]:
-    """What undoes llama.cpp's storage of a model of ``architecture``, by the checkpoint's name of the tensor."""
-    if architecture.delta_net:
-        return gguf_delta_net.changes(config)
-    return paired_changes(config) if architecture.paired_rotary else {}
-
-
 def unread_entries(gguf: GgufFile) -> Iterator[tuple[str, str, TensorEntry]]:
     """Name, file name and place of the tensors whose content is in the configuration. No runtime reads them, but a copy
     of the file has them."""
@@ -106,23 +100,29 @@ def named_tensors(gguf: GgufFile, architecture: Architecture, config: Mapping[st
     """The tensors that a model of ``architecture`` has, in the layout that ``gguf`` has chosen for each."""
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     yield _whole("token_embd.weight", "model.embed_tokens.weight", (vocabulary, hidden))
+    routed = expert_shape(config, FAMILIES[config["model_type"]])
+    layers_with_experts = frozenset(() if routed is None else routed.layers)
     for layer in range(config["num_hidden_layers"]):
         here, there = f"blk.{layer}.", f"model.layers.{layer}."
-        if architecture.delta_net and config["layer_types"][layer] == "linear_attention":
-            yield _whole(here + "attn_norm.weight", there + "input_layernorm.weight", (hidden,))
-            for source, name, stored, shape in gguf_delta_net.layer_shapes(config, here, there):
+        yield _whole(here + "attn_norm.weight", there + "input_layernorm.weight", (hidden,))
+        if architecture.mixer is not None and _is_mixed(architecture, config, layer):
+            for source, name, stored, shape in architecture.mixer(gguf, config, here, there):
                 yield NamedTensor(source, name, shape, stored)
         else:
             yield from _attention(gguf, architecture, config, here, there)
         norm = "post_attention_norm" if here + "post_attention_norm.weight" in gguf.tensors else "ffn_norm"
         yield _whole(f"{here}{norm}.weight", there + "post_attention_layernorm.weight", (hidden,))
-        if architecture.router:
+        if layer in layers_with_experts:
             yield from _experts(gguf, architecture, config, here, there)
         else:
             yield from _feed_forward(here + "ffn_{}.weight", there + "mlp.", config["intermediate_size"], hidden)
     yield _whole("output_norm.weight", "model.norm.weight", (hidden,))
     if not config["tie_word_embeddings"]:
         yield _whole("output.weight", "lm_head.weight", (vocabulary, hidden))
+
+
+def _is_mixed(architecture: Architecture, config: Mapping[str, Any], layer: int) -> bool:
+    return not architecture.mixed_layers or config["layer_types"][layer] == architecture.mixed_layers
 
 
 def _whole(source: str, name: str, shape: Shape) -> NamedTensor:
@@ -135,9 +135,7 @@ def _attention(
     hidden, size = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
     attention = there + "self_attn."
-    yield _whole(here + "attn_norm.weight", there + "input_layernorm.weight", (hidden,))
-    # A gate of every query lies beside it.
-    gated = 2 * queries if architecture.delta_net else queries
+    gated = 2 * queries if architecture.gated_queries else queries
     projections = (("q", gated), ("k", keys), ("v", keys))
     for kind, columns in (("weight", (hidden,)), ("bias", ())):
         if kind == "bias" and architecture.biases == "none":
@@ -150,7 +148,7 @@ def _attention(
             else:
                 yield _whole(f"{here}attn_{short}.{kind}", name, shape)
             first += rows
-    if architecture.head_norm != "none":
+    if architecture.head_norm in ("per-head", "whole") or config.get("use_qk_norm"):
         whole = architecture.head_norm == "whole"
         yield _whole(here + "attn_q_norm.weight", attention + "q_norm.weight", (queries if whole else size,))
         yield _whole(here + "attn_k_norm.weight", attention + "k_norm.weight", (keys if whole else size,))
@@ -170,9 +168,11 @@ def _experts(
     gguf: GgufFile, architecture: Architecture, config: Mapping[str, Any], here: str, there: str
 ) -> Iterator[NamedTensor]:
     hidden = config["hidden_size"]
-    count = config.get("num_experts") or config["num_local_experts"]
+    count = next(config[key] for key in _COUNTS if config.get(key))
     ffn = config.get("moe_intermediate_size") or config["intermediate_size"]
     yield _whole(here + "ffn_gate_inp.weight", there + architecture.router, (count, hidden))
+    if architecture.router_bias:
+        yield _whole(here + "exp_probs_b.bias", there + architecture.router_bias, (count,))
     shapes = {"gate": (ffn, hidden), "up": (ffn, hidden), "down": (hidden, ffn)}
     if here + "ffn_gate.0.weight" in gguf.tensors:  # files of before 2024 have one tensor for each expert
         for expert in range(count):
@@ -188,7 +188,10 @@ def _experts(
         yield _whole(here + "ffn_gate_inp.bias", there + architecture.router.removesuffix("weight") + "bias", (count,))
         for short, (rows, _) in shapes.items():
             yield _whole(f"{here}ffn_{short}_exps.bias", f"{there}ffn_{short}_exps.bias", (count, rows))
-    if architecture.shared_expert:
+    if architecture.shared_expert == "plain":
+        shared, prefix = ffn * config["n_shared_experts"], there + "mlp.shared_experts."
+        yield from _feed_forward(here + "ffn_{}_shexp.weight", prefix, shared, hidden)
+    if architecture.shared_expert == "gated":
         shared = config["shared_expert_intermediate_size"]
         yield _shared_gate(here, there, hidden)
         yield from _feed_forward(here + "ffn_{}_shexp.weight", there + "mlp.shared_expert.", shared, hidden)

@@ -75,7 +75,7 @@ class Sizes:
     trunk_numbers: TrunkSize | None = None
     """Numbers of the trunk; None if the runtime for these files never converts it."""
     trunk_packed: TrunkSize = TrunkSize()
-    """Bytes of the trunk's packed tensors."""
+    """Bytes of the trunk's packed matrices."""
     trunk_plain: TrunkSize = TrunkSize()
     """Numbers of the trunk's other tensors."""
 
@@ -134,7 +134,7 @@ class _Trunk:
     nbytes: TrunkSize
     numbers: TrunkSize | None
     packed: TrunkSize
-    """Bytes of packed tensors."""
+    """Bytes of packed matrices."""
     plain: TrunkSize
     """Numbers of the others."""
 
@@ -273,8 +273,10 @@ def _trunk(tensors: Iterable[tuple[str, _Stored]], config: Mapping[str, Any]) ->
         by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.nbytes
         nbytes.add(name, tensor.nbytes)
         numbers.add(name, math.prod(tensor.shape))
-        packed.add(name, tensor.nbytes if is_packed(tensor.dtype) else 0)
-        plain.add(name, 0 if is_packed(tensor.dtype) else math.prod(tensor.shape))
+        # Of more dimensions are the heads' matrices of latent attention, which are always unpacked.
+        kept = is_packed(tensor.dtype) and len(tensor.shape) == 2
+        packed.add(name, tensor.nbytes if kept else 0)
+        plain.add(name, 0 if kept else math.prod(tensor.shape))
     dtype = max(by_dtype, key=lambda stored: by_dtype[stored], default="BF16")
     tied = bool(config.get("tie_word_embeddings", False))
     return _Trunk(_NAMES.get(dtype, dtype), nbytes.size(tied), numbers.size(tied), packed.size(tied), plain.size(tied))

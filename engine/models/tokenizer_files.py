@@ -73,7 +73,7 @@ _CLASS_OF_FAMILY = {
     "dbrx": "GPT2Tokenizer",
     "qwen3_5_text": "Qwen3_5Tokenizer",
     "qwen3_5_moe_text": "Qwen3_5Tokenizer",
-    **dict.fromkeys(("mistral", "mixtral", "granitemoe", "phimoe", "glm4_moe"), "TokenizersBackend"),
+    **dict.fromkeys(("mistral", "mixtral", "granitemoe", "phimoe", "glm4_moe", "glm4_moe_lite"), "TokenizersBackend"),
 }
 """transformers' registered class of the families that run here; the others have none."""
 

@@ -72,13 +72,23 @@ def changed(tensor: StoredTensor, change: Change | None) -> Floats:
     return np.log(-values) if change.log_of_negative else values
 
 
+def values_of_trunk(found: ModelFiles) -> dict[str, Floats]:
+    """What the tensors of the trunk stand for; two tensors of latents' projection are one, as in checkpoints."""
+    values = {name: changed(tensor, found.changes.get(name)) for name, tensor in found.trunk()}
+    for name in [name for name in values if name.endswith(".k_b_proj.weight")]:
+        keys, others = values.pop(name), values.pop(name.replace("k_b", "v_b"))
+        joined = np.concatenate([keys.swapaxes(1, 2), others], axis=1)
+        values[name.replace("k_b", "kv_b")] = joined.reshape(-1, joined.shape[-1])
+    return values
+
+
 def assert_the_same_model(found: ModelFiles, wanted: ModelFiles) -> None:
     """Every tensor stands for the same values, queries and keys in transformers' order of rows."""
-    there = dict(found.trunk())
+    there = values_of_trunk(found)
     expected = dict(wanted.trunk())
     assert there.keys() == expected.keys()
     for name, tensor in expected.items():
-        values = changed(there[name], found.changes.get(name))
+        values = there[name]
         assert values.shape == tensor.shape
         # What is made of other numbers is rounded on the way.
         close = name.endswith(("norm.weight", "A_log")) and name in found.changes
@@ -156,6 +166,41 @@ def test_every_tensor_may_have_a_format_of_its_own(tmp_path: Path) -> None:
     formats = {name: matrix.format for name, matrix in opened.experts.place(0, 3).matrices.items()}
     assert formats == {"gate": "Q4_K", "up": "IQ4_XS", "down": "Q5_0"}
     assert {matrix.format for matrix in opened.experts.place(1, 3).matrices.values()} == {"Q5_K"}
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "glm4_moe_lite"])
+def test_blocks_that_predict_ahead_are_left_out(tmp_path: Path, sources: Callable[[str], Path], family: str) -> None:
+    source = sources(family)
+    path = write_tiny_gguf(
+        tmp_path / "m.gguf",
+        source,
+        ARCHITECTURES[family],
+        extra={"nextn_predict_layers": 1, "block_count": 3},
+        extra_tensors={
+            "blk.2.nextn.eh_proj.weight": np.zeros((256, 512), np.float32),
+            "blk.2.attn_norm.weight": np.zeros(256, np.float32),
+        },
+    )
+    opened = open_model(open_gguf(path, silent))
+    assert opened.config["num_hidden_layers"] == 2
+    assert_the_same_model(opened, open_model(source))
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"expert_gating_func": 3}, "routes by the function 3"),
+        ({"expert_weights_norm": True}, "normalises the weights of experts that a softmax gave"),
+        ({"attention.kv_lora_rank": 128}, r"attn_kv_a_mqa\.weight has the shape"),
+        ({"attention.key_length_mla": 4}, "qk_nope_head_dim, which must be a whole number from 1"),
+    ],
+)
+def test_latent_attention_or_routing_that_does_not_run_is_refused(
+    tmp_path: Path, sources: Callable[[str], Path], extra: dict[str, Any], message: str
+) -> None:
+    path = write_tiny_gguf(tmp_path / "m.gguf", sources("deepseek_v2"), "deepseek2", extra=extra)
+    with pytest.raises(ModelError, match=message):
+        open_gguf(path, silent)
 
 
 def test_nothing_of_the_weights_is_copied(tiny_llama: Path) -> None:

@@ -66,11 +66,13 @@ class Subject:
         return self.name
 
 
+NOT_ON_MLX = ("minimax", "llama4_text", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v2", "glm4_moe_lite")
+
 NATIVE = Subject("native", NATIVE_FAMILIES, ("float32", "bfloat16"), (needs_kernels,), prepared_only=PREPARED_ONLY)
 TORCH = Subject("torch", TINY_FAMILIES, ("float32", "bfloat16"))
 MLX = Subject(
     "mlx",
-    tuple(f for f in TINY_FAMILIES if f not in ("minimax", "llama4_text", "qwen3_5_text", "qwen3_5_moe_text")),
+    tuple(f for f in TINY_FAMILIES if f not in NOT_ON_MLX),
     ("float32", "4-bit"),
     (needs_mlx,),
     {"olmoe": {"clip_qkv": None}, "qwen2_moe": {"mlp_only_layers": []}, "glm4_moe": {"n_group": 1}},

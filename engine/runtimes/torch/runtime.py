@@ -28,6 +28,7 @@ from engine.runtimes.torch.gpu_memory_plan import (
     open_cache,
     refuse_partitioning,
 )
+from engine.runtimes.torch.latent_attention import attend_to_latents, expect_split_latents
 from engine.runtimes.torch.loading import build_skeleton, fill_trunk, read_config
 from engine.runtimes.torch.model import TorchModel
 from engine.runtimes.torch.offload.cuda_device import find_gpu
@@ -90,7 +91,9 @@ class TorchRuntime:
             lines += said
             executor = make_executor(backend, held, recorder, ring)
             replace_experts(module, places, executor)
+        expect_split_latents(module, (name for name, _ in files.trunk()))
         fill_trunk(module, files, dtype, device, progress)
+        attend_to_latents(module)
         top_k = experts_per_token(places)
         shared: SharedRoom | None = None
         if isinstance(backend, HybridBackend) and room is not None:
