@@ -116,7 +116,7 @@ def one_line(text: str) -> str:
     return " ".join(sanitize(text).split())
 
 
-STREAMED = frozenset({(Piece, "text"), (Finished, "text"), (Beam, "text")})
+STREAMED = frozenset((kind, field) for kind in (Piece, Finished, Beam) for field in ("text", "reasoning"))
 """The fields with text that a model streams."""
 
 

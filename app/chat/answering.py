@@ -24,7 +24,7 @@ from app.chat.state import (
     UserNotice,
 )
 from app.chat.thread import Thread, prompt_messages
-from app.conversations.store import ConversationStore, State, StoreError
+from app.conversations.store import NO_THOUGHTS, ConversationStore, State, StoreError, Thoughts
 from app.engine_client import Engine, EngineDied
 from app.settings.schema import Settings
 from app.text_safety import Sanitizer, sanitize
@@ -55,9 +55,10 @@ class ChatTurn:
     request: int | None = None
     stopping: bool = False
     prompt_tokens: int = 0
-    picked: str | None = None
-    """Text of the candidate that was picked while the beam search ran."""
+    picked: Beam | None = None
+    """The candidate that was picked while the beam search ran."""
     safe: Sanitizer = field(default_factory=Sanitizer)
+    safe_thoughts: Sanitizer = field(default_factory=Sanitizer)
     ended: bool = False
     _writing: threading.Lock = field(default_factory=threading.Lock)
 
@@ -74,21 +75,26 @@ class ChatTurn:
             before, self.ended = self.ended, True
         return not before
 
-    def write_partial(self, store: ConversationStore, record: int, text: str) -> None:
+    def write_partial(self, store: ConversationStore, record: int, text: str, thoughts: Thoughts) -> None:
         """Write ``text`` to disk unless the turn has ended. Called in a thread. Raises StoreError."""
         with self._writing:
             if not self.ended:
-                store.update(record, content=text)
+                store.update(record, content=text, thoughts=thoughts)
 
 
 def completed(answer: Entry, event: Finished) -> tuple[State, str]:
     """Complete ``answer`` from ``event``. Returns its state and a note about how it ended."""
     answer.content = sanitize(event.text)
+    answer.thoughts = Thoughts(sanitize(event.reasoning), event.reasoning_tokens, event.reasoning_s)
     answer.tokens, answer.tokens_per_s = event.completion_tokens, event.tokens_per_s
     answer.finish_reason = event.finish_reason
     if event.finish_reason == "cancelled":
         return "stopped", "Stopped."
-    return "complete", "The answer reached the length limit." if event.finish_reason == "length" else ""
+    if event.finish_reason != "length":
+        return "complete", ""
+    if answer.thoughts.text and not answer.content:
+        return "complete", "The length limit was reached before the answer began. Raise it, or turn thinking off."
+    return "complete", "The answer reached the length limit."
 
 
 def failed(answer: Entry, event: Failed) -> tuple[State, str]:
@@ -107,6 +113,8 @@ def generate_request(request_id: int, turn: ChatTurn, options: Settings) -> Gene
         max_tokens=options.max_tokens,
         beams=turn.beams,
         length_penalty=options.length_penalty,
+        thinking=options.thinks,
+        effort=options.thinking_effort,
     )
 
 
@@ -120,9 +128,9 @@ async def autosave(turn: ChatTurn, saver: Saver, interval_s: float) -> None:
         if answer.record is None or saver.problem:
             saver.save(turn.thread, turn.whole)
         else:
-            text, answer.dirty = answer.content, False
+            text, thoughts, answer.dirty = answer.content, answer.thoughts, False
             try:
-                await asyncio.to_thread(turn.write_partial, saver.store, answer.record, text)
+                await asyncio.to_thread(turn.write_partial, saver.store, answer.record, text, thoughts)
             except StoreError as error:
                 answer.dirty = True
                 saver.refused(turn.thread, turn.whole, error)
@@ -143,7 +151,7 @@ class AnswerLoop:
         saver: Saver,
         options: Callable[[], Settings],
         emit: Callable[[Update], None],
-        on_picked: Callable[[ChatTurn, str], None],
+        on_picked: Callable[[ChatTurn, Beam], None],
         *,
         autosave_s: float,
         watch_engine_s: float,
@@ -307,11 +315,12 @@ class AnswerLoop:
                 self._status.context_used = event.done
                 self._emit(StatusChanged())
             case Piece():
-                self._grow(turn, turn.answer.content + turn.safe.feed(event.text), event.tokens, event.tokens_per_s)
+                self._grow_by(turn, event)
             case BeamProgress():
                 self.beams = tuple(event.beams)
-                best = sanitize(event.beams[0].text) if event.beams else ""
-                self._grow(turn, best, event.step, event.tokens_per_s)
+                best = event.beams[0] if event.beams else Beam("", [], 0.0)
+                turn.answer.thoughts = Thoughts(sanitize(best.reasoning))
+                self._grow(turn, sanitize(best.text), event.step, event.tokens_per_s)
                 self._emit(BeamsChanged(self.beams, event.step, True, event.tokens_per_s))
             case Timing():
                 self.timing = event
@@ -321,13 +330,23 @@ class AnswerLoop:
             case Failed():
                 self._end(turn, *failed(turn.answer, event))
 
+    def _grow_by(self, turn: ChatTurn, event: Piece) -> None:
+        answer, thoughts = turn.answer, turn.answer.thoughts
+        if event.withdrawn:
+            answer.content, thoughts = "", NO_THOUGHTS
+            turn.safe, turn.safe_thoughts = Sanitizer(), Sanitizer()
+        if event.reasoning or event.reasoning_tokens:
+            text = thoughts.text + turn.safe_thoughts.feed(event.reasoning)
+            answer.thoughts = Thoughts(text, event.reasoning_tokens, event.reasoning_s)
+        self._grow(turn, answer.content + turn.safe.feed(event.text), event.tokens, event.tokens_per_s)
+
     def _grow(self, turn: ChatTurn, text: str, tokens: int, tokens_per_s: float) -> None:
         turn.answer.content, turn.answer.dirty = text, True
         turn.answer.tokens, turn.answer.tokens_per_s = tokens, tokens_per_s
         status = self._status
         before = status.phase
         if not turn.stopping:
-            status.phase = Phase.ANSWERING
+            status.phase = Phase.THINKING if turn.answer.thoughts.text and not text else Phase.ANSWERING
         status.prefill, status.tokens_per_s = None, tokens_per_s
         status.context_used = turn.prompt_tokens + tokens
         self._emit(EntryChanged(turn.answer, live=True))

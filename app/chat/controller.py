@@ -24,7 +24,7 @@ from app.chat.state import (
     context_to_come,
 )
 from app.chat.thread import Thread, alternative, answer_place, stored_alternative
-from app.conversations.store import ConversationStore, MessageRecord, StoreError
+from app.conversations.store import ConversationStore, MessageRecord, StoreError, Thoughts
 from app.engine_client import Engine
 from app.settings.fields import SettingError
 from app.settings.file import SettingsFile
@@ -233,12 +233,12 @@ class ChatController:
         if turn is None or not 0 <= index < len(self.beams):
             self._notify("There are no candidates to choose from.", "warning")
             return
-        text = sanitize(self.beams[index].text)
+        picked = self.beams[index]
         if not turn.ended:
-            turn.picked = text
+            turn.picked = picked
             self.stop_soon()
         else:
-            self._take_candidate(turn, text)
+            self._take_candidate(turn, picked)
 
     async def estimate_beams(self, widths: Sequence[int]) -> BeamEstimates | str:
         return await self.link.estimate_beams(widths, self.context_to_come)
@@ -264,8 +264,9 @@ class ChatController:
             self._emit(EntryAdded(answer))
         self.answers.wake()
 
-    def _take_candidate(self, turn: ChatTurn, text: str) -> None:
-        """Make ``text`` the answer of ``turn``. The others stay as alternatives."""
+    def _take_candidate(self, turn: ChatTurn, picked: Beam) -> None:
+        """Make ``picked`` the answer of ``turn``. The others stay as alternatives."""
+        text = sanitize(picked.text)
         path = self.thread.path if turn.thread is self.thread else []
         index = answer_place(path, turn.path[-1])
         if index is None:
@@ -282,6 +283,7 @@ class ChatController:
         except StoreError as error:
             self._notify(str(error), "error")
         answer = Entry("assistant", text, model=turn.answer.model, finish_reason="stop", note="")
+        answer.thoughts = Thoughts(sanitize(picked.reasoning))
         self.thread.path = [*path[:index], answer]
         self.answers.save(self.thread, self.thread.path)
         self._emit(PathChanged(answer))

@@ -140,7 +140,7 @@ class Saver:
         )
         entry.record = record.id
         entry.siblings, entry.sibling_index = record.siblings, record.sibling_index
-        if entry.tokens or entry.finish_reason:
+        if entry.tokens or entry.finish_reason or entry.thoughts.text:
             self._update(entry)
         entry.dirty = False
 
@@ -153,6 +153,7 @@ class Saver:
             tokens=entry.tokens,
             tokens_per_s=entry.tokens_per_s,
             finish_reason=entry.finish_reason,
+            thoughts=entry.thoughts,
         )
         entry.dirty = False
 

@@ -8,7 +8,7 @@ from enum import Enum
 from itertools import count
 from typing import Literal
 
-from app.conversations.store import MessageRecord, Role, State
+from app.conversations.store import NO_THOUGHTS, MessageRecord, Role, State, Thoughts
 from engine.ipc.messages import Beam, ModelFacts, Prefill, Progress, Timing, WarmUp
 
 _keys = count(1)
@@ -36,6 +36,7 @@ class Entry:
     siblings: int = 1
     sibling_index: int = 0
     note: str = ""
+    thoughts: Thoughts = NO_THOUGHTS
     dirty: bool = False
     """True if the store does not have the text on the screen."""
     key: int = field(default_factory=lambda: next(_keys))
@@ -53,6 +54,7 @@ class Entry:
             finish_reason=record.finish_reason,
             siblings=record.siblings,
             sibling_index=record.sibling_index,
+            thoughts=record.thoughts,
         )
 
 
@@ -64,13 +66,14 @@ class Phase(Enum):
     LOADING = "loading"
     READY = "ready"
     READING = "reading the prompt"
+    THINKING = "thinking"
     ANSWERING = "answering"
     STOPPING = "stopping"
     RESTARTING = "restarting the engine"
     UNAVAILABLE = "no model"
 
 
-BUSY = frozenset({Phase.READING, Phase.ANSWERING, Phase.STOPPING})
+BUSY = frozenset({Phase.READING, Phase.THINKING, Phase.ANSWERING, Phase.STOPPING})
 
 
 @dataclass

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 
 from app.chat.state import TOO_LONG, Entry
-from app.conversations.exporting import export_form, write_export
+from app.conversations.exporting import export_form, quoted, write_export
 from app.conversations.store import ConversationStore, MessageRecord
 from engine.ipc.messages import Message
 
@@ -67,8 +67,8 @@ def stored_alternative(store: ConversationStore, shown: Entry | None, text: str)
     return next((record for record in store.siblings(shown.record) if record.content == text), None)
 
 
-def export_thread(store: ConversationStore, thread: Thread, path: Path) -> Path:
-    """Write ``thread`` to ``path``: JSON if it ends in ``.json``, else Markdown.
+def export_thread(store: ConversationStore, thread: Thread, path: Path, *, thoughts: bool = False) -> Path:
+    """Write ``thread`` to ``path``: JSON if it ends in ``.json``, else Markdown. ``thoughts``: with the model's.
 
     A saved conversation is exported by the store, in JSON with all branches; one that could not be saved is written
     from the screen. An existing file is never overwritten. Raises OSError, StoreError.
@@ -76,17 +76,23 @@ def export_thread(store: ConversationStore, thread: Thread, path: Path) -> Path:
     form = export_form(path)
     saved = thread.conversation is not None and all(entry.record and not entry.dirty for entry in thread.path)
     if saved and thread.conversation is not None:
-        text = store.export(thread.conversation, form)
+        text = store.export(thread.conversation, form, thoughts=thoughts)
     else:
-        text = _from_screen(thread, form)
+        text = _from_screen(thread, form, thoughts)
     return write_export(path, text)
 
 
-def _from_screen(thread: Thread, form: str) -> str:
+def _from_screen(thread: Thread, form: str, thoughts: bool) -> str:
     if form == "json":
-        messages = [{"role": entry.role, "content": entry.content} for entry in thread.path]
+        messages = [
+            {"role": entry.role, "content": entry.content, **({"thoughts": asdict(entry.thoughts)} if thoughts else {})}
+            for entry in thread.path
+        ]
         return json.dumps({"title": thread.title, "system": thread.system, "messages": messages}, indent=2) + "\n"
     parts = [f"# {thread.title or 'Conversation'}"]
-    parts += [f"## {'You' if entry.role == 'user' else entry.model or 'Model'}\n\n{entry.content}"
-              for entry in thread.path]  # fmt: skip
+    for entry in thread.path:
+        parts.append(f"## {'You' if entry.role == 'user' else entry.model or 'Model'}")
+        if thoughts and entry.thoughts.text:
+            parts.append(quoted(entry.thoughts.text))
+        parts.append(entry.content)
     return "\n\n".join(parts) + "\n"

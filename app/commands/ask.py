@@ -25,6 +25,7 @@ from engine.ipc.messages import (
     Notice,
     PhaseTimes,
     Piece,
+    Progress,
     Pull,
 )
 from engine.models.store import resolve
@@ -67,17 +68,28 @@ async def _answer(engine: EngineClient, interruption: Interruption, question: Qu
 
     interruption.ask_first(cancel)
     shown = _Shown(stream=not question.as_json)
+    thinking = ProgressLine(quiet_elsewhere=True)
     try:
         async with aclosing(engine.stream(request)) as events:
             async for event in events:
                 match event:
                     case Piece():
+                        if event.reasoning and not event.text:
+                            thinking.show(Progress(stage="thinking", done=event.reasoning_tokens, unit="tokens"))
+                            continue
+                        thinking.clear()
                         shown.piece(event.text)
                     case Notice():
                         notify(f"note: {event.text}")
                     case Failed():
                         raise WorkFailed(event.error, status=2 if event.kind == "bad-input" else 1)
                     case Finished():
+                        thinking.clear()
+                        if event.reasoning and not event.text and event.finish_reason == "length":
+                            notify(
+                                "note: the length limit was reached before the answer began; raise --max-tokens, or "
+                                "use --thinking off"
+                            )
                         if question.as_json:
                             answer(as_json(result_object(event, facts)))
                         else:
@@ -157,6 +169,9 @@ def result_object(finished: Finished, facts: ModelFacts) -> dict[str, Any]:
         "gpu_expert_bytes": facts.gpu_expert_bytes,
         "movement": _movement_object(finished),
         "probe_s": finished.probe_s,
+        "reasoning": finished.reasoning,
+        "reasoning_tokens": finished.reasoning_tokens,
+        "reasoning_s": finished.reasoning_s,
         "ring": None if facts.ring is None else msgspec.to_builtins(facts.ring),
     }
 

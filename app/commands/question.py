@@ -93,6 +93,8 @@ def _generate(flags: Flags, settings: Settings) -> Generate:
         stop=[_as_typed(text) for text in flags.stop],
         beams=beams,
         length_penalty=settings.length_penalty,
+        thinking=settings.thinks,
+        effort=settings.thinking_effort,
         with_timing=flags.as_json,
     )
 

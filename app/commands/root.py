@@ -143,6 +143,8 @@ def privatellm() -> None:
 @click.option("--seed", metavar="N", type=int, help="The same seed gives the same answer.")
 @click.option("--max-tokens", metavar="N", type=int, help="Maximum number of tokens in the answer.")
 @click.option("--stop", metavar="S", multiple=True, help="Stop before this text; may be repeated.")
+@click.option("--thinking", type=click.Choice(["auto", "on", "off"]), help="Whether the model thinks first.")
+@click.option("--effort", type=click.Choice(["auto", "low", "medium", "high"]), help="How long the model thinks.")
 @_load_options
 @click.option("--json", "in_json", is_flag=True, help="Print one JSON object with the answer and its measurements.")
 @click.option("--prompt-ids", metavar="1,2,3", help="Token ids instead of text, without template and tokenizer.")

@@ -17,14 +17,25 @@ from typing import Any
 
 from app.conversations.exporting import as_json, as_markdown
 from app.conversations.searching import SearchIndex, contains_folded, snippet_around
-from app.conversations.store import Conversation, MessageRecord, Role, SearchHit, State, StoreError, explain, explained
+from app.conversations.store import (
+    Conversation,
+    MessageRecord,
+    Role,
+    SearchHit,
+    State,
+    StoreError,
+    Thoughts,
+    explain,
+    explained,
+)
 
 _CONVERSATION = "id, title, system, model, created, updated, leaf, archived"
 _SIBLING = "s.conversation = m.conversation AND s.parent IS m.parent AND s.role = m.role"
 _MESSAGE = (
     "m.id, m.conversation, m.parent, m.role, m.content, m.state, m.created, m.model, m.tokens, m.tokens_per_s,"
     f" m.finish_reason, (SELECT count(*) FROM message s WHERE {_SIBLING}) AS siblings,"
-    f" (SELECT count(*) FROM message s WHERE {_SIBLING} AND s.id < m.id) AS sibling_index"
+    f" (SELECT count(*) FROM message s WHERE {_SIBLING} AND s.id < m.id) AS sibling_index,"
+    " m.reasoning, m.reasoning_tokens, m.reasoning_s"
 )
 _TITLE_LENGTH = 60
 
@@ -148,6 +159,7 @@ class SqliteStore:
         tokens: int | None = None,
         tokens_per_s: float | None = None,
         finish_reason: str | None = None,
+        thoughts: Thoughts | None = None,
     ) -> None:
         changes: dict[str, object] = {
             "content": None if content is None else _storable(content),
@@ -156,6 +168,9 @@ class SqliteStore:
             "tokens": tokens,
             "tokens_per_s": tokens_per_s,
             "finish_reason": finish_reason,
+            "reasoning": None if thoughts is None else _storable(thoughts.text),
+            "reasoning_tokens": None if thoughts is None else thoughts.tokens,
+            "reasoning_s": None if thoughts is None else thoughts.seconds,
         }
         changes = {column: value for column, value in changes.items() if value is not None}
         with self._change():
@@ -238,13 +253,13 @@ class SqliteStore:
         ]
         return (titled + hits)[:limit]
 
-    def export(self, conversation: int, form: str) -> str:
+    def export(self, conversation: int, form: str, *, thoughts: bool = False) -> str:
         with self._turn:
             facts = self.conversation(conversation)
             if form == "markdown":
-                return as_markdown(facts, self.shown(conversation))
+                return as_markdown(facts, self.shown(conversation), thoughts=thoughts)
             if form == "json":
-                return as_json(facts, self.messages(conversation))
+                return as_json(facts, self.messages(conversation), thoughts=thoughts)
         raise StoreError(f"a conversation cannot be exported as {form!r}; there are markdown and json")
 
     def close(self) -> None:
@@ -359,7 +374,8 @@ def _conversation(row: tuple[Any, ...]) -> Conversation:
 
 
 def _record(row: tuple[Any, ...]) -> MessageRecord:
-    return MessageRecord(*row)
+    *values, reasoning, tokens, seconds = row
+    return dataclasses.replace(MessageRecord(*values), thoughts=Thoughts(reasoning, tokens, seconds))
 
 
 # --- writers ------------------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ _HEADINGS = {"user": "You", "assistant": "Model"}
 _ENDINGS = {"stopped": "stopped", "failed": "failed", "writing": "still being written"}
 
 
-def as_markdown(conversation: Conversation, shown: Sequence[MessageRecord]) -> str:
-    """The shown branch as Markdown. The texts of messages are not changed."""
+def as_markdown(conversation: Conversation, shown: Sequence[MessageRecord], *, thoughts: bool = False) -> str:
+    """The shown branch as Markdown. The texts of messages are not changed. ``thoughts``: with the model's thoughts,
+    each as a quotation before its answer."""
     title = " ".join(conversation.title.split()) or "Conversation"
     parts = [f"# {title}"]
     facts = [f"- started {_moment(conversation.created)}"]
@@ -31,14 +32,23 @@ def as_markdown(conversation: Conversation, shown: Sequence[MessageRecord]) -> s
             heading = message.model
         if message.state in _ENDINGS:
             heading += f" ({_ENDINGS[message.state]})"
-        parts += [f"## {heading}", message.content]
+        parts.append(f"## {heading}")
+        if thoughts and message.thoughts.text:
+            parts.append(quoted(message.thoughts.text))
+        parts.append(message.content)
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
-def as_json(conversation: Conversation, messages: Iterable[MessageRecord]) -> str:
+def quoted(text: str) -> str:
+    """``text`` as a quotation of Markdown."""
+    return "\n".join(f"> {line}".rstrip() for line in text.splitlines())
+
+
+def as_json(conversation: Conversation, messages: Iterable[MessageRecord], *, thoughts: bool = False) -> str:
     """All branches as JSON: ``{"format": 1, "conversation": {...}, "messages": [...]}``."""
+    left_out = {"siblings", "sibling_index"} if thoughts else {"siblings", "sibling_index", "thoughts"}
     records = [
-        {key: value for key, value in dataclasses.asdict(message).items() if key not in ("siblings", "sibling_index")}
+        {key: value for key, value in dataclasses.asdict(message).items() if key not in left_out}
         for message in messages
     ]
     content = {"format": 1, "conversation": dataclasses.asdict(conversation), "messages": records}

@@ -14,7 +14,7 @@ from app.files import name_aside
 _CONVERSATION = ("id", "title", "system", "model", "created", "updated", "archived", "leaf")
 _MESSAGE = (
     "id", "conversation", "parent", "role", "content", "state", "created", "model", "tokens", "tokens_per_s",
-    "finish_reason",
+    "finish_reason", "reasoning", "reasoning_tokens", "reasoning_s",
 )  # fmt: skip
 _MISSES_IN_A_ROW = 10_000
 Row = dict[str, Any]
@@ -135,7 +135,12 @@ def _mend(conversations: list[Row], messages: list[Row]) -> None:
             row["parent"] = last_of.get(owner)
         row["role"] = row.get("role") if row.get("role") in ("user", "assistant") else "assistant"
         row["state"] = row.get("state") if row.get("state") in ("complete", "stopped", "failed") else "stopped"
-        _typed(row, text=("model", "finish_reason"), number=("created", "tokens_per_s"), whole=("tokens",))
+        _typed(
+            row,
+            text=("model", "finish_reason", "reasoning"),
+            number=("created", "tokens_per_s", "reasoning_s"),
+            whole=("tokens", "reasoning_tokens"),
+        )
         seen.add(row["id"])
         last_of[owner] = row["id"]
     for row in conversations:

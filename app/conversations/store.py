@@ -30,6 +30,19 @@ class Conversation:
 
 
 @dataclass(frozen=True)
+class Thoughts:
+    """What a model thought before its answer. They are no part of the answer: no later question has them in it."""
+
+    text: str = ""
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+NO_THOUGHTS = Thoughts()
+"""Thoughts of a model that had none."""
+
+
+@dataclass(frozen=True)
 class MessageRecord:
     """One message of the tree. ``parent`` None: a first message. Times are seconds since the epoch."""
 
@@ -47,6 +60,7 @@ class MessageRecord:
     siblings: int = 1
     """Number of messages, this one included, with its parent and role: alternatives to choose from."""
     sibling_index: int = 0
+    thoughts: Thoughts = NO_THOUGHTS
 
 
 @dataclass(frozen=True)
@@ -99,7 +113,7 @@ class ConversationStore(Protocol):
 
     def update(
         self, message: int, *, content: str | None = None, state: State | None = None, tokens: int | None = None,
-        tokens_per_s: float | None = None, finish_reason: str | None = None,
+        tokens_per_s: float | None = None, finish_reason: str | None = None, thoughts: Thoughts | None = None,
     ) -> None: ...  # fmt: skip
 
     def path_to(self, message: int) -> list[MessageRecord]:
@@ -122,8 +136,8 @@ class ConversationStore(Protocol):
         """Full-text search over messages and titles. Any ``text`` is safe."""
         ...
 
-    def export(self, conversation: int, form: str) -> str:
-        """``form`` is ``markdown`` or ``json``."""
+    def export(self, conversation: int, form: str, *, thoughts: bool = False) -> str:
+        """``form`` is ``markdown`` or ``json``. ``thoughts``: with what the model thought."""
         ...
 
     def messages(self, conversation: int) -> Iterable[MessageRecord]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from app.settings.fields import (
     GIB,
@@ -140,6 +140,14 @@ class Settings(RingSettings):
         "Maximum number of tokens in an answer. Empty: until the model stops or the context is full.",
         minimum=1, maximum=16_777_216, optional=True,
     )  # fmt: skip
+    thinking: Literal["auto", "on", "off"] = _answering(
+        "choice", "Thinking", "auto", "Whether the model thinks before it answers, if it can be told.",
+        choices=choices(auto="As the model does by itself", on="On", off="Off"),
+    )  # fmt: skip
+    effort: Literal["auto", "low", "medium", "high"] = _answering(
+        "choice", "Effort", "auto", "How long the model thinks, if it can be told.",
+        choices=choices(auto="As the model does by itself", low="Low", medium="Medium", high="High"),
+    )  # fmt: skip
     beams: int = _answering(
         "integer", "Beams", 1,
         "Number of candidates in a beam search; 1 samples one answer. More beams need more memory and time.",
@@ -205,6 +213,16 @@ class Settings(RingSettings):
         return Sampling(
             temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p, seed=self.seed
         )
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model is told to think; None: it is told nothing."""
+        return None if self.thinking == "auto" else self.thinking == "on"
+
+    @property
+    def thinking_effort(self) -> str:
+        """How long the model is told to think; empty: it is told nothing."""
+        return "" if self.effort == "auto" else self.effort
 
 
 SCHEMA: tuple[Setting, ...] = tuple(

@@ -16,7 +16,8 @@ TERMINAL_APP = frozenset(
         *string.digits,
         *(f"ctrl+{letter}" for letter in string.ascii_lowercase if letter not in "him"),
         *("enter", "escape", "tab", "shift+tab", "backspace", "space", "up", "down", "left", "right"),
-        *("ctrl+underscore", "question_mark", "left_square_bracket", "right_square_bracket"),
+        *("ctrl+underscore", "ctrl+right_square_bracket", "question_mark", "left_square_bracket"),
+        "right_square_bracket",
     ]
 )  # fmt: skip
 """Keys that Terminal.app of macOS sends in its default configuration without ``fn``, by Textual's names.
@@ -31,6 +32,7 @@ _KEYS: dict[str, tuple[str, ...]] = {
     "beams": ("f4", "ctrl+b"),
     "timing": ("f5", "ctrl+t"),
     "machines": ("f8", "ctrl+l"),
+    "thoughts": ("f9", "ctrl+right_square_bracket"),
     "undo": ("f6", "ctrl+r"),
     "group": ("f7", "ctrl+n"),
     "newest": ("ctrl+end", "ctrl+f"),
@@ -63,7 +65,7 @@ def either(function: str, system: str = sys.platform) -> str:
 
 def readable(name: str) -> str:
     """A key's name as printed on the keyboard."""
-    return name.replace("underscore", "_").replace("question_mark", "?")
+    return name.replace("underscore", "_").replace("question_mark", "?").replace("right_square_bracket", "]")
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,9 @@ COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand("model", "Model", "Choose, download or load a model", "model", key("model"), "[name]"),
     ChatCommand("beams", "Beams", "Set the beam width; see the candidates", "beams", key("beams"), "[width]"),
     ChatCommand("timing", "Timing", "See where each token's time goes", "timing", key("timing")),
+    ChatCommand(
+        "thoughts", "Thoughts", "Show or fold what the model thought before its answers", "thoughts", key("thoughts")
+    ),
     ChatCommand("machines", "Machines", "Find, pair and forget machines; form a ring", "machines", key("machines")),
     ChatCommand("settings", "Settings", "Change the settings", "settings", "ctrl+s"),
     ChatCommand("again", "Regenerate", "Answer the last question again; the old answer stays", "again", "ctrl+r"),
@@ -95,7 +100,14 @@ COMMANDS: tuple[ChatCommand, ...] = (
     ChatCommand("copy", "Copy the last answer", "As Markdown, to the clipboard", "copy_last"),
     ChatCommand("code", "Copy the last code block", "To the clipboard", "copy_code"),
     ChatCommand("rename", "Rename the chat", "Give the chat a title", "rename", "", "[title]"),
-    ChatCommand("export", "Export the chat", "To a Markdown or JSON file", "export", "", "[file]"),
+    ChatCommand(
+        "export",
+        "Export the chat",
+        "To a Markdown or JSON file; --thoughts: with the model's thoughts",
+        "export",
+        "",
+        "[--thoughts] [file]",
+    ),
     ChatCommand("stop", "Stop the answer", "Keep the text so far", "stop", "escape"),
     ChatCommand("quit", "Quit", "All chats are saved", "app.quit_chat", "ctrl+q"),
 )

@@ -88,6 +88,13 @@ def answer(request: Generate) -> None:
             for number in range(count):
                 emit(Piece(id=request.id, text=f"{number} ", tokens=number + 1))
             emit(finished(request.id, "many"))
+        case "think":
+            emit(Piece(id=request.id, text="", tokens=1, reasoning="Hm.", reasoning_tokens=1))
+            text = words.removeprefix("think:")
+            if text:
+                emit(Piece(id=request.id, text=text, tokens=2, reasoning_tokens=1))
+            found = finished(request.id, text, "stop" if text else "length")
+            emit(msgspec.structs.replace(found, reasoning="Hm.", reasoning_tokens=1, reasoning_s=0.5))
         case "die":
             emit(Piece(id=request.id, text="last words", tokens=1))
             signal_or_status = int(words.removeprefix("die:"))

@@ -96,6 +96,19 @@ def test_beams_are_shown_when_they_are_done(home: Path, capsys: pytest.CaptureFi
     assert (beam["text"], beam["token_ids"], beam["score"]) == ("best \x1b[1mone", [4, 5], -0.5)
 
 
+def test_thoughts_are_no_part_of_the_answer(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install(home)
+    assert run(["ask", "think:Four."]) == 0
+    assert capsys.readouterr().out == "Four.\n"
+    assert run(["ask", "--json", "think:Four."]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["text"], found["reasoning"]) == ("Four.", "Hm.")
+    assert (found["reasoning_tokens"], found["reasoning_s"]) == (1, 0.5)
+    assert run(["ask", "think:"]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip() == "" and "raise --max-tokens" in err
+
+
 def test_flags_reach_the_engine(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     install(home)
     flags = "--system S --temperature 0.5 --top-p 0.9 --top-k 7 --min-p 0.1 --seed 3 --max-tokens 11 --stop A --stop B"
@@ -107,6 +120,16 @@ def test_flags_reach_the_engine(home: Path, capsys: pytest.CaptureFixture[str]) 
     assert run(["ask", "--beams", "16", "--length-penalty", "-0.5", "echo:"]) == 0
     request = json.loads(capsys.readouterr().out)
     assert (request["beams"], request["length_penalty"], request["with_timing"]) == (16, -0.5, False)
+
+
+def test_how_to_think_reaches_the_engine(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    install(home)
+    assert run(["ask", "--thinking", "off", "--effort", "high", "echo:"]) == 0
+    request = json.loads(capsys.readouterr().out)
+    assert (request["thinking"], request["effort"]) == (False, "high")
+    assert run(["ask", "echo:"]) == 0
+    request = json.loads(capsys.readouterr().out)
+    assert (request["thinking"], request["effort"]) == (None, "")
 
 
 def test_without_flags_nothing_is_added(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

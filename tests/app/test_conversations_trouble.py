@@ -21,6 +21,9 @@ from app.conversations.opening import Migration, known_migrations, open_store
 from app.conversations.searching import SearchIndex
 from app.conversations.store import StoreError, explain
 
+NEXT = len(known_migrations()) + 1
+"""Number of a migration that this program does not have."""
+
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
@@ -135,7 +138,7 @@ def test_locked_is_said_and_passes(path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def _open_with_a_migration_to_apply(path: Path) -> None:
-    more = Migration(2, "0002_more.sql", "CREATE TABLE more (id INTEGER);")
+    more = Migration(NEXT, "0009_more.sql", "CREATE TABLE more (id INTEGER);")
     open_store(path, migrations=[*known_migrations(), more])
 
 
@@ -303,7 +306,7 @@ def test_a_later_version_is_refused_and_left_alone(path: Path) -> None:
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA user_version = 7")
     before = path.read_bytes()
-    with pytest.raises(StoreError, match=r"later privatellm \(schema 7, this one knows 1\)"):
+    with pytest.raises(StoreError, match=rf"later privatellm \(schema 7, this one knows {NEXT - 1}\)"):
         open_store(path)
     assert path.read_bytes() == before and not list(path.parent.glob("*damaged*"))
 
@@ -314,22 +317,22 @@ def test_migrations_are_numbered_without_gaps() -> None:
 
 def test_each_migration_is_applied_once_and_text_is_kept(path: Path) -> None:
     _filled(path)
-    more = Migration(2, "0002_stars.sql", "-- stars;\nALTER TABLE message ADD COLUMN star INTEGER DEFAULT 5;\n")
+    more = Migration(NEXT, "0009_stars.sql", "-- stars;\nALTER TABLE message ADD COLUMN star INTEGER DEFAULT 5;\n")
     steps = [*known_migrations(), more]
     for _ in range(2):
         store = open_store(path, migrations=steps)
-        assert store._connection.execute("PRAGMA user_version").fetchone() == (2,)
+        assert store._connection.execute("PRAGMA user_version").fetchone() == (NEXT,)
         assert store._connection.execute("SELECT count(*), min(star) FROM message").fetchone() == (30, 5)
         store.close()
 
 
 def test_a_migration_that_fails_is_rolled_back(path: Path) -> None:
     _filled(path)
-    bad = Migration(2, "0002_bad.sql", "ALTER TABLE message ADD COLUMN star INTEGER;\nSELECT no_such_column;\n")
+    bad = Migration(NEXT, "0009_bad.sql", "ALTER TABLE message ADD COLUMN star INTEGER;\nSELECT no_such_column;\n")
     with pytest.raises(StoreError, match="no such column"):
         open_store(path, migrations=[*known_migrations(), bad])
     store = open_store(path)
-    assert store._connection.execute("PRAGMA user_version").fetchone() == (1,)
+    assert store._connection.execute("PRAGMA user_version").fetchone() == (NEXT - 1,)
     assert len(store.conversations()) == 3
     store.close()
 

@@ -25,7 +25,7 @@ HOSTILE_CONFIG = json.dumps({"model_type": EVIL})
 def streamed(event: object) -> list[str]:
     """The texts of ``event`` that are a model's."""
     found = [getattr(event, name) for kind, name in STREAMED if isinstance(event, kind)]
-    return found + [beam.text for beam in getattr(event, "beams", [])]
+    return found + [text for beam in getattr(event, "beams", []) for text in (beam.text, beam.reasoning)]
 
 
 @pytest.mark.parametrize("kind", EVENTS, ids=lambda kind: kind.__name__)

@@ -151,6 +151,8 @@ class FakeEngine:
         self.on_ring: Callable[[RingChanged], None] | None = None
         self.network = FakeNetwork()
         self.answer = answer or (lambda request: ["Paris", " is the", " capital."])
+        self.thoughts: Sequence[str] = ()
+        """Pieces of thoughts that come before each answer's pieces."""
         self.requests: list[AnyRequest] = []
         self.cancelled: set[int] = set()
         self.gate: asyncio.Event | None = None
@@ -279,8 +281,9 @@ class FakeEngine:
             yield Failed(id=request.id, error=self.generate_error, kind="context")
             return
         yield Prefill(id=request.id, done=20, total=20)
-        text = ""
-        for count, piece in enumerate(self.answer(request), start=1):
+        text = reasoning = ""
+        pieces = [*((thought, "") for thought in self.thoughts), *(("", piece) for piece in self.answer(request))]
+        for count, (thought, piece) in enumerate(pieces, start=1):
             if self.turn_progress is not None and count == 2:
                 yield self._with_id(self.turn_progress, request.id)
             if self.gate is not None and count > 1:
@@ -290,12 +293,18 @@ class FakeEngine:
                 self._crash()
             if request.id in self.cancelled:
                 break
-            text += piece
-            yield Piece(id=request.id, text=piece, tokens=count, tokens_per_s=self.speed)
+            text, reasoning = text + piece, reasoning + thought
+            thought_tokens = min(count, len(self.thoughts))
+            yield Piece(
+                id=request.id, text=piece, tokens=count, tokens_per_s=self.speed, reasoning=thought,
+                reasoning_tokens=thought_tokens, reasoning_s=float(thought_tokens),
+            )  # fmt: skip
             await asyncio.sleep(0)
         if self.timing is not None and self.watching:
             yield self.timing
-        yield self._finished(request, text, [])
+        found = self._finished(request, text, [])
+        count = min(count, len(self.thoughts))
+        yield msgspec.structs.replace(found, reasoning=reasoning, reasoning_tokens=count, reasoning_s=float(count))
 
     def _finished(self, request: Generate, text: str, beams: list[Beam]) -> Finished:
         reason = "cancelled" if request.id in self.cancelled else "stop"

@@ -10,7 +10,7 @@ from textual.message import Message
 
 from app.chat.state import Entry
 from app.tui.keymap import bound
-from app.tui.render.formatting import footing, heading
+from app.tui.render.formatting import footing, heading, thoughts_line
 from app.tui.render.highlighting import Highlighter
 from app.tui.render.markdown import render_plain
 from app.tui.render.rendered import Written
@@ -24,14 +24,19 @@ STEP = 6
 """Lines that the tail of a fast answer grows by. Those not yet written are empty."""
 
 
+LIVE_THOUGHTS = 4_000
+"""Maximum characters of thoughts that are shown while the model is thinking, as each piece draws all of them."""
+
+
 class MessageView(Written, can_focus=True):
     """A message: its speaker, its text, its state. Of a message in progress, the finished blocks."""
 
     HELP = (
         "A message of the conversation. `up` and `down` go to the previous and the next message; `u` and `d` "
-        "scroll. `c` copies the message, `b` its next code block. `e` edits a question; the old question stays as "
-        "an alternative. `r` regenerates the answer. `left` and `right` switch between alternatives. `esc` returns "
-        "to the prompt."
+        "scroll. `c` copies the message, `b` its next code block. `t` opens and folds what the model thought before "
+        "its answer; while it is open, `c` copies it too. `e` edits a question; the old question stays as an "
+        "alternative. `r` regenerates the answer. `left` and `right` switch between alternatives. `esc` returns to "
+        "the prompt."
     )
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "neighbour(-1)", "Up", show=False, id="message.up"),
@@ -44,6 +49,7 @@ class MessageView(Written, can_focus=True):
         Binding("right,right_square_bracket", "act('next')", "Next version", key_display="→", id="message.next"),
         Binding("c", "act('copy')", "Copy", id="message.copy"),
         Binding("b", "act('code')", "Copy code", id="message.copy_code"),
+        Binding("t", "thoughts", "Thoughts", id="message.thoughts"),
         Binding("e", "act('edit')", "Edit", id="message.edit"),
         Binding("r", "act('again')", "Regenerate", id="message.again"),
         Binding("escape,i", "act('leave')", "Type", show=False, id="message.leave"),
@@ -63,16 +69,28 @@ class MessageView(Written, can_focus=True):
             self.view = view
             self.offset = offset
 
-    def __init__(self, entry: Entry, highlighter: Highlighter) -> None:
+    def __init__(self, entry: Entry, highlighter: Highlighter, thoughts_open: bool = False) -> None:
         super().__init__(highlighter, classes=f"message {entry.role}")
         self.entry = entry
         self._blocks: list[str] | None = None
+        self._thoughts_open = thoughts_open
+
+    @property
+    def thoughts_open(self) -> bool:
+        """Whether the model's thoughts are shown."""
+        return self._thoughts_open and bool(self.entry.thoughts.text)
+
+    def open_thoughts(self, wanted: bool) -> None:
+        """Show the model's thoughts, or fold them."""
+        if wanted != self._thoughts_open:
+            self._thoughts_open = wanted
+            self.remake()
 
     def written(self, width: int) -> Content:
-        parts = [heading(self.entry)]
+        parts = [heading(self.entry), *self._thoughts()]
         if self._blocks is not None:
-            parts += [self.markdown(block, width) for block in self._blocks]
-            return Content("\n").join([parts[0], Content("\n\n").join(parts[1:])]) if len(parts) > 1 else parts[0]
+            blocks = [self.markdown(block, width) for block in self._blocks]
+            return Content("\n").join([*parts, Content("\n\n").join(blocks)] if blocks else parts)
         if self.entry.content:
             text = self.entry.content
             parts.append(render_plain(text) if self.entry.role == "user" else self.markdown(text, width))
@@ -80,6 +98,18 @@ class MessageView(Written, can_focus=True):
         if foot is not None:
             parts.append(foot)
         return Content("\n").join(parts)
+
+    def _thoughts(self) -> list[Content]:
+        thoughts, live = self.entry.thoughts, self._blocks is not None and not self.entry.content
+        if not thoughts.text:
+            return []
+        line = thoughts_line(thoughts, self._thoughts_open, live)
+        if not self._thoughts_open:
+            return [line]
+        text = thoughts.text
+        if live and len(text) > LIVE_THOUGHTS:
+            text = "…" + text[-LIVE_THOUGHTS:].partition("\n")[2]
+        return [line, Content.styled(text, "italic $foreground-muted")]
 
     def changed(self) -> None:
         """The entry is complete, or changed in another way."""
@@ -102,10 +132,13 @@ class MessageView(Written, can_focus=True):
                     return "```" in self.entry.content or "~~~" in self.entry.content
                 case "previous" | "next":
                     return self.entry.siblings > 1
-        return True
+        return bool(self.entry.thoughts.text) if action == "thoughts" else True
 
     def action_neighbour(self, offset: int) -> None:
         self.post_message(self.Neighbour(self, offset))
+
+    def action_thoughts(self) -> None:
+        self.open_thoughts(not self._thoughts_open)
 
     def action_act(self, what: str) -> None:
         self.post_message(self.Asked(self.entry, what))
@@ -130,7 +163,7 @@ class LiveTail(Written):
         self._step = STEP if entry.tokens_per_s >= FAST else 1
         before = list(self.growing.frozen)
         self.growing.update(entry.content)
-        self._note = "" if entry.content else entry.note
+        self._note = "" if entry.content or entry.thoughts.text else entry.note
         self.remake()
         return self.growing.frozen != before
 

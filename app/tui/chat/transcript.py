@@ -136,6 +136,7 @@ class Transcript(VerticalScroll, can_focus=False):
         self._pace = Pace(UPDATE_S, SLOWEST_S)
         self._timer: Timer | None = None
         self._following = True
+        self._thoughts_open = False
 
     def compose(self) -> Iterable[Static | LiveTail]:
         yield self._older
@@ -156,6 +157,17 @@ class Transcript(VerticalScroll, can_focus=False):
     def following(self) -> bool:
         """Is the end of the conversation in view?"""
         return self._following
+
+    def toggle_thoughts(self) -> bool:
+        """Show the thoughts before all answers, or fold them. Returns whether there are any in the conversation."""
+        self._thoughts_open = not any(view.thoughts_open for view in self.views)
+        for view in self.views:
+            view.open_thoughts(self._thoughts_open)
+        self.call_after_refresh(self._keep_end)
+        return any(entry.thoughts.text for entry in self.path)
+
+    def _made(self, entry: Entry) -> MessageView:
+        return MessageView(entry, self._highlighter, self._thoughts_open)
 
     # --- updates ---------------------------------------------------------------------------------
 
@@ -186,7 +198,7 @@ class Transcript(VerticalScroll, can_focus=False):
         self.path.append(entry)
         self.window = self.window.appended()
         if len(self.path) - 1 in self.window:
-            view = MessageView(entry, self._highlighter)
+            view = self._made(entry)
             await self.mount(view, before=self._newer)
             views = self.views
             if len(views) > len(range(self.window.start, self.window.end)):
@@ -260,7 +272,8 @@ class Transcript(VerticalScroll, can_focus=False):
         if not self._tail.display:
             self.move_child(self._tail, after=view)
             self._tail.display = True
-        if self._tail.show(entry) or not self._tail.growing.frozen:
+        thinking = bool(entry.thoughts.text) and not entry.content
+        if self._tail.show(entry) or not self._tail.growing.frozen or thinking:
             view.growing(self._tail.growing.frozen)
         if not self.is_anchored:
             self.call_after_refresh(self._keep_end)
@@ -277,7 +290,7 @@ class Transcript(VerticalScroll, can_focus=False):
         with self.app.batch_update():
             await self.remove_children(MessageView)
             entries = self.path[self.window.start : self.window.end]
-            await self.mount_all([MessageView(entry, self._highlighter) for entry in entries], before=self._newer)
+            await self.mount_all([self._made(entry) for entry in entries], before=self._newer)
         self._show_counts()
 
     @on(Elsewhere.More)
@@ -299,7 +312,7 @@ class Transcript(VerticalScroll, can_focus=False):
         keys = {entry.key for entry in wanted}
         with self.app.batch_update():
             await self.remove_children([view for key, view in views.items() if key not in keys])
-            fresh = [MessageView(entry, self._highlighter) for entry in wanted if entry.key not in views]
+            fresh = [self._made(entry) for entry in wanted if entry.key not in views]
             if older:
                 first = next((view for view in self.views), None)
                 await self.mount_all(fresh, before=first or self._newer)

@@ -216,7 +216,7 @@ class Candidates(Rendered, can_focus=True):
             return Content.assemble(head, "\n", (hint, _MUTED))
         state = f"step {self._step}" if self._running else "ended"
         lines = [Content.assemble(head, (f"  {' · '.join(filter(None, [state, rate(self._rate)]))}", _MUTED))]
-        shared = common_beginning([beam.text for beam in self._beams])
+        shared = common_beginning([_text_of(beam) for beam in self._beams])
         if shared:
             lines.append(Content.styled("“…” stands for the common beginning.", _MUTED))
             self._rows.append(-1)
@@ -232,7 +232,7 @@ class Candidates(Rendered, can_focus=True):
         ended = " ■" if beam.finished else ""
         style = ("bold $text-accent reverse" if self.has_focus else "bold $text-accent") if marked else "bold"
         title = Content.assemble((f"{pointer}{index + 1:>2} {beam.score:8.3f}{ended}", style))
-        text = one_line(("…" if shared else "") + beam.text[shared:]) or "(empty)"
+        text = one_line(("…" if shared else "") + _text_of(beam)[shared:]) or "(empty)"
         body = Content(text).wrap(max(8, width - 4))
         if len(body) > self.LINES:
             body = [*body[: self.LINES - 1], body[self.LINES - 1].rstrip().truncate(max(7, width - 6)) + " …"]
@@ -241,6 +241,11 @@ class Candidates(Rendered, can_focus=True):
     def watch_has_focus(self, value: bool) -> None:
         super().watch_has_focus(value)
         self.remake()
+
+
+def _text_of(beam: Beam) -> str:
+    """The candidate's answer; its thoughts while it has none."""
+    return beam.text or (f"(thinking) {beam.reasoning}" if beam.reasoning else "")
 
 
 def common_beginning(texts: Sequence[str], least: int = 40) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from textual.content import Content
 
 from app.chat.state import BUSY, TOO_LONG, Entry, Phase, Status
+from app.conversations.store import Thoughts
 from app.ring_words import latency, ring_name
 from app.text_safety import one_line
 from engine.ipc.messages import ModelFacts, Progress
@@ -111,7 +112,7 @@ def _activity(status: Status) -> Content:
     dot, colour = _DOTS.get(status.phase, ("◍", "$text-accent"))
     text = Content.assemble((f"{dot} ", colour), status.phase.value)
     progress, prefill = status.progress, status.prefill
-    if progress is not None and status.phase in (Phase.READING, Phase.ANSWERING, Phase.FETCHING):
+    if progress is not None and status.phase in (Phase.READING, Phase.THINKING, Phase.ANSWERING, Phase.FETCHING):
         # Also while a ring is formed again during an answer.
         text = Content.assemble((f"{dot} ", colour), one_line(progress.stage))
         return Content.assemble(text, _done(progress))
@@ -193,6 +194,18 @@ def heading(entry: Entry) -> Content:
     if entry.record is None:
         parts.append(("  not saved", "$text-error"))
     return Content.assemble(*parts)
+
+
+def thoughts_line(thoughts: Thoughts, is_open: bool, live: bool = False) -> Content:
+    """``▸ Thought for 12 s, 340 tokens``: the line that stands for a model's thoughts, or above them."""
+    figures = []
+    if thoughts.seconds:
+        figures.append(f"{thoughts.seconds:.0f} s" if thoughts.seconds >= 10 else f"{thoughts.seconds:.1f} s")
+    if thoughts.tokens:
+        figures.append(f"{thoughts.tokens:,} token{'' if thoughts.tokens == 1 else 's'}")
+    word = "Thinking" if live else "Thought"
+    text = f"{word} for {', '.join(figures)}" if figures else f"{word}…" if live else "Thoughts"
+    return Content.styled(f"{'▾' if is_open else '▸'} {text}", f"italic {_MUTED}")
 
 
 def footing(entry: Entry) -> Content | None:

@@ -28,6 +28,7 @@ from app.chat.state import (
     Update,
     UserNotice,
 )
+from app.conversations.exporting import quoted
 from app.conversations.store import ConversationStore, StoreError
 from app.engine_client import Engine
 from app.machine import Machine
@@ -75,6 +76,7 @@ class ChatScreen(Screen[None]):
         Binding(bound("beams"), "beams", "Beams", id="chat.beams", priority=True),
         Binding(bound("timing"), "timing", "Timing", id="chat.timing", priority=True),
         Binding(bound("machines"), "machines", "Machines", id="chat.machines", priority=True),
+        Binding(bound("thoughts"), "thoughts", "Thoughts", show=False, id="chat.thoughts", priority=True),
         Binding("ctrl+s", "settings", "Settings", id="chat.settings", priority=True),
         Binding("ctrl+n", "new", "New", show=False, id="chat.new", priority=True),
         Binding("ctrl+r", "again", "Regenerate", show=False, id="chat.again", priority=True),
@@ -309,6 +311,10 @@ class ChatScreen(Screen[None]):
         self.controller.new_conversation()
         self.prompt.focus()
 
+    def action_thoughts(self) -> None:
+        if not self.transcript.toggle_thoughts():
+            self.show_notice("No answer here has thoughts.")
+
     def action_again(self) -> None:
         self.notice.hide()
         self.controller.regenerate()
@@ -343,7 +349,9 @@ class ChatScreen(Screen[None]):
         entry = event.entry
         match event.what:
             case "copy":
-                self._copy(entry.content, "The message")
+                view = self.transcript.view_of(entry)
+                thoughts = quoted(entry.thoughts.text) + "\n\n" if view is not None and view.thoughts_open else ""
+                self._copy(thoughts + entry.content, "The message")
             case "code":
                 self._copy_next_code(entry)
             case "edit":
@@ -491,27 +499,31 @@ class ChatScreen(Screen[None]):
             lambda text: self.controller.rename(text) if text else None,
         )
 
-    def action_export(self, path: str = "") -> None:
+    def action_export(self, argument: str = "") -> None:
+        flag, _, rest = argument.partition(" ")
+        thoughts = flag == "--thoughts"
+        path = rest.strip() if thoughts else argument
         if self.controller.thread.conversation is None and not self.controller.thread.path:
             self.show_notice("There is nothing to export yet.", "warning")
             return
         if path:
-            self._export(path)
+            self._export(path, thoughts)
             return
         from app.conversations.exporting import suggested_path
         from app.tui.screens.dialogues import AskText
 
         self.app.push_screen(
             AskText("Export to file (.md or .json)", str(suggested_path(self.controller.thread.title))),
-            lambda text: self._export(text) if text else None,
+            lambda text: self._export(text, thoughts) if text else None,
         )
 
-    def _export(self, path: str) -> None:
+    def _export(self, path: str, thoughts: bool = False) -> None:
         from app.chat.thread import export_thread
         from app.conversations.exporting import export_problem
 
+        thread, file = self.controller.thread, Path(path).expanduser()
         try:
-            written = export_thread(self.controller.store, self.controller.thread, Path(path).expanduser())
+            written = export_thread(self.controller.store, thread, file, thoughts=thoughts)
         except (OSError, StoreError) as error:
             self.show_notice(export_problem(Path(path), error), "error")
         else:

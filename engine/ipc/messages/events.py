@@ -30,7 +30,7 @@ class Progress(Event, frozen=True, kw_only=True, tag="progress"):
     stage: str
     done: int = 0
     total: int = 0
-    unit: Literal["bytes", "tensors", "layers", ""] = ""
+    unit: Literal["bytes", "tensors", "layers", "tokens", ""] = ""
 
 
 class Loaded(Event, frozen=True, kw_only=True, tag="loaded"):

@@ -19,7 +19,7 @@ engine.planning.policy)."""
 BenchKind = Literal["decode", "prefill", "beams", "experts", "exchange", "ring", "residency"]
 
 
-class Message(msgspec.Struct, frozen=True):
+class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """One message of a conversation, in the form that chat templates take."""
 
     role: Literal["system", "user", "assistant"]
