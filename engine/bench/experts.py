@@ -158,7 +158,9 @@ def _beside_experts(subject: BenchSubject, figures: Figures) -> list[str]:
     rows = subject.model.start()
     read_prompt(subject, rows, prompt)
     step_s = median(steps(subject, rows, SHORT_STEPS, seed=100))
-    read_bytes = subject.weight_bytes + SHORT_PROMPT * subject.facts.key_value_bytes_per_token
+    read_bytes = (
+        subject.weight_bytes + SHORT_PROMPT * subject.facts.key_value_bytes_per_token + 2 * subject.facts.state_bytes
+    )
     return keep_speed(subject, median(figures.memory_read), step_s, read_bytes)
 
 

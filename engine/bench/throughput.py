@@ -47,7 +47,9 @@ def bench_decode(subject: BenchSubject, request_id: int) -> BenchResult:
             rates.append(memory.rate())
         elif subject.facts.runtime == "mlx":
             gpu_rates.append(_mlx_rate())
-    read_bytes = subject.weight_bytes + len(prompt) * subject.facts.key_value_bytes_per_token
+    read_bytes = (
+        subject.weight_bytes + len(prompt) * subject.facts.key_value_bytes_per_token + 2 * subject.facts.state_bytes
+    )
     rate = per_second(seconds, read_bytes)
     share = [read_bytes / one / streaming for one, streaming in zip(seconds, rates, strict=False)]
     notes = _notes(subject, rates)

@@ -62,6 +62,8 @@ class Sizes:
     """Bytes of the embedding, of which a token reads only one row; 0 if the embedding is also the head."""
     expert_bytes: int
     key_value_bytes_per_token: int
+    state_bytes: int = 0
+    """Bytes of what a row keeps besides, whatever its length: the states of delta-nets."""
     shared_bytes: int = 0
     """Bytes of the shared experts, which are part of the trunk and are run for every token."""
     expert_weights: int = 0
@@ -116,6 +118,7 @@ class Sizes:
             trunk_bytes=self.trunk_bytes,
             expert_bytes=self.expert_bytes,
             key_value_bytes_per_token=self.key_value_bytes_per_token,
+            state_bytes=self.state_bytes,
             bytes_per_weight=self.width if bytes_per_weight is None else bytes_per_weight,
             shared_bytes=self.shared_bytes,
             expert_weights=self.expert_weights,
@@ -227,6 +230,7 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
         expert_bytes=0 if experts is None else experts.nbytes,
         expert_weights=_expert_weights(experts, hidden, 0 if shape is None else shape.ffn),
         key_value_bytes_per_token=key_value_numbers(config) * _WIDTHS.get(chosen, 2),
+        state_bytes=state_bytes(config),
         experts_are_packed=experts is not None and is_packed(experts.dtype),
         largest_expert_bytes=0 if experts is None else experts.largest,
         trunk_stored=trunk.nbytes,
@@ -264,6 +268,21 @@ def key_value_numbers(config: Mapping[str, Any]) -> int:
     kinds = config.get("layer_types")
     kept = sum(kind != "linear_attention" for kind in kinds) if isinstance(kinds, list) else layers
     return per_layer * kept
+
+
+def state_bytes(config: Mapping[str, Any]) -> int:
+    """Bytes of the states that delta-nets keep for a row, in float32: one of each value head, and the convolution's
+    last inputs. 0 for a model without delta-nets."""
+    kinds = config.get("layer_types")
+    names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
+    sizes = [config.get(f"linear_{name}") for name in names]
+    if not isinstance(kinds, list) or not all(isinstance(size, int) and size > 0 for size in sizes):
+        return 0
+    key_heads, key_width, value_heads, value_width, taps = (int(size or 0) for size in sizes)
+    values = value_heads * value_width
+    return (
+        4 * kinds.count("linear_attention") * (values * key_width + (taps - 1) * (2 * key_heads * key_width + values))
+    )
 
 
 def _trunk(tensors: Iterable[tuple[str, _Stored]], config: Mapping[str, Any]) -> _Trunk:

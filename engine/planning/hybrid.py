@@ -116,7 +116,7 @@ def workspace_bytes(model: ModelSizes, prefill_chunk: int, gpu: bool) -> int:
 
 def gpu_room(model: ModelSizes, gpu: Device, context_tokens: int, prefill_chunk: int = 512) -> int:
     """Bytes of the GPU that are left for experts; negative: the trunk and what goes with it do not fit."""
-    needed = model.trunk_bytes + context_tokens * model.key_value_bytes_per_token
+    needed = model.trunk_bytes + model.cache_bytes(context_tokens)
     return gpu.free - needed - workspace_bytes(model, prefill_chunk, gpu=True)
 
 
@@ -124,7 +124,13 @@ def experts_only(model: ModelSizes) -> ModelSizes:
     """``model`` as a GPU of a ring sees it: trunk, keys and values are on the CPU, where their bits are those of other
     machines."""
     return replace(
-        model, trunk_bytes=0, trunk_weights=0, trunk_stored_bytes=0, shared_bytes=0, key_value_bytes_per_token=0
+        model,
+        trunk_bytes=0,
+        trunk_weights=0,
+        trunk_stored_bytes=0,
+        shared_bytes=0,
+        key_value_bytes_per_token=0,
+        state_bytes=0,
     )
 
 
@@ -171,7 +177,7 @@ def _choice(what: str, choice: str, reason: str) -> PlannedChoice:
 def _cpu_plan(
     model: ModelSizes, machine: HybridMachine, wanted: HybridRequest, calibration: Calibration | None, shares: Shares
 ) -> HybridPlan:
-    key_values = wanted.context_tokens * model.key_value_bytes_per_token
+    key_values = model.cache_bytes(wanted.context_tokens)
     workspace = workspace_bytes(model, wanted.prefill_chunk, gpu=False)
     spare = machine.cpu.free - model.trunk_bytes - key_values - workspace
     memory = _on_cpu(machine.cpu, model, trunk=model.trunk_bytes, key_values=key_values, workspace=workspace)
@@ -229,7 +235,7 @@ def _gpu_plan(
         free=gpu.free,
         trunk=model.trunk_bytes,
         experts=asked if shortfall else slabs * model.slot_bytes,
-        key_values=wanted.context_tokens * model.key_value_bytes_per_token,
+        key_values=model.cache_bytes(wanted.context_tokens),
         workspace=workspace_bytes(model, wanted.prefill_chunk, gpu=True),
     )
     on_cpu = _on_cpu(machine.cpu, model, 0, 0, workspace_bytes(model, wanted.prefill_chunk, gpu=False))

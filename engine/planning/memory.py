@@ -25,6 +25,8 @@ class ModelCosts:
     experts: int
     experts_per_token: int
     key_value_bytes_per_token: int
+    state_bytes: int = 0
+    """Of what a row keeps besides, whatever its length."""
 
 
 @dataclass(frozen=True)
@@ -37,34 +39,49 @@ class BeamCost:
     relative_step_time: float
 
 
-def beam_memory(width: int, prompt_tokens: int, new_tokens: int, key_value_bytes_per_token: int) -> int:
-    """Bytes of keys and values while ``width`` beams grow to ``new_tokens`` each.
+def beam_memory(
+    width: int, prompt_tokens: int, new_tokens: int, key_value_bytes_per_token: int, state_bytes: int = 0
+) -> int:
+    """Bytes of keys and values, and of ``state_bytes`` for a row, while ``width`` beams grow to ``new_tokens`` each.
 
     Beams are rows of their own, and the prompt's row stays beside them so that the next question can start from it;
     at the end the winner's row is copied out, which takes that row's place and its answer's.
     """
     rows = 1 if width == 1 else width + 1
-    return rows * (prompt_tokens + new_tokens) * key_value_bytes_per_token
+    return rows * ((prompt_tokens + new_tokens) * key_value_bytes_per_token + state_bytes)
 
 
 def extra_beam_memory(
-    width: int, prompt_tokens: int, new_tokens: int, key_value_bytes_per_token: int, cached_tokens: int
+    width: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    key_value_bytes_per_token: int,
+    cached_tokens: int,
+    state_bytes: int = 0,
 ) -> int:
     """Bytes still to be taken when ``cached_tokens`` of the prompt are in the cache already."""
-    whole = beam_memory(width, prompt_tokens, new_tokens, key_value_bytes_per_token)
-    return max(0, whole - cached_tokens * key_value_bytes_per_token)
+    whole = beam_memory(width, prompt_tokens, new_tokens, key_value_bytes_per_token, state_bytes)
+    return max(0, whole - cached_tokens * key_value_bytes_per_token - (state_bytes if cached_tokens else 0))
 
 
 def longest_answer(
-    width: int, prompt_tokens: int, available_bytes: int, key_value_bytes_per_token: int, cached_tokens: int
+    width: int,
+    prompt_tokens: int,
+    available_bytes: int,
+    key_value_bytes_per_token: int,
+    cached_tokens: int,
+    state_bytes: int = 0,
 ) -> int:
     """The largest number of new tokens per beam for which :func:`extra_beam_memory` is within ``available_bytes``.
 
     -1 if not even the prompt's copies fit.
     """
+    rows = 1 if width == 1 else width + 1
+    available_bytes -= state_bytes * (rows - (1 if cached_tokens else 0))
+    if available_bytes < 0:
+        return -1
     if key_value_bytes_per_token <= 0:
         return 2**62
-    rows = 1 if width == 1 else width + 1
     tokens = available_bytes // key_value_bytes_per_token + cached_tokens
     return max(-1, tokens // rows - prompt_tokens)
 
@@ -81,7 +98,7 @@ def step_bytes(costs: ModelCosts, width: int, context_tokens: int) -> float:
     """Bytes read in one step of ``width`` beams, each with ``context_tokens`` tokens in the cache."""
     per_expert = costs.expert_bytes / (costs.experts * costs.moe_layers) if costs.experts and costs.moe_layers else 0.0
     distinct = expected_distinct_experts(costs.experts, costs.experts_per_token, width)
-    cache = width * context_tokens * costs.key_value_bytes_per_token
+    cache = width * (context_tokens * costs.key_value_bytes_per_token + 2 * costs.state_bytes)
     return costs.trunk_bytes + costs.moe_layers * distinct * per_expert + cache
 
 
@@ -93,11 +110,12 @@ def estimate_beams(
     one = step_bytes(costs, 1, context_tokens)
     found = []
     for width in widths:
-        extra = extra_beam_memory(width, context_tokens, 0, costs.key_value_bytes_per_token, cached_tokens)
+        per_token, state = costs.key_value_bytes_per_token, costs.state_bytes
+        extra = extra_beam_memory(width, context_tokens, 0, per_token, cached_tokens, state)
         found.append(
             BeamCost(
                 width=width,
-                memory_bytes=beam_memory(width, context_tokens, 0, costs.key_value_bytes_per_token),
+                memory_bytes=beam_memory(width, context_tokens, 0, per_token, state),
                 fits=extra <= available_bytes,
                 relative_step_time=step_bytes(costs, width, context_tokens) / one if one else 1.0,
             )

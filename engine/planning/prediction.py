@@ -35,6 +35,8 @@ class ModelSizes:
     trunk_bytes: int
     expert_bytes: int
     key_value_bytes_per_token: int
+    state_bytes: int = 0
+    """Of what a row keeps besides, whatever its length, and every pass replaces: the states of delta-nets."""
     bytes_per_weight: int = 2
     """Of numbers that are computed with."""
     name: str = ""
@@ -51,6 +53,10 @@ class ModelSizes:
     """Whether a GPU unpacks an expert into numbers of the computed width each time it runs it."""
     largest_slab_bytes: int = 0
     """The largest routed expert, as layers may store theirs in different formats; 0: all are alike."""
+
+    def cache_bytes(self, tokens: int) -> int:
+        """Bytes of the cache of a row of ``tokens``; a pass that replaces states has those of before and after."""
+        return tokens * self.key_value_bytes_per_token + 2 * self.state_bytes
 
     @property
     def trunk_file_bytes(self) -> int:
@@ -257,7 +263,7 @@ def _tokens(model: ModelSizes, shares: Shares) -> list[int]:
 
 
 def _trunk_bytes_read(model: ModelSizes) -> float:
-    return model.trunk_bytes + DECODE_CONTEXT * model.key_value_bytes_per_token
+    return model.trunk_bytes + model.cache_bytes(DECODE_CONTEXT)
 
 
 def _trunk(model: ModelSizes, rows: int, rate: float, operations_per_s: float) -> float:

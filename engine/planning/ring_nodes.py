@@ -114,7 +114,7 @@ class RingModelFacts:
 
 def beside_weights(model: RingModelFacts, central_follower: bool = False) -> tuple[int, int]:
     """Bytes of keys and values, and of workspace, on a node."""
-    key_values = 0 if central_follower else model.context_tokens * model.sizes.key_value_bytes_per_token
+    key_values = 0 if central_follower else model.sizes.cache_bytes(model.context_tokens)
     return key_values, workspace_bytes(model.sizes, model.prefill_chunk, gpu=False)
 
 

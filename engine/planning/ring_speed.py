@@ -313,7 +313,7 @@ def costs_of(
         return max(reading, 2.0 * tokens * weights * model.weights_per_trunk_byte / operations if operations else 0.0)
 
     shared = model.shared_bytes if model.moe_layers else 0
-    cached = DECODE_CONTEXT * model.key_value_bytes_per_token
+    cached = model.cache_bytes(DECODE_CONTEXT)
     trunk = [seconds(tokens, model.trunk_bytes - shared, cached) for tokens in points]
     per_layer = tuple(each / layers + layer_overhead_s for each in trunk)
     dense = layers - model.moe_layers

@@ -191,6 +191,7 @@ class Session:
             experts=self.facts.experts,
             experts_per_token=self.facts.experts_per_token,
             key_value_bytes_per_token=self.facts.key_value_bytes_per_token,
+            state_bytes=self.facts.state_bytes,
         )
         found = estimate_beams(costs, request.widths, request.context_tokens, len(self._cache.tokens), available)
         return BeamEstimates(
@@ -249,9 +250,9 @@ class Session:
         most = room if request.max_tokens is None else min(room, request.max_tokens)
         if request.beams == 1:
             return most
-        per_token = self.facts.key_value_bytes_per_token
-        available = self._memory()
-        fits = longest_answer(request.beams, prompt_tokens, available, per_token, len(self._cache.tokens))
+        per_token, state = self.facts.key_value_bytes_per_token, self.facts.state_bytes
+        available, cached = self._memory(), len(self._cache.tokens)
+        fits = longest_answer(request.beams, prompt_tokens, available, per_token, cached, state)
         if fits >= most:
             return most
         if request.max_tokens is None and fits >= SHORTEST_BEAM_ANSWER:
@@ -259,7 +260,7 @@ class Session:
         asked = most if request.max_tokens is not None else min(most, SHORTEST_BEAM_ANSWER)
         if fits >= asked:
             return asked
-        needed = extra_beam_memory(request.beams, prompt_tokens, asked, per_token, len(self._cache.tokens))
+        needed = extra_beam_memory(request.beams, prompt_tokens, asked, per_token, cached, state)
         raise ModelError(
             f"{request.beams} beams of {asked} tokens after a prompt of {prompt_tokens} need "
             f"{byte_size(needed, fine=True)} more memory for keys and values, but {byte_size(available, fine=True)} is "

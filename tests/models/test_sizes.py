@@ -11,7 +11,7 @@ from tiny_models import TINY_FAMILIES
 from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.models.opening import open_model
-from engine.models.sizes import experts_per_token, key_value_numbers, sizes_of
+from engine.models.sizes import experts_per_token, key_value_numbers, sizes_of, state_bytes
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
@@ -32,6 +32,8 @@ def test_headers_tell_what_the_loaded_model_tells(tiny_model: Callable[..., Path
         assert sizes.expert_bytes == facts.expert_bytes
         assert sizes.trunk_bytes == pytest.approx(facts.trunk_bytes, rel=0.02)
         assert sizes.key_value_bytes_per_token == facts.key_value_bytes_per_token
+        assert sizes.state_bytes == sizes.for_planning().state_bytes == facts.state_bytes
+        assert (sizes.state_bytes > 0) == family.startswith("qwen3_5")
         model.close()
 
 
@@ -63,6 +65,19 @@ def test_latent_and_linear_attention_keep_less() -> None:
     assert key_value_numbers({**common, "kv_lora_rank": 10, "qk_rope_head_dim": 6}) == 4 * 16
     kinds = ["linear_attention", "full_attention"] * 2
     assert key_value_numbers({**common, "layer_types": kinds}) == 2 * 2 * 4 * 8
+
+
+def test_delta_nets_keep_states() -> None:
+    config: dict[str, object] = {
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_key_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_num_value_heads": 32,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    }
+    assert state_bytes(config) == 3 * 4 * (32 * 128 * 128 + 3 * 8192)
+    assert state_bytes({**config, "linear_num_key_heads": None}) == 0
 
 
 def test_experts_per_token_wherever_the_family_says_it() -> None:

@@ -59,12 +59,21 @@ def test_a_dense_model_pays_for_the_cache_alone() -> None:
     assert costs[1].relative_step_time == pytest.approx((1_000_000 + 400_000) / 1_100_000)
 
 
-@given(st.integers(1, 16), st.integers(0, 5000), st.integers(0, 10**7), st.integers(1, 4096), st.integers(0, 6000))
-def test_longest_answer_is_the_longest(width: int, prompt: int, available: int, per_token: int, cached: int) -> None:
-    found = longest_answer(width, prompt, available, per_token, min(cached, prompt))
+@given(
+    st.integers(1, 16),
+    st.integers(0, 5000),
+    st.integers(0, 10**7),
+    st.integers(1, 4096),
+    st.integers(0, 6000),
+    st.sampled_from([0, 1, 1000, 10**6]),
+)
+def test_longest_answer_is_the_longest(
+    width: int, prompt: int, available: int, per_token: int, cached: int, state: int
+) -> None:
+    found = longest_answer(width, prompt, available, per_token, min(cached, prompt), state)
     if found >= 0:
-        assert extra_beam_memory(width, prompt, found, per_token, min(cached, prompt)) <= available
-    assert extra_beam_memory(width, prompt, found + 1, per_token, min(cached, prompt)) > available
+        assert extra_beam_memory(width, prompt, found, per_token, min(cached, prompt), state) <= available
+    assert extra_beam_memory(width, prompt, found + 1, per_token, min(cached, prompt), state) > available
 
 
 @given(st.integers(1, 15), st.integers(0, 5000), st.integers(1, 5000))
@@ -80,6 +89,14 @@ def test_fits_changes_where_memory_ends() -> None:
     widths = [cost.relative_step_time for cost in estimate_beams(MIXTRAL, range(1, 17), 2000, 0, needed)]
     assert widths == sorted(widths)
     assert widths[0] == 1.0
+
+
+def test_every_row_has_states_of_its_own() -> None:
+    assert beam_memory(4, 100, 20, 8, 1000) == beam_memory(4, 100, 20, 8) + 5 * 1000
+    assert extra_beam_memory(4, 100, 20, 8, 50, 1000) == extra_beam_memory(4, 100, 20, 8, 50) + 4 * 1000
+    assert longest_answer(4, 100, 3999, 0, 50, 1000) == -1 < longest_answer(4, 100, 4000, 0, 50, 1000)
+    costs = ModelCosts(1_000_000, 0, 0, 0, 0, 100, state_bytes=50_000)
+    assert step_bytes(costs, 3, 1000) == 1_000_000 + 3 * (100_000 + 100_000)
 
 
 def test_a_model_without_cache_has_no_limit() -> None:

@@ -22,7 +22,7 @@ from engine.session.token_history import TokenHistory
 
 CASES = [("torch", "qwen3_moe"), ("torch", "minimax")]
 if choose("bfloat16").native:
-    CASES += [("native", "qwen3_moe"), ("native", "mistral")]
+    CASES += [("native", "qwen3_moe"), ("native", "mistral"), ("native", "qwen3_5_text")]
 
 
 class Person:

@@ -156,7 +156,8 @@ class Follower:
         if self._memory is None:
             return
         held = sum(rows.rows * rows.length for rows, _ in self._rows.values())
-        wanted = (held + more) * self._model.facts.key_value_bytes_per_token
+        states = sum(rows.rows for rows, _ in self._rows.values()) * self._model.facts.state_bytes
+        wanted = (held + more) * self._model.facts.key_value_bytes_per_token + states
         if wanted > self._memory:
             reason = (
                 f"its keys and values would take {byte_size(wanted)} of the {byte_size(self._memory)} lent for them"

@@ -136,6 +136,8 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     expert_bytes: int
     key_value_bytes_per_token: int
     parameters: int
+    state_bytes: int = 0
+    """Bytes that a row keeps besides keys and values, whatever its length: the states of delta-nets."""
     load_s: float = 0.0
     trunk: str = ""
     """The trunk's implementation, e.g. ``native (avx512_bf16, 2 threads)`` or ``transformers (torch, cpu)``."""

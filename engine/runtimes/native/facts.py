@@ -6,6 +6,7 @@ import math
 
 from engine.ipc.messages import Load, ModelFacts
 from engine.models.files import Experts, ModelFiles, whole_weights
+from engine.models.sizes import state_bytes
 from engine.moe.held import held_by
 from engine.moe.kernels.bindings import KernelChoice
 from engine.moe.rank_context import RankContext
@@ -46,6 +47,7 @@ def describe(
         trunk_bytes=files.trunk_bytes,
         expert_bytes=_expert_bytes(experts, context),
         key_value_bytes_per_token=shape.key_value_numbers * (2 if dtype == "bfloat16" else 4),
+        state_bytes=state_bytes(files.config),
         parameters=numbers,
         load_s=load_s,
         trunk=f"native ({choice.name}, {threads} {'thread' if threads == 1 else 'threads'})",

@@ -9,6 +9,7 @@ from torch import nn
 
 from engine.ipc.messages import Load, ModelFacts
 from engine.models.files import Experts, ModelFiles, whole_weights
+from engine.models.sizes import state_bytes
 from engine.moe.executor import Executor
 from engine.runtimes.torch.gpu_memory_plan import SharedRoom
 from engine.runtimes.torch.offload.torch_tensors import NAMES
@@ -51,6 +52,7 @@ def describe(
         trunk_bytes=sum(tensor.nbytes for tensor in stored),
         expert_bytes=0 if held is None else held.nbytes,
         key_value_bytes_per_token=key_value_numbers(config) * dtype.itemsize,
+        state_bytes=state_bytes(files.config),
         parameters=sum(p.numel() for p in module.parameters()) + numbers_kept_packed(module) + expert_parameters,
         load_s=load_s,
         trunk=f"transformers (torch, {device.type})",
