@@ -7,8 +7,9 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from engine.bench.exchange_node import (
 from engine.cluster.transport.collective import BLOCK, LENGTH, ROOM, CollectiveExchange, Gathering
 from engine.cluster.transport.exchange import Exchange, PeerLost, RingProtocolError
 from engine.cluster.transport.gloo import ExchangedStore, connect_gloo
+from engine.cluster.transport.mesh import Mesh
 from engine.cluster.transport.registry import open_exchange
 from engine.errors import ModelError
 
@@ -288,6 +290,34 @@ def test_a_second_group_in_one_process_is_refused(
         return caught.value.kind
 
     assert on_all_ranks(refused, 2) == ["network"] * 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere mlx could not listen at a port that is held")
+def test_nobody_is_given_a_port_that_the_nodes_have_told(
+    linked_nodes: Callable[..., LinkedNodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine opens many connections while a ring is formed, and mlx listens last."""
+    pytest.importorskip("mlx.core")
+    from engine.cluster.transport import mlx_group as group
+
+    def listens(mesh: Mesh, rank: int, states: Sequence[group.GroupState]) -> None:
+        for state in states:
+            host, _, port = state.address.rpartition(":")
+            with socket.socket() as somebody, pytest.raises(OSError, match="in use"):
+                somebody.bind((host, int(port)))
+        mesh.send([], 0)  # they are held until all have looked
+        mesh.receive()
+        raise RuntimeError("all ports were held")
+
+    monkeypatch.setattr(group, "_made", listens)
+    nodes = linked_nodes(2)
+
+    def connects(rank: int) -> str:
+        with pytest.raises(ModelError) as caught:
+            group.connect_mlx(nodes.nodes[rank].links, nodes.nodes[rank].epoch)
+        return str(caught.value)
+
+    assert all("all ports were held" in said for said in must_succeed(on_all_ranks(connects, 2)))
 
 
 def test_no_node_tells_gloo_of_anothers_place() -> None:

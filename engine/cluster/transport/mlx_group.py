@@ -19,8 +19,9 @@ import os
 import re
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import mlx.core as mx
@@ -131,21 +132,22 @@ def connect_mlx(links: Links, epoch: Epoch) -> Exchange:
     mesh = Mesh(epoch.rank, len(epoch.members), sockets)
     members = tuple(member.node_id for member in sorted(epoch.members, key=lambda member: member.rank))
     kept = _Life.made_in if _Life.in_step and members == _Life.members else ""
+    port = ExitStack()
     try:
         # Whoever comes first may connect to what mlx opens: on trusted networks only, whatever addresses were named
         # before.
         ends = [end for framed in sockets.values() for end in (framed.local_address, framed.remote_address)]
         check_trusted("mlx", ends, epoch.trusted)
         row = _devices({rank: framed.local_address for rank, framed in sockets.items()}, epoch.rank, len(members))
-        mine = GroupState(
-            _free_address(framed.local_address for framed in sockets.values()) if available() else "", kept, row
-        )
+        hosts = [framed.local_address for framed in sockets.values()]
+        mine = GroupState(_free_address(hosts, port) if available() else "", kept, row)
         group = made_while_wanted(epoch, lambda: _agreed(mesh, mine, links.parts.observe), lambda late: None)
         if group.size() != len(members):
             raise ModelError(f"mx.distributed connected {group.size()} of {len(members)} nodes.", kind="network")
     except (RuntimeError, ValueError, msgspec.DecodeError) as error:
         raise ModelError(f"mx.distributed could not connect the nodes: {error}.", kind="network") from error
     finally:
+        port.close()
         mesh.close()
     if group is not _Life.group:
         _Life.group, _Life.made_in, _Life.members, _Life.in_step = group, epoch.epoch, members, True
@@ -283,13 +285,21 @@ def side_channel(mesh: Mesh) -> Callable[[bytes, int], bytes]:
     return gather
 
 
-def _free_address(hosts: Iterable[str]) -> str:
+def _free_address(hosts: Iterable[str], held: ExitStack) -> str:
     """``IP:PORT`` at the first IPv4 address of ``hosts`` (mlx knows no other), with a port that is free now; empty if
-    there is none."""
+    there is none.
+
+    Linux gives the port to nobody else until ``held`` is closed, but lets mlx listen there. Elsewhere mlx could not.
+    """
     for host in hosts:
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        with suppress(OSError), ExitStack() as probing:
+            probe = probing.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, 0))
-            return f"{host}:{probe.getsockname()[1]}"
+            address = f"{host}:{probe.getsockname()[1]}"
+            if sys.platform == "linux":
+                held.push(probing.pop_all())
+            return address
     return ""
 
 
