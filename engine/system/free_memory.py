@@ -48,10 +48,10 @@ def memory() -> Memory:
     import psutil
 
     machine = psutil.virtual_memory()
-    limit, left = container_limit(), container_bytes()
+    limits = _limits(_CGROUP, _MEMBERSHIP)
     return Memory(
-        total=int(machine.total if limit is None else min(machine.total, limit)),
-        free=int(machine.available if left is None else min(machine.available, left)),
+        total=min((int(machine.total), *(limit for limit, _ in limits))),
+        free=min((int(machine.available), *(left for _, left in limits))),
         machine=int(machine.total),
     )
 
