@@ -37,6 +37,17 @@ LIBRARIES = (
 NO_MODULE = ("engine.moe.kernels._native",)
 """The library of the kernels, which is no Python module."""
 
+LATE = (
+    "cryptography.hazmat.backends.openssl.backend",
+    "encodings.ascii",
+    "encodings.idna",
+    "grpc._channel",
+    "grpc._interceptor",
+    "grpc._server",
+    "grpc.experimental",
+)
+"""Modules that libraries import when they are first used."""
+
 HIDDEN = 48
 """Numbers of a hidden state of the tiny models; see tiny_models.py."""
 PACKET_BYTES = 1 << 20
@@ -56,6 +67,8 @@ def main() -> None:
     for name in (*modules_of("discovery", left_out), *modules_of("engine", left_out)):
         with contextlib.suppress(ModuleNotFoundError if whole else ()):  # mlx is not installed everywhere
             importlib.import_module(name)
+    for name in LATE:
+        importlib.import_module(name)
     warm_up()
     assert whole or not {"torch", "mlx"} & sys.modules.keys(), "something else of the engine imports torch or mlx"
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a thread was started by an import: forking is not safe"

@@ -39,9 +39,12 @@ def held(folder: Path) -> int:
     return sum(map(len, read_shard(folder).experts.values()))
 
 
-@pytest.mark.parametrize("key", [PLAIN, BANK])
+@pytest.mark.parametrize("key", [pytest.param(PLAIN, marks=pytest.mark.soak), BANK])
 def test_a_ring_begins_without_a_copy_on_its_head(tmp_path: Path, made: dict[str, Path], key: str):
-    """One of two followers has all of it. The other one gets its share through the head."""
+    """One of two followers has all of it. The other one gets its share through the head.
+
+    The other tests have a plain checkpoint there.
+    """
     with RealRing(tmp_path, [Machine(), Machine(models=(made[key],)), Machine()]) as ring:
         facts = ring.form(Path(key.replace("--", "/")), "native", 2, "bfloat16")
         tokens, beams = ring.answer(), ring.beams()

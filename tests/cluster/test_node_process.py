@@ -123,7 +123,10 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     head.close()
 
 
-@pytest.mark.parametrize(("mode", "exchange"), [("exact", "auto"), ("fast", "tls"), ("central", "tls")])
+@pytest.mark.parametrize(
+    ("mode", "exchange"),
+    [("exact", "auto"), *(pytest.param(mode, "tls", marks=pytest.mark.soak) for mode in ("fast", "central"))],
+)
 def test_three_processes_answer_as_one(three: Head, model: Path, mode: str, exchange: ExchangeName) -> None:
     choice = RingChoice(even_if_slower=True, mode=mode, exchange=exchange, overlap=False)  # type: ignore[arg-type]
     loaded = three.load(model, choice)

@@ -48,7 +48,16 @@ def unlike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRing]:
         yield made
 
 
-@pytest.mark.parametrize(("head", "follower"), [("native", 1), ("native", 2), ("native", 3), ("mlx", 1), ("torch", 3)])
+UNLIKE = [
+    ("native", 2),
+    ("mlx", 1),
+    ("torch", 3),
+    *(pytest.param("native", follower, marks=pytest.mark.soak) for follower in (1, 3)),
+]
+"""Runtimes of the head, and machines that compute otherwise."""
+
+
+@pytest.mark.parametrize(("head", "follower"), UNLIKE)
 def test_unlike_machines_form_a_central_ring_and_why_is_said(
     unlike: RealRing, model: Path, head: str, follower: int
 ) -> None:

@@ -72,7 +72,7 @@ class Doomed(Setting):
 
 @pytest.fixture(
     scope="module",
-    params=[("native", 1), ("torch", 4), pytest.param(("torch", 1), marks=pytest.mark.soak)],
+    params=[("native", 1), ("torch", 7), pytest.param(("torch", 1), marks=pytest.mark.soak)],
     ids=["native", "torch", "torch-all"],
 )
 def setting(request: pytest.FixtureRequest, tiny_model: Callable[..., Path]) -> Iterator[Doomed]:

@@ -28,11 +28,10 @@ WAYS = [
     (signal.SIGKILL, "engine"),
 ]
 SAMPLED = [
-    ("ring", "preparing", signal.SIGKILL, "command"),
+    ("ring", "preparing", signal.SIGKILL, "engine"),
     ("ring", "measuring", signal.SIGTERM, "command"),
     ("exchange", "measuring", signal.SIGINT, "command"),
-    ("exchange", "measuring", signal.SIGKILL, "command"),
-    ("exchange", "preparing", signal.SIGKILL, "engine"),
+    ("exchange", "preparing", signal.SIGKILL, "command"),
 ]
 """Each kind, stage and way once at least; a ring's processes take seconds to start."""
 

@@ -19,7 +19,7 @@ from engine.ipc.messages.ring import ExchangeName
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-LONG = 100
+LONG = 60
 LOOPBACK = ["127.0.0.0/8"]
 
 

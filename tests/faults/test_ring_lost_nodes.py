@@ -19,8 +19,8 @@ from engine.ipc.messages.ring import RingChoice
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-LONG = 150
-LONG_PROMPT = [3 + (7 * place + place // 11) % 150 for place in range(600)]
+LONG = 100
+LONG_PROMPT = [3 + (7 * place + place // 11) % 150 for place in range(400)]
 
 
 def noticed(ring: Ring, gone: Machine, since: int) -> None:
@@ -118,7 +118,14 @@ def test_killed_and_asked_at_once(three: Ring, model: Path, alone: Oracle) -> No
     assert len([text for text in three.notices(since) if "Lost" in text]) == 1
 
 
-@pytest.mark.parametrize("stage", ["measuring the machines", "comparing weights", "connecting", "opening the model"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "measuring the machines",
+        "connecting",
+        *(pytest.param(stage, marks=pytest.mark.soak) for stage in ("comparing weights", "opening the model")),
+    ],
+)
 def test_killed_while_the_ring_is_formed(three: Ring, model: Path, alone: Oracle, stage: str) -> None:
     since = three.mark()
     request = begun(three, model, stage)

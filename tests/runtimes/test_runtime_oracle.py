@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,13 @@ RUNS = of_families(
     case(MLX, "", "plain", 3),
     case(MLX, "", "prepared", 1),
 )
+RUNS = [
+    # The chunks of a dense model's prompt, which cannot be prepared, are as many as a model's with experts.
+    pytest.param(*run.values, marks=(*run.marks, pytest.mark.soak), id=run.id)
+    if "prepared" in run.values and run.values[0] not in TINY_MOE_FAMILIES
+    else run
+    for run in RUNS
+]
 """Of a runtime with its kernels of the experts, the form of the files and the chunks of the prompt, each pair once."""
 
 
@@ -125,11 +132,17 @@ def halved(family: str, tiny_model: Callable[..., Path]) -> Path:
     return tiny_model(family, dtype="bfloat16", shards=True)
 
 
-each_family = pytest.mark.parametrize("family", TINY_FAMILIES)
+def turn_about(names: str, ways: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
+    """Each family in one of ``ways`` after the other, and in all of them in ``make test-soak``."""
+    rows = [
+        pytest.param(family, *way, marks=() if number % len(ways) == place else pytest.mark.soak)
+        for number, family in enumerate(TINY_FAMILIES)
+        for place, way in enumerate(ways)
+    ]
+    return pytest.mark.parametrize(("family", *names.split()), rows)
 
 
-@each_family
-@pytest.mark.parametrize(("form", "chunks"), [("plain", 3), ("prepared", 1)])
+@turn_about("form chunks", [("plain", 3), ("prepared", 1)])
 def test_bfloat16_equals_the_library(
     family: str, form: str, chunks: int, halved: Path, prepared: Prepared, kernels: Callable[[str], None]
 ) -> None:
@@ -143,8 +156,7 @@ def test_bfloat16_equals_the_library(
 
 
 @needs_kernels
-@each_family
-@pytest.mark.parametrize("chunks", [1, 3])
+@turn_about("chunks", [(1,), (3,)])
 def test_bfloat16_on_the_native_kernels_is_as_near_the_truth_as_the_library(
     family: str, chunks: int, halved: Path, prepared: Prepared
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -19,8 +20,14 @@ from app.tui.panels.beam_panel import Candidates
 from app.tui.screens.settings import Prediction, SettingRow
 from engine.ipc.messages import Beam, DeviceMemory, ExpertMovement, LayerTimes, PhaseTimes, PlannedChoice, Timing
 
-SIZES = [(80, 24), (120, 40), (40, 20)]
-sizes = pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
+
+def at_sizes(*marked: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("size", marked, ids=lambda size: f"{size[0]}x{size[1]}")
+
+
+sizes = at_sizes((80, 24), pytest.param((120, 40), marks=pytest.mark.soak), (40, 20))
+"""A large terminal has room for everything: but for some screens it is left to ``make test-soak``."""
+all_sizes = at_sizes((80, 24), (120, 40), (40, 20))
 Compare = Callable[..., bool]
 Before = Callable[[Pilot[int]], Awaitable[None]]
 
@@ -126,7 +133,7 @@ def test_streaming(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine,
     assert snap_compare(make_app(), terminal_size=size, run_before=before)
 
 
-@sizes
+@all_sizes
 def test_finished_answer(snap_compare: Compare, make_app: MakeApp, engine: FakeEngine, size: tuple[int, int]) -> None:
     engine.answer = lambda request: [ANSWER]
 
@@ -236,7 +243,7 @@ def test_timing_of_shared_experts(
     assert snap_compare(make_app(), terminal_size=size, run_before=before)
 
 
-@sizes
+@all_sizes
 def test_settings(snap_compare: Compare, make_app: MakeApp, size: tuple[int, int]) -> None:
     async def before(pilot: Pilot[int]) -> None:
         await ready(pilot)
