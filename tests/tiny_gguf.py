@@ -38,11 +38,15 @@ ARCHITECTURES = {
     "deepseek_v3": "deepseek2",
     "glm4_moe_lite": "deepseek2",
     "glm4_moe": "glm4moe",
+    "qwen3_next": "qwen3next",
+    "lfm2_moe": "lfm2moe",
 }
 """Family in transformers -> architecture of its GGUF files."""
 
 PRE = {"glm4_moe_lite": "glm4", "glm4_moe": "glm4"}
 """The rule by which texts are split, for families that are told apart by it."""
+
+DELTA_NETS = ("qwen35", "qwen35moe", "qwen3next")
 
 TOKENS = [chr(code) for code in range(33, 127)] + [f"{a}{b}" for a in "abcdefgh" for b in "aeiou"] + ["Ġ", "Ċ"]
 _NAMES = {
@@ -55,6 +59,21 @@ _NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
+    "linear_attn.in_proj_qkvz": "ssm_in",
+    "linear_attn.in_proj_ba": "ssm_ba",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "model.embedding_norm": "token_embd_norm",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w3": "ffn_up",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.gate": "ffn_gate_inp",
     "linear_attn.in_proj_qkv": "attn_qkv",
     "linear_attn.in_proj_z": "attn_gate",
     "linear_attn.in_proj_a": "ssm_alpha",
@@ -85,7 +104,7 @@ _NAMES = {
     "mlp.shared_expert.up_proj": "ffn_up_shexp",
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
 }
-_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight")
 _SHORT = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
 
 
@@ -102,7 +121,7 @@ def gguf_name(name: str) -> str:
     stem, _, kind = name.rpartition(".")
     if kind in ("A_log", "dt_bias"):
         return f"blk.{stem.split('.')[2]}.{'ssm_a' if kind == 'A_log' else 'ssm_dt.bias'}"
-    if kind == "e_score_correction_bias":
+    if kind in ("e_score_correction_bias", "expert_bias"):
         return f"blk.{stem.split('.')[2]}.exp_probs_b.bias"
     if kind == "sinks":
         return f"blk.{stem.split('.')[2]}.attn_sinks.weight"
@@ -124,24 +143,36 @@ def unrotated(weight: Floats, heads: int) -> Floats:
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weight.shape))
 
 
-def delta_net_stored(name: str, values: Floats, config: dict[str, Any]) -> Floats:
-    """As llama.cpp stores Qwen 3.5: norms with one added, decays as they are used, value heads in tiles."""
+def stored(name: str, values: Floats, config: dict[str, Any], architecture: str) -> Floats:
+    """As llama.cpp stores a tensor of an architecture with convolutions."""
+    if name.endswith(("conv1d.weight", "conv.conv.weight")):
+        values = values[:, 0]
+    return delta_net_stored(name, values, config, architecture) if architecture in DELTA_NETS else values
+
+
+def restored(name: str, values: Floats, config: dict[str, Any], architecture: str) -> Floats:
+    """Undoes :func:`stored`."""
+    if architecture in DELTA_NETS:
+        values = delta_net_restored(name, values, config, architecture)
+    return values[:, None] if name.endswith(("conv1d.weight", "conv.conv.weight")) else values
+
+
+def delta_net_stored(name: str, values: Floats, config: dict[str, Any], architecture: str) -> Floats:
+    """As llama.cpp stores Qwen 3.5 and Qwen3-Next: norms with one added, decays as they are used, value heads of the
+    first in tiles."""
     if name.endswith("norm.weight") and "linear_attn" not in name:
         return values + np.float32(1)
     if name.endswith("A_log"):
         values = -np.exp(values)
-    if name.endswith("conv1d.weight"):
-        values = values[:, 0]
-    return _moved_heads(name, values, config, back=False)
+    return values if architecture == "qwen3next" else _moved_heads(name, values, config, back=False)
 
 
-def delta_net_restored(name: str, values: Floats, config: dict[str, Any]) -> Floats:
+def delta_net_restored(name: str, values: Floats, config: dict[str, Any], architecture: str) -> Floats:
     """Undoes :func:`delta_net_stored`."""
     if name.endswith("norm.weight") and "linear_attn" not in name:
         return values - np.float32(1)
-    values = _moved_heads(name, values, config, back=True)
-    if name.endswith("conv1d.weight"):
-        return values[:, None]
+    if architecture != "qwen3next":
+        values = _moved_heads(name, values, config, back=True)
     return np.log(-values) if name.endswith("A_log") else values
 
 
@@ -208,21 +239,18 @@ def write_tiny_gguf(
         if name.endswith("kv_b_proj.weight") and layout != "separate":
             true[name] = _split_latents(known, values, config, written, pack)
             continue
-        if architecture in ("gpt-oss", "qwen35", "qwen35moe", "glm4moe"):
+        if name.endswith("in_proj_qkvz.weight") and layout != "separate":
+            true[name] = _split_by_kind(known, values, config, written, pack)
+            continue
+        if architecture in ("gpt-oss", *DELTA_NETS, "glm4moe"):
             known = known.replace("ffn_norm", "post_attention_norm")
         short = next((short for short in heads if f".{short}." in known), None) if paired else None
-        if short is not None:
-            values = rotated(values, heads[short])
-        elif architecture.startswith("qwen35"):
-            values = delta_net_stored(name, values, config)
+        values = rotated(values, heads[short]) if short is not None else stored(name, values, config, architecture)
         words, kind, back = pack(known, values)
         if known.endswith("ffn_gate_inp_shexp.weight"):
             words = words.reshape(-1)
         written.append((known, words, kind))
-        if short is not None:
-            back = unrotated(back, heads[short])
-        elif architecture.startswith("qwen35"):
-            back = delta_net_restored(name, back, config)
+        back = unrotated(back, heads[short]) if short is not None else restored(name, back, config, architecture)
         true[name] = back
     _add_experts(experts, layout, pack, written, true)
     if merged:
@@ -252,7 +280,7 @@ class _Packing:
 
     def __call__(self, name: str, values: Floats) -> tuple[NDArray[Any], GGMLQuantizationType, Floats]:
         """What is stored of ``values``, its type, and the values it stands for."""
-        kept = values.ndim == 1 or "ffn_gate_inp" in name or "ssm_conv1d" in name
+        kept = values.ndim == 1 or "ffn_gate_inp" in name or "conv1d" in name or "shortconv.conv" in name
         kind = GGMLQuantizationType.F32 if kept else self._kinds(name)
         if kind == GGMLQuantizationType.F32:
             return values, kind, values
@@ -275,8 +303,12 @@ def _write_metadata(
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     split = architecture == "deepseek2" and layout != "separate"
-    writer.add_head_count_kv(1 if split else config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    heads = 1 if split else config["num_key_value_heads"]
+    if architecture == "lfm2moe":
+        _write_convolutions(writer, config)
+    else:
+        writer.add_head_count_kv(heads)
+    writer.add_layer_norm_rms_eps(config.get("rms_norm_eps") or config["norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     if architecture == "deepseek2":
         _write_latents(writer, config, layout)
@@ -301,11 +333,15 @@ def _write_metadata(
         writer.add_rope_dimension_count(round(config["rope_parameters"]["partial_rotary_factor"] * config["head_dim"]))
     if config.get("clip_qkv"):
         writer.add_clamp_kqv(config["clip_qkv"])
-    if architecture.startswith("qwen35"):
+    if architecture in DELTA_NETS:
         rope = config["rope_parameters"]
         writer.add_rope_dimension_count(round(rope["partial_rotary_factor"] * config["head_dim"]))
-        writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
+        if "mrope_section" in rope:
+            writer.add_rope_dimension_sections([*rope["mrope_section"], 0])
         writer.add_full_attention_interval(4)
+        if architecture == "qwen3next":
+            recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
+            writer.add_array(f"{architecture}.attention.recurrent_layers", recurrent)
         writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
         writer.add_ssm_state_size(config["linear_key_head_dim"])
         writer.add_ssm_group_count(config["linear_num_key_heads"])
@@ -340,6 +376,14 @@ def _write_latents(writer: GGUFWriter, config: dict[str, Any], layout: Layout) -
     if rope["rope_type"] == "yarn":
         _write_yarn(writer, rope)
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+
+
+def _write_convolutions(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    heads = config["num_key_value_heads"]
+    writer.add_head_count_kv([0 if kind == "conv" else heads for kind in config["layer_types"]])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    writer.add_leading_dense_block_count(config["num_dense_layers"])
+    writer.add_expert_gating_func(ExpertGatingFuncType.SIGMOID)
 
 
 def _write_shared(writer: GGUFWriter, config: dict[str, Any]) -> None:
@@ -409,6 +453,31 @@ def _gpt_oss(
         written.append((stem.format(short), words, kind))
         back[:, first :: len(shorts)] = true
     return back if bias else np.ascontiguousarray(back.swapaxes(1, 2))
+
+
+def _split_by_kind(
+    known: str,
+    values: Floats,
+    config: dict[str, Any],
+    written: list[tuple[str, NDArray[Any], GGMLQuantizationType]],
+    pack: _Packing,
+) -> Floats:
+    """Qwen3-Next's projection of queries, keys, values and gates, by key head, as two tensors: the gates are in the
+    second."""
+    groups, keys = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    each = config["linear_num_value_heads"] // groups * config["linear_value_head_dim"]
+    ends = np.cumsum([keys, keys, each])
+    by_head = np.split(values.reshape(groups, -1, values.shape[-1]), ends, axis=1)
+    pieces = [part.reshape(-1, values.shape[-1]) for part in by_head]
+    found = []
+    for short, rows in (("attn_qkv", np.concatenate(pieces[:3])), ("attn_gate", pieces[3])):
+        name = known.replace("ssm_in", short)
+        words, kind, true = pack(name, rows)
+        written.append((name, words, kind))
+        found.append(true)
+    back = np.split(np.concatenate(found), np.cumsum([len(piece) for piece in pieces[:3]]))
+    rows = [part.reshape(groups, -1, values.shape[-1]) for part in back]
+    return np.ascontiguousarray(np.concatenate(rows, axis=1).reshape(values.shape))
 
 
 def _split_latents(
@@ -502,7 +571,14 @@ def whole_blocks(family: str) -> dict[str, Any]:
         del sizes["head_dim"]
         sizes |= {"num_key_value_heads": 8, "kv_lora_rank": 256, "v_head_dim": 64, "qk_nope_head_dim": 256}
         sizes |= {"q_lora_rank": None if family == "deepseek_v2" else 256}
-    if family == "qwen3_5_moe_text":
+    if family == "qwen3_next":
+        del sizes["num_hidden_layers"]
+        sizes |= {"linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+        sizes["shared_expert_intermediate_size"] = 256
+    if family == "lfm2_moe":
+        del sizes["num_hidden_layers"], sizes["head_dim"]
+        sizes |= {"num_experts": 8, "moe_intermediate_size": 256}
+    if family in ("qwen3_5_moe_text", "qwen3_next"):
         sizes |= {"num_experts": 4, "moe_intermediate_size": 256}
     return sizes
 

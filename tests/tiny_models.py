@@ -22,6 +22,8 @@ TINY_MOE_FAMILIES: tuple[str, ...] = (
     "glm4_moe_lite",
     "granitemoe",
     "qwen3_5_moe_text",
+    "qwen3_next",
+    "lfm2_moe",
     "phimoe",
     "glm4_moe",
     "minimax",
@@ -171,6 +173,24 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 40,
         "shared_expert_intermediate_size": 56,
     },
+    "qwen3_next": {
+        **_DELTA_NET,
+        "linear_num_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "lfm2_moe": {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "num_dense_layers": 1,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+    },
     "minimax": {
         "num_local_experts": 6,
         "num_experts_per_tok": 2,
@@ -236,7 +256,7 @@ def write_tiny_model(
         for name, parameter in model.named_parameters():
             _fill(name, parameter, generator, tied=model.config.tie_word_embeddings)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.1, generator=generator)
     model.to(getattr(torch, dtype))
     model.config.dtype = getattr(torch, dtype)

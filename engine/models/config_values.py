@@ -92,11 +92,13 @@ _RULES: dict[str, _Rule] = {
         "num_experts num_local_experts n_routed_experts num_experts_per_tok experts_per_token num_selected_experts "
         "moe_k d_model n_heads n_layers max_seq_len kv_n_heads ffn_hidden_size moe_num_experts moe_top_k "
         "decoder_sparse_step interleave_moe_layer_step n_group topk_group kv_lora_rank q_lora_rank qk_rope_head_dim "
-        "qk_nope_head_dim v_head_dim block_size original_max_position_embeddings attention_chunk_size",
+        "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads "
+        "conv_L_cache qk_nope_head_dim v_head_dim block_size original_max_position_embeddings attention_chunk_size",
     ),
     **_rules(
         _whole(0),
-        "sliding_window max_window_layers first_k_dense_replace n_shared_experts num_nextn_predict_layers",
+        "sliding_window max_window_layers first_k_dense_replace num_dense_layers n_shared_experts "
+        "num_nextn_predict_layers",
     ),
     **_rules(
         _number,
@@ -106,7 +108,7 @@ _RULES: dict[str, _Rule] = {
     ),
     **_rules(
         _positive,
-        "rms_norm_eps factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor "
+        "rms_norm_eps norm_eps factor low_freq_factor high_freq_factor beta_fast beta_slow attention_factor "
         "partial_rotary_factor",
     ),
     "rope_theta": _base,
@@ -119,7 +121,7 @@ _RULES: dict[str, _Rule] = {
     **_rules(
         _flag,
         "tie_word_embeddings attention_bias mlp_bias qkv_bias norm_topk_prob use_sliding_window rope_interleave "
-        "lm_head_bias use_qk_norm truncate",
+        "lm_head_bias use_qk_norm use_expert_bias conv_bias tie_embedding truncate",
     ),
     **_rules(_table, "rope_parameters rope_scaling text_config attn_config ffn_config ffn_act_fn"),
     **_rules(_list_of(_text, "names"), "layer_types mlp_layer_types architectures"),

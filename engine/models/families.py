@@ -152,6 +152,11 @@ _DBRX = (
         ExpertTensor(f"{_DBRX_EXPERTS}w2", ("down",), "rows", transposed=True),
     ),
 )
+_LFM2 = (
+    _per_expert(_LAYER + "feed_forward.experts", "w1", "w3", "w2"),
+    _fused(_LAYER + "feed_forward.experts."),
+    *_GGUF,
+)
 _LLAMA4_EXPERTS = _LAYER + "feed_forward.experts."
 
 
@@ -173,6 +178,10 @@ def _sparse_types(config: Mapping[str, Any], layers: int) -> list[int]:
     if kinds is None:
         return list(range(1, layers))
     return [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
+
+
+def _after_leading(config: Mapping[str, Any], layers: int) -> list[int]:
+    return list(range(_integer(config, "num_dense_layers", default=2, minimum=0), layers))
 
 
 def _llama4_layers(config: Mapping[str, Any], layers: int) -> list[int]:
@@ -231,6 +240,20 @@ _TABLE: tuple[Family, ...] = (
     Family("granitemoe", layouts=_GRANITE),
     Family("qwen3_5_text"),
     Family("qwen3_5_moe_text", layouts=_QWEN, expert_count_key="num_experts", ffn_key="moe_intermediate_size"),
+    Family(
+        "qwen3_next",
+        layouts=_QWEN,
+        moe_layers=_sparse_step,
+        expert_count_key="num_experts",
+        ffn_key="moe_intermediate_size",
+    ),
+    Family(
+        "lfm2_moe",
+        layouts=_LFM2,
+        moe_layers=_after_leading,
+        expert_count_key="num_experts",
+        ffn_key="moe_intermediate_size",
+    ),
     Family("phimoe", layouts=_MIXTRAL),
     Family(
         "glm4_moe",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ModelError
-from engine.models import gguf_delta_net, gguf_latent
+from engine.models import gguf_delta_net, gguf_latent, gguf_short_convolution
 from engine.models.changes import paired_changes
 from engine.models.config_values import check_config
 from engine.models.files import Change
@@ -55,6 +55,10 @@ class Architecture:
     """The tensors of a layer of ``mixed_layers``, given the prefixes of its names in the file and in the checkpoint."""
     mixed_layers: str = ""
     """The layer type (``layer_types`` of the configuration) whose attention ``mixer`` stands for; empty: of all."""
+    final_norm: str = "output_norm.weight"
+    """Name in the file of the norm after the last layer."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Parts of the usual names in checkpoints, and what stands there in this family's."""
     changes: Callable[[Mapping[str, Any]], dict[str, Change]] = lambda config: {}
     """What undoes llama.cpp's storage, by the checkpoint's name of the tensor."""
     settings: Settings = lambda metadata: {}
@@ -211,6 +215,31 @@ _WITH_EXPERTS = {
         shared_expert="gated",
         settings=gguf_delta_net.expert_settings,
     ),
+    "qwen3next": Architecture(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        head_norm="per-head",
+        gated_queries=True,
+        own_heads=True,
+        mixer=gguf_delta_net.next_layer_shapes,
+        mixed_layers="linear_attention",
+        changes=gguf_delta_net.next_changes,
+        router="mlp.gate.weight",
+        shared_expert="gated",
+        settings=gguf_delta_net.next_settings,
+    ),
+    "lfm2moe": Architecture(
+        "lfm2_moe",
+        "Lfm2MoeForCausalLM",
+        head_norm="per-head",
+        mixer=gguf_short_convolution.layer_shapes,
+        mixed_layers="conv",
+        router="mlp.gate.weight",
+        router_bias="mlp.expert_bias",
+        final_norm="token_embd_norm.weight",
+        names=gguf_short_convolution.NAMES,
+        settings=gguf_short_convolution.settings,
+    ),
     "glm4moe": Architecture(
         "glm4_moe",
         "Glm4MoeForCausalLM",
@@ -296,6 +325,7 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
     family, class_name = architecture.family, architecture.class_name
     if family == "llama" and 0 < window < context:
         family, class_name = "mistral", "MistralForCausalLM"
+    own = architecture.settings(metadata)
     rope = _rope(gguf, metadata, head_size, architecture.yarn(metadata))
     config: dict[str, Any] = {
         "architectures": [class_name],
@@ -304,7 +334,6 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.number("attention.head_count_kv", heads),
         "head_dim": head_size,
         "max_position_embeddings": context,
         "rms_norm_eps": metadata.short_real("attention.layer_norm_rms_epsilon", 1e-5),
@@ -316,8 +345,10 @@ def config_of(gguf: GgufFile) -> dict[str, Any]:
         "attention_bias": False,
         "dtype": "bfloat16",
         "torch_dtype": "bfloat16",
-        **architecture.settings(metadata),
+        **own,
     }
+    if "num_key_value_heads" not in own:
+        config["num_key_value_heads"] = metadata.number("attention.head_count_kv", heads)
     if "intermediate_size" not in config:
         config["intermediate_size"] = metadata.number("feed_forward_length", config.get("moe_intermediate_size"))
     if architecture.head_norm == "optional":

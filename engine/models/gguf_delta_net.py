@@ -1,8 +1,9 @@
-"""GGUF files of Qwen 3.5's kind (qwen35 and qwen35moe), three of four layers of which are gated delta-nets.
+"""GGUF files of Qwen 3.5's kind (qwen35, qwen35moe and qwen3next), three of four layers of which are gated delta-nets.
 
 llama.cpp stores some tensors otherwise than the checkpoint: norms with one added, decays as what they are used as, and
 value heads in tiles (first the first head of every key head, then the second of every key head, and so on) where the
-checkpoint has them grouped by key head.
+checkpoint has them grouped by key head. Qwen3-Next's value heads are stored as they are, but its queries, keys, values
+and gates, which its checkpoint has by key head in one tensor, are in two, the gates in the second.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ def settings(metadata: Metadata) -> dict[str, Any]:
     """The part of ``config.json`` that is of this kind. Raises ModelError for a number that is missing or
     impossible."""
     layers = metadata.number("block_count") - metadata.number("nextn_predict_layers", 0)
-    interval = metadata.number("full_attention_interval", 4)
     value_heads, head_size = metadata.number("ssm.time_step_rank"), metadata.number("attention.key_length")
     sections = metadata.get("rope.dimension_sections", [])
     return {
         "num_hidden_layers": layers,
-        "layer_types": ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(layers)],
+        "layer_types": _layer_types(metadata, layers),
         "linear_conv_kernel_dim": metadata.number("ssm.conv_kernel"),
         "linear_key_head_dim": metadata.number("ssm.state_size"),
         "linear_num_key_heads": metadata.number("ssm.group_count"),
@@ -43,6 +43,27 @@ def settings(metadata: Metadata) -> dict[str, Any]:
     }
 
 
+def _layer_types(metadata: Metadata, layers: int) -> list[str]:
+    interval = metadata.number("full_attention_interval", 4)
+    recurrent = metadata.get("attention.recurrent_layers")
+    if not isinstance(recurrent, list) or len(recurrent) < layers:
+        recurrent = [(layer + 1) % interval for layer in range(layers)]
+    return ["linear_attention" if each else "full_attention" for each in recurrent[:layers]]
+
+
+def next_settings(metadata: Metadata) -> dict[str, Any]:
+    """As :func:`expert_settings`, of Qwen3-Next, which knows no pictures."""
+    found = expert_settings(metadata)
+    rope = {key: value for key, value in found["rope_parameters"].items() if not key.startswith("mrope")}
+    return {
+        **found,
+        "rope_parameters": rope,
+        "norm_topk_prob": bool(metadata.get("expert_weights_norm", True)),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
 def expert_settings(metadata: Metadata) -> dict[str, Any]:
     """As :func:`settings`, of a model with experts."""
     return {
@@ -56,31 +77,66 @@ def expert_settings(metadata: Metadata) -> dict[str, Any]:
 
 def layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Shapes:
     """The tensors of a layer's delta-net, norms of the layer left out."""
-    hidden, kernel = config["hidden_size"], config["linear_conv_kernel_dim"]
-    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
-    heads, width = config["linear_num_value_heads"], config["linear_value_head_dim"]
-    values, channels = heads * width, 2 * keys + heads * width
-    prefix = there + "linear_attn."
-    for source, name, shape in (
+    hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
+    channels, values = _channels(config)
+    yield from _named(
+        here,
+        there,
         ("attn_qkv.weight", "in_proj_qkv.weight", (channels, hidden)),
         ("attn_gate.weight", "in_proj_z.weight", (values, hidden)),
         ("ssm_alpha.weight", "in_proj_a.weight", (heads, hidden)),
         ("ssm_beta.weight", "in_proj_b.weight", (heads, hidden)),
+    )
+    yield from _common_shapes(config, here, there)
+
+
+def next_layer_shapes(gguf: GgufFile, config: Mapping[str, Any], here: str, there: str) -> Shapes:
+    """As :func:`layer_shapes`, of Qwen3-Next. Old files hold its large projection as the checkpoint does."""
+    hidden = config["hidden_size"]
+    channels, values = _channels(config)
+    if here + "ssm_in.weight" in gguf.tensors:
+        yield from _named(here, there, ("ssm_in.weight", "in_proj_qkvz.weight", (channels + values, hidden)))
+    else:
+        yield from _named(
+            here,
+            there,
+            ("attn_qkv.weight", "in_proj_qkvz.qkv.weight", (channels, hidden)),
+            ("attn_gate.weight", "in_proj_qkvz.z.weight", (values, hidden)),
+        )
+    yield from _named(
+        here, there, ("ssm_ba.weight", "in_proj_ba.weight", (2 * config["linear_num_value_heads"], hidden))
+    )
+    yield from _common_shapes(config, here, there)
+
+
+def _channels(config: Mapping[str, Any]) -> tuple[int, int]:
+    """Of the convolution, and of the values."""
+    values = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+    return 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values, values
+
+
+def _common_shapes(config: Mapping[str, Any], here: str, there: str) -> Shapes:
+    heads, width = config["linear_num_value_heads"], config["linear_value_head_dim"]
+    yield from _named(
+        here,
+        there,
         ("ssm_norm.weight", "norm.weight", (width,)),
-        ("ssm_out.weight", "out_proj.weight", (hidden, values)),
+        ("ssm_out.weight", "out_proj.weight", (config["hidden_size"], heads * width)),
         ("ssm_a", "A_log", (heads,)),
         ("ssm_dt.bias", "dt_bias", (heads,)),
-    ):
-        yield here + source, prefix + name, shape, shape
-    yield here + "ssm_conv1d.weight", prefix + "conv1d.weight", (channels, kernel), (channels, 1, kernel)
+    )
+    channels, kernel = _channels(config)[0], config["linear_conv_kernel_dim"]
+    name = there + "linear_attn.conv1d.weight"
+    yield here + "ssm_conv1d.weight", name, (channels, kernel), (channels, 1, kernel)
 
 
-def changes(config: Mapping[str, Any]) -> dict[str, Change]:
-    """What undoes llama.cpp's storage, by the checkpoint's name of the tensor."""
-    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
-    heads = _grouped(config["linear_num_key_heads"], config["linear_num_value_heads"], 1)
-    values = _grouped(config["linear_num_key_heads"], config["linear_num_value_heads"], config["linear_value_head_dim"])
-    joined = np.concatenate([np.arange(2 * keys), 2 * keys + values])
+def _named(here: str, there: str, *tensors: tuple[str, str, tuple[int, ...]]) -> Shapes:
+    for source, name, shape in tensors:
+        yield here + source, f"{there}linear_attn.{name}", shape, shape
+
+
+def next_changes(config: Mapping[str, Any]) -> dict[str, Change]:
+    """What undoes llama.cpp's storage of Qwen3-Next, by the checkpoint's name of the tensor."""
     less_one = Change(subtracted=1.0)
     found = {"model.norm.weight": less_one}
     for layer, kind in enumerate(config["layer_types"]):
@@ -88,8 +144,22 @@ def changes(config: Mapping[str, Any]) -> dict[str, Change]:
         found |= {f"{prefix}{norm}.weight": less_one for norm in ("input_layernorm", "post_attention_layernorm")}
         if kind == "full_attention":
             found |= {f"{prefix}self_attn.{norm}.weight": less_one for norm in ("q_norm", "k_norm")}
+        else:
+            found[prefix + "linear_attn.A_log"] = Change(log_of_negative=True)
+    return found
+
+
+def changes(config: Mapping[str, Any]) -> dict[str, Change]:
+    """As :func:`next_changes`, of Qwen 3.5, whose value heads are moved, too."""
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    heads = _grouped(config["linear_num_key_heads"], config["linear_num_value_heads"], 1)
+    values = _grouped(config["linear_num_key_heads"], config["linear_num_value_heads"], config["linear_value_head_dim"])
+    joined = np.concatenate([np.arange(2 * keys), 2 * keys + values])
+    found = next_changes(config)
+    for layer, kind in enumerate(config["layer_types"]):
+        if kind == "full_attention":
             continue
-        linear = prefix + "linear_attn."
+        linear = f"model.layers.{layer}.linear_attn."
         found |= {
             linear + "in_proj_qkv.weight": Change(rows=joined),
             linear + "conv1d.weight": Change(rows=joined),

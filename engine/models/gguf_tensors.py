@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import ModelError
@@ -98,6 +98,14 @@ def _entry(gguf: GgufFile, tensor: GgufTensor, wanted: NamedTensor) -> TensorEnt
 
 def named_tensors(gguf: GgufFile, architecture: Architecture, config: Mapping[str, Any]) -> Iterator[NamedTensor]:
     """The tensors that a model of ``architecture`` has, in the layout that ``gguf`` has chosen for each."""
+    for tensor in _usually_named(gguf, architecture, config):
+        name = tensor.name
+        for usual, here in architecture.names.items():
+            name = name.replace(usual, here)
+        yield tensor if name == tensor.name else replace(tensor, name=name)
+
+
+def _usually_named(gguf: GgufFile, architecture: Architecture, config: Mapping[str, Any]) -> Iterator[NamedTensor]:
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     yield _whole("token_embd.weight", "model.embed_tokens.weight", (vocabulary, hidden))
     routed = expert_shape(config, FAMILIES[config["model_type"]])
@@ -116,7 +124,7 @@ def named_tensors(gguf: GgufFile, architecture: Architecture, config: Mapping[st
             yield from _experts(gguf, architecture, config, here, there)
         else:
             yield from _feed_forward(here + "ffn_{}.weight", there + "mlp.", config["intermediate_size"], hidden)
-    yield _whole("output_norm.weight", "model.norm.weight", (hidden,))
+    yield _whole(architecture.final_norm, "model.norm.weight", (hidden,))
     if not config["tie_word_embeddings"]:
         yield _whole("output.weight", "lm_head.weight", (vocabulary, hidden))
 

@@ -25,6 +25,8 @@ _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _SHARED = frozenset(("shared_expert", "shared_experts", "shared_expert_gate"))
 """Parts of the names of shared experts, which a ring computes during the exchange."""
+WITHOUT_KEYS = frozenset(("linear_attention", "conv"))
+"""Types of layers that keep a state of fixed size instead of keys and values."""
 _FEW = 2
 """Default experts per token if ``config.json`` gives none, as in the commonest family."""
 
@@ -266,14 +268,17 @@ def key_value_numbers(config: Mapping[str, Any]) -> int:
         width = config.get("head_dim") or _number(config, "hidden_size", "d_model") // heads
         per_layer = 2 * int(grouped or heads) * int(width)
     kinds = config.get("layer_types")
-    kept = sum(kind != "linear_attention" for kind in kinds) if isinstance(kinds, list) else layers
+    kept = sum(kind not in WITHOUT_KEYS for kind in kinds) if isinstance(kinds, list) else layers
     return per_layer * kept
 
 
 def state_bytes(config: Mapping[str, Any]) -> int:
-    """Bytes of the states that delta-nets keep for a row, in float32: one of each value head, and the convolution's
-    last inputs. 0 for a model without delta-nets."""
+    """Bytes of the states that layers keep for a row, in float32: delta-nets one of each value head, and, as short
+    convolutions do, the last inputs of their convolution. 0 for a model with neither."""
     kinds = config.get("layer_types")
+    taps = config.get("conv_L_cache")
+    if isinstance(kinds, list) and "conv" in kinds and isinstance(taps, int):
+        return 4 * kinds.count("conv") * taps * _number(config, "hidden_size")
     names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
     sizes = [config.get(f"linear_{name}") for name in names]
     if not isinstance(kinds, list) or not all(isinstance(size, int) and size > 0 for size in sizes):

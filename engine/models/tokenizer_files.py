@@ -71,6 +71,7 @@ _CLASS_OF_FAMILY = {
     "qwen3_moe": "Qwen2Tokenizer",
     "olmoe": "GPTNeoXTokenizer",
     "dbrx": "GPT2Tokenizer",
+    "qwen3_next": "Qwen2Tokenizer",
     "qwen3_5_text": "Qwen3_5Tokenizer",
     "qwen3_5_moe_text": "Qwen3_5Tokenizer",
     **dict.fromkeys(("mistral", "mixtral", "granitemoe", "phimoe", "glm4_moe", "glm4_moe_lite"), "TokenizersBackend"),

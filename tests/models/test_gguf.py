@@ -28,7 +28,7 @@ from engine.errors import Cancelled, ModelError
 from engine.ipc.messages import Load, Plan
 from engine.models import gguf_tensors, store
 from engine.models.fetching import pull
-from engine.models.files import Change, ModelFiles, StoredTensor, whole_bytes
+from engine.models.files import Change, ModelFiles, Order, StoredTensor, whole_bytes
 from engine.models.gguf_architectures import architecture_of, config_of, llama3_divisors
 from engine.models.gguf_conversion import to_bfloat16
 from engine.models.gguf_file import GgufFile
@@ -72,13 +72,26 @@ def changed(tensor: StoredTensor, change: Change | None) -> Floats:
     return np.log(-values) if change.log_of_negative else values
 
 
+def by_key_head(config: dict[str, Any]) -> Order:
+    """The places of Qwen3-Next's queries, keys, values and gates of the first key head, then of the second, ..."""
+    groups, keys = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    each = config["linear_num_value_heads"] // groups * config["linear_value_head_dim"]
+    starts = groups * np.cumsum([0, keys, keys, each])
+    parts = zip(starts, (keys, keys, each, each), strict=True)
+    places = [(start + np.arange(groups * size)).reshape(groups, size) for start, size in parts]
+    return np.concatenate(places, axis=1).reshape(-1)
+
+
 def values_of_trunk(found: ModelFiles) -> dict[str, Floats]:
-    """What the tensors of the trunk stand for; two tensors of latents' projection are one, as in checkpoints."""
+    """What the tensors of the trunk stand for; two tensors of a projection are one, as in checkpoints."""
     values = {name: changed(tensor, found.changes.get(name)) for name, tensor in found.trunk()}
     for name in [name for name in values if name.endswith(".k_b_proj.weight")]:
         keys, others = values.pop(name), values.pop(name.replace("k_b", "v_b"))
         joined = np.concatenate([keys.swapaxes(1, 2), others], axis=1)
         values[name.replace("k_b", "kv_b")] = joined.reshape(-1, joined.shape[-1])
+    for name in [name for name in values if name.endswith(".qkv.weight")]:
+        joined = np.concatenate([values.pop(name), values.pop(name.replace(".qkv.", ".z."))])
+        values[name.replace(".qkv.", ".")] = joined[by_key_head(found.config)]
     return values
 
 

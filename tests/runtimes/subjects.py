@@ -66,7 +66,16 @@ class Subject:
         return self.name
 
 
-NOT_ON_MLX = ("minimax", "llama4_text", "qwen3_5_text", "qwen3_5_moe_text", "deepseek_v2", "glm4_moe_lite")
+NOT_ON_MLX = (
+    "minimax",
+    "llama4_text",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "deepseek_v2",
+    "glm4_moe_lite",
+    "qwen3_next",
+    "lfm2_moe",
+)
 
 NATIVE = Subject("native", NATIVE_FAMILIES, ("float32", "bfloat16"), (needs_kernels,), prepared_only=PREPARED_ONLY)
 TORCH = Subject("torch", TINY_FAMILIES, ("float32", "bfloat16"))

@@ -106,6 +106,8 @@ def test_packed_experts_run_in_the_native_kernels(
         ("deepseek_v2", "Q8_0"),
         ("glm4_moe_lite", "Q4_K"),
         ("glm4_moe", "Q4_K"),
+        ("qwen3_next", "Q5_K"),
+        ("lfm2_moe", "Q4_K"),
     ],
 )
 def test_a_packed_trunk_stays_where_it_lies(

@@ -8,6 +8,8 @@ import torch
 from transformers.cache_utils import Cache, DynamicLayer, get_layer_types_and_kwargs
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
+from engine.models.sizes import WITHOUT_KEYS
+
 BLOCK = 128
 """Minimum number of positions by which a buffer grows."""
 
@@ -191,9 +193,9 @@ class LightningCache(_States, MiniMaxCache):  # type: ignore[misc]
         self.pending[layer_idx, "linear"] = linear_cache
 
 
-class DeltaNetCache(_States, Cache):  # type: ignore[misc]
-    """Gated delta-net (qwen3_5): some layers keep a state [rows, heads, key width, value width] and the last inputs of
-    their convolution [rows, channels, kernel]."""
+class ConvolutionCache(_States, Cache):  # type: ignore[misc]
+    """Layers that convolve keep their last inputs [rows, channels, kernel]; gated delta-nets (qwen3_5, qwen3_next), not
+    short convolutions (lfm2_moe), also a state [rows, heads, key width, value width]."""
 
     def __init__(self, layers: list[GrowingLayer], position: Position) -> None:
         Cache.__init__(self, layers=layers)
@@ -236,7 +238,7 @@ class DeltaNetCache(_States, Cache):  # type: ignore[misc]
         return recurrent_states
 
 
-AnyCache = KeyValueCache | LightningCache | DeltaNetCache
+AnyCache = KeyValueCache | LightningCache | ConvolutionCache
 
 
 def empty_cache(config: Any) -> AnyCache:
@@ -244,7 +246,7 @@ def empty_cache(config: Any) -> AnyCache:
     position = Position()
     if config.model_type == "minimax":
         return LightningCache([GrowingLayer(position) for _ in range(config.num_hidden_layers)], position)
-    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
-        return DeltaNetCache([GrowingLayer(position) for _ in range(config.num_hidden_layers)], position)
+    if not WITHOUT_KEYS.isdisjoint(getattr(config, "layer_types", None) or ()):
+        return ConvolutionCache([GrowingLayer(position) for _ in range(config.num_hidden_layers)], position)
     _, options = get_layer_types_and_kwargs(config)
     return KeyValueCache([GrowingLayer(position, option.get("sliding_window")) for option in options], position)

@@ -9,7 +9,7 @@ from torch import nn
 
 from engine.ipc.messages import Load, ModelFacts
 from engine.models.files import Experts, ModelFiles, whole_weights
-from engine.models.sizes import state_bytes
+from engine.models.sizes import WITHOUT_KEYS, state_bytes
 from engine.moe.executor import Executor
 from engine.runtimes.torch.gpu_memory_plan import SharedRoom
 from engine.runtimes.torch.offload.torch_tensors import NAMES
@@ -83,4 +83,4 @@ def key_value_numbers(config: Any) -> int:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         per_layer = 2 * heads * width
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    return int(per_layer * sum(kind != "linear_attention" for kind in kinds))
+    return int(per_layer * sum(kind not in WITHOUT_KEYS for kind in kinds))

@@ -13,6 +13,10 @@ SHARED = ("shared_expert", "shared_experts")
 """What families call them, in the MoE block."""
 
 
+_EARLY = ("Qwen2MoeSparseMoeBlock", "Qwen3NextSparseMoeBlock", "Qwen3_5MoeSparseMoeBlock")
+"""Blocks that ask for their shared expert before the routed ones, each with the same operations."""
+
+
 class DoesMeanwhile(Protocol):
     """The module of a block's routed experts; ``meanwhile`` is done within its next call, or not at all."""
 
@@ -23,7 +27,7 @@ class SharedMeanwhile:
     """Runs ``shared``, a child of ``block``, in the exchange of ``experts``; asked for afterwards, it has the result.
 
     Only where the block gives it the block's own input after the routed experts. A family that asks for it earlier gets
-    it computed then; of those there is one, which has a block of its own here.
+    it computed then; those of :data:`_EARLY` have a block of their own here.
     """
 
     def __init__(self, block: nn.Module, shared: nn.Module, experts: DoesMeanwhile) -> None:
@@ -53,7 +57,7 @@ class SharedMeanwhile:
 
 
 class GatedSharedBlock(nn.Module):  # type: ignore[misc]
-    """In a ring in place of qwen2_moe's MoE block, which asks for its shared expert before the routed ones.
+    """In a ring in place of the MoE blocks that ask for their shared expert before the routed ones.
 
     The same operations on the same numbers, in an order in which the shared expert runs while the wire is busy. The
     names of the children are the library's, so that the trunk's names fit.
@@ -81,7 +85,7 @@ class GatedSharedBlock(nn.Module):  # type: ignore[misc]
 
 def asks_early(block: nn.Module) -> bool:
     """Whether it is one that :class:`GatedSharedBlock` stands in for."""
-    return type(block).__name__ == "Qwen2MoeSparseMoeBlock"
+    return type(block).__name__ in _EARLY
 
 
 def overlap_shared(block: nn.Module, experts: DoesMeanwhile) -> None:

@@ -28,6 +28,7 @@ from engine.runtimes.torch.gpu_memory_plan import (
     open_cache,
     refuse_partitioning,
 )
+from engine.runtimes.torch.joined_projection import expect_two_projections
 from engine.runtimes.torch.latent_attention import attend_to_latents, expect_split_latents
 from engine.runtimes.torch.loading import build_skeleton, fill_trunk, read_config
 from engine.runtimes.torch.model import TorchModel
@@ -91,7 +92,9 @@ class TorchRuntime:
             lines += said
             executor = make_executor(backend, held, recorder, ring)
             replace_experts(module, places, executor)
-        expect_split_latents(module, (name for name, _ in files.trunk()))
+        names = [name for name, _ in files.trunk()]
+        expect_split_latents(module, names)
+        expect_two_projections(module, names)
         fill_trunk(module, files, dtype, device, progress)
         attend_to_latents(module)
         top_k = experts_per_token(places)
