@@ -213,14 +213,19 @@ def forked_module(
     stdout: int | None = None,
     stderr: int | None = None,
     pass_fds: Sequence[int] = (),
+    libraries: bool = False,
 ) -> ForkedProcess | subprocess.Popen[bytes]:
-    """A process of the program beside the engine, started as by ``engine.system.child_processes.start_module``."""
+    """A process of the program beside the engine, started as by ``engine.system.child_processes.start_module``.
+
+    ``libraries``: it will import torch or mlx.
+    """
     whole = {**os.environ, **(environment or {})}
     if not FORKS or needs_a_cold_start(whole):
         return start_module(
             module, arguments, environment, stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=pass_fds
         )
-    return _forked(module, arguments, whole, stdin, stdout, stderr, pass_fds)
+    more = ("libraries",) if libraries else ()
+    return _forked(module, arguments, whole, stdin, stdout, stderr, pass_fds, *more)
 
 
 def _forked(

@@ -29,7 +29,7 @@ _NOWHERE = "7"
 """The routing table whose packets go nowhere."""
 _MULTICAST = ("224.0.0.0/4", "dev", "lan0")
 """Where multicast of a program goes that names no interface."""
-_NOTICED_S = 20.0
+_NOTICED_S = 120.0
 """The system takes up to a second or two to notice a cable."""
 _numbers = count()
 

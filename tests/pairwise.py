@@ -1,4 +1,5 @@
-"""Pairwise matrices: few rows of parameters in which every two values of two parameters meet at least once."""
+"""Few rows of parameters in place of their full product: every two values of two parameters meet at least once, or
+every value occurs at least once."""
 
 from __future__ import annotations
 
@@ -27,6 +28,19 @@ def pairwise(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
         missing -= pairs_of(best)
         rows.append(tuple(values[place] for values, place in zip(parameters, best, strict=True)))
     return rows
+
+
+def in_turn(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Rows in which every value of ``parameters`` occurs, as many as the longest of them has values.
+
+    The others' values come round and round: the second one's begin one later in each round, the third one's two later.
+    """
+
+    def at(number: int, place: int, values: Sequence[Any]) -> Any:
+        return values[(number + place * (number // len(values))) % len(values)]
+
+    longest = max(map(len, parameters))
+    return [tuple(at(number, *column) for column in enumerate(parameters)) for number in range(longest)]
 
 
 def pairs_of(row: Sequence[int]) -> set[tuple[int, int, int, int]]:

@@ -19,7 +19,7 @@ from scripted import fork_engines
 from app.commands.root import run
 
 ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 class Joined:

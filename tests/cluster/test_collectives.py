@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from engine_forks import forked, forked_module
+from engine_forks import forked_module, with_libraries
 from eventually import eventually
 from hooked_engine import hooked
 from hypothesis import given, settings
@@ -245,7 +245,7 @@ def test_mlx_gives_what_everybody_gave_until_a_peer_is_killed(tmp_path: Path, en
         hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
         for rank in range(2):
             environment = os.environ | {"MLX_RANK": str(rank), "MLX_HOSTFILE": str(hosts)}
-            ended.append(forked(hooked(mlx_node.run, rank=rank, size=2), environment))
+            ended.append(with_libraries(hooked(mlx_node.run, rank=rank, size=2), environment))
         assert [process.stdout.readline() for process in ended] == [b"equal\n"] * 2
     ended[1].kill()
     assert ended[0].stdout.readline() == b"lost\n"
@@ -256,7 +256,9 @@ def test_mlx_nodes_tell_each_other_their_ports(ended: list[Any]) -> None:
     neighbours = []
     for rank in range(2):
         key, certificate = certificates.make_certificate()
-        process = forked_module("engine.bench.exchange_node", stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = forked_module(
+            "engine.bench.exchange_node", stdin=subprocess.PIPE, stdout=subprocess.PIPE, libraries=True
+        )
         ended.append(process)
         told = ask(process, NodeSetup(rank=rank, certificate=certificate, private_key=key), NodePort)
         neighbours.append(NeighbourNode(certificate=certificate, port=told.port))

@@ -30,7 +30,7 @@ def fast(folder: Path) -> Machine:
 
 
 def appears(path: Path) -> bool:
-    by = time.monotonic() + 60
+    by = time.monotonic() + 120
     while not path.exists() and time.monotonic() < by:
         time.sleep(0.02)
     return path.exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from engine_forks import forked_module
 
@@ -19,7 +21,8 @@ def a_request(nodes: list[int], rounds: int = 1) -> Bench:
 @pytest.mark.parametrize("wanted", [[2], pytest.param([2, 3], marks=pytest.mark.soak)], ids=str)
 def test_a_row_for_every_number_of_nodes_and_transport(wanted: list[int]) -> None:
     stages: list[str] = []
-    result = bench_exchange(a_request(wanted), lambda stage, *_: stages.append(stage), lambda: False, forked_module)
+    start = partial(forked_module, libraries=True)
+    result = bench_exchange(a_request(wanted), lambda stage, *_: stages.append(stage), lambda: False, start)
     # mx.distributed wants ports that are free now, and may find them taken: that is told, and no fault.
     missing = [one["problems"] for one in result.data["measured"]]
     assert all(set(problems) <= {"mlx"} for problems in missing)

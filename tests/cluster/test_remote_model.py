@@ -30,7 +30,7 @@ from engine.moe.kernels.bindings import choose
 from engine.moe.rank_context import RankContext
 from engine.runtimes.protocol import Interrupted
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 Hostile = Callable[[int], bytes]
 """What is answered to a pass of so many rows whose logits are wanted, instead of what comes of it."""
 

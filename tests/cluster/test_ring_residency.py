@@ -33,7 +33,7 @@ from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedWeights, RingPlace
 
 TinyModel = Callable[..., Path]
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,7 @@ from engine.planning.placement import Placement
 from engine.runtimes import runtime_named
 from engine.runtimes.protocol import LoadedModel, RingPlace
 
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 
 
 class MemoryLink:

@@ -17,7 +17,7 @@ from ring_faults import write_model
 from engine.system.temporary_folders import is_remover, remove, temporary_folder
 
 THERE_S = 100.0
-GONE_S = 30.0
+GONE_S = 120.0
 NODE = {"ring": "engine.host", "exchange": "engine.bench.exchange_node"}
 """The module that a node's process runs."""
 MARK = "PRIVATELLM_TEST_MARK"
@@ -160,5 +160,5 @@ def test_a_folder_that_is_written_into_meanwhile_is_removed_all_the_same(
     (folder / "early").mkdir(parents=True)
     monkeypatch.setattr("engine.system.temporary_folders.QUIET_LOOKS", 50)
     remove(folder)
-    assert late.wait(10) == 0
+    assert late.wait(GONE_S) == 0
     assert not folder.exists()

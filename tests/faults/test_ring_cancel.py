@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from eventually import eventually
+from eventually import PATIENCE_S, eventually
 from msgspec.structs import replace
 from ring_faults import EXACT, OTHER_PROMPT, Oracle, Ring
 
@@ -39,7 +39,7 @@ def spent(ring: Ring) -> list[float]:
     return [sum(one.cpu_times()[:2]) - was for one, was in zip(processes, before, strict=True)]
 
 
-@pytest.mark.parametrize("mode", ["exact", "fast", "central"])
+@pytest.mark.parametrize("mode", ["exact", pytest.param("fast", marks=pytest.mark.soak), "central"])
 def test_cancelled_in_an_answer(three: Ring, model: Path, alone: Oracle, mode: RingMode) -> None:
     three.whole(model, replace(EXACT, mode=mode))
     undisturbed = three.answer(20, OTHER_PROMPT).token_ids
@@ -54,8 +54,14 @@ def test_cancelled_in_an_answer(three: Ring, model: Path, alone: Oracle, mode: R
         assert found.token_ids == alone(len(found.token_ids)).token_ids
 
 
-@pytest.mark.parametrize("mode", ["exact", "central"])
-@pytest.mark.parametrize("chunk", [64, 4000])
+@pytest.mark.parametrize(
+    ("mode", "chunk"),
+    [
+        ("exact", 4000),
+        ("central", 64),
+        *(pytest.param(*row, marks=pytest.mark.soak) for row in (("exact", 64), ("central", 4000))),
+    ],
+)
 def test_cancelled_in_a_long_prompt(three: Ring, model: Path, alone: Oracle, mode: RingMode, chunk: int) -> None:
     """Between two chunks of the prompt, and in the middle of one that is all of it."""
     three.whole(model, replace(EXACT, mode=mode), prefill_chunk=chunk)
@@ -65,7 +71,7 @@ def test_cancelled_in_a_long_prompt(three: Ring, model: Path, alone: Oracle, mod
             lambda event, asked=asked: (
                 isinstance(event, Prefill) and event.id == asked and (event.done > 0 or chunk > 3000)
             ),
-            60,
+            PATIENCE_S,
         )
         if chunk > 3000:
             time.sleep(pause)
@@ -82,7 +88,9 @@ def test_cancelled_in_a_long_prompt(three: Ring, model: Path, alone: Oracle, mod
 
 def test_cancelled_in_a_beam_search(three: Ring, model: Path, alone: Oracle) -> None:
     asked = three.ask(1500, beams=4)
-    three.engine.wait(lambda event: isinstance(event, BeamProgress) and event.id == asked and event.step > 5, 60)
+    three.engine.wait(
+        lambda event: isinstance(event, BeamProgress) and event.id == asked and event.step > 5, PATIENCE_S
+    )
     cancel(three, asked)
     assert three.answer(20, OTHER_PROMPT).token_ids == alone(20, OTHER_PROMPT).token_ids
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import hooks
 import pytest
-from eventually import eventually
+from eventually import PATIENCE_S, eventually
 from hooked_engine import hooked
 from msgspec.structs import replace
 from ring_faults import EXACT, Machine, Oracle, Ring, write_large_model
@@ -280,7 +280,9 @@ def test_disk_that_somebody_else_fills_meanwhile(small_disk: Path, larger: Path)
             id=ring.engine.new_id(), model=str(larger), partitioning="ring", ring=replace(EXACT, overlap=False)
         )
         ring.engine.send(request)
-        ring.engine.wait(lambda event: isinstance(event, Progress) and event.stage.startswith("sending weights"), 60)
+        ring.engine.wait(
+            lambda event: isinstance(event, Progress) and event.stage.startswith("sending weights"), PATIENCE_S
+        )
         with contextlib.suppress(OSError), (small_disk / "something else").open("wb", buffering=0) as file:
             while file.write(bytes(1 << 20)):
                 pass

@@ -45,7 +45,9 @@ def test_lost_while_a_group_is_made(model: Path, alone: Oracle, exchange: Exchan
         if number is signal.SIGKILL:
             eventually(lambda: gone.engine.process.poll() is not None)
         else:
-            ring.engine.wait(lambda event: isinstance(event, Progress) and event.stage.startswith("connecting"), 60)
+            ring.engine.wait(
+                lambda event: isinstance(event, Progress) and event.stage.startswith("connecting"), PATIENCE_S
+            )
         # Measuring begins anew as soon as it is noticed that this one is gone.
         since = ring.mark()
         ring.engine.wait(
@@ -55,7 +57,9 @@ def test_lost_while_a_group_is_made(model: Path, alone: Oracle, exchange: Exchan
             PATIENCE_S,
             since,
         )
-        loaded = ring.engine.wait(lambda event: isinstance(event, (Loaded, Failed)) and event.id == request.id, 60)
+        loaded = ring.engine.wait(
+            lambda event: isinstance(event, (Loaded, Failed)) and event.id == request.id, PATIENCE_S
+        )
         assert isinstance(loaded, Loaded), loaded
         assert loaded.facts.ring is not None
         assert gone.identity.node_id not in [node.node_id for node in loaded.facts.ring.nodes]

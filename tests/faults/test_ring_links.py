@@ -143,7 +143,7 @@ def test_torn_down_while_the_ring_is_formed(proxied_pair: Ring, model: Path, alo
     assert ring.answered_by_all(24) == alone(24).token_ids
 
 
-@pytest.mark.parametrize("mode", ["exact", "central"])
+@pytest.mark.parametrize("mode", ["exact", pytest.param("central", marks=pytest.mark.soak)])
 def test_a_slow_node_is_no_lost_node(three: Ring, model: Path, alone: Oracle, mode: RingMode) -> None:
     """One that is stopped for 0.3 s again and again: its ring waits for it."""
     three.whole(model, replace(EXACT, mode=mode))

@@ -9,7 +9,7 @@ from typing import Any
 
 import hooks
 import pytest
-from eventually import eventually
+from eventually import PATIENCE_S, eventually
 from hooked_engine import hooked
 from ring_faults import EXPERT_BYTES, OTHER_PROMPT, PROMPT, Machine, Oracle, Ring
 from tiny_models import write_tiny_model
@@ -19,8 +19,8 @@ from engine.ipc.messages.ring import RingChoice
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-LONG = 100
-LONG_PROMPT = [3 + (7 * place + place // 11) % 150 for place in range(400)]
+LONG = 150
+LONG_PROMPT = [3 + (7 * place + place // 11) % 150 for place in range(600)]
 
 
 def noticed(ring: Ring, gone: Machine, since: int) -> None:
@@ -67,7 +67,7 @@ def test_killed_in_a_prompt(three: Ring, model: Path, alone: Oracle) -> None:
     three.whole(model, prefill_chunk=16)
     since = three.mark()
     asked = three.ask(40, LONG_PROMPT)
-    three.engine.wait(lambda event: isinstance(event, Prefill) and event.id == asked and event.done >= 160, 60)
+    three.engine.wait(lambda event: isinstance(event, Prefill) and event.id == asked and event.done >= 160, PATIENCE_S)
     gone = three.followers[1]
     gone.kill()
     noticed(three, gone, since)
@@ -78,7 +78,7 @@ def test_killed_in_a_prompt(three: Ring, model: Path, alone: Oracle) -> None:
 def test_killed_in_a_beam_search(three: Ring, model: Path, alone: Oracle) -> None:
     since = three.mark()
     asked = three.ask(80, beams=4)
-    three.engine.wait(lambda event: isinstance(event, BeamProgress) and event.step >= 5, 60, since)
+    three.engine.wait(lambda event: isinstance(event, BeamProgress) and event.step >= 5, PATIENCE_S, since)
     gone = three.followers[0]
     gone.kill()
     noticed(three, gone, since)
@@ -92,7 +92,7 @@ def test_both_killed_one_after_the_other(three: Ring, model: Path, alone: Oracle
     asked = three.ask(LONG)
     three.until_tokens(asked, 20)
     three.followers[0].kill()
-    three.engine.wait(lambda event: isinstance(event, Notice) and "Lost" in event.text, 60, since)
+    three.engine.wait(lambda event: isinstance(event, Notice) and "Lost" in event.text, PATIENCE_S, since)
     three.followers[1].kill()
     assert three.finished(asked).token_ids == alone(LONG).token_ids
     assert any("this machine alone" in text for text in three.notices(since))
@@ -152,7 +152,7 @@ def begun(ring: Ring, model: Path, stage: str) -> int:
                 )
             )
         ),
-        60,
+        PATIENCE_S,
         since,
     )
     assert isinstance(reached, Progress)
@@ -251,9 +251,11 @@ def needs_both(ring: Ring, **more: Any) -> RingChoice:
 def waits_for(ring: Ring, machine: Machine, since: int) -> str:
     """What is said as the answer waits; the screen shows it, too."""
     text = f"The answer waits for {machine.name}: "
-    said = ring.engine.wait(lambda event: isinstance(event, Notice) and event.text.startswith(text), 60, since)
+    said = ring.engine.wait(lambda event: isinstance(event, Notice) and event.text.startswith(text), PATIENCE_S, since)
     ring.engine.wait(
-        lambda event: isinstance(event, Progress) and event.stage.startswith(f"waiting for {machine.name}: "), 60, since
+        lambda event: isinstance(event, Progress) and event.stage.startswith(f"waiting for {machine.name}: "),
+        PATIENCE_S,
+        since,
     )
     assert isinstance(said, Notice)
     return said.text
@@ -297,9 +299,11 @@ def test_both_are_lost_and_one_comes_back(three: Ring, model: Path, alone: Oracl
     three.until_tokens(asked, 20)
     first, second = three.followers
     first.kill()
-    three.engine.wait(lambda event: isinstance(event, Notice) and "Lost" in event.text, 60, since)
+    three.engine.wait(lambda event: isinstance(event, Notice) and "Lost" in event.text, PATIENCE_S, since)
     second.kill()
-    three.engine.wait(lambda event: isinstance(event, Notice) and "The answer waits for " in event.text, 60, since)
+    three.engine.wait(
+        lambda event: isinstance(event, Notice) and "The answer waits for " in event.text, PATIENCE_S, since
+    )
     second.start(lend=True)
     assert three.finished(asked).token_ids == alone(LONG).token_ids
     assert any("oing on with 2 machines." in text for text in three.notices(since))

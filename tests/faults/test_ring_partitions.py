@@ -8,7 +8,7 @@ from pathlib import Path
 
 import hooks
 import pytest
-from eventually import eventually
+from eventually import PATIENCE_S, eventually
 from hooked_engine import hooked
 from msgspec.structs import replace
 from network_namespaces import Network, network
@@ -32,7 +32,7 @@ class Wired:
         return self.ring.machines[machine].port + 1
 
     def heard(self, text: str, since: int) -> str:
-        found = self.ring.engine.wait(lambda event: isinstance(event, Notice) and text in event.text, 60, since)
+        found = self.ring.engine.wait(lambda event: isinstance(event, Notice) and text in event.text, PATIENCE_S, since)
         assert isinstance(found, Notice)
         return found.text
 

@@ -32,7 +32,7 @@ def rings() -> Iterator[dict[str, Ring]]:
             ring.close()
 
 
-@pytest.mark.parametrize("mode", ["exact", "central"])
+@pytest.mark.parametrize("mode", ["exact", pytest.param("central", marks=pytest.mark.soak)])
 def test_esc_does_not_wait_for_it(rings: dict[str, Ring], model: Path, mode: RingMode) -> None:
     ring = rings["patient"]
     silent = ring.machines[2].home / "silent"
@@ -49,7 +49,7 @@ def test_esc_does_not_wait_for_it(rings: dict[str, Ring], model: Path, mode: Rin
     assert len(ring.answer(5, OTHER_PROMPT).token_ids) == 5
 
 
-@pytest.mark.parametrize("mode", ["exact", "central"])
+@pytest.mark.parametrize("mode", [pytest.param("exact", marks=pytest.mark.soak), "central"])
 def test_the_others_go_on_without_it(rings: dict[str, Ring], model: Path, alone: Oracle, mode: RingMode) -> None:
     ring = rings["impatient"]
     ring.load(model, replace(EXACT, mode=mode))

@@ -39,7 +39,7 @@ SCALED = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
-TRIED_PER_FAMILY = 120
+TRIED_PER_FAMILY = 70
 """Of about 900: the others are for a longer run (raise this)."""
 
 

@@ -50,7 +50,7 @@ def problems(draw: st.DrawFn) -> tuple[ExpertGrid, list[NodeRoom], list[list[int
 
 
 @given(problems(), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_feasible_exactly_if_the_slabs_fit(
     problem: tuple[ExpertGrid, list[NodeRoom], list[list[int]]], overlap: bool
 ) -> None:
@@ -69,7 +69,7 @@ def test_feasible_exactly_if_the_slabs_fit(
 
 
 @given(problems())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_memory_left_is_used_or_not_worth_it(problem: tuple[ExpertGrid, list[NodeRoom], list[list[int]]]) -> None:
     """Where a node could hold more, that would not lower the expected maximum worth mentioning."""
     grid, rooms, use = problem

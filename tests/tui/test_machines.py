@@ -454,7 +454,7 @@ def test_the_status_line_with_a_ring_fits(width: int) -> None:
 
 # --- pictures -----------------------------------------------------------------------------------------------------
 
-SIZES = [(80, 24), (120, 40), (40, 20)]
+SIZES = [(80, 24), pytest.param((120, 40), marks=pytest.mark.soak), (40, 20)]
 sizes = pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
 Compare = Callable[..., bool]
 Before = Callable[[Pilot[int]], Awaitable[None]]
