@@ -20,7 +20,7 @@ import torch
 
 from engine.models.byte_map import ExpertPlace
 from engine.models.files import ExpertWeights, StoredTensor
-from engine.models.number_formats import is_packed
+from engine.models.number_formats import is_grouped, is_packed, stored_bytes
 from engine.planning.calibration import CALIBRATION_VERSION, Calibration, Curve, ExpertShape
 from engine.runtimes.torch.offload.devices import (
     CopyFailed,
@@ -36,7 +36,7 @@ from engine.runtimes.torch.offload.local import make_cpu_backend
 from engine.runtimes.torch.offload.tensor_backend import TensorBackend
 
 ALIGNMENT = 64
-WIDTHS = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
+WIDTHS = {"U8": np.uint8, "BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
 
 
 @dataclass(frozen=True)
@@ -342,8 +342,10 @@ class SlotExperts:
         return range(self.count)
 
     def expert(self, layer: int, expert: int) -> ExpertWeights:
-        parts = {name: StoredTensor(part.format, self._words(part)) for name, part in self._layout.matrices.items()}
-        return ExpertWeights(**parts)
+        return ExpertWeights(**{name: self._stored(part) for name, part in self._layout.matrices.items()})
+
+    def _stored(self, place: SlotMatrix) -> StoredTensor:
+        return StoredTensor(place.format, self._words(place), *map(self._stored, place.groups))
 
     def place(self, layer: int, expert: int) -> ExpertPlace:
         raise NotImplementedError("a slot lies in no file")
@@ -354,6 +356,10 @@ class SlotExperts:
     def _words(self, place: SlotMatrix) -> np.ndarray[Any, Any]:
         # A matrix that is stored interleaved reaches beyond its own bytes.
         whole = self._bytes[place.offset :]
+        if is_grouped(place.format):
+            row = stored_bytes(place.format, place.shape[1:])
+            step = place.stride[0] * row // place.shape[1]
+            return np.lib.stride_tricks.as_strided(whole, (place.shape[0], row), (step, 1))
         if is_packed(place.format):
             return np.reshape(whole[: place.nbytes], (place.shape[0], -1))
         width = np.dtype(WIDTHS[place.format]).itemsize

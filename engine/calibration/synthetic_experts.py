@@ -18,7 +18,7 @@ from engine.calibration.expert_cost import curve_of, measure
 from engine.calibration.memory_rate import memory_rate
 from engine.errors import ModelError
 from engine.models.files import ExpertWeights, StoredTensor
-from engine.models.number_formats import BLOCKS, is_packed, stored_bytes, words_dtype, words_shape
+from engine.models.number_formats import BLOCKS, is_grouped, is_packed, stored_bytes, words_dtype, words_shape
 from engine.moe.kernels.bindings import FORMATS, choose
 from engine.moe.kernels.layers import Gate, LayerExperts
 from engine.moe.kernels.pool import Pool, physical_cores, shared_pool
@@ -68,13 +68,29 @@ def _formats(shape: ExpertShape) -> tuple[str, str] | None:
         return None
     if not is_packed(shape.dtype):
         return shape.dtype, shape.dtype
+    if is_grouped(shape.dtype):
+        return (shape.dtype, shape.dtype) if _group(shape) else None
     if shape.hidden % BLOCKS[shape.dtype][0]:
         return None
     down = shape.expert_bytes - 2 * stored_bytes(shape.dtype, (shape.ffn, shape.hidden))
-    possible = [shape.dtype, *(name for name in FORMATS if name != shape.dtype)]
+    possible = [shape.dtype, *(name for name in FORMATS if name != shape.dtype and not is_grouped(name))]
     fitting = [name for name in possible if not is_packed(name) or shape.ffn % BLOCKS[name][0] == 0]
     size = (shape.hidden, shape.ffn)
     return shape.dtype, min(fitting, key=lambda name: abs(stored_bytes(name, size) - down))
+
+
+def _codes_bytes(shape: ExpertShape) -> int:
+    return 3 * stored_bytes(shape.dtype, (shape.ffn, shape.hidden))
+
+
+def _group(shape: ExpertShape) -> int | None:
+    """Numbers of a group of a grouped format that come nearest to the expert's bytes, with scales and biases of two
+    bytes; None if no group divides its rows."""
+    fitting = [size for size in (32, 64, 128) if shape.hidden % size == 0 and shape.ffn % size == 0]
+    if shape.dtype == "OCP_MXFP4":
+        fitting = fitting[:1]
+    left = shape.expert_bytes - (_codes_bytes(shape) if fitting else 0)
+    return min(fitting, key=lambda size: abs(4 * shape.weights // size - left), default=None)
 
 
 def _measured_bytes(shape: ExpertShape) -> int:
@@ -83,6 +99,9 @@ def _measured_bytes(shape: ExpertShape) -> int:
     if formats is None:
         return 0
     first, last = formats
+    if is_grouped(first):
+        scales = shape.weights // (_group(shape) or 1)
+        return _codes_bytes(shape) + scales * (1 if first == "OCP_MXFP4" else 4)
     return 2 * stored_bytes(first, (shape.ffn, shape.hidden)) + stored_bytes(last, (shape.hidden, shape.ffn))
 
 
@@ -200,6 +219,13 @@ def _like(shape: ExpertShape) -> ExpertWeights:
     first, last = formats
 
     def stored(name: str, rows: int, columns: int) -> StoredTensor:
+        if is_grouped(name):
+            codes = np.full(words_shape(name, (rows, columns)), _FILLING, dtype=np.uint8)
+            groups = (rows, columns // (_group(shape) or 1))
+            if name == "OCP_MXFP4":
+                return StoredTensor(name, codes, StoredTensor("U8", np.full(groups, _MXFP4_FILLING, dtype=np.uint8)))
+            small = StoredTensor("BF16", np.full(groups, _SMALL["BF16"], dtype=np.uint16))
+            return StoredTensor(name, codes, small, small)
         if is_packed(name):
             filling = _MXFP4_FILLING if name == "MXFP4" else _FILLING
             return StoredTensor(name, np.full(words_shape(name, (rows, columns)), filling, dtype=np.uint8))

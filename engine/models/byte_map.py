@@ -75,7 +75,8 @@ class MatrixPlace:
 
     ``format``: the number format by safetensors' name. ``span``: index of the span; ``offset``: bytes from the span's
     start; ``nbytes``: bytes of its own weights. ``shape`` is in weights, and ``stride`` too: of a format that packs
-    weights in blocks it means nothing, as rows follow one another.
+    weights in blocks it means nothing, as rows follow one another. ``scales`` and ``biases`` are those of a grouped
+    format, in spans of their own.
     """
 
     format: str
@@ -84,11 +85,18 @@ class MatrixPlace:
     nbytes: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    scales: MatrixPlace | None = None
+    biases: MatrixPlace | None = None
 
     @property
     def weights(self) -> int:
         """Number of its weights, whatever bytes they take."""
         return math.prod(self.shape)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of its weights, with scales and biases."""
+        return self.nbytes + sum(part.nbytes for part in (self.scales, self.biases) if part is not None)
 
 
 @dataclass(frozen=True)
@@ -115,7 +123,7 @@ class ExpertPlace:
     @property
     def weight_bytes(self) -> int:
         """Bytes of its weights, without padding."""
-        return sum(matrix.nbytes for matrix in self.own)
+        return sum(matrix.whole_bytes for matrix in self.own)
 
     @property
     def weights(self) -> int:

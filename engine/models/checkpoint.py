@@ -35,8 +35,9 @@ from engine.models.files import Change, Experts, ExpertWeights, StoredTensor
 from engine.models.gguf_architectures import architecture_of
 from engine.models.gguf_file import GgufFile
 from engine.models.gguf_tensors import entries_of
+from engine.models.grouped_weights import gathered, grouped_places
 from engine.models.mapped_file import MappedFile, aligned
-from engine.models.number_formats import is_packed, stored_bytes, words_dtype
+from engine.models.number_formats import is_grouped, is_packed, stored_bytes, words_dtype
 from engine.models.quantisation import refuse_names
 from engine.models.safetensors_files import TensorEntry, read_header
 from engine.models.shard_files import Part as ShardPart
@@ -122,8 +123,12 @@ class Checkpoint:
         if self._shard is not None:
             self._shard.require_trunk()
         for name, (file_name, entry) in self._trunk.items():
-            stored = self._files[file_name].tensor(entry.dtype, entry.shape, entry.start)
-            yield name, StoredTensor(stored.dtype, aligned(stored.words))
+            words, *parts = (
+                aligned(self._files[file].tensor(part.dtype, part.shape, part.start).words)
+                for file, part in ((file_name, entry), *entry.groups)
+            )
+            groups = [StoredTensor(part.dtype, words) for (_, part), words in zip(entry.groups, parts, strict=True)]
+            yield name, StoredTensor(entry.dtype, words, *groups)
 
     @property
     def experts(self) -> Experts | None:
@@ -185,7 +190,7 @@ class PlainExperts:
             layer: tuple(sorted((part for expert, part in keys if expert in (None, 0)), key=PARTS.index))
             for layer, keys in per_layer.items()
         }
-        self._matrices: dict[tuple[ExpertTensor, str, int], dict[str, MatrixPlace]] = {}
+        self._matrices: dict[tuple[ExpertTensor, tuple[Any, ...], int], dict[str, MatrixPlace]] = {}
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -229,13 +234,18 @@ class PlainExperts:
             raise IndexError(f"expert {expert} of layer {layer} is not in this shard")
         parts: dict[str, StoredTensor] = {}
         for name, matrix in place.matrices.items():
-            span = place.spans[matrix.span]
-            file = self._files[span.file.path.name]
-            stored = file.strided(matrix.format, matrix.shape, matrix.stride, span.start + matrix.offset)
+            stored = self._stored(place, matrix)
             # Both form one matrix only if they are views of the file rather than copies.
-            if name != "gate_up" or stored.words.ctypes.data == span.address + matrix.offset:
+            if name != "gate_up" or stored.words.ctypes.data == place.spans[matrix.span].address + matrix.offset:
                 parts[name] = stored
         return ExpertWeights(**parts)
+
+    def _stored(self, place: ExpertPlace, matrix: MatrixPlace) -> StoredTensor:
+        span = place.spans[matrix.span]
+        file = self._files[span.file.path.name]
+        stored = file.strided(matrix.format, matrix.shape, matrix.stride, span.start + matrix.offset)
+        groups = [self._stored(place, part) for part in (matrix.scales, matrix.biases) if part is not None]
+        return StoredTensor(stored.dtype, stored.words, *groups)
 
     def place(self, layer: int, expert: int) -> ExpertPlace:
         """One span per tensor. In every tensor an expert's bytes are contiguous, even if its matrices are not."""
@@ -247,24 +257,35 @@ class PlainExperts:
             whole = self._sources.get((layer, None, first))
             source = whole or self._sources[layer, expert, first]
             entry = source.entry
-            size = entry.nbytes if whole is None else entry.nbytes // self.count
-            start = entry.start if whole is None else entry.start + expert * size
-            matrices |= self._matrices_in(source.tensor, entry.dtype, len(spans))
-            spans.append(FileSpan(self._files[source.file_name], start, start + size))
+            matrices |= self._matrices_in(source.tensor, entry, len(spans))
+            for file_name, part in ((source.file_name, entry), *entry.groups):
+                size = (part.stop - part.start) // (1 if whole is None else self.count)
+                start = part.start if whole is None else part.start + expert * size
+                spans.append(FileSpan(self._files[file_name], start, start + size))
         return ExpertPlace(tuple(spans), matrices)
 
-    def _matrices_in(self, tensor: ExpertTensor, dtype: str, span: int) -> dict[str, MatrixPlace]:
-        """The matrices of one expert within its span, which is the expert's part of ``tensor``."""
-        key = (tensor, dtype, span)
+    def _matrices_in(self, tensor: ExpertTensor, entry: TensorEntry, span: int) -> dict[str, MatrixPlace]:
+        """The matrices of one expert within its span, which is the expert's part of ``tensor``, and within those after
+        it, with scales and biases."""
+        formats = (entry.dtype, *((part.dtype, part.shape[-1]) for _, part in entry.groups))
+        key = (tensor, formats, span)
         if key not in self._matrices:
-            places = _packed_places if is_packed(dtype) else _plain_places
-            self._matrices[key] = places(replace(tensor, stacking="separate"), dtype, span, self.shape)
+            one = replace(tensor, stacking="separate")
+            if is_grouped(entry.dtype):
+                self._matrices[key] = grouped_places(one, entry, span, self.shape)
+            else:
+                places = _packed_places if is_packed(entry.dtype) else _plain_places
+                self._matrices[key] = places(one, entry.dtype, span, self.shape)
         return self._matrices[key]
 
     @property
     def mapped_files(self) -> tuple[MappedFile, ...]:
         """The files that hold experts."""
-        names = dict.fromkeys(source.file_name for source in self._sources.values())
+        names = dict.fromkeys(
+            name
+            for source in self._sources.values()
+            for name in (source.file_name, *(file_name for file_name, _ in source.entry.groups))
+        )
         return tuple(self._files[name] for name in names)
 
     def check_unchanged(self, layer: int | None = None) -> None:
@@ -406,7 +427,7 @@ def _read_headers(
     :attr:`Checkpoint.changes` say of them. No tensor is in two files."""
     gguf = next(iter(sorted(folder.glob("*.gguf"))), None)
     if gguf is None or any(folder.glob("*.safetensors")):
-        headers = _safetensors_headers(folder, progress)
+        headers = gathered(_safetensors_headers(folder, progress), config)
         refuse_names(name for header in headers.values() for name in header)
         return headers, False, {}
     with GgufFile(gguf) as opened:

@@ -117,22 +117,33 @@ _GGUF_MATRICES = tuple(ExpertTensor(f"{_LAYER}ffn_{part}_exps.weight", (part,), 
 _GGUF_BIASES = tuple(
     ExpertTensor(f"{_LAYER}ffn_{part.removesuffix('_bias')}_exps.bias", (part,), "stacked") for part in PARTS[3:]
 )
+_MLX_BIASES = tuple(
+    ExpertTensor(f"{_MLP_EXPERTS}.{part.removesuffix('_bias')}_proj.bias", (part,), "stacked") for part in PARTS[3:]
+)
 _GGUF = (
     _GGUF_MATRICES,
     _fused(_LAYER, "ffn_gate_up_exps.weight", "ffn_down_exps.weight"),
 )
 """Layouts of GGUF files (:mod:`engine.models.gguf_tensors`); old ones have the experts by name."""
-_QWEN = (_BY_NAME, _FUSED_MLP, *_GGUF)
+
+
+def _mlx(prefix: str) -> Layout:
+    return tuple(ExpertTensor(f"{prefix}.{part}_proj.weight", (part,), "stacked") for part in PARTS[:3])
+
+
+_QWEN = (_BY_NAME, _FUSED_MLP, _mlx(_LAYER + "mlp.switch_mlp"), *_GGUF)
 _MIXTRAL = (
     _per_expert(_LAYER + "block_sparse_moe.experts", "w1", "w3", "w2"),
     _per_expert(_MLP_EXPERTS, "w1", "w3", "w2"),
     _FUSED_MLP,
     _BY_NAME,
+    _mlx(_LAYER + "block_sparse_moe.switch_mlp"),
     *_GGUF,
 )
 _GRANITE = (
     _fused(_LAYER + "block_sparse_moe.", "input_linear.weight", "output_linear.weight"),
     _fused(_LAYER + "block_sparse_moe.experts."),
+    _mlx(_LAYER + "block_sparse_moe.switch_mlp"),
     *_GGUF,
 )
 _GPT_OSS = (
@@ -142,6 +153,13 @@ _GPT_OSS = (
         ExpertTensor(f"{_MLP_EXPERTS}.gate_up_proj_bias", ("gate_bias", "up_bias"), "stacked", interleaved=True),
         ExpertTensor(f"{_MLP_EXPERTS}.down_proj_bias", ("down_bias",), "stacked"),
     ),
+    (
+        ExpertTensor(f"{_MLP_EXPERTS}.gate_up_proj_blocks", ("gate", "up"), "stacked", interleaved=True),
+        ExpertTensor(f"{_MLP_EXPERTS}.down_proj_blocks", ("down",), "stacked"),
+        ExpertTensor(f"{_MLP_EXPERTS}.gate_up_proj_bias", ("gate_bias", "up_bias"), "stacked", interleaved=True),
+        ExpertTensor(f"{_MLP_EXPERTS}.down_proj_bias", ("down_bias",), "stacked"),
+    ),
+    (*_mlx(_MLP_EXPERTS), *_MLX_BIASES),
     (*_GGUF_MATRICES, *_GGUF_BIASES),
 )
 _DBRX_EXPERTS = "transformer.blocks.{layer}.ffn.experts.mlp."

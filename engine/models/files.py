@@ -27,12 +27,15 @@ class StoredTensor:
 
     ``dtype`` is a name of :mod:`engine.models.number_formats` (``BF16``, ``F32``, ``Q4_K``, ...). ``words`` of a plain
     format has the tensor's shape and may be strided; its numpy dtype is the unsigned integer of the same width (so BF16
-    is uint16). Of a packed format it holds the bytes of the blocks, row by row. It is a copy-on-write view of a file
+    is uint16). Of a packed format it holds the bytes of the blocks, row by row; of a grouped one those of the codes,
+    with ``scales`` [..., rows, groups] and, if the format has them, ``biases``. It is a copy-on-write view of a file
     mapping: reading it costs file-backed pages only.
     """
 
     dtype: str
     words: NDArray[Any]
+    scales: StoredTensor | None = None
+    biases: StoredTensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -41,7 +44,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        return int(self.words.nbytes)
+        return int(self.words.nbytes) + sum(part.nbytes for part in (self.scales, self.biases) if part is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +59,12 @@ class Change:
 
     def in_rows(self, tensor: StoredTensor) -> StoredTensor:
         """``tensor`` with its rows in order, a copy, whatever its format."""
-        return tensor if self.rows is None else StoredTensor(tensor.dtype, tensor.words[self.rows])
+        return tensor if self.rows is None else _in_rows(tensor, self.rows)
+
+
+def _in_rows(tensor: StoredTensor, rows: Order) -> StoredTensor:
+    scales, biases = (None if part is None else _in_rows(part, rows) for part in (tensor.scales, tensor.biases))
+    return StoredTensor(tensor.dtype, tensor.words[rows], scales, biases)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.models.files import StoredTensor
-from engine.models.number_formats import WIDTHS, is_packed, stored_bytes, words_dtype, words_shape
+from engine.models.number_formats import WIDTHS, is_grouped, is_packed, stored_bytes, words_dtype, words_shape
 
 
 def aligned(words: NDArray[Any]) -> NDArray[Any]:
@@ -76,8 +76,13 @@ class MappedFile:
         return StoredTensor(dtype, self._bytes[start:stop].view(words_dtype(dtype)).reshape(words_shape(dtype, shape)))
 
     def strided(self, dtype: str, shape: tuple[int, ...], stride: tuple[int, ...], start: int) -> StoredTensor:
-        """As :meth:`tensor`, with ``stride`` in elements; a copy where C could not read the words in place. Packed rows
-        follow one another."""
+        """As :meth:`tensor`, with ``stride`` in elements; a copy where C could not read the words in place. Rows of
+        blocks follow one another; of a grouped format these are the codes."""
+        if is_grouped(dtype):
+            rows, row = shape[0], words_shape(dtype, shape)[1]
+            step = words_shape(dtype, (stride[0],))[0]
+            codes = self.tensor("U8", ((rows - 1) * step + row,), start).words
+            return StoredTensor(dtype, np.lib.stride_tricks.as_strided(codes, (rows, row), (step, 1)))
         if is_packed(dtype):
             return self.tensor(dtype, shape, start)
         width = WIDTHS[dtype]

@@ -1,7 +1,9 @@
 """The number formats of stored weights, and the bytes that they take.
 
-A plain format stores every number by itself; its name is safetensors'. A packed format stores blocks of numbers that
-share a scale; its name and its blocks are ggml's (``ggml-common.h``).
+A plain format stores every number by itself; its name is safetensors'. A packed format stores numbers of a few bits
+that share scales. In blocks, whose names and layouts are ggml's (``ggml-common.h``), the scale lies beside its numbers.
+In grouped formats the codes of all numbers lie together, and the scales and biases of their groups in tensors of their
+own.
 """
 
 from __future__ import annotations
@@ -26,12 +28,24 @@ BLOCKS: Mapping[str, tuple[int, int]] = {
 }  # fmt: skip
 """Numbers and bytes per block of the packed formats. A block never goes beyond its row."""
 
+GROUPED: Mapping[str, tuple[int, int]] = {"AFFINE4": (32, 16), "AFFINE8": (32, 32), "OCP_MXFP4": (32, 16)}
+"""Numbers and bytes of codes of the smallest group of the grouped formats. ``AFFINE4`` and ``AFFINE8`` are mlx's: a
+number is scale * code + bias. ``OCP_MXFP4`` is MXFP4 as its authors publish it: groups of 32 numbers of four bits with
+an exponent of two (E8M0). Codes of four bits begin in the low half of a byte."""
+
+_PACKED = {**BLOCKS, **GROUPED}
+
 _WORDS: dict[int, np.dtype[Any]] = {width: np.dtype(f"<u{width}") for width in (1, 2, 4, 8)}
 
 
 def is_packed(number_format: str) -> bool:
-    """Whether numbers are stored in blocks."""
-    return number_format in BLOCKS
+    """Whether numbers of a few bits share scales, in blocks or in groups."""
+    return number_format in _PACKED
+
+
+def is_grouped(number_format: str) -> bool:
+    """Whether scales lie in tensors of their own."""
+    return number_format in GROUPED
 
 
 def words_dtype(number_format: str) -> np.dtype[Any]:
@@ -40,13 +54,14 @@ def words_dtype(number_format: str) -> np.dtype[Any]:
 
 
 def words_shape(number_format: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of the words that store numbers of ``shape``. The rows of a packed format become rows of bytes.
+    """The shape of the words that store numbers of ``shape``. The rows of a packed format become rows of bytes, of a
+    grouped one those of the codes.
 
     Raises ValueError if the rows are not whole blocks.
     """
-    if number_format not in BLOCKS:
+    if number_format not in _PACKED:
         return shape
-    numbers, nbytes = BLOCKS[number_format]
+    numbers, nbytes = _PACKED[number_format]
     if not shape or shape[-1] % numbers:
         raise ValueError(f"rows of {shape[-1] if shape else 0} numbers are not whole blocks of {numbers}")
     return (*shape[:-1], shape[-1] // numbers * nbytes)
@@ -54,12 +69,13 @@ def words_shape(number_format: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def numbers_shape(number_format: str, words: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of the numbers that words of shape ``words`` store."""
-    if number_format not in BLOCKS:
+    if number_format not in _PACKED:
         return words
-    numbers, nbytes = BLOCKS[number_format]
+    numbers, nbytes = _PACKED[number_format]
     return (*words[:-1], words[-1] // nbytes * numbers)
 
 
 def stored_bytes(number_format: str, shape: tuple[int, ...]) -> int:
-    """Bytes of numbers of ``shape``. Raises ValueError if rows of a packed format are not whole blocks."""
+    """Bytes of numbers of ``shape``, of a grouped format those of the codes. Raises ValueError if rows of a packed
+    format are not whole blocks."""
     return math.prod(words_shape(number_format, shape)) * words_dtype(number_format).itemsize

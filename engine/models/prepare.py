@@ -74,6 +74,8 @@ def needs_preparing(folder: Path) -> tuple[bool, str]:
     assert isinstance(files, Checkpoint)
     if files.is_gguf:
         return False, "A GGUF file's weights are used where they lie: preparing gains nothing."
+    if experts.packed:
+        return False, "Its weights are packed and used where they lie: preparing gains nothing."
     if experts.strided:
         return True, (
             "Its experts are stored transposed or interleaved: unprepared, every use of an expert reads its matrices "
@@ -141,7 +143,7 @@ class BankPlan:
 
 
 def plan_bank(files: Checkpoint) -> BankPlan:
-    """Raises ModelError for a dense model, or a GGUF file, whose weights may be packed and in another order."""
+    """Raises ModelError for a dense model, a GGUF file, whose weights may be in another order, or packed weights."""
     experts = files.experts
     if files.is_gguf:
         raise ModelError(
@@ -155,6 +157,10 @@ def plan_bank(files: Checkpoint) -> BankPlan:
             "bad-input",
         )
     assert isinstance(experts, PlainExperts)
+    if experts.packed:
+        raise ModelError(
+            f"{files.folder} holds packed weights, which are used where they lie; use it as it is.", "bad-input"
+        )
     has_bias = experts.expert(experts.layers[0], 0).down_bias is not None if experts.layers else False
     # Wide types first: then every tensor begins at a multiple of its own width.
     trunk = sorted(files.trunk(), key=lambda item: -WIDTHS[item[1].dtype])

@@ -1,9 +1,13 @@
 """Quantised safetensors: what ``config.json``, the files beside it and the tensors' names say of the method, and the
-refusal of those that do not run."""
+refusal of those that do not run.
+
+Those run that mlx-lm quantised in four or eight bits, and gpt-oss in MXFP4 as it is published.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,29 +52,91 @@ _ENDINGS: tuple[tuple[str, str], ...] = (
     (".weight.absmax", "bitsandbytes"),
     (".weight.quant_map", "bitsandbytes"),
     (".SCB", "bitsandbytes"),
-    ("_proj_blocks", "MXFP4"),
     (".weight_scale_inv", "FP8"),
 )
 """Ends of names that only quantised tensors have, and the method."""
 
-_KEYS = ("quantization_config", "quantization", "compression_config")
+FAMILIES_OF_MLX = (
+    "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss",
+)  # fmt: skip
+"""Families whose weights mlx-lm stores as transformers does, but for the experts' names, so that they run quantised
+without mlx."""
+
+_BITS = (4, 8)
+_GROUPS = (32, 64, 128)
+"""Bits of a code, and numbers of a group, of mlx's affine quantisation that run."""
+
+QUANTISATION_KEYS = ("quantization_config", "quantization", "compression_config")
+"""Settings of ``config.json`` that describe how weights are quantised."""
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
     """The name of the method with which the weights of ``config`` are quantised; None if they are not."""
     inner = config.get("text_config")
     for section in (config, inner if isinstance(inner, Mapping) else {}):
-        for key in _KEYS:
+        for key in QUANTISATION_KEYS:
             if section.get(key):
                 return _named(section[key])
     return None
 
 
+@dataclass(frozen=True)
+class Groups:
+    """How one tensor is quantised: bits of a code, numbers of a group, and ``affine`` or ``mxfp4``."""
+
+    bits: int
+    size: int
+    mode: str
+
+
+def groups_of(config: Mapping[str, Any], module: str) -> Groups | None:
+    """How mlx-lm quantised the weight of ``module``; None if ``config`` is not of a model that mlx-lm quantised in a
+    way that runs."""
+    settings = _of_mlx(config)
+    if settings is None:
+        return None
+    own = settings.get(module)
+    return _groups(own if isinstance(own, Mapping) else settings)
+
+
 def refuse_quantized(config: Mapping[str, Any]) -> None:
-    """Raises ModelError naming the method if the weights of ``config`` are quantised."""
+    """Raises ModelError naming the method if the weights of ``config`` are quantised with one that does not run."""
     method = method_of(config)
-    if method is not None:
+    if method is None or (method == _METHODS["mxfp4"] and config.get("model_type") == "gpt_oss"):
+        return
+    settings = _of_mlx(config)
+    if settings is None:
         raise _refused(method)
+    for each in (settings, *(own for own in settings.values() if isinstance(own, Mapping))):
+        if _groups(each) is None:
+            raise _refused(_described(each))
+    family = config.get("model_type")
+    if family not in FAMILIES_OF_MLX:
+        raise _refused(f"{method} as mlx-lm stores the family {shown(family)}")
+
+
+def _of_mlx(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The settings of mlx-lm's quantisation, which name no method; None if there are none."""
+    settings = config.get("quantization") or config.get("quantization_config")
+    named = isinstance(settings, Mapping) and (settings.get("quant_method") or settings.get("quant_algo"))
+    if not isinstance(settings, Mapping) or named or "bits" not in settings or "group_size" not in settings:
+        return None
+    return settings
+
+
+def _groups(settings: Mapping[str, Any]) -> Groups | None:
+    """None for what does not run."""
+    bits, size, mode = settings.get("bits"), settings.get("group_size"), settings.get("mode", "affine")
+    if mode == "mxfp4" and (bits, size) == (4, 32):
+        return Groups(4, 32, "mxfp4")
+    if mode != "affine" or type(bits) is not int or type(size) is not int or bits not in _BITS or size not in _GROUPS:
+        return None
+    return Groups(bits, size, "affine")
+
+
+def _described(settings: Mapping[str, Any]) -> str:
+    bits, size = shown(settings.get("bits")), shown(settings.get("group_size"))
+    return f"mlx's method {shown(settings.get('mode', 'affine'))} in {bits} bits and groups of {size}"
 
 
 def refuse_settings(folder: Path, config: Mapping[str, Any]) -> None:

@@ -31,16 +31,21 @@ _LONGEST_NAME = 500
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies in its file: bytes ``start`` to ``stop``, counted from the beginning of the file."""
+    """Where a tensor lies in its file: bytes ``start`` to ``stop``, counted from the beginning of the file.
+
+    ``groups`` are the scales, and then the biases, of a grouped number format: the files' names and where they lie.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     start: int
     stop: int
+    groups: tuple[tuple[str, TensorEntry], ...] = ()
 
     @property
     def nbytes(self) -> int:
-        return self.stop - self.start
+        """Its bytes, with those of scales and biases."""
+        return self.stop - self.start + sum(entry.nbytes for _, entry in self.groups)
 
 
 # --- the header ---------------------------------------------------------------------------------------------------

@@ -261,7 +261,7 @@ def test_remote_code_is_refused(tiny_model: TinyModel, tmp_path: Path):
         ({"quantization_config": {"load_in_4bit": True}}, "bitsandbytes"),
         ({"quantization_config": {"_load_in_8bit": True}}, "bitsandbytes"),
         ({"quantization_config": {"quant_algo": "NVFP4"}}, "NVFP4"),
-        ({"quantization": {"group_size": 64, "bits": 4}}, "mlx's affine method"),
+        ({"quantization": {"group_size": 64, "bits": 5}}, "mlx's method affine in 5 bits and groups of 64"),
         ({"quantization_config": [4]}, "an unnamed method"),
         ({"text_config": {"quantization_config": {"quant_method": "\x1b[2J"}}}, r".x1b.*"),
     ],

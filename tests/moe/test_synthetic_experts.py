@@ -6,16 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.packed_blocks import unpacked
 from engine.calibration import synthetic_experts
 from engine.calibration.calibration_file import load_calibration, save_calibration
 from engine.calibration.synthetic_experts import SyntheticCpuSide, check_shape, expert_curve
 from engine.models.files import ExpertWeights
-from engine.models.number_formats import BLOCKS, is_packed, stored_bytes
+from engine.models.number_formats import BLOCKS, is_grouped, is_packed, stored_bytes
 from engine.moe.kernels.bindings import FORMATS, choose
 from engine.moe.kernels.layers import LayerExperts
 from engine.planning.calibration import ExpertShape, Processor, estimated, guessed
+from engine.runtimes.torch.offload.torch_tensors import unpacked as unpacked_groups
 
 HIDDEN, FFN = 512, 256
 
@@ -24,6 +26,8 @@ needs_kernels = pytest.mark.skipif(not choose("bfloat16").native, reason="the na
 
 def shape_with(gate: str, down: str) -> ExpertShape:
     nbytes = 2 * stored_bytes(gate, (FFN, HIDDEN)) + stored_bytes(down, (HIDDEN, FFN))
+    if is_grouped(gate):  # a byte for 32 weights, or a scale and a bias of two bytes each for 64
+        nbytes += 3 * HIDDEN * FFN // 32 if gate == "OCP_MXFP4" else 3 * HIDDEN * FFN // 16
     return ExpertShape(hidden=HIDDEN, ffn=FFN, dtype=gate, expert_bytes=nbytes)
 
 
@@ -56,7 +60,10 @@ def test_experts_are_measured_in_their_own_formats(gate: str, down: str, monkeyp
     assert stored_bytes(found[2], (HIDDEN, FFN)) == stored_bytes(down, (HIDDEN, FFN))
     assert sum(part.nbytes for part in first.parts) == shape.expert_bytes
     for part in first.parts:
-        if is_packed(part.dtype):
+        if is_grouped(part.dtype):
+            values = np.abs(unpacked_groups(part, torch.float32).numpy())
+            assert values[values > 0].min() > 1e-6 and values.max() < 1e3
+        elif is_packed(part.dtype):
             values = np.abs(unpacked(part.dtype, part.words[:1]))
             assert values[values > 0].min() > 1e-6 and values.max() < 1e3
 

@@ -12,8 +12,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
 
-from subjects import PACKED_MODELS, StoredModel, Subject, no_progress
+from subjects import GROUPED_MODELS, PACKED_MODELS, PUBLISHED, StoredModel, Subject, no_progress
 from tiny_gguf import ARCHITECTURES, whole_blocks, write_tiny_gguf
+from tiny_grouped import write_grouped
 from tiny_models import write_tiny_model
 
 from engine.models.gguf_folder import open_gguf
@@ -26,6 +27,7 @@ def stored_model(
     tiny_model: Callable[..., Path],
     prepared: Callable[[Path], Path],
     packed: Callable[[str, str], Path],
+    grouped: Callable[[str, str], tuple[Path, Path]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> StoredModel:
     """The folder of a tiny model in the form ``stored``, written once a session. Not to be changed."""
@@ -37,6 +39,8 @@ def stored_model(
     ) -> Path:
         if stored in PACKED_MODELS:
             return packed(family, stored)
+        if stored in GROUPED_MODELS or stored == PUBLISHED:
+            return grouped(family, stored)[0]
         if stored != "4-bit":
             saved = tiny_model(family, dtype=stored, **(subject.unlike.get(family, {}) | options))
             return prepared(saved) if family in subject.prepared_only and not as_saved else saved
@@ -65,6 +69,24 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Pat
         path = root / f"{family}-{name}.gguf"
         path = write_tiny_gguf(path, source(family), ARCHITECTURES[family], quantised=kind, parts=parts)
         return open_gguf(path, no_progress, folder=root / f"gguf--{family}-{name}")
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def grouped(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, Path]]:
+    """``grouped(family, name)``: the folder of a model in the form that GROUPED_MODELS has under ``name``, and that of
+    what its weights stand for, written once a session. Not to be changed."""
+    root = tmp_path_factory.mktemp("grouped")
+
+    @functools.cache
+    def source(family: str) -> Path:
+        return write_tiny_model(root / family, family, **whole_blocks(family))
+
+    @functools.cache
+    def folder_of(family: str, name: str) -> tuple[Path, Path]:
+        options = {"form": "published"} if name == PUBLISHED else GROUPED_MODELS[name]
+        return write_grouped(root / f"{family}-{name.replace(' ', '-')}", source(family), **options)
 
     return folder_of
 

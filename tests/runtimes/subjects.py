@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gguf import GGMLQuantizationType
 from native_oracle import FAMILIES as NATIVE_FAMILIES
 from native_oracle import PREPARED_ONLY, needs_kernels
@@ -103,6 +104,19 @@ PACKED_MODELS: dict[str, tuple[Callable[[str], GGMLQuantizationType], int]] = {
     "MXFP4": (lambda name: GGMLQuantizationType.MXFP4 if "_exps" in name else GGMLQuantizationType.Q5_0, 1),
 }
 """Formats of tiny GGUF files, by a name: of each matrix by its name, and in how many files they are."""
+
+GROUPED_MODELS: dict[str, dict[str, Any]] = {
+    "mlx-4-bit": {"bits": 4, "group": 64, "files": 2},
+    "mlx-8-bit": {"bits": 8, "group": 32, "scales": torch.float16},
+    "mlx-mixed": {
+        "bits": 4,
+        "group": 128,
+        "own": lambda module: (8, 64) if module.endswith(("down_proj", "v_proj", ".gate", "lm_head")) else None,
+    },
+}
+"""Forms of safetensors models as mlx-lm quantises them, by a name."""
+PUBLISHED = "as published"
+"""The form in which gpt-oss is published."""
 
 each_runtime = pytest.mark.parametrize("subject", [pytest.param(one, marks=one.marks, id=one.name) for one in SUBJECTS])
 """A test of all three runtimes, as its ``subject``."""

@@ -228,12 +228,14 @@ class TestDownloads:
         assert refused.value.kind == "memory"
         assert "native" not in str(refused.value)
 
-    def test_without_mlx_nothing_quantised_is_fetched(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_mlx_only_what_the_other_runtimes_read_is_fetched(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(choosing, "mlx_installed", lambda: False)
+        refuse_download(self.mxfp4, 10**9)
+        refuse_download({"model_type": "mixtral", "quantization": {"bits": 4, "group_size": 64}}, 10**9)
         with pytest.raises(ModelError, match="MXFP4"):
-            refuse_download(self.mxfp4, 1)
-        with pytest.raises(ModelError, match="quantised"):
-            refuse_download({"model_type": "mixtral", "quantization": {"bits": 4}}, 1)
+            refuse_download(self.mxfp4 | {"model_type": "mixtral"}, 1)
+        with pytest.raises(ModelError, match="quantised with mlx's method affine in 3 bits"):
+            refuse_download({"model_type": "mixtral", "quantization": {"bits": 3, "group_size": 64}}, 1)
 
 
 @pytest.mark.parametrize(

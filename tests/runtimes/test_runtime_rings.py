@@ -25,6 +25,7 @@ from subjects import (
     NATIVE,
     PACKED_FAMILIES,
     PACKED_MODELS,
+    PUBLISHED,
     TORCH,
     StoredModel,
     Subject,
@@ -86,6 +87,10 @@ def close(models: list[LoadedModel]) -> None:
 FEW = ((2, "unequal"), (3, "overlapping"))
 MORE = (*FEW, (4, "even"))
 PACKED = (("qwen2_moe", "Q4_K_M"), ("mixtral", "MXFP4"), ("granitemoe", "Q8_0"))
+GROUPED = (
+    ("qwen3_moe", "mlx-4-bit"), ("mixtral", "mlx-8-bit"), ("gpt_oss", "mlx-mixed"), ("gpt_oss", PUBLISHED)
+)  # fmt: skip
+RINGS = ((2, "unequal"), (3, "even"), (4, "overlapping"), (3, "overlapping"))
 SAMPLED = [
     *(case(NATIVE, *row) for row in pairwise(NATIVE.moe_families, NATIVE.stored, (1, 2, 3, 4), PLACEMENTS)),
     *(
@@ -95,6 +100,8 @@ SAMPLED = [
     ),
     *(case(NATIVE, *row) for row in pairwise(PACKED_FAMILIES, tuple(PACKED_MODELS), (2, 3, 4), PLACEMENTS)[::2]),
     *(case(TORCH, *model, *ring) for model, ring in zip(PACKED, MORE, strict=True)),
+    *(case(NATIVE, *model, *ring) for model, ring in zip(GROUPED, RINGS, strict=True)),
+    *(case(TORCH, *model, *ring) for model, ring in zip(GROUPED, reversed(RINGS), strict=True)),
 ]
 """Families, number formats, nodes and placements: of native each pair of two once, of packed ones every second one; of
 torch and mlx, which take ten times as long, each family once and each number format in each ring."""

@@ -20,7 +20,7 @@ from engine.errors import ModelError
 Dtype = Literal["bfloat16", "float32"]
 """What a model computes with; ``float32`` keeps activations in float32 whatever the weights are stored as."""
 
-VERSION = 7
+VERSION = 8
 """PLLM_VERSION of native/privatellm_kernels.h; a library of another version is not used."""
 
 VARIABLE = "PRIVATELLM_KERNELS"
@@ -36,7 +36,11 @@ PACKED_FORMATS = {
 }  # fmt: skip
 """Formats of blocks (by ggml's names) that the kernels multiply where they lie, and their numbers in the library."""
 
-FORMATS = {**WEIGHT_DTYPES, **PACKED_FORMATS}
+GROUPED_FORMATS = {"AFFINE4": 15, "AFFINE8": 16, "OCP_MXFP4": 17}
+"""Formats with scales in arrays of their own that the kernels multiply where they lie, and their numbers in the
+library."""
+
+FORMATS = {**WEIGHT_DTYPES, **PACKED_FORMATS, **GROUPED_FORMATS}
 """All formats of weights that the kernels read, and their numbers in the library."""
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "clamped": 4}
@@ -81,6 +85,10 @@ class Matrix(ctypes.Structure):
         ("columns", ctypes.c_int64),
         ("row_stride", ctypes.c_int64),
         ("dtype", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("scales", ctypes.c_void_p),
+        ("biases", ctypes.c_void_p),
+        ("scale_dtype", ctypes.c_int32),
         ("reserved", ctypes.c_int32),
     )
 
@@ -121,7 +129,7 @@ class Layer(ctypes.Structure):
         ("set", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
         ("bias_dtype", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
+        ("bias_stride", ctypes.c_int32),
     )
 
 
@@ -175,6 +183,7 @@ def _declare(native: ctypes.CDLL) -> None:
     native.pllm_exp_sum.argtypes = [number, pointer, ctypes.c_float, whole]
     native.pllm_exp_sum.restype = ctypes.c_float
     native.pllm_unpack_row.argtypes, native.pllm_unpack_row.restype = [number, pointer, pointer, whole], None
+    native.pllm_open_row.argtypes, native.pllm_open_row.restype = [pointer, whole, pointer], None
     native.pllm_read_seconds.argtypes = [pointer, pointer, size]
     native.pllm_read_seconds.restype = ctypes.c_double
 

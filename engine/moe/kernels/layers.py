@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.models.files import Experts, ExpertWeights, StoredTensor
-from engine.models.number_formats import is_packed
+from engine.models.number_formats import GROUPED, is_grouped, is_packed
 from engine.moe.kernels.bindings import (
     ACTIVATIONS,
     FORMATS,
@@ -47,6 +47,8 @@ def matrix(stored: StoredTensor) -> Matrix:
     if unsupported_reason is not None or words.ndim != 2:
         raise ModelError(f"The native kernels cannot read these weights: {unsupported_reason or 'they are no matrix'}.")
     columns = stored.shape[1]
+    if is_grouped(stored.dtype):
+        return _grouped_matrix(stored)
     return Matrix(
         data=words.ctypes.data,
         rows=words.shape[0],
@@ -56,11 +58,47 @@ def matrix(stored: StoredTensor) -> Matrix:
     )
 
 
+def _grouped_matrix(stored: StoredTensor) -> Matrix:
+    scales, biases = stored.scales, stored.biases
+    assert scales is not None
+    rows, columns = stored.shape
+    numbers, nbytes = GROUPED[stored.dtype]
+    return Matrix(
+        data=stored.words.ctypes.data,
+        rows=rows,
+        columns=columns,
+        row_stride=stored.words.strides[0] // nbytes * numbers,
+        dtype=FORMATS[stored.dtype],
+        group=columns // scales.words.shape[1],
+        scales=scales.words.ctypes.data,
+        biases=None if biases is None else biases.words.ctypes.data,
+        scale_dtype=0 if biases is None else WEIGHT_DTYPES[scales.dtype],
+    )
+
+
+def _grouped_unreadable(stored: StoredTensor) -> str | None:
+    """That the codes, scales and biases of a matrix do not lie as the kernels read them."""
+    rows, columns = stored.shape
+    _, nbytes = GROUPED[stored.dtype]
+    step = stored.words.strides[0] if rows > 1 else stored.words.shape[1]
+    groups = [part for part in (stored.scales, stored.biases) if part is not None]
+    right = len(groups) == (1 if stored.dtype == "OCP_MXFP4" else 2) and step % nbytes == 0
+    right = right and step >= stored.words.shape[1] and stored.words.strides[1] == 1
+    for part in groups:
+        words, apart = part.words, step * (part.words.shape[-1] or 1)
+        right = right and words.shape[0] == rows and words.shape[1] > 0 and columns % words.shape[1] == 0
+        right = right and words.strides[1] == words.itemsize and apart % stored.words.shape[1] == 0
+        right = right and (rows == 1 or words.strides[0] * stored.words.shape[1] == apart * words.itemsize)
+    return None if right else "their scales do not lie like their rows"
+
+
 def unreadable(stored: StoredTensor) -> str | None:
     """Why the kernels cannot read ``stored`` where it lies, or None."""
     words = stored.words
     if stored.dtype not in FORMATS:
         return f"they are stored as {stored.dtype}, which has no kernel"
+    if is_grouped(stored.dtype):
+        return _grouped_unreadable(stored) if words.ndim == 2 else "they are no matrix"
     if is_packed(stored.dtype):
         return None if words.flags.c_contiguous else "their blocks do not follow one another"
     if words.shape[-1] > 1 and words.strides[-1] != words.itemsize:
@@ -76,19 +114,39 @@ def unsupported_reason(weights: ExpertWeights) -> str | None:
     """Why the kernels cannot run an expert with these weights, or None."""
     tensors = [weights.gate, weights.up, weights.down, weights.gate_bias, weights.up_bias, weights.down_bias]
     present = [tensor for tensor in tensors if tensor is not None]
+    matrices, biases = present[:3], present[3:]
+    # Biases of gate and up are read value by value, with one distance for both.
     for tensor in present:
+        if tensor is weights.gate_bias or tensor is weights.up_bias:
+            continue
         reason = unreadable(tensor)
         if reason is not None:
             return reason
-    matrices, biases = present[:3], present[3:]
-    if is_packed(weights.gate.dtype):
-        if not all(is_packed(tensor.dtype) for tensor in matrices):
-            return "some of its matrices are packed and others are not"
-    elif len({tensor.dtype for tensor in matrices}) > 1:
-        return "its matrices are of different dtypes"
+    if not all(_alike(tensor, weights.gate) for tensor in matrices):
+        packed = any(is_packed(tensor.dtype) for tensor in matrices)
+        return "its matrices are packed in different ways" if packed else "its matrices are of different dtypes"
     if any(is_packed(bias.dtype) for bias in biases) or len({bias.dtype for bias in biases}) > 1:
         return "its biases are packed or of different dtypes"
-    return None
+    return _unreadable_biases(weights.gate_bias, weights.up_bias)
+
+
+def _unreadable_biases(gate: StoredTensor | None, up: StoredTensor | None) -> str | None:
+    """Why the kernels cannot read the biases of gate and up where they lie, or None."""
+    if gate is None or up is None:
+        return None
+    if gate.dtype not in WEIGHT_DTYPES:
+        return f"they are stored as {gate.dtype}, which has no kernel"
+    apart = gate.words.strides[0]
+    right = up.words.strides[0] == apart and apart > 0 and apart % gate.words.itemsize == 0
+    right = right and gate.words.flags.aligned and up.words.flags.aligned
+    return None if right else "their biases do not lie at whole distances"
+
+
+def kernel_kind(number_format: str) -> str:
+    """What is equal for number formats of which the same kernels take the same input."""
+    if is_grouped(number_format):
+        return "grouped"
+    return "packed" if is_packed(number_format) else number_format
 
 
 class LayerExperts:
@@ -111,7 +169,7 @@ class LayerExperts:
             if reason is not None:
                 raise ModelError(f"The native kernels cannot run expert {number}: {reason}.")
             shapes = (expert.gate.shape, expert.up.shape, expert.down.shape)
-            alike = _alike(expert.gate, first.gate) and _bias_dtype(expert) == _bias_dtype(first)
+            alike = _alike(expert.gate, first.gate) and _biases_of(expert) == _biases_of(first)
             if shapes != ((ffn, hidden), (ffn, hidden), (hidden, ffn)) or not alike:
                 raise ModelError(f"Expert {number} has matrices of {shapes}, unlike the first; the file is damaged.")
             table[number] = _expert(expert)
@@ -126,7 +184,8 @@ class LayerExperts:
             activation=CActivation(kind=ACTIVATIONS[gate.kind], alpha=gate.alpha, limit=gate.limit),
             set=choice.number,
             dtype=FORMATS[first.gate.dtype],
-            bias_dtype=WEIGHT_DTYPES[_bias_dtype(first)],
+            bias_dtype=WEIGHT_DTYPES[_biases_of(first)[0]],
+            bias_stride=_biases_of(first)[1],
         )
         self.address = ctypes.addressof(self._layer)
 
@@ -196,12 +255,14 @@ def linear(
 
 
 def _alike(one: StoredTensor, other: StoredTensor) -> bool:
-    """Whether the same kernels multiply by both: any two packed formats, or the same plain one."""
-    return one.dtype == other.dtype or (is_packed(one.dtype) and is_packed(other.dtype))
+    """Whether the same kernels multiply by both: two formats of blocks, two grouped ones, or the same plain one."""
+    return kernel_kind(one.dtype) == kernel_kind(other.dtype)
 
 
-def _bias_dtype(weights: ExpertWeights) -> str:
-    return "F32" if weights.gate_bias is None else weights.gate_bias.dtype
+def _biases_of(weights: ExpertWeights) -> tuple[str, int]:
+    """The number format of the biases, and how many values those of gate and up are apart."""
+    gate = weights.gate_bias
+    return ("F32", 1) if gate is None else (gate.dtype, gate.words.strides[0] // gate.words.itemsize)
 
 
 def _expert(weights: ExpertWeights) -> Expert:

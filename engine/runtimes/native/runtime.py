@@ -17,10 +17,10 @@ from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
 from engine.models.files import ModelFiles
-from engine.models.number_formats import is_packed
 from engine.models.opening import open_model
 from engine.moe.executor import RingExecutor
 from engine.moe.kernels.bindings import FORMATS, KernelChoice, choose
+from engine.moe.kernels.layers import kernel_kind
 from engine.moe.kernels.pool import physical_cores, shared_pool
 from engine.moe.popularity import Popularity
 from engine.moe.timing import Recorder
@@ -158,8 +158,7 @@ def _unsupported_storage(files: ModelFiles, request: Load) -> str | None:
         if tensor.dtype not in FORMATS:
             return f"the tensor {name} is stored as {tensor.dtype}"
         if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
-            kind = "packed" if is_packed(tensor.dtype) else tensor.dtype
-            attention.setdefault(name.rpartition(".self_attn.")[0], set()).add(kind)
+            attention.setdefault(name.rpartition(".self_attn.")[0], set()).add(kernel_kind(tensor.dtype))
     unreadable = None if files.experts is None else unreadable_experts(files.experts)
     if unreadable is not None:
         return unreadable

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.models.files import Change, Experts, ExpertWeights, ModelFiles, StoredTensor
-from engine.moe.kernels.bindings import WEIGHT_DTYPES, KernelChoice, Matrix
+from engine.models.number_formats import is_grouped
+from engine.moe.kernels.bindings import WEIGHT_DTYPES, KernelChoice, Matrix, load
 from engine.moe.kernels.layers import LayerExperts, layer_experts, matrix
 from engine.moe.popularity import Popularity
 from engine.runtimes.native.bindings import HEAD_NORMS, Delta, Trunk, TrunkLayer
@@ -28,6 +29,18 @@ def to_float32(tensor: StoredTensor) -> NDArray[np.float32]:
     if tensor.dtype == "BF16":
         return (tensor.words.astype(np.uint32) << np.uint32(16)).view(np.float32)
     raise ModelError(f"A tensor of the trunk is stored as {tensor.dtype}, which the native kernels cannot read.")
+
+
+def opened(tensor: StoredTensor) -> StoredTensor:
+    """A copy in float32 of a matrix in a grouped format, for what is small and computed with float32 inputs; another
+    tensor as it is."""
+    if not is_grouped(tensor.dtype):
+        return tensor
+    described, native = matrix(tensor), load()
+    copy = np.empty(tensor.shape, np.float32)
+    for row in range(len(copy)):
+        native.pllm_open_row(ctypes.addressof(described), row, copy[row].ctypes.data)
+    return StoredTensor("F32", copy.view(np.uint32))
 
 
 class Tensors:
@@ -57,6 +70,12 @@ class Tensors:
 
     def matrix(self, names: Sequence[str], rows: int, columns: int) -> Matrix:
         return matrix(self.take(names, (rows, columns)))
+
+    def exact(self, names: Sequence[str], rows: int, columns: int) -> Matrix:
+        """As :meth:`matrix`, of a router or gate."""
+        tensor = opened(self.take(names, (rows, columns)))
+        self.kept.append(tensor)
+        return matrix(tensor)
 
     def vector(self, name: str, count: int) -> int:
         """The address of a float32 copy."""
@@ -226,7 +245,7 @@ class TrunkWeights:
                 "fetch the model again."
             )
         names = [prefix + name for name in shape.routers]
-        layer.router = self._tensors.matrix(names, experts.count, shape.hidden)
+        layer.router = self._tensors.exact(names, experts.count, shape.hidden)
         if shape.router_bias:
             layer.router_bias = self._tensors.vector(names[0].removesuffix("weight") + "bias", experts.count)
         if not self._in_ring:
@@ -237,7 +256,7 @@ class TrunkWeights:
             layer.counts = self._popularity.address(index)
         if shape.shared_ffn:
             layer.shared = self._dense(prefix + "mlp.shared_expert.", shape.shared_ffn, bias=False)
-            layer.shared_gate = self._tensors.matrix([prefix + "mlp.shared_expert_gate.weight"], 1, shape.hidden)
+            layer.shared_gate = self._tensors.exact([prefix + "mlp.shared_expert_gate.weight"], 1, shape.hidden)
 
     def _dense(self, prefix: str, ffn: int, bias: bool) -> int:
         """A feed-forward network as a layer of one expert; its address."""

@@ -19,6 +19,7 @@ from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
 from engine.models.config_values import without_implementations
 from engine.models.files import ModelFiles, StoredTensor
+from engine.models.quantisation import QUANTISATION_KEYS
 from engine.models.wording import shown
 from engine.moe.kernels.bindings import KernelChoice
 from engine.runtimes.torch.offload.torch_tensors import numbers_on
@@ -42,7 +43,8 @@ def read_config(folder: Path, stored: dict[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
     try:
-        config = CONFIG_MAPPING[stored["model_type"]].from_dict(without_implementations(stored))
+        wanted = {key: value for key, value in without_implementations(stored).items() if key not in QUANTISATION_KEYS}
+        config = CONFIG_MAPPING[stored["model_type"]].from_dict(wanted)
     except Exception as error:  # whatever transformers raises for settings it did not expect
         raise ModelError(f"{folder / 'config.json'} cannot be used: {_in_one_line(error)}") from error
     text = config.get_text_config(decoder=True)

@@ -18,7 +18,7 @@ from engine.models.number_formats import is_packed
 from engine.moe.kernels.bindings import KernelChoice, choose, load
 from engine.moe.kernels.layers import matrix
 from engine.moe.kernels.pool import shared_pool
-from engine.runtimes.torch.offload.torch_unpacking import unpack
+from engine.runtimes.torch.offload.torch_tensors import unpacked, view
 
 
 class PackedLinear(nn.Module):  # type: ignore[misc]
@@ -33,8 +33,7 @@ class PackedLinear(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.stored = stored
         self.out_features, self.in_features = stored.shape
-        # Seen by those who count what a model keeps.
-        self.register_buffer("blocks", torch.from_numpy(stored.words))
+        _register(self, stored)
         self.register_parameter("bias", bias)
         self._choice = choice
         self._matrix = matrix(stored)
@@ -74,12 +73,20 @@ class PackedEmbedding(nn.Module):  # type: ignore[misc]
         super().__init__()
         self.stored = stored
         self.num_embeddings, self.embedding_dim = stored.shape
-        self.register_buffer("blocks", torch.from_numpy(stored.words))
+        _register(self, stored)
         self._dtype = dtype
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        chosen = self.blocks.index_select(0, ids.reshape(-1))
-        return unpack(chosen, self.stored.dtype, self._dtype).view(*ids.shape, self.embedding_dim)
+        wanted = Change(rows=ids.reshape(-1).cpu().numpy()).in_rows(self.stored)
+        return unpacked(wanted, self._dtype).view(*ids.shape, self.embedding_dim)
+
+
+def _register(module: nn.Module, stored: StoredTensor) -> None:
+    """Show what ``stored`` holds to those who count what a model keeps."""
+    module.register_buffer("blocks", torch.from_numpy(stored.words))
+    for name, part in (("scales", stored.scales), ("biases", stored.biases)):
+        if part is not None:
+            module.register_buffer(name, view(part))
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> KernelChoice | None:

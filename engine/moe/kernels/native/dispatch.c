@@ -48,26 +48,29 @@ int pllm_has(int set) {
 
 /* A set the CPU lacks is never run, whoever asks: plain C answers instead, and the calls that can fail say so. */
 const kernel_set *pllm_kernels(int set, int dtype) {
-    const int packed = is_packed(dtype);
+    const int packed = is_packed(dtype), grouped = is_grouped(dtype);
     if (!pllm_has(set)) set = PLLM_SCALAR;
     switch (set) {
 #if defined(__x86_64__)
     case PLLM_AVX2:
-        return packed ? &pllm_set_avx2_packed : &pllm_set_avx2;
+        return packed ? &pllm_set_avx2_packed : grouped ? &pllm_set_avx2_grouped : &pllm_set_avx2;
     case PLLM_AVX512F:
+        if (grouped) return has_byte_products() ? &pllm_set_avx512_vnni_grouped : &pllm_set_avx512f_grouped;
         if (packed) return has_byte_products() ? &pllm_set_avx512_vnni_packed : &pllm_set_avx512f_packed;
         return &pllm_set_avx512f;
     case PLLM_AVX512_BF16:
         if (packed) return &pllm_set_avx512_bf16_packed;
+        if (grouped) return &pllm_set_avx512_bf16_grouped;
         return dtype == PLLM_BF16 ? &pllm_set_avx512_bf16 : &pllm_set_avx512f;
 #endif
 #if defined(__aarch64__)
     case PLLM_NEON:
+        if (grouped) return &pllm_set_neon_grouped;
         if (packed) return has_byte_products() ? &pllm_set_neon_dot_packed : &pllm_set_neon_packed;
         return &pllm_set_neon;
 #endif
     default:
-        return packed ? &pllm_set_scalar_packed : &pllm_set_scalar;
+        return packed ? &pllm_set_scalar_packed : grouped ? &pllm_set_scalar_grouped : &pllm_set_scalar;
     }
 }
 
@@ -79,26 +82,35 @@ float pllm_exp_sum(int set, float *values, float shift, int64_t count) {
     return pllm_kernels(set, PLLM_F32)->exp_sum(values, shift, count);
 }
 
-void pllm_add_bias(float *y, int64_t y_stride, int64_t tokens, const void *bias, int dtype, int64_t first,
-                   int64_t count) {
+void pllm_add_bias(float *y, int64_t y_stride, int64_t tokens, const void *bias, int dtype, int64_t stride,
+                   int64_t first, int64_t count) {
     if (!bias) return;
     for (int64_t n = 0; n < count; n++) {
         float value;
         if (dtype == PLLM_BF16) {
             uint16_t half;
-            memcpy(&half, (const char *)bias + (first + n) * 2, 2);
+            memcpy(&half, (const char *)bias + (first + n) * stride * 2, 2);
             const uint32_t word = (uint32_t)half << 16;
             memcpy(&value, &word, 4);
         } else if (dtype == PLLM_F16) {
-            value = half_to_float((const char *)bias + (first + n) * 2);
+            value = half_to_float((const char *)bias + (first + n) * stride * 2);
         } else {
-            memcpy(&value, (const char *)bias + (first + n) * 4, 4);
+            memcpy(&value, (const char *)bias + (first + n) * stride * 4, 4);
         }
         for (int64_t m = 0; m < tokens; m++) y[m * y_stride + n] += value;
     }
 }
 
 /* ---- One matrix ---------------------------------------------------------------------------------------------- */
+
+/* Whether what grouped weights have besides their codes can be read. */
+static int is_sound(const pllm_matrix *w) {
+    if (!is_grouped(w->dtype)) return 1;
+    const int fits = w->group == 32 || w->group == 64 || w->group == 128;
+    if (!fits || !w->scales || w->columns % w->group || w->row_stride % w->group) return 0;
+    if (w->dtype == PLLM_OCP_MXFP4) return w->group == 32;
+    return w->biases && (w->scale_dtype == PLLM_BF16 || w->scale_dtype == PLLM_F16 || w->scale_dtype == PLLM_F32);
+}
 
 size_t pllm_input_bytes(int64_t rows, int64_t columns) {
     return aligned((size_t)((rows + TILE_LIMIT) * row_stride(columns)) * 4);
@@ -138,7 +150,8 @@ void pllm_linear_rows(const pllm_input *input, const pllm_matrix *weight, const 
                       int64_t y_stride, int add, int64_t first, int64_t last, void *scratch) {
     if (last <= first || input->rows == 0) return;
     const kernel_set *kernels = pllm_kernels(input->set, input->dtype);
-    const char *w = (const char *)weight->data + first * bytes_of_values(weight->dtype, weight->row_stride);
+    pllm_matrix part;
+    const void *w = rows_from(weight, first, &part);
     if (input->few) {
         const void *rows[FEW_LIMIT];
         for (int64_t m = 0; m < input->rows; m++)
@@ -149,7 +162,7 @@ void pllm_linear_rows(const pllm_input *input, const pllm_matrix *weight, const 
         kernels->many(w, weight->dtype, weight->row_stride, last - first, weight->columns, input->data, input->rows,
                       y + first, y_stride, add, scratch);
     }
-    pllm_add_bias(y + first, y_stride, input->rows, bias, weight->dtype, first, last - first);
+    pllm_add_bias(y + first, y_stride, input->rows, bias, weight->dtype, 1, first, last - first);
 }
 
 void pllm_linear_part(const pllm_input *input, const pllm_matrix *weight, const void *bias, float *y,
@@ -182,6 +195,7 @@ int pllm_linear(pllm_pool *pool, int set, const pllm_matrix *weight, const void 
                 int64_t x_stride, int64_t rows, float *y, int64_t y_stride) {
     if (!pllm_has(set)) return PLLM_E_SET;
     if (rows < 0 || weight->dtype < PLLM_BF16 || weight->dtype >= PLLM_DTYPES) return PLLM_E_ARGUMENT;
+    if (!is_sound(weight)) return PLLM_E_ARGUMENT;
     linear_call call = {.pool = pool, .weight = weight, .bias = bias, .x = x, .y = y, .x_stride = x_stride,
                         .y_stride = y_stride};
     pllm_pool_lock(pool);

@@ -177,15 +177,17 @@ static void fill_tiles(const plan *p, int thread, int threads) {
 
 /* ---- Gate and up ---------------------------------------------------------------------------------------------- */
 
-static void multiply(const plan *p, const pllm_matrix *matrix, const void *bias, const void *const *rows,
-                     const void *tiles, int64_t count, int64_t first, int64_t number, float *y, int64_t y_stride) {
-    const char *w = (const char *)matrix->data + first * bytes_of_values(matrix->dtype, matrix->row_stride);
+static void multiply(const plan *p, const pllm_matrix *matrix, const void *bias, int64_t bias_stride,
+                     const void *const *rows, const void *tiles, int64_t count, int64_t first, int64_t number,
+                     float *y, int64_t y_stride) {
+    pllm_matrix part;
+    const void *w = rows_from(matrix, first, &part);
     if (count <= p->kernels->few_tokens)
         p->kernels->few(w, matrix->dtype, matrix->row_stride, number, matrix->columns, rows, count, y, y_stride, 0);
     else
         p->kernels->many(w, matrix->dtype, matrix->row_stride, number, matrix->columns, tiles, count, y, y_stride, 0,
                          p->panel);
-    pllm_add_bias(y, y_stride, count, bias, p->layer->bias_dtype, first, number);
+    pllm_add_bias(y, y_stride, count, bias, p->layer->bias_dtype, bias_stride, first, number);
 }
 
 /* The activated values of rows [first, first + number) to where the down projection reads them. */
@@ -219,8 +221,9 @@ static void gate_task(const plan *p, int64_t task) {
         rows[m] = p->input + row * p->input_stride * p->kernels->row_element;
     }
     const char *tiles = p->tiles + p->row_offset[i] * padded(p->layer->hidden) * element;
-    multiply(p, &expert->gate, expert->gate_bias, rows, tiles, count, first, number, p->part, p->ffn_rows);
-    multiply(p, &expert->up, expert->up_bias, rows, tiles, count, first, number, p->other, p->ffn_rows);
+    const int64_t apart = MAX(p->layer->bias_stride, 1);
+    multiply(p, &expert->gate, expert->gate_bias, apart, rows, tiles, count, first, number, p->part, p->ffn_rows);
+    multiply(p, &expert->up, expert->up_bias, apart, rows, tiles, count, first, number, p->other, p->ffn_rows);
     for (int64_t m = 0; m < count; m++)
         p->kernels->gate(&p->layer->activation, p->part + m * p->ffn_rows, p->other + m * p->ffn_rows, number);
     store_act(p, i, count, first, number);
@@ -257,7 +260,7 @@ static void down_task(const plan *p, int64_t task) {
         const char *act = p->act + p->row_offset[i] * bytes;
         const void *rows[FEW_LIMIT];
         for (int64_t m = 0; m < MIN(count, FEW_LIMIT); m++) rows[m] = act + m * bytes;
-        multiply(p, &expert->down, expert->down_bias, rows, act, count, first, number,
+        multiply(p, &expert->down, expert->down_bias, 1, rows, act, count, first, number,
                  p->part + p->first[e] * p->hidden_rows, p->hidden_rows);
     }
     hand_out(p, first, number);

@@ -26,8 +26,8 @@
 /* A packed panel, results of a tile, and rows of packed weights that were opened for the panel. */
 #define PANEL_WORDS ((size_t)PANEL_ROWS * (PANEL_COLUMNS + PADDING))
 #define PANEL_BYTES ((PANEL_WORDS + (size_t)TILE_LIMIT * PANEL_ROWS + (size_t)PANEL_ROWS * PANEL_COLUMNS) * 4 + 64)
-/* Fewest elements from one input row to the next: a unit of packed weights' input needs so many. */
-#define FEWEST_STRIDE 112
+/* Fewest elements from one input row to the next: a unit of grouped weights' input needs so many. */
+#define FEWEST_STRIDE 144
 
 /* What an instruction set brings. W is `rows` rows of `columns` elements of `dtype`, `stride` elements apart. */
 typedef struct kernel_set {
@@ -55,15 +55,16 @@ typedef struct kernel_set {
     void (*add_scaled)(float *to, const float *from, float scale, int64_t count);
 } kernel_set;
 
-/* The second of each is for packed weights. */
-extern const kernel_set pllm_set_scalar, pllm_set_scalar_packed;
+/* Each has others for packed and for grouped weights. */
+extern const kernel_set pllm_set_scalar, pllm_set_scalar_packed, pllm_set_scalar_grouped;
 #if defined(__x86_64__)
-extern const kernel_set pllm_set_avx2, pllm_set_avx2_packed;
+extern const kernel_set pllm_set_avx2, pllm_set_avx2_packed, pllm_set_avx2_grouped;
 extern const kernel_set pllm_set_avx512f, pllm_set_avx512f_packed, pllm_set_avx512_vnni_packed;
+extern const kernel_set pllm_set_avx512f_grouped, pllm_set_avx512_vnni_grouped, pllm_set_avx512_bf16_grouped;
 extern const kernel_set pllm_set_avx512_bf16, pllm_set_avx512_bf16_packed;
 #endif
 #if defined(__aarch64__)
-extern const kernel_set pllm_set_neon, pllm_set_neon_packed, pllm_set_neon_dot_packed;
+extern const kernel_set pllm_set_neon, pllm_set_neon_packed, pllm_set_neon_dot_packed, pllm_set_neon_grouped;
 #endif
 
 /* The kernels that `set` uses for weights of `dtype`; never NULL for an available set. */
@@ -72,14 +73,27 @@ const kernel_set *pllm_kernels(int set, int dtype);
 int pllm_has(int set);
 /* One row of `columns` values as an activation, padded with zeros. */
 void pllm_fill_row(const kernel_set *kernels, void *to, const float *from, float scale, int64_t columns);
-/* y[m * y_stride + n] += bias[first + n] for n < count; bias may be NULL. */
-void pllm_add_bias(float *y, int64_t y_stride, int64_t tokens, const void *bias, int dtype, int64_t first,
-                   int64_t count);
+/* y[m * y_stride + n] += bias[(first + n) * stride] for n < count; bias may be NULL. */
+void pllm_add_bias(float *y, int64_t y_stride, int64_t tokens, const void *bias, int dtype, int64_t stride,
+                   int64_t first, int64_t count);
 
 void pllm_pool_lock(pllm_pool *pool);
 void pllm_pool_unlock(pllm_pool *pool);
 void pllm_pool_run_locked(pllm_pool *pool, pllm_region region, void *argument);
 int pllm_pool_reserve_locked(pllm_pool *pool, size_t bytes_per_thread, size_t shared_bytes);
+
+/* Rows of `matrix` from row `first` on, as kernel_set.few and .many take them; `part` is where they may lie. */
+static inline const void *rows_from(const pllm_matrix *matrix, int64_t first, pllm_matrix *part) {
+    const char *codes = (const char *)matrix->data + first * bytes_of_values(matrix->dtype, matrix->row_stride);
+    if (!is_grouped(matrix->dtype)) return codes;
+    const int width = matrix->dtype == PLLM_OCP_MXFP4 ? 1 : matrix->scale_dtype == PLLM_F32 ? 4 : 2;
+    const int64_t scales = first * (matrix->row_stride / matrix->group) * width;
+    *part = *matrix;
+    part->data = codes;
+    part->scales = (const char *)matrix->scales + scales;
+    part->biases = matrix->biases ? (const char *)matrix->biases + scales : part->scales;
+    return part;
+}
 
 static inline int64_t padded(int64_t columns) { return (columns + PADDING - 1) / PADDING * PADDING; }
 /* Elements from one input row to the next. The odd number keeps rows of 2^n bytes out of each other's cache sets. */

@@ -18,6 +18,7 @@
 #define UNIT_SCALES (UNIT / FINEST)
 
 static inline int is_packed(int dtype) { return dtype > PLLM_F32 && dtype < PLLM_F16; }
+static inline int is_grouped(int dtype) { return dtype > PLLM_F16; }
 
 static inline int64_t block_values(int dtype) {
     switch (dtype) {
@@ -47,6 +48,9 @@ static inline int64_t block_bytes(int dtype) {
     case PLLM_Q5_K: return 176;
     case PLLM_Q6_K: return 210;
     case PLLM_IQ4_XS: return 136;
+    case PLLM_AFFINE4: /* of grouped weights, the codes */
+    case PLLM_OCP_MXFP4: return 16;
+    case PLLM_AFFINE8: return 32;
     default: return 17; /* PLLM_MXFP4 */
     }
 }

@@ -19,7 +19,7 @@
 #endif
 
 /* Raised whenever a structure or a function of this file changes: the Python side refuses another number. */
-#define PLLM_VERSION 7
+#define PLLM_VERSION 8
 
 enum { PLLM_OK = 0, PLLM_E_SET = -1, PLLM_E_MEMORY = -2, PLLM_E_ARGUMENT = -3 };
 
@@ -58,28 +58,37 @@ PLLM_API void *pllm_pool_shared(pllm_pool *pool);
 /* ---- Matrices --------------------------------------------------------------------------------------------- */
 
 /* From PLLM_Q4_0 to PLLM_MXFP4 they are packed: blocks of 32 or 256 values, as GGUF files hold them. PLLM_F16 is IEEE's
-   half precision. */
+   half precision. From PLLM_AFFINE4 on they are grouped: codes of four or eight bits, and in arrays of their own the
+   scales and biases of groups of 32, 64 or 128 values, as mlx saves them; PLLM_OCP_MXFP4 has groups of 32 with exponents
+   of two (E8M0) for scales, and no biases. */
 enum {
     PLLM_BF16 = 1, PLLM_F32 = 2, PLLM_Q4_0 = 3, PLLM_Q4_1 = 4, PLLM_Q5_0 = 5, PLLM_Q5_1 = 6, PLLM_Q8_0 = 7,
     PLLM_Q4_K = 8, PLLM_Q5_K = 9, PLLM_Q6_K = 10, PLLM_IQ4_NL = 11, PLLM_IQ4_XS = 12, PLLM_MXFP4 = 13,
-    PLLM_F16 = 14, PLLM_DTYPES = 15
+    PLLM_F16 = 14, PLLM_AFFINE4 = 15, PLLM_AFFINE8 = 16, PLLM_OCP_MXFP4 = 17, PLLM_DTYPES = 18
 };
 
 typedef struct pllm_matrix {
     const void *data;
     int64_t rows, columns;
-    int64_t row_stride; /* in elements; whole blocks where they are packed */
+    int64_t row_stride; /* in elements; whole blocks where they are packed, whole groups where they are grouped */
     int32_t dtype;
+    int32_t group;               /* values of a group, of grouped weights only; so are the following three */
+    const void *scales, *biases; /* [rows, columns / group], row_stride / group apart from row to row */
+    int32_t scale_dtype;         /* of both: PLLM_BF16, PLLM_F16 or PLLM_F32 */
     int32_t reserved;
 } pllm_matrix;
 
 /* Packed weights or PLLM_F16 as float32, to the bit what ggml gives; `values` are whole blocks. */
 PLLM_API void pllm_unpack_row(int dtype, const void *from, float *to, int64_t values);
+/* A row of a matrix that is packed, grouped or PLLM_F16 as float32; of grouped weights the product and the sum are
+   rounded each. */
+PLLM_API void pllm_open_row(const pllm_matrix *matrix, int64_t row, float *to);
 
 /* Input rows in the form the kernels of `set` read for weights of `dtype`: padded, rounded to bfloat16 for
    PLLM_AVX512_BF16 with PLLM_BF16 weights, to eight bits and a scale for 32 values with packed weights (all packed
-   formats alike), and in tiles when there are many of them. `few` says which: up to 16, or up to 8 with packed weights
-   and AVX-512 VNNI. Tiles for packed weights hold the same eight bits with AVX-512 VNNI and else float32.
+   formats alike, and all grouped ones), and in tiles when there are many of them. `few` says which: up to 16, or up to 8
+   with packed weights and AVX-512 VNNI. Tiles for packed weights hold the same eight bits with AVX-512 VNNI and else
+   float32, those for grouped ones bfloat16 with PLLM_AVX512_BF16 and else float32.
    What a row gives is the same to the bit whatever other rows are beside it, as long as `few` is the same, and whatever
    the number of threads; between few and many the order of the additions differs. */
 typedef struct pllm_input {
@@ -98,7 +107,7 @@ PLLM_API void pllm_input_describe(pllm_input *input, int set, int dtype, void *d
 /* A thread's share of converting x [rows, columns] (x_stride in elements) into `input`. All of it with 0 of 1. */
 PLLM_API void pllm_input_fill_part(const pllm_input *input, const float *x, int64_t x_stride, int thread, int threads);
 /* y[rows, first..last) = input · W[first..last)ᵀ + bias; added to y if `add`. y points at row 0, column 0 of the whole
-   result. `scratch`: pllm_linear_scratch() bytes of this thread, 64-byte aligned. `bias` has W's dtype (float32 if that is packed), or
+   result. `scratch`: pllm_linear_scratch() bytes of this thread, 64-byte aligned. `bias` has W's dtype (float32 if that is packed or grouped), or
    is NULL.
    `first` a multiple of 32 keeps every result independent of how the rows are divided. */
 PLLM_API void pllm_linear_rows(const pllm_input *input, const pllm_matrix *weight, const void *bias, float *y,
@@ -133,13 +142,15 @@ typedef struct pllm_expert {
     const void *gate_bias, *up_bias, *down_bias; /* or NULL */
 } pllm_expert;
 
-/* All experts of one layer; every matrix of one dtype, or every one packed, each in a format of its own. Biases are of
+/* All experts of one layer; every matrix of one dtype, or every one packed or every one grouped, each in a format of its
+   own. Biases are of
    one plain dtype. Built once per layer. */
 typedef struct pllm_layer {
     const pllm_expert *experts; /* [count] */
     int64_t count, hidden, ffn;
     pllm_activation activation;
-    int32_t set, dtype, bias_dtype, reserved;
+    int32_t set, dtype, bias_dtype;
+    int32_t bias_stride; /* elements from one value of the biases of gate and up to the next; 2 where they alternate */
 } pllm_layer;
 
 typedef struct pllm_routes {

@@ -13,6 +13,7 @@
    FEW_TOKENS                  tokens whose accumulators fit beside four rows of weights
    TILE_TOKENS                 tokens whose accumulators fit beside PANEL_ROWS rows
    OPEN_ROW(dtype, from, to, count)    packed weights as float32, unless others multiply them
+   OPEN_GROUPED(matrix, row, first, count, to)   grouped weights as OPENED_GROUPED, PLLM_F32 or PLLM_BF16
    SET(name)                   the name of this set's copy of a function
 
    and what is multiplied: words of 32 bits, each one float32 value or (bfloat16 activations) a pair of values:
@@ -340,6 +341,8 @@ static void SET(narrow)(const float *panel, const float *tile, int64_t words, in
 
 static void SET(many)(const void *weights, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *tiles,
                       int64_t tokens, float *y, int64_t y_stride, int add, void *scratch) {
+    const pllm_matrix *grouped = is_grouped(dtype) ? weights : NULL;
+    const char *codes = grouped ? grouped->data : weights;
     const int64_t row_bytes = bytes_of_values(dtype, stride), tile_words = TILE_TOKENS * padded(columns) / PER_WORD;
     float *panel = scratch, *part = panel + PANEL_WORDS;
     for (int64_t n = 0; n < rows; n += PANEL_ROWS) {
@@ -347,9 +350,16 @@ static void SET(many)(const void *weights, int dtype, int64_t stride, int64_t ro
         for (int64_t k = 0; k < columns; k += PANEL_COLUMNS) {
             const int64_t depth = MIN(PANEL_COLUMNS, columns - k), words = divided_up(depth, PER_WORD);
             const int more = add || k > 0;
-            const char *from = (const char *)weights + n * row_bytes + bytes_of_values(dtype, k);
+            const char *from = codes + n * row_bytes + bytes_of_values(dtype, k);
             const char *next = from + (k + depth < columns ? bytes_of_values(dtype, depth)
                                                            : PANEL_ROWS * row_bytes - bytes_of_values(dtype, k));
+            if (grouped) {
+                const int64_t size = SET(bytes_of)(OPENED_GROUPED);
+                char *opened = (char *)(part + TILE_LIMIT * PANEL_ROWS);
+                for (int64_t r = 0; r < count; r++)
+                    OPEN_GROUPED(grouped, n + r, k, depth, opened + r * PANEL_COLUMNS * size);
+                SET(pack)(panel, opened, OPENED_GROUPED, PANEL_COLUMNS * size, count, depth);
+            } else
 #ifdef OPEN_ROW
             if (is_packed(dtype)) {
                 float *opened = part + TILE_LIMIT * PANEL_ROWS;

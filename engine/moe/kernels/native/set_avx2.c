@@ -1,4 +1,5 @@
 /* The kernels for AVX2 and FMA. */
+#include "grouped_internal.h"
 #include "packed_internal.h"
 
 #if defined(__x86_64__)
@@ -15,12 +16,16 @@
 #include "vector_avx2.h"
 
 #define OPEN_ROW(dtype, from, to, count) pllm_unpack_row(dtype, from, to, count)
+#define OPEN_GROUPED(matrix, row, first, count, to) \
+    pllm_grouped_scalar_open(matrix, row, first, count, (float *)(void *)(to))
+#define OPENED_GROUPED PLLM_F32
 #include "activations_f32_template.h"
 #include "rows_template.h"
 #include "vector_math_template.h"
 
 const kernel_set pllm_set_avx2 = {PLAIN_SET};
 const kernel_set pllm_set_avx2_packed = {PACKED_SET(avx2, scalar)};
+const kernel_set pllm_set_avx2_grouped = {GROUPED_SET(avx2, scalar)};
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -1,5 +1,6 @@
 /* The kernels for AVX512_BF16: activations are rounded to bfloat16 and multiplied in pairs, sums are float32. For
    bfloat16 weights only; float32 weights go to the AVX-512 kernels with float32 activations. */
+#include "grouped_internal.h"
 #include "packed_internal.h"
 
 #if defined(__x86_64__)
@@ -18,12 +19,16 @@
 
 #undef SET
 #define SET(name) avx512_bf16_##name
+#define OPEN_GROUPED(matrix, row, first, count, to) \
+    pllm_grouped_avx512_vnni_open_bf16(matrix, row, first, count, (uint16_t *)(void *)(to))
+#define OPENED_GROUPED PLLM_BF16
 #include "activations_bf16_template.h"
 #include "rows_template.h"
 #include "vector_math_template.h"
 
 const kernel_set pllm_set_avx512_bf16 = {PLAIN_SET};
 const kernel_set pllm_set_avx512_bf16_packed = {PACKED_VNNI_SET};
+const kernel_set pllm_set_avx512_bf16_grouped = {GROUPED_SET(avx512_vnni, avx512f)};
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -1,4 +1,5 @@
 /* The kernels for AVX-512 with float32 activations. */
+#include "grouped_internal.h"
 #include "packed_internal.h"
 
 #if defined(__x86_64__)
@@ -15,6 +16,9 @@
 #include "vector_avx512f.h"
 
 #define OPEN_ROW(dtype, from, to, count) pllm_packed_avx512f_open_row(dtype, from, to, count)
+#define OPEN_GROUPED(matrix, row, first, count, to) \
+    pllm_grouped_avx512f_open(matrix, row, first, count, (float *)(void *)(to))
+#define OPENED_GROUPED PLLM_F32
 #include "activations_f32_template.h"
 #include "rows_template.h"
 #include "vector_math_template.h"
@@ -22,6 +26,8 @@
 const kernel_set pllm_set_avx512f = {PLAIN_SET};
 const kernel_set pllm_set_avx512f_packed = {PACKED_SET(avx512f, avx512f)};
 const kernel_set pllm_set_avx512_vnni_packed = {PACKED_VNNI_SET};
+const kernel_set pllm_set_avx512f_grouped = {GROUPED_SET(avx512f, avx512f)};
+const kernel_set pllm_set_avx512_vnni_grouped = {GROUPED_SET(avx512_vnni, avx512f)};
 
 #if defined(__clang__)
 #pragma clang attribute pop

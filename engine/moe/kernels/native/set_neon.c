@@ -1,4 +1,5 @@
 /* The kernels for NEON; empty on other CPUs. */
+#include "grouped_internal.h"
 #include "packed_internal.h"
 
 #if defined(__aarch64__)
@@ -8,6 +9,9 @@
 #include "vector_neon.h"
 
 #define OPEN_ROW(dtype, from, to, count) pllm_unpack_row(dtype, from, to, count)
+#define OPEN_GROUPED(matrix, row, first, count, to) \
+    pllm_grouped_scalar_open(matrix, row, first, count, (float *)(void *)(to))
+#define OPENED_GROUPED PLLM_F32
 #include "activations_f32_template.h"
 #include "rows_template.h"
 #include "vector_math_template.h"
@@ -15,4 +19,5 @@
 const kernel_set pllm_set_neon = {PLAIN_SET};
 const kernel_set pllm_set_neon_packed = {PACKED_SET(scalar, scalar)};
 const kernel_set pllm_set_neon_dot_packed = {PACKED_SET(neon, scalar)};
+const kernel_set pllm_set_neon_grouped = {GROUPED_SET(scalar, scalar)};
 #endif

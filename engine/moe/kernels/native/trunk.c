@@ -214,8 +214,8 @@ static void embed(walk *w) {
     for (int64_t row = share_start(w); row < share_end(w); row++) {
         float *h = w->h + row * trunk->hidden;
         const char *from = (const char *)table->data + job->pass->ids[row] * bytes;
-        if (is_packed(table->dtype) || table->dtype == PLLM_F16) {
-            pllm_unpack_row(table->dtype, from, h, trunk->hidden);
+        if (is_packed(table->dtype) || is_grouped(table->dtype) || table->dtype == PLLM_F16) {
+            pllm_open_row(table, job->pass->ids[row], h);
             job->set->load(h, h, trunk->embedding_scale, trunk->hidden, PLLM_F32);
         } else {
             job->set->load(h, from, trunk->embedding_scale, trunk->hidden, table->dtype);
@@ -245,6 +245,7 @@ static void keep_last(walk *w) {
 }
 
 static int read_alike(const pllm_matrix *a, const pllm_matrix *b) {
+    if (is_grouped(a->dtype)) return is_grouped(b->dtype);
     return is_packed(a->dtype) ? is_packed(b->dtype) : a->dtype == b->dtype;
 }
 

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.models.number_formats import is_packed
+from engine.models.number_formats import is_grouped, is_packed, stored_bytes
 from engine.runtimes.torch.offload.gates import FamilyGate
 from engine.runtimes.torch.offload.local_torch import ExpertTensors, expert_tensors
 from engine.runtimes.torch.offload.torch_tensors import stored_dtype
-from engine.runtimes.torch.offload.torch_unpacking import unpack
+from engine.runtimes.torch.offload.torch_unpacking import unpack, unpack_groups
 
 
 class DeviceError(Exception):
@@ -46,13 +46,15 @@ class Slot:
 @dataclass(frozen=True)
 class SlotMatrix:
     """A matrix or bias inside a slot, in a number format of its own; see
-    :class:`engine.models.byte_map.MatrixPlace`. ``offset`` is counted from the beginning of the slot."""
+    :class:`engine.models.byte_map.MatrixPlace`. ``offset`` is counted from the beginning of the slot. ``groups`` are
+    the scales, and then the biases, of a grouped format."""
 
     format: str
     offset: int
     nbytes: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    groups: tuple[SlotMatrix, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,27 @@ def tensors_in(slot: torch.Tensor, layout: SlotLayout, dtype: torch.dtype) -> Ex
         place = layout.matrices.get(name)
         if place is None:
             return None
+        if is_grouped(place.format):
+            codes = _rows_in(slot, place, stored_bytes(place.format, place.shape[1:]))
+            scales, biases = (*map(plain, place.groups), None)[:2]
+            return unpack_groups(codes, scales, biases, place.format, dtype)
         if is_packed(place.format):
             rows = slot[place.offset : place.offset + place.nbytes].view(place.shape[0], -1)
             return unpack(rows, place.format, dtype)
+        return plain(place).to(dtype)
+
+    def plain(place: SlotMatrix) -> torch.Tensor:
         words = slot.view(stored_dtype(place.format))
         offset = words.storage_offset() + place.offset // words.element_size()
-        return words.as_strided(place.shape, place.stride, offset).to(dtype)
+        return words.as_strided(place.shape, place.stride, offset)
 
     return expert_tensors(part)
+
+
+def _rows_in(slot: torch.Tensor, place: SlotMatrix, row: int) -> torch.Tensor:
+    """The codes of a matrix, uint8 [rows, ``row``]."""
+    step = place.stride[0] * row // place.shape[1]
+    return slot.as_strided((place.shape[0], row), (step, 1), slot.storage_offset() + place.offset)
 
 
 Ticket = Any

@@ -11,14 +11,14 @@ gives every page a copy of its own. So each file is mapped a second time, shared
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from engine.errors import ModelError
 from engine.ipc.progress import ProgressCallback
-from engine.models.byte_map import FileMapping, FileSpan
+from engine.models.byte_map import FileMapping, FileSpan, MatrixPlace
 from engine.models.files import Experts
 from engine.models.mapped_file import SharedMapping
 from engine.runtimes.torch.offload.devices import HostPiece, SlotLayout, SlotMatrix
@@ -129,13 +129,15 @@ class HostExperts:
         for span in place.spans:
             offsets.append(size)
             size += span.nbytes + -span.nbytes % ALIGNMENT
-        matrices = {
-            name: SlotMatrix(
-                matrix.format, offsets[matrix.span] + matrix.offset, matrix.nbytes, matrix.shape, matrix.stride
-            )
-            for name, matrix in place.matrices.items()
-        }
+        matrices = {name: _in_slot(matrix, offsets) for name, matrix in place.matrices.items()}
         return SlotLayout(size, matrices), offsets, place.spans
+
+
+def _in_slot(matrix: MatrixPlace, offsets: Sequence[int]) -> SlotMatrix:
+    """``matrix`` in a slot in which the expert's spans begin at ``offsets``."""
+    groups = tuple(_in_slot(part, offsets) for part in (matrix.scales, matrix.biases) if part is not None)
+    offset = offsets[matrix.span] + matrix.offset
+    return SlotMatrix(matrix.format, offset, matrix.nbytes, matrix.shape, matrix.stride, groups)
 
 
 def _stands_for(experts: Experts, layer: int) -> int:

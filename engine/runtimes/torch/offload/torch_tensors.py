@@ -7,7 +7,7 @@ import torch
 from engine.errors import ModelError
 from engine.models.files import Change, StoredTensor
 from engine.models.number_formats import is_packed
-from engine.runtimes.torch.offload.torch_unpacking import unpack
+from engine.runtimes.torch.offload.torch_unpacking import unpack, unpack_groups
 
 DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
@@ -49,8 +49,26 @@ def computed_dtype(name: str) -> torch.dtype:
 def numbers(stored: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
     """``stored`` in ``dtype``: a view if it is stored so, else a copy."""
     if is_packed(stored.dtype):
-        return unpack(torch.from_numpy(stored.words), stored.dtype, dtype)
+        return unpacked(stored, dtype)
     return view(stored).to(dtype)
+
+
+def unpacked(stored: StoredTensor, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+    """The numbers of a packed matrix, a copy in ``dtype`` on ``device`` (None: the CPU)."""
+    words = torch.from_numpy(stored.words)
+    if stored.scales is None:
+        return unpack(words, stored.dtype, dtype, device)
+    flat = [
+        torch.from_numpy(stored.words.reshape(-1, stored.words.shape[-1])),
+        *map(_groups, (stored.scales, stored.biases)),
+    ]
+    codes, scales, biases = flat
+    assert codes is not None and scales is not None
+    return unpack_groups(codes, scales, biases, stored.dtype, dtype, device).view(stored.shape)
+
+
+def _groups(stored: StoredTensor | None) -> torch.Tensor | None:
+    return None if stored is None else view(stored).reshape(-1, stored.words.shape[-1])
 
 
 def numbers_on(
@@ -60,7 +78,7 @@ def numbers_on(
     if change is not None:
         return _changed(device, stored, change).to(dtype)
     if is_packed(stored.dtype):
-        return unpack(torch.from_numpy(stored.words), stored.dtype, dtype, device)
+        return unpacked(stored, dtype, device)
     return view(stored).to(device=device, dtype=dtype, copy=True)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.models.number_formats import BLOCKS
+from engine.models.number_formats import BLOCKS, GROUPED
 
 _ON_CPU = 1 << 18
 _ON_DEVICE = 1 << 22
@@ -41,6 +41,37 @@ def unpack(
     for start in range(0, len(blocks), step):
         out[start : start + step] = decode(blocks[start : start + step].to(out.device))
     return out.view(*words.shape[:-1], -1)
+
+
+def unpack_groups(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    biases: torch.Tensor | None,
+    number_format: str,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """The numbers of a grouped format: ``codes`` uint8 [rows, bytes], ``scales`` and ``biases`` [rows, groups] give
+    [rows, numbers] of ``dtype`` on ``device`` (None: the same one).
+
+    The memory taken beside the result does not depend on the number of rows.
+    """
+    numbers, nbytes = GROUPED[number_format]
+    rows, columns = codes.shape[0], codes.shape[1] // nbytes * numbers
+    out = torch.empty(rows, columns, dtype=dtype, device=codes.device if device is None else device)
+    step = max(1, (_ON_CPU if out.device.type == "cpu" else _ON_DEVICE) // max(1, columns))
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        own, scale = codes[part].to(out.device), scales[part].to(out.device)[:, :, None]
+        if number_format != "AFFINE8":
+            own = torch.stack((own & 15, own >> 4), dim=2)
+        own = own.reshape(*scale.shape[:2], -1)
+        if biases is None:
+            values = _half_powers(scale.int()) * _looked_up(own, _HALVES_OF_FP4)
+        else:
+            values = scale.float() * own + biases[part].to(out.device)[:, :, None].float()
+        out[part] = values.view(-1, columns)
+    return out
 
 
 # --- parts of blocks ------------------------------------------------------------------------------------------------
@@ -119,10 +150,14 @@ def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
-    # Half of the power of two, as the codes stand for twice their values; below exponent 2 that is subnormal.
-    exponent = blocks[:, :1].int()
+    return _half_powers(blocks[:, :1].int()) * _looked_up(_halves(blocks[:, 1:], 16), _HALVES_OF_FP4)
+
+
+def _half_powers(exponent: torch.Tensor) -> torch.Tensor:
+    """Half of the power of two, as the codes of MXFP4 stand for twice their values; below exponent 2 that is
+    subnormal."""
     bits = torch.where(exponent < 2, 0x00200000 << exponent.clamp(max=1), (exponent - 1) << 23)
-    return bits.view(torch.float32) * _looked_up(_halves(blocks[:, 1:], 16), _HALVES_OF_FP4)
+    return bits.view(torch.float32)
 
 
 def _q4_k(blocks: torch.Tensor) -> torch.Tensor:

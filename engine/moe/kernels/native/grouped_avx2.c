@@ -1,0 +1,82 @@
+/* Products with grouped weights for AVX2. */
+#include "grouped_internal.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+#include "grouped_scales_x86.h"
+
+typedef __m256 lanes;
+
+ALWAYS_INLINE lanes no_lanes(void) { return _mm256_setzero_ps(); }
+
+ALWAYS_INLINE float added_up(lanes v) { return eight_added_up(v); }
+
+ALWAYS_INLINE __m256i loaded(const void *from) { return _mm256_loadu_si256((const __m256i *)from); }
+
+ALWAYS_INLINE __m256i halves(__m256i v, const int dtype) {
+    static const int8_t fp4[16] = {MXFP4_TABLE};
+    if (dtype == PLLM_AFFINE4) return v;
+    const __m128i table = _mm_loadu_si128((const __m128i *)(const void *)fp4);
+    const __m256i raised = _mm256_broadcastsi128_si256(_mm_add_epi8(table, _mm_set1_epi8(FP4_RAISED)));
+    return _mm256_shuffle_epi8(raised, v);
+}
+
+/* Codes of four bits are added up in 16 bits, of which 2 * 2 * 24 * 127 take few; 128 * 127 twice just fit. */
+ALWAYS_INLINE void add_unit(const uint8_t *codes, const uint8_t *scales, const uint8_t *biases,
+                            const group_reader *reader, const grouped_input *const *x, lanes *sums, __m256 *offsets,
+                            const int dtype, const int M) {
+    const float raised = dtype == PLLM_AFFINE8 ? -128 : dtype == PLLM_OCP_MXFP4 ? FP4_RAISED : 0;
+    const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
+    __m256 added;
+    const __m256 own = scales_of(scales, biases, reader, dtype, raised, &added);
+    __m256 by[4];
+    UNROLL for (int m = 0; m < M; m++) {
+        by[m] = _mm256_mul_ps(own, _mm256_loadu_ps(x[m]->scales));
+        offsets[m] = _mm256_fmadd_ps(added, _mm256_loadu_ps(x[m]->sums), offsets[m]);
+    }
+    if (dtype == PLLM_AFFINE8) {
+        UNROLL for (int g = 0; g < UNIT / 32; g++) {
+            const __m256i code = _mm256_xor_si256(loaded(codes + 32 * g), _mm256_set1_epi8((char)0x80));
+            const __m256i size = _mm256_abs_epi8(code);
+            UNROLL for (int m = 0; m < M; m++) {
+                const __m256i in = _mm256_sign_epi8(loaded(x[m]->codes + 32 * g), code);
+                const __m256i dots = _mm256_madd_epi16(_mm256_maddubs_epi16(size, in), ones);
+                const __m256 scale = _mm256_permutevar8x32_ps(by[m], _mm256_set1_epi32(g));
+                sums[m] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots), scale, sums[m]);
+            }
+        }
+        return;
+    }
+    UNROLL for (int g = 0; g < UNIT / 64; g++) {
+        const __m256i both = loaded(codes + 32 * g);
+        const __m256i even = halves(_mm256_and_si256(both, low), dtype);
+        const __m256i odd = halves(_mm256_and_si256(_mm256_srli_epi16(both, 4), low), dtype);
+        const int first = 2 * g, next = first + 1;
+        const __m256i places = _mm256_setr_epi32(first, first, first, first, next, next, next, next);
+        UNROLL for (int m = 0; m < M; m++) {
+            const __m256i a = _mm256_maddubs_epi16(even, loaded(x[m]->apart + 32 * g));
+            const __m256i b = _mm256_maddubs_epi16(odd, loaded(x[m]->apart + UNIT / 2 + 32 * g));
+            const __m256 dots = _mm256_cvtepi32_ps(_mm256_madd_epi16(_mm256_add_epi16(a, b), ones));
+            sums[m] = _mm256_fmadd_ps(dots, _mm256_permutevar8x32_ps(by[m], places), sums[m]);
+        }
+    }
+}
+
+#undef SET
+#define SET(name) pllm_grouped_avx2_##name
+#include "grouped_rows_template.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif

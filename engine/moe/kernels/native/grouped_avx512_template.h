@@ -1,0 +1,128 @@
+/* Grouped weights for AVX-512. The including file says
+
+   DOT8(codes, in)                 sums of the products of four neighbours: raised codes of eight bits, input
+   DOT4(even, odd, in, in_odd)     the same of the two halves of bytes, codes of up to five bits, in one sum
+   RAISED8                         what DOT8's codes of eight bits, as they lie in the file, are above what it takes
+   SET(name)                       the name of this set's copy of a function */
+
+#include "grouped_scales_x86.h"
+
+typedef __m512 lanes;
+
+ALWAYS_INLINE lanes no_lanes(void) { return _mm512_setzero_ps(); }
+
+ALWAYS_INLINE float added_up(lanes v) {
+    return eight_added_up(_mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)));
+}
+
+ALWAYS_INLINE __m512i fp4_table(void) {
+    static const int8_t fp4[16] = {MXFP4_TABLE};
+    return _mm512_broadcast_i32x4(_mm_add_epi8(_mm_loadu_si128((const __m128i *)(const void *)fp4),
+                                               _mm_set1_epi8(FP4_RAISED)));
+}
+
+ALWAYS_INLINE void add_unit(const uint8_t *codes, const uint8_t *scales, const uint8_t *biases,
+                            const group_reader *reader, const grouped_input *const *x, lanes *sums, __m256 *offsets,
+                            const int dtype, const int M) {
+    const float raised = dtype == PLLM_AFFINE8 ? -RAISED8 : dtype == PLLM_OCP_MXFP4 ? FP4_RAISED : 0;
+    __m256 added;
+    const __m256 own = scales_of(scales, biases, reader, dtype, raised, &added);
+    __m512 by[4];
+    UNROLL for (int m = 0; m < M; m++) {
+        by[m] = _mm512_castps256_ps512(_mm256_mul_ps(own, _mm256_loadu_ps(x[m]->scales)));
+        offsets[m] = _mm256_fmadd_ps(added, _mm256_loadu_ps(x[m]->sums), offsets[m]);
+    }
+    if (dtype == PLLM_AFFINE8) {
+        UNROLL for (int g = 0; g < UNIT / 64; g++) {
+            const __m512i code = _mm512_loadu_si512(codes + 64 * g);
+            const __m512i places = _mm512_inserti64x4(_mm512_set1_epi32(2 * g), _mm256_set1_epi32(2 * g + 1), 1);
+            UNROLL for (int m = 0; m < M; m++) {
+                const __m512 dots = _mm512_cvtepi32_ps(DOT8(code, _mm512_loadu_si512(x[m]->codes + 64 * g)));
+                sums[m] = _mm512_fmadd_ps(dots, _mm512_permutexvar_ps(places, by[m]), sums[m]);
+            }
+        }
+        return;
+    }
+    const __m512i low = _mm512_set1_epi8(15);
+    UNROLL for (int g = 0; g < UNIT / 128; g++) {
+        const __m512i both = _mm512_loadu_si512(codes + 64 * g);
+        __m512i even = _mm512_and_si512(both, low), odd = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+        if (dtype == PLLM_OCP_MXFP4) {
+            even = _mm512_shuffle_epi8(fp4_table(), even);
+            odd = _mm512_shuffle_epi8(fp4_table(), odd);
+        }
+        const __m512i places = _mm512_add_epi32(_mm512_set1_epi32(4 * g),
+                                                _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3));
+        UNROLL for (int m = 0; m < M; m++) {
+            const __m512i dots = DOT4(even, odd, _mm512_loadu_si512(x[m]->apart + 64 * g),
+                                      _mm512_loadu_si512(x[m]->apart + UNIT / 2 + 64 * g));
+            sums[m] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), _mm512_permutexvar_ps(places, by[m]), sums[m]);
+        }
+    }
+}
+
+#include "grouped_rows_template.h"
+
+/* ---- Rows opened for panels ---------------------------------------------------------------------------------- */
+
+/* To the nearest bfloat16, ties to even. */
+ALWAYS_INLINE __m256i rounded(__m512 values) {
+    const __m512i words = _mm512_castps_si512(values);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(words, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(words, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 number = _mm512_cmp_ps_mask(values, values, _CMP_ORD_Q);
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(
+        _mm512_mask_mov_epi32(_mm512_set1_epi32(0x7fc00000), number, up), 16));
+}
+
+/* Codes i .. i + 15 of a row, as what they stand for without scale and bias. */
+ALWAYS_INLINE __m512 sixteen_values(const uint8_t *codes, const int64_t i, const int dtype) {
+    if (dtype == PLLM_AFFINE8)
+        return _mm512_cvtepi32_ps(
+            _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(codes + i))));
+    /* Each byte in 16 bits, the second half of it moved up to the next eight. */
+    const __m128i wide = _mm_cvtepu8_epi16(four_words(codes + i / 2));
+    const __m128i bytes = _mm_and_si128(_mm_or_si128(wide, _mm_slli_epi16(wide, 4)), _mm_set1_epi8(15));
+    const __m512i code = _mm512_cvtepu8_epi32(bytes);
+    if (dtype == PLLM_AFFINE4) return _mm512_cvtepi32_ps(code);
+    static const float fp4[16] = {MXFP4_TABLE};
+    return _mm512_permutexvar_ps(code, _mm512_loadu_ps(fp4));
+}
+
+ALWAYS_INLINE void open_row(const pllm_matrix *matrix, int64_t row, int64_t first, int64_t count, void *to,
+                            const int dtype, const int two_bytes) {
+    const group_reader reader = reader_of(matrix);
+    const uint8_t *codes = (const uint8_t *)matrix->data + row * reader.code_bytes;
+    const uint8_t *scales = (const uint8_t *)matrix->scales + row * reader.scale_bytes;
+    const uint8_t *biases = biases_of(matrix) + row * reader.scale_bytes;
+    for (int64_t group = 0; group < count; group += GROUP_VALUES) {
+        const int64_t at = (first + group) / matrix->group * reader.width;
+        const __m512 scale = _mm512_set1_ps(group_number(scales + at, reader.kind));
+        const __m512 bias = _mm512_set1_ps(dtype == PLLM_OCP_MXFP4 ? 0 : group_number(biases + at, reader.kind));
+        UNROLL for (int part = 0; part < GROUP_VALUES / 16; part++) {
+            const int64_t i = group + 16 * part;
+            const __m512 values = _mm512_fmadd_ps(sixteen_values(codes, first + i, dtype), scale, bias);
+            if (two_bytes)
+                _mm256_storeu_si256((__m256i *)(void *)((uint16_t *)to + i), rounded(values));
+            else
+                _mm512_storeu_ps((float *)to + i, values);
+        }
+    }
+}
+
+ALWAYS_INLINE void open_any(const pllm_matrix *matrix, int64_t row, int64_t first, int64_t count, void *to,
+                            const int two_bytes) {
+    switch (matrix->dtype) {
+    case PLLM_AFFINE4: open_row(matrix, row, first, count, to, PLLM_AFFINE4, two_bytes); break;
+    case PLLM_AFFINE8: open_row(matrix, row, first, count, to, PLLM_AFFINE8, two_bytes); break;
+    default: open_row(matrix, row, first, count, to, PLLM_OCP_MXFP4, two_bytes); break;
+    }
+}
+
+void SET(open)(const pllm_matrix *matrix, int64_t row, int64_t first, int64_t count, float *to) {
+    open_any(matrix, row, first, count, to, 0);
+}
+
+void SET(open_bf16)(const pllm_matrix *matrix, int64_t row, int64_t first, int64_t count, uint16_t *to) {
+    open_any(matrix, row, first, count, to, 1);
+}

@@ -1,0 +1,86 @@
+/* Products of a few tokens with grouped weights. The including file has defined
+
+   lanes, no_lanes(), added_up(v)   a vector of sums, one of zeros, and the sum of its lanes
+   add_unit(codes, scales, biases, reader, x[M], sums[M], offsets[M], dtype, M)   adds the products of a unit, and to
+                           `offsets`, vectors of eight, what its biases give; dtype and M are constants of the compiler
+   SET(name)               the name of this set's copy of a function */
+
+#define MOST_TOKENS 4
+#define GROUP_ROWS 16 /* of a part of the tokens: their rows and its input stay in the first-level cache */
+
+/* y[m * y_stride] (+)= one row of the weights · x[m] for M tokens. Nothing is read past the row. */
+ALWAYS_INLINE void products(const uint8_t *codes, const uint8_t *scales, const uint8_t *biases,
+                            const group_reader *reader, const int64_t columns, const void *const *x, float *y,
+                            const int64_t y_stride, const int add, const int dtype, const int M) {
+    const int64_t unit_bytes = bytes_of_values(dtype, UNIT), scale_bytes = reader->groups * reader->width;
+    lanes sums[MOST_TOKENS];
+    __m256 offsets[MOST_TOKENS];
+    const grouped_input *in[MOST_TOKENS];
+    UNROLL for (int m = 0; m < M; m++) {
+        sums[m] = no_lanes();
+        offsets[m] = _mm256_setzero_ps();
+        in[m] = x[m];
+    }
+    int64_t left = columns;
+    for (; left >= UNIT; left -= UNIT) {
+        add_unit(codes, scales, biases, reader, in, sums, offsets, dtype, M);
+        codes += unit_bytes;
+        scales += scale_bytes;
+        biases += scale_bytes;
+        UNROLL for (int m = 0; m < M; m++) in[m]++;
+    }
+    if (left) {
+        uint8_t rest[UNIT] = {0}, rest_scales[4 * UNIT_GROUPS] = {0}, rest_biases[4 * UNIT_GROUPS] = {0};
+        const size_t bytes = (size_t)(left * reader->groups / UNIT * reader->width);
+        memcpy(rest, codes, (size_t)bytes_of_values(dtype, left));
+        memcpy(rest_scales, scales, bytes);
+        if (dtype != PLLM_OCP_MXFP4) memcpy(rest_biases, biases, bytes);
+        add_unit(rest, rest_scales, rest_biases, reader, in, sums, offsets, dtype, M);
+    }
+    UNROLL for (int m = 0; m < M; m++) {
+        float *to = y + m * y_stride;
+        const float sum = added_up(sums[m]) + eight_added_up(offsets[m]);
+        *to = add ? *to + sum : sum;
+    }
+}
+
+typedef void (*products_function)(const uint8_t *codes, const uint8_t *scales, const uint8_t *biases,
+                                  const group_reader *reader, int64_t columns, const void *const *x, float *y,
+                                  int64_t y_stride, int add);
+
+#define PRODUCTS(DTYPE, M)                                                                                         \
+    NOINLINE void DTYPE##_##M(const uint8_t *codes, const uint8_t *scales, const uint8_t *biases,                  \
+                              const group_reader *reader, int64_t columns, const void *const *x, float *y,         \
+                              int64_t y_stride, int add) {                                                         \
+        products(codes, scales, biases, reader, columns, x, y, y_stride, add, DTYPE, M);                           \
+    }
+#define ALL(DTYPE) PRODUCTS(DTYPE, 1) PRODUCTS(DTYPE, 2) PRODUCTS(DTYPE, 3) PRODUCTS(DTYPE, 4)
+#define NAMES(DTYPE) {DTYPE##_1, DTYPE##_2, DTYPE##_3, DTYPE##_4}
+
+ALL(PLLM_AFFINE4)
+ALL(PLLM_AFFINE8)
+ALL(PLLM_OCP_MXFP4)
+
+/* By dtype, and tokens - 1. */
+static const products_function table[][MOST_TOKENS] = {NAMES(PLLM_AFFINE4), NAMES(PLLM_AFFINE8),
+                                                       NAMES(PLLM_OCP_MXFP4)};
+
+void SET(few)(const void *w, int dtype, int64_t stride, int64_t rows, int64_t columns, const void *const *x,
+              int64_t tokens, float *y, int64_t y_stride, int add) {
+    const pllm_matrix *matrix = w;
+    const group_reader reader = reader_of(matrix);
+    const uint8_t *codes = matrix->data, *scales = matrix->scales, *biases = biases_of(matrix);
+    const int64_t parts = divided_up(tokens, MOST_TOKENS);
+    (void)stride;
+    for (int64_t group = 0; group < rows; group += GROUP_ROWS) {
+        const int64_t end = MIN(rows, group + GROUP_ROWS);
+        for (int64_t part = 0; part < parts; part++) {
+            const int64_t first = tokens * part / parts, width = tokens * (part + 1) / parts - first;
+            for (int64_t row = group; row < end; row++)
+                table[dtype - PLLM_AFFINE4][width - 1](
+                    codes + row * reader.code_bytes, scales + row * reader.scale_bytes,
+                    biases + row * reader.scale_bytes, &reader, columns, x + first, y + first * y_stride + row,
+                    y_stride, add);
+        }
+    }
+}
