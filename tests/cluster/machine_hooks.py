@@ -11,37 +11,44 @@ from pathlib import Path
 
 from engine.cluster.answers import Answers
 from engine.cluster.membership.measuring_node import libraries
-from engine.cluster.parts import THE_PRODUCT, EngineParts, Moment
+from engine.cluster.parts import Effort, EngineParts, Moment
 from engine.planning.calibration import Curve
+
+QUICK = EngineParts(effort=Effort(link_s=0.01, exchange_rounds=5, rehearse=False))
+"""Little is measured while a ring is formed: tests of what is said and answered ask for no speed."""
+
+
+def quick() -> EngineParts:
+    return QUICK
 
 
 def with_runtimes(names: Sequence[str]) -> EngineParts:
     """Only these are installed."""
     versions = {name: version for name, version in libraries().items() if name in names}
-    return replace(THE_PRODUCT, figures={"runtimes": list(names), "libraries": versions})
+    return replace(QUICK, figures={"runtimes": list(names), "libraries": versions})
 
 
 def on_one_cpu() -> EngineParts:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
-    return THE_PRODUCT
+    return QUICK
 
 
 def saying(version: str | None = None, protocol: int | None = None) -> EngineParts:
     """Another version of the program, or of its protocol."""
     said = {name: value for name, value in (("version", version), ("protocol", protocol)) if value is not None}
-    return replace(THE_PRODUCT, greeting=said)
+    return replace(QUICK, greeting=said)
 
 
 def slow() -> EngineParts:
     """A token takes seconds, as it measures itself."""
     figures = {"memory_read": 1e5, "expert": Curve((1, 512), (0.05, 20.0)), "layer_overhead_s": {}}
-    return replace(THE_PRODUCT, figures=figures)
+    return replace(QUICK, figures=figures)
 
 
 def another(stopping: str | None = None) -> EngineParts:
     """Not the machine on which the others are. While the file ``slow`` is in the folder ``stopping``, its prompts stay
     at a layer until they are stopped: then it writes the files ``begun`` and ``stopped`` there."""
-    parts = replace(THE_PRODUCT, figures=dict.fromkeys(("machine", "processor", "disk"), "another"))
+    parts = replace(QUICK, figures=dict.fromkeys(("machine", "processor", "disk"), "another"))
     if stopping is None:
         return parts
     folder = Path(stopping)
@@ -68,4 +75,4 @@ def counting(path: str) -> EngineParts:
             with Path(path).open("a") as file:
                 print(*subjects, file=file)
 
-    return replace(THE_PRODUCT, observe=observe)
+    return replace(QUICK, observe=observe)

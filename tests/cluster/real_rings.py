@@ -25,12 +25,12 @@ PATIENCE_S = 120.0
 
 @dataclass(frozen=True)
 class Machine:
-    """How an engine process is started. ``arguments``: of its interpreter, where it is made another machine than it is
-    (see machine_hooks.py); ``models``: folders that it has as models of its own, so that they are compared instead of
-    sent."""
+    """How an engine process is started. ``arguments``: of its interpreter, by which it measures little, or is another
+    machine than it is (see machine_hooks.py); ``models``: folders that it has as models of its own, so that they are
+    compared instead of sent."""
 
     environment: dict[str, str] = field(default_factory=dict)
-    arguments: Sequence[str] = ("-m", "engine.host")
+    arguments: Sequence[str] = tuple(hooked(machine_hooks.quick))
     models: tuple[Path, ...] = ()
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import machine_hooks
 import psutil
 import pytest
-from engine_forks import forked, measured_before
+from engine_forks import ForkedProcess, forked, measured_before
 from eventually import eventually
+from hooked_engine import hooked
 from tiny_models import write_tiny_model
 
-from engine.bench.local_ring import LocalEngine, LocalRing, open_network
+from engine.bench.local_ring import Launcher, LocalEngine, LocalRing, open_network
 from engine.errors import ModelError
 from engine.ipc.messages import (
     Cancel,
@@ -47,14 +50,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny-mixtral", "mixtral", num_local_experts=8)
 
 
+def measuring_little(
+    arguments: Sequence[str], environment: Mapping[str, str]
+) -> ForkedProcess | subprocess.Popen[bytes]:
+    """An engine that does not take long to form a ring."""
+    return forked(hooked(machine_hooks.quick), environment)
+
+
 class Head:
     """The engine process under a chat, and the lent ones around it."""
 
-    def __init__(self, folder: Path, followers: int) -> None:
+    def __init__(self, folder: Path, followers: int, launch: Launcher = forked) -> None:
         (folder / "config" / "network").mkdir(parents=True)
-        self.ring = LocalRing(folder, followers, launch=forked)
+        self.ring = LocalRing(folder, followers, launch=launch)
         try:
-            self.engine = LocalEngine(folder, launch=forked)
+            self.engine = LocalEngine(folder, launch=launch)
             for engine in (self.engine, *self.ring.engines):
                 measured_before(engine.home)
             self.address = open_network(self.engine, "head", peers=self.ring.addresses)
@@ -104,7 +114,7 @@ class Head:
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    head = Head(tmp_path_factory.mktemp("two") / "head", 1)
+    head = Head(tmp_path_factory.mktemp("two") / "head", 1, measuring_little)
     yield head
     head.close()
 

@@ -14,6 +14,8 @@ from engine.runtimes.model_headers import read_headers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
+AS_PEOPLE_START_IT = Machine(arguments=("-m", "engine.host"))
+"""It measures as much as it does for people."""
 EXPERTS = 16
 PER_LAYER = (6, 2, 3, 5)
 """Experts of each layer that each of the four has room for."""
@@ -26,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRing]:
-    with RealRing(tmp_path_factory.mktemp("ring"), [Machine()] * 4) as made:
+    with RealRing(tmp_path_factory.mktemp("ring"), [AS_PEOPLE_START_IT] * 4) as made:
         yield made
 
 
