@@ -85,8 +85,9 @@ def test_paired_nodes_find_each_other_by_address(pair: Nodes) -> None:
 
 
 def test_a_machine_says_how_much_memory_its_control_group_has(pair: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_memory, "container_limit", lambda: 1_000_000_000)
-    assert pair.nodes[0].load().memory_total == 1_000_000_000
+    monkeypatch.setattr(free_memory, "_limits", lambda *_: [(1_000_000_000, 700_000_000)])
+    load = pair.nodes[0].load()
+    assert (load.memory_total, load.memory_free) == (1_000_000_000, 700_000_000 - free_memory.RESERVE_BYTES)
 
 
 def test_one_paired_by_another_process_is_found(tmp_path: Path) -> None:
