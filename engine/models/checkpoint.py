@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ModelError
 from engine.models.byte_map import ExpertPlace, FileSpan, MatrixPlace
+from engine.models.composite import language_tensors
 from engine.models.families import (
     PARTS,
     ExpertLayers,
@@ -427,9 +428,10 @@ def _read_headers(
     :attr:`Checkpoint.changes` say of them. No tensor is in two files."""
     gguf = next(iter(sorted(folder.glob("*.gguf"))), None)
     if gguf is None or any(folder.glob("*.safetensors")):
-        headers = gathered(_safetensors_headers(folder, progress), config)
+        headers, changes = language_tensors(_safetensors_headers(folder, progress), config)
+        headers = gathered(headers, config)
         refuse_names(name for header in headers.values() for name in header)
-        return headers, False, {}
+        return headers, False, changes
     with GgufFile(gguf) as opened:
         architecture = architecture_of(opened)
         return entries_of(opened, architecture, config), architecture.paired_rotary, architecture.changes(config)

@@ -316,12 +316,13 @@ def _choices_in(folder: Path, depth: int, budget: _Budget) -> list[GgufChoice]:
 
 def _safetensors_bytes(folder: Path) -> int:
     """Bytes of the weights of the model in ``folder``; 0 if it is not a whole one of a family that runs."""
+    from engine.models.composite import language_only
     from engine.models.families import check_supported
 
     try:
         if not (folder / "config.json").is_file():
             return 0
-        check_supported(read_object(folder / "config.json", SMALL_FILE))
+        check_supported(language_only(read_object(folder / "config.json", SMALL_FILE)))
         if not any((folder / name).is_file() for name in _TOKENIZERS):
             return 0
         return sum((folder / name).stat().st_size for name in _weight_names(folder))

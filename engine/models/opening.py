@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import ModelError
 from engine.models.bank import JOURNAL, MANIFEST, Bank
 from engine.models.checkpoint import OPENING, Checkpoint
+from engine.models.composite import language_only
 from engine.models.config_values import check_config
 from engine.models.families import check_supported
 from engine.models.files import ModelFiles
@@ -44,8 +45,10 @@ def open_model(folder: Path, progress: ProgressCallback | None = None, as_whole:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` of ``folder``. Raises ModelError if it is missing, damaged, has an invalid setting, or asks for
-    remote code."""
+    """``config.json`` of ``folder``; of a model that also sees pictures, the part of its language model.
+
+    Raises ModelError if it is missing, damaged, has an invalid setting, or asks for remote code.
+    """
     path = folder / "config.json"
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
@@ -54,4 +57,4 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ModelError(f"{folder} has no config.json, so it is not a model; name another folder.")
     config = read_object(path, SMALL_FILE)
     check_config(config, str(path))
-    return config
+    return language_only(config)

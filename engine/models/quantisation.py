@@ -58,6 +58,7 @@ _ENDINGS: tuple[tuple[str, str], ...] = (
 
 FAMILIES_OF_MLX = (
     "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss",
+    "qwen3_5_text", "qwen3_5_moe_text",
 )  # fmt: skip
 """Families whose weights mlx-lm stores as transformers does, but for the experts' names, so that they run quantised
 without mlx."""
@@ -113,6 +114,15 @@ def refuse_quantized(config: Mapping[str, Any]) -> None:
     family = config.get("model_type")
     if family not in FAMILIES_OF_MLX:
         raise _refused(f"{method} as mlx-lm stores the family {shown(family)}")
+
+
+def readable_quantised(config: Mapping[str, Any]) -> bool:
+    """Whether the native and the torch runtime read the weights of ``config``, as far as their quantisation goes."""
+    try:
+        refuse_quantized(config)
+    except ModelError:
+        return False
+    return True
 
 
 def _of_mlx(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -72,13 +72,15 @@ _CLASS_OF_FAMILY = {
     "olmoe": "GPTNeoXTokenizer",
     "dbrx": "GPT2Tokenizer",
     "qwen3_next": "Qwen2Tokenizer",
+    "qwen3_5": "Qwen3_5Tokenizer",
+    "qwen3_5_moe": "Qwen3_5Tokenizer",
     "qwen3_5_text": "Qwen3_5Tokenizer",
     "qwen3_5_moe_text": "Qwen3_5Tokenizer",
     **dict.fromkeys(("mistral", "mixtral", "granitemoe", "phimoe", "glm4_moe", "glm4_moe_lite"), "TokenizersBackend"),
 }
 """transformers' registered class of the families that run here; the others have none."""
 
-_WRONG_ON_THE_HUB = frozenset(("qwen2", "phimoe", "qwen3_5_moe_text"))
+_WRONG_ON_THE_HUB = frozenset(("qwen2", "phimoe", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"))
 """Families whose published folders name a tokenizer class that transformers overrides."""
 
 

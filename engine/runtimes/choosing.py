@@ -74,13 +74,15 @@ def native_unsupported_reason(folder: Path, request: Load, progress: ProgressCal
 def refuse_download(config: Mapping[str, Any], nbytes: int) -> None:
     """Raises ModelError if no runtime of this machine would run a model with this ``config``, whose files of weights
     have ``nbytes``: what is quantised is for mlx alone, and for the memory of a Mac's GPU."""
-    from engine.models.quantisation import refuse_quantized
+    from engine.models.quantisation import readable_quantised, refuse_quantized
     from engine.runtimes.mlx import eligible, families
 
     if eligible.quantisation_of(config) is None or not mlx_installed():
         refuse_quantized(config)
         return
     problem = families.unsupported_config(dict(config)) or eligible.unsupported_quantisation(config)
+    if problem is not None and readable_quantised(config):
+        return
     if problem is not None:
         raise ModelError(f"{problem}, and nothing else reads its quantised weights; choose a bfloat16 copy of it.")
     eligible.refuse_too_large(nbytes, eligible.working_set_bytes(), quantised=True)
@@ -107,6 +109,17 @@ def _mlx_unsupported_reason(folder: Path, request: Load) -> str | None:
     from engine.models.weight_layout import is_library
     from engine.runtimes.mlx.eligible import unsupported_reason
 
-    if is_library(folder):
-        return None  # No other runtime reads it, so mlx's own reason is the one to show.
+    if is_library(folder) and not _others_read(folder):
+        return None  # mlx's own reason is the one to show.
     return unsupported_reason(folder, request)
+
+
+def _others_read(folder: Path) -> bool:
+    """Whether a runtime besides mlx reads the model in ``folder``."""
+    from engine.models.opening import open_model
+
+    try:
+        open_model(folder, as_whole=True)
+    except ModelError:
+        return False
+    return True

@@ -1,0 +1,125 @@
+"""Models that also see pictures (Qwen 3.5 and 3.6): their language model runs, plain and as mlx-lm quantises it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from native_oracle import load_native, needs_kernels
+from safetensors.torch import load_file, save_file
+from subjects import needs_mlx, prompt_of
+from tiny_gguf import whole_blocks
+from tiny_models import write_tiny_model
+from torch_oracle import library_run, load, our_run, typical, worst
+
+from engine.errors import ModelError
+from engine.models.opening import open_model, read_config
+from engine.runtimes.choosing import refuse_download
+from engine.runtimes.protocol import LoadedModel, Logits
+
+EXACT = 1e-4
+ROUNDED = 0.2
+"""Largest usual error where inputs are rounded to eight bits: routers of small models choose other experts then."""
+
+Published = Callable[[str], tuple[Path, Path]]
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Published:
+    """The folder of a model as its authors publish it, and of its language model alone, as transformers saves it."""
+    root = tmp_path_factory.mktemp("composite")
+    written: dict[str, tuple[Path, Path]] = {}
+
+    def folders(family: str) -> tuple[Path, Path]:
+        if family not in written:
+            alone = write_tiny_model(root / f"{family}_text", f"{family}_text", **whole_blocks(f"{family}_text"))
+            written[family] = write_composite(root / family, alone, family), alone
+        return written[family]
+
+    return folders
+
+
+def write_composite(folder: Path, alone: Path, family: str) -> Path:
+    tensors: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in load_file(alone / "model.safetensors").items():
+        whole = name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
+        stem, found, rest = whole.partition(".experts.")
+        number, _, matrix = rest.partition(".")
+        if found and number.isdigit():
+            experts.setdefault(f"{stem}.experts.{matrix.removesuffix('.weight')}", {})[int(number)] = tensor
+        else:
+            tensors[whole] = tensor
+    stacked = {name: torch.stack([each[i] for i in sorted(each)]) for name, each in experts.items()}
+    for name, gate in stacked.items():
+        if name.endswith("gate_proj"):
+            joined = name.removesuffix("gate_proj")
+            tensors[joined + "gate_up_proj"] = torch.cat((gate, stacked[joined + "up_proj"]), dim=1)
+            tensors[joined + "down_proj"] = stacked[joined + "down_proj"]
+    tensors["model.visual.patch_embed.proj.weight"] = torch.ones(4, 4)
+    tensors["mtp.layers.0.self_attn.q_proj.weight"] = torch.ones(4, 4)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((alone / "config.json").read_text())
+    whole_config = {"model_type": family, "text_config": config, "vision_config": {"depth": 1}}
+    (folder / "config.json").write_text(json.dumps(whole_config | {"tie_word_embeddings": False}))
+    return folder
+
+
+def logits_along(model: LoadedModel, tokens: list[int], first: int) -> list[Logits]:
+    """The logits after the first ``first`` tokens, and after each of the others."""
+    rows = model.start()
+    logits = [rows.extend(tokens[:first]), *(rows.step([token])[0] for token in tokens[first:])]
+    return [each for each in logits if each is not None]
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize("loader", [load_native, load])
+def test_the_language_model_is_that_of_its_own_family(
+    published: Published, family: str, loader: Callable[..., LoadedModel]
+) -> None:
+    folder, alone = published(family)
+    tokens = prompt_of(40)
+    answer, theirs = library_run(alone, tokens, chunks=1)
+    model = loader(folder, dtype="float32")
+    assert model.facts.family == f"{family}_text"
+    assert worst(our_run(model, tokens, 2, answer), theirs) < EXACT
+
+
+@needs_mlx
+@needs_kernels
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
+def test_what_mlx_lm_quantises_gives_mlx_lms_logits(
+    published: Published, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """mlx-lm adds one to norms, exchanges the axes of convolutions, and quantises the gates in eight bits."""
+    import mlx.core as mx
+    from mlx_lm.utils import load_model, quantize_model, save_config, save_model
+
+    folder, _ = published(family)
+    library, _ = load_model(folder)
+    library, config = quantize_model(library, json.loads((folder / "config.json").read_text()), 64, 4)
+    save_model(tmp_path / "quantised", library)
+    save_config(config, tmp_path / "quantised" / "config.json")
+    quantised, tokens = tmp_path / "quantised", prompt_of(32)
+    theirs = list(np.array(library(mx.array([tokens]))[0, 19:].astype(mx.float32)))
+    for loader in (load_native, load):
+        assert typical(logits_along(loader(quantised), tokens, 20), theirs) < ROUNDED
+    with monkeypatch.context() as patch:
+        patch.setenv("PRIVATELLM_KERNELS", "off")
+        exact = load(quantised, dtype="float32")
+    assert worst(logits_along(exact, tokens, 20), theirs) < EXACT
+    refuse_download(read_config(quantised), 1)
+
+
+def test_a_family_that_is_not_known_stays_refused_by_its_own_name(published: Published, tmp_path: Path) -> None:
+    config: dict[str, Any] = json.loads((published("qwen3_5")[0] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "qwen9_vl"}))
+    with pytest.raises(ModelError, match="family 'qwen9_vl' are not supported"):
+        open_model(tmp_path)
