@@ -9,8 +9,8 @@
 typedef struct tile_block {
     int32_t codes[8][BYTE_TILE_TOKENS];
     float scales[BYTE_TILE_TOKENS], sums[BYTE_TILE_TOKENS];
-    int32_t raised[2][BYTE_TILE_TOKENS]; /* of each half -128 times the sum of its codes, see wide_input */
-    char unused[BYTE_TILE_TOKENS * 16];
+    int32_t raised[3][BYTE_TILE_TOKENS]; /* of each half, and of both, -128 times the sum of the codes, see wide_input */
+    char unused[BYTE_TILE_TOKENS * 12];
 } tile_block;
 
 _Static_assert(sizeof(tile_block) == BYTE_TILE_TOKENS * INPUT_BLOCK * BYTE_TILE_ELEMENT, "tiles lie where they are looked for");
@@ -21,6 +21,7 @@ typedef struct panel_block {
     float scales[2][PANEL_ROWS], minimums[PANEL_ROWS];
 } panel_block;
 
+#define BLOCKS_AHEAD 6 /* that many blocks of a tile are fetched before they are wanted */
 #define PANEL_BLOCKS (PANEL_COLUMNS / INPUT_BLOCK)
 #define FETCHES (PANEL_ROWS * (PANEL_COLUMNS / 32 * 34 / 64 + 1)) /* lines of the largest panel in the file */
 
@@ -211,15 +212,16 @@ ALWAYS_INLINE void multiply_tile(const panel_task *task, const tile_block *tile,
                                     : _mm512_setzero_ps();
     const panel_block *panel = task->panel;
     const int halves = kind == HALVED ? 2 : 1, steps = 8 / halves;
+    __m512 first[BYTE_TILE_TOKENS][PANEL_VECTORS]; /* halves of Q6_K */
     const __m128i less = _mm_cvtsi32_si128(task->less);
     for (int64_t block = 0; block < task->blocks; block++, panel++, tile++) {
         for (int64_t i = 0; i < task->fetched; i++) __builtin_prefetch(next + *fetches++, 0, 2);
+        for (int line = 0; line < 5; line++) __builtin_prefetch((const char *)(tile + BLOCKS_AHEAD) + 64 * line, 0, 3);
         UNROLL for (int half = 0; half < halves; half++) {
             __m512i whole[BYTE_TILE_TOKENS][PANEL_VECTORS];
             UNROLL for (int m = 0; m < M; m++) {
                 __m512i start = _mm512_setzero_si512();
-                if (kind == RAISED)
-                    start = _mm512_sra_epi32(_mm512_set1_epi32(tile->raised[0][m] + tile->raised[1][m]), less);
+                if (kind == RAISED) start = _mm512_sra_epi32(_mm512_set1_epi32(tile->raised[2][m]), less);
                 if (kind == HALVED) start = _mm512_srai_epi32(_mm512_set1_epi32(tile->raised[half][m]), 2);
                 UNROLL for (int v = 0; v < PANEL_VECTORS; v++) whole[m][v] = start;
             }
@@ -234,9 +236,15 @@ ALWAYS_INLINE void multiply_tile(const panel_task *task, const tile_block *tile,
             }
             UNROLL for (int v = 0; v < PANEL_VECTORS; v++) {
                 const __m512 scale = _mm512_loadu_ps(panel->scales[half] + 16 * v);
-                UNROLL for (int m = 0; m < M; m++)
-                    sums[m][v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole[m][v]),
-                                                 _mm512_mul_ps(scale, _mm512_set1_ps(tile->scales[m])), sums[m][v]);
+                UNROLL for (int m = 0; m < M; m++) {
+                    const __m512 product = _mm512_cvtepi32_ps(whole[m][v]), by = _mm512_set1_ps(tile->scales[m]);
+                    if (kind == HALVED && half == 0)
+                        first[m][v] = _mm512_mul_ps(product, scale);
+                    else if (kind == HALVED)
+                        sums[m][v] = _mm512_fmadd_ps(_mm512_fmadd_ps(product, scale, first[m][v]), by, sums[m][v]);
+                    else
+                        sums[m][v] = _mm512_fmadd_ps(product, _mm512_mul_ps(scale, by), sums[m][v]);
+                }
             }
         }
         if (kind == LOWERED)
@@ -329,6 +337,7 @@ void SET(tile)(void *tile, const float *const *rows, const float *scales, int64_
                 to->raised[half][m] = -128 * sum;
                 total += sum;
             }
+            to->raised[2][m] = -128 * total;
             to->scales[m] = step;
             to->sums[m] = step * (float)total;
         }
