@@ -11,7 +11,7 @@ import click
 from app.commands.output import ReaderGoneError, WorkFailed, answer, fail, forget_stdout
 from app.settings.fields import SettingError, Value
 from app.settings.schema import setting_named
-from engine.ipc.messages import BenchKind, DtypeName, ExpertPolicy, Partitioning, RuntimeName
+from engine.ipc.messages import BenchKind, DtypeName, ExpertPolicy, KeyValuesName, Partitioning, RuntimeName
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 _BENCHES = "decode, prefill, beams, experts, exchange, ring or residency."
@@ -57,6 +57,7 @@ _peer_option = click.option(
 _load_options = _several(
     click.option("--runtime", type=_one_of(RuntimeName), help="What runs the model."),
     click.option("--dtype", type=_one_of(DtypeName), help="Number format of the computation."),
+    click.option("--key-values", type=_one_of(KeyValuesName), help="How keys and values are kept in memory."),
     click.option("--partitioning", type=_one_of(Partitioning), help="Which devices and machines run the experts."),
     _peer_option,
     click.option("--policy", type=_one_of(ExpertPolicy), help="How GPU and CPU share the experts."),

@@ -26,6 +26,7 @@ from app.settings.ring import RingSettings
 from engine.ipc.messages import (
     DtypeName,
     ExpertPolicy,
+    KeyValuesName,
     LendTerms,
     Load,
     LoadOptions,
@@ -91,6 +92,11 @@ class Settings(RingSettings):
     dtype: DtypeName = _loading(
         "choice", "Number format", "auto", "Number format of the computation.",
         choices=choices(auto="As stored", bfloat16="bfloat16", float32="float32"),
+    )  # fmt: skip
+    key_values: KeyValuesName = _loading(
+        "choice", "Keys and values", "auto",
+        "How the conversation is kept in memory. 8 bits take half the memory; answers may differ slightly.",
+        choices=choices(auto="As the model computes", q8_0="8 bits (q8_0)"),
     )  # fmt: skip
     cpu_threads: int | None = _loading(
         "integer", "CPU threads", None, "Number of CPU threads. Empty: one per physical core.",

@@ -16,7 +16,7 @@ from engine.models.families import (
     stated_experts_per_token,
 )
 from engine.models.files import ModelFiles, whole_bytes, whole_weights
-from engine.models.number_formats import is_packed
+from engine.models.number_formats import BLOCKS, is_packed, stored_bytes
 from engine.models.weight_layout import WeightLayout
 from engine.models.wording import shown
 from engine.planning.prediction import ModelSizes
@@ -66,6 +66,8 @@ class Sizes:
     key_value_bytes_per_token: int
     state_bytes: int = 0
     """Bytes of what a row keeps besides, whatever its length: the states of delta-nets."""
+    head_width: int = 0
+    """Numbers of a key or value of one head; 0: they cannot be kept in 8 bits."""
     shared_bytes: int = 0
     """Bytes of the shared experts, which are part of the trunk and are run for every token."""
     expert_weights: int = 0
@@ -88,10 +90,18 @@ class Sizes:
         """Bytes of one number in ``dtype``."""
         return _WIDTHS.get(self.dtype, 2)
 
-    def for_runtime(self, runtime: str, on_gpu: bool = False) -> Sizes:
-        """These sizes with the trunk as ``runtime`` keeps it. native reads it where it is stored, and computes in
+    def for_runtime(self, runtime: str, on_gpu: bool = False, key_values: str = "auto") -> Sizes:
+        """These sizes with trunk, keys and values as ``runtime`` keeps them. ``key_values`` as in
+        :class:`engine.ipc.messages.LoadOptions`: only native keeps them in 8 bits.
+
+        The trunk: native reads it where it is stored, and computes in
         bfloat16 with weights stored as float16. torch converts it to ``dtype``, but for packed tensors of a trunk that
         computes in bfloat16 on a CPU."""
+        packs = key_values == "q8_0" and self.head_width > 0 and self.head_width % BLOCKS["Q8_0"][0] == 0
+        if packs and runtime == "native":
+            heads = self.key_value_bytes_per_token // self.width // self.head_width
+            found = replace(self, key_value_bytes_per_token=heads * stored_bytes("Q8_0", (self.head_width,)))
+            return found.for_runtime(runtime, on_gpu)
         if self.trunk_numbers is None or runtime not in ("native", "torch"):
             return self
         trunk, width, packed, dtype = self.trunk_numbers, self.width, TrunkSize(), self.dtype
@@ -233,6 +243,7 @@ def _sizes(whole: Mapping[str, Any], trunk: _Trunk, experts: _Routed | None, dty
         expert_weights=_expert_weights(experts, hidden, 0 if shape is None else shape.ffn),
         key_value_bytes_per_token=key_value_numbers(config) * _WIDTHS.get(chosen, 2),
         state_bytes=state_bytes(config),
+        head_width=_head_width(config),
         experts_are_packed=experts is not None and is_packed(experts.dtype),
         largest_expert_bytes=0 if experts is None else experts.largest,
         trunk_stored=trunk.nbytes,
@@ -251,6 +262,14 @@ def _expert_weights(experts: _Routed | None, hidden: int, ffn: int) -> int:
 def experts_per_token(config: Mapping[str, Any]) -> int:
     """The number of experts per token, from whichever setting the family uses."""
     return stated_experts_per_token(config) or _FEW
+
+
+def _head_width(config: Mapping[str, Any]) -> int:
+    """Numbers of a head's key; 0 for latent attention, whose keys have no heads."""
+    if config.get("kv_lora_rank"):
+        return 0
+    heads = _number(config, "num_attention_heads", "n_heads")
+    return int(config.get("head_dim") or _number(config, "hidden_size", "d_model") // heads)
 
 
 def key_value_numbers(config: Mapping[str, Any]) -> int:

@@ -71,6 +71,8 @@ def load_session(
         release()
         model = RingModel(name, former, progress)
     said = [f"Running on {runtime.name}: {choice.reason}."] if choice.is_fallback else []
+    if request.key_values != "auto" and runtime.name != "native":
+        said.append(f"Keys and values are not kept in 8 bits: the runtime {runtime.name} cannot do that, native can.")
     facts = msgspec.structs.replace(
         model.facts,
         name=name,

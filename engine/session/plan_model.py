@@ -53,8 +53,8 @@ def plan_model(request: Plan, loaded: ModelFacts | None = None, network: Cluster
     headers = read_headers(folder, load)
     graphics = gpu_for(load)
     runtime = planned_runtime(load, headers, graphics)
-    headers = replace(headers, sizes=headers.sizes.for_runtime(runtime.name, on_gpu=graphics is not None))
-    sizes = headers.sizes
+    sizes = headers.sizes.for_runtime(runtime.name, on_gpu=graphics is not None, key_values=load.key_values)
+    headers = replace(headers, sizes=sizes)
     notices: list[str] = []
     calibration, speed = _measured(load, headers, graphics, runtime.name, notices)
     context = min(sizes.context_limit, load.context_limit or HybridRequest().context_tokens)

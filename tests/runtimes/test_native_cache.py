@@ -30,12 +30,12 @@ def mixtral(tiny_model: Callable[..., Path]) -> NativeModel:
 @needs_smaps
 def test_a_page_takes_memory_for_the_positions_that_are_written() -> None:
     """Also where the system would give huge pages: a page of many heads has a position of each in its first block."""
-    page = Page(PageShape(layers=16, heads=8, width=64, dtype=np.dtype(np.float32)), rows=8, capacity=1024)
+    page = Page(PageShape(layers=16, heads=8, width=64, number_format="F32"), rows=8, capacity=1024)
     assert page.nbytes == 512 << 20
     for array in (page.keys, page.values):
         assert not array[-1, -1, -1].any()
         before = resident_bytes(array.ctypes.data, array.nbytes)
-        array[:, :, :, 0] = 1.0
+        array[:, :, :, 0] = 1
         written = array[:, :, :, 0].nbytes
         assert resident_bytes(array.ctypes.data, array.nbytes) - before <= 2 * written
 
@@ -141,7 +141,7 @@ class Writer:
 @settings(max_examples=40)
 @given(st.data())
 def test_pages_hold_what_each_row_was_given(data: st.DataObject) -> None:
-    shape = PageShape(2, 1, 4, np.dtype(np.uint16))
+    shape = PageShape(2, 1, 4, "BF16")
     writer = Writer(shape)
     rows = NativeTokenRows(writer, Segments(shape))  # type: ignore[arg-type]
     held: list[list[int]] = [[]]

@@ -71,6 +71,15 @@ def test_every_instruction_set(
     assert models[1].facts.executor == f"ring (node 2 of 2, exact, native {runs}, cpu)"
 
 
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_keys_and_values_in_eight_bits(nodes: int, tiny_model: TinyModel) -> None:
+    folder = tiny_model("qwen3_moe", head_dim=64)
+    models = [in_ring(folder, place, key_values="q8_0") for place in places(placement_of(folder, nodes))]
+    alone = load_native(folder, cpu_threads=1, key_values="q8_0")
+    assert alone.facts.key_value_bytes_per_token == models[1].facts.key_value_bytes_per_token
+    assert_same(all_conversations(models), conversation(alone))
+
+
 # ---- What a node knows, and what it refuses -------------------------------------------------------------------------
 
 

@@ -94,6 +94,7 @@ def epoch_specs(
             model=name,
             runtime=load.runtime,
             dtype=load.dtype,
+            key_values=load.key_values,
             context_limit=load.context_limit,
             prefill_chunk=load.prefill_chunk,
             width=sizes.hidden if sizes is not None else 0,

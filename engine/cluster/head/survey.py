@@ -341,7 +341,7 @@ def planned_model(headers: Headers, name: str, load: Load) -> RingModelFacts:
     sizes = headers.sizes
     profile = headers.profile
     return RingModelFacts(
-        sizes=sizes.for_runtime(load.runtime).for_planning(name),
+        sizes=sizes.for_runtime(load.runtime, key_values=load.key_values).for_planning(name),
         moe_layers=profile.layers if profile is not None else (),
         context_tokens=min(sizes.context_limit, load.context_limit or HybridRequest().context_tokens),
         prefill_chunk=load.prefill_chunk,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from engine.cluster.transport.exchange import RingProtocolError
-from engine.ipc.messages.parts import DtypeName, RuntimeName
+from engine.ipc.messages.parts import DtypeName, KeyValuesName, RuntimeName
 from engine.ipc.messages.ring import ExchangeName, LinkFacts
 from engine.moe.rank_context import Loading, Mode
 from engine.planning.calibration import Calibration, Curve, ExpertShape, check_calibration
@@ -290,6 +290,7 @@ class EpochSpec(ControlBody, frozen=True, kw_only=True):
     """Name of the model on the screen."""
     runtime: RuntimeName
     dtype: DtypeName = "auto"
+    key_values: KeyValuesName = "auto"
     context_limit: int | None = None
     prefill_chunk: int = 512
     width: int = 0

@@ -64,6 +64,7 @@ def load_of(spec: EpochSpec, terms: LendTerms) -> Load:
         model=spec.model,
         runtime=spec.runtime,
         dtype=spec.dtype,
+        key_values=spec.key_values,
         partitioning="cpu" if spec.runtime == "native" or terms.lend_gpu_memory == 0 else "auto",
         context_limit=spec.context_limit,
         prefill_chunk=spec.prefill_chunk,

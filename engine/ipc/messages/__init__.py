@@ -49,6 +49,7 @@ from engine.ipc.messages.parts import (
     BenchKind as BenchKind,
     DoctorFacts as DoctorFacts,
     DtypeName as DtypeName,
+    KeyValuesName as KeyValuesName,
     ExpertMovement as ExpertMovement,
     ExpertPolicy as ExpertPolicy,
     FinishReason as FinishReason,

@@ -12,6 +12,8 @@ FinishReason = Literal["stop", "length", "cancelled"]
 RuntimeName = Literal["auto", "native", "torch", "mlx"]
 """``native``: the trunk of the commonest decoder shape in our own CPU kernels; ``torch``: transformers' trunk."""
 DtypeName = Literal["auto", "bfloat16", "float32"]
+KeyValuesName = Literal["auto", "q8_0"]
+"""How keys and values are kept: in what the model computes in, or in 8 bits where the runtime can."""
 Partitioning = Literal["auto", "cpu", "hybrid", "ring"]
 ExpertPolicy = Literal["balanced", "twiddler", "monde", "layers", "lru-offload", "stream"]
 """Policy by which GPU and CPU share the experts: ours, the papers', and the papers' baselines (see

@@ -6,7 +6,16 @@ from typing import Any
 
 import msgspec
 
-from engine.ipc.messages.parts import BenchKind, DtypeName, ExpertPolicy, Message, Partitioning, RuntimeName, Sampling
+from engine.ipc.messages.parts import (
+    BenchKind,
+    DtypeName,
+    ExpertPolicy,
+    KeyValuesName,
+    Message,
+    Partitioning,
+    RuntimeName,
+    Sampling,
+)
 from engine.ipc.messages.ring import RingChoice
 
 LENT_GPU_SHARE = 0.5
@@ -46,6 +55,7 @@ class LoadOptions(MachineOptions, frozen=True, kw_only=True):
     """Catalogue name, Hugging Face repo id, local folder or GGUF file."""
     runtime: RuntimeName = "auto"
     dtype: DtypeName = "auto"
+    key_values: KeyValuesName = "auto"
     partitioning: Partitioning = "auto"
     context_limit: int | None = None
     policy: ExpertPolicy = "balanced"

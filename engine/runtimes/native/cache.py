@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.models.number_formats import stored_bytes, words_dtype
 from engine.runtimes.native.bindings import KEY_BLOCK, CSegment
 from engine.runtimes.native.states import States
 
@@ -28,16 +29,23 @@ SMALLEST_PAGE = 128
 
 @dataclass(frozen=True)
 class PageShape:
-    """What a position costs: keys and values of ``heads`` heads of ``width`` in every layer with attention."""
+    """What a position costs: keys and values of ``heads`` heads of ``width`` in every layer with attention, stored in
+    ``number_format``: ``BF16``, ``F32`` or ``Q8_0``."""
 
     layers: int
     heads: int
     width: int
-    dtype: np.dtype[Any]
+    number_format: str
+
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of one head's key, or of its value. With ``Q8_0`` the scales of a block's positions lie behind their
+        numbers."""
+        return stored_bytes(self.number_format, (self.width,))
 
     @property
     def token_bytes(self) -> int:
-        return 2 * self.layers * self.heads * self.width * self.dtype.itemsize
+        return 2 * self.layers * self.heads * self.vector_bytes
 
 
 def _untouched(places: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -56,16 +64,18 @@ def _untouched(places: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
 class Page:
     """Room for ``capacity`` positions of ``rows`` rows.
 
-    ``keys`` and ``values`` [rows, layers, heads, blocks, KEY_BLOCK * width]; what a block of positions looks like
-    inside is the library's business (trunk.h). Positions before ``frozen`` are seen by others and must not change.
+    ``keys`` and ``values`` [rows, layers, heads, blocks, words of KEY_BLOCK positions]; what a block looks like inside
+    is the library's business (trunk.h). Positions before ``frozen`` are seen by others and must not change.
     """
 
     def __init__(self, shape: PageShape, rows: int, capacity: int) -> None:
         self.shape = shape
         capacity = -(-capacity // KEY_BLOCK) * KEY_BLOCK
-        places = (rows, shape.layers, shape.heads, capacity // KEY_BLOCK, KEY_BLOCK * shape.width)
-        self.keys = _untouched(places, shape.dtype)
-        self.values = _untouched(places, shape.dtype)
+        word = words_dtype(shape.number_format)
+        block = KEY_BLOCK * shape.vector_bytes // word.itemsize
+        places = (rows, shape.layers, shape.heads, capacity // KEY_BLOCK, block)
+        self.keys = _untouched(places, word)
+        self.values = _untouched(places, word)
         self.capacity = capacity
         self.frozen = 0
 
@@ -121,8 +131,7 @@ class Segments:
             page = segment.page
             entry.keys, entry.values = page.keys.ctypes.data, page.values.ctypes.data
             if self.rows > 1 and page.keys.shape[0] > 1:
-                entry.key_row_stride = page.keys.strides[0] // page.keys.itemsize
-                entry.value_row_stride = page.values.strides[0] // page.values.itemsize
+                entry.key_row_stride, entry.value_row_stride = page.keys.strides[0], page.values.strides[0]
             entry.capacity, entry.offset = page.capacity, segment.offset
             entry.start, entry.count = segment.start, segment.count
         return table, len(self._segments)

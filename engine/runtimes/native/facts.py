@@ -6,6 +6,7 @@ import math
 
 from engine.ipc.messages import Load, ModelFacts
 from engine.models.files import Experts, ModelFiles, whole_weights
+from engine.models.number_formats import stored_bytes
 from engine.models.sizes import state_bytes
 from engine.moe.held import held_by
 from engine.moe.kernels.bindings import KernelChoice
@@ -20,10 +21,12 @@ def describe(
     dtype: str,
     choice: KernelChoice,
     threads: int,
+    cache_format: str,
     load_s: float,
     context: RankContext | None = None,
 ) -> ModelFacts:
-    """The facts of the model in ``files``, which computes in ``dtype`` with the kernels ``choice``; ``context`` is its
+    """The facts of the model in ``files``, which computes in ``dtype`` with the kernels ``choice`` and stores keys and
+    values in ``cache_format``; ``context`` is its
     place in a ring. Bytes are those of its shard there, parameters those of the whole model."""
     experts = files.experts
     numbers = sum(math.prod(tensor.shape) for _, tensor in files.trunk())
@@ -46,7 +49,7 @@ def describe(
         context_limit=limit,
         trunk_bytes=files.trunk_bytes,
         expert_bytes=_expert_bytes(experts, context),
-        key_value_bytes_per_token=shape.key_value_numbers * (2 if dtype == "bfloat16" else 4),
+        key_value_bytes_per_token=shape.key_value_numbers // shape.width * stored_bytes(cache_format, (shape.width,)),
         state_bytes=state_bytes(files.config),
         parameters=numbers,
         load_s=load_s,

@@ -71,10 +71,11 @@ class NativeModel(LoadedModel):
         files: ModelFiles,
         pool: Pool,
         popularity: Popularity | None,
-        cache_dtype: np.dtype[Any],
+        cache_format: str,
         ring: RingTrunk | None = None,
     ) -> None:
-        """``ring`` runs the passes if routed experts are shared with other machines."""
+        """``cache_format``: how keys and values are stored. ``ring`` runs the passes if routed experts are shared with
+        other machines."""
         self._shape = shape
         self._weights: TrunkWeights | None = weights
         self._angles = Angles(rotary)
@@ -87,7 +88,7 @@ class NativeModel(LoadedModel):
         self._ring = ring
         # A page of no layers cannot be mapped.
         with_keys = max(1, len(shape.attention_layers))
-        self._page_shape = PageShape(with_keys, shape.key_value_heads, shape.width, cache_dtype)
+        self._page_shape = PageShape(with_keys, shape.key_value_heads, shape.width, cache_format)
         self._workspace: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._seconds = np.zeros((shape.layers, len(PARTS)))
         self.between_layers = None

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
 
 from engine import runtimes
 from engine.calibration.disk_rate import notice_beyond_memory
@@ -17,6 +16,7 @@ from engine.errors import ModelError
 from engine.ipc.messages import Load
 from engine.ipc.progress import ProgressCallback
 from engine.models.files import ModelFiles
+from engine.models.number_formats import BLOCKS
 from engine.models.opening import open_model
 from engine.moe.executor import RingExecutor
 from engine.moe.kernels.bindings import FORMATS, KernelChoice, choose
@@ -36,7 +36,6 @@ from engine.runtimes.protocol import RingPlace
 from engine.system.free_memory import available_bytes
 
 _STORED: Mapping[str, Literal["BF16", "F32"]] = {"bfloat16": "BF16", "float32": "F32"}
-_NUMPY: Mapping[str, np.dtype[Any]] = {"bfloat16": np.dtype(np.uint16), "float32": np.dtype(np.float32)}
 
 
 class NativeRuntime:
@@ -72,7 +71,11 @@ class NativeRuntime:
         recorder = Recorder(shape.layers, shape.moe_layers, 0 if experts is None else experts.count)
         progress("reading the trunk", files.trunk_bytes, files.trunk_bytes, "bytes")
         load_s = time.perf_counter() - started
-        facts = describe(shape, files, request, dtype, choice, threads, load_s, None if ring is None else ring.context)
+        context = None if ring is None else ring.context
+        facts = describe(shape, files, request, dtype, choice, threads, opened.cache_format, load_s, context)
+        if request.key_values == "q8_0" and opened.cache_format != "Q8_0":
+            said = f"Keys and values are kept in {dtype}: heads of {shape.width} numbers do not fit the 8-bit format."
+            facts = msgspec.structs.replace(facts, notices=[*facts.notices, said])
         if ring is None:
             nbytes = files.trunk_bytes + (0 if experts is None else experts.nbytes)
             beyond = notice_beyond_memory("weights", nbytes, files.mapped_files, available_bytes())
@@ -87,7 +90,8 @@ class NativeRuntime:
             trunk = RingTrunk(executor, backend, layers, shape.top_k, shape.hidden, ring.logits)
             popularity = executor.popularity
         weights, angles = opened.weights, opened.angles
-        return NativeModel(shape, weights, angles, facts, recorder, files, pool, popularity, _NUMPY[dtype], trunk)
+        cache = opened.cache_format
+        return NativeModel(shape, weights, angles, facts, recorder, files, pool, popularity, cache, trunk)
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,8 @@ class Opened:
     shape: Shape
     dtype: str
     choice: KernelChoice
+    cache_format: str
+    """How keys and values are stored: ``BF16``, ``F32`` or ``Q8_0``."""
     weights: TrunkWeights
     angles: rotary.Rotary
 
@@ -110,8 +116,10 @@ def open_native(files: ModelFiles, request: Load, popularity: Popularity | None,
     dtype = compute_dtype(files, request)
     choice, exact = choose(dtype), choose("float32")
     shape = read_shape(files.config, () if files.experts is None else files.experts.layers)
-    weights = TrunkWeights(files, shape, choice, exact, _STORED[dtype], popularity, in_ring)
-    return Opened(shape, dtype, choice, weights, rotary.rotary(shape.rope, shape.rotated, shape.context))
+    packs = request.key_values == "q8_0" and shape.width % BLOCKS["Q8_0"][0] == 0
+    cache = "Q8_0" if packs else _STORED[dtype]
+    weights = TrunkWeights(files, shape, choice, exact, cache, popularity, in_ring)
+    return Opened(shape, dtype, choice, cache, weights, rotary.rotary(shape.rope, shape.rotated, shape.context))
 
 
 def check_native(files: ModelFiles, request: Load, in_ring: bool) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from engine.errors import ModelError
 from engine.models.files import Change, Experts, ExpertWeights, ModelFiles, StoredTensor
 from engine.models.number_formats import is_grouped
-from engine.moe.kernels.bindings import WEIGHT_DTYPES, KernelChoice, Matrix, load
+from engine.moe.kernels.bindings import FORMATS, KernelChoice, Matrix, load
 from engine.moe.kernels.layers import LayerExperts, layer_experts, matrix
 from engine.moe.popularity import Popularity
 from engine.runtimes.native.bindings import HEAD_NORMS, Delta, Trunk, TrunkLayer
@@ -155,7 +155,7 @@ class TrunkWeights:
             delta_taps=0 if delta is None else delta.taps,
             set=choice.number,
             exact_set=exact.number,
-            cache_dtype=WEIGHT_DTYPES[cache_dtype],
+            cache_dtype=FORMATS[cache_dtype],
             head_norm=HEAD_NORMS[shape.head_norm],
             normalise=shape.normalise,
             paired_rotary=int(files.paired_rotary),

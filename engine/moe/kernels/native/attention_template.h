@@ -352,9 +352,56 @@ static void NAME(soften)(const attention *a, int64_t i, int64_t tile, int64_t fr
     a->total[i] += total;
 }
 
+/* Pairs of 8-bit numbers to pairs of bfloat16. `even` and `odd`: the scales of the first and the second of a pair. */
+ALWAYS_INLINE lanes_u opened_pair(lanes_h pair, lanes even, lanes odd) {
+    typedef int16_t signed_h __attribute__((vector_size(2 * LANES)));
+    const lanes low = __builtin_convertvector(__builtin_convertvector((signed_h)(pair << 8) >> 8, lanes_i), lanes);
+    const lanes high = __builtin_convertvector(__builtin_convertvector((signed_h)pair >> 8, lanes_i), lanes);
+    const lanes_u a = (lanes_u)(low * even), b = (lanes_u)(high * odd);
+    return (a + 0x7fff + (a >> 16 & 1)) >> 16 | ((b + 0x7fff + (b >> 16 & 1)) & 0xffff0000U);
+}
+
+/* `blocks` of keys in Q8_0 to bfloat16, in the same order. */
+static void NAME(open_keys)(const attention *a, const void *from, int64_t blocks) {
+    const int64_t width = a->width, block = PLLM_KEY_BLOCK * (width + width / CACHE_GROUP * 2);
+    for (int64_t b = 0; b < blocks; b++) {
+        const uint16_t *pairs = (const uint16_t *)((const char *)from + b * block);
+        const uint16_t *scales = pairs + PLLM_KEY_BLOCK * width / 2;
+        uint32_t *to = (uint32_t *)a->opened + b * PLLM_KEY_BLOCK * width / 2;
+        for (int64_t group = 0; group < width / CACHE_GROUP; group++)
+            for (int64_t lane = 0; lane < PLLM_KEY_BLOCK; lane += LANES) {
+                const lanes scale = load_bf16(scales + group * PLLM_KEY_BLOCK + lane);
+                for (int64_t d = group * CACHE_GROUP / 2; d < (group + 1) * CACHE_GROUP / 2; d++) {
+                    const lanes_h pair = *(const lanes_h_any *)(pairs + d * PLLM_KEY_BLOCK + lane);
+                    const lanes_u found = opened_pair(pair, scale, scale);
+                    memcpy(to + d * PLLM_KEY_BLOCK + lane, &found, sizeof found);
+                }
+            }
+    }
+}
+
+/* `blocks` of values. */
+static void NAME(open_values)(const attention *a, const void *from, int64_t blocks) {
+    const int64_t width = a->width, block = PLLM_KEY_BLOCK * (width + width / CACHE_GROUP * 2);
+    for (int64_t b = 0; b < blocks; b++) {
+        const uint16_t *pairs = (const uint16_t *)((const char *)from + b * block);
+        const uint16_t *scales = pairs + PLLM_KEY_BLOCK * width / 2;
+        uint32_t *to = (uint32_t *)a->opened + b * PLLM_KEY_BLOCK * width / 2;
+        for (int64_t pair = 0; pair < PLLM_KEY_BLOCK / 2; pair++)
+            for (int64_t group = 0; group < width / CACHE_GROUP; group++) {
+                const uint16_t *two = scales + group * PLLM_KEY_BLOCK + 2 * pair;
+                const lanes even = all(one_bf16(two[0])), odd = all(one_bf16(two[1]));
+                for (int64_t d = group * CACHE_GROUP; d < (group + 1) * CACHE_GROUP; d += LANES) {
+                    const lanes_u found = opened_pair(*(const lanes_h_any *)(pairs + pair * width + d), even, odd);
+                    memcpy(to + pair * width + d, &found, sizeof found);
+                }
+            }
+    }
+}
+
 static void NAME(attend)(const attention *a) {
-    const int half = a->dtype == PLLM_BF16;
-    const int64_t row = a->width * (half ? 2 : 4);
+    const int packed = a->dtype == PLLM_Q8_0, half = packed || a->dtype == PLLM_BF16;
+    const int64_t row = packed ? a->width + a->width / CACHE_GROUP * 2 : a->width * (half ? 2 : 4);
     int64_t first = a->last, last = a->first;
     for (int64_t i = 0; i < a->count; i++) {
         first = MIN(first, MAX(a->low[i], a->first));
@@ -364,12 +411,15 @@ static void NAME(attend)(const attention *a) {
     for (int64_t tile = first / PLLM_KEY_BLOCK * PLLM_KEY_BLOCK; tile < last; tile += SCORE_TILE) {
         const int64_t from = MAX(tile, first), to = MIN(tile + SCORE_TILE, last);
         const int64_t blocks = divided_up(to - tile, PLLM_KEY_BLOCK), end = tile + blocks * PLLM_KEY_BLOCK;
-        (half ? NAME(scores_bf16) : NAME(scores_f32))(a, (const char *)a->keys + tile * row, blocks);
+        const void *keys = (const char *)a->keys + tile * row, *values = (const char *)a->values + tile * row;
+        if (packed) NAME(open_keys)(a, keys, blocks);
+        (half ? NAME(scores_bf16) : NAME(scores_f32))(a, packed ? a->opened : keys, blocks);
         for (int64_t i = 0; i < a->count; i++) {
             NAME(soften)(a, i, tile, from, to, end);
             if (half) NAME(pack_weights)(a, i, end - tile);
         }
-        (half ? NAME(values_bf16) : NAME(values_f32))(a, (const char *)a->values + tile * row, from - tile, to - tile);
+        if (packed) NAME(open_values)(a, values, blocks);
+        (half ? NAME(values_bf16) : NAME(values_f32))(a, packed ? a->opened : values, from - tile, to - tile);
     }
 }
 

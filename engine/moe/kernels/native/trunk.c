@@ -86,6 +86,7 @@ static size_t own_layout(const trunk_job *job, own_area *own, char *base) {
     own->scores = take(&at, queries * SCORE_TILE, 4);
     own->packed_queries = take(&at, queries * trunk->width, 2);
     own->packed_weights = take(&at, queries * SCORE_TILE, 2);
+    own->opened = take(&at, trunk->cache_dtype == PLLM_Q8_0 ? SCORE_TILE * trunk->width : 0, 2);
     own->maximum = take(&at, queries, 4);
     own->total = take(&at, queries, 4);
     own->sum = take(&at, queries * trunk->width, 4);
@@ -508,6 +509,9 @@ static int check(const pllm_trunk *trunk, const pllm_pass *pass) {
         return PLLM_E_ARGUMENT;
     if (trunk->delta_taps < 0 || trunk->delta_taps > PLLM_MOST_TAPS ||
         (trunk->delta_layers > 0 && !(pass->states_before && pass->states_after)))
+        return PLLM_E_ARGUMENT;
+    if (trunk->cache_dtype != PLLM_F32 && trunk->cache_dtype != PLLM_BF16 &&
+        (trunk->cache_dtype != PLLM_Q8_0 || trunk->width % CACHE_GROUP))
         return PLLM_E_ARGUMENT;
     const pllm_segment *last = pass->segments + pass->segment_count - 1;
     if (pass->segments[0].start != 0 || last->start + last->count < pass->start + pass->tokens) return PLLM_E_ARGUMENT;

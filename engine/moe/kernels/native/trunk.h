@@ -13,7 +13,9 @@
 /* Keys lie in blocks of so many positions, transposed: [block][width][PLLM_KEY_BLOCK]; values lie [position][width].
    In bfloat16 two neighbours lie side by side, as dot products of pairs want them: keys
    [block][width / 2][PLLM_KEY_BLOCK][2], values [position / 2][width][2]. `width` is even. Values that were never
-   written must be finite. */
+   written must be finite.
+   In Q8_0 a block is its numbers in the order of bfloat16, 8 bits each, and then their scales, bfloat16
+   [width / 32][PLLM_KEY_BLOCK]: one for 32 neighbours of a position. `width` is a multiple of 32. */
 #define PLLM_KEY_BLOCK 16
 
 enum { PLLM_NORM_NONE = 0, PLLM_NORM_PER_HEAD = 1, PLLM_NORM_WHOLE = 2 };
@@ -78,7 +80,7 @@ typedef struct pllm_trunk {
 /* Positions start..start+count) of every row, in a page of `capacity` positions from `offset` on. A page holds keys
    [row][layer][head][capacity / PLLM_KEY_BLOCK][width][PLLM_KEY_BLOCK] and values [row][layer][head][capacity][width],
    of the layers with attention.
-   Row strides are in elements; 0: all rows share them. */
+   Row strides are in bytes; 0: all rows share them. */
 typedef struct pllm_segment {
     void *keys, *values;
     int64_t key_row_stride, value_row_stride;

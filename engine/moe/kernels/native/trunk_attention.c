@@ -57,13 +57,41 @@ static const pllm_segment *segment_of(const pllm_pass *pass, int64_t position) {
     return segment;
 }
 
-static int64_t element_bytes(const pllm_trunk *trunk) { return trunk->cache_dtype == PLLM_BF16 ? 2 : 4; }
+/* Bytes of a head's keys, or of its values, of one position; of a whole block in Q8_0, divided by its positions. */
+static int64_t position_bytes(const pllm_trunk *trunk) {
+    switch (trunk->cache_dtype) {
+    case PLLM_F32: return trunk->width * 4;
+    case PLLM_BF16: return trunk->width * 2;
+    default: return trunk->width + trunk->width / CACHE_GROUP * 2;
+    }
+}
 
-/* Start of what one head of a row keeps in a page, in elements. */
+/* Start of what one head of a row keeps in a page, in bytes. */
 static int64_t head_start(const pllm_trunk *trunk, const pllm_segment *segment, int64_t row_stride, int64_t row,
                           int64_t layer, int64_t head) {
     const int64_t place = trunk->layers[layer].place;
-    return row * row_stride + (place * trunk->key_value_heads + head) * segment->capacity * trunk->width;
+    return row * row_stride + (place * trunk->key_value_heads + head) * segment->capacity * position_bytes(trunk);
+}
+
+/* A key or value in 8 bits: `step` numbers from one pair of dimensions to the next, `next` from one dimension of a pair
+   to the other. A scale is rounded up, so that no number is cut off; it is no number if one of its 32 is none. */
+static void store_packed(const float *from, int8_t *to, uint16_t *scales, int64_t width, int64_t step, int64_t next) {
+    for (int64_t first = 0; first < width; first += CACHE_GROUP) {
+        float most = 0, sum = 0;
+        for (int64_t d = first; d < first + CACHE_GROUP; d++) {
+            most = MAX(most, fabsf(from[d]));
+            sum += from[d];
+        }
+        float scale = isfinite(sum) ? most / 127.0F : NAN;
+        uint32_t bits;
+        memcpy(&bits, &scale, 4);
+        if (scale == scale) bits = (bits + 0xffffU) & 0xffff0000U;
+        scales[first / CACHE_GROUP * PLLM_KEY_BLOCK] = (uint16_t)(bits >> 16);
+        memcpy(&scale, &bits, 4);
+        const float by = most > 0 && scale == scale ? 1.0F / scale : 0;
+        for (int64_t d = first; d < first + CACHE_GROUP; d++)
+            to[d / 2 * step + d % 2 * next] = (int8_t)lrintf(from[d] == from[d] ? from[d] * by : 0);
+    }
 }
 
 /* Rounds `key` and `value` in place on the way. */
@@ -72,22 +100,32 @@ static void store_key_value(const trunk_job *job, int64_t row, int64_t layer, in
     const pllm_trunk *trunk = job->trunk;
     const pllm_segment *segment = segment_of(job->pass, position);
     const int64_t width = trunk->width, at = segment->offset + position - segment->start;
-    const int64_t block = at / PLLM_KEY_BLOCK * PLLM_KEY_BLOCK * width, lane = at % PLLM_KEY_BLOCK;
-    const int64_t k = head_start(trunk, segment, segment->key_row_stride, row, layer, head) + block;
-    const int64_t v = head_start(trunk, segment, segment->value_row_stride, row, layer, head);
+    const int64_t lane = at % PLLM_KEY_BLOCK, block = (at - lane) * position_bytes(trunk);
+    char *key_block = (char *)segment->keys + block +
+                      head_start(trunk, segment, segment->key_row_stride, row, layer, head);
+    char *value_block = (char *)segment->values + block +
+                        head_start(trunk, segment, segment->value_row_stride, row, layer, head);
     if (trunk->cache_dtype == PLLM_F32) {
-        float *keys = (float *)segment->keys + k, *values = (float *)segment->values + v + at * width;
+        float *keys = (float *)key_block + lane, *values = (float *)value_block + lane * width;
         for (int64_t d = 0; d < width; d++) {
-            keys[d * PLLM_KEY_BLOCK + lane] = key[d];
+            keys[d * PLLM_KEY_BLOCK] = key[d];
             values[d] = value[d];
         }
+        return;
+    }
+    if (trunk->cache_dtype == PLLM_Q8_0) {
+        const int64_t scales = PLLM_KEY_BLOCK * width;
+        store_packed(key, (int8_t *)key_block + 2 * lane, (uint16_t *)(key_block + scales) + lane, width,
+                     2 * PLLM_KEY_BLOCK, 1);
+        store_packed(value, (int8_t *)value_block + lane / 2 * 2 * width + lane % 2,
+                     (uint16_t *)(value_block + scales) + lane, width, 4, 2);
         return;
     }
     const uint16_t *key_words = (const uint16_t *)key, *value_words = (const uint16_t *)value;
     job->set->store(key, key, width, PLLM_BF16);
     job->set->store(value, value, width, PLLM_BF16);
-    uint16_t *keys = (uint16_t *)segment->keys + k + 2 * lane;
-    uint16_t *values = (uint16_t *)segment->values + v + at / 2 * 2 * width + at % 2;
+    uint16_t *keys = (uint16_t *)key_block + 2 * lane;
+    uint16_t *values = (uint16_t *)value_block + lane / 2 * 2 * width + lane % 2;
     for (int64_t d = 0; d < width; d += 2) {
         keys[d * PLLM_KEY_BLOCK] = key_words[d];
         keys[d * PLLM_KEY_BLOCK + 1] = key_words[d + 1];
@@ -157,7 +195,6 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
     const pllm_trunk *trunk = job->trunk;
     const pllm_pass *pass = job->pass;
     const int64_t width = trunk->width, group = job->group, count = (last - first) * group;
-    const int64_t bytes = element_bytes(trunk);
     const int64_t lowest_seen = lowest(trunk->layers + layer, pass->start + first);
     const float *sinks = trunk->layers[layer].sinks;
     reset(own, count, width, sinks ? sinks + head * group : NULL, group);
@@ -177,9 +214,9 @@ static void attend_block(const trunk_job *job, const own_area *own, int64_t laye
         const int64_t k = head_start(trunk, segment, segment->key_row_stride, 0, layer, head);
         const int64_t v = head_start(trunk, segment, segment->value_row_stride, 0, layer, head);
         const attention a = {.queries = own->queries, .low = own->low, .high = own->high,
-                             .keys = (const char *)segment->keys + k * bytes,
-                             .values = (const char *)segment->values + v * bytes, .scores = own->scores,
-                             .packed_queries = own->packed_queries, .packed_weights = own->packed_weights,
+                             .keys = (const char *)segment->keys + k,
+                             .values = (const char *)segment->values + v, .scores = own->scores,
+                             .packed_queries = own->packed_queries, .packed_weights = own->packed_weights, .opened = own->opened,
                              .maximum = own->maximum, .total = own->total, .sum = own->sum, .count = count,
                              .width = width, .first = from + shift, .last = to + shift, .dtype = trunk->cache_dtype};
         job->set->attend(&a);
@@ -224,7 +261,7 @@ static void attend_chunk(const trunk_job *job, const own_area *own, int64_t laye
                          int stored, const chunk *c, int64_t index, int64_t head, int64_t task) {
     const pllm_trunk *trunk = job->trunk;
     const pllm_trunk_layer *weights = trunk->layers + layer;
-    const int64_t width = trunk->width, group = job->group, bytes = element_bytes(trunk);
+    const int64_t width = trunk->width, group = job->group;
     const int together = c->groups != job->pass->rows;
     const int64_t row = together ? task * ROW_GROUP : task;
     const int64_t rows = together ? MIN(ROW_GROUP, job->pass->rows - row) : 1, count = rows * group;
@@ -257,9 +294,9 @@ static void attend_chunk(const trunk_job *job, const own_area *own, int64_t laye
     const int64_t k = head_start(trunk, c->segment, c->segment->key_row_stride, row, layer, head);
     const int64_t v = head_start(trunk, c->segment, c->segment->value_row_stride, row, layer, head);
     const attention a = {.queries = own->queries, .low = own->low, .high = own->high,
-                         .keys = (const char *)c->segment->keys + k * bytes,
-                         .values = (const char *)c->segment->values + v * bytes, .scores = own->scores,
-                             .packed_queries = own->packed_queries, .packed_weights = own->packed_weights,
+                         .keys = (const char *)c->segment->keys + k,
+                         .values = (const char *)c->segment->values + v, .scores = own->scores,
+                             .packed_queries = own->packed_queries, .packed_weights = own->packed_weights, .opened = own->opened,
                          .maximum = job->part_maximum + part, .total = job->part_total + part, .sum = sum,
                          .count = count, .width = width, .first = c->first + shift, .last = c->last + shift,
                          .dtype = trunk->cache_dtype};

@@ -26,6 +26,7 @@ typedef struct own_area {
     float *rotated, *scores, *maximum, *total, *sum;
     const float **queries;
     uint32_t *packed_queries, *packed_weights;
+    uint16_t *opened;
     int64_t *low, *high;
     float *delta_queries, *delta_keys, *delta_values, *delta_results; /* of DELTA_TOKENS tokens of one head */
 } own_area;

@@ -8,6 +8,9 @@
 /* Keys whose scores are computed before the values are added up. */
 #define SCORE_TILE 256
 
+/* Numbers of a key or value that share a scale in Q8_0. */
+#define CACHE_GROUP 32
+
 /* Queries of one key/value head against positions first..last) of one page. Query i sees positions low[i]..high[i]).
    Softmax runs on: `maximum`, `total` and `sum` [queries, width] hold the state so far. */
 typedef struct attention {
@@ -17,6 +20,7 @@ typedef struct attention {
     float *scores;             /* [queries, SCORE_TILE] */
     uint32_t *packed_queries;  /* [queries, width / 2] and */
     uint32_t *packed_weights;  /* [queries, SCORE_TILE / 2]: scratch for pairs of bfloat16 */
+    uint16_t *opened;          /* [SCORE_TILE, width]: keys or values of 8 bits as bfloat16; with PLLM_Q8_0 only */
     float *maximum, *total, *sum;
     int64_t count, width, first, last;
     int32_t dtype, reserved;

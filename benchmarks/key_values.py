@@ -1,0 +1,102 @@
+"""Keys and values in 8 bits against those in bfloat16: memory, speed of decoding in long contexts, and what is lost.
+
+    python -m benchmarks.key_values --model starter --contexts 512 4096
+
+The loss is of the model's next-token distribution, at every position of a text that is decoded token by token: the
+mean and the largest Kullback-Leibler divergence, and how often the likeliest token is the same. The two caches take
+turns step by step, so that both meet the same minutes of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.resources
+import os
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from benchmarks.measuring import Spread, table
+from benchmarks.worker import random_tokens
+from engine.ipc.messages import Load
+from engine.models.store import resolve
+from engine.models.tokenizer import load_tokenizer
+from engine.runtimes import runtime_named
+from engine.runtimes.protocol import LoadedModel
+
+
+def divergence(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
+    """Kullback-Leibler divergence in nats of the distribution of logits ``found`` from that of ``expected``."""
+    logs = [values - np.logaddexp.reduce(values) for values in (found.astype(np.float64), expected.astype(np.float64))]
+    return float(np.sum(np.exp(logs[1]) * (logs[1] - logs[0])))
+
+
+def loss(models: list[LoadedModel], tokens: list[int]) -> tuple[list[float], float]:
+    """The divergences at every position of ``tokens``, and the share of equal choices. The first model is the truth."""
+    rows = [model.start() for model in models]
+    divergences, equal = [], 0
+    for token in tokens:
+        expected, found = (row.step([token])[0] for row in rows)
+        divergences.append(divergence(found, expected))
+        equal += int(expected.argmax() == found.argmax())
+    return divergences, equal / len(tokens)
+
+
+def speeds(models: list[LoadedModel], context: int, steps: int, vocabulary: int) -> list[list[float]]:
+    """Seconds of each of ``steps`` tokens after ``context`` of them, by model."""
+    rows = [model.start() for model in models]
+    for row in rows:
+        for first in range(0, context, 512):
+            row.extend(random_tokens(first, min(512, context - first), vocabulary), want_logits=False)
+    seconds: list[list[float]] = [[] for _ in models]
+    for step in range(steps + 2):
+        for number in (0, 1) if step % 2 else (1, 0):
+            (token,) = random_tokens(100_000 + step, 1, vocabulary)
+            begun = time.perf_counter()
+            rows[number].step([token])
+            if step >= 2:  # the first steps warm up
+                seconds[number].append(time.perf_counter() - begun)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="starter", help="a model that is on this machine, or its folder")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[512, 4096])
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--text", type=int, default=1000, help="tokens of text that the loss is measured on")
+    parser.add_argument("--threads", type=int, default=psutil.cpu_count(logical=False) or os.cpu_count() or 1)
+    arguments = parser.parse_args()
+    folder = resolve(arguments.model).folder or Path(arguments.model)
+    models: list[LoadedModel] = []
+    for kept in ("auto", "q8_0"):
+        request = Load(id=1, model=arguments.model, cpu_threads=arguments.threads, key_values=kept)
+        models.append(runtime_named("native").load(folder, request, lambda stage, done, total, unit: None))
+    sizes = [model.facts.key_value_bytes_per_token for model in models]
+    print(f"bytes per token: {sizes[0]:,} and {sizes[1]:,} ({sizes[1] / sizes[0]:.2f})\n")
+    rows = []
+    for context in arguments.contexts:
+        plain, packed = speeds(models, context, arguments.steps, models[0].facts.vocabulary)
+        ratio = statistics.median(packed) / statistics.median(plain)
+        cells = [Spread.of([1000 * value for value in values]) for values in (plain, packed)]
+        shown = [f"{cell.median:.2f} ({cell.low:.2f}–{cell.high:.2f})" for cell in cells]
+        rows.append([f"{context:,}", *shown, f"{ratio:.2f}"])
+    print("\n".join(table(["tokens of context", "bfloat16, ms", "8 bits, ms", "8 bits / bfloat16"], rows)))
+    words = load_tokenizer(folder)
+    if words is None:
+        print("\nThe model has no tokenizer, so no loss is measured.")
+        return
+    text = importlib.resources.files("assets").joinpath("calibration_prompts.txt").read_text(encoding="utf-8")
+    divergences, equal = loss(models, words.encode(text)[: arguments.text])
+    print(
+        f"\n{len(divergences)} tokens of text: divergence {statistics.mean(divergences):.5f} nats on average, "
+        f"{max(divergences):.4f} at most; the same likeliest token at {equal:.1%} of the positions"
+    )
+
+
+if __name__ == "__main__":
+    main()
