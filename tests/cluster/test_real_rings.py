@@ -12,6 +12,7 @@ from engine_forks import with_libraries
 from gguf import GGMLQuantizationType as Kind
 from real_rings import ANSWER, TRUSTED, Machine, RealRing
 from tiny_gguf import whole_blocks, write_tiny_gguf
+from tiny_grouped import write_grouped
 from tiny_models import write_tiny_model
 
 from engine.ipc.messages import Notice
@@ -31,6 +32,7 @@ SAMPLED: dict[str, tuple[RingMode, ...]] = {
     "torch float32": ("fast", "central"),
     "mlx float32": ("fast", "central"),
     "mlx 4-bit": ("exact",),
+    "native published": ("exact",),
 }
 """By runtime and number format: modes, of which each runtime has all."""
 KINDS = [
@@ -46,6 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "float32": write_tiny_model(folder / "tiny-float32", "qwen3_moe"),
         "bfloat16": write_tiny_model(folder / "tiny-bfloat16", "qwen2_moe", dtype="bfloat16"),
         "packed": write_packed(folder),
+        "published": write_published(folder),
     }
     if importlib.util.find_spec("mlx_lm") is not None:
         found["4-bit"] = write_quantised(folder)
@@ -63,6 +66,12 @@ def write_packed(folder: Path) -> Path:
         quantised=lambda name: Kind.Q6_K if "ffn_down" in name and name.startswith("blk.0.") else Kind.Q4_K,
         parts=2,
     )
+
+
+def write_published(folder: Path) -> Path:
+    """gpt-oss in MXFP4 as its authors store it."""
+    source = write_tiny_model(folder / "not quantised", "gpt_oss", **whole_blocks("gpt_oss"))
+    return write_grouped(folder / "tiny-published", source, form="published")[0]
 
 
 def write_quantised(folder: Path) -> Path:
@@ -102,7 +111,7 @@ def test_answers_and_beams_are_those_of_one_machine(
     """A beam's score is a sum of log-probabilities: the same to the bit only if the logits are."""
     runtime, stored = kind.split()
     need(runtime)
-    dtype = "bfloat16" if stored in ("bfloat16", "packed") else "float32"
+    dtype = "bfloat16" if stored in ("bfloat16", "packed", "published") else "float32"
     model = models[stored]
     ring.alone(model, runtime, dtype)
     alone, beams = ring.answer(), ring.beams()

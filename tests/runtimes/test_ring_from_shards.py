@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 from ring_places import placed
+from subjects import PUBLISHED
 
 from engine.cluster.expert_runners import load_experts
 from engine.cluster.weights.shard_store import ShardStore
 from engine.cluster.weights.transfer import offer, stream
 from engine.errors import ModelError
 from engine.ipc.messages import Load
+from engine.models.files import StoredTensor
 from engine.models.opening import open_model
 from engine.moe.held import HeldExperts, check_held, held_by
 from engine.moe.rank_context import RankContext
@@ -77,3 +79,32 @@ def test_an_expert_that_is_not_here_is_named(tiny_model: Callable[..., Path]) ->
         held.expert(0, 0)
     with pytest.raises(ModelError, match="form the ring again"):
         check_held(placement, 0, (0, 1), 8, None)
+
+
+@pytest.mark.parametrize(
+    ("family", "stored"), [("gpt_oss", PUBLISHED), ("qwen2_moe", "mlx-4-bit"), ("mixtral", "mlx-8-bit")]
+)
+def test_a_share_of_quantised_weights_has_codes_scales_and_biases(
+    family: str, stored: str, grouped: Callable[[str, str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    folder, _ = grouped(family, stored)
+    whole = open_model(folder)
+    assert whole.experts is not None
+    placement = placed(whole.experts.layers, whole.experts.count, 2)
+    share = open_model(share_of(folder, placement, 1, tmp_path))
+    assert share.experts is not None and share.experts.nbytes * 2 == whole.experts.nbytes
+    for layer in placement.layers:
+        assert tuple(share.experts.held(layer)) == placement.held(1, layer)
+        for expert in placement.held(1, layer):
+            mine, theirs = (files.experts.expert(layer, expert) for files in (share, whole) if files.experts)
+            assert len(mine.parts) == len(theirs.parts)
+            assert all(map(same, mine.parts, theirs.parts))
+    theirs_trunk = dict(whole.trunk())
+    assert all(same(tensor, theirs_trunk.pop(name)) for name, tensor in share.trunk()) and not theirs_trunk
+
+
+def same(one: StoredTensor | None, other: StoredTensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    parts = (one.scales, other.scales), (one.biases, other.biases)
+    return one.words.tobytes() == other.words.tobytes() and all(same(*pair) for pair in parts)
