@@ -19,7 +19,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("ring"), "qwen3_moe")
 
 
-@pytest.fixture(params=["native", "torch"])
+both = pytest.mark.parametrize("setting", ["native", "torch"], indirect=True)
+"""Where the runtimes do something of their own; elsewhere torch is left to ``make test-soak``: it takes far longer."""
+
+
+@pytest.fixture(params=["native", pytest.param("torch", marks=pytest.mark.soak)])
 def setting(request: pytest.FixtureRequest, folder: Path) -> Iterator[Setting]:
     if request.param == "native" and not choose("float32").native:
         pytest.skip("the native kernels are not built")
@@ -41,6 +45,7 @@ def in_step(setting: Setting) -> None:
         assert prefixes.state == rows._prefixes.state  # type: ignore[attr-defined]
 
 
+@both
 def test_a_conversation_says_what_one_machine_says(setting: Setting) -> None:
     alone, ring = setting.alone(), setting.ring()
     assert ring.token_ids == alone.token_ids
@@ -53,6 +58,7 @@ def test_a_conversation_says_what_one_machine_says(setting: Setting) -> None:
     assert not setting.formation.failures
 
 
+@both
 def test_beams_are_those_of_one_machine(setting: Setting) -> None:
     alone, ring = setting.alone(beams=4), setting.ring(beams=4)
     assert [(beam.token_ids, beam.score) for beam in ring.beams] == [(b.token_ids, b.score) for b in alone.beams]
@@ -78,6 +84,7 @@ def test_a_lost_machine_does_not_change_the_answer(setting: Setting, rank: int) 
     in_step(setting)
 
 
+@both
 def test_both_machines_lost_one_after_the_other(setting: Setting) -> None:
     expected = setting.alone()
     setting.kill_at(3, 1)
@@ -109,6 +116,7 @@ def test_a_machine_lost_in_the_prompt(setting: Setting) -> None:
     assert "Lost cellar" in setting.ring.notices
 
 
+@both
 def test_a_machine_lost_in_a_beam_search(setting: Setting) -> None:
     expected = setting.alone(beams=3)
     doomed = setting.formation
@@ -136,6 +144,7 @@ def test_too_few_are_left(setting: Setting) -> None:
     assert setting.ring().token_ids == setting.alone().token_ids
 
 
+@both
 def test_a_machine_that_returns_is_taken_back(setting: Setting) -> None:
     setting.kill_at(4, 1)
     setting.ring()
@@ -226,6 +235,7 @@ def test_a_prompt_given_up_leaves_all_in_step(setting: Setting, after: int) -> N
     assert len(setting.former.formations) == 1
 
 
+@both
 def test_a_stale_cache_is_refused_and_made_anew(setting: Setting) -> None:
     setting.ring()
     in_step(setting)

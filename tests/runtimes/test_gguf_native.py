@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from gguf import GGMLQuantizationType
 from native_oracle import FAMILIES, load_native, needs_kernels
-from pairwise import pairwise
+from pairwise import in_turn, pairwise
 from subjects import prompt_of
 from tiny_gguf import ARCHITECTURES, Layout, whole_blocks, write_tiny_gguf
 from tiny_models import write_tiny_model
@@ -41,7 +41,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.mark.parametrize(
     ("family", "layout", "merged"),
-    pairwise(FAMILIES, ("stacked", "fused", "separate"), (False, True)),
+    in_turn(FAMILIES, ("stacked", "fused", "separate"), (False, True)),
 )
 def test_plain_weights_give_the_librarys_logits(
     tmp_path: Path, sources: Callable[[str], Path], family: str, layout: Layout, merged: bool

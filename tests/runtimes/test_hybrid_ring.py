@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from memory_exchange import MemoryRing, on_all_ranks
-from pairwise import pairwise
+from pairwise import in_turn, pairwise
 from ring_conversation import all_conversations, assert_same, conversation
 from ring_places import PLACEMENTS, placed, places
 from torch_oracle import no_progress
@@ -82,7 +82,7 @@ FAMILIES = ("mixtral", "qwen2_moe", "llama4_text", "deepseek_v3", "gpt_oss")
     ("family", "dtype", "count", "how"),
     [
         (family, dtype, *ring)
-        for family, dtype, ring in pairwise(FAMILIES, ("float32", "bfloat16"), ((2, "unequal"), (3, "overlapping")))
+        for family, dtype, ring in in_turn(FAMILIES, ("float32", "bfloat16"), ((2, "unequal"), (3, "overlapping")))
     ],
 )
 def test_a_ring_with_devices_is_one_machine_to_the_bit(
@@ -124,8 +124,13 @@ def test_packed_experts_are_shared_with_a_device_in_a_ring(
     assert {experts.place(layer, 0).nbytes for layer in experts.layers} & sizes
 
 
+WAYS: tuple[Sequence[Any], ...] = (POLICIES, PLACEMENTS, ("native", "off"), (0, FEW_EXPERTS, None))
+SAMPLED = in_turn(*WAYS)
+
+
 @pytest.mark.parametrize(
-    ("how", "kernels", "policy", "room"), pairwise(PLACEMENTS, ("native", "off"), POLICIES, (0, FEW_EXPERTS, None))
+    ("policy", "how", "kernels", "room"),
+    [*SAMPLED, *(pytest.param(*row, marks=pytest.mark.soak) for row in pairwise(*WAYS) if row not in SAMPLED)],
 )
 def test_no_policy_changes_a_bit(
     how: str,
